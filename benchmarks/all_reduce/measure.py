@@ -33,7 +33,7 @@ from paceline._core.units import parse_bytes
 from paceline.errors import UsageError
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.bench.turn_statistics import InterleavedTimes
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import check_writable, result_head
 
@@ -55,7 +55,7 @@ def main(
     settings: Annotated[
         bool, typer.Option(help="Try MPICH's settings first and use the best; else its defaults.")
     ] = True,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Write <ranks>-ranks.json there, unless --json is given.")
     ] = HERE,

@@ -20,7 +20,7 @@ from paceline._core.files import write_json
 from paceline._core.format import format_count, format_seconds
 from paceline._core.units import parse_bytes
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import check_writable, result_head
 
@@ -36,7 +36,7 @@ def main(
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "1Gbit/s",
     sizes: Annotated[str, typer.Option(help="Of the buffer, separated by commas.")] = SIZES,
     rounds: Annotated[int | None, typer.Option(help="Turns of each contestant; else 6 to 20.")] = None,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
     out: Annotated[
         Path,
         typer.Option(

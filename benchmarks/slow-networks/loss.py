@@ -25,7 +25,7 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 
@@ -72,7 +72,7 @@ def main(
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "100Mbit/s",
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each way.")] = 3,
     timed: Annotated[int, typer.Option(min=1, help="Steps of DDP that are timed on the lab.")] = 100,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Train by DDP and by ours until the same held-out loss, and compare the times."""
     path = json_file or HERE / f"loss-{hosts}x{rate.removesuffix('/s')}.json"

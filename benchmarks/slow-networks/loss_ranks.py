@@ -33,7 +33,7 @@ from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import token_loss as loss_of
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows, summed_token_loss
-from paceline.tools.train.training_job import cosine
+from paceline.tools.train.training_job import cosine_lr
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 CLIP = 1.0
@@ -94,7 +94,7 @@ class Training:
     def step(self, number: int, steps: int) -> None:
         """Take step `number`, counted from 0, of `steps` in all."""
         for group in self.optimizer.param_groups:
-            group["lr"] = cosine(number, steps=steps, warmup=max(1, steps // 20), peak=self.way.lr)
+            group["lr"] = cosine_lr(number, steps=steps, warmup=max(1, steps // 20), peak=self.way.lr)
         batch = self.batches.at(number)
         loss_of(self.model(batch.inputs), batch.targets).backward()
         self.clip()

@@ -21,7 +21,7 @@ import typer
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab, LabJob
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -99,7 +99,7 @@ def main(
     hosts: Annotated[int, typer.Option(min=VICTIM + 1, help="Hosts around the switch.")] = 16,
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "100Mbit/s",
     steps: Annotated[int, typer.Option(help="Local steps of a rank.")] = 400,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Train on many hosts, one slow, one killed and back."""
     path = json_file or HERE / "many.json"

@@ -22,7 +22,7 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import unknown
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 
@@ -33,7 +33,7 @@ RANKS, EVERY = 4, 100
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Names of ways; else all.")] = None,
     seed: Annotated[int, typer.Option(help="Of parameters and data.")] = 0,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Train in many ways, and tell what each reached and sent."""
     known = [way.name for way in TRADEOFF]

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from training import Training, seconds_of, wait_until
 
 from paceline.testing.netlab.lab_network import parse_traffic
-from paceline.tools.train.training_job import cosine
+from paceline.tools.train.training_job import cosine_lr
 
 __all__ = ["Part", "play"]
 
@@ -61,5 +61,5 @@ def play(attach: Callable[[Part, Training], object]) -> NoReturn:
             tensors = {name: each.detach().clone() for name, each in training.net.named_parameters()}
             save_file(tensors, part.folder / f"copy-{rank}-{copies}.safetensors")
             (part.folder / f"worker-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
-        share = cosine(int(min(1.0, past / job["seconds"]) * 999), steps=1000, warmup=50, peak=1.0)
+        share = cosine_lr(int(min(1.0, past / job["seconds"]) * 999), steps=1000, warmup=50, peak=1.0)
         training.step(share)

@@ -26,7 +26,7 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 
@@ -143,7 +143,7 @@ def main(
         int, typer.Option(help="Steps of each lock-step way that are timed, for each seed.")
     ] = 20,
     lockstep: Annotated[bool, typer.Option(help="Time DDP and LocalSGD too.")] = True,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Train by a star, time torch DDP and LocalSGD beside it, and compare the times to the same loss."""
     path = json_file or HERE / f"loss-{rate.removesuffix('/s')}.json"

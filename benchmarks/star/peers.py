@@ -27,7 +27,7 @@ from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -78,7 +78,7 @@ def main(
     peers: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where set_up.py made the environments.")
     ] = HOMES,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Train by other libraries and by the star for the same time, and compare what was learnt."""
     path = json_file or HERE / "peers.json"

@@ -21,7 +21,7 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline._core.units import parse_rate
 from paceline.testing.netlab import Lab, LabJob
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -72,7 +72,7 @@ def main(
     rate: Annotated[str, typer.Option(help="Of the link, each direction.")] = "200Mbit/s",
     share: Annotated[str, typer.Option(help="Of it, for the star.")] = "30%",
     seconds: Annotated[float, typer.Option(help="That the interfaces are watched.")] = 30.0,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Watch a star that keeps to a share of a link, alone and beside a file."""
     path = json_file or HERE / "share.json"

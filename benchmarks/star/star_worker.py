@@ -15,7 +15,7 @@ from training import Training, seconds_of, wait_until
 
 import paceline
 from paceline.testing.netlab.lab_network import parse_traffic
-from paceline.tools.train.training_job import cosine
+from paceline.tools.train.training_job import cosine_lr
 
 
 def main(job_file: str, rank: int) -> None:
@@ -33,7 +33,7 @@ def main(job_file: str, rank: int) -> None:
     lasting = []
     with star as running:
         while (past := time.monotonic() - began) < job["seconds"]:
-            share = cosine(int(past / job["seconds"] * 1000), steps=1000, warmup=50, peak=1.0)
+            share = cosine_lr(int(past / job["seconds"] * 1000), steps=1000, warmup=50, peak=1.0)
             training.step(share)
             lasting.append(time.monotonic() - began)
         counts = vars(running.counts) if running is not None else {}

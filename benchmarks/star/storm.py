@@ -23,7 +23,7 @@ from bench_harness.storm.run import Storm, count
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ def main(
     hub_kills: Annotated[int, typer.Option(help="Of the hub.")] = 5,
     rate: Annotated[str, typer.Option(help="Of every link.")] = "200Mbit/s",
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Play a storm, and count what was lost."""
     path = json_file or HERE / "storm.json"

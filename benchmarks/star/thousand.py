@@ -19,7 +19,7 @@ import typer
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable, result_head
 from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
 from paceline.tools.simulate.learning_tasks import LinearTask
@@ -52,7 +52,7 @@ def run(workers: int, rounds: int, cadence: SyncSchedule) -> dict[str, Any]:
 def main(
     workers: Annotated[int, typer.Option(help="How many.")] = 1000,
     rounds: Annotated[int, typer.Option(help="Of each.")] = 1000,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Simulate a large star, and tell how long that takes."""
     path = json_file or HERE / "thousand.json"

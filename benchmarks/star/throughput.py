@@ -21,7 +21,7 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ def main(
     fastest: Annotated[float, typer.Option(help="Seconds of a step of the fastest machine.")] = 0.15,
     turns: Annotated[int, typer.Option(help="Alone, then with the star.")] = 3,
     seconds: Annotated[float, typer.Option(help="Of each.")] = 60.0,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Compare the workers' speeds."""
     path = json_file or HERE / "throughput.json"

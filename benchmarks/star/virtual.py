@@ -26,13 +26,13 @@ from paceline.async_dp.hub.population import PopulationRules
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.result_files import check_writable, result_head
 from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
 from paceline.tools.simulate.learning_tasks import GPTTask
 from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
-from paceline.tools.train.training_job import cosine
+from paceline.tools.train.training_job import cosine_lr
 
 HERE = Path(__file__).parent
 SIZE = GptSize("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
@@ -108,7 +108,7 @@ def late(share: float) -> float:
 
 def all_the_time(share: float) -> float:
     """Return the share of the full learning rate: up in 5 %, then down as a cosine."""
-    return cosine(min(STEPS - 1, int(share * STEPS)), steps=STEPS, warmup=WARMUP, peak=1.0)
+    return cosine_lr(min(STEPS - 1, int(share * STEPS)), steps=STEPS, warmup=WARMUP, peak=1.0)
 
 
 SCHEDULES = {"late": late, "cosine": all_the_time}
@@ -164,7 +164,7 @@ def run(way: Way, seed: int) -> dict[str, Any]:
 def main(
     seeds: Annotated[int, typer.Option(help="Of each way.")] = 1,
     only: Annotated[str, typer.Option(help="Ways whose name has this in it.")] = "",
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Train in many ways in virtual time."""
     path = json_file or HERE / "virtual.json"

@@ -11,7 +11,7 @@ from paceline.tools.cli.app import main
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Runs ``paceline WORDS …`` on a wide terminal without colours; returns exit code, stdout and stderr."""
+    """Run ``paceline WORDS …`` on a wide terminal without colours; return exit code, stdout and stderr."""
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "300")
 
@@ -22,7 +22,7 @@ def command(monkeypatch, capsys):
             code = 0
         except SystemExit as end:
             code = end.code or 0
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        written = capsys.readouterr()
+        return code, written.out, written.err
 
     return run

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help, version, near misses, errors and exit codes."""
+"""The command line as a user sees it: help, version, near misses, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def test_errors_become_one_message_and_an_exit_code(monkeypatch, capsys, error, 
         assert shown.err.strip() == f"Error: {error}"
 
 
-def test_a_long_message_is_not_broken_into_lines(monkeypatch, capsys):
+def test_a_long_message_is_not_wrapped(monkeypatch, capsys):
     path = "/a/" + "very/" * 60 + "long/path [with brackets]"
     main_of(monkeypatch, raising(UsageError(f"{path} is not there")))
     assert f"Error: {path} is not there\n" == capsys.readouterr().err
 
 
-def test_an_error_that_is_no_users_mistake_keeps_its_traceback(monkeypatch):
+def test_an_internal_error_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(module, "COMMANDS", {"try": (__name__, "attempt", "Try.")})
     monkeypatch.setattr(sys.modules[__name__], "attempt", raising(ZeroDivisionError("a bug")), raising=False)
     monkeypatch.setattr(sys, "argv", ["paceline", "try"])

@@ -9,15 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 import paceline
-from paceline.tools.cli import app
-
-
-def run_command(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["paceline", *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    return ended.value.code or 0
 
 
 @pytest.fixture
@@ -29,37 +20,39 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_show_verify_export(monkeypatch, capsys, run, tmp_path):
-    assert run_command(monkeypatch, "checkpoint", run) == 0
-    shown = capsys.readouterr().out
+def test_show_verify_export(command, run, tmp_path):
+    code, shown, _ = command("checkpoint", run)
+    assert code == 0
     assert shown.index("step-00000020") < shown.index("step-00000010")
     assert "not read" in shown
     file, out = tmp_path / "found.json", tmp_path / "out.safetensors"
-    assert run_command(monkeypatch, "checkpoint", run, "--verify", "--export", out, "--json", file) == 0
-    assert capsys.readouterr().out.count("intact") == 2
+    code, shown, _ = command("checkpoint", run, "--verify", "--export", out, "--json", file)
+    assert code == 0
+    assert shown.count("intact") == 2
     assert [(each["step"], each["problem"]) for each in json.loads(file.read_text())] == [(20, ""), (10, "")]
     assert load_file(out)["weight"].shape == (2, 3)
 
 
-def test_damage_is_shown_and_an_exit_code(monkeypatch, capsys, run):
+def test_damage_is_shown_and_an_exit_code(command, run):
     (run / "checkpoint" / "step-00000020" / "model.safetensors").unlink()
-    assert run_command(monkeypatch, "checkpoint", run / "checkpoint", "--verify") == 1
-    shown = capsys.readouterr().out
+    code, shown, _ = command("checkpoint", run / "checkpoint", "--verify")
+    assert code == 1
     assert "DAMAGED" in shown
     assert "step-00000020: model.safetensors is missing" in shown
     (run / "checkpoint" / "step-00000020" / "manifest.json").unlink()
-    assert run_command(monkeypatch, "checkpoint", run) == 1
-    assert "manifest.json is missing" in capsys.readouterr().out
+    code, shown, _ = command("checkpoint", run)
+    assert code == 1
+    assert "manifest.json is missing" in shown
 
 
-def test_weights_that_can_not_be_written_are_refused_first(monkeypatch, capsys, run, tmp_path):
+def test_an_unwritable_export_is_refused_first(command, run, tmp_path):
     out = tmp_path / "no" / "out.safetensors"
-    assert run_command(monkeypatch, "checkpoint", run, "--verify", "--export", out) == 2
-    told = capsys.readouterr()
-    assert "can't write --export" in told.err
-    assert told.out == ""
+    code, shown, error = command("checkpoint", run, "--verify", "--export", out)
+    assert (code, shown) == (2, "")
+    assert "can't write --export" in error
 
 
-def test_nothing_there(monkeypatch, capsys, tmp_path):
-    assert run_command(monkeypatch, "checkpoint", tmp_path) == 2
-    assert "no checkpoint in" in capsys.readouterr().err
+def test_a_folder_without_checkpoints(command, tmp_path):
+    code, _, error = command("checkpoint", tmp_path)
+    assert code == 2
+    assert "no checkpoint in" in error

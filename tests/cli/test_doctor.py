@@ -100,9 +100,9 @@ def test_ranks_that_share_no_memory_are_told(monkeypatch):
 
 def test_what_breaks_the_all_reduce_is_told(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    told = try_loopback(2)
-    assert isinstance(told, str)
-    assert "no-such-interface" in told or "ended with exit code 1" in told
+    message = try_loopback(2)
+    assert isinstance(message, str)
+    assert "no-such-interface" in message or "ended with exit code 1" in message
 
 
 @pytest.mark.parametrize(("given", "why"), [("", "is a folder"), ("nowhere/facts.json", "no such folder")])

@@ -1,4 +1,4 @@
-"""``paceline exchange`` as a user meets it: refusals before anything starts, results, faults, and clean ends."""
+"""``paceline exchange`` as a user sees it: refusals before anything starts, results, faults, clean exits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import mpi_worlds
 from paceline.errors import RankFailed, UsageError, WorldError
 from paceline.launch.targets import mpiexec_command as starting
-from paceline.tools.cli import app as module
 from paceline.transport.mpi_exchange.exchange_measurement import SlicedWork, overlap_share
 from paceline.transport.mpi_exchange.exchange_settings import ExchangeSettings, check_memory
 from paceline.world.mpi_world import find_mpiexec, mpi_launcher_size
@@ -24,15 +23,12 @@ PACELINE = [sys.executable, "-m", "paceline"]
 
 
 @pytest.fixture
-def paceline(monkeypatch, capsys):
-    """Return a function that runs `paceline exchange` in this process: (exit code, what it said)."""
+def paceline(command):
+    """Run `paceline exchange` in this process; return exit code and output."""
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "exchange", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            module.main()
-        shown = capsys.readouterr()
-        return caught.value.code or 0, " ".join((shown.out + shown.err).split())
+        code, out, err = command("exchange", *arguments)
+        return code, " ".join((out + err).split())
 
     return run
 
@@ -61,7 +57,7 @@ def test_an_unknown_shape_is_refused_with_the_nearest(paceline, never_started):
         (["--ranks", "0"], "--ranks 0: nobody"),
         (["--bytes", "many"], "'many' is no size"),
         (["--bytes", "1MB", "--ints", "5"], "exclude each other"),
-        (["--ints", "0.5"], "no number of integers"),
+        (["--ints", "0.5"], "is not a whole number"),
         (["--rounds", "0"], "--rounds 0"),
         (["--work", "soon"], "'soon' is no time"),
         (["--timeout", "0s"], "time-out above 0"),
@@ -73,7 +69,7 @@ def test_an_unknown_shape_is_refused_with_the_nearest(paceline, never_started):
     ],
 )
 @pytest.mark.parametrize("shape", ["ring", "all-to-all"])
-def test_what_makes_no_sense_is_refused_before_anything_starts(
+def test_invalid_options_are_refused_before_anything_starts(
     paceline, never_started, shape, arguments, message
 ):
     code, shown = paceline(shape, *arguments)
@@ -81,7 +77,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(
     assert message in shown
 
 
-def test_without_mpiexec_it_says_how_to_install_it(paceline, monkeypatch):
+def test_without_mpiexec_the_error_explains_how_to_install_it(paceline, monkeypatch):
     monkeypatch.setattr(starting, "find_mpiexec", lambda *_: None)
     code, shown = paceline("ring")
     assert code == 2
@@ -89,7 +85,7 @@ def test_without_mpiexec_it_says_how_to_install_it(paceline, monkeypatch):
     assert "pip install 'paceline[mpi]'" in shown
 
 
-def test_without_mpi4py_it_says_how_to_install_it(paceline, monkeypatch):
+def test_without_mpi4py_the_error_explains_how_to_install_it(paceline, monkeypatch):
     monkeypatch.setattr(starting, "find_spec", lambda name: None)
     code, shown = paceline("all-to-all")
     assert code == 2
@@ -97,7 +93,7 @@ def test_without_mpi4py_it_says_how_to_install_it(paceline, monkeypatch):
     assert "pip install 'paceline[mpi]'" in shown
 
 
-def test_memory_that_is_not_there_is_told_with_what_would_fit():
+def test_missing_memory_is_reported_with_what_would_fit():
     check_memory(100 << 20, 4, 2 << 30)
     with pytest.raises(UsageError, match=r"(?s)4 ranks .* would fit \(--bytes \d+\), or --ranks 1") as caught:
         check_memory(1 << 30, 4, 3 << 30)
@@ -128,7 +124,7 @@ def test_the_same_work_can_be_done_again():
     assert slices.count > 0
 
 
-def test_a_world_of_mpi_is_known_by_its_variables():
+def test_an_mpi_world_is_detected_by_its_variables():
     assert mpi_launcher_size({}) is None
     assert mpi_launcher_size({"PMI_RANK": "0", "PMI_SIZE": "3"}) == 3
     assert mpi_launcher_size({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}) == 2
@@ -139,7 +135,7 @@ def test_a_world_of_mpi_is_known_by_its_variables():
         )
 
 
-def test_mpiexec_is_looked_for_beside_python_first(tmp_path):
+def test_mpiexec_next_to_python_comes_first(tmp_path):
     for folder in ("beside", "path"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mpiexec").write_text("#!/bin/sh\n")
@@ -151,7 +147,7 @@ def test_mpiexec_is_looked_for_beside_python_first(tmp_path):
 
 
 @needs_mpi
-def test_ranks_that_do_not_end_in_time_are_ended():
+def test_ranks_that_do_not_end_in_time_are_killed():
     with pytest.raises(RankFailed, match="had not ended after"):
         starting.run_mpi(["-c", "import time; time.sleep(60)"], 2, timeout=0.5)
     with pytest.raises(UsageError, match="ranks=0"):
@@ -159,14 +155,14 @@ def test_ranks_that_do_not_end_in_time_are_ended():
 
 
 @needs_mpi
-def test_started_by_itself_it_shows_a_table_and_writes_it_down(tmp_path):
-    told = tmp_path / "told.json"
-    options = ["--ranks", "3", "--ints", "3e5", "--rounds", "2", "--work", "20ms", "--json", str(told)]
+def test_it_starts_ranks_prints_a_table_and_writes_json(tmp_path):
+    file = tmp_path / "exchange.json"
+    options = ["--ranks", "3", "--ints", "3e5", "--rounds", "2", "--work", "20ms", "--json", str(file)]
     ended = mpi_worlds.run([*PACELINE, "exchange", "ring", *options])
     assert ended.code == 0, ended
     assert "ring, 3 ranks, 1.2 MB each, 2 rounds" in ended.out
     assert "6/6" in ended.err
-    result = json.loads(told.read_text())
+    result = json.loads(file.read_text())
     assert (result["kind"], result["schema"], result["rounds"]) == ("exchange", 1, 2)
     assert [row["rank"] for row in result["rows"]] == [0, 1, 2]
     assert all(row["right"] and row["nbytes"] == 1_200_000 for row in result["rows"])
@@ -178,7 +174,7 @@ def test_started_by_itself_it_shows_a_table_and_writes_it_down(tmp_path):
 
 
 @needs_mpi
-def test_an_all_to_all_of_odd_size_is_shared_out():
+def test_an_all_to_all_of_odd_size():
     ended = mpi_worlds.run(
         [*PACELINE, "exchange", "all-to-all", "--ranks", "3", "--bytes", "1000", "--rounds", "1"]
     )
@@ -187,7 +183,7 @@ def test_an_all_to_all_of_odd_size_is_shared_out():
 
 
 @needs_mpi
-def test_under_mpiexec_it_takes_part_and_a_fault_fails_it_with_the_culprit_named():
+def test_under_mpiexec_it_joins_and_a_fault_names_the_rank():
     ended = mpi_worlds.mpi_world(2, "-m", "paceline", "exchange", "ring", "--bytes", "10MB")
     assert ended.code == 0, ended
     assert "ring, 2 ranks" in ended.out

@@ -1,4 +1,4 @@
-"""What `paceline hub` refuses, by the names that its options have, before it binds or writes."""
+"""`paceline hub` refuses invalid options by name, before it binds or writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
         (["--keys", "nowhere"], "nowhere can't be read"),
     ],
 )
-def test_what_can_not_be_is_refused(command, tmp_path, monkeypatch, words, said):
+def test_invalid_options_are_refused(command, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     code, out, err = command("hub", *words)
     assert (code, out) == (2, "")

@@ -1,4 +1,4 @@
-"""``paceline lab`` as a user meets it before anything is made: what is refused, and how. Needs no root."""
+"""``paceline lab`` before anything is set up: refusals and their messages. Needs no root."""
 
 from __future__ import annotations
 
@@ -11,31 +11,22 @@ import pytest
 from paceline.errors import UsageError
 from paceline.testing.netlab import lab as making
 from paceline.testing.netlab import lab_requirements
-from paceline.tools.cli import app as module
-from paceline.tools.cli.lab_command import read_slow
+from paceline.tools.cli.lab_command import parse_slow_hosts
 
 
 @pytest.fixture
-def paceline(monkeypatch, capsys, tmp_path):
-    """Return a function that runs `paceline lab` in this process, in an empty folder: (exit code, out, err)."""
+def paceline(command, monkeypatch, tmp_path):
+    """Run `paceline lab` in an empty folder; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "lab", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            module.main()
-        shown = capsys.readouterr()
-        return caught.value.code or 0, shown.out, shown.err
-
-    return run
+    return lambda *arguments: command("lab", *arguments)
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_made(monkeypatch):
-    """Keep the command from making hosts."""
+def nothing_is_set_up(monkeypatch):
+    """Fail the test if the command sets up a host."""
 
     def refuse(*arguments):
-        raise AssertionError("it made a host")
+        raise AssertionError("it set up a host")
 
     monkeypatch.setattr(making, "LabHost", refuse)
 
@@ -49,7 +40,7 @@ def nothing_is_made(monkeypatch):
         (["--hosts", "0", "true"], "hosts=0: a lab has 1 to 250 hosts"),
         (["--rate", "fast", "true"], "'fast' is no rate"),
         (["--rate", "100", "true"], "'100' is no rate: unknown unit ''"),
-        (["--slow", "50Mbit/s", "true"], "--slow '50Mbit/s' is no HOST=RATE"),
+        (["--slow", "50Mbit/s", "true"], "--slow '50Mbit/s' is not HOST=RATE"),
         (["--slow", "5=50Mbit/s", "true"], "slow names host 5, but there are 2 hosts"),
         (["--slow", "1=", "true"], "'' is no rate"),
         (["--delay", "long", "true"], "'long' is no time"),
@@ -73,7 +64,7 @@ def test_a_call_that_can_not_be_read_is_refused(paceline, arguments):
     assert "Usage: paceline lab" in err
 
 
-def test_without_rights_it_says_how_to_get_them(paceline, monkeypatch):
+def test_without_rights_the_error_explains_how_to_get_them(paceline, monkeypatch):
     monkeypatch.setattr(lab_requirements.sys, "platform", "linux")
     monkeypatch.setattr(lab_requirements, "_find", lambda name: name)
     monkeypatch.setattr(lab_requirements, "_capabilities", lambda: 0)
@@ -99,17 +90,17 @@ def test_options_after_the_program_are_its_own(paceline, tmp_path):
     assert "'never' is no rate" in err  # its own options were read, those of the program were not
 
 
-def test_help_tells_what_it_is_for():
+def test_help_lists_the_options():
     command = [sys.executable, "-m", "paceline", "lab", "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    assert re.search(r"Usage: paceline lab \[OPTIONS\] \S*PROGRAM", told)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert re.search(r"Usage: paceline lab \[OPTIONS\] \S*PROGRAM", shown)
     for option in ("--hosts", "--rate", "--ranks", "--slow", "--delay", "--timeout", "--json"):
-        assert option in told
+        assert option in shown
 
 
 def test_slow_hosts_are_named_by_number_or_name():
-    assert read_slow(["2=50Mbit/s", "host10=1Gbit/s"]) == {2: "50Mbit/s", 10: "1Gbit/s"}
-    assert read_slow([]) == {}
+    assert parse_slow_hosts(["2=50Mbit/s", "host10=1Gbit/s"]) == {2: "50Mbit/s", 10: "1Gbit/s"}
+    assert parse_slow_hosts([]) == {}
     for texts in (["50Mbit/s"], ["=50Mbit/s"], ["a=1Mbit/s"], ["-1=1Mbit/s"], ["1=1Mbit/s", "host1=2Mbit/s"]):
         with pytest.raises(UsageError, match="--slow"):
-            read_slow(texts)
+            parse_slow_hosts(texts)

@@ -15,10 +15,10 @@ from paceline.launch.process.foreground_commands import run_commands
 from paceline.launch.targets import slurm
 from paceline.launch.targets.cluster_job import ClusterJob
 from paceline.launch.targets.ray_job import ray_driver
-from paceline.tools.cli.launch.launch_submit import run_again
+from paceline.tools.cli.launch_submit import run_with_restarts
 
 
-def test_what_would_be_started_is_shown(command):
+def test_the_command_is_printed(command):
     code, out, err = command("launch", "torchrun", "--host", "a", "--host", "b", "train.py", "--host", "c d")
     assert (code, err) == (0, "")
     *_, line = out.splitlines()
@@ -40,7 +40,7 @@ def test_the_options_of_slurm_are_in_its_script(command):
     assert out.count(" train.py --gpus 7 &\n") == 1
 
 
-def test_a_file_is_written_whole_and_can_be_started(command, tmp_path):
+def test_the_out_file_is_executable(command, tmp_path):
     file = tmp_path / "a b.sh"
     code, out, err = command("launch", "mpi", "--ranks", 4, "--out", file, "train.py")
     assert (code, out, err) == (0, "", "")
@@ -79,7 +79,7 @@ def test_a_driver_of_ray_is_shown(command):
         (["torchrun", "--ranks", "0", "train.py"], "ranks_per_host=0"),
         (["torchrun", "--host", "a", "--host", "a", "train.py"], "2 hosts, but these names: a, a"),
         (["slurm", "--hostz", "2", "train.py"], "'--hostz' is no script"),
-        (["slurm", "--env", "A", "train.py"], "--env 'A' is no NAME=VALUE"),
+        (["slurm", "--env", "A", "train.py"], "--env 'A' is not NAME=VALUE"),
         (["slurm", "--env", "A=1", "--env", "A=2", "train.py"], "sets A a second time"),
         (["slurm", "--folder", "runs", "train.py"], "folder 'runs' is not the same everywhere"),
         (["slurm", "--time", "soon", "train.py"], "'soon' is no time"),
@@ -92,13 +92,13 @@ def test_a_driver_of_ray_is_shown(command):
         (["kubernetes", "--image", "x", "--claim", "runs", "train.py"], "no folder to mount it at"),
     ],
 )
-def test_what_can_not_be_is_refused(command, words, said):
+def test_invalid_options_are_refused(command, words, said):
     code, out, err = command("launch", *words)
     assert (code, out) == (2, "")
     assert said in err
 
 
-def test_a_launcher_that_is_not_here_is_told(command, monkeypatch, tmp_path):
+def test_a_missing_launcher_is_reported(command, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = command("launch", "slurm", "--submit", "train.py")
     assert code == 2
@@ -145,7 +145,7 @@ def test_a_job_whose_node_is_lost_may_come_back(monkeypatch, tmp_path, end):
     assert shown == [b"step 1\n"]
 
 
-def test_a_job_that_slurm_does_not_know_is_told(monkeypatch, tmp_path):
+def test_a_job_unknown_to_slurm_is_reported(monkeypatch, tmp_path):
     script = tmp_path / "scontrol"
     script.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
     script.chmod(0o755)
@@ -155,7 +155,7 @@ def test_a_job_that_slurm_does_not_know_is_told(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_controller_that_does_not_answer_is_asked_again(monkeypatch, tmp_path, answers):
+def test_a_silent_controller_is_queried_again(monkeypatch, tmp_path, answers):
     asked = tmp_path / "asked"
     script = tmp_path / "scontrol"
     answer = f'[ $(wc -l < {asked}) -lt 2 ] || exec echo "JobId=3 JobState=COMPLETED ExitCode=0:0"'
@@ -171,7 +171,7 @@ def test_a_controller_that_does_not_answer_is_asked_again(monkeypatch, tmp_path,
         slurm.watch_job(3, tmp_path / "log", print, print)
 
 
-def test_lines_stand_behind_their_hosts_and_the_first_error_counts(capsys):
+def test_output_lines_carry_host_names_and_the_first_error_decides(capsys):
     codes = {"pc1": ["sh", "-c", "echo one; sleep 100"], "pc2": ["sh", "-c", "echo two >&2; exit 5"]}
     assert run_commands(codes, follow=0.2) == 5
     assert sorted(capsys.readouterr().out.splitlines()) == ["pc1 | one", "pc2 | two"]
@@ -182,12 +182,12 @@ def test_lines_stand_behind_their_hosts_and_the_first_error_counts(capsys):
         run_commands({"": ["no-such"]})
 
 
-def test_a_world_of_mpi_is_started_again_but_not_for_ever(tmp_path, capsys):
+def test_an_mpi_world_is_restarted_a_limited_number_of_times(tmp_path, capsys):
     count = tmp_path / "count"
     fails = ["sh", "-c", f"echo x >> {count}; [ $(wc -l < {count}) = 3 ] || exit 9"]
-    assert run_again(fails, 1) == 9
+    assert run_with_restarts(fails, 1) == 9
     assert count.read_text() == "x\n" * 2
-    assert run_again(fails, 1) == 0
+    assert run_with_restarts(fails, 1) == 0
     assert "restart 1: mpiexec ended with exit code 9" in capsys.readouterr().err
-    assert run_again(["sh", "-c", f"echo x >> {count}; exit 2"], 5) == 2
+    assert run_with_restarts(["sh", "-c", f"echo x >> {count}; exit 2"], 5) == 2
     assert count.read_text() == "x\n" * 4

@@ -1,35 +1,25 @@
-"""`paceline run` as a user calls it: its options, what is the script's own, one clear message for every bad input."""
+"""`paceline run` as a user calls it: its options, arguments of the script, one clear message for every bad input."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 
 from paceline.errors import RankFailed
 from paceline.tools.cli import run_command as module
-from paceline.tools.cli.app import main
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """Run the command line in this process and return exit code and error output."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["paceline", "run", *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        return caught.value.code, capsys.readouterr().err
-
-    return run
+def call(command):
+    """Run `paceline run` in this process; return exit code and stderr."""
+    return lambda *words: command("run", *words)[::2]
 
 
 @pytest.fixture
 def jobs(monkeypatch):
-    """The jobs that were asked for, none of them run."""
-    asked = []
-    monkeypatch.setattr(module, "run_job", asked.append)
-    return asked
+    """Collect the jobs instead of running them."""
+    started = []
+    monkeypatch.setattr(module, "run_job", started.append)
+    return started
 
 
 @pytest.fixture
@@ -64,7 +54,7 @@ def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "there is no script to run"),
+        ([], "no script to run"),
         (["absent.py"], "no such script: absent.py"),
         (["--ranks", 0, "SCRIPT"], "ranks=0"),
         (["--ranks", 2, "--min-ranks", 3, "SCRIPT"], "min_ranks=3, of 2 ranks"),
@@ -72,7 +62,7 @@ def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
         (["--hosts", 2, "--rendezvous", "pc1:x", "SCRIPT"], "'pc1:x' is no address of a rendezvous"),
         (["--hosts", 2, "--rendezvous", "no-such-host.invalid", "SCRIPT"], "resolves to nothing"),
         (["--wait", "soon", "SCRIPT"], "soon"),
-        (["--grace", "0s", "SCRIPT"], "--grace 0s: no time"),
+        (["--grace", "0s", "SCRIPT"], "--grace 0s: must be above 0"),
         (["--log-dir", "SCRIPT/logs", "SCRIPT"], "can't be written"),
         (["--serve", "127.0.0.1:4000", "SCRIPT"], "--serve runs no script"),
         (["--serve", "192.0.2.1:4000"], "192.0.2.1 is no address of this machine"),
@@ -85,7 +75,7 @@ def test_bad_input_is_refused(call, script, words, text):
     assert "→" in err
 
 
-def test_an_address_that_nobody_serves_ends_in_time(call, script):
+def test_an_unserved_address_times_out(call, script):
     code, err = call("--hosts", 2, "--wait", "100ms", "--rendezvous", "192.0.2.1:4000", script)
     assert code == 1
     assert "192.0.2.1:4000" in err

@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from paceline.tools.cli.app import main
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.trace_reader import read_steps
@@ -35,24 +34,16 @@ def run(*arguments, timeout=240, program=TRAIN):
 
 
 @pytest.fixture
-def here(monkeypatch, capsys):
-    """Return a function that runs the command in this process, where a rank of its own would show nothing more."""
+def here(command, monkeypatch, capsys):
+    """Return a function that runs the command in this process, which is faster than a new one."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "200")
     threads = torch.get_num_threads()
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "train", *map(str, arguments)])
         capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        told = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=told.out, stderr=told.err)
+        code, out, err = command("train", *arguments)
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
 
     yield call
     torch.set_num_threads(threads)
@@ -71,12 +62,12 @@ def text(tmp_path):
 
 def test_train_refuse_resume_overwrite(tmp_path, text, here):
     out = tmp_path / "run"
-    told = run("--data", text, "--out", out, "--steps", 6, *SMALL)
-    assert told.returncode == 0, told.stderr
-    assert "2 ranks on cpu (paceline), 1 thread each; sharded" in told.stdout
-    assert "step      6  held-out loss" in told.stdout
-    assert "a sample of what the model writes:\n\ndef " in told.stdout
-    assert f"report: {out}/report.html" in told.stdout
+    ended = run("--data", text, "--out", out, "--steps", 6, *SMALL)
+    assert ended.returncode == 0, ended.stderr
+    assert "2 ranks on cpu (paceline), 1 thread each; sharded" in ended.stdout
+    assert "step      6  held-out loss" in ended.stdout
+    assert "a sample of generated text:\n\ndef " in ended.stdout
+    assert f"report: {out}/report.html" in ended.stdout
     assert sorted(losses(out)) == [1, 3, 6]
     assert losses(out)[6] < losses(out)[1]
     record = read_run(out)
@@ -105,7 +96,7 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
 
     other = here("--data", text, "--out", out, "--steps", 9, "--resume", "--size", "mini", *SMALL)
     assert other.returncode == 2
-    assert "of a model with name='tiny', asked for is 'mini'" in other.stderr
+    assert "of a model with name='tiny', but the settings give 'mini'" in other.stderr
 
     resumed = here("--data", text, "--out", out, "--steps", 9, "--resume", "--ranks", 1, *SMALL)
     assert resumed.returncode == 0, resumed.stderr
@@ -129,9 +120,9 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
 def test_under_torchrun_it_takes_part(tmp_path, text, here, monkeypatch):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *TRAIN]
     arguments = ["--data", text, "--out", tmp_path / "run", "--steps", 3, "--sync", "full-shard", *SMALL]
-    told = run(*arguments, program=torchrun)
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.count("held-out loss") == 3  # before, after step 3, at the end: one rank speaks
+    ended = run(*arguments, program=torchrun)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("held-out loss") == 3  # before, after step 3, at the end: only rank 0 prints
     assert sorted(losses(tmp_path / "run")) == [1, 3]
     seen = read_run(tmp_path / "run")
     assert sorted(seen.spans_of_rank) == [0, 1]
@@ -148,12 +139,12 @@ def test_under_torchrun_it_takes_part(tmp_path, text, here, monkeypatch):
 
 
 def test_parameters_every_few_steps(tmp_path, text, here):
-    """Two ranks with pseudo-gradients in int4; what goes on from there must do so in the same way."""
+    """Two ranks with pseudo-gradients in int4; resuming requires the same options."""
     out, small = tmp_path / "run", ["--data", text, *SMALL]
-    told = run(*small, "--out", out, "--steps", 6, "--every", 4, "--compression", "int4")
-    assert told.returncode == 0, told.stderr
-    assert "; averaged every 4 steps, int4; " in told.stdout
-    assert "a rank; float32 gradients every step would have been" in told.stdout
+    ended = run(*small, "--out", out, "--steps", 6, "--every", 4, "--compression", "int4")
+    assert ended.returncode == 0, ended.stderr
+    assert "; averaged every 4 steps, int4; " in ended.stdout
+    assert "less than float32 gradients every step" in ended.stdout
     facts = json.loads((out / "run.json").read_text())
     assert facts["synchronised"] == "averaged every 4 steps, int4"
     assert facts["sent"]["would_be_nbytes"] == 6 * 4 * gpt_size("tiny").parameters()
@@ -161,9 +152,12 @@ def test_parameters_every_few_steps(tmp_path, text, here):
     assert "What was sent" in (out / "report.html").read_text()
     small += ["--out", out, "--resume", "--ranks", 1, "--steps", 9]
     for other, message in (
-        ([], "of a run with every=4, asked for is no --every"),
-        (["--every", 4, "--outer", "diloco"], "of a run with outer='average', asked for is 'diloco'"),
-        (["--every", 4, "--fragments", 2], "of a run with fragments=1, asked for is 2"),
+        ([], "of a run with every=4, but the settings have no --every"),
+        (
+            ["--every", 4, "--outer", "diloco"],
+            "of a run with outer='average', but the settings have 'diloco'",
+        ),
+        (["--every", 4, "--fragments", 2], "of a run with fragments=1, but the settings have 2"),
     ):
         refused = here(*small, *other)
         assert refused.returncode == 2
@@ -175,11 +169,11 @@ def test_parameters_every_few_steps(tmp_path, text, here):
 
 def test_token_file(tmp_path, here):
     np.tile(np.arange(300, dtype="<u2"), 20).tofile(tmp_path / "words.bin")
-    told = here(
+    ended = here(
         "--data", tmp_path / "words.bin", "--out", tmp_path / "run", "--steps", 2, "--ranks", 1, *SMALL
     )
-    assert told.returncode == 0, told.stderr
-    assert "vocabulary 300" in told.stdout
+    assert ended.returncode == 0, ended.stderr
+    assert "vocabulary 300" in ended.stdout
     small = here("--data", tmp_path / "words.bin", "--out", tmp_path / "b", "--vocabulary", 256, *SMALL)
     assert small.returncode == 2
     assert "the data hold token 299, but vocabulary=256" in small.stderr
@@ -225,27 +219,29 @@ def test_token_file(tmp_path, here):
     ],
 )
 def test_bad_input_is_one_clear_message(tmp_path, here, monkeypatch, arguments, message):
-    monkeypatch.setattr("paceline.tools.train.start_ranks._run", lambda *_: pytest.fail("the training began"))
+    monkeypatch.setattr(
+        "paceline.tools.train.start_training._run", lambda *_: pytest.fail("the training began")
+    )
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("a short text. " * 50)
     (tmp_path / "odd.bin").write_bytes(b"123")
     given = arguments.format(tmp=tmp_path).split()
-    told = here(*(given if "--out" in given else [*given, "--out", tmp_path / "run"]))
-    assert told.returncode == 2
-    assert any(part in told.stderr for part in message.split("|")), told.stderr
-    assert "Traceback" not in told.stderr + told.stdout
-    assert told.stdout == ""
+    ended = here(*(given if "--out" in given else [*given, "--out", tmp_path / "run"]))
+    assert ended.returncode == 2
+    assert any(part in ended.stderr for part in message.split("|")), ended.stderr
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert ended.stdout == ""
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_that_die_are_started_again_and_nothing_changes(tmp_path, text, here, monkeypatch):
-    """Killed at step 5 on two ranks, it ends with the weights of one rank that nobody disturbed."""
+def test_killed_ranks_restart_without_changing_the_result(tmp_path, text, here, monkeypatch):
+    """Killed at step 5 on two ranks, it ends with the weights of one rank in an undisturbed run."""
     small = ["--data", text, "--steps", 7, "--sync", "bucketed", *SMALL]
     monkeypatch.setenv("PACELINE_FAULTS", "fail_at(rank=1, step=4, how='kill', restart=0)")
-    told = run(*small, "--out", tmp_path / "run")
+    ended = run(*small, "--out", tmp_path / "run")
     monkeypatch.delenv("PACELINE_FAULTS")
-    assert told.returncode == 0, told.stderr
-    assert "restart 1: rank 1 on" in told.stderr
+    assert ended.returncode == 0, ended.stderr
+    assert "restart 1: rank 1 on" in ended.stderr
     record = read_run(tmp_path / "run")
     assert [(each.ranks_before, each.ranks_after) for each in record.restarts] == [(2, 2)]
     assert record.restarts[0].reason.endswith("was ended by SIGKILL")
@@ -258,25 +254,25 @@ def test_ranks_that_die_are_started_again_and_nothing_changes(tmp_path, text, he
         np.testing.assert_allclose(found[name], weights, rtol=0, atol=2e-4)
 
 
-def test_failure_of_a_rank_is_told_without_a_traceback(tmp_path, text):
-    told = run("--data", text, "--out", tmp_path / "run", "--lr", "1e30", "--clip", 0, *SMALL)
-    assert told.returncode == 1
-    assert "training diverged" in told.stderr
-    assert "restart 1" not in told.stderr  # it would diverge again
-    assert "Traceback" not in told.stderr + told.stdout
+def test_failure_of_a_rank_is_reported_without_a_traceback(tmp_path, text):
+    ended = run("--data", text, "--out", tmp_path / "run", "--lr", "1e30", "--clip", 0, *SMALL)
+    assert ended.returncode == 1
+    assert "training diverged" in ended.stderr
+    assert "restart 1" not in ended.stderr  # it would diverge again
+    assert "Traceback" not in ended.stderr + ended.stdout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is asked for")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text, here):
-    told = here("--data", text, "--out", tmp_path / "run", "--device", "cuda", *SMALL)
-    assert told.returncode == 1
-    assert told.stderr.startswith("Error: device 'cuda' requires CUDA, but ")
-    assert told.stderr.count("Error") == 1
+    ended = here("--data", text, "--out", tmp_path / "run", "--device", "cuda", *SMALL)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Error: device 'cuda' asks for CUDA, but ")
+    assert ended.stderr.count("Error") == 1
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("every", "remedy"), [(1, "by --resume"), (0, "start anew with --overwrite")])
-def test_an_interrupt_says_how_to_go_on(tmp_path, text, here, every, remedy):
+@pytest.mark.parametrize(("every", "remedy"), [(1, "with --resume"), (0, "start anew with --overwrite")])
+def test_an_interrupt_explains_how_to_resume(tmp_path, text, here, every, remedy):
     out = tmp_path / "run"
     arguments = ["--data", text, "--out", out, "--ranks", 2, "--steps", 100_000, *SMALL]
     arguments[-3:] = [every, "--threads", 1]
@@ -318,7 +314,7 @@ def test_bad_input_is_refused_before_torch_is_loaded():
         "from paceline.tools.cli.app import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "assert 'paceline.tools.train.start_ranks' in sys.modules\n"
+        "assert 'paceline.tools.train.start_training' in sys.modules\n"
         "sys.exit(3 if 'torch' in sys.modules else 0)\n"
     )
     assert run(program=["-c", code]).returncode == 0

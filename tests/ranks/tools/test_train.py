@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 import paceline
 from paceline.errors import MismatchError, PacelineError
 from paceline.tools.train.run_folder import RunFolder
-from paceline.tools.train.train_settings import Settings
-from paceline.tools.train.training_job import build
-from paceline.tools.train.training_loop import take_step, train
-from paceline.tools.train.training_progress import Progress
+from paceline.tools.train.train_settings import TrainSettings
+from paceline.tools.train.training_job import build_job
+from paceline.tools.train.training_loop import run_training, take_step
+from paceline.tools.train.training_progress import TrainingProgress
 from rank_pool import RankError
 
 
@@ -26,7 +26,7 @@ def settings(tmp_path):
     source = Path(sysconfig.get_path("stdlib")) / "argparse.py"
     text = tmp_path / "text.py"
     text.write_bytes(source.read_bytes()[:60_000])
-    return Settings(
+    return TrainSettings(
         out=str(tmp_path / "run"), data=str(text), context=16, batch_size=4, steps=8, lr=3e-3, log_every=1,
         eval_every=4, eval_windows=20, checkpoint_every=0, sample_tokens=0, device="cpu",
     )  # fmt: skip
@@ -39,14 +39,14 @@ def weights(job):
 
 def run(rank, size, settings):
     """Train to the end; return the final held-out loss and the weights."""
-    job = build(settings, paceline.init())
-    with Progress(settings.steps, shown=False) as progress:
-        return train(job, progress), weights(job)
+    job = build_job(settings, paceline.init())
+    with TrainingProgress(settings.steps, shown=False) as progress:
+        return run_training(job, progress), weights(job)
 
 
 def run_to(rank, size, settings, step):
     """Train `step` steps, write a checkpoint and stop, as if interrupted."""
-    job = build(settings, paceline.init())
+    job = build_job(settings, paceline.init())
     job.first_val_loss = job.evaluate()
     for _ in range(step):
         take_step(job)
@@ -133,7 +133,7 @@ def test_resume_on_other_ranks_with_another_strategy(pool, settings, before, aft
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
-def test_ranks_that_start_again_after_the_last_step_tell_the_last_loss(pool, settings):
+def test_ranks_restarted_after_the_last_step_return_the_last_loss(pool, settings):
     settings = clean(settings, "a")
     val_loss, last = pool(2).run(run, settings)[0]
     again, weights = pool(2).run(run, replace(settings, existing="resume"))[0]
@@ -159,7 +159,7 @@ def test_checkpoints_are_the_latest_two_and_no_pickle(pool, settings):
 def save_with_a_full_disk(rank, size, settings):
     import os
 
-    job = build(settings, paceline.init())
+    job = build_job(settings, paceline.init())
     take_step(job)
     job.save(wait=True)
     take_step(job)
@@ -180,17 +180,17 @@ def save_with_a_full_disk(rank, size, settings):
 
 def test_checkpoint_that_fails_leaves_the_one_before(pool, settings):
     settings = clean(settings, "a")
-    told, _ = pool(2).run(save_with_a_full_disk, settings)
-    assert "the checkpoint of step 2 can't be written" in told
-    assert "rank 0: No space left on device" in told
-    assert "resume from that" in told
+    message, _ = pool(2).run(save_with_a_full_disk, settings)
+    assert "the checkpoint of step 2 can't be written" in message
+    assert "rank 0: No space left on device" in message
+    assert "resume from that" in message
     val_loss, _ = pool(2).run(run, replace(settings, existing="resume"))[0]
     assert val_loss < 5.5
     names = sorted(path.name for path in RunFolder(settings.out).checkpoint.iterdir())
     assert names == ["lock", "step-00000001", "step-00000008"]
 
 
-def test_divergence_is_told(pool, settings):
+def test_divergence_is_reported(pool, settings):
     with pytest.raises(RankError) as caught:
         pool(2).run(run, clean(replace(settings, lr=1e30, clip=0.0), "a"))
     assert isinstance(caught.value.__cause__, PacelineError)
@@ -225,7 +225,7 @@ def run_with_own_data(rank, size, settings):
 @pytest.mark.parametrize(
     ("case", "what"), [(run_with_own_seed, "seed=1"), (run_with_own_data, "data of number ")]
 )
-def test_ranks_that_were_told_different_things(pool, settings, case, what):
+def test_ranks_with_different_settings_are_refused(pool, settings, case, what):
     text = Path(settings.data)
     for rank in (0, 1):
         (text.parent / str(rank)).mkdir()
@@ -261,8 +261,8 @@ def test_started_by_a_launcher_all_ranks_refuse_a_folder_that_holds_a_run(pool, 
     meet = {"PACELINE_INIT_METHOD": f"file://{tmp_path}/meet", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env = [meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     arguments = ["--data", settings.data, "--out", str(out), "--context", "16", "--batch-size", "2"]
-    told = pool(2).run(command, arguments, world=False, env=env)
-    assert [code for code, _ in told] == [2, 2]
-    assert "holds a run already" in told[0][1]
-    assert "rank 0 can't use" in told[1][1]
+    results = pool(2).run(command, arguments, world=False, env=env)
+    assert [code for code, _ in results] == [2, 2]
+    assert "holds a run already" in results[0][1]
+    assert "rank 0 can't use" in results[1][1]
     assert [path.name for path in out.iterdir()] == ["steps.jsonl"]

@@ -12,24 +12,24 @@ from test_train import clean, curve, run, run_to, weights
 
 import paceline
 from paceline.tools.train import auto_strategy
-from paceline.tools.train.train_settings import Settings
-from paceline.tools.train.training_job import build
-from paceline.tools.train.training_loop import take_step, train
-from paceline.tools.train.training_progress import Progress
+from paceline.tools.train.train_settings import TrainSettings
+from paceline.tools.train.training_job import build_job
+from paceline.tools.train.training_loop import run_training, take_step
+from paceline.tools.train.training_progress import TrainingProgress
 
 
 @pytest.fixture
 def settings(tmp_path):
     text = tmp_path / "text.py"
     text.write_bytes((Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()[:60_000])
-    return Settings(
+    return TrainSettings(
         out=str(tmp_path / "run"), data=str(text), context=16, batch_size=4, steps=11, lr=3e-3, log_every=1,
         eval_every=4, eval_windows=20, checkpoint_every=0, sample_tokens=0, device="cpu",
     )  # fmt: skip
 
 
 def same(results):
-    """Return what all ranks have, having checked that it is the same to the bit."""
+    """Return the result of all ranks, after checking that it is bitwise equal."""
     for other in results[1:]:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
     return results[0]
@@ -39,44 +39,44 @@ def equal(one, two):
     return all(torch.equal(mine, theirs) for mine, theirs in zip(one, two, strict=True))
 
 
-APART = [
+LOCAL_SGD = [
     {"every": 4, "compression": "int4"},
     {"every": 6, "outer": "diloco", "fragments": 3, "delay": 2, "warmup_outer": 2},
     {"every": 3, "outer": "slowmo"},
 ]
 
 
-def run_apart_to(rank, size, settings, step):
-    """Train `step` steps inside of the block, write a checkpoint and stop, as if interrupted."""
-    job = build(settings, paceline.init())
+def run_local_sgd_to(rank, size, settings, step):
+    """Train `step` steps inside the context manager, write a checkpoint and stop, as if interrupted."""
+    job = build_job(settings, paceline.init())
     job.first_val_loss = job.evaluate()
     with job.loop:
         for _ in range(step):
             take_step(job)
         shared = job.evaluate()
         job.save(wait=True)
-        job.keep.close()
+        job.checkpoint.close()
         return shared
 
 
-@pytest.mark.parametrize("asked", APART, ids=lambda asked: asked.get("outer", "average"))
-def test_resumed_between_synchronisations_it_is_the_same_to_the_bit(pool, settings, asked):
-    settings = replace(settings, **asked)
+@pytest.mark.parametrize("options", LOCAL_SGD, ids=lambda options: options.get("outer", "average"))
+def test_resumed_between_synchronisations_it_is_the_same_to_the_bit(pool, settings, options):
+    settings = replace(settings, **options)
     whole, halved = clean(settings, "whole"), clean(settings, "halved")
-    told = pool(2).run(run, whole, timeout=120)
-    expected = same([params for _, params in told])
-    shared = pool(2).run(run_apart_to, halved, 7, timeout=120)
+    results = pool(2).run(run, whole, timeout=120)
+    expected = same([params for _, params in results])
+    shared = pool(2).run(run_local_sgd_to, halved, 7, timeout=120)
     assert shared[0] == shared[1]  # of the parameters that all ranks share
     resumed = pool(2).run(run, replace(halved, existing="resume"), timeout=120)
     assert equal(same([params for _, params in resumed]), expected)
-    assert resumed[0][0] == told[0][0] < curve(whole)[0]["val_loss"] - 0.5
+    assert resumed[0][0] == results[0][0] < curve(whole)[0]["val_loss"] - 0.5
     for key in ("sent_nbytes", "would_be_nbytes"):
         assert curve(halved)[-1][key] == curve(whole)[-1][key]
 
 
 def test_other_ranks_go_on_from_the_shared_parameters(pool, settings):
     settings = clean(replace(settings, every=4, batch_size=6), "a")
-    (shared, _) = pool(2).run(run_apart_to, settings, 6)
+    (shared, _) = pool(2).run(run_local_sgd_to, settings, 6)
     found = pool(3).run(evaluated, replace(settings, batch_size=4, existing="resume"))
     assert found == [pytest.approx(shared, abs=1e-6)] * 3
     results = pool(3).run(run, replace(settings, batch_size=4, existing="resume"))
@@ -84,39 +84,39 @@ def test_other_ranks_go_on_from_the_shared_parameters(pool, settings):
 
 
 def evaluated(rank, size, settings):
-    job = build(settings, paceline.init())
-    job.keep.close()
+    job = build_job(settings, paceline.init())
+    job.checkpoint.close()
     return job.evaluate()
 
 
-def run_in_two_blocks(rank, size, settings, cut):
-    """Train with the block left after step `cut`, saved, and entered again by a new job."""
-    job = build(settings, paceline.init())
+def run_in_two_contexts(rank, size, settings, cut):
+    """Train, leave the context manager after step `cut`, save, and enter it again in a new job."""
+    job = build_job(settings, paceline.init())
     job.first_val_loss = job.evaluate()
     with job.loop:
         for _ in range(cut):
             take_step(job)
     job.save(wait=True)
-    job.keep.close()
-    job = build(replace(settings, existing="resume"), paceline.init())
-    with Progress(settings.steps, shown=False) as progress:
-        train(job, progress)
+    job.checkpoint.close()
+    job = build_job(replace(settings, existing="resume"), paceline.init())
+    with TrainingProgress(settings.steps, shown=False) as progress:
+        run_training(job, progress)
     return weights(job), job.loop.steps
 
 
-@pytest.mark.parametrize("asked", APART[:2], ids=lambda asked: asked.get("outer", "average"))
-def test_a_run_whose_block_was_left_goes_on(pool, settings, asked):
-    """Its last checkpoint is written outside of the block; --steps may then ask for more."""
-    results = pool(2).run(run_in_two_blocks, clean(replace(settings, **asked), "a"), 7, timeout=120)
+@pytest.mark.parametrize("options", LOCAL_SGD[:2], ids=lambda options: options.get("outer", "average"))
+def test_a_run_resumes_after_its_context_was_left(pool, settings, options):
+    """Its last checkpoint is written outside the context manager; a larger --steps resumes it."""
+    results = pool(2).run(run_in_two_contexts, clean(replace(settings, **options), "a"), 7, timeout=120)
     same([params for params, _ in results])
     assert all(steps == 11 for _, steps in results)
 
 
-def test_a_block_that_is_left_where_nothing_is_to_be_exchanged_changes_nothing(pool, settings):
-    """After a synchronisation all ranks are one: what is left to do sends no numbers, and pays back no leftovers."""
+def test_leaving_the_context_right_after_a_synchronisation_changes_nothing(pool, settings):
+    """After a synchronisation all ranks are equal: nothing is sent, and no residual is added."""
     settings = replace(settings, every=4, compression="int4")
     expected = same([params for _, params in pool(2).run(run, clean(settings, "whole"), timeout=120)])
-    left = pool(2).run(run_in_two_blocks, clean(settings, "left"), 8, timeout=120)
+    left = pool(2).run(run_in_two_contexts, clean(settings, "left"), 8, timeout=120)
     assert equal(same([params for params, _ in left]), expected)
 
 
@@ -124,40 +124,45 @@ def test_a_block_that_is_left_where_nothing_is_to_be_exchanged_changes_nothing(p
 def test_compressed_gradients_learn_and_resume_to_the_bit(pool, settings, compression):
     settings = replace(settings, compression=compression)
     whole, halved = clean(settings, "whole"), clean(settings, "halved")
-    told = pool(2).run(run, whole, timeout=120)
+    results = pool(2).run(run, whole, timeout=120)
     last = curve(whole)[-1]
     assert last["val_loss"] < curve(whole)[0]["val_loss"] - 0.5
     assert last["sent_nbytes"] < 0.35 * last["would_be_nbytes"]
     pool(2).run(run_to, halved, 5, timeout=120)
     resumed = pool(2).run(run, replace(halved, existing="resume"), timeout=120)
-    assert equal(resumed[0][1], told[0][1])
+    assert equal(resumed[0][1], results[0][1])
 
 
 def slow(rank, size, settings, seconds):
-    """Train with --sync auto where a swap of any size takes so long, as it seems."""
-    real = auto_strategy._swap
-    auto_strategy._swap = lambda comm, nbytes, device, tag: (real(comm, nbytes, device, tag), seconds)[1]
+    """Train with --sync auto where every exchange seems to take `seconds`."""
+    real = auto_strategy._exchange_seconds
+    auto_strategy._exchange_seconds = lambda comm, nbytes, device, tag: (
+        real(comm, nbytes, device, tag),
+        seconds,
+    )[1]
     try:
-        job = build(settings, paceline.init())
+        job = build_job(settings, paceline.init())
     finally:
-        auto_strategy._swap = real
-    with Progress(settings.steps, shown=False) as progress:
-        train(job, progress)
-    job.keep.close()
+        auto_strategy._exchange_seconds = real
+    with TrainingProgress(settings.steps, shown=False) as progress:
+        run_training(job, progress)
+    job.checkpoint.close()
     return weights(job), job.settings, job.choice.sentences
 
 
-def test_auto_chooses_an_ordinary_strategy_where_the_network_is_fast(pool, settings):
-    settings = replace(settings, batch_size=32, context=64, steps=3, clip=0.0)  # see the note in sync/clip.py
+def test_auto_chooses_a_plain_strategy_on_a_fast_network(pool, settings):
+    settings = replace(
+        settings, batch_size=32, context=64, steps=3, clip=0.0
+    )  # [Note: one norm for all plans]
     named = pool(2).run(run, clean(replace(settings, sync="sharded"), "named"), timeout=120)
     measured = pool(2).run(slow, clean(replace(settings, sync="auto"), "auto"), 1e-9, timeout=120)
     chosen = measured[0][1]
     assert measured[1][1] == chosen
     assert (chosen.strategy, chosen.every) == ("sharded", None)
-    assert equal(measured[0][0], named[0][1]), "measuring and tuning have changed nothing"
+    assert equal(measured[0][0], named[0][1]), "measuring and tuning must change nothing"
 
 
-def test_auto_finds_a_remedy_where_it_is_slow_and_stays_with_it(pool, settings):
+def test_auto_chooses_local_sgd_on_a_slow_network_and_keeps_it(pool, settings):
     settings = clean(replace(settings, sync="auto"), "a")
     results = pool(2).run(slow, settings, 30.0, timeout=120)
     same([params for params, *_ in results])

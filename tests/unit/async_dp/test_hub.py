@@ -12,7 +12,7 @@ from hub_conversation import LAYOUT, NUMEL, ONES, Talk, kinds
 from paceline.async_dp.hub.hub_rules import HubRules, HubShard
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.errors import CheckpointError
-from paceline.tools.cli.hub_live_table import HubTable
+from paceline.tools.cli.hub_live_table import HubLiveTable
 
 
 def test_the_first_worker_gives_the_parameters_that_all_share() -> None:
@@ -82,7 +82,7 @@ def test_while_the_disk_refuses_nothing_is_taken_in_and_all_is_once_it_does_not(
         sent_nbytes=0,
         received_nbytes=0,
     )
-    with HubTable(talk.hub, exchange, Path("folder")):  # type: ignore[arg-type]
+    with HubLiveTable(talk.hub, exchange, Path("folder")):  # type: ignore[arg-type]
         pass
     assert "4 refused" in (told := capsys.readouterr().out)
     assert "nothing is answered: the disk is full → make room" in told

@@ -10,7 +10,7 @@ import torch
 import paceline
 from paceline.errors import UsageError
 from paceline.parallel.strategy import ALIASES, STRATEGIES, Sync
-from paceline.tools.train.train_settings import Settings
+from paceline.tools.train.train_settings import TrainSettings
 
 CANONICAL = {"ddp": "bucketed", "zero1": "sharded", "fsdp": "full-shard"}
 
@@ -39,7 +39,7 @@ def test_a_wrapped_model_takes_an_alias(alias, name):
 
 @pytest.mark.parametrize(("alias", "name"), CANONICAL.items())
 def test_train_takes_an_alias_and_keeps_the_canonical_name(alias, name):
-    settings = Settings(out="a", sync=alias)
+    settings = TrainSettings(out="a", sync=alias)
     assert (settings.sync, settings.plan) == (name, Sync.of(name))
     assert f'"sync": "{name}"' in settings.to_json()
 

@@ -1,8 +1,7 @@
-"""``paceline``: finds the command, runs it, and turns errors into one message and an exit code.
+"""``paceline``: runs a command, and turns errors into one message and an exit code.
 
-A command is listed here by name, by where it lives and by one line of help; its module is imported when it is
-used, so that ``paceline --help`` answers at once. Exit codes: 0 all well, 1 it failed, 2 it was called
-wrongly, 130 interrupted.
+Commands are listed here by name, location and one line of help; their modules are imported on use, so that
+``paceline --help`` is fast. Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,88 +12,65 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from paceline._core import __version__
 from paceline.errors import PacelineError, UsageError
 
-__all__ = ["app", "main", "show"]
+__all__ = ["app", "main", "print_error"]
 
-# name: (module, a function or a typer.Typer in it, help)
-COMMANDS = {
-    "train": ("paceline.tools.cli.train_command", "train", "Train the reference GPT data-parallel on text."),
-    "run": ("paceline.tools.cli.run_command", "run", "Run a script on hosts, restarted after failures."),
-    "launch": (
-        "paceline.tools.cli.launch.launch_command",
-        "app",
-        "Run a script by torchrun, Slurm, Ray, MPI or Kubernetes.",
-    ),
+_PACKAGE = "paceline.tools.cli"
+COMMANDS = {  # name: (module, a function or a typer.Typer in it, help)
+    "train": (".train_command", "train", "Train the reference GPT data-parallel on text."),
+    "run": (".run_command", "run", "Run a script on hosts, restarted after failures."),
+    "launch": (".launch_command", "app", "Run a script by torchrun, Slurm, Ray, MPI or Kubernetes."),
     "bench": (
-        "paceline.tools.cli.bench.bench_step_command",
+        ".bench.bench_step_command",
         "app",
-        "Measure training steps and collectives, beside torch's own.",
+        "Measure training steps and collectives, against torch.",
     ),
     "collective": (
-        "paceline.tools.cli.collective_command",
+        ".collective_command",
         "collective",
-        "Prove, price, tell, draw and run a collective algorithm.",
+        "Prove, price, explain, draw and run a collective algorithm.",
     ),
     "dispatch": (
-        "paceline.tools.cli.plan.dispatch_command",
+        ".plan.dispatch_command",
         "dispatch",
-        "Tell who gets which data, who starves, what is safe.",
+        "Show which rank gets which data, which starve, what is safe.",
     ),
-    "plan": (
-        "paceline.tools.cli.plan.plan_command",
-        "app",
-        "Plan a training from measured numbers, before anything runs.",
-    ),
-    "hub": (
-        "paceline.tools.cli.hub_command",
-        "app",
-        "Serve asynchronous training: the switch node of a star.",
-    ),
+    "plan": (".plan.plan_command", "app", "Plan a training from measurements, before anything runs."),
+    "hub": (".hub_command", "app", "Serve asynchronous training: the hub of a star."),
     "simulate": (
-        "paceline.tools.cli.simulate.simulate_async_command",
+        ".simulate.simulate_async_command",
         "app",
-        "Tell what a job would do on many nodes, or elsewhere.",
+        "Predict how a job would run on many nodes, or elsewhere.",
     ),
-    "exchange": (
-        "paceline.tools.cli.exchange_command",
-        "exchange",
-        "Exchange checked messages over MPI while work goes on.",
-    ),
-    "lab": (
-        "paceline.tools.cli.lab_command",
-        "lab",
-        "Try a slow network: hosts around a switch, on this machine.",
-    ),
-    "checkpoint": (
-        "paceline.tools.cli.checkpoint_command",
-        "checkpoint",
-        "Show a run's checkpoints, verify them, export weights.",
-    ),
-    "doctor": ("paceline.tools.cli.doctor_command", "doctor", "Show what this machine has, and what to fix."),
-    "report": ("paceline.tools.cli.report_command", "report", "Turn a run's folder into one HTML page."),
+    "exchange": (".exchange_command", "exchange", "Exchange checked messages over MPI during computation."),
+    "lab": (".lab_command", "lab", "Emulate hosts around a slow switch, on this machine."),
+    "checkpoint": (".checkpoint_command", "checkpoint", "Show, verify and export the checkpoints of a run."),
+    "doctor": (".doctor_command", "doctor", "Check this machine for training, and show what to fix."),
+    "report": (".report_command", "report", "Write an HTML report of a run."),
 }
 
-# Commands that run the user's program: what follows its name is its own, options too.
+# Commands that run a program: all arguments after its name belong to it, options too.
 PROGRAM_LAST = {"lab", "run"}
 
 
 class LazyGroup(TyperGroup):
-    """Commands that are known by name and help, and loaded when one is invoked."""
+    """Command group whose members are imported when they are invoked."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = {
             name: TyperCommand(name, help=line)
             for name, (module, _, line) in COMMANDS.items()
-            if find_spec(module) is not None
+            if find_spec(module, _PACKAGE) is not None
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the command that `args` ask for, loaded."""
+        """Return the command that `args` name, imported."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, None if name is None else _load(name), rest
 
@@ -110,7 +86,7 @@ app = typer.Typer(
 
 def _load(name: str) -> Any:
     module, attribute, line = COMMANDS[name]
-    target = getattr(import_module(module), attribute)
+    target = getattr(import_module(module, _PACKAGE), attribute)
     if isinstance(target, typer.Typer):
         group = typer.main.get_group(target)
         group.name, group.help = name, group.help or line
@@ -129,7 +105,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Exact, explained data-parallel training with PyTorch."""
@@ -140,14 +116,14 @@ def main() -> None:
     try:
         typer.main.get_command(app)(prog_name="paceline")
     except PacelineError as error:
-        show(error)
+        print_error(error)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def show(error: PacelineError) -> None:
-    """Write an error to the terminal, without a traceback: it is the user's to mend."""
+def print_error(error: PacelineError) -> None:
+    """Print an error to stderr, without a traceback: the user can fix it."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""``paceline checkpoint``: what checkpoints are there, whether they are intact, and their weights for use elsewhere."""
+"""``paceline checkpoint``: lists the checkpoints of a run, verifies them, and exports their weights."""
 
 from __future__ import annotations
 
@@ -8,95 +8,101 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from typer import Argument, Option
 
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import DamagedCheckpoint, UsageError
+from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.console_table import make_table, print_wide
 from paceline.tools.result_files import check_writable
 
 __all__ = ["checkpoint"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One checkpoint; `problem` says what is wrong with it, None: its files were not read."""
+class CheckpointRow:
+    """One checkpoint.
+
+    Attributes:
+        path: its folder.
+        manifest: None: damaged.
+        problem: what is damaged; empty: intact; None: its files were not read.
+    """
 
     path: Path
     manifest: Manifest | None
     problem: str | None
 
-    def plain(self) -> dict[str, Any]:
-        """Return it as JSON can say it."""
-        told: dict[str, Any] = {"path": str(self.path), "problem": self.problem}
+    def to_json(self) -> dict[str, Any]:
+        """Return the row for JSON."""
+        record: dict[str, Any] = {"path": str(self.path), "problem": self.problem}
         if self.manifest is not None:
-            told |= {"step": self.manifest.step, "ranks": self.manifest.ranks, "nbytes": self.manifest.nbytes}
-            told |= {"written": dict(self.manifest.written)}
-        return told
+            step, ranks, nbytes = self.manifest.step, self.manifest.ranks, self.manifest.nbytes
+            record |= {"step": step, "ranks": ranks, "nbytes": nbytes, "written": dict(self.manifest.written)}
+        return record
 
 
 def checkpoint(
-    folder: Annotated[Path, typer.Argument(help="A run's folder, or that of its checkpoints.")],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read every file and compare all checksums.")
-    ] = False,
+    folder: Annotated[Path, Argument(help="Folder of a run, or of its checkpoints.")],
+    verify: Annotated[bool, Option("--verify", help="Read every file and compare all checksums.")] = False,
     export: Annotated[
         Path | None,
-        typer.Option(help="Write the weights of the newest intact one to this .safetensors file."),
+        Option(help="Write the weights of the newest intact checkpoint to this .safetensors file."),
     ] = None,
-    model: Annotated[str, typer.Option(help="Which model's, where there are several.")] = "model",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write what was found as JSON.")] = None,
+    model: Annotated[str, Option(help="Name of the model to export, if there are several.")] = "model",
+    json_file: JsonOption = None,
 ) -> None:
-    """Show the checkpoints of a run, newest first; --verify reads them whole. Exit code 1: one is damaged."""
-    place = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-    complete = CheckpointFolder(place).complete()
+    """List the checkpoints of a run, newest first; --verify reads them whole. Exits with 1 if one is damaged."""
+    checkpoints = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
+    complete = CheckpointFolder(checkpoints).complete()
     if not complete:
         raise UsageError(
-            f"no checkpoint in {str(place)!r}", remedy="name the folder that was given to paceline.Checkpoint"
+            f"no checkpoint in {str(checkpoints)!r}", remedy="name the folder passed to paceline.Checkpoint"
         )
     if json_file is not None:
         check_writable(json_file, "--json")
     if export is not None:
         check_writable(export, "--export")
-    rows = [_look(path, verify) for path in complete]
+    rows = [_read_row(path, verify) for path in complete]
     console = Console()
-    console.print(_table(rows))
+    _print_table(rows)
     for row in rows:
         if row.problem:
             console.print(f"{row.path.name}: {row.problem}", style="red", highlight=False, soft_wrap=True)
     if json_file is not None:
-        write_json(json_file, [row.plain() for row in rows], indent=2)
+        write_json(json_file, [row.to_json() for row in rows], indent=2)
     if export is not None:
         from paceline.checkpoint.weights_export import export_weights
 
-        written = export_weights(place, export, model=model)
+        written = export_weights(checkpoints, export, model=model)
         console.print(f"weights: {written} ({format_bytes(written.stat().st_size)})", soft_wrap=True)
     if any(row.problem for row in rows):
         raise typer.Exit(1)
 
 
-def _look(path: Path, verify: bool) -> Row:
+def _read_row(path: Path, verify: bool) -> CheckpointRow:
     try:
         manifest = Manifest.read(path)
     except DamagedCheckpoint as error:
-        return Row(path, None, str(error))
+        return CheckpointRow(path, None, str(error))
     if not verify:
-        return Row(path, manifest, None)
+        return CheckpointRow(path, manifest, None)
     from paceline.checkpoint.resume import find_problem
 
-    return Row(path, manifest, find_problem(path))
+    return CheckpointRow(path, manifest, find_problem(path))
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table("checkpoint", "step", "ranks", "size", "written", "state", box=None, header_style="bold")
+def _print_table(rows: list[CheckpointRow]) -> None:
+    table = make_table(("checkpoint", "step", "ranks", "size", "written", "state"), [])
     for row in rows:
         state = "not read" if row.problem is None else "DAMAGED" if row.problem else "intact"
-        if row.manifest is None:
+        manifest = row.manifest
+        if manifest is None:
             table.add_row(row.path.name, "", "", "", "", "DAMAGED", style="red")
         else:
-            told = row.manifest
-            numbers = str(told.step), str(told.ranks), format_bytes(told.nbytes)
-            table.add_row(row.path.name, *numbers, told.written.get("at", ""), state)
-    return table
+            numbers = str(manifest.step), str(manifest.ranks), format_bytes(manifest.nbytes)
+            table.add_row(row.path.name, *numbers, manifest.written.get("at", ""), state)
+    print_wide(table)

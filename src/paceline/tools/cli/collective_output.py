@@ -1,4 +1,4 @@
-"""What ``paceline collective`` shows: one algorithm with all about it, or a ranking; pictures; JSON."""
+"""Output of ``paceline collective``: details of one algorithm, a ranking of several, charts."""
 
 from __future__ import annotations
 
@@ -7,109 +7,98 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from paceline._core.format import format_seconds, format_size
+from paceline._core.format import format_percent, format_seconds, format_size
 from paceline.collectives.closed_form_cost import CLOSED_FORMS, closed_form
 from paceline.collectives.prove import prove
 from paceline.collectives.schedule_text import describe_schedule
 from paceline.collectives.topology import Topology
 from paceline.tools.bench.schedule_benchmark import PricedCase
-from paceline.tools.console_table import print_wide
+from paceline.tools.console_table import make_table, print_wide
 
-__all__ = ["draw", "one", "ranking"]
+__all__ = ["print_algorithm", "print_ranking", "save_chart"]
 
 
-def one(priced: PricedCase, net: Topology, nbytes: int, *, as_priced: bool) -> None:
-    """Print proof, price, the story round by round, and what was measured.
+def print_algorithm(priced: PricedCase, net: Topology, nbytes: int, *, as_priced: bool) -> None:
+    """Print proof, price, measurement and rounds of an algorithm.
 
     Args:
         priced: the algorithm.
-        net: the topology of the price.
+        net: topology of the price.
         nbytes: size of the vector.
-        as_priced: whether it was measured on links like those of `net`, so that the ratio says something.
+        as_priced: it was measured on links like those of `net`, so that measured and priced time compare.
     """
     console = Console(highlight=False, soft_wrap=True)
-    made, price = priced.case.schedule(), priced.price
-    prove(made)
-    console.print(f"[bold]{made}[/bold]{_in_segments(priced)}")
+    schedule, price = priced.case.schedule(), priced.price
+    prove(schedule)
+    console.print(f"[bold]{schedule}[/bold]{_segments_text(priced)}")
     console.print(
-        f"proven   every input is in every result exactly once: {len(made.rounds)} rounds, "
+        f"proven   every input is in every result exactly once: {len(schedule.rounds)} rounds, "
         f"{len(price.messages)} messages"
     )
-    told = (
+    console.print(
         f"priced   {format_seconds(price.seconds)} for {format_size(nbytes)} ({net.name}, {net.ranks} ranks)"
+        + _closed_form_text(priced)
     )
-    console.print(told + _formula(priced))
     if price.busiest is not None:
         carried = price.nbytes_of_link[price.busiest.name]
         busy = carried / price.busiest.bandwidth / price.seconds
         console.print(
-            f"busiest  link {price.busiest.name!r}: {format_size(carried)}, busy {busy:.0%} of the time; "
+            f"busiest  link {price.busiest.name!r}: {format_size(carried)}, busy {format_percent(busy)} of the time; "
             f"all messages together {format_size(price.nbytes)}"
         )
     if priced.measured is not None:
-        console.print(_measured(priced, as_priced))
+        console.print(_measured_text(priced, as_priced))
         for line in priced.receipts:
             console.print(f"         {line}", markup=False)
-    for line in describe_schedule(made, price):
+    for line in describe_schedule(schedule, price):
         console.print(line, markup=False)
 
 
-def _in_segments(priced: PricedCase) -> str:
+def _segments_text(priced: PricedCase) -> str:
     return f", in {priced.case.segments} segments" if priced.case.segments > 1 else ""
 
 
-def _formula(priced: PricedCase) -> str:
-    """Return the closed form of an algorithm, where it has one and travels whole."""
+def _closed_form_text(priced: PricedCase) -> str:
+    """Return the closed form of an unsegmented algorithm that has one."""
     case = priced.case
     if case.segments > 1 or (case.op, case.algorithm) not in CLOSED_FORMS:
         return ""
     terms = closed_form(case.op, case.algorithm, case.ranks)
     added = f" + {terms.added:.4g}·γn" if terms.added else ""
-    return f"; where all links are alike: {terms.messages:g}·α + {terms.sent:.4g}·βn{added}"
+    return f"; on equal links: {terms.messages:g}·α + {terms.sent:.4g}·βn{added}"
 
 
-def _measured(priced: PricedCase, as_priced: bool) -> str:
+def _measured_text(priced: PricedCase, as_priced: bool) -> str:
     measured = priced.measured or 0.0
-    ratio = " on this machine, whatever links were priced"
+    ratio = " on this machine, not on the priced links"
     if as_priced:
-        ratio = f", {measured / priced.price.seconds:.2f} × the price" if priced.price.seconds else ""
+        ratio = f", {measured / priced.price.seconds:.2f}× the price" if priced.price.seconds else ""
     times = f"median of {len(priced.seconds)}" if len(priced.seconds) > 1 else "once"
     return f"measured {format_seconds(measured)} ({times}){ratio}; every message checked at both ends:"
 
 
-def ranking(rows: Sequence[PricedCase], what: str, *, as_priced: bool) -> None:
-    """Print all algorithms of an operation, the cheapest first; with the ratio to the price if `as_priced`."""
-    ran = any(row.seconds for row in rows)
-    table = Table(title=f"{rows[0].case.op}: {what}", title_justify="left", pad_edge=False, box=None)
-    table.add_column("algorithm", no_wrap=True)
-    names = [
-        "priced",
-        *(["measured"] if ran else []),
-        *(["÷ price"] if ran and as_priced else []),
-        "rounds",
-        "messages",
-        "bytes in all",
-        "busiest link",
-    ]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+def print_ranking(rows: Sequence[PricedCase], title: str, *, as_priced: bool) -> None:
+    """Print all algorithms of an operation, the cheapest first; measured ÷ priced too if `as_priced`."""
+    measured = any(row.seconds for row in rows)
+    columns = ["algorithm", "priced"]
+    columns += ["measured"] if measured else []
+    columns += ["÷ price"] if measured and as_priced else []
+    columns += ["rounds", "messages", "bytes in all", "busiest link"]
+    table = make_table(columns, [], title=f"{rows[0].case.op}: {title}")
     for row in rows:
-        measured = [format_seconds(row.measured)] if row.measured else []
+        price, times = row.price, [format_seconds(row.measured)] if row.measured else []
         if row.measured and as_priced:
-            measured.append(f"{row.measured / row.price.seconds:.2f}" if row.price.seconds else "")
-        price = row.price
+            times.append(f"{row.measured / row.price.seconds:.2f}" if row.price.seconds else "")
+        busiest = price.busiest
         table.add_row(
             row.case.label,
             format_seconds(price.seconds),
-            *measured,
+            *times,
             str(len(row.case.schedule().rounds)),
             str(len(price.messages)),
             format_size(price.nbytes),
-            f"{price.busiest.name}, {format_size(price.nbytes_of_link[price.busiest.name])}"
-            if price.busiest
-            else "",
+            f"{busiest.name}, {format_size(price.nbytes_of_link[busiest.name])}" if busiest else "",
             style="bold" if row is rows[0] else "",
         )
     print_wide(table)
@@ -118,17 +107,17 @@ def ranking(rows: Sequence[PricedCase], what: str, *, as_priced: bool) -> None:
     typer.echo("All of them are proven: every input is in every result exactly once.")
 
 
-def draw(rows: Sequence[PricedCase], what: str, path: Path) -> Path:
-    """Draw one algorithm's rounds, or prices beside measured times; return the file."""
+def save_chart(rows: Sequence[PricedCase], title: str, path: Path) -> Path:
+    """Draw the rounds of one algorithm, or priced and measured times of several; return the file."""
     from paceline.tools.report.charts.schedule_drawing import Compared, price_chart, round_chart
 
     if len(rows) == 1:
         (row,) = rows
-        made = row.case.schedule()
-        told = f"{made}{_in_segments(row)}: {format_seconds(row.price.seconds)}"
-        chart = round_chart(made, row.price, title=f"{told}\n{what}")
+        schedule = row.case.schedule()
+        first_line = f"{schedule}{_segments_text(row)}: {format_seconds(row.price.seconds)}"
+        chart = round_chart(schedule, row.price, title=f"{first_line}\n{title}")
     else:
         bars = [Compared(row.case.label, row.price.seconds, row.seconds) for row in rows]
-        chart = price_chart(bars, title=f"{rows[0].case.op}: {what}")
+        chart = price_chart(bars, title=f"{rows[0].case.op}: {title}")
     chart.save(path)
     return path

@@ -1,4 +1,4 @@
-"""The memory of a device, by name or by size, and what is taken of it before a step: what two commands ask for."""
+"""Memory of a device, by name or by size, and what occupies it besides the training."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from paceline.errors import UsageError, unknown
 if TYPE_CHECKING:
     from paceline.tools.plan.memory.memory_forecast import Room
 
-__all__ = ["CUDA_CONTEXT", "KINDS", "capacity_of", "room_of"]
+__all__ = ["CUDA_CONTEXT", "KINDS", "device_room", "parse_device_memory"]
 
 KINDS = ("cuda", "cpu")
 CUDA_CONTEXT = "800MiB"
-"""What driver and kernels take of a GPU, about."""
+"""Memory that driver and kernels occupy on a GPU, about."""
 
 _CUBLAS_NBYTES = 32 << 20
-"""Of cuBLAS's workspace on Hopper and later, the largest there is by default."""
+"""Workspace of cuBLAS on Hopper and later, the largest default."""
 
 
-def capacity_of(device: str | None, device_memory: str | None) -> int | None:
-    """Return the bytes of a device's memory; None: neither says it.
+def parse_device_memory(device: str | None, device_memory: str | None) -> int | None:
+    """Return the memory of a device in bytes; None: unknown.
 
     Args:
-        device: a GPU by name (``"h100-sxm"``), a kind of `KINDS`, or None. device_memory: ``"24GiB"``; wins.
+        device: name of a GPU (``"h100-sxm"``), one of `KINDS`, or None.
+        device_memory: ``"24GiB"``; takes precedence over `device`.
 
     Raises:
-        UsageError: no device has that name, or no memory is that much.
+        UsageError: the device is unknown, or the size is not valid.
     """
     if device_memory is not None:
         nbytes = parse_bytes(device_memory)
@@ -46,22 +47,22 @@ def capacity_of(device: str | None, device_memory: str | None) -> int | None:
         raise unknown("device", device, [*KINDS, *hardware_catalog.DEVICES]) from None
 
 
-def room_of(kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEXT, data: str = "0") -> Room:
-    """Return the room on a device.
+def device_room(kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEXT, data: str = "0") -> Room:
+    """Return the memory of a device with what occupies it besides the training.
 
     Args:
-        kind: one of `KINDS`. capacity: bytes, None: not known. cuda_context: what driver and kernels take of a GPU.
-        data: what stays on the device beside the training.
+        kind: one of `KINDS`.
+        capacity: its memory in bytes; None: unknown.
+        cuda_context: memory of driver and kernels on a GPU.
+        data: memory of data that stays on the device.
     """
     from paceline.tools.plan.memory.memory_forecast import Room
     from paceline.tools.plan.memory.memory_ledger import Outside
 
-    gpu = kind == "cuda"
-    return Room(
-        capacity,
-        Outside(
-            context_nbytes=parse_bytes(cuda_context) if gpu else 0,
-            library_nbytes=_CUBLAS_NBYTES if gpu else 0,
-            data_nbytes=parse_bytes(data),
-        ),
+    is_gpu = kind == "cuda"
+    outside = Outside(
+        context_nbytes=parse_bytes(cuda_context) if is_gpu else 0,
+        library_nbytes=_CUBLAS_NBYTES if is_gpu else 0,
+        data_nbytes=parse_bytes(data),
     )
+    return Room(capacity, outside)

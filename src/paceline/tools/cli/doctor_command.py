@@ -1,4 +1,4 @@
-"""``paceline doctor``: what this machine has for training, and what to fix."""
+"""``paceline doctor``: checks this machine for training, and shows what to fix."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from paceline._core.files import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.process.local_ranks import run_ranks
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.diagnostics.machine_findings import MachineFinding, diagnose_machine
 from paceline.tools.result_files import check_writable
-from paceline.world.machine_facts import LoopbackTiming, MachineFacts, read_machine_facts
+from paceline.world.machine_facts import LoopbackTiming, read_machine_facts
 
 __all__ = ["doctor"]
 
@@ -25,31 +27,36 @@ _STYLE = {"ok": "green", "note": "dim", "warn": "yellow", "broken": "bold red"}
 
 
 def doctor(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write facts and findings there.")
-    ] = None,
-    ranks: Annotated[int, typer.Option(help="Ranks of the all-reduce that is tried; 0: none.")] = 2,
+    json_file: JsonOption = None,
+    ranks: Annotated[int, Option(help="Ranks of the trial all-reduce; 0: skip it.")] = 2,
 ) -> None:
-    """Show what this machine has for training, try an all-reduce, and say what to fix.
+    """Check this machine for training, try an all-reduce, and show what to fix.
 
-    Exits with 1 if something is broken without which training can't work.
+    Exits with 1 if something is broken that training needs.
     """
     if ranks < 0 or ranks == 1:
-        raise UsageError(f"--ranks {ranks}: an all-reduce needs two or more", remedy="give 0 to try none")
+        raise UsageError(f"--ranks {ranks}: an all-reduce needs two or more", remedy="give 0 to skip it")
     if json_file is not None:
         check_writable(json_file, "--json")
     facts = read_machine_facts()
     loopback = try_loopback(ranks) if ranks and facts.torch else None
     found = diagnose_machine(facts, loopback)
     if json_file is not None:
-        write_json(json_file, record(facts, loopback, found), indent=2)
-    show(found)
+        record = {
+            "kind": "doctor",
+            "schema": SCHEMA,
+            "machine": asdict(facts),
+            "loopback": asdict(loopback) if isinstance(loopback, LoopbackTiming) else loopback,
+            "findings": [asdict(finding) for finding in found],
+        }
+        write_json(json_file, record, indent=2)
+    _print_findings(found)
     if any(finding.status == "broken" for finding in found):
         raise typer.Exit(1)
 
 
 def try_loopback(ranks: int) -> LoopbackTiming | str:
-    """Return the times of a real all-reduce between `ranks` new processes, or what went wrong."""
+    """Return the times of an all-reduce between `ranks` new processes, or the error message."""
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
         result = Path(folder) / "loopback.json"
         try:
@@ -63,21 +70,7 @@ def try_loopback(ranks: int) -> LoopbackTiming | str:
         return LoopbackTiming(**json.loads(result.read_text()))
 
 
-def record(
-    facts: MachineFacts, loopback: LoopbackTiming | str | None, found: list[MachineFinding]
-) -> dict[str, object]:
-    """Return everything the doctor knows, for a JSON file."""
-    return {
-        "kind": "doctor",
-        "schema": SCHEMA,
-        "machine": asdict(facts),
-        "loopback": asdict(loopback) if isinstance(loopback, LoopbackTiming) else loopback,
-        "findings": [asdict(finding) for finding in found],
-    }
-
-
-def show(found: list[MachineFinding]) -> None:
-    """Print the findings as a table."""
+def _print_findings(found: list[MachineFinding]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -93,8 +86,8 @@ def show(found: list[MachineFinding]) -> None:
         table.add_row(finding.subject, Text(finding.status, style=_STYLE[finding.status]), value)
     console = Console(highlight=False)
     console.print(table)
-    counts = {status: sum(finding.status == status for finding in found) for status in ("broken", "warn")}
-    if any(counts.values()):
-        console.print(f"\n{counts['broken']} broken, {counts['warn']} to look at.")
+    broken, warnings = (sum(each.status == status for each in found) for status in ("broken", "warn"))
+    if broken or warnings:
+        console.print(f"\n{broken} broken, {warnings} to look at.")
     else:
         console.print("\nReady to train.")

@@ -1,12 +1,8 @@
-"""``paceline exchange``: messages between processes over MPI, checked at both ends, while work goes on.
-
-The table of an exchange, a row for each rank.
-"""
+"""``paceline exchange``: messages between processes over MPI, checked at both ends, overlapped with computation."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
 import traceback
@@ -16,77 +12,64 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from typer import Argument, Option
 
 from paceline._core.files import write_json
-from paceline._core.format import format_count, format_seconds, format_size
+from paceline._core.format import format_count, format_percent, format_seconds, format_size, plural
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import EnvelopeError, UsageError
-from paceline.tools.cli.shared_options import JsonRowsOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable
 from paceline.transport.message_frames import FRAME_NBYTES
 from paceline.transport.mpi_exchange.exchange_settings import EXCHANGE_SHAPES, ExchangeSettings, check_memory
+from paceline.transport.mpi_exchange.outgoing_messages import ENVELOPE_FAULTS, parse_envelope_fault
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from paceline.transport.mpi_exchange.exchange_measurement import ExchangeMeasurement, RankMeasurement
     from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
 
-__all__ = ["FOOTER", "exchange", "table"]
+__all__ = ["exchange"]
 
 SCHEMA = 1
-
-
 _RANKS, _BYTES = 4, "100MB"
-
-
 _INT_NBYTES = 4
-
-
-_WRITING_SECONDS = 120.0  # for printing, and for the facts of the machine, which take an import of torch
-
-
-_BEHIND_SECONDS = 0.2  # that rank 0 is to end first, so that one message says why
+_WRITING_SECONDS = 120.0  # to print and write results; machine facts import torch
+_EXIT_DELAY_SECONDS = 0.2  # rank 0 exits first, so that mpiexec reports only its exit code
 
 
 def exchange(
-    shape: Annotated[str, typer.Argument(metavar="SHAPE", help=" or ".join(EXCHANGE_SHAPES) + ".")],
-    ranks: Annotated[
-        int | None,
-        typer.Option(help=f"Processes to start; under mpiexec, all of its own (default {_RANKS})."),
-    ] = None,
+    shape: Annotated[str, Argument(metavar="SHAPE", help=" or ".join(EXCHANGE_SHAPES) + ".")],
+    ranks: Annotated[int | None, Option(help=f"Processes; default {_RANKS}, or those of mpiexec.")] = None,
     nbytes: Annotated[
-        str | None,
-        typer.Option("--bytes", help=f"What each rank sends in a round, such as 400MB (default {_BYTES})."),
+        str | None, Option("--bytes", help=f"Bytes sent per rank and round, such as 400MB; default {_BYTES}.")
     ] = None,
-    ints: Annotated[
-        float | None, typer.Option(help="The same as a number of 4-byte integers, such as 1e8.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="How often.")] = 3,
-    work: Annotated[str, typer.Option(help="Computing by each rank at the same time, such as 500ms.")] = "0s",
-    timeout: Annotated[str, typer.Option(help="How long nothing may move, such as 60s.")] = "60s",
-    frame: Annotated[str, typer.Option(help="Long messages go in frames of this size, at most 16MiB.")] = str(
-        FRAME_NBYTES
-    ),
+    ints: Annotated[float | None, Option(help="--bytes in 4-byte integers, such as 1e8.")] = None,
+    rounds: Annotated[int, Option(help="Number of rounds.")] = 3,
+    work: Annotated[str, Option(help="Concurrent computation per rank, such as 500ms.")] = "0s",
+    timeout: Annotated[str, Option(help="Longest time without a transfer, such as 60s.")] = "60s",
+    frame: Annotated[str, Option(help="Frame size of long messages, at most 16MiB.")] = str(FRAME_NBYTES),
     inject: Annotated[
         str | None,
-        typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(ENVELOPE_FAULTS)}."),
+        Option(metavar="FAULT[@RANK]", help=f"Inject a fault at a rank: {', '.join(ENVELOPE_FAULTS)}."),
     ] = None,
-    json_file: JsonRowsOption = None,
+    json_file: JsonOption = None,
 ) -> None:
-    """Exchange messages over MPI: non-blocking, checked at both ends, while work goes on.
+    """Exchange messages over MPI: non-blocking, checked at both ends, during computation.
 
-    ring: to the next rank and from the one before, all at once. all-to-all: an equal part of --bytes to every
+    ring: to the next rank and from the previous one, all at once. all-to-all: an equal part of --bytes to every
     rank, itself included.
 
-    It starts its own ranks; under mpiexec (mpiexec -n 4 paceline exchange ring) it takes part in those.
-    Exits with 1, and names the rank at fault, if any message is damaged, repeated, foreign or missing.
+    It starts its own ranks; under mpiexec (mpiexec -n 4 paceline exchange ring) it joins that world. Exits with 1, and
+    names the rank at fault, if any message is damaged, repeated, foreign or missing.
     """
     from paceline.world.mpi_world import mpi_launcher_size
 
     fault, faulty_rank = parse_envelope_fault(inject) if inject is not None else ("", 0)
     settings = ExchangeSettings(
         shape,
-        _nbytes(nbytes, ints),
+        nbytes=_parse_nbytes(nbytes, ints),
         rounds=rounds,
         work_seconds=parse_seconds(work),
         timeout=parse_seconds(timeout),
@@ -94,26 +77,26 @@ def exchange(
         fault=fault,
         faulty_rank=faulty_rank,
     )
-    there = mpi_launcher_size(os.environ)
-    if there is not None and ranks not in (None, there):
-        raise UsageError(f"--ranks {ranks}, but mpiexec started {there}", remedy="leave --ranks out")
-    settings.check(there or (_RANKS if ranks is None else ranks))
-    if there is None:
-        _start(settings, _RANKS if ranks is None else ranks, json_file)
+    mpi_ranks = mpi_launcher_size(os.environ)
+    if mpi_ranks is not None and ranks not in (None, mpi_ranks):
+        raise UsageError(f"--ranks {ranks}, but mpiexec started {mpi_ranks}", remedy="leave --ranks out")
+    ranks = mpi_ranks or (_RANKS if ranks is None else ranks)
+    settings.check(ranks)
+    if mpi_ranks is None:
+        _start_ranks(settings, ranks, json_file)
     else:
-        _take_part(settings, json_file)
+        _run_rank(settings, json_file)
 
 
-def _nbytes(nbytes: str | None, ints: float | None) -> int:
-    """Return what --bytes or --ints say."""
+def _parse_nbytes(nbytes: str | None, ints: float | None) -> int:
     if nbytes is not None and ints is not None:
         raise UsageError("--bytes and --ints exclude each other", remedy="give one of them")
     if ints is not None and (ints < 0 or ints != ints // 1):
-        raise UsageError(f"--ints {ints:g} is no number of integers", remedy="for example --ints 1e8")
+        raise UsageError(f"--ints {ints:g} is not a whole number", remedy="for example --ints 1e8")
     return parse_bytes(nbytes or _BYTES) if ints is None else int(ints) * _INT_NBYTES
 
 
-def _start(settings: ExchangeSettings, ranks: int, json_file: Path | None) -> None:
+def _start_ranks(settings: ExchangeSettings, ranks: int, json_file: Path | None) -> None:
     from paceline.launch.targets.mpiexec_command import require_mpi, run_mpi
     from paceline.world.machine_facts import available_nbytes
 
@@ -126,79 +109,74 @@ def _start(settings: ExchangeSettings, ranks: int, json_file: Path | None) -> No
         raise typer.Exit(code if code in (1, 2) else 1)
 
 
-def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
-    """Be a rank: rank 0 shows how far it is, and what came of it."""
+def _run_rank(settings: ExchangeSettings, json_file: Path | None) -> None:
+    """Run this rank; rank 0 shows progress and results."""
     from paceline.tools.bench.progress_bar import ProgressBar
     from paceline.transport.mpi_exchange.exchange_measurement import measure_exchange, tick_count
     from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
     from paceline.world.machine_facts import available_nbytes
 
     carrier = MpiCarrier()
-    first = carrier.rank == 0
+    is_first = carrier.rank == 0
     try:
-        if first and json_file is not None:
+        if is_first and json_file is not None:
             check_writable(json_file, "--json")
         check_memory(settings.nbytes_of_rank(carrier.size), carrier.local_size(), available_nbytes())
         title = f"{settings.shape}, {carrier.size} ranks, {format_size(settings.nbytes)} each"
-        with ProgressBar(title, tick_count(settings), shown=first) as tick:
+        with ProgressBar(title, tick_count(settings), shown=is_first) as tick:
             measured = measure_exchange(settings, carrier, tick)
-    except BaseException as error:  # a rank that is gone would leave the others waiting
-        _end_all(carrier, error)
+    except BaseException as error:  # else the other ranks would wait for this one
+        _abort(carrier, error)
         raise
-    if first:
-        _show(settings, measured)
+    if is_first:
+        _print_results(settings, measured)
         if json_file is not None:
-            _write(json_file, settings, measured)
-    _after_rank_0(carrier)
+            _write_results(json_file, settings, measured)
+    _wait_for_rank_0(carrier)
     if not measured.closed:
-        carrier.abort(1)  # messages are under way for ever, so MPI can't be left in order
+        carrier.abort(1)  # pending messages never complete, so MPI can't finalise
     if measured.problems or not all(row.correct for row in measured.rows):
         raise typer.Exit(1)
 
 
-def _after_rank_0(carrier: MpiCarrier) -> None:
-    """Wait until rank 0 has printed and written all: mpiexec ends it when another one fails."""
+def _wait_for_rank_0(carrier: MpiCarrier) -> None:
+    """Wait until rank 0 has printed and written everything: mpiexec kills it when another rank fails."""
     from paceline.transport.mpi_exchange.round_reports import RoundReport, gather_reports
 
     gather_reports(carrier, RoundReport(carrier.rank), _WRITING_SECONDS)
     if carrier.rank > 0:
-        time.sleep(_BEHIND_SECONDS)
+        time.sleep(_EXIT_DELAY_SECONDS)
 
 
-def _end_all(carrier: MpiCarrier, error: BaseException) -> None:
-    """End all ranks for an error of this one, which is told."""
-    from paceline.tools.cli.app import show
+def _abort(carrier: MpiCarrier, error: BaseException) -> None:
+    """Print an error of this rank and abort all ranks."""
+    from paceline.tools.cli.app import print_error
 
     if isinstance(error, EnvelopeError | UsageError):
-        show(error)
+        print_error(error)
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
     carrier.abort(2 if isinstance(error, UsageError) else 1)
 
 
-def _show(settings: ExchangeSettings, measured: ExchangeMeasurement) -> None:
-    """Print the table, and in red what was wrong."""
+def _print_results(settings: ExchangeSettings, measured: ExchangeMeasurement) -> None:
+    """Print the table, and problems in red."""
     from rich.console import Console
 
-    pass  # moved
     from paceline.tools.console_table import print_wide
 
-    print_wide(table(settings, measured))
+    print_wide(_table(settings, measured))
     console = Console(highlight=False, soft_wrap=True)
-    console.print(FOOTER, style="dim")
+    console.print(_FOOTER, style="dim")
     for problem in measured.problems:
         console.print(f"WRONG: {problem}", style="bold red", markup=False)
 
 
-def _write(path: Path, settings: ExchangeSettings, measured: ExchangeMeasurement) -> None:
-    from paceline.tools.result_files import machine_record, versions
+def _write_results(path: Path, settings: ExchangeSettings, measured: ExchangeMeasurement) -> None:
+    from paceline.tools.result_files import paceline_command, result_head
 
-    result = {
-        "kind": "exchange",
-        "schema": SCHEMA,
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "mpi4py", "mpich", "numpy", "xxhash"]),
+    packages = ("paceline", "mpi4py", "mpich", "numpy", "xxhash")
+    result = result_head("exchange", packages, SCHEMA, command=paceline_command()) | {
         "settings": asdict(settings) | {"ranks": len(measured.rows)},
         "rows": [asdict(row) | {"right": row.correct} for row in measured.rows],
         "problems": [asdict(problem) for problem in measured.problems],
@@ -208,43 +186,41 @@ def _write(path: Path, settings: ExchangeSettings, measured: ExchangeMeasurement
     typer.echo(path)
 
 
-FOOTER = (
-    "Checksums: what the senders told of their messages, and what was found of those received.\n"
+_FOOTER = (
+    "Checksums: of sent messages, as reported by their senders, and of received ones.\n"
     "Seconds: median round without work. Overlap: part of the shorter of work and exchange that is hidden\n"
-    "behind the longer (1: all of it, 0: none). Under way: share of the work done while messages were."
+    "behind the longer (1: all of it, 0: none). In flight: share of the work done while messages were."
 )
 
 
-def table(settings: ExchangeSettings, measured: ExchangeMeasurement) -> Table:
-    """Return the rows as a table; a rank that did not get what was sent to it is red."""
-    size = format_size(measured.rows[0].nbytes)
-    rounds = f"{measured.rounds} round{'s' * (measured.rounds > 1)}"
-    title = f"{settings.shape}, {len(measured.rows)} ranks, {size} each, {rounds}"
-    made = Table(title=title, title_justify="left", pad_edge=False, box=None)
-    for name in ("rank", "to", "from"):
-        made.add_column(name, no_wrap=True)
-    for name in ("bytes", "told by senders", "received", "seconds", "rate", "overlap", "under way"):
-        made.add_column(name, justify="right", no_wrap=True)
+def _table(settings: ExchangeSettings, measured: ExchangeMeasurement) -> Table:
+    """Return one row per rank; ranks that received something else than was sent are red."""
+    from paceline.tools.console_table import make_table
+
+    size, rounds = format_size(measured.rows[0].nbytes), plural(measured.rounds, "round")
+    columns = ("rank", "to", "from", "bytes", "sent", "received", "seconds", "rate", "overlap", "in flight")
+    table = make_table(
+        columns, [], left=3, title=f"{settings.shape}, {len(measured.rows)} ranks, {size} each, {rounds}"
+    )
     for row in measured.rows:
-        made.add_row(*_cells(row), style="" if row.correct else "bold red")
-    return made
+        table.add_row(*_cells(row), style="" if row.correct else "bold red")
+    return table
 
 
 def _cells(row: RankMeasurement) -> list[str]:
     return [
         str(row.rank),
-        _ranks(row.sent_to),
-        _ranks(row.received_from),
+        _ranks_text(row.sent_to),
+        _ranks_text(row.received_from),
         str(row.nbytes),
         row.told_checksum,
         row.received_checksum,
         format_seconds(row.seconds),
         f"{format_count(row.nbytes_per_second)}B/s",
         "" if row.overlap is None else f"{row.overlap:.2f}",
-        "" if row.under_way is None else f"{row.under_way:.0%}",
+        "" if row.under_way is None else format_percent(row.under_way),
     ]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in words: one by its number, all of several as "all"."""
+def _ranks_text(ranks: Sequence[int]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else "all"

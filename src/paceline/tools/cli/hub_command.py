@@ -1,7 +1,4 @@
-"""``paceline hub``: the switch node of asynchronous training.
-
-Options of ``paceline hub`` alone: where it serves, whom it lets in, and whom it refuses.
-"""
+"""``paceline hub``: serves asynchronous training, and makes the keys for it."""
 
 from __future__ import annotations
 
@@ -13,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from paceline._core.units import parse_seconds
 from paceline.errors import UsageError
-from paceline.tools.cli.hub_options import (
+from paceline.tools.cli.shared_options import (
     BoundOption,
     DownOption,
     MarginOption,
@@ -27,35 +25,16 @@ from paceline.tools.cli.hub_options import (
     PopulationOption,
     StalenessOption,
     UnstableOption,
-    outer_of,
+    hub_optimizer,
 )
 
 if TYPE_CHECKING:
-    from paceline.async_dp.hub.hub_rules import HubRules
+    from paceline.async_dp.wal.hub_journal import HubJournal
 
-__all__ = [
-    "BandwidthOption",
-    "BindOption",
-    "ExplodingOption",
-    "FolderOption",
-    "GapOption",
-    "InsecureOption",
-    "KeysOption",
-    "NewOption",
-    "PerturbOption",
-    "QuarantineOption",
-    "RunOption",
-    "ShardOption",
-    "SilentAfterOption",
-    "SnapshotEveryOption",
-    "StrikesOption",
-    "UntilOption",
-    "WorseOption",
-    "app",
-]
+__all__ = ["app"]
 
 _PORT = 7077
-
+_FOLDER = Path("runs/hub")
 
 app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
 
@@ -63,12 +42,18 @@ app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
 @app.callback()
 def hub(
     context: typer.Context,
-    bind: BindOption = f"tcp://127.0.0.1:{_PORT}",
-    folder: FolderOption = Path("runs/hub"),
-    run: RunOption = "",
-    new: NewOption = False,
-    keys: KeysOption = None,
-    insecure: InsecureOption = False,
+    bind: Annotated[
+        str, Option(help="Address for workers: tcp://HOST:PORT, or tcp://*:PORT for all interfaces.")
+    ] = f"tcp://127.0.0.1:{_PORT}",
+    folder: Annotated[Path, Option(help="Journal, snapshots and ledger; a run in it is resumed.")] = _FOLDER,
+    run: Annotated[str, Option(help="Name of the run; default that in the folder, or random.")] = "",
+    new: Annotated[bool, Option("--new", help="Start a run; refuse a folder that holds one.")] = False,
+    keys: Annotated[
+        Path | None, Option(help="Folder of keys, made by keygen; required beyond this machine.")
+    ] = None,
+    insecure: Annotated[
+        bool, Option("--insecure", help="Accept every worker that can reach the address.")
+    ] = False,
     outer: OuterOption = "averaging",
     outer_lr: OuterLrOption = None,
     outer_momentum: OuterMomentumOption = 0.9,
@@ -76,61 +61,84 @@ def hub(
     unstable: UnstableOption = False,
     staleness: StalenessOption = "accept",
     bound: BoundOption = 16.0,
-    exploding: ExplodingOption = 10.0,
-    worse: WorseOption = 0.05,
-    strikes: StrikesOption = 3,
-    quarantine: QuarantineOption = "60s",
+    exploding: Annotated[
+        float, Option(help="Reject updates of this many times the usual norm; 0: none.")
+    ] = 10.0,
+    worse: Annotated[float, Option(help="Reject updates whose score worsened by this share.")] = 0.05,
+    strikes: Annotated[int, Option(help="Rejections, of the last ten updates, before quarantine.")] = 3,
+    quarantine: Annotated[str, Option(help="Length of the first quarantine.")] = "60s",
     down: DownOption = "bf16",
     population: PopulationOption = None,
     margin: MarginOption = 0.05,
-    perturb: PerturbOption = 1.0,
-    gap: GapOption = None,
-    shard: ShardOption = "0/1",
-    bandwidth: BandwidthOption = None,
-    silent_after: SilentAfterOption = "15s",
-    snapshot_every: SnapshotEveryOption = 500,
-    until: UntilOption = None,
+    perturb: Annotated[float, Option(help="Population: factor on a replaced worker's learning rate.")] = 1.0,
+    gap: Annotated[float | None, Option(help="Population: lead at which all adopt the best early.")] = None,
+    shard: Annotated[str, Option(metavar="I/N", help="Index of this hub, number of hubs.")] = "0/1",
+    bandwidth: Annotated[str | None, Option(help="Limit each way: 40MB/s, 30% of 1Gbit/s.")] = None,
+    silent_after: Annotated[str, Option(help="Silence after which a worker no longer counts.")] = "15s",
+    snapshot_every: Annotated[int, Option(help="Updates between snapshots.")] = 500,
+    until: Annotated[str | None, Option(help="Stop after this time, such as 8h.")] = None,
 ) -> None:
-    """Serve asynchronous training: take in what workers send, in the order in which it comes.
+    """Serve asynchronous training: merge the updates of workers in their order of arrival.
 
-    Workers are programs with paceline.AsyncDataParallel(model, optim, hub=...). The hub needs no model and no
-    GPU. Killed and started
-    again with the same folder it goes on where it was, and workers connect again by themselves.
+    Workers are programs with paceline.AsyncDataParallel(model, optim, hub=...). The hub needs no model and no GPU.
+    Killed and restarted with the same folder, it resumes, and workers reconnect automatically.
     """
     if context.invoked_subcommand is not None:
         return
+    from paceline.async_dp.hub.hub import Hub
     from paceline.async_dp.hub.hub_rules import HubRules, HubShard
+    from paceline.async_dp.hub.hub_server import HubServer
     from paceline.async_dp.hub.population import PopulationRules
     from paceline.async_dp.hub.update_screening import ScreeningRules, Staleness
+    from paceline.async_dp.wal.hub_journal import HubJournal
     from paceline.async_dp.worker.worker_resources import share_of_link
+    from paceline.tools.cli.hub_live_table import HubLiveTable
+    from paceline.transport.zmq import HubExchange, SocketSettings
+    from paceline.transport.zmq.curve_keys import HubKeys
 
     if not (exploding == 0 or exploding > 1):
         raise UsageError(
             f"--exploding {exploding:g}", remedy="give a number above 1, such as 10, or 0 for none"
         )
     rules = HubRules(
-        outer=outer_of(outer, outer_lr, outer_momentum, outer_warmup, unstable),
+        outer=hub_optimizer(outer, outer_lr, outer_momentum, outer_warmup, unstable),
         staleness=Staleness(staleness, bound),
         screen=ScreeningRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
-        population=None if population is None else PopulationRules(population, margin, 1, perturb, gap),
+        population=None
+        if population is None
+        else PopulationRules(population, margin, perturb=perturb, gap=gap),
         down=down,
-        shard=HubShard(*_shard(shard)),
+        shard=HubShard(*_parse_shard(shard)),
         bandwidth=share_of_link(bandwidth, None),
         silent_after=parse_seconds(silent_after),
         snapshot_every=snapshot_every,
     )
     seconds = None if until is None else parse_seconds(until)
-    _serve(bind, folder, run, new, keys, insecure, rules, seconds)
+    exchange = HubExchange(
+        bind,
+        "",
+        keys=None if keys is None else HubKeys.read(keys),
+        insecure=insecure,
+        settings=SocketSettings(rate=rules.bandwidth),
+    )
+    try:
+        with HubJournal.open(folder, resume=not new) as journal:
+            served = Hub(_run_name(run, journal), rules, journal, time.time)
+            server, stop = HubServer(served, exchange), _StopCondition(seconds)
+            with HubLiveTable(served, exchange, folder) as table:
+                server.run(stop, table.refresh)
+    finally:
+        exchange.close()
 
 
 @app.command("keygen")
 def keygen(
-    folder: Annotated[Path, typer.Argument(help="Where keys are kept.")],
-    worker: Annotated[str, typer.Option(help="Make a key for a worker of this name.")] = "worker",
+    folder: Annotated[Path, Argument(help="Folder of the keys.")],
+    worker: Annotated[str, Option(help="Make a key for a worker of this name.")] = "worker",
 ) -> None:
-    """Make the keys of a hub, and one for workers; again with another --worker for one more.
+    """Make the keys of a hub, and one for workers; call it again with another --worker for one more.
 
-    Give each worker its file (key=), and the hub the folder (--keys). Whoever has none gets nowhere.
+    Give each worker its file (key=), and the hub the folder (--keys). Workers without a key are rejected.
     """
     from paceline.transport.zmq.curve_keys import make_keys
 
@@ -141,57 +149,19 @@ def keygen(
     )
 
 
-def _shard(text: str) -> tuple[int, int]:
-    index, _, of = text.partition("/")
-    if not index.isdecimal() or not of.isdecimal():
-        raise UsageError(f"--shard {text!r}", remedy="write which of how many, such as 0/2")
-    return int(index), int(of)
+def _parse_shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not index.isdecimal() or not count.isdecimal():
+        raise UsageError(f"--shard {text!r} is not INDEX/COUNT", remedy="for example --shard 0/2")
+    return int(index), int(count)
 
 
-def _serve(
-    bind: str,
-    folder: Path,
-    run: str,
-    new: bool,
-    keys: Path | None,
-    insecure: bool,
-    rules: HubRules,
-    seconds: float | None,
-) -> None:
-    """Serve until it is interrupted, or the time is up."""
-    from paceline.async_dp.hub.hub import Hub
-    from paceline.async_dp.hub.hub_server import HubServer
-    from paceline.async_dp.wal.hub_journal import HubJournal
-    from paceline.tools.cli.hub_live_table import HubTable
-    from paceline.transport.zmq import HubExchange, SocketSettings
-    from paceline.transport.zmq.curve_keys import HubKeys
-
-    exchange = HubExchange(
-        bind,
-        "",
-        keys=None if keys is None else HubKeys.read(keys),
-        insecure=insecure,
-        settings=SocketSettings(rate=rules.bandwidth),
-    )
-    try:
-        with HubJournal.open(folder, resume=not new) as journal:
-            name = _name_of_run(run, journal)
-            hub_ = Hub(name, rules, journal, time.time)
-            server, ended = HubServer(hub_, exchange), _Ended(seconds)
-            with HubTable(hub_, exchange, folder) as table:
-                server.run(ended, table.look)
-    finally:
-        exchange.close()
-
-
-def _name_of_run(run: str, journal: object) -> str:
-    from paceline.async_dp.wal.hub_journal import HubJournal
-
-    assert isinstance(journal, HubJournal)
+def _run_name(run: str, journal: HubJournal) -> str:
+    """Return the name of the run in the journal; of a new run, record the given name or a random one."""
     known = str(journal.run_facts.get("run", ""))
     if known and run and run != known:
         raise UsageError(
-            f"the folder holds run {known!r}, --run says {run!r}",
+            f"the folder holds run {known!r}, but --run names {run!r}",
             remedy="choose another folder, or leave --run out",
         )
     name = known or run or f"run-{secrets.token_hex(4)}"
@@ -200,84 +170,19 @@ def _name_of_run(run: str, journal: object) -> str:
     return name
 
 
-class _Ended:
-    """Tells whether to stop: after SIGINT or SIGTERM, or when the time is up."""
+class _StopCondition:
+    """Callable that returns True after SIGINT, SIGTERM or a number of seconds; a second signal exits at once."""
 
     def __init__(self, seconds: float | None) -> None:
         self._deadline = None if seconds is None else time.monotonic() + seconds
-        self._asked = False
+        self._signalled = False
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
+            signal.signal(number, self._on_signal)
 
-    def _ask(self, number: int, frame: object) -> None:
-        if self._asked:
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._signalled:
             sys.exit(130)
-        self._asked = True
+        self._signalled = True
 
     def __call__(self) -> bool:
-        return self._asked or (self._deadline is not None and time.monotonic() >= self._deadline)
-
-
-BindOption = Annotated[
-    str, typer.Option(help="Where workers connect: tcp://HOST:PORT, tcp://*:PORT for all interfaces.")
-]
-
-
-FolderOption = Annotated[
-    Path, typer.Option(help="Journal, snapshots and ledger; a run that is there goes on.")
-]
-
-
-RunOption = Annotated[str, typer.Option(help="Name of the run; else drawn, or the one in the folder.")]
-
-
-NewOption = Annotated[bool, typer.Option("--new", help="Begin a run; refuse a folder that holds one.")]
-
-
-KeysOption = Annotated[Path | None, typer.Option(help="Folder that keygen made; needed beyond this machine.")]
-
-
-InsecureOption = Annotated[
-    bool, typer.Option("--insecure", help="Let everybody in who can reach the address.")
-]
-
-
-ExplodingOption = Annotated[
-    float, typer.Option(help="Refuse updates of so many times the usual norm; 0: none.")
-]
-
-
-WorseOption = Annotated[float, typer.Option(help="Refuse updates whose score got worse by so much.")]
-
-
-StrikesOption = Annotated[int, typer.Option(help="Refusals of ten after which a worker is in quarantine.")]
-
-
-QuarantineOption = Annotated[str, typer.Option(help="How long, the first time.")]
-
-
-PerturbOption = Annotated[
-    float, typer.Option(help="Of a population: factor on the learning rate of who is replaced.")
-]
-
-
-GapOption = Annotated[
-    float | None, typer.Option(help="Of a population: share ahead at which all join the best early.")
-]
-
-
-ShardOption = Annotated[str, typer.Option(metavar="I/N", help="Which of several hubs this is.")]
-
-
-BandwidthOption = Annotated[
-    str | None, typer.Option(help="Most to send and to receive: 40MB/s, 30% of 1Gbit/s.")
-]
-
-
-SilentAfterOption = Annotated[str, typer.Option(help="Silence after which a worker does not count.")]
-
-
-SnapshotEveryOption = Annotated[int, typer.Option(help="Updates between snapshots.")]
-
-
-UntilOption = Annotated[str | None, typer.Option(help="Stop after so long, such as 8h.")]
+        return self._signalled or (self._deadline is not None and time.monotonic() >= self._deadline)

@@ -1,4 +1,4 @@
-"""The live table of ``paceline hub``: workers, what each contributes, what was refused, what the network carries."""
+"""Live table of ``paceline hub``: workers, their contributions, rejected updates, network traffic."""
 
 from __future__ import annotations
 
@@ -14,41 +14,43 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline._core.format import format_bytes, format_count, format_seconds
+from paceline.tools.console_table import make_table
 
 if TYPE_CHECKING:
     from paceline.async_dp.hub.hub import Hub
     from paceline.transport.zmq import HubExchange
 
-__all__ = ["HubTable"]
+__all__ = ["HubLiveTable"]
 
-_MOST_ROWS = 40
-_LINE_SECONDS = 30.0
+_MAX_ROWS = 40
+_REFRESH_SECONDS = 0.5
+_RATE_SECONDS = 2.0
+_PLAIN_LINE_SECONDS = 30.0
+_COLUMNS = ("worker", "", "steps", "per s", "k, d", "updates", "stale", "score", "in", "out", "refused")
 
 
-class HubTable:
-    """Shows a hub: on a terminal a table that is kept up to date, else a line from time to time.
+class HubLiveTable:
+    """Shows a hub: on a terminal as a table that is refreshed, elsewhere as a line every 30 s.
 
     Args:
-        hub: that is shown. exchange: its carrier. folder: of the hub.
+        hub: the hub.
+        exchange: its sockets.
+        folder: its folder.
     """
 
     def __init__(self, hub: Hub, exchange: HubExchange, folder: Path) -> None:
         self._hub, self._exchange, self._folder = hub, exchange, folder
         self._console = Console()
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
-        self._looked = self._lined = -float("inf")
-        self._began = time.monotonic()
-        self._bytes = (0.0, 0, 0)
+        self._refreshed = self._line_printed = -float("inf")
+        self._started = time.monotonic()
+        self._counted: tuple[float, int, int] | None = None  # when, bytes sent, bytes received
         self._rates = (0.0, 0.0)
 
     def __enter__(self) -> Self:
         hub = self._hub
-        state = f"goes on at update {hub.updates}" if hub.updates else "begins"
-        self._console.print(
-            f"hub of run {hub.run} at {self._exchange.address}, folder {self._folder}: {state}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        state = f"resumes at update {hub.updates}" if hub.updates else "starts"
+        self._print(f"hub of run {hub.run} at {self._exchange.address}, folder {self._folder}: {state}")
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -57,42 +59,43 @@ class HubTable:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._console.is_terminal:
-            self._live.update(self._picture(), refresh=True)
+            self._live.update(self._render(), refresh=True)
             self._live.stop()
-        self._console.print(self._line(), highlight=False, soft_wrap=True)
+        self._print(self._summary())
 
-    def look(self) -> None:
-        """Show how things are, at most twice a second."""
+    def refresh(self) -> None:
+        """Show the current state, at most twice a second."""
         now = time.monotonic()
-        if now - self._looked < 0.5:
+        if now - self._refreshed < _REFRESH_SECONDS:
             return
-        self._looked = now
-        self._measure(now)
+        self._refreshed = now
+        self._measure_rates(now)
         if self._console.is_terminal:
-            self._live.update(self._picture(), refresh=True)
-        elif now - self._lined >= _LINE_SECONDS:
-            self._lined = now
-            self._console.print(self._line(), highlight=False, soft_wrap=True)
+            self._live.update(self._render(), refresh=True)
+        elif now - self._line_printed >= _PLAIN_LINE_SECONDS:
+            self._line_printed = now
+            self._print(self._summary())
 
-    def _measure(self, now: float) -> None:
-        """Note what passes in a second."""
-        since, sent, received = self._bytes
-        if now - since >= 2.0:
-            if since:
-                seconds = now - since
-                self._rates = (
-                    (self._exchange.sent_nbytes - sent) / seconds,
-                    (self._exchange.received_nbytes - received) / seconds,
-                )
-            self._bytes = now, self._exchange.sent_nbytes, self._exchange.received_nbytes
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
 
-    def _line(self) -> str:
+    def _measure_rates(self, now: float) -> None:
+        sent, received = self._exchange.sent_nbytes, self._exchange.received_nbytes
+        if self._counted is not None:
+            since, sent_before, received_before = self._counted
+            seconds = now - since
+            if seconds < _RATE_SECONDS:
+                return
+            self._rates = (sent - sent_before) / seconds, (received - received_before) / seconds
+        self._counted = now, sent, received
+
+    def _summary(self) -> str:
         hub = self._hub
         down, up = self._rates
         loss = f", score {hub.loss:.4f}" if hub.loss == hub.loss else ""
         trouble = f"; nothing is answered: {' '.join(hub.trouble.split())}" if hub.trouble else ""
         return (
-            f"{format_seconds(time.monotonic() - self._began)}: {hub.phase}, {len(hub.members.alive)} workers, "
+            f"{format_seconds(time.monotonic() - self._started)}: {hub.phase}, {len(hub.members.alive)} workers, "
             f"{hub.updates} updates, {format_count(int(hub.tally.samples))} samples{loss}, "
             f"{self._refused().total()} refused, "
             f"{format_bytes(int(up))}/s in, {format_bytes(int(down))}/s out{trouble}"
@@ -102,45 +105,32 @@ class HubTable:
         exchange = self._exchange
         return self._hub.refused + exchange.refused + exchange.rejected
 
-    def _picture(self) -> Group:
+    def _render(self) -> Group:
         hub = self._hub
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in (
-            "worker",
-            "",
-            "steps",
-            "per s",
-            "k, d",
-            "updates",
-            "stale",
-            "score",
-            "in",
-            "out",
-            "refused",
-        ):
-            table.add_column(name, justify="left" if name in ("worker", "") else "right", no_wrap=True)
-        members = sorted(hub.members, key=lambda each: (each.number not in hub.members.alive, each.name))
-        for each in members[:_MOST_ROWS]:
-            alive = each.number in hub.members.alive
+        table = make_table(_COLUMNS, [], left=2)
+        members = sorted(
+            hub.members, key=lambda member: (member.number not in hub.members.alive, member.name)
+        )
+        for member in members[:_MAX_ROWS]:
+            alive = member.number in hub.members.alive
             table.add_row(
-                Text(each.name[:24]),
-                Text("" if alive else "silent" if each.session else "left", style="dim" if not alive else ""),
-                format_count(each.steps),
-                f"{each.speed:.3g}",
-                f"{each.every}, {each.delay}",
-                format_count(each.updates),
-                f"{each.staleness:.1f}",
-                "" if each.score is None else f"{each.score:.4f}",
-                format_bytes(each.received_nbytes),
-                format_bytes(each.sent_nbytes),
-                str(each.refused),
+                Text(member.name[:24]),
+                Text("" if alive else "silent" if member.session else "left", style="" if alive else "dim"),
+                format_count(member.steps),
+                f"{member.speed:.3g}",
+                f"{member.every}, {member.delay}",
+                format_count(member.updates),
+                f"{member.staleness:.1f}",
+                "" if member.score is None else f"{member.score:.4f}",
+                format_bytes(member.received_nbytes),
+                format_bytes(member.sent_nbytes),
+                str(member.refused),
             )
-        rest = len(members) - _MOST_ROWS
-        parts = [table, Text(self._line(), style="dim")]
-        if rest > 0:
-            parts.insert(1, Text(f"… and {rest} more", style="dim"))
-        refused = self._refused()
-        if refused:
-            told = ", ".join(f"{why} {count}" for why, count in sorted(refused.items()))
-            parts.append(Text(f"refused: {told}", style="dim"))
+        parts: list[Table | Text] = [table]
+        if len(members) > _MAX_ROWS:
+            parts.append(Text(f"… and {len(members) - _MAX_ROWS} more", style="dim"))
+        parts.append(Text(self._summary(), style="dim"))
+        if refused := self._refused():
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(refused.items()))
+            parts.append(Text(f"refused: {reasons}", style="dim"))
         return Group(*parts)

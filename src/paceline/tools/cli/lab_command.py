@@ -1,21 +1,20 @@
-"""``paceline lab``: a program on hosts around a slow switch, all on this machine."""
+"""``paceline lab``: runs a program on emulated hosts around a slow switch, all on this machine."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from paceline._core.files import write_json
-from paceline._core.format import format_bytes, format_count, format_seconds
+from paceline._core.format import format_bytes, format_count, format_percent, format_seconds, plural
 from paceline._core.units import parse_seconds
 from paceline.errors import UsageError
-from paceline.tools.result_files import check_writable
+from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.console_table import make_table
+from paceline.tools.result_files import check_writable, paceline_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,174 +30,168 @@ SCHEMA = 1
 
 def lab(
     program: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PROGRAM...", help="A Python script (.py) or any command, and its own arguments."
-        ),
+        list[str], Argument(metavar="PROGRAM...", help="Script (.py) or command, and its arguments.")
     ],
-    hosts: Annotated[int, typer.Option(help="Hosts around the switch.")] = 2,
+    hosts: Annotated[int, Option(help="Number of hosts around the switch.")] = 2,
     rate: Annotated[
-        str | None, typer.Option(help="Of every link, each direction: 100Mbit/s, 1Gbit/s; else unlimited.")
+        str | None,
+        Option(help="Bandwidth of every link, each direction, such as 100Mbit/s; default unlimited."),
     ] = None,
-    ranks: Annotated[
-        int, typer.Option(help="Ranks on each host; 0: the program once, without torchrun.")
-    ] = 1,
+    ranks: Annotated[int, Option(help="Ranks per host; 0: once per host, without torchrun.")] = 1,
     slow: Annotated[
-        list[str] | None, typer.Option(metavar="HOST=RATE", help="A host with another rate; may be repeated.")
+        list[str] | None, Option(metavar="HOST=RATE", help="Bandwidth of one host; may be repeated.")
     ] = None,
-    delay: Annotated[str, typer.Option(help="What a packet takes longer, such as 1ms; needs netem.")] = "0s",
+    delay: Annotated[str, Option(help="Added delay per packet, such as 1ms; needs netem.")] = "0s",
     timeout: Annotated[
-        str | None, typer.Option(help="End the program after this time, such as 10min; else never.")
+        str | None, Option(help="Stop the program after this time, such as 10min; default never.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write what was measured there.")
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
-    """Run a program on hosts around a slow switch, all on this machine, and count what they send.
+    """Run a program on emulated hosts around a slow switch, all on this machine, and count the bytes they send.
 
-    Every host runs --ranks processes of the program; all together are one world, started by torchrun.
+    Every host runs --ranks processes of the program, which form one world, started by torchrun.
 
     Examples: paceline lab --hosts 4 --rate 200Mbit/s examples/train.py
 
     paceline lab --hosts 2 --ranks 2 --rate 1Gbit/s --slow 1=100Mbit/s paceline train --steps 50
 
-    Making the network needs root. It is gone afterwards, however this command ends.
+    The network needs root. It is removed however this command ends.
     """
+    from rich.console import Console
+
     from paceline.testing.netlab.lab import Lab
     from paceline.testing.netlab.lab_requirements import check_lab_program
     from paceline.testing.netlab.link_monitor import LinkMonitor
 
     if ranks < 0:
-        raise UsageError(f"--ranks {ranks}: at least 0", remedy="0 runs the program once per host, by itself")
+        raise UsageError(
+            f"--ranks {ranks}: at least 0", remedy="0 runs the program once per host, without torchrun"
+        )
     limit = None if timeout is None else parse_seconds(timeout)
     check_lab_program(program)
     if json_file is not None:
         check_writable(json_file, "--json")
-    with Lab(hosts, rate, slow=read_slow(slow or ()), delay=delay) as net:
-        console = _console()
-        console.print(describe(net, ranks, delay), style="bold")
-        watch, well = LinkMonitor(net), False
+    with Lab(hosts, rate, slow=parse_slow_hosts(slow or ()), delay=delay) as net:
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(_describe(net, ranks, delay), style="bold")
+        monitor, succeeded = LinkMonitor(net), False
         job = net.start_torchrun(program, ranks_per_host=ranks) if ranks else net.start(program)
         try:
-            _follow(job, watch, limit, console)
-            well = True
+            _follow(job, monitor, limit, console)
+            succeeded = True
         finally:
-            totals = watch.stop()
-            _show(totals, watch, console)
+            totals = monitor.stop()
+            _print_totals(totals, monitor, console)
             if json_file is not None:
-                measured = record(totals, watch, program, ranks, well)
-                write_json(json_file, measured)
+                write_json(json_file, _record(totals, monitor, program, ranks, succeeded))
 
 
-def read_slow(texts: Sequence[str]) -> dict[int, str]:
-    """Return the rates of ``2=50Mbit/s`` or ``host2=50Mbit/s``, by number of host.
+def parse_slow_hosts(texts: Sequence[str]) -> dict[int, str]:
+    """Parse ``2=50Mbit/s`` or ``host2=50Mbit/s``; return the rates by host number.
 
     Raises:
-        UsageError: a text of another form, or a host twice.
+        UsageError: a text has another form, or names a host again.
     """
     rate_of_host: dict[int, str] = {}
     for text in texts:
         host, equals, rate = text.partition("=")
         number = host.strip().removeprefix("host")
         if not equals or not number.isdecimal():
-            raise UsageError(f"--slow {text!r} is no HOST=RATE", remedy="for example --slow 2=50Mbit/s")
+            raise UsageError(f"--slow {text!r} is not HOST=RATE", remedy="for example --slow 2=50Mbit/s")
         if int(number) in rate_of_host:
             raise UsageError(f"--slow names host {number} twice", remedy="give each host one rate")
         rate_of_host[int(number)] = rate
     return rate_of_host
 
 
-def describe(net: Lab, ranks: int, delay: str) -> str:
-    """Return one line about what runs where."""
+def _describe(net: Lab, ranks: int, delay: str) -> str:
+    """Return hosts, ranks, links and delay in one line."""
     usual = max(set(net.rates), key=net.rates.count)
-    others = [f"host{host} {_rate(rate)}" for host, rate in enumerate(net.rates) if rate != usual]
+    others = [f"host{host} {_format_rate(rate)}" for host, rate in enumerate(net.rates) if rate != usual]
     parts = [
-        f"{net.hosts} host{'s' * (net.hosts > 1)}",
-        f"{ranks} rank{'s' * (ranks > 1)} each" if ranks else "the program once on each",
-        f"links {_rate(usual)}{''.join(f', {other}' for other in others)}",
+        plural(net.hosts, "host"),
+        f"{plural(ranks, 'rank')} each" if ranks else "the program once on each",
+        f"links {', '.join([_format_rate(usual), *others])}",
     ]
     if parse_seconds(delay):
         parts.append(f"{format_seconds(parse_seconds(delay))} delay")
     return "; ".join(parts)
 
 
-def record(
-    totals: Sequence[HostTotals], watch: LinkMonitor, program: Sequence[str], ranks: int, well: bool
+def _record(
+    totals: Sequence[HostTotals],
+    monitor: LinkMonitor,
+    program: Sequence[str],
+    ranks: int,
+    succeeded: bool,
 ) -> dict[str, object]:
-    """Return what was measured, for a JSON file; rates in bytes per second."""
+    """Return the measurements for a JSON file; rates in bytes per second."""
     return {
         "kind": "lab",
         "schema": SCHEMA,
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "command": paceline_command(),
         "program": list(program),
         "ranks_per_host": ranks,
-        "ended_well": well,
-        "seconds": watch.seconds,
-        "hosts": [asdict(one) for one in totals],
+        "ended_well": succeeded,
+        "seconds": monitor.seconds,
+        "hosts": [asdict(host) for host in totals],
     }
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True)
-
-
-def _follow(job: LabJob, watch: LinkMonitor, limit: float | None, console: Console) -> None:
-    """Print what the hosts say as they say it, below it what passes over the links, until all have ended."""
+def _follow(job: LabJob, monitor: LinkMonitor, limit: float | None, console: Console) -> None:
+    """Print the output of the hosts, and below it the traffic of the links, until all hosts have ended."""
     from rich.text import Text
 
     from paceline.testing.netlab.lab_job import is_torchrun_failure
 
-    over: set[int] = set()  # hosts where a rank failed: what follows is torchrun's own traceback
+    failed: set[int] = set()  # hosts where a rank failed: torchrun's own traceback follows and is not shown
 
-    def look() -> None:
+    def update() -> None:
         for host, line in job.lines():
-            if host not in over:
+            if host not in failed:
                 console.print(Text.assemble((f"host{host} | ", "cyan"), Text.from_ansi(line)))
             if is_torchrun_failure(line):
-                over.add(host)
-        if watch.update():
-            status.update(_progress(watch))
+                failed.add(host)
+        if monitor.update():
+            status.update(_progress(monitor))
 
-    with console.status(_progress(watch)) as status:
+    with console.status(_progress(monitor)) as status:
         try:
-            job.wait(limit, on_poll=look)
+            job.wait(limit, on_poll=update)
         finally:
             job.end()
-            look()
+            update()
 
 
-def _progress(watch: LinkMonitor) -> str:
-    if not watch.seconds:
+def _progress(monitor: LinkMonitor) -> str:
+    if not monitor.seconds:
         return "starting"
-    sent = sum(one.sent for one in watch.totals())
-    return f"{format_seconds(round(watch.seconds))}: {format_bytes(sent)} sent, now {_rate(watch.now)}"
+    sent = sum(host.sent for host in monitor.totals())
+    return f"{format_seconds(round(monitor.seconds))}: {format_bytes(sent)} sent, now {_format_rate(monitor.now)}"
 
 
-def _show(totals: Sequence[HostTotals], watch: LinkMonitor, console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("host", "link", "sent", "received", "mean", "busiest second"):
-        table.add_column(title, justify="left" if title == "host" else "right", no_wrap=True)
-    for one in totals:
-        mean = max(one.sent, one.received) / watch.seconds
-        amounts = format_bytes(one.sent), format_bytes(one.received)
-        table.add_row(
-            one.name, _rate(one.rate), *amounts, _share(mean, one.rate), _share(one.busiest, one.rate)
-        )
-    took = f"in {format_seconds(watch.seconds)}; rates are those of the busier direction"
+def _print_totals(totals: Sequence[HostTotals], monitor: LinkMonitor, console: Console) -> None:
+    rows = [
+        [
+            host.name,
+            _format_rate(host.rate),
+            format_bytes(host.sent),
+            format_bytes(host.received),
+            _format_utilisation(max(host.sent, host.received) / monitor.seconds, host.rate),
+            _format_utilisation(host.busiest, host.rate),
+        ]
+        for host in totals
+    ]
     console.print()
-    console.print(table)
-    console.print(took)
+    console.print(make_table(("host", "link", "sent", "received", "mean", "busiest second"), rows))
+    console.print(f"in {format_seconds(monitor.seconds)}; rates are those of the busier direction")
 
 
-def _share(rate: float, limit: float | None) -> str:
-    return _rate(rate) if limit is None else f"{_rate(rate)} ({rate / limit:.0%})"
+def _format_utilisation(rate: float, limit: float | None) -> str:
+    return _format_rate(rate) if limit is None else f"{_format_rate(rate)} ({format_percent(rate / limit)})"
 
 
-def _rate(rate: float | None) -> str:
+def _format_rate(rate: float | None) -> str:
     if rate is None:
         return "unlimited"
     count = format_count(rate * 8)

@@ -1,4 +1,4 @@
-"""``paceline report``: one HTML page about a run."""
+"""``paceline report``: writes an HTML report of a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError
@@ -18,32 +19,32 @@ __all__ = ["report"]
 def report(
     run: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             help="Folder of a run: of `paceline train --out`, `paceline.Profiler` or `paceline hub --folder`."
         ),
     ],
     profile: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Set the step that this predicts beside: of `paceline bench parts`."
+        Option(
+            metavar="FILE", help="Profile by `paceline bench parts`: compare with the step that it predicts."
         ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--trace",
             metavar="FILE",
-            help="Write the timeline too, as JSON for Perfetto or chrome://tracing.",
+            help="Also write the timeline as JSON for Perfetto or chrome://tracing.",
         ),
     ] = None,
     open_page: Annotated[
-        bool, typer.Option("--open/--no-open", help="Show the page in the web browser.")
+        bool, Option("--open/--no-open", help="Open the report in the web browser.")
     ] = False,
 ) -> None:
-    """Write report.html into a run's folder: where the time went, what limits, loss, traffic, settings.
+    """Write report.html into the folder of a run: time, bottlenecks, loss, traffic, settings.
 
-    Of a hub's folder: who gave what, how old it was, what was refused, scores and traffic over time; also while the
-    hub is running.
+    For the folder of a hub: contributions of workers, staleness, rejected updates, scores and traffic over time; also
+    while the hub is running.
     """
     from paceline.tools.report.hub import hub_page
     from paceline.tools.report.hub.hub_records import holds_hub
@@ -54,7 +55,7 @@ def report(
     path = hub_page.write_report(run) if holds_hub(run) else run_page.write_report(run, profile)
     typer.echo(path)
     if open_page and not webbrowser.open(path.resolve().as_uri()):
-        typer.echo("no web browser found: open the file by hand", err=True)
+        typer.echo("no web browser found: open the file manually", err=True)
 
 
 def _write_trace(run: Path, file: Path) -> None:
@@ -69,7 +70,7 @@ def _write_trace(run: Path, file: Path) -> None:
 
     check_writable(file, "--trace", make_folder=True)
     timelines = {rank: read_steps(spans) for rank, spans in read_run(run).spans_of_rank.items()}
-    if not any(each.steps for each in timelines.values()):
+    if not any(timeline.steps for timeline in timelines.values()):
         raise UsageError(
             f"{run} has no timeline",
             remedy="record one: paceline train, or paceline.Profiler in your own loop",

@@ -1,7 +1,4 @@
-"""``paceline run``: the user's own script as ranks on one host or several, restarted after failures.
-
-Options of ``paceline run``.
-"""
+"""``paceline run``: runs a script as ranks on one host or several, restarted after failures."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from paceline._core.units import parse_seconds
 from paceline.errors import RankFailed, UsageError
@@ -16,42 +14,39 @@ from paceline.launch.agent.elastic_run import run_job, serve_rendezvous
 from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
 from paceline.launch.agent.rendezvous_address import parse_rendezvous_address
 
-__all__ = [
-    "GraceOption",
-    "HostsOption",
-    "LastCallOption",
-    "LogDirOption",
-    "MaxRestartsOption",
-    "MinRanksOption",
-    "ModuleOption",
-    "NameOption",
-    "RanksOption",
-    "RejoinOption",
-    "RendezvousOption",
-    "ScriptArgument",
-    "ServeOption",
-    "WaitOption",
-    "run",
-]
+__all__ = ["run"]
 
 DEFAULT = JobTimeouts()
 
 
 def run(
-    script: ScriptArgument = None,
-    ranks: RanksOption = 1,
-    hosts: HostsOption = 1,
-    rendezvous: RendezvousOption = None,
-    min_ranks: MinRanksOption = None,
-    max_restarts: MaxRestartsOption = 3,
-    rejoin: RejoinOption = True,
-    log_dir: LogDirOption = None,
-    module: ModuleOption = False,
-    last_call: LastCallOption = f"{DEFAULT.last_call:g}s",
-    wait: WaitOption = f"{DEFAULT.join:g}s",
-    grace: GraceOption = f"{DEFAULT.end:g}s",
-    name: NameOption = "run",
-    serve: ServeOption = None,
+    script: Annotated[
+        list[str] | None, Argument(metavar="SCRIPT...", help="Script and its arguments.")
+    ] = None,
+    ranks: Annotated[int, Option(help="Processes on this host (torchrun: --nproc-per-node).")] = 1,
+    hosts: Annotated[int, Option(help="Maximum number of hosts (torchrun: --nnodes).")] = 1,
+    rendezvous: Annotated[
+        str | None, Option(metavar="HOST:PORT", help="Rendezvous of several hosts, the same on each.")
+    ] = None,
+    min_ranks: Annotated[
+        int | None, Option(help="Fewest ranks, over all hosts, to continue with; default all.")
+    ] = None,
+    max_restarts: Annotated[int, Option(help="Failures to recover from.")] = 3,
+    rejoin: Annotated[bool, Option(help="Restart when a host joins, or let it wait for a failure.")] = True,
+    log_dir: Annotated[
+        Path | None, Option(help="Folder for restarts.jsonl and the output of ranks 1 and up.")
+    ] = None,
+    module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
+    last_call: Annotated[
+        str, Option(help="How long a large enough world waits for missing hosts.")
+    ] = f"{DEFAULT.last_call:g}s",
+    wait: Annotated[str, Option(help="How long to wait for enough hosts.")] = f"{DEFAULT.join:g}s",
+    grace: Annotated[str, Option(help="From SIGTERM to SIGKILL when ranks must end.")] = f"{DEFAULT.end:g}s",
+    name: Annotated[str, Option(help="Name of the run, where one server serves several.")] = "run",
+    serve: Annotated[
+        str | None,
+        Option(metavar="HOST:PORT", help="Only serve a rendezvous, on a host that does not train."),
+    ] = None,
 ) -> None:
     """Run a script as ranks on one host or several, and restart it after a failure.
 
@@ -59,8 +54,8 @@ def run(
 
     paceline run --hosts 3 --ranks 2 --min-ranks 4 --rendezvous pc1:29400 train.py
 
-    The second is started on every host. Ranks are told their places as by torchrun. What follows the script's name is
-    its own. Restarting is fast where the script goes on from its last checkpoint.
+    The second is started on every host. Ranks get the environment variables of torchrun. Arguments after the script
+    are passed to it. Restarts lose little work if the script resumes from its last checkpoint.
     """
     if serve is not None:
         if script or rendezvous:
@@ -71,7 +66,7 @@ def run(
         serve_rendezvous(parse_rendezvous_address(serve))
         return
     if not script:
-        raise UsageError("there is no script to run", remedy="for example: paceline run --ranks 2 train.py")
+        raise UsageError("no script to run", remedy="for example: paceline run --ranks 2 train.py")
     job = JobSpec(
         ["-m", *script] if module else script,
         ranks,
@@ -83,79 +78,22 @@ def run(
         rejoin=rejoin,
         log_dir=log_dir,
         timeouts=JobTimeouts(
-            last_call=_seconds("--last-call", last_call),
-            join=_seconds("--wait", wait),
-            end=_seconds("--grace", grace),
+            last_call=_positive_seconds("--last-call", last_call),
+            join=_positive_seconds("--wait", wait),
+            end=_positive_seconds("--grace", grace),
         ),
     )
     try:
         run_job(job)
     except RankFailed as error:
-        from paceline.tools.cli.app import show
+        from paceline.tools.cli.app import print_error
 
-        show(error)
+        print_error(error)
         raise typer.Exit(error.exit_code) from None
 
 
-def _seconds(option: str, text: str) -> float:
+def _positive_seconds(option: str, text: str) -> float:
     seconds = parse_seconds(text)
     if seconds <= 0:
-        raise UsageError(f"{option} {text}: no time", remedy="give more than 0s")
+        raise UsageError(f"{option} {text}: must be above 0", remedy=f"for example: {option} 10s")
     return seconds
-
-
-ScriptArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="SCRIPT...", help="A Python script, and its own arguments."),
-]
-
-
-RanksOption = Annotated[int, typer.Option(help="Processes on this host (torchrun: --nproc-per-node).")]
-
-
-HostsOption = Annotated[int, typer.Option(help="Hosts at most (torchrun: --nnodes).")]
-
-
-RendezvousOption = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Where several hosts meet; the same on each.")
-]
-
-
-MinRanksOption = Annotated[
-    int | None, typer.Option(help="Go on with so many ranks, of all hosts; else with all only.")
-]
-
-
-MaxRestartsOption = Annotated[int, typer.Option(help="Failures after which it goes on.")]
-
-
-RejoinOption = Annotated[
-    bool,
-    typer.Option(help="Restart as soon as a host comes (back), or let it wait for the next failure."),
-]
-
-
-LogDirOption = Annotated[
-    Path | None, typer.Option(help="Folder for restarts.jsonl and what ranks 1 and up write.")
-]
-
-
-ModuleOption = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")]
-
-
-LastCallOption = Annotated[str, typer.Option(help="How long a world that may begin waits for missing hosts.")]
-
-
-WaitOption = Annotated[str, typer.Option(help="How long to wait for enough hosts before giving up.")]
-
-
-GraceOption = Annotated[str, typer.Option(help="From SIGTERM to SIGKILL, for ranks that have to end.")]
-
-
-NameOption = Annotated[str, typer.Option(help="Of the run, where one server serves several.")]
-
-
-ServeOption = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Only serve a rendezvous, on a host that does not train."),
-]

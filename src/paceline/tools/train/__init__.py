@@ -1,16 +1,13 @@
-"""The loop behind ``paceline train``: the reference GPT, trained data-parallel on text.
+"""The training behind ``paceline train``: the reference GPT, trained data-parallel on text.
 
-settings.py     what was asked for; every bad value is refused here, before anything starts
-folder.py       the run folder: what is in it, and when it may be written
-start.py        start the ranks, or take part where a launcher started this process
-worker.py       the program that each rank runs
-job.py          what a rank holds: data, model, optimizer
-loop.py         the loop
-apart.py        local steps, and parameters synchronised every so many of them
-auto.py         what fits the network, measured and chosen at the start
-traffic.py      what was sent, beside what it would have been
-schedule.py     learning rate by step
-evaluate.py     held-out loss, exact over all ranks
-progress.py     what rank 0 prints meanwhile
-snapshot.py     which checkpoint there is, and whether it fits
+train_settings.py       settings, which are also the command's options
+local_sgd_settings.py   settings of ``--every``
+auto_strategy.py        ``--sync auto``: the strategy that fits the measured network
+start_training.py       starts the ranks, or joins a launcher's world
+train_worker.py         program of each rank
+training_job.py         what a rank holds: data, model, optimizer; learning rate and held-out loss
+training_loop.py        the loop
+training_progress.py    what rank 0 prints
+sent_bytes.py           bytes sent, compared with float32 gradients every step
+run_folder.py           files of a run, and the checkpoint to resume from
 """

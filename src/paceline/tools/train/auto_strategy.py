@@ -1,13 +1,13 @@
-"""``--sync auto``: the network and a step are measured, and what fits them is chosen; on all ranks the same.
+"""``--sync auto``: measures the network and a step, and chooses the strategy that fits; the same on all ranks.
 
-    rate    every rank swaps some bytes with every other, more of them until that takes long enough; median of three
-    step    a copy of the model trains some steps by itself; the slowest rank counts
+    rate    all ranks exchange bytes pairwise, increasingly many until an exchange takes 0.1 s; median of three
+    step    a copy of the model trains a few steps without communication; the slowest rank counts
     choice  `paceline.tools.plan.slow_network.advise`
 
-Where gradients are sent whole in every step, the training then tunes how, see `paceline.parallel.tuning.tuner`.
+If gradients are sent uncompressed every step, `paceline.parallel.tuning.tuner` then tunes how while training.
 
-Neither touches the training: the copy is dropped, and the training draws its random numbers afterwards. A run that is
-resumed goes on as it began, whatever the network is like now.
+Measuring does not change the training: the copy is dropped, and the training draws its random numbers afterwards. A
+resumed run keeps the strategy that it began with, even if the network has changed.
 """
 
 from __future__ import annotations
@@ -28,63 +28,72 @@ from paceline.tools.models.gpt import token_loss as loss_of
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.models.token_windows import TrainingWindows
 from paceline.tools.plan.slow_network import Advice, Option, advise
-from paceline.tools.train.local_sgd_settings import layers_of_gpt
-from paceline.tools.train.resume_check import begun_with
-from paceline.tools.train.train_settings import CHOSEN_BY_AUTO, Settings
+from paceline.tools.train.local_sgd_settings import gpt_layers
+from paceline.tools.train.run_folder import original_settings
+from paceline.tools.train.train_settings import CHOSEN_BY_AUTO, TrainSettings
 from paceline.world import World
 from paceline.world.object_collectives import barrier, gather_texts
 
-__all__ = ["Choice", "choose", "settings_for"]
+__all__ = ["AutoChoice", "choose_strategy"]
 
-_FIRST_NBYTES, _MOST_NBYTES, _FACTOR = 256 << 10, 16 << 20, 4
-_LONG_ENOUGH = 0.1  # seconds of a swap: the start of a message and a queue's burst no longer count
-_PATIENCE = 2.0  # seconds for either measurement, about
-_TURNS = 3
+_FIRST_NBYTES, _MAX_NBYTES, _GROWTH = 256 << 10, 16 << 20, 4
+_MIN_EXCHANGE_SECONDS = 0.1  # beyond this, latency and a burst that fits into a queue no longer count
+_BUDGET_SECONDS = 2.0  # of either measurement, about
+_REPEATS = 3
 _FEW_ROUNDS = 10
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What was chosen.
+class AutoChoice:
+    """The choice of ``--sync auto``.
 
     Attributes:
-        settings: with a strategy that has a name. sentences: what was measured, and why this one.
-        facts: the same for ``run.json``; none where it was chosen before.
+        settings: with a named strategy.
+        sentences: measurements and reasons.
+        facts: the same for ``run.json``; empty if a resumed run made the choice before.
     """
 
-    settings: Settings
+    settings: TrainSettings
     sentences: tuple[str, ...]
     facts: Mapping[str, Any]
 
     @property
-    def sends_all(self) -> bool:
-        """Whether gradients are sent whole in every step; when and in which pieces is found while it trains."""
-        return self.settings.apart is None and self.settings.plan.compression is None
+    def sends_full_gradients(self) -> bool:
+        """True if gradients are sent uncompressed every step; timing and buckets are then tuned while training."""
+        return self.settings.local_sgd is None and self.settings.plan.compression is None
 
 
-def choose(settings: Settings, size: GptSize, batches: TrainingWindows, world: World) -> Choice:
-    """Return what fits the network and the model, or what the run that is resumed began with; all ranks call this.
+def choose_strategy(
+    settings: TrainSettings, size: GptSize, batches: TrainingWindows, world: World
+) -> AutoChoice:
+    """Return the strategy that fits network and model, or that of the run to be resumed; collective.
 
     Args:
-        settings: with ``sync="auto"``. size: of the model. batches: of this rank. world: its place.
+        settings: with ``sync="auto"``.
+        size: of the model.
+        batches: of this rank.
+        world: this rank's place.
     """
-    begun = _as_begun(settings, world)
-    if begun is not None:
-        return Choice(begun, (f"--sync auto goes on as the run began: {begun.told}",), {})
+    original = _original_choice(settings, world)
+    if original is not None:
+        return AutoChoice(original, (f"--sync auto resumes as the run began: {original.sync_summary}",), {})
     if world.size == 1:
-        alone = settings_for(None, settings)
-        return Choice(alone, ("--sync auto: there is one rank, nothing is sent",), {"chosen": alone.told})
-    rate = measure_rate(Comm(), torch.device(world.device))
-    step = max(_everybodys(measure_step(settings, size, batches, torch.device(world.device))))
-    advice = advise(size.parameters(), world.size, rate, step, layers=layers_of_gpt(size.layers))
-    return _choice(advice, settings)
+        alone = _apply_option(None, settings)
+        return AutoChoice(
+            alone, ("--sync auto: with one rank nothing is sent",), {"chosen": alone.sync_summary}
+        )
+    device = torch.device(world.device)
+    rate = measure_rate(Comm(), device)
+    step_seconds = _slowest(measure_step(settings, size, batches, device))
+    return _choice(
+        advise(size.parameters(), world.size, rate, step_seconds, layers=gpt_layers(size.layers)), settings
+    )
 
 
-def _choice(advice: Advice, settings: Settings) -> Choice:
-    chosen = settings_for(advice.chosen, settings)
+def _choice(advice: Advice, settings: TrainSettings) -> AutoChoice:
     measured = (
-        f"--sync auto measured {format_decimal(advice.bytes_per_second)}/s from each rank to the others together, "
-        f"and {format_seconds(advice.step_seconds)} for a step by itself"
+        f"--sync auto measured {format_decimal(advice.bytes_per_second)}/s from each rank to all others, "
+        f"and {format_seconds(advice.step_seconds)} for a step without communication"
     )
     facts = {
         "bytes per second": advice.bytes_per_second,
@@ -98,14 +107,14 @@ def _choice(advice: Advice, settings: Settings) -> Choice:
     rounds = settings.steps // advice.chosen.every
     if rounds < _FEW_ROUNDS:
         sentences.append(
-            f"In {settings.steps} steps every parameter is synchronised {rounds + 1} times, which is little: train "
-            "longer, with larger batches, or name an --every of your own"
+            f"In {settings.steps} steps every parameter is synchronised only {rounds + 1} times: train longer, with "
+            "larger batches, or pass --every explicitly"
         )
-    return Choice(chosen, tuple(sentences), facts)
+    return AutoChoice(_apply_option(advice.chosen, settings), tuple(sentences), facts)
 
 
-def settings_for(option: Option | None, settings: Settings) -> Settings:
-    """Return `settings` with the strategy that `option` describes; None: the usual one."""
+def _apply_option(option: Option | None, settings: TrainSettings) -> TrainSettings:
+    """Return `settings` with the strategy that `option` describes; None: the default one."""
     if option is None or (option.every == 1 and option.compression == "none"):
         return replace(settings, sync="sharded")
     changed: dict[str, Any] = {"sync": "bucketed", "compression": option.compression}
@@ -116,36 +125,36 @@ def settings_for(option: Option | None, settings: Settings) -> Settings:
     return replace(settings, **changed)
 
 
-def _as_begun(settings: Settings, world: World) -> Settings | None:
-    """Return the settings that a run to be resumed began with, as rank 0 reads them; None: it starts anew."""
-    found = begun_with(settings) if world.rank == 0 else None
-    told = json.loads(gather_texts(json.dumps(found) if world.rank == 0 else "")[0])
-    if told is None:
+def _original_choice(settings: TrainSettings, world: World) -> TrainSettings | None:
+    """Return `settings` with the strategy of the run to be resumed, as rank 0 reads it; None: it starts anew."""
+    found = original_settings(settings) if world.rank == 0 else None
+    saved = json.loads(gather_texts(json.dumps(found) if world.rank == 0 else "")[0])
+    if saved is None:
         return None
-    return replace(settings, **{name: told.get(name) for name in ("sync", *CHOSEN_BY_AUTO)})
+    return replace(settings, **{name: saved.get(name) for name in ("sync", *CHOSEN_BY_AUTO)})
 
 
 # ---------------------------------------------------------------------- measuring
 
 
 def measure_rate(comm: Comm, device: torch.device) -> float:
-    """Return how many bytes a second a rank sends to the others together, while all do; all ranks call this."""
+    """Return the bytes per second that a rank sends to all others while all do so; collective."""
     device = device if comm.stream_ordered else torch.device("cpu")
     tag = comm.reserve_tags(1)
-    _swap(comm, 1024, device, tag)  # connections are made
-    began, row = time.perf_counter(), max(64, _FIRST_NBYTES // comm.size)
-    seconds = _swap(comm, row, device, tag)
-    while seconds < _LONG_ENOUGH and row * comm.size < _MOST_NBYTES:
-        row *= _FACTOR
-        seconds = _swap(comm, row, device, tag)
+    _exchange_seconds(comm, 1024, device, tag)  # opens the connections
+    began, row_nbytes = time.perf_counter(), max(64, _FIRST_NBYTES // comm.size)
+    seconds = _exchange_seconds(comm, row_nbytes, device, tag)
+    while seconds < _MIN_EXCHANGE_SECONDS and row_nbytes * comm.size < _MAX_NBYTES:
+        row_nbytes *= _GROWTH
+        seconds = _exchange_seconds(comm, row_nbytes, device, tag)
     times = [seconds]
-    while len(times) < _TURNS and _slowest(time.perf_counter() - began) < _PATIENCE:
-        times.append(_swap(comm, row, device, tag))
-    return (comm.size - 1) * row / statistics.median(times)
+    while len(times) < _REPEATS and _slowest(time.perf_counter() - began) < _BUDGET_SECONDS:
+        times.append(_exchange_seconds(comm, row_nbytes, device, tag))
+    return (comm.size - 1) * row_nbytes / statistics.median(times)
 
 
-def _swap(comm: Comm, nbytes: int, device: torch.device, tag: int) -> float:
-    """Send `nbytes` to every other rank, and receive as many; return the slowest rank's seconds."""
+def _exchange_seconds(comm: Comm, nbytes: int, device: torch.device, tag: int) -> float:
+    """Exchange `nbytes` with every other rank; return the slowest rank's seconds."""
     rows = torch.zeros(comm.size, nbytes, dtype=torch.uint8, device=device)
     into = torch.empty_like(rows)
     barrier(comm.group)
@@ -156,12 +165,16 @@ def _swap(comm: Comm, nbytes: int, device: torch.device, tag: int) -> float:
     return _slowest(time.perf_counter() - started)
 
 
-def measure_step(settings: Settings, size: GptSize, batches: TrainingWindows, device: torch.device) -> float:
-    """Return the seconds of an optimizer step of this rank by itself, on a copy that is dropped."""
+def measure_step(
+    settings: TrainSettings, size: GptSize, batches: TrainingWindows, device: torch.device
+) -> float:
+    """Return this rank's seconds of an optimizer step without communication, on a copy that is dropped."""
     net = GPT(size).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=settings.lr, fused=True)
     times: list[float] = []
-    while len(times) < 2 or (sum(times) < _PATIENCE and (len(times) <= _TURNS or sum(times) < _PATIENCE / 4)):
+    while len(times) < 2 or (
+        sum(times) < _BUDGET_SECONDS and (len(times) <= _REPEATS or sum(times) < _BUDGET_SECONDS / 4)
+    ):
         started = time.perf_counter()
         for micro in range(batches.rounds):
             batch = batches.at(0, micro).to(device)
@@ -173,13 +186,9 @@ def measure_step(settings: Settings, size: GptSize, batches: TrainingWindows, de
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])  # the first one pays for what happens once
+    return statistics.median(times[1:])  # the first step includes one-time costs
 
 
 def _slowest(seconds: float) -> float:
-    return max(_everybodys(seconds))
-
-
-def _everybodys(number: float) -> list[float]:
-    """Return every rank's number: the same on all ranks, so that all go the same way."""
-    return [float(text) for text in gather_texts(repr(number))]
+    """Return the largest of all ranks' seconds: the same on every rank, so that all take the same branch."""
+    return max(float(text) for text in gather_texts(repr(seconds)))

@@ -1,17 +1,17 @@
-"""The run folder: what is in it, and when it may be written.
+"""The run folder of ``paceline train``: its files, when it may be written, and the checkpoint to resume from.
 
-    settings.json        what was asked for
+    settings.json        the settings, for the ranks and for a resumed run
     run.json             command, settings, world, versions, model, start; at the end the result
     steps.jsonl          one line per logged step (rank 0)
-    trace/rank<k>.jsonl  what each rank did when
+    trace/rank<k>.jsonl  timeline of each rank
     tensorboard/         the numbers of steps.jsonl for TensorBoard, where it is installed
     checkpoint/          the latest complete checkpoints
-    logs/rank<k>.log     what the other ranks printed
-    sample.txt           text that the trained model wrote
+    logs/rank<k>.log     output of the other ranks
+    sample.txt           text that the trained model generated
     report.html          all of it on one page
 
 In ``steps.jsonl`` steps are counted from 1. ``loss`` is that of the step's global batch, so before its update;
-``val_loss``, where there is one, that of the held-out text after it; on line 1 that before any update, unless it
+``val_loss``, if present, is the held-out loss after the update; on line 1 it is the loss before any update, unless it
 was measured after step 1 too.
 """
 
@@ -20,18 +20,23 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paceline._core.files import write_text
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.errors import UsageError
-from paceline.tools.train.train_settings import Existing, Settings
+from paceline.checkpoint.format.manifest import Manifest
+from paceline.errors import DamagedCheckpoint, UsageError
+from paceline.tools.models.corpus import Corpus
+from paceline.tools.models.gpt_sizes import GptSize
+from paceline.tools.train.train_settings import ExistingRun, TrainSettings
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "check_facts", "check_resumable", "checkpoint_facts", "original_settings"]
 
 FILES = ("settings.json", "run.json", "steps.jsonl", "sample.txt", "report.html")
 FOLDERS = ("trace", "checkpoint", "logs", "tensorboard")
+_SAME_OPTIONS = "resume with the options that the run began with, or start anew with --overwrite"
 
 
 class RunFolder:
@@ -45,26 +50,25 @@ class RunFolder:
         self.checkpoint = self.path / "checkpoint"
         self.logs = self.path / "logs"
         self.sample = self.path / "sample.txt"
-        self.report = self.path / "report.html"
 
     def trace(self, rank: int) -> Path:
         """Return the trace file of `rank`."""
         return self.path / "trace" / f"rank{rank}.jsonl"
 
     def complete_checkpoints(self) -> list[Path]:
-        """Return the checkpoints that are whole, the latest last."""
+        """Return the complete checkpoints, oldest first."""
         return CheckpointFolder(self.checkpoint).complete()[::-1]
 
-    def prepare(self, existing: Existing) -> None:
+    def prepare(self, existing: ExistingRun) -> None:
         """Make the folder ready for a run; on rank 0, before anything else is written.
 
         Args:
-            existing: ``"refuse"`` a folder that holds a run, ``"resume"`` it, or ``"overwrite"`` it: what a
-                run has written is removed, other files stay.
+            existing: ``"refuse"`` a folder that holds a run, ``"resume"`` it, or ``"overwrite"`` it: files of the
+                run are removed, other files stay.
 
         Raises:
-            UsageError: the folder holds a run and `existing` refuses it, holds none to be resumed, or can't
-                be written.
+            UsageError: the folder holds a run and `existing` is ``"refuse"``, holds none to resume, or can't be
+                written.
         """
         try:
             self._check(existing)
@@ -78,22 +82,17 @@ class RunFolder:
                 remedy="name another folder with --out",
             ) from error
 
-    def describe(self, settings: Settings, command: Mapping[str, str]) -> None:
-        """Write what was asked for, by which command and when."""
-        write_text(self.settings, settings.to_json() + "\n")
-        self.add_facts(**command)
-
-    def _check(self, existing: Existing) -> None:
+    def _check(self, existing: ExistingRun) -> None:
         holds_run = self.steps.exists() or self.checkpoint.exists()
         if existing == "refuse" and holds_run:
             raise UsageError(
                 f"{str(self.path)!r} holds a run already",
-                remedy=("go on with it by --resume, " if self.complete_checkpoints() else "")
-                + "replace it by --overwrite, or name another folder with --out",
+                remedy=("resume it with --resume, " if self.complete_checkpoints() else "")
+                + "replace it with --overwrite, or name another folder with --out",
             )
         if existing == "resume" and not self.complete_checkpoints():
             raise UsageError(
-                f"nothing to resume: {str(self.path)!r} holds no checkpoint that is complete",
+                f"nothing to resume: {str(self.path)!r} holds no complete checkpoint",
                 remedy="leave --resume out to start anew",
             )
 
@@ -104,14 +103,115 @@ class RunFolder:
             if (self.path / name).exists():
                 shutil.rmtree(self.path / name)
 
+    def write_settings(self, settings: TrainSettings, command: Mapping[str, str]) -> None:
+        """Write the settings, the command line and the time of its start."""
+        write_text(self.settings, settings.to_json() + "\n")
+        self.add_facts(**command)
+
     def add_facts(self, **facts: Any) -> None:
-        """Add `facts` to ``run.json``, or replace those of the same name."""
+        """Add `facts` to ``run.json``, replacing those of the same name."""
         known = json.loads(self.run.read_text(encoding="utf-8")) if self.run.exists() else {}
         write_text(self.run, json.dumps(known | facts, indent=2) + "\n")
 
-    def forget_ranks_from(self, size: int) -> None:
-        """Remove traces and logs of rank `size` and up: a resumed run may have fewer ranks."""
+    def remove_ranks_from(self, size: int) -> None:
+        """Remove traces and logs of ranks `size` and up: a resumed run may have fewer ranks."""
         for path in [*self.path.glob("trace/rank*.jsonl"), *self.logs.glob("rank*.log")]:
             number = path.stem.removeprefix("rank")
             if number.isdecimal() and int(number) >= size:
                 path.unlink()
+
+
+# ---------------------------------------------------------------------- resuming, checked without torch
+
+
+def checkpoint_facts(settings: TrainSettings, size: GptSize, corpus: Corpus, windows: int) -> dict[str, Any]:
+    """Return what the checkpoints of a training hold besides its state; `windows` is the global batch."""
+    return {
+        "model": asdict(size),
+        "data": corpus.fingerprint,
+        "windows": windows,
+        "first_val_loss": None,
+        "settings": asdict(settings),
+    }
+
+
+def check_resumable(settings: TrainSettings, size: GptSize, corpus: Corpus) -> None:
+    """Check that a training that resumes can do so, by the manifest of its newest checkpoint.
+
+    Raises:
+        UsageError: there is no checkpoint, it does not fit the training, or no step is left to do.
+    """
+    if settings.existing != "resume":
+        return
+    path, manifest = _newest(RunFolder(settings.out).checkpoint)
+    check_facts(path, manifest.facts, settings, size, corpus)
+    if manifest.step >= settings.steps:
+        raise UsageError(
+            f"nothing left to do: the checkpoint is at step {manifest.step} of {settings.steps}",
+            remedy="raise --steps, or start anew with --overwrite",
+        )
+
+
+def original_settings(settings: TrainSettings) -> dict[str, Any] | None:
+    """Return the settings that the run to be resumed began with, by its newest checkpoint; None: no such run."""
+    checkpoints = RunFolder(settings.out).checkpoint
+    if settings.existing != "resume" or not CheckpointFolder(checkpoints).complete():
+        return None
+    saved = _newest(checkpoints)[1].facts.get("settings")
+    return saved if isinstance(saved, dict) else None
+
+
+def _newest(folder: Path) -> tuple[Path, Manifest]:
+    """Return the newest checkpoint whose manifest is intact."""
+    for path in CheckpointFolder(folder).complete():
+        try:
+            return path, Manifest.read(path)
+        except DamagedCheckpoint:  # skipped, and reported, when checkpoints are loaded
+            continue
+    raise UsageError(f"no intact checkpoint in {str(folder)!r}", remedy="leave --resume out to start anew")
+
+
+def check_facts(
+    path: Path, facts: Mapping[str, Any], settings: TrainSettings, size: GptSize, corpus: Corpus
+) -> None:
+    """Check that the checkpoint at `path` is of the same model, data and kind of synchronisation.
+
+    Raises:
+        UsageError: something differs; names it.
+    """
+    saved = facts.get("model")
+    if not isinstance(saved, dict) or "data" not in facts:
+        raise UsageError(
+            f"{str(path)!r} was not written by `paceline train`", remedy="name another folder with --out"
+        )
+    for name, value in asdict(size).items():
+        if saved.get(name) != value:
+            raise UsageError(
+                f"the checkpoint is of a model with {name}={saved.get(name)!r}, but the settings give {value!r}",
+                remedy=_SAME_OPTIONS,
+            )
+    if facts["data"] != corpus.fingerprint:
+        raise UsageError(
+            "the checkpoint was trained on other data",
+            remedy="resume with the --data that the run began with, or start anew with --overwrite",
+        )
+    if not settings.is_auto:
+        saved_settings = facts.get("settings")
+        _check_local_sgd(settings, saved_settings if isinstance(saved_settings, dict) else {})
+
+
+def _check_local_sgd(settings: TrainSettings, saved: Mapping[str, Any]) -> None:
+    saved_every = saved.get("every")
+    if (saved_every is None) != (settings.every is None):
+        before = "gradients synchronised every step" if saved_every is None else f"every={saved_every}"
+        now = "no --every" if settings.every is None else f"every={settings.every}"
+        raise UsageError(
+            f"the checkpoint is of a run with {before}, but the settings have {now}", remedy=_SAME_OPTIONS
+        )
+    for name, default in (("outer", "average"), ("fragments", 1)) if saved_every is not None else ():
+        before, now = saved.get(name) or default, getattr(settings, name) or default
+        if before != now:
+            raise UsageError(
+                f"the checkpoint is of a run with {name}={before!r}, but the settings have {now!r}",
+                remedy=_SAME_OPTIONS,
+            )

@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a training on rank 0: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline._core.format import format_count, format_seconds
 from paceline.health.straggler import Straggler
 
-__all__ = ["Progress"]
+__all__ = ["TrainingProgress"]
 
 PLAIN_LINES = 30
-WORTH_A_WORD = 1.03  # how much longer than the others the slowest rank must work
-WIDE, WIDER = 104, 132  # columns of a terminal that has room for the slowest rank too, and for a bar
+_STRAGGLER_FACTOR = 1.03  # a rank that is slower than the others by less is not shown
+_STRAGGLER_WIDTH, _BAR_WIDTH = 104, 132  # least terminal columns for the slowest rank, and for a progress bar
 
 
-class Progress:
-    """Shows how a training goes.
+class TrainingProgress:
+    """Shows the progress of a training.
 
-    On a terminal a line at the bottom is kept up to date: step, loss, held-out loss, tokens per second of all
-    ranks, share of the step in which rank 0 stood still for communication, the rank that the others wait for if
-    there is one, time left. Where standard output is no terminal, about 30 lines are printed in all.
+    On a terminal a line at the bottom is updated every step: step, loss, held-out loss, tokens per second of all ranks,
+    share of the step in which rank 0 was blocked on communication, the slowest rank if the others wait for it, and time
+    left. Where standard output is no terminal, about 30 lines are printed in all.
 
     Args:
-        steps: optimizer steps in all.
+        steps: total number of optimizer steps.
         first_step: steps that were done before.
         shown: False on the ranks that print nothing.
-        console: where to print; standard output if it is left out.
+        console: where to print; default standard output.
     """
 
     def __init__(
@@ -42,14 +41,14 @@ class Progress:
         self.steps = steps
         self.console = console or Console(quiet=not shown, highlight=False)
         self.live = shown and self.console.is_terminal
-        self._every = max(1, steps // PLAIN_LINES)
+        self._print_every = max(1, steps // PLAIN_LINES)
         self._latest: dict[str, Any] = {}
-        self._printed = first_step
+        self._printed_step = first_step
         self._started, self._first_step = time.perf_counter(), first_step
-        bar = [BarColumn(bar_width=24)] if self.console.width >= WIDER else []
+        bar = [BarColumn(bar_width=24)] if self.console.width >= _BAR_WIDTH else []
         numbers = [TextColumn("{task.description}"), TimeRemainingColumn()]
         columns = [TextColumn("step"), MofNCompleteColumn(), *bar, *numbers]
-        self._bar = Bar(*columns, console=self.console, disable=not self.live)
+        self._bar = Progress(*columns, console=self.console, disable=not self.live)
         self._task = self._bar.add_task("", total=steps, completed=first_step)
 
     def __enter__(self) -> Self:
@@ -61,45 +60,45 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line that stays."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def held_out(self, step: int, val_loss: float) -> None:
-        """Show a held-out loss, measured after `step` updates."""
+        """Print a held-out loss, measured after `step` updates."""
         self._latest["val_loss"] = val_loss
-        self.say(
+        self.log(
             f"step {step:>6}  held-out loss {val_loss:.4f} ({val_loss / math.log(2):.3f} bits per token)"
         )
 
     def step(self, record: Mapping[str, Any], slowest: Straggler | None = None) -> None:
-        """Show that a step was taken.
+        """Show a completed step.
 
         Args:
-            record: has at least its number, and its numbers if it was logged.
-            slowest: the slowest rank, where that is known; shown on a terminal that has room for it.
+            record: at least ``"step"``; for a logged step its measurements too.
+            slowest: the slowest rank, if known; shown on a terminal that is wide enough.
         """
         self._latest |= record
-        self._latest["slowest"] = slowest if self.console.width >= WIDE else None
-        text = describe(self._latest)
+        self._latest["slowest"] = slowest if self.console.width >= _STRAGGLER_WIDTH else None
+        text = format_step(self._latest)
         if self.live:
             self._bar.update(self._task, completed=record["step"], description=text)
-        elif "loss" in record and record["step"] - self._printed >= self._every:
-            self._printed = record["step"]
-            self.say(f"step {record['step']:>6}/{self.steps}  {text}{self._left(record['step'])}")
+        elif "loss" in record and record["step"] - self._printed_step >= self._print_every:
+            self._printed_step = record["step"]
+            self.log(f"step {record['step']:>6}/{self.steps}  {text}{self._time_left(record['step'])}")
 
-    def _left(self, step: int) -> str:
+    def _time_left(self, step: int) -> str:
         if step >= self.steps:
             return ""
         seconds_per_step = (time.perf_counter() - self._started) / (step - self._first_step)
         return f"  {format_seconds(max(1, round(seconds_per_step * (self.steps - step))))} left"
 
 
-def describe(record: Mapping[str, Any]) -> str:
-    """Return the numbers of a logged step in one line; those that are missing are left out.
+def format_step(record: Mapping[str, Any]) -> str:
+    """Return the measurements of a step in one line, without those that are missing.
 
     Example:
-        >>> describe({"loss": 2.5, "val_loss": 2.6, "tokens_per_second": 12_345, "exposed_share": 0.071})
+        >>> format_step({"loss": 2.5, "val_loss": 2.6, "tokens_per_second": 12_345, "exposed_share": 0.071})
         'loss 2.500 · held-out 2.600 · 12.3 k tokens/s · 7 % exposed'
     """
     parts = []
@@ -112,6 +111,6 @@ def describe(record: Mapping[str, Any]) -> str:
     if "exposed_share" in record:
         parts.append(f"{100 * record['exposed_share']:.0f} % exposed")
     slowest = record.get("slowest")
-    if slowest is not None and slowest.factor >= WORTH_A_WORD:
+    if slowest is not None and slowest.factor >= _STRAGGLER_FACTOR:
         parts.append(f"slowest rank {slowest.rank}: {slowest.factor:.2f}×")
     return " · ".join(parts)

@@ -100,7 +100,7 @@ class SocketSettings:
     def __post_init__(self) -> None:
         for name, kinds, limit in _VALID:
             value: Any = getattr(self, name)
-            if value is None and name == "rate":
+            if name == "rate" and self.rate is None:
                 continue
             if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= limit:
                 raise UsageError(

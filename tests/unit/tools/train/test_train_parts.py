@@ -1,4 +1,4 @@
-"""The parts of `paceline train` that need no ranks: learning rate, run folder, progress."""
+"""The parts of `paceline train` that need no ranks: learning rate, run folder, progress, bytes sent."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paceline.health.straggler import Straggler
 from paceline.profiling.step_metrics import StepMetrics
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.train.run_folder import RunFolder
-from paceline.tools.train.sent_bytes import Traffic, interface_nbytes, would_be_nbytes
-from paceline.tools.train.training_job import cosine
-from paceline.tools.train.training_progress import Progress, describe
+from paceline.tools.train.sent_bytes import SentBytes, float32_gradient_nbytes, interface_nbytes
+from paceline.tools.train.training_job import cosine_lr
+from paceline.tools.train.training_progress import TrainingProgress, format_step
 
 
 def test_rate_rises_then_falls_to_a_tenth():
-    rates = [cosine(step, steps=100, warmup=10, peak=2.0) for step in range(100)]
+    rates = [cosine_lr(step, steps=100, warmup=10, peak=2.0) for step in range(100)]
     assert rates[0] == pytest.approx(0.2)
     assert max(rates) == rates[9] == rates[10] == 2.0
     assert rates[:10] == sorted(rates[:10])
@@ -30,7 +30,7 @@ def test_rate_rises_then_falls_to_a_tenth():
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_rate_of_a_very_short_training(steps):
-    assert all(0 < cosine(step, steps=steps, warmup=1, peak=1.0) <= 1.0 for step in range(steps))
+    assert all(0 < cosine_lr(step, steps=steps, warmup=1, peak=1.0) <= 1.0 for step in range(steps))
 
 
 def run_in(path, step=3):
@@ -45,9 +45,9 @@ def test_folder_that_holds_a_run_is_refused(tmp_path):
     folder = run_in(tmp_path / "run")
     with pytest.raises(UsageError, match=r"(?s)holds a run already.*--overwrite.*--out") as caught:
         folder.prepare("refuse")
-    assert "--resume" not in str(caught.value)  # there is no checkpoint to go on from
-    (folder.checkpoint / "step-00000003.tmp").mkdir(parents=True)  # cut short: nothing to go on from
-    with pytest.raises(UsageError, match="no checkpoint that is complete"):
+    assert "--resume" not in str(caught.value)  # no checkpoint to resume from
+    (folder.checkpoint / "step-00000003.tmp").mkdir(parents=True)  # interrupted: nothing to resume from
+    with pytest.raises(UsageError, match="no complete checkpoint"):
         folder.prepare("resume")
     with pytest.raises(UsageError) as caught:
         folder.prepare("refuse")
@@ -57,7 +57,7 @@ def test_folder_that_holds_a_run_is_refused(tmp_path):
         folder.prepare("refuse")
 
 
-def test_start_that_failed_leaves_a_folder_that_can_be_used(tmp_path):
+def test_a_failed_start_leaves_a_usable_folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.prepare("refuse")
     folder.add_facts(command="x")
@@ -76,7 +76,7 @@ def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
 
 def test_resume_needs_a_checkpoint(tmp_path):
     run_in(tmp_path / "run")
-    with pytest.raises(UsageError, match="holds no checkpoint"):
+    with pytest.raises(UsageError, match="holds no complete checkpoint"):
         RunFolder(tmp_path / "run").prepare("resume")
 
 
@@ -88,7 +88,7 @@ def test_folder_that_is_a_file(tmp_path, existing):
     assert (tmp_path / "run").read_text() == "mine"
 
 
-def test_steps_that_are_done_again_are_forgotten(tmp_path):
+def test_repeated_steps_replace_the_earlier_lines(tmp_path):
     folder = run_in(tmp_path / "run", step=1)
     before = StepMetrics(folder.path, tensorboard=False)
     for step in (2, 3, 4, 5):
@@ -103,14 +103,14 @@ def test_steps_that_are_done_again_are_forgotten(tmp_path):
     assert [step.step for step in read_run(folder.path).steps] == [1, 2, 3, 4]
 
 
-def test_traces_of_ranks_that_are_no_more_are_forgotten(tmp_path):
+def test_traces_and_logs_of_surplus_ranks_are_removed(tmp_path):
     folder = run_in(tmp_path / "run")
     folder.trace(0).parent.mkdir()
     for rank in (0, 1, 2, 10):
         folder.trace(rank).write_text("")
         (folder.logs / f"rank{rank}.log").write_text("")
     (folder.logs / "rankings.log").write_text("mine")
-    folder.forget_ranks_from(2)
+    folder.remove_ranks_from(2)
     assert sorted(path.name for path in folder.trace(0).parent.iterdir()) == ["rank0.jsonl", "rank1.jsonl"]
     assert sorted(path.name for path in folder.logs.iterdir()) == ["rank0.log", "rank1.log", "rankings.log"]
 
@@ -128,7 +128,7 @@ RECORD = {"loss": 2.5, "tokens_per_second": 12_345.0, "exposed_share": 0.071}
 def shown(terminal, steps=300):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=120, highlight=False)
-    with Progress(steps, console=console) as progress:
+    with TrainingProgress(steps, console=console) as progress:
         progress.held_out(0, 5.6)
         for step in range(1, steps + 1):
             progress.step({"step": step} | (RECORD if step % 5 == 0 else {}))
@@ -153,23 +153,23 @@ def test_live_line_on_a_terminal():
     assert "step    300/300" not in text
 
 
-def test_what_was_not_measured_is_left_out():
-    assert describe({"step": 3}) == ""
-    assert describe({"val_loss": 2.0}) == "held-out 2.000"
+def test_missing_measurements_are_left_out():
+    assert format_step({"step": 3}) == ""
+    assert format_step({"val_loss": 2.0}) == "held-out 2.000"
 
 
 @pytest.mark.parametrize(
-    ("factor", "told"), [(1.02, ""), (1.03, "slowest rank 1: 1.03×"), (2.5, "slowest rank 1: 2.50×")]
+    ("factor", "shown"), [(1.02, ""), (1.03, "slowest rank 1: 1.03×"), (2.5, "slowest rank 1: 2.50×")]
 )
-def test_the_slowest_rank_is_shown_where_it_is_worth_a_word(factor, told):
-    assert describe({"slowest": Straggler(1, "pc1", factor, 0.1)}) == told
+def test_the_slowest_rank_is_shown_if_it_is_slow_enough(factor, shown):
+    assert format_step({"slowest": Straggler(1, "pc1", factor, 0.1)}) == shown
 
 
 @pytest.mark.parametrize(("width", "shown"), [(90, False), (120, True), (160, True)])
-def test_the_slowest_rank_is_shown_where_there_is_room(width, shown):
+def test_the_slowest_rank_is_shown_on_a_wide_terminal(width, shown):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=width, highlight=False)
-    with Progress(3, console=console) as progress:
+    with TrainingProgress(3, console=console) as progress:
         progress.step({"step": 1} | RECORD, Straggler(1, "pc1", 1.3, 0.1))
     assert ("slowest rank 1: 1.30×" in text.getvalue()) == shown
 
@@ -186,20 +186,17 @@ def test_bytes_of_all_interfaces_but_the_loopback():
     assert interface_nbytes(DEV) == (7020, 5100)
 
 
-def test_what_was_sent_is_told_beside_what_it_would_have_been():
-    traffic = Traffic()
-    assert traffic.told() == ""
+def test_sent_bytes_are_compared_with_float32_gradients():
+    traffic = SentBytes()
+    assert traffic.summary() == ""
     for _ in range(10):
-        traffic.add(100_000.0, would_be_nbytes(1_000_000, ranks=4))
+        traffic.add(100_000.0, float32_gradient_nbytes(1_000_000, ranks=4))
     assert traffic.state() == {"sent_nbytes": 1e6, "would_be_nbytes": 6e7}
-    assert (
-        traffic.told()
-        == "sent 1 MB a rank; float32 gradients every step would have been 60 MB (60 times as much)"
-    )
+    assert traffic.summary() == "sent 1 MB per rank; 60× less than float32 gradients every step (60 MB)"
     traffic.add(None, 1.0)
     assert traffic.state()["sent_nbytes"] is None
-    assert traffic.told() == ""
+    assert traffic.summary() == ""
 
 
 def test_float32_gradients_are_not_compared_with_themselves():
-    assert Traffic(6e6, 6e6).told() == "sent 6 MB a rank"
+    assert SentBytes(6e6, 6e6).summary() == "sent 6 MB per rank"

@@ -1,4 +1,4 @@
-"""Settings of a training: every bad value is refused by name, before anything is started."""
+"""`TrainSettings`: every invalid value is refused by name, before anything starts; JSON round trips."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from paceline.parallel.local_sgd.sync_schedule import layers_of
 from paceline.parallel.strategy import Sync
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt_sizes import SIZES, gpt_size
-from paceline.tools.train.local_sgd_settings import Apart, layers_of_gpt
-from paceline.tools.train.train_settings import Settings
+from paceline.tools.train.local_sgd_settings import LocalSgdSettings, gpt_layers
+from paceline.tools.train.train_settings import TrainSettings
 
 
 def test_defaults_are_valid_and_survive_json():
-    settings = Settings(out="runs/a")
-    assert Settings.from_json(settings.to_json()) == settings
+    settings = TrainSettings(out="runs/a")
+    assert TrainSettings.from_json(settings.to_json()) == settings
     assert settings.plan == Sync.of("sharded")
 
 
 def test_every_field_survives_json():
-    settings = Settings(
+    settings = TrainSettings(
         out="a", existing="resume", ranks=3, size="mini", data="text", vocabulary=300, context=7, batch_size=2,
         accumulate=4, steps=9, lr=0.1, weight_decay=0.0, clip=0.0, sync="bucketed", bucket_mib=1.5, seed=8,
         log_every=2, eval_every=0, eval_windows=0, checkpoint_every=0, sample_tokens=0, threads=2, device="cpu",
         compression="int4", every=12, outer="diloco", outer_lr=0.5, outer_momentum=0.8, fragments=3, delay=2,
         warmup_outer=4,
     )  # fmt: skip
-    assert Settings.from_json(settings.to_json()) == settings
+    assert TrainSettings.from_json(settings.to_json()) == settings
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "2", True])
@@ -38,25 +38,25 @@ def test_every_field_survives_json():
 )
 def test_counts_of_at_least_one(name, value):
     with pytest.raises(UsageError, match=rf"{name}={value!r}, must be a whole number of 1 or more"):
-        Settings(out="a", **{name: value})
+        TrainSettings(out="a", **{name: value})
 
 
 @pytest.mark.parametrize("name", ["seed", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens"])
 def test_counts_of_at_least_zero(name):
     with pytest.raises(UsageError, match=rf"{name}=-1, must be a whole number of 0 or more"):
-        Settings(out="a", **{name: -1})
+        TrainSettings(out="a", **{name: -1})
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "1", None])
 @pytest.mark.parametrize("name", ["lr", "clip", "weight_decay"])
 def test_numbers(name, value):
     with pytest.raises(UsageError, match=rf"{name}={value!r}, must be a number"):
-        Settings(out="a", **{name: value})
+        TrainSettings(out="a", **{name: value})
 
 
 def test_learning_rate_of_zero():
     with pytest.raises(UsageError, match=r"lr=0, must be a number above 0"):
-        Settings(out="a", lr=0)
+        TrainSettings(out="a", lr=0)
 
 
 @pytest.mark.parametrize(
@@ -71,74 +71,79 @@ def test_learning_rate_of_zero():
 )
 def test_near_misses_are_suggested(values, meant):
     with pytest.raises(UsageError, match=f"did you mean '{meant}'"):
-        Settings(out="a", **values)
+        TrainSettings(out="a", **values)
 
 
 @pytest.mark.parametrize("bucket_mib", [0, -1, -0.5, math.nan])
 @pytest.mark.parametrize("sync", ["bucketed", "sharded", "naive"])
-def test_bucket_size_zero_names_the_strategies_that_are_meant(sync, bucket_mib):
+def test_bucket_size_of_zero_suggests_strategies_without_buckets(sync, bucket_mib):
     with pytest.raises(UsageError, match=r"(?s)must be above 0.*'naive'.*'overlap'"):
-        Settings(out="a", sync=sync, bucket_mib=bucket_mib)
+        TrainSettings(out="a", sync=sync, bucket_mib=bucket_mib)
 
 
 @pytest.mark.parametrize("sync", ["naive", "flat", "overlap", "full-shard"])
-def test_bucket_size_where_there_is_none(sync):
+def test_bucket_size_is_refused_for_strategies_without_buckets(sync):
     with pytest.raises(UsageError, match=f"sync='{sync}', which has no bucket size"):
-        Settings(out="a", sync=sync, bucket_mib=4)
+        TrainSettings(out="a", sync=sync, bucket_mib=4)
 
 
 def test_bucket_size_is_that_of_the_plan():
-    assert Settings(out="a", sync="bucketed", bucket_mib=4).plan == Sync(bucket_mib=4)
-    assert Settings(out="a", sync="sharded", bucket_mib=math.inf).plan == Sync(math.inf, shard="optimizer")
+    assert TrainSettings(out="a", sync="bucketed", bucket_mib=4).plan == Sync(bucket_mib=4)
+    assert TrainSettings(out="a", sync="sharded", bucket_mib=math.inf).plan == Sync(
+        math.inf, shard="optimizer"
+    )
 
 
 def test_folder_without_a_name():
     with pytest.raises(UsageError, match="out is empty"):
-        Settings(out="")
+        TrainSettings(out="")
 
 
-def test_vocabulary_is_what_the_data_need_unless_asked_for():
-    assert Settings(out="a").model_size(256).vocabulary == 256
-    assert Settings(out="a", size="small").model_size(50257).vocabulary == 50257
-    assert Settings(out="a", vocabulary=300).model_size(256).vocabulary == 300
+def test_vocabulary_defaults_to_that_of_the_data():
+    assert TrainSettings(out="a").model_size(256).vocabulary == 256
+    assert TrainSettings(out="a", size="small").model_size(50257).vocabulary == 50257
+    assert TrainSettings(out="a", vocabulary=300).model_size(256).vocabulary == 300
     with pytest.raises(UsageError, match="the data hold token 299, but vocabulary=256"):
-        Settings(out="a", vocabulary=256).model_size(300)
+        TrainSettings(out="a", vocabulary=256).model_size(300)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no JSON"),
-        ("[1]", "are list"),
+        ("{", "are not JSON"),
+        ("[1]", r"settings is \[1\]: expected `object`, got `array`"),
         ("{}", "no run folder"),
         ('{"out": "a", "stepz": 3}', "did you mean 'steps'"),
-        ('{"out": "a", "steps": "3"}', "steps='3'"),
+        ('{"out": "a", "steps": "3"}', r"settings\.steps is \"3\": expected `int`"),
     ],
 )
-def test_settings_that_are_none(text, message):
+def test_invalid_settings_files_are_refused(text, message):
     with pytest.raises(UsageError, match=message):
-        Settings.from_json(text)
+        TrainSettings.from_json(text)
 
 
-def test_what_is_synchronised_unless_asked_for():
-    assert Settings(out="a").strategy == "sharded"
-    assert Settings(out="a", compression="none").strategy == "sharded"
-    assert Settings(out="a", compression="int8").plan == Sync(compression="int8")
-    assert Settings(out="a", sync="sharded", compression="int8").plan == Sync(
+def test_default_strategies():
+    assert TrainSettings(out="a").strategy == "sharded"
+    assert TrainSettings(out="a", compression="none").strategy == "sharded"
+    assert TrainSettings(out="a", compression="int8").plan == Sync(compression="int8")
+    assert TrainSettings(out="a", sync="sharded", compression="int8").plan == Sync(
         shard="optimizer", compression="int8"
     )
-    settings = Settings(out="a", every=4)
-    assert (settings.plan, settings.apart) == (Sync(), Apart(every=4))
-    assert settings.told == "averaged every 4 steps, int8"
-    assert Settings(out="a", every=4, sync="naive", compression="none").plan == Sync.of("naive")
+    settings = TrainSettings(out="a", every=4)
+    assert (settings.plan, settings.local_sgd) == (Sync(), LocalSgdSettings(every=4))
+    assert settings.sync_summary == "averaged every 4 steps, int8"
+    assert TrainSettings(out="a", every=4, sync="naive", compression="none").plan == Sync.of("naive")
 
 
-def test_compression_with_every_is_of_what_is_sent_then():
-    settings = Settings(out="a", every=8, outer="diloco", fragments=2, delay=1)
+def test_with_every_compression_is_of_pseudo_gradients():
+    settings = TrainSettings(out="a", every=8, outer="diloco", fragments=2, delay=1)
     assert settings.plan.compression is None
-    assert settings.told == "DiLoCo every 8 steps, 2 fragments, 1 step late, int4"
-    assert Settings(out="a", every=8, compression="none").told == "averaged every 8 steps, not compressed"
-    assert Settings(out="a", every=8, compression="bf16").told == "averaged every 8 steps, bf16"
+    assert settings.sync_summary == "DiLoCo every 8 steps, 2 fragments, 1 step late, int4"
+    assert (
+        TrainSettings(out="a", every=8, compression="none").sync_summary
+        == "averaged every 8 steps, not compressed"
+    )
+    assert TrainSettings(out="a", every=8, compression="bf16").sync_summary == "averaged every 8 steps, bf16"
 
 
 @pytest.mark.parametrize(
@@ -176,9 +181,9 @@ def test_compression_with_every_is_of_what_is_sent_then():
 )
 def test_what_does_not_fit_together(values, said):
     with pytest.raises(UsageError, match=said):
-        Settings(out="a", **values)
+        TrainSettings(out="a", **values)
 
 
 @pytest.mark.parametrize("name", ["tiny", "mini"])
 def test_layers_are_counted_without_a_model(name):
-    assert len(layers_of(GPT(gpt_size(name)))) == layers_of_gpt(SIZES[name].layers)
+    assert len(layers_of(GPT(gpt_size(name)))) == gpt_layers(SIZES[name].layers)

@@ -15,7 +15,7 @@ from paceline.launch.process.local_ranks import run_ranks
 from paceline.launch.targets.mpiexec_command import find_mpiexec, mpich_settings, run_mpi
 from paceline.tools.bench.collectives.benchmarked_backends import LOCAL_RANKS, MPIEXEC
 from paceline.tools.bench.rank_jobs import StartRanks
-from paceline.tools.cli.shared_options import CsvOption, JsonRowsOption
+from paceline.tools.cli.shared_options import CsvOption, JsonOption
 from paceline.world import ProcessPlace
 from paceline.world.mpi_world import mpi_launcher_size
 
@@ -69,7 +69,7 @@ def collectives(
         str | None,
         typer.Option(metavar="NAME", help="Name of the network between the ranks, kept in the result."),
     ] = None,
-    json_file: JsonRowsOption = None,
+    json_file: JsonOption = None,
     csv_file: CsvOption = None,
     out: Annotated[
         Path | None,

@@ -14,7 +14,7 @@ from paceline.tools.cli.bench.bench_collectives_command import collectives, comp
 from paceline.tools.cli.bench.bench_fit_command import fit
 from paceline.tools.cli.bench.bench_machine_command import machine
 from paceline.tools.cli.bench.bench_parts_command import parts
-from paceline.tools.cli.shared_options import BucketsOption, CsvOption, JsonRowsOption, ThreadsOption
+from paceline.tools.cli.shared_options import BucketsOption, CsvOption, JsonOption, ThreadsOption
 from paceline.tools.result_files import checked_files, paceline_command
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def step(
         bool, typer.Option(help="Measure peak memory too, each strategy in processes of its own.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Seed of initial weights and batches.")] = 0,
-    json_file: JsonRowsOption = None,
+    json_file: JsonOption = None,
     csv_file: CsvOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write step.json, step.csv and charts there.")

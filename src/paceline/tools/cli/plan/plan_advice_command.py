@@ -13,7 +13,7 @@ import typer
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.tools.cli.device_memory import capacity_of, room_of
+from paceline.tools.cli.device_memory import device_room, parse_device_memory
 from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def advise(asked: Asked) -> None:
     Raises:
         UsageError: something makes no sense, or nothing can be answered.
     """
-    numbers, capacity = asked.numbers, capacity_of(asked.device, asked.device_memory)
+    numbers, capacity = asked.numbers, parse_device_memory(asked.device, asked.device_memory)
     if capacity is None and asked.profile is None:
         raise UsageError(
             "paceline plan has nothing to plan with",
@@ -200,7 +200,7 @@ def _fit(asked: Asked, devices: int, capacity: int, context: int, page: Page) ->
     from paceline.tools.plan.memory.training_subject import ALONE, Setting, subject_of
 
     subject = subject_of(asked.model)
-    room = room_of("cuda", capacity)
+    room = device_room("cuda", capacity)
     setting = Setting(
         ranks=devices, context=context, optimizer=asked.optimizer, autocast=asked.autocast,
         checkpointing=asked.checkpointing, device="cuda", backend="nccl",

@@ -20,7 +20,7 @@ import typer
 from paceline._core.files import write_json
 from paceline._core.units import parse_bytes, parse_count, parse_rate, parse_share
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import JsonOption, NetworkOption, parameters_of
+from paceline.tools.cli.shared_options import JsonOption, NetworkOption, parse_model_parameters
 from paceline.tools.plan.xxl_model import Derived
 from paceline.tools.result_files import check_writable
 
@@ -152,7 +152,7 @@ def _model(options: dict[str, Any]) -> tuple[int, float | None, int]:
     from paceline.tools.plan.batch_split import token_nbytes
 
     name = options["model"]
-    count = parameters_of(name, options["parameters"])
+    count = parse_model_parameters(name, options["parameters"])
     if name is None:
         return count, None, 1
     if name == "xxl":

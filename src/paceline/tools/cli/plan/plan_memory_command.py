@@ -18,7 +18,7 @@ import typer
 
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError
-from paceline.tools.cli.device_memory import CUDA_CONTEXT, KINDS, capacity_of, room_of
+from paceline.tools.cli.device_memory import CUDA_CONTEXT, KINDS, device_room, parse_device_memory
 from paceline.tools.cli.shared_options import (
     AccumulateOption,
     AutocastOption,
@@ -92,9 +92,9 @@ def memory(
             f"--inputs {inputs[0]} with --model {model}, which brings its own",
             remedy="leave it out, or name a model of yours: --model package.module:name",
         )
-    capacity = capacity_of(device, device_memory)
+    capacity = parse_device_memory(device, device_memory)
     kind = device if device in KINDS else "cuda"
-    room = room_of(kind, capacity, cuda_context, data)
+    room = device_room(kind, capacity, cuda_context, data)
     settings = _settings(
         strategy, devices, batch=batch, context=context, optimizer=optimizer, autocast=autocast, gather=gather,
         checkpointing=checkpointing, accumulate=accumulate, bucket_mib=bucket_mib, device=kind,

@@ -12,9 +12,10 @@ from typing import Annotated
 
 import typer
 
-from paceline.tools.cli.hub_options import (
+from paceline.tools.cli.shared_options import (
     BoundOption,
     DownOption,
+    JsonOption,
     MarginOption,
     OuterLrOption,
     OuterMomentumOption,
@@ -24,7 +25,6 @@ from paceline.tools.cli.hub_options import (
     StalenessOption,
     UnstableOption,
 )
-from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.cli.simulate.simulate_cluster_command import cluster
 
 __all__ = [

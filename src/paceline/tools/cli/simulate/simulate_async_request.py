@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline._core.format import format_seconds
 from paceline._core.units import parse_count, parse_rate, parse_seconds, parse_share
 from paceline.errors import UsageError, unknown
-from paceline.tools.cli.hub_options import outer_of
-from paceline.tools.cli.shared_options import numbers_of
+from paceline.tools.cli.shared_options import hub_optimizer, numbers_of
 
 if TYPE_CHECKING:
     from paceline.async_dp.hub.hub_rules import HubRules
@@ -212,7 +211,7 @@ def _rules(options: Mapping[str, Any]) -> HubRules:
     named = ("outer", "outer_lr", "outer_momentum", "outer_warmup", "unstable")
     population = options["population"]
     return HubRules(
-        outer=outer_of(*(options[name] for name in named)),
+        outer=hub_optimizer(*(options[name] for name in named)),
         staleness=Staleness(options["staleness"], options["bound"]),
         population=None
         if population is None

@@ -14,7 +14,7 @@ from paceline.cost_model.hardware_catalog import interconnect
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, ExchangeCost
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import numbers_of, parameters_of
+from paceline.tools.cli.shared_options import numbers_of, parse_model_parameters
 from paceline.tools.simulate.cluster.cluster_network import Carrier, FittedNetwork, Network
 from paceline.tools.simulate.cluster.cluster_simulation import MOST_NODES, ClusterPlan
 from paceline.tools.simulate.cluster.compute_times import Machines
@@ -52,7 +52,7 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
         UsageError: one that makes no sense, is missing, or does not go with another.
     """
     nodes = parse_nodes(options["nodes"])
-    parameters = parameters_of(options["model"], options["parameters"])
+    parameters = parse_model_parameters(options["model"], options["parameters"])
     seconds, measured = _step(options["step"])
     if options["gradients"] not in (1, 2, 4):
         raise UsageError(f"--gradients {options['gradients']}", remedy="pass 4, 2 or 1 bytes")

@@ -1,0 +1,319 @@
+"""``paceline launch``: prints or submits the command or file that runs a script on a cluster."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from typer import Argument, Option
+
+from paceline._core.files import write_text
+from paceline._core.units import parse_bytes, parse_seconds
+from paceline.errors import UsageError
+from paceline.launch.targets.cluster_job import ClusterJob
+from paceline.tools.cli.shared_options import expand_options
+from paceline.tools.result_files import check_writable
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True)
+
+_SCRIPT_LAST = {  # arguments after the script belong to it; -m begins a program too
+    "allow_interspersed_args": False,
+    "ignore_unknown_options": True,
+    "help_option_names": ["-h", "--help"],
+}
+_SSH = "ssh -tt -o BatchMode=yes"
+
+NameOption = Annotated[str, Option(help="Name of the job.")]
+HostsOption = Annotated[int, Option(help="Number of hosts.")]
+HostOption = Annotated[
+    list[str] | None, Option(metavar="NAME", help="A host; may be repeated. The first one is the rendezvous.")
+]
+MinHostsOption = Annotated[
+    int | None, Option(help="Fewest hosts to continue with after a loss; default all.")
+]
+GpusOption = Annotated[int, Option(help="GPUs per rank.")]
+MemoryOption = Annotated[
+    str | None, Option(help="Memory per host, such as 64GiB; default that of the cluster.")
+]
+TimeOption = Annotated[
+    str | None, Option("--time", help="Time limit, such as 8h; default that of the cluster.")
+]
+PortOption = Annotated[int, Option(help="Port of the rendezvous on the first host.")]
+SubmitOption = Annotated[bool, Option("--submit", help="Start it instead of printing it.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptOptions:
+    """Options that all launchers share: the script, its ranks, and where the output goes."""
+
+    program: Annotated[
+        list[str], Argument(metavar="SCRIPT...", help="Script or -m MODULE, and its arguments.")
+    ]
+    ranks: Annotated[int, Option(help="Processes per host.")] = 1
+    cpus: Annotated[int, Option(help="Cores per rank.")] = 1
+    env: Annotated[
+        list[str] | None, Option(metavar="NAME=VALUE", help="Environment variable; may be repeated.")
+    ] = None
+    folder: Annotated[
+        str | None,
+        Option(help="Working directory: the same path on all hosts, on a shared disk; default this one."),
+    ] = None
+    max_restarts: Annotated[int, Option(help="Failures after which the ranks are restarted.")] = 3
+    python: Annotated[
+        str | None, Option(help="Python interpreter on the hosts; default the path of this one.")
+    ] = None
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write to this file, not the terminal.")] = None
+
+    def job(
+        self,
+        *,
+        name: str = "train",
+        host: list[str] | None = None,
+        hosts: int = 1,
+        min_hosts: int | None = None,
+        gpus: int = 0,
+        memory: str | None = None,
+        time: str | None = None,
+        port: int = 29400,
+    ) -> ClusterJob:
+        """Return the job that the options describe.
+
+        The parameters are further options; names of hosts (`host`) take precedence over their number.
+
+        Raises:
+            UsageError: an option is not valid.
+        """
+        return ClusterJob(
+            tuple(self.program),
+            name=name,
+            hosts=len(host) if host else hosts,
+            host_names=tuple(host or ()),
+            min_hosts=min_hosts,
+            ranks_per_host=self.ranks,
+            cpus_per_rank=self.cpus,
+            gpus_per_rank=gpus,
+            memory=None if memory is None else parse_bytes(memory),
+            seconds=None if time is None else parse_seconds(time),
+            env=_parse_variables(self.env or ()),
+            folder=os.getcwd() if self.folder is None else self.folder,
+            max_restarts=self.max_restarts,
+            port=port,
+            python=self.python or sys.executable,
+        )
+
+    def write(self, text: str, *, submitted: bool = False) -> None:
+        """Write `text` to ``--out``, or to the terminal unless the job is `submitted`."""
+        if self.out is not None:
+            check_writable(self.out, "--out")
+            write_text(self.out, text)
+            if text.startswith("#!"):
+                self.out.chmod(0o755)
+        elif not submitted:
+            typer.echo(text, nl=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerOptions(ScriptOptions):
+    """`ScriptOptions` for a script in a container."""
+
+    folder: Annotated[str | None, Option(help="Working directory in the container.")] = ""
+    python: Annotated[str | None, Option(help="Python interpreter in the image.")] = "python3"
+
+
+@app.command("torchrun", context_settings=_SCRIPT_LAST)
+@expand_options
+def torchrun(
+    script: ScriptOptions,
+    host: HostOption = None,
+    min_hosts: MinHostsOption = None,
+    port: PortOption = 29400,
+    name: NameOption = "train",
+    submit: SubmitOption = False,
+    shell: Annotated[
+        str, Option(metavar="COMMAND", help="With --submit: runs a line on a host: COMMAND HOST LINE.")
+    ] = _SSH,
+) -> None:
+    """Run a script by torchrun on hosts that you can log in to.
+
+    Example: paceline launch torchrun --host pc1 --host pc2 --ranks 2 --submit train.py --epochs 3
+
+    The same command is started on every host; --submit does this over ssh, and shows the output here.
+    """
+    from paceline.launch.targets.torchrun_command import torchrun_line, torchrun_script
+
+    job = script.job(host=host, min_hosts=min_hosts, port=port, name=name)
+    shell_words = _split_shell(shell)
+    script.write(torchrun_script(job), submitted=submit)
+    if submit:
+        from paceline.launch.process.foreground_commands import run_commands
+
+        line = torchrun_line(job)
+        commands = {one: [*shell_words, one, line] for one in job.host_names} or {"": ["sh", "-c", line]}
+        _exit(run_commands(commands))
+
+
+@app.command("slurm", context_settings=_SCRIPT_LAST)
+@expand_options
+def slurm(
+    script: ScriptOptions,
+    hosts: HostsOption = 1,
+    gpus: GpusOption = 0,
+    memory: MemoryOption = None,
+    time: TimeOption = None,
+    partition: Annotated[str, Option(help="Partition; default that of Slurm.")] = "",
+    account: Annotated[str, Option(help="Account; default that of Slurm.")] = "",
+    option: Annotated[
+        list[str] | None, Option(metavar="--NAME=VALUE", help="Another option of sbatch; may be repeated.")
+    ] = None,
+    warn: Annotated[int, Option(help="Seconds before the time limit at which to requeue.")] = 120,
+    name: NameOption = "train",
+    submit: SubmitOption = False,
+    watch: Annotated[bool, Option("--watch", help="Submit it and follow its log.")] = False,
+) -> None:
+    """Run a script as a Slurm job that is requeued, and resumes from its newest checkpoint.
+
+    Example: paceline launch slurm --hosts 4 --ranks 8 --gpus 1 --time 8h --watch train.py --epochs 3
+
+    Without --submit or --watch the batch script is printed, for sbatch.
+    """
+    from paceline.launch.targets.slurm import SlurmOptions, batch_script
+
+    job = script.job(hosts=hosts, gpus=gpus, memory=memory, time=time, name=name)
+    text = batch_script(job, SlurmOptions(partition, account, tuple(option or ()), warn))
+    if submit or watch:
+        from paceline.tools.cli.launch_submit import submit_to_slurm
+
+        _exit(submit_to_slurm(job, text, script.out, watch=watch))
+    script.write(text)
+
+
+@app.command("ray", context_settings=_SCRIPT_LAST)
+@expand_options
+def ray(
+    script: ScriptOptions,
+    hosts: HostsOption = 1,
+    min_hosts: MinHostsOption = None,
+    gpus: GpusOption = 0,
+    memory: MemoryOption = None,
+    name: NameOption = "train",
+    submit: SubmitOption = False,
+    address: Annotated[
+        str | None, Option(help="With --submit: address of the cluster; default RAY_ADDRESS, or a local one.")
+    ] = None,
+    wait: Annotated[str, Option(help="With --submit: how long to wait for resources.")] = "5min",
+) -> None:
+    """Run a script on a Ray cluster.
+
+    Example: paceline launch ray --hosts 4 --ranks 8 --gpus 1 --submit train.py --epochs 3
+
+    Without --submit a driver is printed: a program to start on the cluster, for example by `ray job submit`.
+    """
+    from paceline.launch.targets.ray_job import ray_driver
+
+    job = script.job(hosts=hosts, min_hosts=min_hosts, gpus=gpus, memory=memory, name=name)
+    seconds = parse_seconds(wait)
+    script.write(ray_driver(job), submitted=submit)
+    if submit:
+        from paceline.launch.targets.ray_job import run_on_ray
+
+        _exit(run_on_ray(job, address, wait=seconds))
+
+
+@app.command("mpi", context_settings=_SCRIPT_LAST)
+@expand_options
+def mpi(
+    script: ScriptOptions,
+    host: HostOption = None,
+    flavour: Annotated[
+        str, Option("--mpi", help="MPI of mpiexec: mpich (Intel's too) or openmpi.")
+    ] = "mpich",
+    hostfile: Annotated[Path | None, Option(metavar="FILE", help="Write the hosts to this file.")] = None,
+    port: PortOption = 29400,
+    submit: SubmitOption = False,
+) -> None:
+    """Run a script as the ranks of an MPI world.
+
+    Example: paceline launch mpi --host pc1 --host pc2 --ranks 4 --submit train.py --epochs 3
+
+    MPI ends a world with the first rank that fails; --submit then restarts it.
+    """
+    from paceline.tools.cli.launch_submit import build_mpiexec_command, run_with_restarts
+
+    job = script.job(host=host, port=port)
+    command = build_mpiexec_command(job, flavour, hostfile, submit=submit)
+    script.write(f"#!/bin/sh\nexec {shlex.join(command)}\n", submitted=submit)
+    if submit:
+        _exit(run_with_restarts(command, job.max_restarts))
+
+
+@app.command("kubernetes", context_settings=_SCRIPT_LAST)
+@expand_options
+def kubernetes(
+    script: ContainerOptions,
+    image: Annotated[str, Option(help="Image with Python, Paceline and the script.")],
+    hosts: HostsOption = 1,
+    min_hosts: MinHostsOption = None,
+    gpus: GpusOption = 0,
+    memory: MemoryOption = None,
+    shared_memory: Annotated[str, Option(help="/dev/shm of a pod, part of its memory.")] = "8GiB",
+    claim: Annotated[str, Option(help="Volume claim, mounted at --folder.")] = "",
+    namespace: Annotated[str, Option(help="Namespace; default that of kubectl.")] = "",
+    time: TimeOption = None,
+    port: PortOption = 23456,
+    name: NameOption = "train",
+) -> None:
+    """Write the manifest of a PyTorchJob for the Kubeflow training operator.
+
+    Example: paceline launch kubernetes --image lab/train:1 --hosts 4 --ranks 8 --gpus 1 --claim runs --folder /runs
+    train.py | kubectl apply -f -
+    """
+    from paceline.launch.targets.kubernetes_manifest import PodOptions, kubernetes_manifest
+
+    job = script.job(
+        hosts=hosts,
+        min_hosts=min_hosts,
+        gpus=gpus,
+        memory=memory,
+        time=time,
+        port=port,
+        name=name,
+    )
+    script.write(kubernetes_manifest(job, PodOptions(image, claim, namespace, parse_bytes(shared_memory))))
+
+
+def _split_shell(shell: str) -> list[str]:
+    try:
+        words = shlex.split(shell)
+    except ValueError as error:
+        raise UsageError(f"--shell {shell!r}: {error}", remedy=f"for example --shell {_SSH!r}") from error
+    if not words:
+        raise UsageError("--shell names no program", remedy=f"for example --shell {_SSH!r}")
+    return words
+
+
+def _parse_variables(texts: Sequence[str]) -> dict[str, str]:
+    """Parse ``NAME=VALUE``.
+
+    Raises:
+        UsageError: a text has another form, or sets a variable again.
+    """
+    variables: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name in variables:
+            problem = "is not NAME=VALUE" if not equals else f"sets {name} a second time"
+            raise UsageError(f"--env {text!r} {problem}", remedy="for example --env NCCL_DEBUG=INFO")
+        variables[name] = value
+    return variables
+
+
+def _exit(code: int) -> NoReturn:
+    raise typer.Exit(code)
