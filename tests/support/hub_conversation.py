@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.protocol.hub_messages import VERSION, HubMessage
+from paceline.async_dp.protocol.hub_messages import PROTOCOL_VERSION, HubMessage
 from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
@@ -63,7 +63,7 @@ class Talk:
         self, worker: int, layout: ParameterLayout = LAYOUT, session: int | None = None, **told: Any
     ) -> list[HubMessage]:
         self.sessions[worker] = session or self.sessions.get(worker, 100 * worker) + 1
-        told = {"version": VERSION, "name": f"w{worker}", "every": 5, "delay": 2, **told}
+        told = {"version": PROTOCOL_VERSION, "name": f"w{worker}", "every": 5, "delay": 2, **told}
         return self.say("hello", worker, layout.packed(), **told)
 
     def begin(self, *workers: int, numbers: torch.Tensor | None = None) -> None:

@@ -36,12 +36,12 @@ from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.async_dp.worker.worker_resources import (
-    check_hub,
-    choose,
-    fragments_for,
-    free_cores,
+    check_hub_address,
+    choose_settings,
+    auto_fragments,
+    reserved_cores,
     link_rate,
-    share_of_link,
+    bandwidth_limit,
 )
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
@@ -130,7 +130,7 @@ class AsyncDataParallel:
         layers = len(layers_of(self.module))
         if fragments == "auto":
             numel = sum(param.numel() for param in self.module.parameters())
-            fragments = max(len(self.hubs), fragments_for(numel, layers))
+            fragments = max(len(self.hubs), auto_fragments(numel, layers))
         self._auto = every == "auto" or delay == "auto"
         self._auto_codec = compression == "auto"
         cadence = SyncSchedule(20 if every == "auto" else every, fragments, 5 if delay == "auto" else delay)  # type: ignore[arg-type]
@@ -138,12 +138,12 @@ class AsyncDataParallel:
         policy = SelectionPolicy(send, receive, scored=score is not None)
         policy.check(score is not None, cadence.fragments)
         _check_numbers(warmup, len(self.hubs), cadence.fragments)
-        self._cores = free_cores(cores)
+        self._cores = reserved_cores(cores)
         self._compression = Compression.of("int4" if compression == "auto" else compression)
         self._layout = ParameterLayout.of(self.module, cadence.fragments, self._compression)
         self._key = WorkerKeys.read(key) if key is not None else None
-        self._places = [check_hub(each, self._key is not None or insecure) for each in self.hubs]
-        self._rate = share_of_link(bandwidth, link_rate(*self._places[0]) if bandwidth else None)
+        self._places = [check_hub_address(each, self._key is not None or insecure) for each in self.hubs]
+        self._rate = bandwidth_limit(bandwidth, link_rate(*self._places[0]) if bandwidth else None)
         self._run, self._warmup, self._policy, self._cadence = run, warmup, policy, cadence
         self._score, self._folder = score, folder
         self._name = name or f"{socket.gethostname()}-{os.getpid()}"
@@ -307,7 +307,7 @@ class AsyncDataParallel:
         if not patience.update_seconds:
             return
         codec = worker.sides[0].packing.codec.name
-        found = choose(self._step_seconds, patience.update_seconds, patience.fetch_seconds, codec)
+        found = choose_settings(self._step_seconds, patience.update_seconds, patience.fetch_seconds, codec)
         every, delay = self._fixed
         every = found.every if every is None else int(every)
         delay = min(every - 1, found.delay if delay is None else int(delay))

@@ -16,28 +16,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = [
-    "FEW",
+    "NUMPY_MAX_NUMEL",
     "FloatRow",
-    "add_times",
+    "add_scaled",
     "as_array",
     "as_tensor",
-    "bf16_of",
+    "to_bf16",
     "copy_into",
     "fastest_form",
     "from_bf16",
-    "norm_of",
+    "l2_norm",
     "subtract",
 ]
 
 FloatRow = Tensor | NDArray[np.float32]
 
-FEW = 1 << 13
+NUMPY_MAX_NUMEL = 1 << 13
 """As many as are handled by numpy."""
 
 
 def fastest_form(tensor: Tensor) -> FloatRow:
     """Return the same numbers as an array, if they are few float32 ones in the memory of the CPU."""
-    few = tensor.numel() <= FEW and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    few = tensor.numel() <= NUMPY_MAX_NUMEL and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
     return tensor.detach().numpy() if few else tensor.detach()
 
 
@@ -67,7 +67,7 @@ def subtract(numbers: FloatRow, other: FloatRow, into: FloatRow) -> None:
         torch.sub(as_tensor(numbers), as_tensor(other), out=as_tensor(into))
 
 
-def add_times(numbers: FloatRow, factor: float, other: FloatRow) -> None:
+def add_scaled(numbers: FloatRow, factor: float, other: FloatRow) -> None:
     """Do numbers += factor · other."""
     if type(numbers) is np.ndarray:
         numbers += np.float32(factor) * as_array(other)
@@ -75,7 +75,7 @@ def add_times(numbers: FloatRow, factor: float, other: FloatRow) -> None:
         as_tensor(numbers).add_(as_tensor(other), alpha=factor)
 
 
-def bf16_of(numbers: NDArray[np.float32], into: NDArray[np.uint16]) -> None:
+def to_bf16(numbers: NDArray[np.float32], into: NDArray[np.uint16]) -> None:
     """Write numbers as bfloat16, rounded to the nearest, ties to even; NaN stays NaN."""
     bits = numbers.view(np.uint32)
     rounded = bits >> 16
@@ -93,7 +93,7 @@ def from_bf16(given: NDArray[np.uint16], into: NDArray[np.float32]) -> None:
     np.left_shift(given, 16, out=into.view(np.uint32), dtype=np.uint32)
 
 
-def norm_of(numbers: FloatRow) -> float:
+def l2_norm(numbers: FloatRow) -> float:
     """Return the square root of the sum of their squares; NaN or infinite if one of them is."""
     if type(numbers) is np.ndarray:
         return math.sqrt(numbers.dot(numbers))

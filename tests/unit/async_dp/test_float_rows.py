@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.async_dp.float_rows import (
-    FEW,
-    add_times,
+    NUMPY_MAX_NUMEL,
+    add_scaled,
     as_array,
     as_tensor,
-    bf16_of,
+    to_bf16,
     copy_into,
     fastest_form,
     from_bf16,
-    norm_of,
+    l2_norm,
     subtract,
 )
 
@@ -32,7 +32,7 @@ def _torch_bits(numbers: np.ndarray) -> np.ndarray:
 def test_bfloat16_is_torchs_for_any_bits(bits: list[int]) -> None:
     numbers = np.array(bits, np.uint32).view(np.float32)
     packed = np.empty(len(bits), np.uint16)
-    bf16_of(numbers, packed)
+    to_bf16(numbers, packed)
     number = ~np.isnan(numbers)
     assert np.array_equal(packed[number], _torch_bits(numbers)[number])
     back = np.empty(len(bits), np.float32)
@@ -44,28 +44,28 @@ def test_bfloat16_rounds_special_numbers_and_ties_as_torch_does() -> None:
     ties = np.array([0x3F808000, 0x3F818000, 0x7F7F8000, 0xBF808000, 0x00008000], np.uint32).view(np.float32)
     numbers = np.concatenate([np.array(SPECIAL, np.float32), ties])
     packed = np.empty(len(numbers), np.uint16)
-    bf16_of(numbers, packed)
+    to_bf16(numbers, packed)
     assert np.array_equal(packed, _torch_bits(numbers))
     back = np.empty(len(numbers), np.float32)
     from_bf16(packed, back)
     assert np.array_equal(back, torch.from_numpy(numbers).bfloat16().float().numpy())
 
 
-@pytest.mark.parametrize("numel", [1, FEW, FEW + 1])
+@pytest.mark.parametrize("numel", [1, NUMPY_MAX_NUMEL, NUMPY_MAX_NUMEL + 1])
 def test_few_numbers_and_many_are_computed_alike(numel: int) -> None:
     generator = torch.Generator().manual_seed(numel)
     left, right = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
     as_few, as_many = fastest_form(left.clone()), left.clone()
-    assert (type(as_few) is np.ndarray) == (numel <= FEW)
+    assert (type(as_few) is np.ndarray) == (numel <= NUMPY_MAX_NUMEL)
 
-    add_times(as_few, 0.3, fastest_form(right))
-    add_times(as_many, 0.3, right)
+    add_scaled(as_few, 0.3, fastest_form(right))
+    add_scaled(as_many, 0.3, right)
     torch.testing.assert_close(as_tensor(as_few), as_many)
 
     difference = torch.empty(numel)
     subtract(as_few, fastest_form(right), fastest_form(difference))
     assert torch.equal(difference, as_tensor(as_few) - right)
-    assert norm_of(as_few) == pytest.approx(float(as_tensor(as_few).norm()), rel=1e-5)
+    assert l2_norm(as_few) == pytest.approx(float(as_tensor(as_few).norm()), rel=1e-5)
 
 
 def test_what_is_few_shares_the_memory_of_its_tensor() -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
-from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
 
 
 def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, FragmentReplica]:
@@ -32,7 +32,7 @@ def offered(side: FragmentReplica) -> torch.Tensor:
 
 def arrive(side: FragmentReplica, numbers: torch.Tensor, revision: int = 1) -> None:
     packing = UpdateCodec(side.fragment, "fp32")
-    side.state = State.OUT
+    side.state = FragmentState.OUT
     side.arrive(revision, "fp32", packing.pack(numbers))
 
 
@@ -42,10 +42,10 @@ def test_the_delta_rule_keeps_what_was_learnt_meanwhile() -> None:
     side.snapshot()
     learn(net, 0.25)
     arrive(side, centre)
-    assert side.state is State.READY
+    assert side.state is FragmentState.READY
     side.take()
     torch.testing.assert_close(weights(net), centre + 0.25)
-    assert (side.state, side.revision) == (State.HERE, 1)
+    assert (side.state, side.revision) == (FragmentState.HERE, 1)
 
 
 def test_without_steps_in_between_the_worker_has_exactly_the_centre() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hub_conversation import LAYOUT, NUMEL, PACKING, Talk
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import split_message
-from paceline.async_dp.protocol.update_codec import CODECS, UpdateCodec
+from paceline.async_dp.protocol.update_codec import UPDATE_CODECS, UpdateCodec
 from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
@@ -65,7 +65,7 @@ def messages(draw: Any, source: int, target: int) -> HubMessage:
         draw(st.integers(-3, 3)),
         draw(META),
         draw(PAYLOADS),
-        draw(st.sampled_from([*CODECS, "", "topk"])),
+        draw(st.sampled_from([*UPDATE_CODECS, "", "topk"])),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hub_conversation import NUMEL, ONES, RUN, Talk, kinds, net
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.update_screening import ScreeningRules, Staleness
+from paceline.async_dp.hub.update_screening import ScreeningRules, StalenessPolicy
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 
 
@@ -77,8 +77,8 @@ def test_an_update_of_nan_is_refused_and_its_worker_quarantined_after_three() ->
 
 def test_a_stale_update_is_dropped_or_weighed_down() -> None:
     for rules, moved in (
-        (HubRules(staleness=Staleness("drop", bound=2)), 0.0),
-        (HubRules(staleness=Staleness("down-weight", power=1.0)), 1 / 4),
+        (HubRules(staleness=StalenessPolicy("drop", bound=2)), 0.0),
+        (HubRules(staleness=StalenessPolicy("down-weight", power=1.0)), 1 / 4),
     ):
         talk = Talk(rules)
         talk.begin(1)
@@ -90,7 +90,7 @@ def test_a_stale_update_is_dropped_or_weighed_down() -> None:
 
 
 def test_who_is_ahead_waits_for_the_centre_until_the_last_has_caught_up() -> None:
-    talk = Talk(HubRules(staleness=Staleness("wait", bound=2)))
+    talk = Talk(HubRules(staleness=StalenessPolicy("wait", bound=2)))
     talk.begin(1, 2)
     assert kinds(talk.say("fetch", 1)) == kinds(talk.say("fetch", 2)) == ["centre"]
     answers: list[str] = []
@@ -104,7 +104,7 @@ def test_who_is_ahead_waits_for_the_centre_until_the_last_has_caught_up() -> Non
 
 
 def test_a_worker_that_is_silent_does_not_hold_up_those_that_wait() -> None:
-    talk = Talk(HubRules(staleness=Staleness("wait", bound=1), silent_after=10))
+    talk = Talk(HubRules(staleness=StalenessPolicy("wait", bound=1), silent_after=10))
     talk.begin(1, 2)
     for worker in (1, 2):
         talk.say("fetch", worker)

@@ -5,28 +5,28 @@ import math
 import pytest
 
 from paceline.async_dp.hub.hub_rules import HubRules, HubShard
-from paceline.async_dp.hub.population import Population, PopulationRules, Replace, Together
-from paceline.async_dp.hub.update_screening import Histogram, Screen, ScreeningRules, Staleness
+from paceline.async_dp.hub.population import Population, PopulationRules, ReplaceDecision, JoinDecision
+from paceline.async_dp.hub.update_screening import StalenessHistogram, UpdateScreen, ScreeningRules, StalenessPolicy
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
-from paceline.async_dp.worker.worker_resources import choose, fragments_for
+from paceline.async_dp.worker.worker_resources import choose_settings, auto_fragments
 from paceline.errors import UsageError
 
 
-def judged(screen: Screen, norm: float, *, worker: int = 1, now: float = 0.0, **told) -> str:
+def judged(screen: UpdateScreen, norm: float, *, worker: int = 1, now: float = 0.0, **told) -> str:
     return screen.judge(worker, 0, norm, told.get("steps", 1), told.get("score"), told.get("before"), now)
 
 
 def test_an_update_that_is_not_finite_is_refused() -> None:
-    screen = Screen()
+    screen = UpdateScreen()
     assert judged(screen, math.nan).startswith("not finite")
     assert judged(screen, math.inf).startswith("not finite")
     assert judged(screen, 1.0, score=math.nan, before=1.0).startswith("not finite")
 
 
 def test_an_exploding_update_is_refused_once_the_usual_size_is_known() -> None:
-    screen = Screen()
+    screen = UpdateScreen()
     assert judged(screen, 500.0) == ""
-    screen = Screen()
+    screen = UpdateScreen()
     for _ in range(8):
         assert judged(screen, 1.0) == ""
     assert judged(screen, 11.0).startswith("exploding: 11.0 times")
@@ -34,21 +34,21 @@ def test_an_exploding_update_is_refused_once_the_usual_size_is_known() -> None:
 
 
 def test_the_size_of_an_update_is_seen_beside_its_steps() -> None:
-    screen = Screen()
+    screen = UpdateScreen()
     for _ in range(8):
         judged(screen, 1.0, steps=1)
     assert judged(screen, 50.0, steps=100) == ""
 
 
 def test_one_exploding_update_does_not_become_the_usual() -> None:
-    screen = Screen(ScreeningRules(strikes=10))
+    screen = UpdateScreen(ScreeningRules(strikes=10))
     for _ in range(8):
         judged(screen, 1.0)
     assert all(judged(screen, 100.0, worker=number).startswith("exploding") for number in range(50))
 
 
 def test_workers_that_hardly_move_do_not_make_an_ordinary_one_explode() -> None:
-    screen = Screen()
+    screen = UpdateScreen()
     assert judged(screen, 1.0, worker=2) == ""
     for _ in range(50):
         assert judged(screen, 1e-6) == ""
@@ -58,14 +58,14 @@ def test_workers_that_hardly_move_do_not_make_an_ordinary_one_explode() -> None:
 
 
 def test_an_update_that_makes_the_score_worse_is_refused() -> None:
-    screen = Screen()
+    screen = UpdateScreen()
     assert judged(screen, 1.0, score=2.04, before=2.0) == ""
     assert judged(screen, 1.0, score=2.06, before=2.0).startswith("worse: score 2.0600")
-    assert judged(Screen(ScreeningRules(worse=None)), 1.0, score=9.0, before=2.0) == ""
+    assert judged(UpdateScreen(ScreeningRules(worse=None)), 1.0, score=9.0, before=2.0) == ""
 
 
 def test_who_is_refused_three_times_is_put_in_quarantine_and_twice_as_long_the_next_time() -> None:
-    screen = Screen(ScreeningRules(seconds=10))
+    screen = UpdateScreen(ScreeningRules(seconds=10))
     for _ in range(3):
         judged(screen, math.nan, now=0.0)
     assert screen.quarantined(1, 4.0) == 6.0
@@ -78,31 +78,31 @@ def test_who_is_refused_three_times_is_put_in_quarantine_and_twice_as_long_the_n
 
 
 def test_old_strikes_are_forgotten() -> None:
-    screen = Screen()
+    screen = UpdateScreen()
     for number in range(40):
         judged(screen, math.nan if number % 5 == 0 else 1.0)
     assert screen.quarantined(1, 0.0) == 0.0
 
 
 def test_policies_for_stale_updates() -> None:
-    assert Staleness().weight(1e9) == 1.0
-    assert Staleness("down-weight").weight(3.0) == 0.5
-    assert Staleness("down-weight", power=1.0).weight(3.0) == 0.25
-    assert Staleness("drop", bound=4).weight(4.0) == 1.0
-    assert Staleness("drop", bound=4).weight(4.1) == 0.0
+    assert StalenessPolicy().weight(1e9) == 1.0
+    assert StalenessPolicy("down-weight").weight(3.0) == 0.5
+    assert StalenessPolicy("down-weight", power=1.0).weight(3.0) == 0.25
+    assert StalenessPolicy("drop", bound=4).weight(4.0) == 1.0
+    assert StalenessPolicy("drop", bound=4).weight(4.1) == 0.0
 
 
 def test_waiting_holds_who_is_ahead_and_never_the_last() -> None:
-    wait = Staleness("wait", bound=2)
+    wait = StalenessPolicy("wait", bound=2)
     assert wait.holds(mine=20, others=[3, 18], revision=20, workers=4)
     assert not wait.holds(mine=3, others=[20, 18], revision=20, workers=4)
     assert not wait.holds(mine=20, others=[14, 18], revision=20, workers=4)
     assert not wait.holds(mine=20, others=[], revision=20, workers=1)
-    assert not Staleness("accept").holds(20, [0], 1000, 2)
+    assert not StalenessPolicy("accept").holds(20, [0], 1000, 2)
 
 
 def test_the_histogram_counts_every_staleness_once() -> None:
-    counts = Histogram()
+    counts = StalenessHistogram()
     for value in (0.0, 0.49, 0.5, 1.9, 2.0, 100.0, 1e9):
         counts.add(value)
     assert sum(counts.counts) == 7
@@ -157,7 +157,7 @@ def test_the_worst_of_a_population_takes_the_best_ones_parameters_and_learning_r
     assert population.tell(1, 1.9, 20, 0.01, alive) is None
     assert population.tell(2, 2.0, 20, 0.02, alive) is None
     decision = population.tell(3, 4.9, 20, 0.3, alive)
-    assert isinstance(decision, Replace)
+    assert isinstance(decision, ReplaceDecision)
     assert (decision.worker, decision.by, decision.lr) == (3, 1, 0.01)
     assert "158% behind" in decision.reason
     assert population.tell(3, 4.0, 30, 0.01, alive) is None, "it has its grace again"
@@ -167,14 +167,14 @@ def test_nobody_is_replaced_who_is_hardly_worse_or_not_the_worst() -> None:
     population, alive = Population(PopulationRules(steps=1000, margin=0.1, grace=0)), {1, 2, 3}
     population.tell(1, 2.0, 10, 0.1, alive)
     assert population.tell(2, 2.15, 10, 0.1, alive) is None
-    assert isinstance(population.tell(3, 9.0, 10, 0.1, alive), Replace)
+    assert isinstance(population.tell(3, 9.0, 10, 0.1, alive), ReplaceDecision)
     assert population.tell(2, 4.0, 20, 0.1, alive) is None
 
 
 def test_a_score_that_is_no_number_is_the_worst() -> None:
     population = Population(PopulationRules(steps=1000, grace=0))
     population.tell(1, 2.0, 10, 0.1, {1, 2})
-    assert isinstance(population.tell(2, math.nan, 10, 0.1, {1, 2}), Replace)
+    assert isinstance(population.tell(2, math.nan, 10, 0.1, {1, 2}), ReplaceDecision)
 
 
 def test_the_learning_rate_of_who_is_replaced_is_perturbed_both_ways() -> None:
@@ -183,14 +183,14 @@ def test_the_learning_rate_of_who_is_replaced_is_perturbed_both_ways() -> None:
     for _ in range(40):
         population.tell(1, 2.0, 10, 0.1, {1, 2})
         decision = population.tell(2, 9.0, 10, 0.1, {1, 2})
-        if isinstance(decision, Replace):
+        if isinstance(decision, ReplaceDecision):
             rates.add(round(decision.lr, 6))
     assert rates == {0.12, round(0.1 / 1.2, 6)}
 
 
 def test_all_join_the_best_when_most_have_made_their_steps() -> None:
     population, alive = Population(PopulationRules(steps=100, margin=math.inf)), {1, 2, 3}
-    assert population.tell(1, 2.0, 100, 0.1, alive) == Together(
+    assert population.tell(1, 2.0, 100, 0.1, alive) == JoinDecision(
         1, "1 of 1 workers made 100 steps; best score 2.0000"
     )
     population = Population(PopulationRules(steps=100, margin=math.inf))
@@ -198,7 +198,7 @@ def test_all_join_the_best_when_most_have_made_their_steps() -> None:
         assert population.tell(worker, 2.0 + worker, 50, 0.1, alive) is None
     assert population.tell(1, 3.0, 100, 0.1, alive) is None
     decision = population.tell(3, 2.5, 100, 0.1, alive)
-    assert isinstance(decision, Together)
+    assert isinstance(decision, JoinDecision)
     assert decision.best == 3
 
 
@@ -206,7 +206,7 @@ def test_all_join_a_best_that_is_far_ahead() -> None:
     population, alive = Population(PopulationRules(steps=1000, margin=math.inf, grace=0, gap=0.2)), {1, 2}
     assert population.tell(1, 1.0, 10, 0.1, alive) is None
     decision = population.tell(2, 1.5, 10, 0.1, alive)
-    assert isinstance(decision, Together)
+    assert isinstance(decision, JoinDecision)
     assert "50% ahead" in decision.reason
 
 
@@ -232,18 +232,18 @@ def test_a_population_has_one_hub() -> None:
 
 
 def test_settings_follow_what_is_measured() -> None:
-    slow, fast = choose(0.1, 1.0, 2.0, "int4"), choose(0.1, 0.1, 0.2, "int4")
+    slow, fast = choose_settings(0.1, 1.0, 2.0, "int4"), choose_settings(0.1, 0.1, 0.2, "int4")
     assert slow.every > fast.every
     assert slow.delay == 30
-    assert choose(10.0, 0.1, 0.2, "int4") == choose(10.0, 0.2, 0.2, "int8")
-    assert choose(1e-9, 1e9, 1e9, "int4").every == 500
+    assert choose_settings(10.0, 0.1, 0.2, "int4") == choose_settings(10.0, 0.2, 0.2, "int8")
+    assert choose_settings(1e-9, 1e9, 1e9, "int4").every == 500
     for seconds in (0.001, 0.1, 10.0):
         for up in (0.001, 0.3, 20.0):
-            found = choose(seconds, up, 2 * up, "int4")
+            found = choose_settings(seconds, up, 2 * up, "int4")
             assert 0 < found.delay < found.every
 
 
 def test_fragments_depend_on_the_model_alone() -> None:
-    assert fragments_for(100, 10) == 1
-    assert fragments_for(10**9, 100) == 8
-    assert fragments_for(10**9, 3) == 3
+    assert auto_fragments(100, 10) == 1
+    assert auto_fragments(10**9, 100) == 8
+    assert auto_fragments(10**9, 3) == 3

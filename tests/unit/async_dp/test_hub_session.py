@@ -9,9 +9,9 @@ from hub_conversation import LAYOUT, PACKING, RUN
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.update_codec import UpdateCodec
-from paceline.async_dp.thread_messages import Order
+from paceline.async_dp.worker.session_state import SessionRequest
 from paceline.async_dp.wal.worker_outbox import Outbox
-from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.transport.transport_interface import HUB
 
@@ -66,8 +66,8 @@ class Conversation:
 
     def offer(self) -> None:
         self.side.snapshot()
-        self.side.state = State.OUT
-        self.spoke.orders.append(Order(0, "update", self.now, {"samples": 1.0, "steps": 1}))
+        self.side.state = FragmentState.OUT
+        self.spoke.orders.append(SessionRequest(0, "update", self.now, {"samples": 1.0, "steps": 1}))
         assert self.said() == ["update"]
 
 
@@ -118,8 +118,8 @@ def test_with_time_the_centre_is_asked_for_as_late_as_can_be() -> None:
     talk = Conversation()
     talk.begin()
     talk.side.snapshot()
-    talk.side.state = State.OUT
-    talk.spoke.orders.append(Order(0, "update", talk.now + 5.0, {"samples": 1.0, "steps": 1}))
+    talk.side.state = FragmentState.OUT
+    talk.spoke.orders.append(SessionRequest(0, "update", talk.now + 5.0, {"samples": 1.0, "steps": 1}))
     (update,) = [each for each in talk.spoke.pump(talk.now) if each.kind == "update"]
     talk.hear("ack", round=update.round)
     pause, said = talk.wait()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from journal_folders import copied, ends_of, found_in, never_waiting, small_run, write
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_journal import HubJournal
-from paceline.async_dp.wal.journal_records import FORMAT, START_NBYTES, encode, start_of
-from paceline.async_dp.wal.json_values import packed
+from paceline.async_dp.wal.journal_records import JOURNAL_FORMAT, JOURNAL_HEADER_NBYTES, encode_record, parse_journal_header
+from paceline.async_dp.wal.plain_values import pack_values
 from paceline.errors import DamagedCheckpoint, UsageError
 
 quick = pytest.fixture(autouse=True)(never_waiting)
@@ -115,16 +115,16 @@ def test_a_record_inside_a_payload_is_no_record(tmp_path):
 def test_a_record_of_another_number_is_not_the_next(tmp_path):
     path = small_run(tmp_path, [2], acknowledged=1)
     data = path.read_bytes()
-    forged = encode(3, 2, packed({}), b"", start_of(data[:START_NBYTES]).key + len(data))
+    forged = encode_record(3, 2, pack_values({}), b"", parse_journal_header(data[:JOURNAL_HEADER_NBYTES]).key + len(data))
     path.write_bytes(data + b"".join(forged))
     assert found_in(tmp_path) == [0, 1]
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.async_dp.wal.journal_records.FORMAT", FORMAT + 1)
+    monkeypatch.setattr("paceline.async_dp.wal.journal_records.JOURNAL_FORMAT", JOURNAL_FORMAT + 1)
     path = small_run(tmp_path, [1], acknowledged=1)
     monkeypatch.undo()
-    with pytest.raises(UsageError, match=rf"'{path}' can't be read: it has format {FORMAT + 1}"):
+    with pytest.raises(UsageError, match=rf"'{path}' can't be read: it has format {JOURNAL_FORMAT + 1}"):
         HubJournal.open(tmp_path, resume=True)
 
 

@@ -14,7 +14,7 @@ from journal_folders import never_waiting, payload_of
 from journal_values import VALUES
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_journal import HubJournal
-from paceline.async_dp.wal.journal_records import START_NBYTES
+from paceline.async_dp.wal.journal_records import JOURNAL_HEADER_NBYTES
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 
 quick = pytest.fixture(autouse=True)(never_waiting)
@@ -118,7 +118,7 @@ def test_json_and_msgpack_say_the_same_of_what_is_appended(tmp_path):
 
 def test_a_new_journal_begins_with_its_beginning_alone(tmp_path):
     HubJournal.open(tmp_path, resume=False).close()
-    assert (tmp_path / "journal-000000000000.log").stat().st_size == START_NBYTES
+    assert (tmp_path / "journal-000000000000.log").stat().st_size == JOURNAL_HEADER_NBYTES
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "hub.lock",
         "journal-000000000000.log",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.async_dp.protocol.hub_messages import HubMessage, number, text
+from paceline.async_dp.protocol.hub_messages import HubMessage, meta_number, meta_text
 from paceline.async_dp.protocol.message_assembly import MessageAssembler, ReplayWindow, split_message
 from paceline.transport.envelope import decode, encode
 from paceline.transport.transport_interface import Envelope
@@ -100,12 +100,12 @@ def test_the_window_admits_every_number_once(numbers: list[int]) -> None:
 
 def test_what_a_stranger_tells_is_taken_for_what_it_is() -> None:
     meta = {"steps": True, "lr": "fast", "score": 2, "name": "a\x1b[31m\nb" + "c" * 300}
-    assert number(meta, "steps") is None
-    assert number(meta, "lr") is None
-    assert number(meta, "score") == 2
-    assert text(meta, "name").startswith("a[31mb")
-    assert len(text(meta, "name")) <= 200
-    assert text(meta, "missing") == ""
+    assert meta_number(meta, "steps") is None
+    assert meta_number(meta, "lr") is None
+    assert meta_number(meta, "score") == 2
+    assert meta_text(meta, "name").startswith("a[31mb")
+    assert len(meta_text(meta, "name")) <= 200
+    assert meta_text(meta, "missing") == ""
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097])

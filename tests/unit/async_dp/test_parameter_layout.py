@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
-from paceline.async_dp.protocol.update_codec import CODECS, UpdateCodec
+from paceline.async_dp.protocol.update_codec import UPDATE_CODECS, UpdateCodec
 from paceline.errors import DamagedEnvelope, UsageError
 from paceline.parallel.compression.compression_config import Compression
 
@@ -97,7 +97,7 @@ def test_a_layout_of_impossible_sizes_is_refused() -> None:
             ParameterLayout.unpacked(msgpack.packb(rows))
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", UPDATE_CODECS)
 def test_a_packet_has_the_size_that_is_known_beforehand_and_gives_the_numbers_back(codec: str) -> None:
     (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
     numbers = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(0))

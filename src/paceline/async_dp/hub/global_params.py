@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.async_dp.float_rows import FloatRow, as_tensor, fastest_form, norm_of
+from paceline.async_dp.float_rows import FloatRow, as_tensor, fastest_form, l2_norm
 from paceline.async_dp.hub.outer_merge import HubOptimizer, MergedFragment
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
@@ -70,7 +70,7 @@ class GlobalParams:
         """
         into = self._scratch[fragment]
         self._packing(fragment, codec).unpack(packet, into)
-        return into, norm_of(into)
+        return into, l2_norm(into)
 
     def take(self, fragment: int, delta: FloatRow, weight: float, workers: int) -> int:
         """Take in an update; return the fragment's new revision."""

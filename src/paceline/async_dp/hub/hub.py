@@ -19,23 +19,23 @@ from typing import Any
 
 from paceline._core.version import __version__
 from paceline.async_dp.hub.global_params import GlobalParams
-from paceline.async_dp.hub.hub_recovery import HubCounters, facts_of, replay, take_up
+from paceline.async_dp.hub.hub_recovery import HubCounters, snapshot_facts, replay_records, restore_snapshot
 from paceline.async_dp.hub.hub_rules import HubRules
 from paceline.async_dp.hub.membership import HubMember, HubMembership, PendingFetches
-from paceline.async_dp.hub.population import InitialLeader
-from paceline.async_dp.hub.update_screening import Screen
+from paceline.async_dp.hub.population import InitialParamsCoordinator
+from paceline.async_dp.hub.update_screening import UpdateScreen
 from paceline.async_dp.protocol.hub_messages import (
-    BULK,
-    VERSION,
+    BULK_KINDS,
+    PROTOCOL_VERSION,
     HubMessage,
     UpdateHeader,
-    number,
-    text,
-    whole,
+    meta_number,
+    meta_text,
+    meta_count,
 )
 from paceline.async_dp.protocol.message_assembly import MessageAssembler
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
-from paceline.async_dp.protocol.update_codec import CODECS
+from paceline.async_dp.protocol.update_codec import UPDATE_CODECS
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import CheckpointError, DamagedEnvelope, EnvelopeError
@@ -75,8 +75,8 @@ class Hub:
         self.tally, self.refused, self.loss = HubCounters(), Counter[str](), math.nan
         self._fetches = PendingFetches(self.members, rules.staleness)
         self.phase, self.trouble = "empty", ""
-        self._screen = Screen(rules.screen)
-        self._leader = InitialLeader(rules.population, self._send, self._note, self._begin)
+        self._screen = UpdateScreen(rules.screen)
+        self._leader = InitialParamsCoordinator(rules.population, self._send, self._note, self._begin)
         self._assembler = MessageAssembler(self._limit, refused=self.refused)
         self._out: list[HubMessage] = []
         self._looked = -math.inf  # for workers that fell silent
@@ -159,7 +159,7 @@ class Hub:
     def snapshot(self) -> None:
         """Write down all numbers, so that the journal before need not be gone through again."""
         if self.centres is not None and self.phase == "together":
-            facts = facts_of(self.run, self.centres, self.members, self.tally)
+            facts = snapshot_facts(self.run, self.centres, self.members, self.tally)
             self._journal.snapshot(self.centres.revision, self.centres.tensors(), facts)
             self._since_snapshot = 0
 
@@ -175,14 +175,14 @@ class Hub:
 
     def _limit(self, header: Header) -> int | None:
         """Return how long a message may be, None if it is not expected; see `MessageAssembler`."""
-        if header.kind not in BULK:
+        if header.kind not in BULK_KINDS:
             return 0
         fragment, centres = header.meta.get("fragment"), self.centres
         if centres is None or fragment not in centres.of_fragment:
             return None
         if header.kind == "parameters":
             return centres.nbytes(fragment, "fp32") if self._leader.wants(header.source) else None
-        return centres.nbytes(fragment, header.dtype) if header.dtype in CODECS else None
+        return centres.nbytes(fragment, header.dtype) if header.dtype in UPDATE_CODECS else None
 
     # ------------------------------------------------------------------ who comes
 
@@ -204,9 +204,9 @@ class Hub:
             self.refused["repeated"] += 1
             return
         member.window.admit(header.sequence)
-        member.name = text(meta, "name") or str(number_)
-        member.every, member.delay = whole(meta, "every"), whole(meta, "delay")
-        rate = number(meta, "rate")
+        member.name = meta_text(meta, "name") or str(number_)
+        member.every, member.delay = meta_count(meta, "every"), meta_count(meta, "delay")
+        rate = meta_number(meta, "rate")
         member.rate = float(rate) if rate is not None and rate > 0 else None
         self.members.hear(member, now)
         if new:
@@ -218,9 +218,9 @@ class Hub:
         """Return why a worker can't take part, empty if it can; the first one tells what the model is."""
         if header.run not in ("", self.run):
             return f"this hub serves run {self.run!r}, the worker asks for run {header.run!r}"
-        if header.meta.get("version") != VERSION:
+        if header.meta.get("version") != PROTOCOL_VERSION:
             return (
-                f"the worker's messages are of version {header.meta.get('version')!r}, the hub's of {VERSION}"
+                f"the worker's messages are of version {header.meta.get('version')!r}, the hub's of {PROTOCOL_VERSION}"
             )
         try:
             layout = ParameterLayout.unpacked(payload)
@@ -267,11 +267,11 @@ class Hub:
 
     def _beat(self, message: HubMessage, member: HubMember, now: float) -> None:
         meta = message.meta
-        member.every, member.delay = whole(meta, "every", member.every), whole(meta, "delay", member.delay)
-        member.steps = whole(meta, "steps")
-        member.samples = float(number(meta, "samples") or 0.0)
-        member.speed = float(number(meta, "speed") or 0.0)
-        loss = number(meta, "loss")
+        member.every, member.delay = meta_count(meta, "every", member.every), meta_count(meta, "delay", member.delay)
+        member.steps = meta_count(meta, "steps")
+        member.samples = float(meta_number(meta, "samples") or 0.0)
+        member.speed = float(meta_number(meta, "speed") or 0.0)
+        loss = meta_number(meta, "loss")
         member.loss = member.loss if loss is None else float(loss)
 
     def _bye(self, message: HubMessage, member: HubMember, now: float) -> None:
@@ -361,7 +361,7 @@ class Hub:
     # ------------------------------------------------------------------ scores, and the beginning
 
     def _score(self, message: HubMessage, member: HubMember, now: float) -> None:
-        score, revision = number(message.meta, "score"), number(message.meta, "revision")
+        score, revision = meta_number(message.meta, "score"), meta_number(message.meta, "revision")
         if score is None:
             return
         if revision is not None:
@@ -401,6 +401,6 @@ class Hub:
         """Take up what an earlier hub wrote down."""
         found = self._journal.recovered()
         if found.tensors is not None and found.facts is not None:
-            centres = take_up(found.facts, found.tensors, self._make_centres, self.members, self.tally)
+            centres = restore_snapshot(found.facts, found.tensors, self._make_centres, self.members, self.tally)
             self.phase = "together"
-            self._since_snapshot = replay(found.records, centres, self.members, self.tally)
+            self._since_snapshot = replay_records(found.records, centres, self.members, self.tally)

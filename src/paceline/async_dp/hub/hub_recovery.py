@@ -8,11 +8,11 @@ from typing import Any
 
 from paceline.async_dp.hub.global_params import GlobalParams
 from paceline.async_dp.hub.membership import HubMember, HubMembership
-from paceline.async_dp.hub.update_screening import Histogram
+from paceline.async_dp.hub.update_screening import StalenessHistogram
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.transport.envelope import Bytes
 
-__all__ = ["HubCounters", "facts_of", "replay", "take_up"]
+__all__ = ["HubCounters", "snapshot_facts", "replay_records", "restore_snapshot"]
 
 
 @dataclass
@@ -25,7 +25,7 @@ class HubCounters:
 
     updates: int = 0
     samples: float = 0.0
-    histogram: Histogram = field(default_factory=Histogram)
+    histogram: StalenessHistogram = field(default_factory=StalenessHistogram)
 
     def count(self, member: HubMember, samples: float, staleness: float) -> None:
         """Count an update."""
@@ -36,7 +36,7 @@ class HubCounters:
         member.staleness = staleness
 
 
-def facts_of(run: str, centres: GlobalParams, members: HubMembership, tally: HubCounters) -> dict[str, Any]:
+def snapshot_facts(run: str, centres: GlobalParams, members: HubMembership, tally: HubCounters) -> dict[str, Any]:
     """Return what goes into a snapshot, as plain values."""
     return {
         "run": run,
@@ -57,7 +57,7 @@ def facts_of(run: str, centres: GlobalParams, members: HubMembership, tally: Hub
     }
 
 
-def take_up(
+def restore_snapshot(
     facts: Mapping[str, Any],
     tensors: Mapping[str, Any],
     make: Callable[[ParameterLayout], GlobalParams],
@@ -83,7 +83,7 @@ def take_up(
     return centres
 
 
-def replay(
+def replay_records(
     records: Iterable[tuple[Mapping[str, Any], Bytes]],
     centres: GlobalParams,
     members: HubMembership,

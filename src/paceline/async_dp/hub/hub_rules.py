@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from paceline.async_dp.hub.outer_merge import HubOptimizer
 from paceline.async_dp.hub.population import PopulationRules
-from paceline.async_dp.hub.update_screening import ScreeningRules, Staleness
+from paceline.async_dp.hub.update_screening import ScreeningRules, StalenessPolicy
 from paceline.errors import UsageError, unknown
 
-__all__ = ["DOWN", "HubRules", "HubShard"]
+__all__ = ["PARAM_CODECS", "HubRules", "HubShard"]
 
-DOWN = ("bf16", "fp16", "fp32", "int8")
+PARAM_CODECS = ("bf16", "fp16", "fp32", "int8")
 """How the centre may be packed for its way to workers."""
 
 
@@ -44,7 +44,7 @@ class HubRules:
     """
 
     outer: HubOptimizer = field(default_factory=HubOptimizer)
-    staleness: Staleness = field(default_factory=Staleness)
+    staleness: StalenessPolicy = field(default_factory=StalenessPolicy)
     screen: ScreeningRules = field(default_factory=ScreeningRules)
     population: PopulationRules | None = None
     down: str = "bf16"
@@ -54,8 +54,8 @@ class HubRules:
     snapshot_every: int = 500
 
     def __post_init__(self) -> None:
-        if self.down not in DOWN:
-            raise unknown("way to pack the centre", self.down, DOWN)
+        if self.down not in PARAM_CODECS:
+            raise unknown("way to pack the centre", self.down, PARAM_CODECS)
         if self.population is not None and self.shard.of > 1:
             raise UsageError(
                 "a population with several hubs", remedy="lead the population with one hub, or leave it out"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paceline.async_dp.hub.update_screening import Staleness
+from paceline.async_dp.hub.update_screening import StalenessPolicy
 from paceline.async_dp.protocol.message_assembly import ReplayWindow
 
 __all__ = ["HubMember", "HubMembership", "PendingFetches"]
@@ -183,7 +183,7 @@ class PendingFetches:
         members: the workers. staleness: says who has to wait for others.
     """
 
-    def __init__(self, members: HubMembership, staleness: Staleness) -> None:
+    def __init__(self, members: HubMembership, staleness: StalenessPolicy) -> None:
         self._members, self._staleness = members, staleness
         self._asked: dict[tuple[int, int], None] = {}
 

@@ -21,15 +21,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from paceline.async_dp.float_rows import FloatRow, add_times, as_tensor, fastest_form
+from paceline.async_dp.float_rows import FloatRow, add_scaled, as_tensor, fastest_form
 from paceline.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OUTERS", "HubOptimizer", "MergedFragment"]
+__all__ = ["OUTER_OPTIMIZERS", "HubOptimizer", "MergedFragment"]
 
-OUTERS = ("averaging", "delayed-nesterov", "nesterov")
+OUTER_OPTIMIZERS = ("averaging", "delayed-nesterov", "nesterov")
 
 _STABLE = 0.1
 """Largest ε of Nesterov per arrival that is let through unasked."""
@@ -40,7 +40,7 @@ class HubOptimizer:
     """How the hub takes in updates.
 
     Attributes:
-        name: one of `OUTERS`. lr: ε, above 0. momentum: μ, from 0 to below 1; averaging has none.
+        name: one of `OUTER_OPTIMIZERS`. lr: ε, above 0. momentum: μ, from 0 to below 1; averaging has none.
         warmup: rounds (N arrivals each) in which updates are only averaged, before the outer optimizer begins: what
             workers learnt on their own before they first sent is much, and no direction to go on in.
         unstable: Nesterov per arrival is really meant, see [Note: Nesterov per arrival].
@@ -56,8 +56,8 @@ class HubOptimizer:
     unstable: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in OUTERS:
-            raise unknown("outer optimizer", self.name, OUTERS)
+        if self.name not in OUTER_OPTIMIZERS:
+            raise unknown("outer optimizer", self.name, OUTER_OPTIMIZERS)
         if not isinstance(self.lr, int | float) or not 0 < self.lr < float("inf"):
             raise UsageError(f"outer lr={self.lr!r}", remedy="give a number above 0, such as 1")
         if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
@@ -117,23 +117,23 @@ class MergedFragment:
         outer, gradient = self.outer, delta
         if self._averaged:
             gradient = delta[: self.trained]
-            add_times(self._rest, -weight, delta[self.trained :])
+            add_scaled(self._rest, -weight, delta[self.trained :])
         warm = self.revision >= outer.warmup * workers
-        add_times(self._own, -(outer.lr if warm else 1.0) * weight, gradient)
+        add_scaled(self._own, -(outer.lr if warm else 1.0) * weight, gradient)
         self.revision += 1
         if self.momentum is None or not warm:
             return
         if self.gathered is None:
             self.momentum.mul_(outer.momentum).add_(as_tensor(gradient), alpha=weight)
         else:
-            add_times(self.gathered, weight, gradient)
+            add_scaled(self.gathered, weight, gradient)
             self.count += 1
             if self.count < workers:
                 return
             self.momentum.mul_(outer.momentum).add_(self.gathered)
             self.gathered.zero_()
             self.count = 0
-        add_times(self._own, -outer.lr * outer.momentum, self.momentum)
+        add_scaled(self._own, -outer.lr * outer.momentum, self.momentum)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its state, by name."""

@@ -28,12 +28,12 @@ from typing import Any
 
 from paceline._core.keyed_random import derive_key
 from paceline.async_dp.hub.membership import HubMember
-from paceline.async_dp.protocol.hub_messages import HubMessage, number, whole
+from paceline.async_dp.protocol.hub_messages import HubMessage, meta_number, meta_count
 from paceline.errors import UsageError
 from paceline.transport.envelope import Bytes
 from paceline.transport.transport_interface import HUB
 
-__all__ = ["InitialLeader", "Population", "PopulationRules", "Replace", "Together"]
+__all__ = ["InitialParamsCoordinator", "Population", "PopulationRules", "ReplaceDecision", "JoinDecision"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PopulationRules:
 
 
 @dataclass(frozen=True)
-class Replace:
+class ReplaceDecision:
     """A worker takes another's parameters: who, whose, at which learning rate, why."""
 
     worker: int
@@ -80,7 +80,7 @@ class Replace:
 
 
 @dataclass(frozen=True)
-class Together:
+class JoinDecision:
     """All take the best's parameters and share a centre from now on."""
 
     best: int
@@ -109,7 +109,7 @@ class Population:
 
     def tell(
         self, worker: int, score: float, steps: int, lr: float, alive: Collection[int]
-    ) -> Replace | Together | None:
+    ) -> ReplaceDecision | JoinDecision | None:
         """Note a worker's score, and return what is to be done about it.
 
         Args:
@@ -123,7 +123,7 @@ class Population:
             del self._told[gone]
         return self._join() or self._judge(worker)
 
-    def _join(self) -> Together | None:
+    def _join(self) -> JoinDecision | None:
         rules, told = self.rules, self._told
         best = self._best()
         if best is None or not math.isfinite(told[best].score):
@@ -131,17 +131,17 @@ class Population:
         score = told[best].score
         done = sum(each.steps >= rules.steps for each in told.values())
         if 2 * done > len(told):
-            return Together(
+            return JoinDecision(
                 best, f"{done} of {len(told)} workers made {rules.steps} steps; best score {score:.4f}"
             )
         others = [each.score for worker, each in told.items() if worker != best]
         if rules.gap is not None and others and all(each.times > rules.grace for each in told.values()):
             ahead = (min(others) - score) / _scale(score)
             if ahead > rules.gap:
-                return Together(best, f"its score {score:.4f} is {ahead:.0%} ahead of all others")
+                return JoinDecision(best, f"its score {score:.4f} is {ahead:.0%} ahead of all others")
         return None
 
-    def _judge(self, worker: int) -> Replace | None:
+    def _judge(self, worker: int) -> ReplaceDecision | None:
         rules, told = self.rules, self._told
         best, mine = self._best(), told[worker]
         if best is None or best == worker or mine.times <= rules.grace:
@@ -155,7 +155,7 @@ class Population:
         up = derive_key(self._decisions, self.rules.seed) % 2
         lr = told[best].lr * (rules.perturb if up else 1 / rules.perturb)
         mine.times = 0
-        return Replace(
+        return ReplaceDecision(
             worker, best, lr, f"score {mine.score:.4f} is {behind:.0%} behind the best, {score:.4f} of {best}"
         )
 
@@ -175,11 +175,11 @@ class _Wanted:
         decisions: what for; None: to begin with. packets: that came, by fragment.
     """
 
-    decisions: list[Replace | Together | None]
+    decisions: list[ReplaceDecision | JoinDecision | None]
     packets: dict[int, Bytes] = field(default_factory=dict)
 
 
-class InitialLeader:
+class InitialParamsCoordinator:
     """Leads workers to a common beginning.
 
     Args:
@@ -231,13 +231,13 @@ class InitialLeader:
 
     def score(self, message: HubMessage, member: HubMember, alive: Collection[int]) -> None:
         """Take in the score of a worker's own parameters, and decide."""
-        score, steps = float(number(message.meta, "score") or 0.0), whole(message.meta, "steps")
-        lr = float(number(message.meta, "lr") or 0.0)
+        score, steps = float(meta_number(message.meta, "score") or 0.0), meta_count(message.meta, "steps")
+        lr = float(meta_number(message.meta, "lr") or 0.0)
         self._note("score", worker=member.number, score=score, steps=steps, lr=lr)
         if self._population is None or self._joining():
             return
         decision = self._population.tell(member.number, score, steps, lr, alive)
-        if isinstance(decision, Replace):
+        if isinstance(decision, ReplaceDecision):
             told = {"worker": decision.worker, "by": decision.by, "lr": decision.lr}
             self._note("replace", **told, why=decision.reason)
             self._want(decision.by, decision)
@@ -255,9 +255,9 @@ class InitialLeader:
             return
         del self._wanted[member.number]
         for each in wanted.decisions:
-            if isinstance(each, Replace):
+            if isinstance(each, ReplaceDecision):
                 self._hand_on(wanted.packets, each)
-        if any(not isinstance(each, Replace) for each in wanted.decisions):
+        if any(not isinstance(each, ReplaceDecision) for each in wanted.decisions):
             self._begin(wanted.packets, member)
 
     def _asks(self, alive: Collection[int]) -> bool:
@@ -265,10 +265,10 @@ class InitialLeader:
 
     def _joining(self) -> bool:
         return any(
-            isinstance(each, Together) for wanted in self._wanted.values() for each in wanted.decisions
+            isinstance(each, JoinDecision) for wanted in self._wanted.values() for each in wanted.decisions
         )
 
-    def _want(self, worker: int, decision: Replace | Together | None) -> None:
+    def _want(self, worker: int, decision: ReplaceDecision | JoinDecision | None) -> None:
         self._last = worker
         self._wanted.setdefault(worker, _Wanted([])).decisions.append(decision)
         self._ask(worker)
@@ -276,7 +276,7 @@ class InitialLeader:
     def _ask(self, worker: int) -> None:
         self._send(HubMessage("ask", HUB, worker))
 
-    def _hand_on(self, packets: Mapping[int, Bytes], decision: Replace) -> None:
+    def _hand_on(self, packets: Mapping[int, Bytes], decision: ReplaceDecision) -> None:
         """Give a worker another's parameters."""
         meta: dict[str, Any] = {"lr": decision.lr, "by": decision.by, "why": decision.reason[:200]}
         for fragment, packet in packets.items():

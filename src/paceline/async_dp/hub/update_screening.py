@@ -31,17 +31,17 @@ from dataclasses import dataclass, field
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["POLICIES", "Histogram", "Screen", "ScreeningRules", "Staleness"]
+__all__ = ["STALENESS_POLICIES", "StalenessHistogram", "UpdateScreen", "ScreeningRules", "StalenessPolicy"]
 
-POLICIES = ("accept", "down-weight", "drop", "wait")
+STALENESS_POLICIES = ("accept", "down-weight", "drop", "wait")
 
 
 @dataclass(frozen=True)
-class Staleness:
+class StalenessPolicy:
     """A policy.
 
     Attributes:
-        policy: one of `POLICIES`. bound: in rounds. power: of the weight, 0.5 as polynomial weights usually have.
+        policy: one of `STALENESS_POLICIES`. bound: in rounds. power: of the weight, 0.5 as polynomial weights usually have.
 
     Example:
         >>> Staleness("down-weight").weight(3.0)
@@ -53,8 +53,8 @@ class Staleness:
     power: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise unknown("policy for stale updates", self.policy, POLICIES)
+        if self.policy not in STALENESS_POLICIES:
+            raise unknown("policy for stale updates", self.policy, STALENESS_POLICIES)
         if not 0 < self.bound < math.inf:
             raise UsageError(f"bound={self.bound!r}", remedy="give rounds above 0, such as 16")
         if not 0 <= self.power < math.inf:
@@ -81,7 +81,7 @@ class Staleness:
         return mine > oldest and (revision + 1 - oldest) / max(1, workers) > self.bound
 
 
-class Histogram:
+class StalenessHistogram:
     """Counts of staleness, in rounds: of the same width up to 4, then doubling.
 
     Example:
@@ -181,7 +181,7 @@ class _Record:
 
 
 @dataclass
-class Screen:
+class UpdateScreen:
     """Judges updates, one after the other.
 
     Attributes:

@@ -34,13 +34,13 @@ from typing import Any
 
 from paceline.transport.envelope import Bytes
 
-__all__ = ["BULK", "VERSION", "HubMessage", "Number", "UpdateHeader", "number", "text", "whole"]
+__all__ = ["BULK_KINDS", "PROTOCOL_VERSION", "HubMessage", "Number", "UpdateHeader", "meta_number", "meta_text", "meta_count"]
 
-VERSION = 1
+PROTOCOL_VERSION = 1
 """Of this set of messages; hub and workers must have the same."""
 
 
-BULK = frozenset({"hello", "update", "parameters", "centre", "adopt"})
+BULK_KINDS = frozenset({"hello", "update", "parameters", "centre", "adopt"})
 """Messages whose payload may be long; all others have none."""
 
 
@@ -73,19 +73,19 @@ class HubMessage:
     dtype: str = ""
 
 
-def number(meta: Mapping[str, Any], name: str) -> Number | None:
+def meta_number(meta: Mapping[str, Any], name: str) -> Number | None:
     """Return a number that was told, None if none was, whatever else was told there."""
     value = meta.get(name)
     return value if type(value) in _NUMBERS else None
 
 
-def whole(meta: Mapping[str, Any], name: str, default: int = 0) -> int:
+def meta_count(meta: Mapping[str, Any], name: str, default: int = 0) -> int:
     """Return a whole number ≥ 0 that was told, `default` if none was."""
-    value = number(meta, name)
+    value = meta_number(meta, name)
     return int(value) if value is not None and 0 <= value < 2**63 else default
 
 
-def text(meta: Mapping[str, Any], name: str) -> str:
+def meta_text(meta: Mapping[str, Any], name: str) -> str:
     """Return a text that was told, at most 200 characters that can be printed; empty if none was."""
     value = meta.get(name)
     if not value or not isinstance(value, str):
@@ -112,14 +112,14 @@ class UpdateHeader:
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> UpdateHeader:
         """Return what was told, whatever that is."""
-        base, samples, steps = number(meta, "base"), number(meta, "samples"), number(meta, "steps")
+        base, samples, steps = meta_number(meta, "base"), meta_number(meta, "samples"), meta_number(meta, "steps")
         return cls(
             math.nan if base is None else base,
             math.nan if samples is None else samples,
             math.nan if steps is None else steps,
-            number(meta, "rate"),
-            number(meta, "score"),
-            number(meta, "before"),
+            meta_number(meta, "rate"),
+            meta_number(meta, "score"),
+            meta_number(meta, "before"),
         )
 
     def makes_sense(self, revision: int) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.async_dp.float_rows import FEW, FloatRow, as_array, as_tensor, bf16_of, from_bf16
+from paceline.async_dp.float_rows import NUMPY_MAX_NUMEL, FloatRow, as_array, as_tensor, to_bf16, from_bf16
 from paceline.async_dp.protocol.parameter_layout import FragmentLayout
 from paceline.errors import DamagedEnvelope, UsageError, unknown
 from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec
@@ -19,15 +19,15 @@ from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.transport.envelope import Bytes
 
-__all__ = ["CODECS", "UpdateCodec", "codec_named"]
+__all__ = ["UPDATE_CODECS", "UpdateCodec", "update_codec_of"]
 
-CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
+UPDATE_CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
 """What both hub and workers can pack and unpack."""
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-def codec_named(name: str) -> Codec:
+def update_codec_of(name: str) -> Codec:
     """Return the codec of that name.
 
     Raises:
@@ -39,7 +39,7 @@ def codec_named(name: str) -> Codec:
         return HalfCodec(name)
     if name in ("int8", "int4"):
         return BlockCodec(int(name[3:]))
-    raise unknown("way to pack numbers", name, CODECS)
+    raise unknown("way to pack numbers", name, UPDATE_CODECS)
 
 
 class UpdateCodec:
@@ -52,7 +52,7 @@ class UpdateCodec:
     """
 
     def __init__(self, fragment: FragmentLayout, codec: str | Codec, *, feedback: bool = False) -> None:
-        self.codec = codec_named(codec) if isinstance(codec, str) else codec
+        self.codec = update_codec_of(codec) if isinstance(codec, str) else codec
         self._split, self._numel = fragment.compressed, fragment.numel
         self._body = self.codec.nbytes(self._split) if self._split else 0
         self.nbytes = self._body + 4 * (self._numel - self._split)
@@ -62,7 +62,7 @@ class UpdateCodec:
         nearest = (
             isinstance(self.codec, HalfCodec) and self.codec.name == "bf16" and self.codec.dither is None
         )
-        few = self._numel <= FEW and self._split == self._numel
+        few = self._numel <= NUMPY_MAX_NUMEL and self._split == self._numel
         self._quickly = few and nearest and self.feedback is None  # numpy is quicker on so few numbers
 
     @classmethod
@@ -75,10 +75,10 @@ class UpdateCodec:
         if compression is None:
             return cls(fragment, "fp32")
         codec = compression.codec(rank=0)
-        if compression.name not in CODECS or compression.name != codec.name:
+        if compression.name not in UPDATE_CODECS or compression.name != codec.name:
             raise UsageError(
                 f"{compression!r} can't be sent to a hub",
-                remedy=f"choose one of {', '.join(CODECS[1:])}, in blocks of the usual size",
+                remedy=f"choose one of {', '.join(UPDATE_CODECS[1:])}, in blocks of the usual size",
             )
         return cls(fragment, codec, feedback=bool(compression.feedback))
 
@@ -95,7 +95,7 @@ class UpdateCodec:
             return as_array(numbers).tobytes()
         if self._quickly and type(numbers) is np.ndarray:
             levels = np.zeros(self.nbytes // 2, np.uint16)
-            bf16_of(numbers, levels[: self._numel])
+            to_bf16(numbers, levels[: self._numel])
             return levels.tobytes()
         flat = as_tensor(numbers)
         packet = torch.empty(self.nbytes, dtype=torch.uint8)

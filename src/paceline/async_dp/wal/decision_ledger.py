@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from paceline.async_dp.wal.hub_folder import LEDGER, write_at
 from paceline.errors import DamagedCheckpoint
 
-__all__ = ["DecisionLedger", "Standing", "read_ledger", "standing"]
+__all__ = ["DecisionLedger", "LedgerStatus", "read_ledger", "ledger_status"]
 
 _LONGEST_LINE_NBYTES = 1 << 20
 """The values of a record take 64 KiB, and six times as much in JSON at the most."""
@@ -51,7 +51,7 @@ def read_ledger(folder: str | Path) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LedgerStatus:
     """What a ledger holds.
 
     Attributes:
@@ -67,7 +67,7 @@ class Standing:
     bad_line: int = 0
 
 
-def standing(path: Path, base: int, place: int = 0) -> Standing:
+def ledger_status(path: Path, base: int, place: int = 0) -> LedgerStatus:
     """Return what the ledger at `path` holds; nothing if there is none.
 
     A line is in order if its record follows that of the line before. A gap is let pass where the journal could not
@@ -82,16 +82,16 @@ def standing(path: Path, base: int, place: int = 0) -> Standing:
         OSError: it can't be read.
     """
     if not path.exists():
-        return Standing()
+        return LedgerStatus()
     with open(path, "rb") as file:
         if place and _number_before(file, place) == base - 1:
             file.seek(place)
-            return _standing(file, base, Standing(base - 1, place, base - 1))
+            return _standing(file, base, LedgerStatus(base - 1, place, base - 1))
         file.seek(0)
-        return _standing(file, base, Standing())
+        return _standing(file, base, LedgerStatus())
 
 
-def _standing(file: BinaryIO, base: int, known: Standing) -> Standing:
+def _standing(file: BinaryIO, base: int, known: LedgerStatus) -> LedgerStatus:
     """Read on in a ledger from where it is known to be in order."""
     last, end, told, bad, before, at = known.last, known.end, known.told, 0, known.last, known.end
     for number, line in enumerate(file, 1):
@@ -103,7 +103,7 @@ def _standing(file: BinaryIO, base: int, known: Standing) -> Standing:
                 last, end, before = n, at, n
                 continue
         bad, before = bad or number, n
-    return Standing(last, end, told, bad)
+    return LedgerStatus(last, end, told, bad)
 
 
 def _number_before(file: BinaryIO, place: int) -> int:

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline._core.files import fsync
-from paceline.async_dp.wal.journal_records import START_NBYTES
+from paceline.async_dp.wal.journal_records import JOURNAL_HEADER_NBYTES
 from paceline.errors import CheckpointError, UsageError
 from paceline.testing import fault_injection
 from paceline.transport.envelope import Bytes
 
-__all__ = ["LEDGER", "HubFolder", "failed", "make_folder", "write_at"]
+__all__ = ["LEDGER", "HubFolder", "write_failure", "make_folder", "write_at"]
 
 log = logging.getLogger("paceline.async_dp")
 
@@ -87,7 +87,7 @@ class HubFolder:
             self.page.exists()
             or bool(self.snapshots())
             or (self.ledger.exists() and self.ledger.stat().st_size > 0)
-            or any(path.stat().st_size > START_NBYTES for path in self.logs().values())
+            or any(path.stat().st_size > JOURNAL_HEADER_NBYTES for path in self.logs().values())
         )
 
     def set_aside(self, snapshot: Path) -> None:
@@ -172,7 +172,7 @@ def make_folder(path: Path, whose: str) -> None:
         ) from error
 
 
-def failed(path: Path, error: OSError, remedy: str, done: str = "written") -> CheckpointError:
+def write_failure(path: Path, error: OSError, remedy: str, done: str = "written") -> CheckpointError:
     """Return the error for a file that could not be written; it says so where the disk is full.
 
     Args:

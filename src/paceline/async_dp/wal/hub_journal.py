@@ -21,19 +21,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from paceline._core.file_lock import FolderLock
-from paceline.async_dp.wal.decision_ledger import DecisionLedger, Standing, standing
-from paceline.async_dp.wal.hub_folder import HubFolder, failed, make_folder
+from paceline.async_dp.wal.decision_ledger import DecisionLedger, LedgerStatus, ledger_status
+from paceline.async_dp.wal.hub_folder import HubFolder, write_failure, make_folder
 from paceline.async_dp.wal.hub_snapshot import HubSnapshot, read_snapshot, write_snapshot
 from paceline.async_dp.wal.journal_file import JournalWriter
 from paceline.async_dp.wal.journal_recovery import (
-    End,
-    Recovered,
-    end_of,
+    JournalEnd,
+    RecoveredState,
+    find_end,
     find_base,
-    logs_since,
+    journals_since,
     records_between,
 )
-from paceline.async_dp.wal.json_values import line_of, packed, read_checked_file, text_of, write_checked_file
+from paceline.async_dp.wal.plain_values import ledger_line, pack_values, read_checked_file, to_json, write_checked_file
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.transport.envelope import Bytes
 
@@ -64,19 +64,19 @@ class HubJournal:
         base = find_base(folder)
         self._base_path, self._base = base.path, base.snapshot
         self._tensors = base.tensors  # until they are asked for
-        lines = standing(folder.ledger, self._base.next, self._base.ledger_nbytes)
+        lines = ledger_status(folder.ledger, self._base.next, self._base.ledger_nbytes)
         if lines.bad_line and lines.last + 1 < self._base.next:
             raise DamagedCheckpoint(
                 f"line {lines.bad_line} of {str(folder.ledger)!r} is not in order, and its record is not kept any more",
                 remedy="correct the line, or move the ledger elsewhere: another one is begun",
             )
-        self._logs = logs_since(folder, self._base.next)
-        end = end_of(self._logs, lines)
+        self._logs = journals_since(folder, self._base.next)
+        end = find_end(self._logs, lines)
         for path in base.passed_over:
             folder.set_aside(path)
         self._write_from(end, lines)
 
-    def _write_from(self, end: End, lines: Standing) -> None:
+    def _write_from(self, end: JournalEnd, lines: LedgerStatus) -> None:
         """Cut off what was torn, and have the ledger hold a line for each record."""
         with ExitStack() as undo:
             if end.path is None:
@@ -89,7 +89,7 @@ class HubJournal:
             undo.callback(self._ledger.close)
             missing = range(max(lines.last + 1, self._base.next), end.next)
             for record in records_between(self._logs, missing.start, missing.stop) if missing else ():
-                self._ledger.add(line_of(record.sequence, record.values))
+                self._ledger.add(ledger_line(record.sequence, record.values))
                 if self._ledger.waiting >= 1000:
                     self._ledger.write()
             self._ledger.write()
@@ -118,7 +118,7 @@ class HubJournal:
             return cls(HubFolder(path), lock)
         except OSError as error:
             lock.close()
-            raise failed(path, error, "mend that, then open it again", "opened") from error
+            raise write_failure(path, error, "mend that, then open it again", "opened") from error
         except BaseException:
             lock.close()
             raise
@@ -135,7 +135,7 @@ class HubJournal:
             UsageError: they are not plain, or others were told before.
             CheckpointError: they can't be written.
         """
-        told = json.loads(text_of(facts, "facts of a run"))
+        told = json.loads(to_json(facts, "facts of a run"))
         if self._described:
             if told != dict(self.run_facts):
                 raise UsageError(
@@ -147,10 +147,10 @@ class HubJournal:
         try:
             write_checked_file(self._folder.page, told)
         except OSError as error:
-            raise failed(self._folder.page, error, "make room, then describe it again") from error
+            raise write_failure(self._folder.page, error, "make room, then describe it again") from error
         self.run_facts, self._described = MappingProxyType(told), True
 
-    def recovered(self) -> Recovered:
+    def recovered(self) -> RecoveredState:
         """Return the last snapshot, and the records that were committed since.
 
         Raises:
@@ -161,7 +161,7 @@ class HubJournal:
         if tensors is None and self._base_path is not None:
             base, tensors = read_snapshot(self._base_path)
         records = records_between(self._logs, base.next, self._log.durable)
-        return Recovered(
+        return RecoveredState(
             base.revision, base.facts, tensors, ((record.values, record.payload) for record in records)
         )
 
@@ -180,7 +180,7 @@ class HubJournal:
             UsageError: a value is not plain, or something is too long.
             CheckpointError: what waited before can't be written; this record was not taken.
         """
-        data = packed(values)
+        data = pack_values(values)
         held = memoryview(payload).cast("B")
         kept = held if held.readonly else bytes(held)
         self._check()
@@ -189,7 +189,7 @@ class HubJournal:
         with self._in_one_go():
             sequence = self._log.next
             self._log.add(data, kept)
-            self._ledger.add(line_of(sequence, values))
+            self._ledger.add(ledger_line(sequence, values))
         return sequence
 
     def commit(self) -> None:
@@ -205,7 +205,7 @@ class HubJournal:
                 try:
                     file.write()
                 except OSError as error:
-                    raise failed(
+                    raise write_failure(
                         file.path, error, "nothing that was appended is lost: make room, then commit again"
                     ) from error
 
@@ -235,7 +235,7 @@ class HubJournal:
             self._ledger.sync()
             write_snapshot(path, snapshot, tensors)
         except OSError as error:
-            raise failed(
+            raise write_failure(
                 path, error, "what was there before is untouched: make room, then take the snapshot again"
             ) from error
         self._base_path, self._base, self._tensors = path, snapshot, None
@@ -256,7 +256,7 @@ class HubJournal:
         except OSError as error:
             if not path.exists():
                 self._broken = ""
-            raise failed(path, error, "the snapshot is on the disk: make room, then go on") from error
+            raise write_failure(path, error, "the snapshot is on the disk: make room, then go on") from error
         self._log.close()
         self._log, self._broken = begun, ""
 

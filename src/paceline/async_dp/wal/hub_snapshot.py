@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_64
 
 from paceline._core.files import write_atomic
-from paceline.async_dp.wal.json_values import text_of
+from paceline.async_dp.wal.plain_values import to_json
 from paceline.errors import DamagedCheckpoint, UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def write_snapshot(path: Path, snapshot: HubSnapshot, tensors: Mapping[str, Tens
 
     from paceline.checkpoint.format.safetensors_writer import dtype_name, write_file
 
-    facts = text_of(snapshot.facts, "facts of a snapshot")
+    facts = to_json(snapshot.facts, "facts of a snapshot")
     for label, tensor in tensors.items():
         if tensor.dtype is torch.complex128 or tensor.is_quantized or tensor.layout is not torch.strided:
             raise UsageError(

@@ -26,15 +26,15 @@ from paceline._core.files import write_atomic
 from paceline.async_dp.wal.hub_folder import write_at
 from paceline.async_dp.wal.journal_records import (
     CHECKSUM_NBYTES,
-    HEAD_NBYTES,
-    MARK,
-    START_NBYTES,
-    Start,
-    encode,
-    head_of,
-    pack_start,
-    start_of,
-    values_of,
+    RECORD_HEADER_NBYTES,
+    RECORD_MARK,
+    JOURNAL_HEADER_NBYTES,
+    JournalHeader,
+    encode_record,
+    parse_record_header,
+    pack_journal_header,
+    parse_journal_header,
+    parse_record_values,
 )
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
@@ -61,7 +61,7 @@ class JournalWriter:
         OSError: it can't be written.
     """
 
-    def __init__(self, path: Path, start: Start, end: int, after: int) -> None:
+    def __init__(self, path: Path, start: JournalHeader, end: int, after: int) -> None:
         self.path, self.start, self.durable = path, start, after
         self.waiting_nbytes = 0
         self._end = end
@@ -82,10 +82,10 @@ class JournalWriter:
         Raises:
             OSError: it can't be written.
         """
-        start = Start(revision, first, secrets.randbits(64))
-        fault_injection.writing(START_NBYTES)
-        write_atomic(path, lambda beside: beside.write_bytes(pack_start(start)))
-        return cls(path, start, START_NBYTES, first)
+        start = JournalHeader(revision, first, secrets.randbits(64))
+        fault_injection.writing(JOURNAL_HEADER_NBYTES)
+        write_atomic(path, lambda beside: beside.write_bytes(pack_journal_header(start)))
+        return cls(path, start, JOURNAL_HEADER_NBYTES, first)
 
     @property
     def next(self) -> int:
@@ -99,7 +99,7 @@ class JournalWriter:
             UsageError: the payload is too long.
         """
         seed = self.start.key + self._end + self.waiting_nbytes
-        pieces = encode(self.next, self.durable, values, payload, seed)
+        pieces = encode_record(self.next, self.durable, values, payload, seed)
         self._waiting += pieces
         self.waiting_nbytes += sum(map(len, pieces))
         self._waiting_records += 1
@@ -176,7 +176,7 @@ class JournalReader:
             raise DamagedCheckpoint(f"{str(path)!r} can't be read: {error.strerror}") from error
         try:
             self.nbytes = os.fstat(self._handle).st_size
-            self.start = start_of(self._read(0, START_NBYTES))
+            self.start = parse_journal_header(self._read(0, JOURNAL_HEADER_NBYTES))
         except DamagedCheckpoint as error:
             self.close()
             raise DamagedCheckpoint(
@@ -202,7 +202,7 @@ class JournalReader:
         Raises:
             DamagedCheckpoint: what follows is no record, or not the next one.
         """
-        at, due = START_NBYTES, self.start.first
+        at, due = JOURNAL_HEADER_NBYTES, self.start.first
         while at < self.nbytes:
             record = self._record(at)
             if record.sequence != due:
@@ -224,25 +224,25 @@ class JournalReader:
 
     def _record(self, at: int) -> JournalRecord:
         """Return the record at a place; raise a DamagedCheckpoint if there is none that is whole."""
-        head = head_of(self._read(at, HEAD_NBYTES))
+        head = parse_record_header(self._read(at, RECORD_HEADER_NBYTES))
         stop = at + head.total_nbytes
         if stop > self.nbytes:
             raise DamagedCheckpoint(f"a record ends at byte {stop}, its file at byte {self.nbytes}")
-        front_nbytes = HEAD_NBYTES + head.size
+        front_nbytes = RECORD_HEADER_NBYTES + head.size
         front = self._read(at, front_nbytes)
         payload = self._read(at + front_nbytes, head.nbytes)
         checksum = self._read(stop - CHECKSUM_NBYTES, CHECKSUM_NBYTES)
-        values = values_of(front, payload, checksum, self.start.key + at)
+        values = parse_record_values(front, payload, checksum, self.start.key + at)
         return JournalRecord(head.sequence, head.durable, values, payload, stop)
 
     def _find(self, at: int) -> int | None:
         """Return where the mark of a record is next, at `at` or later."""
         while at < self.nbytes:
             block = self._read(at, _BLOCK_NBYTES)
-            where = block.find(MARK)
+            where = block.find(RECORD_MARK)
             if where >= 0:
                 return at + where
-            at += max(1, len(block) - len(MARK) + 1)
+            at += max(1, len(block) - len(RECORD_MARK) + 1)
         return None
 
     def _read(self, at: int, nbytes: int) -> bytes:

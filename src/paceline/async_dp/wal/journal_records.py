@@ -28,39 +28,39 @@ from typing import Any
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from paceline.async_dp.wal.json_values import VALUES_LIMIT_NBYTES, unpacked
+from paceline.async_dp.wal.plain_values import VALUES_LIMIT_NBYTES, unpack_values
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.transport.envelope import PAYLOAD_LIMIT_NBYTES, Bytes
 
 __all__ = [
     "CHECKSUM_NBYTES",
-    "FORMAT",
+    "JOURNAL_FORMAT",
     "HEAD_NBYTES",
-    "MARK",
-    "START_NBYTES",
-    "Head",
-    "Start",
-    "encode",
-    "head_of",
-    "pack_start",
-    "start_of",
-    "values_of",
+    "RECORD_MARK",
+    "JOURNAL_HEADER_NBYTES",
+    "RecordHeader",
+    "JournalHeader",
+    "encode_record",
+    "parse_record_header",
+    "pack_journal_header",
+    "parse_journal_header",
+    "parse_record_values",
 ]
 
-FORMAT = 1
+JOURNAL_FORMAT = 1
 """Version of the format; a newer one is refused."""
 
-MARK = b"\x8bPLR"
+RECORD_MARK = b"\x8bPLR"
 _FILE_MARK = b"\x8bPLJRN\r\n"
 _START, _HEAD, _CHECKSUM = struct.Struct("<8sIQQQ"), struct.Struct("<4sIIIIQQ"), struct.Struct("<Q")
-START_NBYTES = _START.size + _CHECKSUM.size
+JOURNAL_HEADER_NBYTES = _START.size + _CHECKSUM.size
 HEAD_NBYTES, CHECKSUM_NBYTES = _HEAD.size, _CHECKSUM.size
 _SMALL_NBYTES = 64 << 10
 _ONES = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class JournalHeader:
     """How a journal begins: the revision of the snapshot before it, the number of its first record, its key."""
 
     revision: int
@@ -69,7 +69,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RecordHeader:
     """How a record begins: bytes of its values and of its payload, its number, how many records were on the disk."""
 
     size: int
@@ -83,34 +83,34 @@ class Head:
         return HEAD_NBYTES + self.size + self.nbytes + CHECKSUM_NBYTES
 
 
-def pack_start(start: Start) -> bytes:
+def pack_journal_header(start: JournalHeader) -> bytes:
     """Return how a journal's file begins."""
-    data = _START.pack(_FILE_MARK, FORMAT, start.revision, start.first, start.key)
+    data = _START.pack(_FILE_MARK, JOURNAL_FORMAT, start.revision, start.first, start.key)
     return data + _CHECKSUM.pack(xxh3_64_intdigest(data))
 
 
-def start_of(data: bytes) -> Start:
+def parse_journal_header(data: bytes) -> JournalHeader:
     """Return what a journal's file begins with.
 
     Raises:
         DamagedCheckpoint: this is no such beginning.
         UsageError: a newer version of Paceline wrote it.
     """
-    if len(data) < START_NBYTES:
+    if len(data) < JOURNAL_HEADER_NBYTES:
         raise DamagedCheckpoint(f"it ends after {len(data)} bytes, before its beginning is whole")
     mark, version, revision, first, key = _START.unpack_from(data)
     (told,) = _CHECKSUM.unpack_from(data, _START.size)
     if mark != _FILE_MARK or xxh3_64_intdigest(data[: _START.size]) != told:
         raise DamagedCheckpoint("its first bytes are not those of a journal, or not those that were written")
-    if version > FORMAT:
+    if version > JOURNAL_FORMAT:
         raise UsageError(
-            f"it has format {version}, this version of Paceline knows those up to {FORMAT}",
+            f"it has format {version}, this version of Paceline knows those up to {JOURNAL_FORMAT}",
             remedy="resume with the version that wrote it, or a newer one",
         )
-    return Start(revision, first, key)
+    return JournalHeader(revision, first, key)
 
 
-def encode(sequence: int, durable: int, values: bytes, payload: Bytes, seed: int) -> list[Bytes]:
+def encode_record(sequence: int, durable: int, values: bytes, payload: Bytes, seed: int) -> list[Bytes]:
     """Return a record in pieces, to be written in this order; a long payload is not copied.
 
     Args:
@@ -124,7 +124,7 @@ def encode(sequence: int, durable: int, values: bytes, payload: Bytes, seed: int
         UsageError: the payload is too long.
 
     Example:
-        >>> from paceline.async_dp.wal.json_values import packed
+        >>> from paceline.async_dp.wal.plain_values import packed
         >>> record = b"".join(encode(4, 3, packed({"worker": 7}), b"update", seed=0))
         >>> head = head_of(record)
         >>> head.sequence, head.nbytes
@@ -137,7 +137,7 @@ def encode(sequence: int, durable: int, values: bytes, payload: Bytes, seed: int
             f"a payload has {nbytes} bytes, more than {PAYLOAD_LIMIT_NBYTES}",
             remedy="append it in parts",
         )
-    head = _HEAD.pack(MARK, size, size ^ _ONES, nbytes, nbytes ^ _ONES, sequence, durable) + values
+    head = _HEAD.pack(RECORD_MARK, size, size ^ _ONES, nbytes, nbytes ^ _ONES, sequence, durable) + values
     summed = xxh3_64(head, seed=seed & (2**64 - 1))
     summed.update(payload)
     checksum = _CHECKSUM.pack(summed.intdigest())
@@ -146,7 +146,7 @@ def encode(sequence: int, durable: int, values: bytes, payload: Bytes, seed: int
     return [head, payload, checksum]
 
 
-def head_of(data: Bytes) -> Head:
+def parse_record_header(data: Bytes) -> RecordHeader:
     """Return how a record begins; its checksum is still to be compared.
 
     Raises:
@@ -155,22 +155,22 @@ def head_of(data: Bytes) -> Head:
     if len(data) < HEAD_NBYTES:
         raise DamagedCheckpoint(f"the head of a record ends after {len(data)} of {HEAD_NBYTES} bytes")
     mark, size, not_size, nbytes, not_nbytes, sequence, durable = _HEAD.unpack_from(data)
-    if mark != MARK:
-        raise DamagedCheckpoint(f"{bytes(mark).hex()} is there, where a record begins with {MARK.hex()}")
+    if mark != RECORD_MARK:
+        raise DamagedCheckpoint(f"{bytes(mark).hex()} is there, where a record begins with {RECORD_MARK.hex()}")
     if size ^ not_size != _ONES or nbytes ^ not_nbytes != _ONES:
         raise DamagedCheckpoint("the sizes of a record and their complements don't fit")
     if size > VALUES_LIMIT_NBYTES or nbytes > PAYLOAD_LIMIT_NBYTES:
         raise DamagedCheckpoint(f"a record tells of {size} bytes of values and {nbytes} of payload")
-    return Head(size, nbytes, sequence, durable)
+    return RecordHeader(size, nbytes, sequence, durable)
 
 
-def values_of(front: bytes, payload: Bytes, checksum: bytes, seed: int) -> dict[str, Any]:
+def parse_record_values(front: bytes, payload: Bytes, checksum: bytes, seed: int) -> dict[str, Any]:
     """Return the values of a record, once its checksum fits.
 
     Args:
         front: its head and its values.
         payload, checksum: what follows.
-        seed: as for `encode`.
+        seed: as for `encode_record`.
 
     Raises:
         DamagedCheckpoint: it is not what was written.
@@ -182,4 +182,4 @@ def values_of(front: bytes, payload: Bytes, checksum: bytes, seed: int) -> dict[
     (told,) = _CHECKSUM.unpack(checksum)
     if summed.intdigest() != told:
         raise DamagedCheckpoint(f"a record has checksum {summed.intdigest():016x}, written was {told:016x}")
-    return unpacked(front[HEAD_NBYTES:])
+    return unpack_values(front[HEAD_NBYTES:])

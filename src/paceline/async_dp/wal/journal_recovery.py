@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.async_dp.wal.decision_ledger import Standing
+from paceline.async_dp.wal.decision_ledger import LedgerStatus
 from paceline.async_dp.wal.hub_folder import HubFolder
 from paceline.async_dp.wal.hub_snapshot import HubSnapshot, read_snapshot
 from paceline.async_dp.wal.journal_file import JournalReader, JournalRecord
-from paceline.async_dp.wal.journal_records import START_NBYTES, Start
+from paceline.async_dp.wal.journal_records import JOURNAL_HEADER_NBYTES, JournalHeader
 from paceline.errors import DamagedCheckpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Base", "End", "Recovered", "end_of", "find_base", "logs_since", "records_between"]
+__all__ = ["RecoveryBase", "JournalEnd", "RecoveredState", "find_end", "find_base", "journals_since", "records_between"]
 
 log = logging.getLogger("paceline.async_dp")
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveredState:
     """What a hub goes on from.
 
     Attributes:
@@ -42,7 +42,7 @@ class Recovered:
 
 
 @dataclass(frozen=True)
-class Base:
+class RecoveryBase:
     """Where recovery begins.
 
     Attributes:
@@ -59,7 +59,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class End:
+class JournalEnd:
     """Where the records end.
 
     Attributes:
@@ -70,12 +70,12 @@ class End:
     """
 
     path: Path | None
-    start: Start
+    start: JournalHeader
     nbytes: int
     next: int
 
 
-def find_base(folder: HubFolder) -> Base:
+def find_base(folder: HubFolder) -> RecoveryBase:
     """Return the newest snapshot that is intact.
 
     Raises:
@@ -91,17 +91,17 @@ def find_base(folder: HubFolder) -> Base:
         else:
             for newer, why in passed.items():
                 log.warning("passed over %s, which is not intact: %s", newer, why)
-            return Base(path, snapshot, tensors, tuple(passed))
+            return RecoveryBase(path, snapshot, tensors, tuple(passed))
     if passed:
         raise DamagedCheckpoint(
             f"none of the {len(passed)} snapshots in {str(folder.path)!r} is intact: "
             + "; ".join(str(error) for error in passed.values()),
             remedy="put a copy of one back",
         )
-    return Base()
+    return RecoveryBase()
 
 
-def logs_since(folder: HubFolder, first: int) -> list[Path]:
+def journals_since(folder: HubFolder, first: int) -> list[Path]:
     """Return the journals that have the records from number `first` on, in order.
 
     Raises:
@@ -135,7 +135,7 @@ def records_between(paths: Sequence[Path], first: int, stop: int) -> Iterator[Jo
                     return
 
 
-def end_of(paths: Sequence[Path], ledger: Standing) -> End:
+def find_end(paths: Sequence[Path], ledger: LedgerStatus) -> JournalEnd:
     """Read consecutive journals through, and return where their records end.
 
     Args:
@@ -145,7 +145,7 @@ def end_of(paths: Sequence[Path], ledger: Standing) -> End:
     Raises:
         DamagedCheckpoint: a record that had been on the disk is damaged or missing; file and place are told.
     """
-    path, start, at, due = None, Start(0, 0, 0), 0, 0
+    path, start, at, due = None, JournalHeader(0, 0, 0), 0, 0
     for number, path in enumerate(paths):
         is_last = number == len(paths) - 1
         with closing(JournalReader(path)) as one:
@@ -153,7 +153,7 @@ def end_of(paths: Sequence[Path], ledger: Standing) -> End:
                 raise _lost(
                     paths[number - 1], at, due, f"the next journal begins with record {one.start.first}"
                 )
-            start, at, due = one.start, START_NBYTES, one.start.first
+            start, at, due = one.start, JOURNAL_HEADER_NBYTES, one.start.first
             try:
                 for record in one.records():
                     at, due = record.stop, record.sequence + 1
@@ -171,7 +171,7 @@ def end_of(paths: Sequence[Path], ledger: Standing) -> End:
         )
     if path is not None and ledger.told >= due:
         raise _lost(path, at, due, f"it ends there, and the ledger has records up to {ledger.told}")
-    return End(path, start, at, due)
+    return JournalEnd(path, start, at, due)
 
 
 def _lost(path: Path, at: int, due: int, why: str) -> DamagedCheckpoint:

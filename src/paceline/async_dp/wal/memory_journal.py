@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from paceline.async_dp.wal.hub_snapshot import HubSnapshot
-from paceline.async_dp.wal.journal_recovery import Recovered
+from paceline.async_dp.wal.journal_recovery import RecoveredState
 from paceline.errors import UsageError
 from paceline.transport.envelope import Bytes
 
@@ -56,11 +56,11 @@ class MemoryJournal:
             raise UsageError("the run was described before, with other facts", remedy="describe it as it was")
         self.run_facts, self._described = MappingProxyType(dict(facts)), True
 
-    def recovered(self) -> Recovered:
+    def recovered(self) -> RecoveredState:
         """Return the last snapshot, and the records that were committed since."""
         base, stop = self._base, self._durable
         tensors = self._tensors
-        return Recovered(
+        return RecoveredState(
             base.revision,
             base.facts,
             None if tensors is None else {label: tensor.clone() for label, tensor in tensors.items()},

@@ -29,14 +29,14 @@ from typing import Any
 
 from paceline._core.file_lock import FolderLock
 from paceline._core.files import write_atomic
-from paceline.async_dp.wal.hub_folder import failed, make_folder
-from paceline.async_dp.wal.journal_records import CHECKSUM_NBYTES, HEAD_NBYTES, encode, head_of, values_of
-from paceline.async_dp.wal.json_values import packed, read_checked_file, write_checked_file
+from paceline.async_dp.wal.hub_folder import write_failure, make_folder
+from paceline.async_dp.wal.journal_records import CHECKSUM_NBYTES, RECORD_HEADER_NBYTES, encode_record, parse_record_header, parse_record_values
+from paceline.async_dp.wal.plain_values import pack_values, read_checked_file, write_checked_file
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 from paceline.transport.envelope import Bytes
 
-__all__ = ["Outbox", "PendingUpdate", "Sender", "read_update", "update_path", "update_paths", "write_update"]
+__all__ = ["Outbox", "PendingUpdate", "UpdateSender", "read_update", "update_path", "update_paths", "write_update"]
 
 log = logging.getLogger("paceline.async_dp")
 
@@ -92,7 +92,7 @@ class Outbox:
                 self._read(self._folder, worker)
             except OSError as error:
                 self.close()
-                raise failed(
+                raise write_failure(
                     self._folder, error, "mend that, then start the worker again", "opened"
                 ) from error
             except BaseException:
@@ -165,10 +165,10 @@ class Outbox:
         letter = PendingUpdate(round, fragment, dict(values), bytes(payload))
         if self._folder is not None:
             try:
-                write_update(self._folder, letter, Sender(self.run, self.worker))
+                write_update(self._folder, letter, UpdateSender(self.run, self.worker))
             except OSError as error:
                 path = update_path(self._folder, fragment)
-                raise failed(path, error, "it is not offered: make room, then put it again") from error
+                raise write_failure(path, error, "it is not offered: make room, then put it again") from error
         self._letters[fragment] = letter
 
     def pending(self) -> list[PendingUpdate]:
@@ -193,7 +193,7 @@ class Outbox:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                raise failed(path, error, "let this worker write to its folder", "removed") from error
+                raise write_failure(path, error, "let this worker write to its folder", "removed") from error
         del self._letters[fragment]
         return True
 
@@ -250,7 +250,7 @@ class Outbox:
         if lost and worker is not None:
             self._round_least = time.time_ns() // 1000
 
-    def _check_letter(self, letter: PendingUpdate, sender: Sender, fragment: int) -> None:
+    def _check_letter(self, letter: PendingUpdate, sender: UpdateSender, fragment: int) -> None:
         """Raise a DamagedCheckpoint unless a letter may be offered again."""
         if letter.fragment != fragment:
             raise DamagedCheckpoint(f"it is of fragment {letter.fragment}")
@@ -276,7 +276,7 @@ class Outbox:
         try:
             write_checked_file(path, page)
         except OSError as error:
-            raise failed(path, error, "make room, then try again") from error
+            raise write_failure(path, error, "make room, then try again") from error
 
 
 def _drawn() -> int:
@@ -306,7 +306,7 @@ class PendingUpdate:
 
 
 @dataclass(frozen=True)
-class Sender:
+class UpdateSender:
     """Whose letter it is: the run, empty if it was not known yet, and the worker's number."""
 
     run: str
@@ -324,7 +324,7 @@ def update_paths(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def write_update(folder: Path, letter: PendingUpdate, sender: Sender) -> None:
+def write_update(folder: Path, letter: PendingUpdate, sender: UpdateSender) -> None:
     """Put a letter into a folder, whole and on the disk when this returns.
 
     Raises:
@@ -336,18 +336,18 @@ def write_update(folder: Path, letter: PendingUpdate, sender: Sender) -> None:
     write_atomic(update_path(folder, letter.fragment), lambda beside: beside.write_bytes(data))
 
 
-def pack_update(letter: PendingUpdate, sender: Sender) -> bytes:
+def pack_update(letter: PendingUpdate, sender: UpdateSender) -> bytes:
     """Return a letter as bytes: one record, as in a hub's journal.
 
     Raises:
         UsageError: something in it can't be packed.
     """
     about = {"run": sender.run, "worker": sender.worker, "round": letter.round, "fragment": letter.fragment}
-    values = packed({**about, "values": dict(letter.values)})
-    return b"".join(encode(letter.round, 0, values, letter.payload, seed=0))
+    values = pack_values({**about, "values": dict(letter.values)})
+    return b"".join(encode_record(letter.round, 0, values, letter.payload, seed=0))
 
 
-def read_update(path: Path) -> tuple[PendingUpdate, Sender]:
+def read_update(path: Path) -> tuple[PendingUpdate, UpdateSender]:
     """Return a letter, and whose it is.
 
     Raises:
@@ -355,15 +355,15 @@ def read_update(path: Path) -> tuple[PendingUpdate, Sender]:
     """
     try:
         data = path.read_bytes()
-        head = head_of(data)
+        head = parse_record_header(data)
         if head.total_nbytes != len(data):
             raise DamagedCheckpoint(f"it has {len(data)} bytes, should have {head.total_nbytes}")
-        front_nbytes = HEAD_NBYTES + head.size
+        front_nbytes = RECORD_HEADER_NBYTES + head.size
         payload = data[front_nbytes:-CHECKSUM_NBYTES]
-        about = values_of(data[:front_nbytes], payload, data[-CHECKSUM_NBYTES:], seed=0)
+        about = parse_record_values(data[:front_nbytes], payload, data[-CHECKSUM_NBYTES:], seed=0)
         return (
             PendingUpdate(about["round"], about["fragment"], about["values"], payload),
-            Sender(about["run"], about["worker"]),
+            UpdateSender(about["run"], about["worker"]),
         )
     except (OSError, KeyError) as error:
         raise DamagedCheckpoint(f"it can't be read: {error!r}") from error

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.async_dp.protocol.hub_messages import HubMessage, number
-from paceline.async_dp.thread_messages import Order
-from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
+from paceline.async_dp.protocol.hub_messages import HubMessage, meta_number
+from paceline.async_dp.worker.session_state import SessionRequest
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
@@ -115,7 +115,7 @@ class AsyncWorker:
         for side in self.sides:
             side.samples += samples
             side.steps += count
-            if side.state is State.READY and (counts.steps >= side.due or side.whole):
+            if side.state is FragmentState.READY and (counts.steps >= side.due or side.whole):
                 self._take(side)
         phase = self.spokes[0].terms.phase
         if phase == "population":
@@ -139,9 +139,9 @@ class AsyncWorker:
         if steps < self.warmup:
             due = min(due, self.warmup - steps)
         for side in self.sides:
-            if side.state is State.HERE:
+            if side.state is FragmentState.HERE:
                 continue
-            if side.state is State.READY and side.whole:
+            if side.state is FragmentState.READY and side.whole:
                 return 1
             due = min(due, side.due - steps)
         return max(1, due)
@@ -166,7 +166,7 @@ class AsyncWorker:
         if due is None:
             return
         side = self.sides[due]
-        if side.state is not State.HERE or side.revision < 0:
+        if side.state is not FragmentState.HERE or side.revision < 0:
             self.counts.skipped += 1
             return
         self._offer(due, side, cadence.delay, now + cadence.delay * step_seconds)
@@ -182,13 +182,13 @@ class AsyncWorker:
                 meta["before"] = self._before
         side.snapshot()
         side.due = self.counts.steps + delay
-        side.state = State.OUT
+        side.state = FragmentState.OUT
         if side.offered:
             self.counts.sent += 1
         else:
             self.counts.withheld += 1
         kind = "update" if side.offered else "fetch"
-        self._spoke_of(fragment).orders.append(Order(fragment, kind, by, meta))
+        self._spoke_of(fragment).orders.append(SessionRequest(fragment, kind, by, meta))
 
     def _take(self, side: FragmentReplica) -> None:
         """Take in what has come, unless it is not good enough."""
@@ -220,7 +220,7 @@ class AsyncWorker:
     def finish_begin(self, now: float) -> bool:
         """Begin to end; return False if there never was a centre."""
         self._finishing = dict.fromkeys(range(len(self.sides)), False)
-        return any(side.revision >= 0 or side.state is not State.HERE for side in self.sides)
+        return any(side.revision >= 0 or side.state is not FragmentState.HERE for side in self.sides)
 
     def finish_end(self, now: float) -> bool:
         """Send the last of every fragment once it is free, and take in its centre; return whether all is done.
@@ -229,11 +229,11 @@ class AsyncWorker:
         """
         for fragment, offered in list(self._finishing.items()):
             side = self.sides[fragment]
-            if side.state is State.READY:
+            if side.state is FragmentState.READY:
                 self._take(side)
                 if offered:
                     del self._finishing[fragment]
-            elif side.state is State.HERE and side.revision >= 0:
+            elif side.state is FragmentState.HERE and side.revision >= 0:
                 self._finishing[fragment] = True
                 self._offer(fragment, side, 0, now)
         return not self._finishing
@@ -249,7 +249,7 @@ class AsyncWorker:
             score = self._own_score()
             if score is not None:
                 meta = {"score": score, "steps": self.counts.steps, "lr": lr * self.lr_scale}
-                spoke.orders.append(Order(0, "score", meta=meta))
+                spoke.orders.append(SessionRequest(0, "score", meta=meta))
 
     def _replace(self, adopted: dict[int, HubMessage], lr: float) -> None:
         """Take another's parameters and learning rate."""
@@ -258,7 +258,7 @@ class AsyncWorker:
             side.whole = True
             side.arrive(-1, message.dtype, message.payload)
             side.take()
-        told = number(adopted[0].meta, "lr")
+        told = meta_number(adopted[0].meta, "lr")
         if told and lr > 0:
             self.lr_scale = float(told) / lr
         self.counts.replaced += 1
@@ -266,15 +266,15 @@ class AsyncWorker:
 
     def _hand_over(self, spoke: HubSession) -> None:
         """Give a hub the whole of its fragments, when nothing of them is under way."""
-        if any(side.state is not State.HERE for side in spoke.sides.values()):
+        if any(side.state is not FragmentState.HERE for side in spoke.sides.values()):
             return
         spoke.terms.wanted = False
         for fragment, side in spoke.sides.items():
             kept = side.samples, side.steps
             side.snapshot()
             side.samples, side.steps = kept
-            side.state = State.OUT
-            spoke.orders.append(Order(fragment, "parameters"))
+            side.state = FragmentState.OUT
+            spoke.orders.append(SessionRequest(fragment, "parameters"))
 
     # ------------------------------------------------------------------ scores
 
@@ -294,7 +294,7 @@ class AsyncWorker:
         score = self._own_score("centre")
         if score is not None:
             meta = {"score": score, "revision": side.came_revision}
-            self.spokes[0].orders.append(Order(0, "score", meta=meta))
+            self.spokes[0].orders.append(SessionRequest(0, "score", meta=meta))
         return score
 
     def _spoke_of(self, fragment: int) -> HubSession:

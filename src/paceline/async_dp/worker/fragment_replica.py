@@ -25,10 +25,10 @@ from paceline.async_dp.protocol.parameter_layout import FragmentLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.transport.envelope import Bytes
 
-__all__ = ["FragmentReplica", "State"]
+__all__ = ["FragmentReplica", "FragmentState"]
 
 
-class State(Enum):
+class FragmentState(Enum):
     """Who has a fragment."""
 
     HERE = auto()
@@ -68,7 +68,7 @@ class FragmentReplica:
         self._base_parts, self._sent_parts, self._came_parts = map(self._parts, flats)
         self._packings: dict[str, UpdateCodec] = {}
         self.came_revision = -1
-        self.state, self.revision, self.offered = State.HERE, -1, False
+        self.state, self.revision, self.offered = FragmentState.HERE, -1, False
         self.whole, self.anew = False, True
         self.next_codec: str | None = None
         self.round, self.due, self.samples, self.steps = 0, 0, 0.0, 0
@@ -100,7 +100,7 @@ class FragmentReplica:
         self._base_parts, self._came_parts = self._came_parts, self._base_parts
         self.revision = self.came_revision
         self.whole = False
-        self.state = State.HERE
+        self.state = FragmentState.HERE
 
     def decline(self) -> None:
         """Go on with one's own; what was offered is in the centre, so the next update begins behind it."""
@@ -108,7 +108,7 @@ class FragmentReplica:
             copy_into(self._sent, self.base)
             self.revision = self.came_revision
         self.whole = False
-        self.state = State.HERE
+        self.state = FragmentState.HERE
 
     def swap(self) -> None:
         """Exchange the model's parameters for what came, or back."""
@@ -134,7 +134,7 @@ class FragmentReplica:
         """Unpack the centre, or what is to be taken in its place, and hand it to the training thread."""
         self.packing_by(codec).unpack(packet, self._came)
         self.came_revision = revision
-        self.state = State.READY
+        self.state = FragmentState.READY
 
     def packing_by(self, codec: str) -> UpdateCodec:
         """Return the packing by a codec, without feedback."""

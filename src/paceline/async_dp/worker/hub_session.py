@@ -20,14 +20,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.async_dp.protocol.hub_messages import BULK, VERSION, HubMessage, number, text, whole
+from paceline.async_dp.protocol.hub_messages import BULK_KINDS, PROTOCOL_VERSION, HubMessage, meta_number, meta_text, meta_count
 from paceline.async_dp.protocol.message_assembly import MessageAssembler
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
-from paceline.async_dp.protocol.update_codec import CODECS
-from paceline.async_dp.thread_messages import Order, Terms
+from paceline.async_dp.protocol.update_codec import UPDATE_CODECS
+from paceline.async_dp.worker.session_state import SessionRequest, HubStatus
 from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate
-from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
-from paceline.async_dp.worker.reply_timeout import ReplyTimeout, Under
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
+from paceline.async_dp.worker.reply_timeout import ReplyTimeout, FragmentExchange
 from paceline.errors import DamagedEnvelope, UsageError
 from paceline.transport.envelope_header import Header
 from paceline.transport.transport_interface import HUB, Envelope
@@ -80,15 +80,15 @@ class HubSession:
         new_session: Callable[[], int],
     ) -> None:
         self.me, self.name, self.layout, self.sides, self._outbox = me, name, layout, sides, outbox
-        self.terms = Terms(run=run)
+        self.terms = HubStatus(run=run)
         self.connected = False
         self.acknowledged, self.refused, self.resent = 0, 0, 0
         self.beat: Mapping[str, Any] = {}
         self.beat_seconds = _BEAT_SECONDS
-        self.orders: deque[Order] = deque()
+        self.orders: deque[SessionRequest] = deque()
         self._facts, self._new_session = dict(facts), new_session
         self.session, self.sequence = new_session(), 0
-        self._under: dict[int, Under] = {}
+        self._under: dict[int, FragmentExchange] = {}
         # By fragment: when its letter is to be said again, infinity as long as it has not left.
         self._again: dict[int, float] = {}
         self._due = math.inf  # no later than what is due first of these, and of what is under way
@@ -177,10 +177,10 @@ class HubSession:
         self._out.append(HubMessage(kind, self.me, HUB, meta=meta))
 
     def _limit(self, header: Header) -> int | None:
-        if header.kind not in BULK:
+        if header.kind not in BULK_KINDS:
             return 0
         side = self.sides.get(header.meta.get("fragment", -1))
-        if side is None or header.dtype not in CODECS:
+        if side is None or header.dtype not in UPDATE_CODECS:
             return None
         return side.packing_by(header.dtype).nbytes
 
@@ -191,7 +191,7 @@ class HubSession:
             return
         self._hello_at = now + self._hello_pause
         self._hello_pause = min(2 * self._hello_pause, _LONGEST_HELLO_SECONDS)
-        meta = {"version": VERSION, "name": self.name, **self._facts}
+        meta = {"version": PROTOCOL_VERSION, "name": self.name, **self._facts}
         self._out.append(HubMessage("hello", self.me, HUB, meta=meta, payload=self.layout.packed()))
 
     def _forgotten(self, message: HubMessage | None, now: float) -> None:
@@ -205,14 +205,14 @@ class HubSession:
         meta, terms = message.meta, self.terms
         if meta.get("yours") != self.session:
             return
-        run = text(meta, "run")
+        run = meta_text(meta, "run")
         try:
             self._outbox.bind(run)
         except UsageError as error:
             terms.refusal = str(error)
             return
-        terms.run, terms.phase = run, text(meta, "phase")
-        terms.slot, terms.slots = whole(meta, "slot"), whole(meta, "slots", 1)
+        terms.run, terms.phase = run, meta_text(meta, "phase")
+        terms.slot, terms.slots = meta_count(meta, "slot"), meta_count(meta, "slots", 1)
         self._listen(meta)
         was, self.connected = self.connected, True
         self._hello_at, self._hello_pause = now + _LONGEST_HELLO_SECONDS, _LONGEST_HELLO_SECONDS
@@ -228,15 +228,15 @@ class HubSession:
 
     def _turned_away(self, message: HubMessage, now: float) -> None:
         if message.meta.get("yours") == self.session:
-            self.terms.refusal = text(message.meta, "why") or "no reason was told"
+            self.terms.refusal = meta_text(message.meta, "why") or "no reason was told"
 
     def _listen(self, meta: Mapping[str, Any]) -> None:
         """Take over what the hub tells time and again."""
         terms = self.terms
-        terms.workers = whole(meta, "workers", terms.workers)
-        rate = number(meta, "rate")
+        terms.workers = meta_count(meta, "workers", terms.workers)
+        rate = meta_number(meta, "rate")
         terms.rate = float(rate) if rate else None
-        samples = number(meta, "samples")
+        samples = meta_number(meta, "samples")
         if samples is not None:
             terms.samples = float(samples)
 
@@ -244,13 +244,13 @@ class HubSession:
         """Fetch what has never been fetched, to be taken whole unless it began here."""
         for fragment in self._never - self._under.keys() - self._again.keys():
             side = self.sides[fragment]
-            if side.state is State.HERE:
-                side.state, side.whole = State.OUT, not self._gave
-                self._begin(Order(fragment, "fetch", now), now)
+            if side.state is FragmentState.HERE:
+                side.state, side.whole = FragmentState.OUT, not self._gave
+                self._begin(SessionRequest(fragment, "fetch", now), now)
 
     # ------------------------------------------------------------------ updates
 
-    def _begin(self, order: Order, now: float) -> None:
+    def _begin(self, order: SessionRequest, now: float) -> None:
         """Carry out an order."""
         if order.kind == "score":
             self._say("score", **order.meta)
@@ -259,9 +259,9 @@ class HubSession:
         if order.kind == "parameters":
             packet = side.pack_whole()
             self._out.append(HubMessage("parameters", self.me, HUB, 0, order.fragment, {}, packet, "fp32"))
-            side.state = State.HERE
+            side.state = FragmentState.HERE
             return
-        under = self._under[order.fragment] = Under(order, "acknowledge", now)
+        under = self._under[order.fragment] = FragmentExchange(order, "acknowledge", now)
         if order.kind == "fetch":
             self._await_time(order.fragment, under, now)
             return
@@ -287,7 +287,7 @@ class HubSession:
             return
         del self._again[fragment]
         self._due = self._first_due()
-        why = text(message.meta, "why")
+        why = meta_text(message.meta, "why")
         if why:
             self.refused += 1
             log.warning("worker %s: round %d was refused: %s", self.name, round, why)
@@ -305,7 +305,7 @@ class HubSession:
 
     # ------------------------------------------------------------------ centres
 
-    def _await_time(self, fragment: int, under: Under, now: float) -> None:
+    def _await_time(self, fragment: int, under: FragmentExchange, now: float) -> None:
         """Ask for the centre, or wait until it is time to."""
         under.stage, under.once, under.due = "wait", True, self.patience.ask_at(under.order.by)
         if under.due <= now:
@@ -313,7 +313,7 @@ class HubSession:
         else:
             self._due = min(self._due, under.due)
 
-    def _ask(self, fragment: int, under: Under, now: float) -> None:
+    def _ask(self, fragment: int, under: FragmentExchange, now: float) -> None:
         under.stage, under.asked, under.due = "come", now, math.inf
         have = self.sides[fragment].revision
         self._out.append(HubMessage("fetch", self.me, HUB, 0, fragment, {"have": have}))
@@ -374,11 +374,11 @@ class HubSession:
         self._adopting[message.fragment] = message
         if self._adopting.keys() == self.sides.keys():
             self.adopted, self._adopting = self._adopting, {}
-            log.info("worker %s is replaced: %s", self.name, text(message.meta, "why"))
+            log.info("worker %s is replaced: %s", self.name, meta_text(message.meta, "why"))
 
     def _together(self, message: HubMessage, now: float) -> None:
         self.terms.phase = "together"
-        self._gave = number(message.meta, "best") == self.me
+        self._gave = meta_number(message.meta, "best") == self.me
 
 
 _HANDLERS: Mapping[str, Callable[[HubSession, HubMessage, float], None]] = {

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.async_dp.thread_messages import Order
+from paceline.async_dp.worker.session_state import SessionRequest
 
-__all__ = ["ReplyTimeout", "Under"]
+__all__ = ["ReplyTimeout", "FragmentExchange"]
 
 _UNKNOWN_SECONDS, _LEAST_SECONDS, _MOST_DOUBLINGS = 10.0, 1.0, 4
 _EARLY = 1.3  # a centre is asked for this many times the last one's duration before it is due
 
 
 @dataclass(slots=True)
-class Under:
+class FragmentExchange:
     """What is under way for a fragment: waiting to be acknowledged, to be asked for, to come.
 
     Attributes:
@@ -28,7 +28,7 @@ class Under:
         once: what is waited for was said once.
     """
 
-    order: Order
+    order: SessionRequest
     stage: str  # "acknowledge" | "wait" | "come"
     begun: float = 0.0
     asked: float = 0.0

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["POLICIES", "SelectionPolicy"]
+__all__ = ["SELECTION_POLICIES", "SelectionPolicy"]
 
-POLICIES = ("all", "better", "best")
+SELECTION_POLICIES = ("all", "better", "best")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SelectionPolicy:
     """Which updates are sent and which centres are taken in.
 
     Attributes:
-        send, receive: of `POLICIES`.
+        send, receive: of `SELECTION_POLICIES`.
         scored: score even where both are ``"all"``, so that the hub can refuse what makes the score worse.
 
     Example:
@@ -39,8 +39,8 @@ class SelectionPolicy:
 
     def __post_init__(self) -> None:
         for given in (self.send, self.receive):
-            if given not in POLICIES:
-                raise unknown("policy", given, POLICIES)
+            if given not in SELECTION_POLICIES:
+                raise unknown("policy", given, SELECTION_POLICIES)
 
     @property
     def scores(self) -> bool:

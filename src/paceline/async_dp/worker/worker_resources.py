@@ -28,10 +28,10 @@ from paceline.transport.hub_address import parse_address
 from paceline.transport.token_bucket import parse_share
 from paceline.transport.zmq.curve_keys import needs_keys
 
-__all__ = ["Choice", "check_hub", "choose", "fragments_for", "free_cores", "link_rate", "share_of_link"]
+__all__ = ["AutoSettings", "check_hub_address", "choose_settings", "auto_fragments", "reserved_cores", "link_rate", "bandwidth_limit"]
 
 
-def share_of_link(asked: str | float | None, link: float | None) -> float | None:
+def bandwidth_limit(asked: str | float | None, link: float | None) -> float | None:
     """Return bytes per second on the wire, None for no limit.
 
     Args:
@@ -61,7 +61,7 @@ def link_rate(host: str, port: int) -> float | None:
     return None
 
 
-def check_hub(address: str, secured: bool) -> tuple[str, int]:
+def check_hub_address(address: str, secured: bool) -> tuple[str, int]:
     """Return host and port of a hub's address.
 
     Raises:
@@ -76,7 +76,7 @@ def check_hub(address: str, secured: bool) -> tuple[str, int]:
     return place.host, place.port or 0
 
 
-def free_cores(cores: int) -> set[int]:
+def reserved_cores(cores: int) -> set[int]:
     """Return the cores that are kept free."""
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     if type(cores) is not int or not 0 <= cores < len(usable):
@@ -103,7 +103,7 @@ _MOST_FRAGMENTS = 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutoSettings:
     """What to do from now on: k, d, and how updates are packed."""
 
     every: int
@@ -111,7 +111,7 @@ class Choice:
     codec: str
 
 
-def choose(step_seconds: float, up_seconds: float, down_seconds: float, codec: str) -> Choice:
+def choose_settings(step_seconds: float, up_seconds: float, down_seconds: float, codec: str) -> AutoSettings:
     """Return the settings for what was measured.
 
     Args:
@@ -128,8 +128,8 @@ def choose(step_seconds: float, up_seconds: float, down_seconds: float, codec: s
     narrow = up_seconds / 2 if codec == "int8" else up_seconds
     wide = _cadence(step, 2 * narrow + down_seconds)
     if wide[0] <= _SMALL_EVERY:
-        return Choice(*wide, "int8")
-    return Choice(*_cadence(step, narrow + down_seconds), "int4")
+        return AutoSettings(*wide, "int8")
+    return AutoSettings(*_cadence(step, narrow + down_seconds), "int4")
 
 
 def _cadence(step: float, seconds: float) -> tuple[int, int]:
@@ -138,7 +138,7 @@ def _cadence(step: float, seconds: float) -> tuple[int, int]:
     return every, delay
 
 
-def fragments_for(numel: int, layers: int) -> int:
+def auto_fragments(numel: int, layers: int) -> int:
     """Return in how many fragments to send a model; it depends on the model alone, since all workers must agree.
 
     Example:

@@ -101,8 +101,8 @@ def hub(
         return
     from paceline.async_dp.hub.hub_rules import HubRules, HubShard
     from paceline.async_dp.hub.population import PopulationRules
-    from paceline.async_dp.hub.update_screening import ScreeningRules, Staleness
-    from paceline.async_dp.worker.worker_resources import share_of_link
+    from paceline.async_dp.hub.update_screening import ScreeningRules, StalenessPolicy
+    from paceline.async_dp.worker.worker_resources import bandwidth_limit
 
     if not (exploding == 0 or exploding > 1):
         raise UsageError(
@@ -110,12 +110,12 @@ def hub(
         )
     rules = HubRules(
         outer=outer_of(outer, outer_lr, outer_momentum, outer_warmup, unstable),
-        staleness=Staleness(staleness, bound),
+        staleness=StalenessPolicy(staleness, bound),
         screen=ScreeningRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
         population=None if population is None else PopulationRules(population, margin, 1, perturb, gap),
         down=down,
         shard=HubShard(*_shard(shard)),
-        bandwidth=share_of_link(bandwidth, None),
+        bandwidth=bandwidth_limit(bandwidth, None),
         silent_after=parse_seconds(silent_after),
         snapshot_every=snapshot_every,
     )

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Order", "Terms"]
+__all__ = ["SessionRequest", "HubStatus"]
 
 
 @dataclass(slots=True)
-class Order:
+class SessionRequest:
     """What the training thread wants done with a fragment whose snapshot it took.
 
     Attributes:
@@ -27,7 +27,7 @@ class Order:
 
 
 @dataclass
-class Terms:
+class HubStatus:
     """What a hub told.
 
     Attributes:

@@ -22,11 +22,11 @@ from paceline.testing import fault_injection
 
 __all__ = [
     "VALUES_LIMIT_NBYTES",
-    "line_of",
-    "packed",
+    "ledger_line",
+    "pack_values",
     "read_checked_file",
-    "text_of",
-    "unpacked",
+    "to_json",
+    "unpack_values",
     "write_checked_file",
 ]
 
@@ -40,7 +40,7 @@ _DEEPEST = 16
 _AS_LINE = json.JSONEncoder(ensure_ascii=False)
 
 
-def packed(values: Mapping[str, Any]) -> bytes:
+def pack_values(values: Mapping[str, Any]) -> bytes:
     """Return values as bytes.
 
     Raises:
@@ -50,7 +50,7 @@ def packed(values: Mapping[str, Any]) -> bytes:
         >>> unpacked(packed({"worker": 7, "loss": 2.5}))
         {'worker': 7, 'loss': 2.5}
     """
-    check(values, "a record")
+    check_plain(values, "a record")
     if "n" in values:
         raise UsageError(
             "a record can't have a value 'n': the ledger calls the record's number so",
@@ -65,8 +65,8 @@ def packed(values: Mapping[str, Any]) -> bytes:
     return data
 
 
-def unpacked(data: bytes) -> dict[str, Any]:
-    """Return the values that `packed` packed, once their checksum is known to be right.
+def unpack_values(data: bytes) -> dict[str, Any]:
+    """Return the values that `pack_values` packed, once their checksum is known to be right.
 
     Raises:
         DamagedCheckpoint: these are no values.
@@ -80,12 +80,12 @@ def unpacked(data: bytes) -> dict[str, Any]:
     return values
 
 
-def line_of(sequence: int, values: Mapping[str, Any]) -> bytes:
+def ledger_line(sequence: int, values: Mapping[str, Any]) -> bytes:
     """Return the ledger's line for a record, whose values are plain."""
     return _AS_LINE.encode({"n": sequence, **values}).encode() + b"\n"
 
 
-def text_of(values: Mapping[str, Any], what: str) -> str:
+def to_json(values: Mapping[str, Any], what: str) -> str:
     """Return values as JSON.
 
     Args:
@@ -95,11 +95,11 @@ def text_of(values: Mapping[str, Any], what: str) -> str:
     Raises:
         UsageError: they are not plain.
     """
-    check(values, what)
+    check_plain(values, what)
     return json.dumps(dict(values), ensure_ascii=False)
 
 
-def check(values: Mapping[str, Any], what: str) -> None:
+def check_plain(values: Mapping[str, Any], what: str) -> None:
     """Raise a UsageError unless `values` are plain; `what` they are is told."""
     problem = _problem(dict(values), 0)
     if problem:
@@ -150,7 +150,7 @@ def write_checked_file(path: Path, values: Mapping[str, Any]) -> None:
         UsageError: they are not plain.
         OSError: they can't be written; what was there stays.
     """
-    body = json.loads(text_of(values, path.name))
+    body = json.loads(to_json(values, path.name))
     text = json.dumps({"format": _FORMAT, "xxh3": _sum_of(body), "values": body}, indent=1) + "\n"
     fault_injection.writing(len(text))
     write_text(path, text)
