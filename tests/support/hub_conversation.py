@@ -51,7 +51,7 @@ class Talk:
     def give(self, *envelopes: Envelope) -> list[HubMessage]:
         for envelope in envelopes:
             self.hub.receive(envelope, self.now)
-        return self.hub.settle(self.now)
+        return self.hub.commit(self.now)
 
     def say(self, kind: str, worker: int, payload: Any = b"", **told: Any) -> list[HubMessage]:
         """Say something, and return the answers."""
@@ -82,8 +82,8 @@ class Talk:
 
     @property
     def theta(self) -> torch.Tensor:
-        assert self.hub.centres is not None
-        return self.hub.centres.of_fragment[0].theta
+        assert self.hub.params is not None
+        return self.hub.params.fragments[0].theta
 
     def kinds(self) -> list[str]:
         return [each["kind"] for each in self.journal.ledger()]

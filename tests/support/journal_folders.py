@@ -8,7 +8,11 @@ import shutil
 
 from paceline.async_dp.wal.hub_folder import LEDGER
 from paceline.async_dp.wal.hub_journal import HubJournal
-from paceline.async_dp.wal.journal_records import RECORD_HEADER_NBYTES, JOURNAL_HEADER_NBYTES, parse_record_header
+from paceline.async_dp.wal.journal_records import (
+    JOURNAL_HEADER_NBYTES,
+    RECORD_HEADER_NBYTES,
+    parse_record_header,
+)
 from paceline.testing import fault_injection
 
 __all__ = ["copied", "ends_of", "found_in", "never_waiting", "numbers_in", "payload_of", "small_run", "write"]
@@ -48,7 +52,9 @@ def ends_of(path):
     """Return where each record of a journal ends, its beginning first."""
     data, ends = path.read_bytes(), [JOURNAL_HEADER_NBYTES]
     while ends[-1] < len(data):
-        ends.append(ends[-1] + parse_record_header(data[ends[-1] : ends[-1] + RECORD_HEADER_NBYTES]).total_nbytes)
+        ends.append(
+            ends[-1] + parse_record_header(data[ends[-1] : ends[-1] + RECORD_HEADER_NBYTES]).total_nbytes
+        )
     return ends
 
 

@@ -13,9 +13,7 @@ from torch import nn
 
 import paceline
 from hub_process import HubProcess, Running, running, until
-from paceline.async_dp.hub.hub_rules import HubRules, HubShard
-from paceline.async_dp.hub.population import PopulationRules
-from paceline.async_dp.hub.update_screening import ScreeningRules
+from paceline.async_dp.hub.hub_rules import HubRules, HubShard, PopulationRules, ScreeningRules
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.errors import UsageError
 from paceline.transport.zmq.curve_keys import make_keys
@@ -137,22 +135,22 @@ def test_a_hub_that_is_killed_and_started_again_goes_on_and_no_acknowledged_upda
         with paceline.AsyncDataParallel(
             task.net, task.optim, hub.address, 4, 2, folder=tmp_path / "outbox"
         ) as star:
-            spoke = star._talks[0].spoke
-            take = spoke._outbox.acknowledge
+            session = star._comm_threads[0].session
+            take = session._outbox.acknowledge
 
             def note(round: int, fragment: int) -> bool:
                 acknowledged.add(round)
                 return take(round, fragment)
 
-            spoke._outbox.acknowledge = note
+            session._outbox.acknowledge = note
             for _ in range(3):
-                goal = spoke.acknowledged + 15
-                until(lambda goal=goal: spoke.acknowledged >= goal or _step(task))
+                goal = session.acknowledged + 15
+                until(lambda goal=goal: session.acknowledged >= goal or _step(task))
                 hub.kill()
                 task.steps(30)
                 hub.start()
-            goal = spoke.acknowledged + 5
-            until(lambda: spoke.acknowledged >= goal or _step(task))
+            goal = session.acknowledged + 5
+            until(lambda: session.acknowledged >= goal or _step(task))
         hub.end()
         updates = [each for each in read_ledger(tmp_path / "hub") if each["kind"] == "update"]
         rounds = [each["round"] for each in updates]
@@ -226,7 +224,7 @@ def test_a_worker_whose_parameters_became_nan_takes_the_centre_and_goes_on() -> 
                 bad.net.weight[0, 0] = torch.nan
             until(lambda: bool(torch.isfinite(bad.net.weight).all()) or _step(good) or _step(bad))
         assert hub.hub.refused["not finite"] >= 1
-        assert torch.isfinite(hub.hub.centres.of_fragment[0].theta).all()
+        assert torch.isfinite(hub.hub.params.fragments[0].theta).all()
 
 
 def test_a_population_replaces_a_bad_worker_and_joins_the_best() -> None:
@@ -266,8 +264,8 @@ def test_several_hubs_share_the_fragments() -> None:
             assert star.counts.taken > 10
         assert one.hub.updates > 5
         assert two.hub.updates > 5
-        assert sorted(one.hub.centres.of_fragment) == [0]
-        assert sorted(two.hub.centres.of_fragment) == [1]
+        assert sorted(one.hub.params.fragments) == [0]
+        assert sorted(two.hub.params.fragments) == [1]
 
 
 def test_settings_are_chosen_from_what_is_measured() -> None:

@@ -18,25 +18,25 @@ from paceline.tools.simulate.learning_tasks import LinearTask
 def test_each_of_several_hubs_is_given_its_own_fragments_when_it_asks() -> None:
     net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
     layout = ParameterLayout.of(net, 4)
-    sides = [
+    replicas = [
         FragmentReplica(each, dict(net.named_parameters()), UpdateCodec(each, "fp32"))
         for each in layout.fragments
     ]
-    spokes = [
+    sessions = [
         HubSession(
-            1, "w", layout, {index: sides[index], index + 2: sides[index + 2]}, Outbox(None, 1),
-            facts={}, new_session=lambda: 1,
+            1, "w", layout, {index: replicas[index], index + 2: replicas[index + 2]}, Outbox(None, 1),
+            hello_meta={}, new_session_id=lambda: 1,
         )
         for index in range(2)
     ]  # fmt: skip
-    worker = AsyncWorker(sides, spokes, SyncSchedule(8, 4, 1), SelectionPolicy())
-    for spoke, fragments in ((spokes[1], [1, 3]), (spokes[0], [0, 2])):
-        spoke.terms.wanted = True
+    worker = AsyncWorker(replicas, sessions, SyncSchedule(8, 4, 1), SelectionPolicy())
+    for session, fragments in ((sessions[1], [1, 3]), (sessions[0], [0, 2])):
+        session.hub_status.wanted = True
         worker.step(1.0, 0.1, 0.0, 1.0)
-        assert [(order.kind, order.fragment) for order in spoke.orders] == [
+        assert [(order.kind, order.fragment) for order in session.requests] == [
             ("parameters", fragment) for fragment in fragments
         ]
-    assert len(spokes[1].orders) == 2, "asked once, it is given all once"
+    assert len(sessions[1].requests) == 2, "asked once, it is given all once"
 
 
 def run(

@@ -12,13 +12,13 @@ from paceline.async_dp.float_rows import (
     NUMPY_MAX_NUMEL,
     add_scaled,
     as_array,
+    as_row,
     as_tensor,
-    to_bf16,
     copy_into,
-    fastest_form,
     from_bf16,
     l2_norm,
     subtract,
+    to_bf16,
 )
 
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), 1.0, -1.5, 3.4e38, -3.4e38, 1e-45, 1.17549435e-38]
@@ -55,26 +55,26 @@ def test_bfloat16_rounds_special_numbers_and_ties_as_torch_does() -> None:
 def test_few_numbers_and_many_are_computed_alike(numel: int) -> None:
     generator = torch.Generator().manual_seed(numel)
     left, right = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
-    as_few, as_many = fastest_form(left.clone()), left.clone()
+    as_few, as_many = as_row(left.clone()), left.clone()
     assert (type(as_few) is np.ndarray) == (numel <= NUMPY_MAX_NUMEL)
 
-    add_scaled(as_few, 0.3, fastest_form(right))
+    add_scaled(as_few, 0.3, as_row(right))
     add_scaled(as_many, 0.3, right)
     torch.testing.assert_close(as_tensor(as_few), as_many)
 
     difference = torch.empty(numel)
-    subtract(as_few, fastest_form(right), fastest_form(difference))
+    subtract(as_few, as_row(right), as_row(difference))
     assert torch.equal(difference, as_tensor(as_few) - right)
     assert l2_norm(as_few) == pytest.approx(float(as_tensor(as_few).norm()), rel=1e-5)
 
 
 def test_what_is_few_shares_the_memory_of_its_tensor() -> None:
     tensor = torch.zeros(3)
-    copy_into(torch.tensor([1.0, 2.0, 3.0]), fastest_form(tensor))
+    copy_into(torch.tensor([1.0, 2.0, 3.0]), as_row(tensor))
     assert tensor.tolist() == [1.0, 2.0, 3.0]
     assert as_array(tensor).tolist() == [1.0, 2.0, 3.0]
 
 
 def test_what_is_not_float32_stays_a_tensor() -> None:
-    assert isinstance(fastest_form(torch.zeros(3, dtype=torch.bfloat16)), torch.Tensor)
-    assert isinstance(fastest_form(torch.zeros(3, dtype=torch.float64)), torch.Tensor)
+    assert isinstance(as_row(torch.zeros(3, dtype=torch.bfloat16)), torch.Tensor)
+    assert isinstance(as_row(torch.zeros(3, dtype=torch.float64)), torch.Tensor)

@@ -32,7 +32,7 @@ def test_if_the_first_worker_falls_silent_another_is_asked() -> None:
     talk = Talk()
     talk.hello(1)
     talk.now = 100.0
-    talk.hub.settle(talk.now)
+    talk.hub.commit(talk.now)
     assert kinds(talk.hello(2)) == ["welcome", "ask"]
 
 
@@ -105,7 +105,7 @@ def test_an_update_moves_the_centre_and_is_acknowledged() -> None:
     (answer,) = talk.update(1, 0, ONES)
     assert (answer.kind, answer.target, answer.round, answer.meta["why"]) == ("ack", 1, 0, "")
     torch.testing.assert_close(talk.theta, -ONES / 2)
-    assert (talk.hub.updates, talk.hub.tally.samples) == (1, 1.0)
+    assert (talk.hub.updates, talk.hub.counters.samples) == (1, 1.0)
 
 
 def test_a_fetch_is_answered_with_the_centre_and_its_revision() -> None:
@@ -217,8 +217,8 @@ def test_a_sharded_hub_keeps_its_fragments_only() -> None:
     layout = ParameterLayout.of(model, 5)
     talk = Talk(HubRules(shard=HubShard(1, 2)))
     talk.hello(1, layout=layout)
-    assert talk.hub.centres is not None
-    assert sorted(talk.hub.centres.of_fragment) == [1, 3]
+    assert talk.hub.params is not None
+    assert sorted(talk.hub.params.fragments) == [1, 3]
     (answer,) = Talk(HubRules(shard=HubShard(1, 2))).hello(1)
     assert "too few for 2 hubs" in answer.meta["why"]
 

@@ -51,7 +51,7 @@ PAYLOADS = st.one_of(
     st.binary(max_size=80),
     st.just(bytes(PACKING.nbytes)),
     st.just(bytes(PACKING.pack(torch.full((NUMEL,), math.nan)))),
-    st.just(LAYOUT.packed()),
+    st.just(LAYOUT.pack()),
 )
 
 
@@ -99,15 +99,15 @@ def test_a_hub_survives_whatever_an_admitted_worker_says(said: list[tuple[HubMes
 def test_a_worker_survives_whatever_its_hub_says(said: list[HubMessage]) -> None:
     net = torch.nn.Linear(4, 3)
     (fragment,) = LAYOUT.fragments
-    side = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
+    replica = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
     sessions = iter(range(1, 10**6))
-    spoke = HubSession(
-        7, "w", LAYOUT, {0: side}, Outbox(None, 7), facts={}, new_session=lambda: next(sessions)
+    session = HubSession(
+        7, "w", LAYOUT, {0: replica}, Outbox(None, 7), hello_meta={}, new_session_id=lambda: next(sessions)
     )
     for number, message in enumerate(said):
         for envelope in split_message(message, "run", number, 1, 4096):
             header = envelope.header
             if header.target == 7:
-                spoke.receive(Envelope(header, bytes(envelope.payload)), float(number))
-        spoke.pump(float(number))
-        spoke.wants()
+                session.receive(Envelope(header, bytes(envelope.payload)), float(number))
+        session.pump(float(number))
+        session.next_due()

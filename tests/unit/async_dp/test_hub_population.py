@@ -5,8 +5,7 @@ import math
 import torch
 
 from hub_conversation import NUMEL, Talk, kinds
-from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.population import PopulationRules
+from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules
 
 
 def test_a_population_replaces_the_worst_and_then_joins_the_best() -> None:

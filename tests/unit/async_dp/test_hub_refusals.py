@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hub_conversation import NUMEL, ONES, RUN, Talk, kinds, net
-from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.update_screening import ScreeningRules, StalenessPolicy
+from paceline.async_dp.hub.hub_rules import HubRules, ScreeningRules, StalenessPolicy
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 
 

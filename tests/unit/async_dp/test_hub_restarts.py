@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 
 from hub_conversation import NUMEL, ONES, Talk, kinds
-from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.outer_merge import HubOptimizer
+from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules
 from paceline.async_dp.wal.hub_journal import HubJournal
 
 

@@ -4,11 +4,18 @@ import math
 
 import pytest
 
-from paceline.async_dp.hub.hub_rules import HubRules, HubShard
-from paceline.async_dp.hub.population import Population, PopulationRules, ReplaceDecision, JoinDecision
-from paceline.async_dp.hub.update_screening import StalenessHistogram, UpdateScreen, ScreeningRules, StalenessPolicy
+from paceline.async_dp.hub.hub_rules import (
+    HubRules,
+    HubShard,
+    PopulationRules,
+    ScreeningRules,
+    StalenessPolicy,
+)
+from paceline.async_dp.hub.membership import StalenessHistogram
+from paceline.async_dp.hub.population import JoinDecision, Population, ReplaceDecision
+from paceline.async_dp.hub.update_screening import UpdateScreen
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
-from paceline.async_dp.worker.worker_resources import choose_settings, auto_fragments
+from paceline.async_dp.worker.worker_resources import auto_fragments, choose_settings
 from paceline.errors import UsageError
 
 
@@ -61,7 +68,7 @@ def test_an_update_that_makes_the_score_worse_is_refused() -> None:
     screen = UpdateScreen()
     assert judged(screen, 1.0, score=2.04, before=2.0) == ""
     assert judged(screen, 1.0, score=2.06, before=2.0).startswith("worse: score 2.0600")
-    assert judged(UpdateScreen(ScreeningRules(worse=None)), 1.0, score=9.0, before=2.0) == ""
+    assert judged(UpdateScreen(ScreeningRules(max_score_increase=None)), 1.0, score=9.0, before=2.0) == ""
 
 
 def test_who_is_refused_three_times_is_put_in_quarantine_and_twice_as_long_the_next_time() -> None:

@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from journal_folders import copied, ends_of, found_in, never_waiting, small_run, write
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_journal import HubJournal
-from paceline.async_dp.wal.journal_records import JOURNAL_FORMAT, JOURNAL_HEADER_NBYTES, encode_record, parse_journal_header
-from paceline.async_dp.wal.plain_values import pack_values
+from paceline.async_dp.wal.journal_records import (
+    JOURNAL_FORMAT,
+    JOURNAL_HEADER_NBYTES,
+    encode_record,
+    pack_values,
+    parse_journal_header,
+)
 from paceline.errors import DamagedCheckpoint, UsageError
 
 quick = pytest.fixture(autouse=True)(never_waiting)
@@ -115,7 +120,9 @@ def test_a_record_inside_a_payload_is_no_record(tmp_path):
 def test_a_record_of_another_number_is_not_the_next(tmp_path):
     path = small_run(tmp_path, [2], acknowledged=1)
     data = path.read_bytes()
-    forged = encode_record(3, 2, pack_values({}), b"", parse_journal_header(data[:JOURNAL_HEADER_NBYTES]).key + len(data))
+    forged = encode_record(
+        3, 2, pack_values({}), b"", parse_journal_header(data[:JOURNAL_HEADER_NBYTES]).key + len(data)
+    )
     path.write_bytes(data + b"".join(forged))
     assert found_in(tmp_path) == [0, 1]
 

@@ -11,7 +11,7 @@ import pytest
 from failing_disk import FailingDisk, die, refuse
 from forked_child import ended, in_child
 from journal_folders import never_waiting
-from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, UpdateSender, write_update
+from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, write_update
 from paceline.errors import CheckpointError, PacelineError
 from paceline.testing import fault_injection
 from pending_updates import offer, places
@@ -99,7 +99,8 @@ def test_a_letter_in_anothers_place_is_put_aside(tmp_path, caplog):
     write_update(
         tmp_path,
         PendingUpdate(9, 0, {}, b""),
-        UpdateSender("", json.loads((tmp_path / "worker.json").read_bytes())["values"]["worker"]),
+        "",
+        json.loads((tmp_path / "worker.json").read_bytes())["values"]["worker"],
     )
     with Outbox(tmp_path) as outbox:
         assert outbox.pending() == []

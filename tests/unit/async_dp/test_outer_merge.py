@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from paceline.async_dp.hub.outer_merge import HubOptimizer, MergedFragment
+from paceline.async_dp.hub.global_params import MergedFragment
+from paceline.async_dp.hub.hub_rules import HubOptimizer
 from paceline.errors import UsageError
 
 

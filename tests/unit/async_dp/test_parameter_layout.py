@@ -25,7 +25,7 @@ INT4 = Compression.of("int4")
 
 def test_large_matrices_come_first_then_what_is_exempt_then_buffers() -> None:
     (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
-    assert [(place.name, place.kind) for place in fragment.places] == [
+    assert [(place.name, place.kind) for place in fragment.tensors] == [
         ("first.weight", "compressed"),
         ("first.bias", "plain"),
         ("norm.weight", "plain"),
@@ -40,12 +40,12 @@ def test_large_matrices_come_first_then_what_is_exempt_then_buffers() -> None:
 
 def test_fragments_have_every_tensor_once_and_the_last_one_the_buffers() -> None:
     layout = ParameterLayout.of(Net(), 3, INT4)
-    names = [place.name for fragment in layout.fragments for place in fragment.places]
+    names = [place.name for fragment in layout.fragments for place in fragment.tensors]
     assert sorted(names) == sorted(
         ["first.weight", "first.bias", "norm.weight", "norm.bias", "last.weight", "norm.running_mean"]
         + ["norm.running_var"]
     )
-    assert [place.kind for place in layout.fragments[2].places].count("averaged") == 2
+    assert [place.kind for place in layout.fragments[2].tensors].count("averaged") == 2
     with pytest.raises(UsageError, match="the model has 3 layers"):
         ParameterLayout.of(Net(), 4, INT4)
 

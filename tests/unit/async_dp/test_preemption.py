@@ -2,8 +2,7 @@
 
 import math
 
-from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.population import PopulationRules
+from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.models.gpt_sizes import Size
 from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forked_child import in_child
 from journal_folders import never_waiting
-from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, UpdateSender, read_update, write_update
+from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, read_update, write_update
 from paceline.errors import UsageError
 from pending_updates import offer, places
 
@@ -94,9 +94,9 @@ PLAIN = st.one_of(
 )
 def test_letters_come_back_from_their_files(tmp_path_factory, letter, run, worker):
     folder = tmp_path_factory.mktemp("box")
-    write_update(folder, letter, UpdateSender(run, worker))
+    write_update(folder, letter, run, worker)
     (path,) = folder.iterdir()
-    assert read_update(path) == (letter, UpdateSender(run, worker))
+    assert read_update(path) == (letter, run, worker)
 
 
 @settings(deadline=None, max_examples=60)

@@ -35,10 +35,10 @@ def main(job_file: str, number: int) -> None:
         folder=folder / f"outbox-{number}", name=f"worker{number}",
     )  # fmt: skip
     with star:
-        for talk in star._talks:
-            outbox = talk.spoke._outbox
+        for thread in star._comm_threads:
+            outbox = thread.session._outbox
             _note(outbox, notes)
-            spoil(talk.exchange, job["spoil"], seed=time.time_ns())
+            spoil(thread.exchange, job["spoil"], seed=time.time_ns())
         while time.time() < job["until"]:
             learner.step()
             time.sleep(job["step_seconds"])

@@ -99,9 +99,13 @@ def hub(
     """
     if context.invoked_subcommand is not None:
         return
-    from paceline.async_dp.hub.hub_rules import HubRules, HubShard
-    from paceline.async_dp.hub.population import PopulationRules
-    from paceline.async_dp.hub.update_screening import ScreeningRules, StalenessPolicy
+    from paceline.async_dp.hub.hub_rules import (
+        HubRules,
+        HubShard,
+        PopulationRules,
+        ScreeningRules,
+        StalenessPolicy,
+    )
     from paceline.async_dp.worker.worker_resources import bandwidth_limit
 
     if not (exploding == 0 or exploding > 1):
@@ -112,7 +116,9 @@ def hub(
         outer=outer_of(outer, outer_lr, outer_momentum, outer_warmup, unstable),
         staleness=StalenessPolicy(staleness, bound),
         screen=ScreeningRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
-        population=None if population is None else PopulationRules(population, margin, 1, perturb, gap),
+        population=None
+        if population is None
+        else PopulationRules(population, margin, perturb=perturb, gap=gap),
         down=down,
         shard=HubShard(*_shard(shard)),
         bandwidth=bandwidth_limit(bandwidth, None),

@@ -90,10 +90,10 @@ class HubTable:
         hub = self._hub
         down, up = self._rates
         loss = f", score {hub.loss:.4f}" if hub.loss == hub.loss else ""
-        trouble = f"; nothing is answered: {' '.join(hub.trouble.split())}" if hub.trouble else ""
+        trouble = f"; nothing is answered: {' '.join(hub.storage_error.split())}" if hub.storage_error else ""
         return (
             f"{format_seconds(time.monotonic() - self._began)}: {hub.phase}, {len(hub.members.alive)} workers, "
-            f"{hub.updates} updates, {format_count(int(hub.tally.samples))} samples{loss}, "
+            f"{hub.updates} updates, {format_count(int(hub.counters.samples))} samples{loss}, "
             f"{self._refused().total()} refused, "
             f"{format_bytes(int(up))}/s in, {format_bytes(int(down))}/s out{trouble}"
         )
@@ -124,7 +124,9 @@ class HubTable:
             alive = each.number in hub.members.alive
             table.add_row(
                 Text(each.name[:24]),
-                Text("" if alive else "silent" if each.session else "left", style="dim" if not alive else ""),
+                Text(
+                    "" if alive else "silent" if each.session_id else "left", style="dim" if not alive else ""
+                ),
                 format_count(each.steps),
                 f"{each.speed:.3g}",
                 f"{each.every}, {each.delay}",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from paceline.async_dp.hub.outer_merge import HubOptimizer
+    from paceline.async_dp.hub.hub_rules import HubOptimizer
 
 __all__ = [
     "BoundOption",
@@ -55,7 +55,7 @@ def outer_of(name: str, lr: float | None, momentum: float, warmup: int, unstable
     Raises:
         UsageError: there is none of that name, or a number is out of range.
     """
-    from paceline.async_dp.hub.outer_merge import HubOptimizer
+    from paceline.async_dp.hub.hub_rules import HubOptimizer
 
     usual = 1.0 if name == "averaging" else 0.7
     return HubOptimizer(name, usual if lr is None else lr, momentum, warmup, unstable)  # type: ignore[arg-type]

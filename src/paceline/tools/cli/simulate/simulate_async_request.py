@@ -205,9 +205,7 @@ def _plan(options: Mapping[str, Any], machines: Sequence[Machine], seconds: floa
 
 
 def _rules(options: Mapping[str, Any]) -> HubRules:
-    from paceline.async_dp.hub.hub_rules import HubRules
-    from paceline.async_dp.hub.population import PopulationRules
-    from paceline.async_dp.hub.update_screening import StalenessPolicy
+    from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules, StalenessPolicy
 
     named = ("outer", "outer_lr", "outer_momentum", "outer_warmup", "unstable")
     population = options["population"]

@@ -14,7 +14,7 @@ from paceline._core.format import (
     format_seconds,
     plural,
 )
-from paceline.async_dp.hub.update_screening import StalenessHistogram
+from paceline.async_dp.hub.membership import StalenessHistogram
 from paceline.tools.report.charts.chart_style import Chart, Line
 from paceline.tools.report.charts.hub_charts import (
     Scores,

@@ -1,0 +1,119 @@
+"""Writing files that survive a crash: at a place, in new folders, and small ones with a checksum."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from paceline._core.files import fsync, write_text
+from paceline.async_dp.wal.journal_records import to_json
+from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
+from paceline.testing import fault_injection
+from paceline.transport.envelope import Bytes
+
+__all__ = ["make_folder", "read_checked_file", "write_at", "write_checked_file", "write_failure"]
+
+_BATCH = 512  # buffers per call; Linux takes 1024
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORMAT = 1
+
+
+def write_at(handle: int, buffers: Sequence[Bytes], offset: int) -> None:
+    """Write contiguous buffers one after another into an open file.
+
+    Args:
+        handle: of the file.
+        buffers: bytes to write.
+        offset: of the first buffer.
+
+    Raises:
+        OSError: not all could be written; a part may be.
+    """
+    for start in range(0, len(buffers), _BATCH):
+        batch = [memoryview(buffer).cast("B") for buffer in buffers[start : start + _BATCH]]
+        fault_injection.writing(sum(buffer.nbytes for buffer in batch))
+        while batch:
+            nbytes = os.pwritev(handle, batch, offset)
+            offset += nbytes
+            while batch and nbytes >= batch[0].nbytes:
+                nbytes -= batch.pop(0).nbytes
+            if batch:
+                batch[0] = batch[0][nbytes:]
+
+
+def make_folder(path: Path, owner: str) -> None:
+    """Make a folder and its parents where they are missing; they are on disk when this returns.
+
+    Args:
+        path: the folder.
+        owner: for messages: ``"hub"``.
+
+    Raises:
+        UsageError: it can't be made.
+    """
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(new):
+            fsync(folder.parent)
+    except OSError as error:
+        raise UsageError(
+            f"{str(path)!r} can't be the folder of a {owner}: {error.strerror or error}",
+            remedy="name a folder that you may write to",
+        ) from error
+
+
+def write_failure(path: Path, error: OSError, remedy: str, action: str = "written") -> CheckpointError:
+    """Return the error for a file that could not be written (or `action`); it says where the disk is full."""
+    reason = error.strerror or str(error)
+    if error.errno in _NO_SPACE:
+        reason = f"the disk is full ({reason})"
+    return CheckpointError(f"{str(path)!r} can't be {action}: {reason}", remedy=remedy)
+
+
+def write_checked_file(path: Path, values: Mapping[str, Any]) -> None:
+    """Write plain values with their checksum, as a whole; they are on disk when this returns.
+
+    Raises:
+        UsageError: they are not plain.
+        OSError: they can't be written; the previous file is untouched.
+    """
+    body = json.loads(to_json(values, path.name))
+    text = json.dumps({"format": _FORMAT, "xxh3": _checksum(body), "values": body}, indent=1) + "\n"
+    fault_injection.writing(len(text))
+    write_text(path, text)
+
+
+def read_checked_file(path: Path) -> dict[str, Any]:
+    """Return the values of `write_checked_file`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DamagedCheckpoint: it can't be read, or its checksum is wrong.
+        UsageError: it was written by a newer version of Paceline.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        version, checksum, values = content["format"], content["xxh3"], content["values"]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{str(path)!r} can't be read: {error!r:.200}") from error
+    if not isinstance(values, dict) or checksum != _checksum(values):
+        raise DamagedCheckpoint(f"{str(path)!r} is not what was written: its checksum is wrong")
+    if version != _FORMAT:
+        raise UsageError(
+            f"{str(path)!r} has format {version!r:.40}, this version of Paceline reads format {_FORMAT}",
+            remedy="resume with the version that wrote it, or a newer one",
+        )
+    return values
+
+
+def _checksum(values: Any) -> str:
+    return xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
