@@ -64,7 +64,7 @@ class Talk:
     ) -> list[HubMessage]:
         self.sessions[worker] = session or self.sessions.get(worker, 100 * worker) + 1
         told = {"version": PROTOCOL_VERSION, "name": f"w{worker}", "every": 5, "delay": 2, **told}
-        return self.say("hello", worker, layout.packed(), **told)
+        return self.say("hello", worker, layout.pack(), **told)
 
     def begin(self, *workers: int, numbers: torch.Tensor | None = None) -> None:
         """Have workers join, and the first one give the parameters that all share."""

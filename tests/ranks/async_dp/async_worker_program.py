@@ -1,6 +1,6 @@
 """Programs that keep things on the disk until they are killed: a hub's journal, a worker's outbox.
 
-Each tells on its standard output, a line at a time, what it may rely on. They run as ``python star_keepers.py KIND
+Each tells on its standard output, a line at a time, what it may rely on. They run as ``python async_worker_program.py KIND
 FOLDER SEED`` and import no torch, but for ``snapshots``.
 """
 

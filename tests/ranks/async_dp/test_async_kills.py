@@ -15,7 +15,7 @@ from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.worker_outbox import Outbox
 
-PROGRAM = str(Path(__file__).with_name("star_keepers.py"))
+PROGRAM = str(Path(__file__).with_name("async_worker_program.py"))
 
 
 def killed(kind, folder, seed, chance):

@@ -184,7 +184,7 @@ def test_another_run_is_refused() -> None:
     with running(run="first") as hub:
         task = Task()
         with (
-            pytest.raises(UsageError, match="this hub serves run 'first', the worker asks for run 'second'"),
+            pytest.raises(UsageError, match="this hub serves run 'first', the worker requests run 'second'"),
             paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2, run="second"),
         ):
             task.steps(2000, 0.005)

@@ -31,7 +31,7 @@ def test_each_of_several_hubs_is_given_its_own_fragments_when_it_asks() -> None:
     ]  # fmt: skip
     worker = AsyncWorker(replicas, sessions, SyncSchedule(8, 4, 1), SelectionPolicy())
     for session, fragments in ((sessions[1], [1, 3]), (sessions[0], [0, 2])):
-        session.hub_status.wanted = True
+        session.hub_status.wants_params = True
         worker.step(1.0, 0.1, 0.0, 1.0)
         assert [(order.kind, order.fragment) for order in session.requests] == [
             ("parameters", fragment) for fragment in fragments

@@ -32,8 +32,8 @@ def offered(replica: FragmentReplica) -> torch.Tensor:
 
 def arrive(replica: FragmentReplica, numbers: torch.Tensor, revision: int = 1) -> None:
     packing = UpdateCodec(replica.fragment, "fp32")
-    replica.state = FragmentState.OUT
-    replica.arrive(revision, "fp32", packing.pack(numbers))
+    replica.state = FragmentState.EXCHANGING
+    replica.receive(revision, "fp32", packing.pack(numbers))
 
 
 def test_the_delta_rule_keeps_what_was_learnt_meanwhile() -> None:
@@ -42,10 +42,10 @@ def test_the_delta_rule_keeps_what_was_learnt_meanwhile() -> None:
     replica.snapshot()
     learn(net, 0.25)
     arrive(replica, centre)
-    assert replica.state is FragmentState.READY
+    assert replica.state is FragmentState.RECEIVED
     replica.apply_received()
     torch.testing.assert_close(weights(net), centre + 0.25)
-    assert (replica.state, replica.revision) == (FragmentState.HERE, 1)
+    assert (replica.state, replica.revision) == (FragmentState.IDLE, 1)
 
 
 def test_without_steps_in_between_the_worker_has_exactly_the_centre() -> None:
@@ -94,11 +94,11 @@ def test_after_declining_only_what_was_withheld_is_offered_again(was_offered: bo
     replica.apply_received()
     learn(net, 1.0)
     replica.snapshot()
-    replica.offered = was_offered
+    replica.sent = was_offered
     if was_offered:
         replica.pack()
     arrive(replica, torch.full((24,), 9.0), revision=2)
-    replica.decline()
+    replica.discard_received()
     assert torch.equal(weights(net), torch.ones(24))
     learn(net, 0.5)
     replica.snapshot()
@@ -111,9 +111,9 @@ def test_swapping_twice_changes_nothing() -> None:
     before = weights(net)
     replica.snapshot()
     arrive(replica, torch.full((24,), 5.0))
-    replica.swap()
+    replica.swap_received()
     assert torch.equal(weights(net), torch.full((24,), 5.0))
-    replica.swap()
+    replica.swap_received()
     assert torch.equal(weights(net), before)
     replica.apply_received()
     torch.testing.assert_close(weights(net), torch.full((24,), 5.0))

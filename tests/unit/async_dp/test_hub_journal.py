@@ -79,7 +79,7 @@ def test_a_payload_may_change_once_it_was_appended(any_journal):
 
 
 def test_many_bytes_that_wait_are_committed_by_themselves(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "_MOST_WAITING_NBYTES", 1000)
+    monkeypatch.setattr(journal_module, "_MAX_BUFFERED_NBYTES", 1000)
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, range(10))
         seen = numbers_in(journal)
@@ -166,7 +166,7 @@ def test_facts_of_the_run_are_told_once(tmp_path):
         journal.describe({"run": "a", "fragments": (1, 2)})
         with pytest.raises(UsageError, match="described before, with other facts: run 'a' → 'b'"):
             journal.describe({"run": "b", "fragments": [1, 2]})
-        with pytest.raises(UsageError, match="facts: more not told → None"):
+        with pytest.raises(UsageError, match="facts: more missing → None"):
             journal.describe({"run": "a", "fragments": [1, 2], "more": None})
         with pytest.raises(UsageError, match="facts of a run can't hold a set"):
             journal.describe({"run": {1}})
@@ -249,7 +249,7 @@ def test_a_closed_journal_takes_nothing_and_closing_twice_is_closing_once(tmp_pa
     journal.close()
     journal.close()
     for use in (lambda: journal.append({}), journal.commit):
-        with pytest.raises(CheckpointError, match="takes nothing more: it is closed"):
+        with pytest.raises(CheckpointError, match="can't be written any more: it is closed"):
             use()
     assert found_in(tmp_path) == [0]
 

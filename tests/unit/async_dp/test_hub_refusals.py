@@ -14,8 +14,8 @@ from paceline.async_dp.protocol.parameter_layout import ParameterLayout
     ("told", "why"),
     [
         ({"layout": ParameterLayout.of(net(5))}, r"parameter 'weight' has shape \[5, 4\], expected \[3, 4\]"),
-        ({"run": "other"}, "this hub serves run 'a run', the worker asks for run 'other'"),
-        ({"version": 99}, "messages are of version 99"),
+        ({"run": "other"}, "this hub serves run 'a run', the worker requests run 'other'"),
+        ({"version": 99}, "protocol version 99"),
     ],
 )
 def test_a_worker_that_does_not_fit_is_told_why(told: dict, why: str) -> None:
@@ -38,12 +38,12 @@ def test_a_worker_may_ask_for_whichever_run_there_is() -> None:
 @pytest.mark.parametrize(
     ("told", "why"),
     [
-        ({"base": 3}, "it tells of"),
-        ({"base": -1}, "it tells of"),
-        ({"base": "x"}, "it tells of"),
-        ({"samples": -1.0}, "it tells of"),
-        ({"samples": math.nan}, "it tells of"),
-        ({"steps": 0}, "it tells of"),
+        ({"base": 3}, "implausible"),
+        ({"base": -1}, "implausible"),
+        ({"base": "x"}, "implausible"),
+        ({"samples": -1.0}, "implausible"),
+        ({"samples": math.nan}, "implausible"),
+        ({"steps": 0}, "implausible"),
         ({"score": 9.0, "before": 1.0}, "worse"),
     ],
 )
@@ -59,7 +59,7 @@ def test_an_update_that_makes_no_sense_is_refused_and_changes_nothing(told: dict
 
 
 def test_an_update_of_nan_is_refused_and_its_worker_quarantined_after_three() -> None:
-    talk = Talk(HubRules(screen=ScreeningRules(seconds=30)))
+    talk = Talk(HubRules(screen=ScreeningRules(quarantine_seconds=30)))
     talk.begin(1, 2)
     for round in range(3):
         (answer,) = talk.update(1, round, torch.full((NUMEL,), math.nan))

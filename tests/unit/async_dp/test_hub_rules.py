@@ -14,13 +14,15 @@ from paceline.async_dp.hub.hub_rules import (
 from paceline.async_dp.hub.membership import StalenessHistogram
 from paceline.async_dp.hub.population import JoinDecision, Population, ReplaceDecision
 from paceline.async_dp.hub.update_screening import UpdateScreen
+from paceline.async_dp.protocol.hub_messages import UpdateHeader
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.async_dp.worker.worker_resources import auto_fragments, choose_settings
 from paceline.errors import UsageError
 
 
 def judged(screen: UpdateScreen, norm: float, *, worker: int = 1, now: float = 0.0, **told) -> str:
-    return screen.judge(worker, 0, norm, told.get("steps", 1), told.get("score"), told.get("before"), now)
+    header = UpdateHeader(0, 1.0, told.get("steps", 1), score=told.get("score"), before=told.get("before"))
+    return screen.check(worker, 0, norm, header, now)
 
 
 def test_an_update_that_is_not_finite_is_refused() -> None:
@@ -72,23 +74,23 @@ def test_an_update_that_makes_the_score_worse_is_refused() -> None:
 
 
 def test_who_is_refused_three_times_is_put_in_quarantine_and_twice_as_long_the_next_time() -> None:
-    screen = UpdateScreen(ScreeningRules(seconds=10))
+    screen = UpdateScreen(ScreeningRules(quarantine_seconds=10))
     for _ in range(3):
         judged(screen, math.nan, now=0.0)
-    assert screen.quarantined(1, 4.0) == 6.0
+    assert screen.quarantine_left(1, 4.0) == 6.0
     assert judged(screen, 1.0, now=4.0).startswith("in quarantine: for 6 s")
     assert judged(screen, 1.0, now=4.0, worker=2) == ""
     assert judged(screen, 1.0, now=11.0) == ""
     for _ in range(3):
         judged(screen, math.nan, now=20.0)
-    assert screen.quarantined(1, 20.0) == 20.0
+    assert screen.quarantine_left(1, 20.0) == 20.0
 
 
 def test_old_strikes_are_forgotten() -> None:
     screen = UpdateScreen()
     for number in range(40):
         judged(screen, math.nan if number % 5 == 0 else 1.0)
-    assert screen.quarantined(1, 0.0) == 0.0
+    assert screen.quarantine_left(1, 0.0) == 0.0
 
 
 def test_policies_for_stale_updates() -> None:
@@ -101,11 +103,11 @@ def test_policies_for_stale_updates() -> None:
 
 def test_waiting_holds_who_is_ahead_and_never_the_last() -> None:
     wait = StalenessPolicy("wait", bound=2)
-    assert wait.holds(mine=20, others=[3, 18], revision=20, workers=4)
-    assert not wait.holds(mine=3, others=[20, 18], revision=20, workers=4)
-    assert not wait.holds(mine=20, others=[14, 18], revision=20, workers=4)
-    assert not wait.holds(mine=20, others=[], revision=20, workers=1)
-    assert not StalenessPolicy("accept").holds(20, [0], 1000, 2)
+    assert wait.holds_back(base=20, others=[3, 18], revision=20, workers=4)
+    assert not wait.holds_back(base=3, others=[20, 18], revision=20, workers=4)
+    assert not wait.holds_back(base=20, others=[14, 18], revision=20, workers=4)
+    assert not wait.holds_back(base=20, others=[], revision=20, workers=1)
+    assert not StalenessPolicy("accept").holds_back(20, [0], 1000, 2)
 
 
 def test_the_histogram_counts_every_staleness_once() -> None:
@@ -160,36 +162,36 @@ def test_policies_need_a_score_and_a_whole_model() -> None:
 def test_the_worst_of_a_population_takes_the_best_ones_parameters_and_learning_rate() -> None:
     population, alive = Population(PopulationRules(steps=1000, margin=0.1, grace=1)), {1, 2, 3}
     for worker, score in ((1, 2.0), (2, 2.1), (3, 5.0)):
-        assert population.tell(worker, score, 10, 0.01 * worker, alive) is None
-    assert population.tell(1, 1.9, 20, 0.01, alive) is None
-    assert population.tell(2, 2.0, 20, 0.02, alive) is None
-    decision = population.tell(3, 4.9, 20, 0.3, alive)
+        assert population.report(worker, score, 10, 0.01 * worker, alive) is None
+    assert population.report(1, 1.9, 20, 0.01, alive) is None
+    assert population.report(2, 2.0, 20, 0.02, alive) is None
+    decision = population.report(3, 4.9, 20, 0.3, alive)
     assert isinstance(decision, ReplaceDecision)
     assert (decision.worker, decision.by, decision.lr) == (3, 1, 0.01)
     assert "158% behind" in decision.reason
-    assert population.tell(3, 4.0, 30, 0.01, alive) is None, "it has its grace again"
+    assert population.report(3, 4.0, 30, 0.01, alive) is None, "it has its grace again"
 
 
 def test_nobody_is_replaced_who_is_hardly_worse_or_not_the_worst() -> None:
     population, alive = Population(PopulationRules(steps=1000, margin=0.1, grace=0)), {1, 2, 3}
-    population.tell(1, 2.0, 10, 0.1, alive)
-    assert population.tell(2, 2.15, 10, 0.1, alive) is None
-    assert isinstance(population.tell(3, 9.0, 10, 0.1, alive), ReplaceDecision)
-    assert population.tell(2, 4.0, 20, 0.1, alive) is None
+    population.report(1, 2.0, 10, 0.1, alive)
+    assert population.report(2, 2.15, 10, 0.1, alive) is None
+    assert isinstance(population.report(3, 9.0, 10, 0.1, alive), ReplaceDecision)
+    assert population.report(2, 4.0, 20, 0.1, alive) is None
 
 
 def test_a_score_that_is_no_number_is_the_worst() -> None:
     population = Population(PopulationRules(steps=1000, grace=0))
-    population.tell(1, 2.0, 10, 0.1, {1, 2})
-    assert isinstance(population.tell(2, math.nan, 10, 0.1, {1, 2}), ReplaceDecision)
+    population.report(1, 2.0, 10, 0.1, {1, 2})
+    assert isinstance(population.report(2, math.nan, 10, 0.1, {1, 2}), ReplaceDecision)
 
 
 def test_the_learning_rate_of_who_is_replaced_is_perturbed_both_ways() -> None:
     population = Population(PopulationRules(steps=1000, grace=0, perturb=1.2))
     rates = set()
     for _ in range(40):
-        population.tell(1, 2.0, 10, 0.1, {1, 2})
-        decision = population.tell(2, 9.0, 10, 0.1, {1, 2})
+        population.report(1, 2.0, 10, 0.1, {1, 2})
+        decision = population.report(2, 9.0, 10, 0.1, {1, 2})
         if isinstance(decision, ReplaceDecision):
             rates.add(round(decision.lr, 6))
     assert rates == {0.12, round(0.1 / 1.2, 6)}
@@ -197,30 +199,30 @@ def test_the_learning_rate_of_who_is_replaced_is_perturbed_both_ways() -> None:
 
 def test_all_join_the_best_when_most_have_made_their_steps() -> None:
     population, alive = Population(PopulationRules(steps=100, margin=math.inf)), {1, 2, 3}
-    assert population.tell(1, 2.0, 100, 0.1, alive) == JoinDecision(
+    assert population.report(1, 2.0, 100, 0.1, alive) == JoinDecision(
         1, "1 of 1 workers made 100 steps; best score 2.0000"
     )
     population = Population(PopulationRules(steps=100, margin=math.inf))
     for worker in (1, 2, 3):
-        assert population.tell(worker, 2.0 + worker, 50, 0.1, alive) is None
-    assert population.tell(1, 3.0, 100, 0.1, alive) is None
-    decision = population.tell(3, 2.5, 100, 0.1, alive)
+        assert population.report(worker, 2.0 + worker, 50, 0.1, alive) is None
+    assert population.report(1, 3.0, 100, 0.1, alive) is None
+    decision = population.report(3, 2.5, 100, 0.1, alive)
     assert isinstance(decision, JoinDecision)
     assert decision.best == 3
 
 
 def test_all_join_a_best_that_is_far_ahead() -> None:
     population, alive = Population(PopulationRules(steps=1000, margin=math.inf, grace=0, gap=0.2)), {1, 2}
-    assert population.tell(1, 1.0, 10, 0.1, alive) is None
-    decision = population.tell(2, 1.5, 10, 0.1, alive)
+    assert population.report(1, 1.0, 10, 0.1, alive) is None
+    decision = population.report(2, 1.5, 10, 0.1, alive)
     assert isinstance(decision, JoinDecision)
     assert "50% ahead" in decision.reason
 
 
 def test_who_left_does_not_count_any_more() -> None:
     population = Population(PopulationRules(steps=1000, grace=0))
-    population.tell(1, 0.1, 10, 0.1, {1, 2})
-    assert population.tell(2, 2.0, 10, 0.1, {2}) is None
+    population.report(1, 0.1, 10, 0.1, {1, 2})
+    assert population.report(2, 2.0, 10, 0.1, {2}) is None
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Conversation:
 
     def offer(self) -> None:
         self.replica.snapshot()
-        self.replica.state = FragmentState.OUT
+        self.replica.state = FragmentState.EXCHANGING
         self.session.requests.append(SessionRequest(0, "update", self.now, {"samples": 1.0, "steps": 1}))
         assert self.said() == ["update"]
 
@@ -128,7 +128,7 @@ def test_with_time_the_centre_is_asked_for_as_late_as_can_be() -> None:
     talk = Conversation()
     talk.begin()
     talk.replica.snapshot()
-    talk.replica.state = FragmentState.OUT
+    talk.replica.state = FragmentState.EXCHANGING
     talk.session.requests.append(SessionRequest(0, "update", talk.now + 5.0, {"samples": 1.0, "steps": 1}))
     (update,) = [each for each in talk.session.pump(talk.now) if each.kind == "update"]
     talk.hear("ack", round=update.round)

@@ -156,7 +156,7 @@ def test_a_damaged_newest_snapshot_is_passed_over(tmp_path, caplog):
     path = tmp_path / "snapshot-000000000003.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with HubJournal.open(tmp_path, resume=True) as journal:
-        assert "snapshot-000000000003.safetensors, which is not intact" in caplog.text
+        assert "snapshot-000000000003.safetensors, which is damaged" in caplog.text
         assert journal.recovered().revision == 2
         assert numbers_in(journal) == [0, 1, 2, 3]
         write(journal, [4])

@@ -34,7 +34,7 @@ def test_a_journal_cut_at_any_byte_holds_what_was_committed_or_says_that_it_does
         (tmp_path / "ledger.jsonl").write_bytes(lines if ledger == "kept" else b"")
         whole = sum(end <= cut for end in ends) - 1
         if whole < (4 if ledger == "kept" else 0):
-            why = "it ends there" if cut in ends else "a record ends at|the head of a record ends"
+            why = "it ends there" if cut in ends else "a record ends at|the header of a record ends"
             where = "at its beginning: " if whole < 0 else rf"at byte {ends[whole]}, .* begins: ({why})"
             with pytest.raises(DamagedCheckpoint, match=f"'{path}' is damaged {where}"):
                 HubJournal.open(tmp_path, resume=True)

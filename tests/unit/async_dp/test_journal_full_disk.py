@@ -23,7 +23,7 @@ def refused(call):
     try:
         call()
     except CheckpointError as error:
-        return "the disk is full (No space left on device)" in str(error) and "make room" in str(error)
+        return "the disk is full (No space left on device)" in str(error) and "free disk space" in str(error)
     return False
 
 
@@ -116,7 +116,7 @@ def test_a_kernel_that_takes_little_at_a_time_is_given_the_rest(tmp_path, monkey
 
 
 def test_an_append_that_must_commit_first_and_can_not_is_not_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "_MOST_WAITING_NBYTES", 1)
+    monkeypatch.setattr(journal_module, "_MAX_BUFFERED_NBYTES", 1)
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         fault_injection.disk_full(after_nbytes=0)

@@ -94,7 +94,7 @@ def test_the_journal_in_memory_does_as_the_one_on_the_disk(tmp_path_factory, ste
             disk.commit()
         else:
             memory.crash()
-            disk._broken = "it was killed"  # so that close() commits nothing
+            disk._unusable = "it was killed"  # so that close() commits nothing
             disk.close()
             disk = HubJournal.open(folder, resume=True)
         assert list(memory.recovered().records) == list(disk.recovered().records)

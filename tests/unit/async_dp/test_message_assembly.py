@@ -12,7 +12,7 @@ from paceline.transport.transport_interface import Envelope
 
 def frames(payload: bytes, *, round: int = 0, source: int = 3, frame_nbytes: int = 4096) -> list[Envelope]:
     message = HubMessage("update", source, 0, round, 0, {"base": 7}, payload, "int4")
-    return list(split_message(message, "run", 10, session=5, frame_nbytes=frame_nbytes))
+    return list(split_message(message, "run", 10, session_id=5, frame_nbytes=frame_nbytes))
 
 
 @given(
@@ -28,7 +28,7 @@ def test_frames_in_any_order_with_repeats_make_the_message(payload: bytes, drawn
     assembler, whole = MessageAssembler(lambda header: 1 << 20), []
     for envelope in dealt:
         header, body = decode(b"".join(bytes(each) for each in encode(envelope.header, envelope.payload)))
-        message = assembler.take(Envelope(header, body))
+        message = assembler.add(Envelope(header, body))
         if message is not None:
             whole.append(message)
     assert whole
@@ -45,27 +45,27 @@ def test_sequence_numbers_follow_one_another_over_frames() -> None:
 def test_a_message_that_is_not_expected_or_too_long_takes_no_memory() -> None:
     assembler = MessageAssembler(lambda header: 5000 if header.kind == "update" else None)
     for envelope in frames(bytes(10_000)):
-        assert assembler.take(envelope) is None
+        assert assembler.add(envelope) is None
     other = next(iter(split_message(HubMessage("strange", 3, 0, payload=b"x"), "run", 0)))
-    assert assembler.take(other) is None
+    assert assembler.add(other) is None
     assert assembler.refused == {"too long": 3, "unexpected": 1}
     assert assembler.held_nbytes == 0
 
 
 def test_of_one_source_only_a_few_messages_may_be_unfinished() -> None:
-    assembler = MessageAssembler(lambda header: 1 << 20, unfinished=3)
+    assembler = MessageAssembler(lambda header: 1 << 20, max_partial=3)
     for round in range(50):
-        assembler.take(frames(bytes(10_000), round=round)[0])
+        assembler.add(frames(bytes(10_000), round=round)[0])
     assert assembler.held_nbytes == 3 * 10_000
 
 
 def test_all_unfinished_messages_together_are_bounded() -> None:
-    assembler = MessageAssembler(lambda header: 1 << 20, most_nbytes=35_000)
+    assembler = MessageAssembler(lambda header: 1 << 20, max_nbytes=35_000)
     for source in range(200):
-        assembler.take(frames(bytes(10_000), source=source)[0])
+        assembler.add(frames(bytes(10_000), source=source)[0])
     assert assembler.held_nbytes <= 35_000
     for envelope in frames(bytes(10_000), source=199)[1:]:
-        message = assembler.take(envelope)
+        message = assembler.add(envelope)
     assert message is not None
 
 
@@ -75,13 +75,13 @@ def test_a_message_in_absurdly_many_frames_is_refused() -> None:
 
     header = replace(envelope.header, frames=10**9)
     assembler = MessageAssembler(lambda header: 1 << 20)
-    assert assembler.take(Envelope(header, envelope.payload)) is None
+    assert assembler.add(Envelope(header, envelope.payload)) is None
     assert assembler.refused == {"too many frames": 1}
 
 
 def test_what_is_forgotten_takes_no_memory() -> None:
     assembler = MessageAssembler(lambda header: 1 << 20)
-    assembler.take(frames(bytes(10_000))[0])
+    assembler.add(frames(bytes(10_000))[0])
     assembler.forget(3)
     assembler.forget(4)
     assert assembler.held_nbytes == 0
@@ -119,6 +119,6 @@ def test_frames_of_the_slowest_pace_are_taken() -> None:
     nbytes = frame_nbytes(1000.0)
     cuts = frames(bytes(100_000), frame_nbytes=nbytes)
     assembler = MessageAssembler(lambda header: 1 << 20)
-    whole = [message for message in map(assembler.take, cuts) if message is not None]
+    whole = [message for message in map(assembler.add, cuts) if message is not None]
     assert len(whole) == 1
     assert assembler.refused == {}

@@ -39,7 +39,7 @@ def test_any_flipped_bit_or_cut_of_a_letter_puts_it_aside(tmp_path, caplog):
         caplog.clear()
         with Outbox(tmp_path) as outbox:
             assert places(outbox) == [(1, 0)]
-        assert "letter-000000.msg is put aside as letter-000000.msg.damaged" in caplog.text
+        assert "letter-000000.msg is renamed to letter-000000.msg.damaged" in caplog.text
         assert (tmp_path / "letter-000000.msg.damaged").read_bytes() == each
     with Outbox(tmp_path) as outbox:
         assert offer(outbox, 0) == 1
@@ -59,8 +59,8 @@ def test_a_worker_whose_page_is_damaged_is_another_worker(tmp_path, caplog):
             assert outbox.pending() == []
             offer(outbox, 0)
             first = outbox.worker
-        assert "worker.json is put aside" in caplog.text
-        assert "letter-000000.msg is put aside as letter-000000.msg.damaged: it is of worker" in caplog.text
+        assert "worker.json is renamed" in caplog.text
+        assert "letter-000000.msg is renamed to letter-000000.msg.damaged: it is of worker" in caplog.text
     with Outbox(tmp_path) as outbox:
         assert outbox.worker == first
         assert places(outbox) == [(0, 0)]

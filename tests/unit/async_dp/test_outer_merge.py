@@ -15,7 +15,7 @@ def centre(outer: HubOptimizer, numbers: list[float], trained: int | None = None
 
 def test_averaging_moves_by_the_weighted_update() -> None:
     one = centre(HubOptimizer("averaging"), [1.0, 2.0])
-    one.take(torch.tensor([0.4, -0.8]), 0.25, 4)
+    one.merge(torch.tensor([0.4, -0.8]), 0.25, 4)
     assert one.theta.tolist() == pytest.approx([0.9, 2.2])
     assert one.revision == 1
 
@@ -24,7 +24,7 @@ def test_n_arrivals_from_the_same_centre_make_the_mean_of_the_workers() -> None:
     workers = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     one = centre(HubOptimizer("averaging"), [0.0] * 7)
     for worker in workers:
-        one.take(-worker, 1 / 5, 5)
+        one.merge(-worker, 1 / 5, 5)
     torch.testing.assert_close(one.theta, workers.mean(0))
 
 
@@ -38,7 +38,7 @@ def test_delayed_nesterov_with_one_worker_is_torch_sgd_with_nesterov() -> None:
         delta = torch.randn(9, generator=drawn)
         param.grad = delta.clone()
         theirs.step()
-        ours.take(delta, 1.0, 1)
+        ours.merge(delta, 1.0, 1)
         torch.testing.assert_close(ours.theta, param.detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -52,7 +52,7 @@ def test_n_arrivals_of_delayed_nesterov_are_one_nesterov_step_on_their_mean() ->
         param.grad = deltas.mean(0)
         theirs.step()
         for delta in deltas:
-            ours.take(delta, 1 / 4, 4)
+            ours.merge(delta, 1 / 4, 4)
         torch.testing.assert_close(ours.theta, param.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -60,14 +60,14 @@ def test_the_momentum_of_delayed_nesterov_has_the_one_by_n_once() -> None:
     """Forgetting it makes the step N times too long: with N = 4 equal updates of 1 it is 1.9 · ε, not 7.6 · ε."""
     one = MergedFragment(torch.zeros(1), 1, HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0))
     for _ in range(4):
-        one.take(torch.ones(1), 1 / 4, 4)
+        one.merge(torch.ones(1), 1 / 4, 4)
     assert one.theta.item() == pytest.approx(-0.7 * 1.9)
 
 
 def test_rounds_of_warmup_only_average() -> None:
     one = MergedFragment(torch.zeros(1), 1, HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=2))
     for _ in range(8):
-        one.take(torch.ones(1), 1 / 4, 4)
+        one.merge(torch.ones(1), 1 / 4, 4)
     assert one.theta.item() == pytest.approx(-2.0)
     assert one.momentum is not None
     assert one.momentum.item() == 0.0
@@ -75,16 +75,16 @@ def test_rounds_of_warmup_only_average() -> None:
 
 def test_buffers_behind_the_parameters_are_averaged_whatever_the_outer_optimizer_is() -> None:
     one = centre(HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0), [0.0, 10.0], trained=1)
-    one.take(torch.tensor([0.0, 4.0]), 0.5, 2)
-    one.take(torch.tensor([0.0, 4.0]), 0.5, 2)
+    one.merge(torch.tensor([0.0, 4.0]), 0.5, 2)
+    one.merge(torch.tensor([0.0, 4.0]), 0.5, 2)
     assert one.theta.tolist() == [0.0, 6.0]
 
 
 def test_nesterov_at_every_arrival_is_refused_unless_it_is_meant() -> None:
     with pytest.raises(UsageError, match="diverges"):
         HubOptimizer("nesterov", 0.7, 0.9)
-    assert HubOptimizer("nesterov", 0.7, 0.9, unstable=True).remembers
-    assert HubOptimizer("nesterov", 0.07, 0.9).remembers
+    assert HubOptimizer("nesterov", 0.7, 0.9, unstable=True).has_momentum
+    assert HubOptimizer("nesterov", 0.07, 0.9).has_momentum
 
 
 def test_nesterov_at_every_arrival_diverges_on_stale_updates_where_the_delayed_one_does_not() -> None:
@@ -94,7 +94,7 @@ def test_nesterov_at_every_arrival_diverges_on_stale_updates_where_the_delayed_o
         one = MergedFragment(torch.ones(4), 4, outer)
         seen = [one.theta.clone()] * 8
         for _ in range(400):
-            one.take(0.9 * seen[0], 0.35, 8)
+            one.merge(0.9 * seen[0], 0.35, 8)
             seen = [*seen[1:], one.theta.clone()]
         return float(one.theta.norm())
 

@@ -52,7 +52,7 @@ def test_fragments_have_every_tensor_once_and_the_last_one_the_buffers() -> None
 
 def test_a_layout_survives_being_packed() -> None:
     layout = ParameterLayout.of(Net(), 2, INT4)
-    again = ParameterLayout.unpacked(layout.packed())
+    again = ParameterLayout.unpack(layout.pack())
     assert again == layout
     assert again.hash == layout.hash
 
@@ -83,10 +83,10 @@ def test_the_first_difference_is_named(other: ParameterLayout, told: str) -> Non
 @settings(max_examples=300, deadline=None)
 def test_bytes_that_are_no_layout_are_refused(data: bytes) -> None:
     try:
-        ParameterLayout.unpacked(data)
+        ParameterLayout.unpack(data)
     except DamagedEnvelope:
         return
-    assert ParameterLayout.unpacked(data).packed()
+    assert ParameterLayout.unpack(data).pack()
 
 
 def test_a_layout_of_impossible_sizes_is_refused() -> None:
@@ -94,7 +94,7 @@ def test_a_layout_of_impossible_sizes_is_refused() -> None:
 
     for rows in ([], [[]], [[["a", [-1], 0]]], [[["a", [1 << 50], 0]]], [[["a", [2], 1], ["b", [2], 0]]]):
         with pytest.raises(DamagedEnvelope):
-            ParameterLayout.unpacked(msgpack.packb(rows))
+            ParameterLayout.unpack(msgpack.packb(rows))
 
 
 @pytest.mark.parametrize("codec", UPDATE_CODECS)

@@ -43,7 +43,7 @@ def test_a_letter_stays_until_it_is_acknowledged(outbox):
 def test_of_a_fragment_there_is_one_letter(outbox):
     offer(outbox, 3)
     number = outbox.next_round(3)
-    with pytest.raises(UsageError, match="a letter of fragment 3, round 0, waits"):
+    with pytest.raises(UsageError, match="the update of fragment 3, round 0, is not acknowledged yet"):
         outbox.put(number, 3, {}, b"more")
     outbox.acknowledge(0, 3)
     outbox.put(number, 3, {}, b"more")
@@ -185,7 +185,8 @@ def test_letters_of_another_run_are_refused(tmp_path):
         assert outbox.run == "first"
         outbox.bind("first")
         with pytest.raises(
-            UsageError, match=r"1 letters in .* wait for run 'first', this is run 'second'\n.*another folder"
+            UsageError,
+            match=r"1 updates in .* are pending for run 'first', this is run 'second'\n.*another folder",
         ):
             outbox.bind("second")
         assert outbox.run == "first"
@@ -194,7 +195,7 @@ def test_letters_of_another_run_are_refused(tmp_path):
         assert offer(outbox, 0) == 1
     with (
         Outbox(tmp_path) as outbox,
-        pytest.raises(UsageError, match="wait for run 'second', this is run 'first'"),
+        pytest.raises(UsageError, match="are pending for run 'second', this is run 'first'"),
     ):
         outbox.bind("first")
 
