@@ -1,7 +1,7 @@
-"""Programs that keep things on the disk until they are killed: a hub's journal, a worker's outbox.
+"""Programs that write to disk until they are killed: a hub's journal, or a worker's outbox.
 
-Each tells on its standard output, a line at a time, what it may rely on. They run as ``python async_worker_program.py KIND
-FOLDER SEED`` and import no torch, but for ``snapshots``.
+Each reports on its standard output, line by line, what must survive. They run as
+``python async_worker_program.py KIND FOLDER SEED``, and import no torch, except for ``snapshots``.
 """
 
 from __future__ import annotations

@@ -169,8 +169,8 @@ class Hub:
             self._journal.snapshot(self.params.revision, self.params.tensors(), facts)
             self._updates_since_snapshot = 0
 
-    def _send(self, kind: str, target: int, **meta: Any) -> None:
-        self._outgoing.append(HubMessage(kind, HUB, target, meta=meta))
+    def _send(self, kind: str, target: int, round: int = 0, fragment: int = 0, **meta: Any) -> None:
+        self._outgoing.append(HubMessage(kind, HUB, target, round, fragment, meta))
 
     def _record(self, kind: str, payload: Any = b"", **values: Any) -> None:
         self._journal.append({"kind": kind, "t": self._wall(), **values}, payload)
@@ -338,7 +338,7 @@ class Hub:
 
     def _acknowledge(self, member: HubMember, message: HubMessage, why: str, now: float) -> None:
         meta = {"why": why[:200], "quarantine": self._quarantine_left(member, now), **self._shared_meta()}
-        self._outgoing.append(HubMessage("ack", HUB, member.number, message.round, message.fragment, meta))
+        self._send("ack", member.number, message.round, message.fragment, **meta)
 
     def _on_fetch(self, message: HubMessage, member: HubMember, now: float) -> None:
         params = self.params

@@ -5,7 +5,7 @@ has acknowledged it. So after a crash of either, or of both, everything acknowle
 again.
 
 hub_journal.py       the hub's decisions: records, snapshots, ledger; memory_journal.py: the same without a disk
-journal_recovery.py  finds snapshot and end of the records; tells torn from damaged records
+journal_recovery.py  finds snapshot and end of the records; distinguishes torn from damaged records
 journal_records.py   format of a record; journal_file.py: a file of them
 hub_snapshot.py      tensors and facts, with a checksum
 decision_ledger.py   one JSON line per record, for people and reports

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 from paceline.transport.envelope import Bytes
 
-__all__ = ["make_folder", "read_checked_file", "write_at", "write_checked_file", "write_failure"]
+__all__ = ["disk_errors", "make_folder", "read_checked_file", "write_at", "write_checked_file"]
 
 _BATCH = 512  # buffers per call; Linux takes 1024
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -69,12 +70,18 @@ def make_folder(path: Path, owner: str) -> None:
         ) from error
 
 
-def write_failure(path: Path, error: OSError, remedy: str, action: str = "written") -> CheckpointError:
-    """Return the error for a file that could not be written (or `action`); it says where the disk is full."""
-    reason = error.strerror or str(error)
-    if error.errno in _NO_SPACE:
-        reason = f"the disk is full ({reason})"
-    return CheckpointError(f"{str(path)!r} can't be {action}: {reason}", remedy=remedy)
+@contextmanager
+def disk_errors(path: Path, remedy: str, action: str = "written") -> Iterator[None]:
+    """Raise an OSError of the block as a CheckpointError: `path` can't be written (or `action`), for example since the
+    disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _NO_SPACE:
+            reason = f"the disk is full ({reason})"
+        raise CheckpointError(f"{str(path)!r} can't be {action}: {reason}", remedy=remedy) from error
 
 
 def write_checked_file(path: Path, values: Mapping[str, Any]) -> None:

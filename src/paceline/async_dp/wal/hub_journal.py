@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 from paceline._core.file_lock import FolderLock
 from paceline.async_dp.wal.decision_ledger import DecisionLedger, LedgerStatus, ledger_status
 from paceline.async_dp.wal.durable_files import (
+    disk_errors,
     make_folder,
     read_checked_file,
     write_checked_file,
-    write_failure,
 )
 from paceline.async_dp.wal.hub_folder import HubFolder
 from paceline.async_dp.wal.hub_snapshot import HubSnapshot, read_snapshot, write_snapshot
@@ -117,16 +117,13 @@ class HubJournal:
         path = Path(folder)
         make_folder(path, "hub")
         lock = FolderLock(path / "hub.lock", "hub")
-        try:
+        with ExitStack() as undo, disk_errors(path, "correct that, then open it again", "opened"):
+            undo.callback(lock.close)
             if not resume and HubFolder(path).holds_run():
                 raise UsageError(f"{str(path)!r} holds a run", remedy="resume it, or choose another folder")
-            return cls(HubFolder(path), lock)
-        except OSError as error:
-            lock.close()
-            raise write_failure(path, error, "correct that, then open it again", "opened") from error
-        except BaseException:
-            lock.close()
-            raise
+            journal = cls(HubFolder(path), lock)
+            undo.pop_all()
+        return journal
 
     # ------------------------------------------------------------------ what exists
 
@@ -146,12 +143,8 @@ class HubJournal:
                     remedy="describe it as before, or choose another folder",
                 )
             return
-        try:
+        with disk_errors(self._folder.run_file, "free disk space, then describe it again"):
             write_checked_file(self._folder.run_file, plain)
-        except OSError as error:
-            raise write_failure(
-                self._folder.run_file, error, "free disk space, then describe it again"
-            ) from error
         self.run_facts, self._described = MappingProxyType(plain), True
 
     def recovered(self) -> RecoveredState:
@@ -206,12 +199,8 @@ class HubJournal:
         self._check_usable()
         with self._uninterrupted():
             for file in (self._writer, self._ledger):
-                try:
+                with disk_errors(file.path, "nothing is lost: free disk space, then commit again"):
                     file.flush()
-                except OSError as error:
-                    raise write_failure(
-                        file.path, error, "nothing is lost: free disk space, then commit again"
-                    ) from error
 
     def snapshot(self, revision: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Write a state that includes all records so far, and start a new journal after it.
@@ -236,13 +225,9 @@ class HubJournal:
         self.commit()
         path = self._folder.snapshot(revision)
         snapshot = HubSnapshot(revision, self._writer.next, dict(facts), self._ledger.end)
-        try:
+        with disk_errors(path, "the previous snapshot is untouched: free disk space, then take it again"):
             self._ledger.sync()
             write_snapshot(path, snapshot, tensors)
-        except OSError as error:
-            raise write_failure(
-                path, error, "the previous snapshot is untouched: free disk space, then take it again"
-            ) from error
         self._base_path, self._base, self._tensors = path, snapshot, None
         if revision != self._writer.header.revision:
             self._start_journal(revision)
@@ -257,13 +242,12 @@ class HubJournal:
         path = self._folder.journal(revision)
         self._unusable = f"{path.name} was begun, but not completed"
         try:
-            writer = JournalWriter.create(path, revision, self._writer.next)
-        except OSError as error:
+            with disk_errors(path, "the snapshot is on disk: free disk space, then continue"):
+                writer = JournalWriter.create(path, revision, self._writer.next)
+        except CheckpointError:
             if not path.exists():
                 self._unusable = ""
-            raise write_failure(
-                path, error, "the snapshot is on disk: free disk space, then continue"
-            ) from error
+            raise
         self._writer.close()
         self._writer, self._unusable = writer, ""
 

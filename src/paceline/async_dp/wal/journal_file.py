@@ -1,13 +1,13 @@
 """A file of records: a writer that buffers them and writes them together, and a reader.
 
 [Note: torn or damaged] Records are written in groups, and a group is on disk once fdatasync has returned. When the
-machine dies before, any part of the last group may be missing, in the middle too: a disk writes in any order. So a bad
-record followed by good ones may belong to a group that was never acknowledged. It is damage if it had been on disk, and
-two witnesses know: a later record says so in `durable` (it was added after that group's fdatasync), and the ledger has
-its line (lines follow the fdatasync, and acknowledgements follow the lines). Where neither does, nobody was told of it,
-and it is cut off with all that follows. After a crash of the hub alone the ledger is exact. After a crash of the
-machine it may lack the last seconds of lines, which were in memory only; if the very last group is damaged too, that
-can't be known.
+machine dies before, any part of the last group may be missing, in the middle too: a disk writes in any order. So a
+bad record followed by good ones may belong to a group that was never acknowledged. It is damage if it had been on
+disk, and two witnesses know: a later record says so in `durable` (it was added after that group's fdatasync), and the
+ledger has its line (lines follow the fdatasync, and acknowledgements follow the lines). Where neither does, it was
+never acknowledged, and it is cut off with all that follows. After a crash of the hub alone the ledger is exact. After
+a crash of the machine it may lack the last seconds of lines, which were in memory only; if the very last group is
+damaged too, that can't be known.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@
             checksum        8         xxh3-64 of all before it, seeded with the key and the record's place
 
 All numbers are little-endian. The checksum includes the place in the file, so nothing else can pass for a record:
-neither a record inside a payload, nor old contents of the disk. `durable` tells damage from a torn end, see
+neither a record inside a payload, nor old contents of the disk. `durable` distinguishes damage from a torn end, see
 `journal_file`.
 
 Plain values are texts, numbers, True, False, None, and lists and dictionaries of them. They go into a record as

@@ -21,6 +21,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from typing import Any
 from paceline._core.file_lock import FolderLock
 from paceline._core.files import write_atomic
 from paceline.async_dp.wal.durable_files import (
+    disk_errors,
     make_folder,
     read_checked_file,
     write_checked_file,
-    write_failure,
 )
 from paceline.async_dp.wal.journal_records import (
     CHECKSUM_NBYTES,
@@ -103,16 +104,13 @@ class Outbox:
         if self._folder is not None:
             make_folder(self._folder, "worker")
             self._lock = FolderLock(self._folder / "outbox.lock", "worker")
-            try:
+            with (
+                ExitStack() as undo,
+                disk_errors(self._folder, "correct that, then restart the worker", "opened"),
+            ):
+                undo.callback(self.close)
                 self._read(self._folder, worker)
-            except OSError as error:
-                self.close()
-                raise write_failure(
-                    self._folder, error, "correct that, then start the worker again", "opened"
-                ) from error
-            except BaseException:
-                self.close()
-                raise
+                undo.pop_all()
 
     # ------------------------------------------------------------------ updates
 
@@ -179,13 +177,9 @@ class Outbox:
             )
         update = PendingUpdate(round, fragment, dict(values), bytes(payload))
         if self._folder is not None:
-            try:
+            path = _update_path(self._folder, fragment)
+            with disk_errors(path, "it is not pending: free disk space, then put it again"):
                 write_update(self._folder, update, self.run, self.worker)
-            except OSError as error:
-                path = _update_path(self._folder, fragment)
-                raise write_failure(
-                    path, error, "it is not pending: free disk space, then put it again"
-                ) from error
         self._updates[fragment] = update
 
     def pending(self) -> list[PendingUpdate]:
@@ -207,12 +201,8 @@ class Outbox:
             return False
         if self._folder is not None:
             path = _update_path(self._folder, fragment)
-            try:
+            with disk_errors(path, "allow this worker to write to its folder", "removed"):
                 path.unlink(missing_ok=True)
-            except OSError as error:
-                raise write_failure(
-                    path, error, "allow this worker to write to its folder", "removed"
-                ) from error
         del self._updates[fragment]
         return True
 
@@ -261,7 +251,7 @@ class Outbox:
             if worker not in (None, number):
                 raise UsageError(
                     f"{str(folder)!r} is the folder of worker {number}, this is worker {worker}",
-                    remedy="give every worker a folder of its own",
+                    remedy="give each worker another folder",
                 )
             self.worker, self.run, self._next_rounds, self._first_round = number, run, rounds, first
             return
@@ -290,10 +280,8 @@ class Outbox:
             "rounds": {str(fragment): next for fragment, next in sorted(self._next_rounds.items())},
             "round_least": self._first_round,
         }
-        try:
+        with disk_errors(path, "free disk space, then try again"):
             write_checked_file(path, status)
-        except OSError as error:
-            raise write_failure(path, error, "free disk space, then try again") from error
 
 
 def _aside(path: Path) -> Path:

@@ -19,6 +19,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 from paceline.async_dp.protocol.hub_messages import (
@@ -36,6 +37,7 @@ from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate
 from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
 from paceline.async_dp.worker.session_state import FragmentExchange, HubStatus, ReplyTimeout, SessionRequest
 from paceline.errors import DamagedEnvelope, UsageError
+from paceline.transport.envelope import Bytes
 from paceline.transport.envelope_header import Header
 from paceline.transport.transport_interface import HUB, Envelope
 
@@ -45,11 +47,11 @@ log = logging.getLogger("paceline.async_dp")
 
 _HELLO_SECONDS, _MAX_HELLO_SECONDS = 1.0, 10.0
 _HEARTBEAT_SECONDS = 2.0
-_HARMFUL = ("not finite", "exploding", "worse", "in quarantine", "implausible", "it tells")
-"""Reasons of refusal after which the worker drops what it has learnt since ("it tells": of earlier versions)."""
+_HARMLESS = "stale"
+"""Reason of refusal after which the worker keeps what it has learnt since."""
 
-_KEEP_OPTIMIZER = ("worse", "implausible", "it tells")
-"""Those of them that do not invalidate the optimizer's state."""
+_RESET_OPTIMIZER = ("not finite", "exploding", "in quarantine")
+"""Reasons of refusal that invalidate the optimizer's state too."""
 
 
 class HubSession:
@@ -105,9 +107,7 @@ class HubSession:
         self._adopting: dict[int, HubMessage] = {}
         self.adopted: dict[int, HubMessage] | None = None
         self._never_fetched = set(replicas)
-        self._gave_params = (
-            False  # the global parameters began as this worker's snapshot: the delta rule holds
-        )
+        self._gave_params = False  # the global parameters began as this worker's: the delta rule holds
         self._assembler = MessageAssembler(self._max_nbytes)
         self._hello_at, self._hello_pause = -math.inf, _HELLO_SECONDS
         self._heartbeat_at = -math.inf
@@ -145,11 +145,10 @@ class HubSession:
                 self._send_overdue(now)
             if now >= self._heartbeat_at:
                 self._heartbeat_at = now + self.heartbeat_seconds
-                self._send("beat", **self.heartbeat)
+                self._send("beat", self.heartbeat)
             elif self._outgoing and not self.heartbeat:
-                self._heartbeat_at = (
-                    now + self.heartbeat_seconds
-                )  # any message shows that the worker is alive
+                # Any message shows that the worker is alive.
+                self._heartbeat_at = now + self.heartbeat_seconds
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
@@ -187,8 +186,16 @@ class HubSession:
         """Whether no exchange is in progress or requested."""
         return not self._exchanges and not self.requests
 
-    def _send(self, kind: str, **meta: Any) -> None:
-        self._outgoing.append(HubMessage(kind, self.worker, HUB, meta=meta))
+    def _send(
+        self,
+        kind: str,
+        meta: Mapping[str, Any],
+        fragment: int = 0,
+        round: int = 0,
+        payload: Bytes = b"",
+        dtype: str = "",
+    ) -> None:
+        self._outgoing.append(HubMessage(kind, self.worker, HUB, round, fragment, meta, payload, dtype))
 
     def _max_nbytes(self, header: Header) -> int | None:
         if header.kind not in BULK_KINDS:
@@ -206,7 +213,7 @@ class HubSession:
         self._hello_at = now + self._hello_pause
         self._hello_pause = min(2 * self._hello_pause, _MAX_HELLO_SECONDS)
         meta = {"version": PROTOCOL_VERSION, "name": self.name, **self._hello_meta}
-        self._outgoing.append(HubMessage("hello", self.worker, HUB, meta=meta, payload=self.layout.pack()))
+        self._send("hello", meta, payload=self.layout.pack())
 
     def _restart(self, message: HubMessage | None, now: float) -> None:
         """Start a new session: the hub has lost this one, or is gone."""
@@ -227,7 +234,7 @@ class HubSession:
             return
         status.run, status.phase = run, meta_text(meta, "phase")
         status.slot, status.slots = meta_count(meta, "slot"), meta_count(meta, "slots", 1)
-        self._update_status(meta)
+        status.update(meta)
         was_connected, self.connected = self.connected, True
         self._hello_at, self._hello_pause = now + _MAX_HELLO_SECONDS, _MAX_HELLO_SECONDS
         if was_connected:
@@ -244,16 +251,6 @@ class HubSession:
         if message.meta.get("yours") == self.session_id:
             self.hub_status.refusal = meta_text(message.meta, "why") or "the hub gave no reason"
 
-    def _update_status(self, meta: Mapping[str, Any]) -> None:
-        """Store what the hub repeats in many messages."""
-        status = self.hub_status
-        status.workers = meta_count(meta, "workers", status.workers)
-        rate = meta_number(meta, "rate")
-        status.rate = float(rate) if rate else None
-        samples = meta_number(meta, "samples")
-        if samples is not None:
-            status.samples = float(samples)
-
     def _fetch_first(self, now: float) -> None:
         """Fetch fragments that were never fetched, to overwrite the worker's unless they began as its own."""
         for fragment in self._never_fetched - self._exchanges.keys() - self._resend_at.keys():
@@ -266,13 +263,12 @@ class HubSession:
 
     def _carry_out(self, request: SessionRequest, now: float) -> None:
         if request.kind == "score":
-            self._send("score", **request.meta)
+            self._send("score", request.meta)
             return
         fragment = request.fragment
         replica = self.replicas[fragment]
         if request.kind == "parameters":
-            packet = replica.pack_params()
-            self._outgoing.append(HubMessage("parameters", self.worker, HUB, 0, fragment, {}, packet, "fp32"))
+            self._send("parameters", {}, fragment, payload=replica.pack_params(), dtype="fp32")
             replica.state = FragmentState.IDLE
             return
         exchange = self._exchanges[fragment] = FragmentExchange(request, "ack", now)
@@ -288,14 +284,12 @@ class HubSession:
 
     def _send_update(self, update: PendingUpdate) -> None:
         """Send an update; it is repeated until it is acknowledged."""
-        fragment, meta, dtype = update.fragment, update.values["meta"], update.values["dtype"]
-        self._outgoing.append(
-            HubMessage("update", self.worker, HUB, update.round, fragment, meta, update.payload, dtype)
-        )
-        self._resend_at[fragment] = math.inf
+        meta, dtype = update.values["meta"], update.values["dtype"]
+        self._send("update", meta, update.fragment, update.round, update.payload, dtype)
+        self._resend_at[update.fragment] = math.inf
 
     def _on_ack(self, message: HubMessage, now: float) -> None:
-        self._update_status(message.meta)
+        self.hub_status.update(message.meta)
         round, fragment = message.round, message.fragment
         if not self._outbox.acknowledge(round, fragment):
             return
@@ -313,8 +307,8 @@ class HubSession:
             return
         if exchange.measurable:
             self.reply_timeout.update_seconds = now - exchange.started
-        if why.startswith(_HARMFUL):
-            replica.overwrite, replica.reset_optimizer = True, not why.startswith(_KEEP_OPTIMIZER)
+        if why and not why.startswith(_HARMLESS):
+            replica.overwrite, replica.reset_optimizer = True, why.startswith(_RESET_OPTIMIZER)
         self._schedule_fetch(fragment, exchange, now)
 
     # ------------------------------------------------------------------ global parameters
@@ -330,8 +324,7 @@ class HubSession:
 
     def _fetch(self, fragment: int, exchange: FragmentExchange, now: float) -> None:
         exchange.stage, exchange.fetched, exchange.due = "params", now, math.inf
-        meta = {"have": self.replicas[fragment].revision}
-        self._outgoing.append(HubMessage("fetch", self.worker, HUB, 0, fragment, meta))
+        self._send("fetch", {"have": self.replicas[fragment].revision}, fragment)
 
     def _send_overdue(self, now: float) -> None:
         """Send fetches that are due, and repeat messages without a reply."""
@@ -353,15 +346,11 @@ class HubSession:
         self._due = self._first_due()
 
     def _first_due(self) -> float:
-        first = math.inf
-        for resend_at in self._resend_at.values():
-            first = resend_at if resend_at < first else first
-        for exchange in self._exchanges.values():
-            first = exchange.due if exchange.due < first else first
-        return first
+        fetches = (exchange.due for exchange in self._exchanges.values())
+        return min(chain(self._resend_at.values(), fetches), default=math.inf)
 
     def _on_global_params(self, message: HubMessage, now: float) -> None:
-        self._update_status(message.meta)
+        self.hub_status.update(message.meta)
         fragment = message.fragment
         exchange = self._exchanges.get(fragment)
         if exchange is None or exchange.stage != "params":
@@ -388,9 +377,8 @@ class HubSession:
         self._adopting[message.fragment] = message
         if self._adopting.keys() == self.replicas.keys():
             self.adopted, self._adopting = self._adopting, {}
-            log.info(
-                "worker %s takes another worker's parameters: %s", self.name, meta_text(message.meta, "why")
-            )
+            why = meta_text(message.meta, "why")
+            log.info("worker %s takes another worker's parameters: %s", self.name, why)
 
     def _on_together(self, message: HubMessage, now: float) -> None:
         self.hub_status.phase = "together"

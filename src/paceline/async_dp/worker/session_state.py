@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.async_dp.protocol.hub_messages import meta_count, meta_number
+
 __all__ = ["FragmentExchange", "HubStatus", "ReplyTimeout", "SessionRequest"]
 
 _UNKNOWN_SECONDS, _MIN_SECONDS, _MAX_DOUBLINGS = 10.0, 1.0, 4
@@ -50,6 +52,13 @@ class HubStatus:
     refusal: str = ""  # why this worker can't take part
     wants_params: bool = False  # this worker's parameters were requested
 
+    def update(self, meta: Mapping[str, Any]) -> None:
+        """Store what the hub repeats in many messages."""
+        self.workers = meta_count(meta, "workers", self.workers)
+        rate, samples = meta_number(meta, "rate"), meta_number(meta, "samples")
+        self.rate = float(rate) if rate else None
+        self.samples = self.samples if samples is None else float(samples)
+
 
 @dataclass(slots=True)
 class FragmentExchange:
@@ -59,9 +68,7 @@ class FragmentExchange:
     stage: str  # waiting for "ack", until it is time to "fetch", or for "params"
     started: float
     fetched: float = 0.0  # when the parameters were requested
-    due: float = (
-        math.inf
-    )  # when they are to be requested (again); infinity while the request has not been sent
+    due: float = math.inf  # when to request them (again); infinity while the request has not been sent
     measurable: bool = True  # the pending message was not repeated
 
 
