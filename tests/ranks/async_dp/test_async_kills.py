@@ -47,7 +47,7 @@ def recovered(folder):
 
 
 @pytest.mark.parametrize(("kind", "kills"), [("journal", 20), ("snapshots", 6)])
-def test_a_hub_that_is_killed_has_all_that_it_committed(tmp_path, kind, kills):
+def test_a_killed_hub_recovers_all_that_it_committed(tmp_path, kind, kills):
     chance, told, in_all = random.Random(7), 0, 0
     for kill in range(kills):
         lines = killed(kind, tmp_path, kill, chance)
@@ -61,7 +61,7 @@ def test_a_hub_that_is_killed_has_all_that_it_committed(tmp_path, kind, kills):
     assert in_all > kills // 2
 
 
-def test_a_worker_that_is_killed_offers_what_it_offered_and_no_round_twice(tmp_path):
+def test_a_killed_worker_keeps_its_pending_updates_and_uses_no_round_twice(tmp_path):
     chance, begun, workers = random.Random(7), set(), set()
     offered, in_all = {}, 0
     for kill in range(20):

@@ -65,7 +65,7 @@ def together(*work: Callable[[], object]) -> None:
         raise errors[0]
 
 
-def test_workers_of_different_speeds_learn_together_and_end_with_the_same_parameters() -> None:
+def test_workers_of_different_speeds_train_together() -> None:
     with running() as hub:
         tasks = [Task(seed) for seed in range(3)]
 
@@ -84,7 +84,7 @@ def test_workers_of_different_speeds_learn_together_and_end_with_the_same_parame
         assert hub.hub.refused == {}
 
 
-def test_one_worker_alone_learns_as_without_a_hub() -> None:
+def test_a_single_worker_trains_as_without_a_hub() -> None:
     """The delta rule and averaging by one worker: nothing is lost and nothing counted twice."""
     alone, task = Task(), Task()
     with running(HubRules(down="fp32")) as hub:
@@ -99,7 +99,7 @@ def _step(task: Task) -> bool:
     return False
 
 
-def test_without_a_hub_training_goes_on_alone_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_hub_training_continues_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     alone, task = Task(), Task()
     alone.steps(40, 0.0)
     with (
@@ -113,7 +113,7 @@ def test_without_a_hub_training_goes_on_alone_and_says_so(caplog: pytest.LogCapt
     assert "keeps its own parameters" in caplog.text
 
 
-def test_a_hub_that_comes_late_is_found() -> None:
+def test_a_hub_that_starts_late_is_found() -> None:
     first = Running()
     address = first.address
     first.stop()
@@ -126,7 +126,7 @@ def test_a_hub_that_comes_late_is_found() -> None:
         assert hub.hub.updates > 0
 
 
-def test_a_hub_that_is_killed_and_started_again_goes_on_and_no_acknowledged_update_is_lost(
+def test_a_killed_and_restarted_hub_loses_no_acknowledged_update(
     tmp_path: Path,
 ) -> None:
     hub = HubProcess(tmp_path / "hub", "--snapshot-every", "20")
@@ -161,7 +161,7 @@ def test_a_hub_that_is_killed_and_started_again_goes_on_and_no_acknowledged_upda
         hub.end()
 
 
-def test_another_model_is_turned_away_with_the_first_tensor_that_differs() -> None:
+def test_another_model_is_refused_with_the_first_tensor_that_differs() -> None:
     with running() as hub:
         first, other = Task(), Task()
         other.net = nn.Linear(12, 4)
@@ -190,7 +190,7 @@ def test_another_run_is_refused() -> None:
             task.steps(2000, 0.005)
 
 
-def test_a_worker_without_the_right_key_gets_nowhere(
+def test_a_worker_without_the_right_key_is_not_admitted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from paceline.transport.zmq.curve_keys import HubKeys
@@ -212,7 +212,7 @@ def test_a_worker_without_the_right_key_gets_nowhere(
         assert "training goes on alone" in caplog.text
 
 
-def test_a_worker_whose_parameters_became_nan_takes_the_centre_and_goes_on() -> None:
+def test_a_worker_with_nan_parameters_takes_the_global_ones_and_continues() -> None:
     with running(HubRules(screen=ScreeningRules(strikes=10))) as hub:
         good, bad = Task(), Task(1)
         with (
@@ -268,7 +268,7 @@ def test_several_hubs_share_the_fragments() -> None:
         assert sorted(two.hub.params.fragments) == [1]
 
 
-def test_settings_are_chosen_from_what_is_measured() -> None:
+def test_settings_are_chosen_from_measured_times() -> None:
     with running() as hub:
         task = Task()
         with paceline.AsyncDataParallel(
@@ -279,7 +279,7 @@ def test_settings_are_chosen_from_what_is_measured() -> None:
             assert star.cadence.delay < star.cadence.every <= 500
 
 
-def test_policies_take_in_what_is_better_only() -> None:
+def test_selection_policies_apply_better_parameters_only() -> None:
     with running() as hub:
         good, poor = Task(0), Task(1, lr=1e-3)
         with paceline.AsyncDataParallel(
@@ -321,7 +321,7 @@ def test_policies_take_in_what_is_better_only() -> None:
         ({"warmup": -1}, "warmup=-1"),
     ],
 )
-def test_what_can_not_be_is_refused_before_anything_begins(given: dict, told: str) -> None:
+def test_invalid_arguments_are_refused_before_anything_starts(given: dict, told: str) -> None:
     task = Task()
     before = threading.active_count()
     with pytest.raises(UsageError, match=told):
@@ -329,13 +329,13 @@ def test_what_can_not_be_is_refused_before_anything_begins(given: dict, told: st
     assert threading.active_count() == before
 
 
-def test_a_star_needs_an_optimizer_of_its_model() -> None:
+def test_the_optimizer_must_belong_to_the_model() -> None:
     task, other = Task(), Task()
     with pytest.raises(UsageError, match="holds no parameter of this model"):
         paceline.AsyncDataParallel(task.net, other.optim, "tcp://127.0.0.1:7077")
 
 
-def test_an_exception_in_the_block_ends_it_at_once_and_leaves_no_thread() -> None:
+def test_an_exception_in_the_block_leaves_no_thread() -> None:
     with running() as hub:
         task, before = Task(), threading.active_count()
 

@@ -15,7 +15,7 @@ from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Mac
 from paceline.tools.simulate.learning_tasks import LinearTask
 
 
-def test_each_of_several_hubs_is_given_its_own_fragments_when_it_asks() -> None:
+def test_each_hub_receives_its_own_fragments_on_request() -> None:
     net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
     layout = ParameterLayout.of(net, 4)
     replicas = [
@@ -59,13 +59,13 @@ def run(
 @pytest.mark.parametrize(
     "cadence", [SyncSchedule(10, 1, 5), SyncSchedule(10, 1, 0), SyncSchedule(2, 1, 1), SyncSchedule(1, 1, 0)]
 )
-def test_in_the_warm_up_every_other_step_sends(warmup: int, cadence: SyncSchedule) -> None:
+def test_during_warm_up_every_other_step_sends(warmup: int, cadence: SyncSchedule) -> None:
     sent = run(60, warmup, cadence).counts[0]["sent"]
     often = warmup / min(2, cadence.every)
     assert sent == pytest.approx(often + (60 - warmup) / cadence.every, abs=1.0)
 
 
-def test_what_the_network_does_not_manage_is_skipped() -> None:
+def test_updates_that_the_network_can_not_carry_are_skipped() -> None:
     often, slow = (run(60, 40, SyncSchedule(10, 1, 5), latency=latency).counts[0] for latency in (1e-4, 1.5))
     assert slow["skipped"] > 0
     assert often["skipped"] == 0
@@ -73,6 +73,6 @@ def test_what_the_network_does_not_manage_is_skipped() -> None:
     assert slow["steps"] == often["steps"] == 60
 
 
-def test_a_warm_up_brings_workers_together_sooner() -> None:
+def test_a_warm_up_reduces_the_loss_sooner() -> None:
     with_it, without = (run(40, warmup, SyncSchedule(20, 1, 5), workers=4).loss for warmup in (40, 0))
     assert with_it < without

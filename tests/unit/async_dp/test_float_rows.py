@@ -52,7 +52,7 @@ def test_bfloat16_rounds_special_numbers_and_ties_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("numel", [1, NUMPY_MAX_NUMEL, NUMPY_MAX_NUMEL + 1])
-def test_few_numbers_and_many_are_computed_alike(numel: int) -> None:
+def test_short_and_long_rows_are_computed_alike(numel: int) -> None:
     generator = torch.Generator().manual_seed(numel)
     left, right = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
     as_few, as_many = as_row(left.clone()), left.clone()
@@ -68,13 +68,13 @@ def test_few_numbers_and_many_are_computed_alike(numel: int) -> None:
     assert l2_norm(as_few) == pytest.approx(float(as_tensor(as_few).norm()), rel=1e-5)
 
 
-def test_what_is_few_shares_the_memory_of_its_tensor() -> None:
+def test_a_short_row_shares_the_memory_of_its_tensor() -> None:
     tensor = torch.zeros(3)
     copy_into(torch.tensor([1.0, 2.0, 3.0]), as_row(tensor))
     assert tensor.tolist() == [1.0, 2.0, 3.0]
     assert as_array(tensor).tolist() == [1.0, 2.0, 3.0]
 
 
-def test_what_is_not_float32_stays_a_tensor() -> None:
+def test_rows_of_other_dtypes_stay_tensors() -> None:
     assert isinstance(as_row(torch.zeros(3, dtype=torch.bfloat16)), torch.Tensor)
     assert isinstance(as_row(torch.zeros(3, dtype=torch.float64)), torch.Tensor)

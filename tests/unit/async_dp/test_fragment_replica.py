@@ -36,7 +36,7 @@ def arrive(replica: FragmentReplica, numbers: torch.Tensor, revision: int = 1) -
     replica.receive(revision, "fp32", packing.pack(numbers))
 
 
-def test_the_delta_rule_keeps_what_was_learnt_meanwhile() -> None:
+def test_the_delta_rule_keeps_what_was_learnt_since_the_snapshot() -> None:
     net, replica = made()
     centre = torch.linspace(-1, 1, 24)
     replica.snapshot()
@@ -48,7 +48,7 @@ def test_the_delta_rule_keeps_what_was_learnt_meanwhile() -> None:
     assert (replica.state, replica.revision) == (FragmentState.IDLE, 1)
 
 
-def test_without_steps_in_between_the_worker_has_exactly_the_centre() -> None:
+def test_without_steps_since_the_snapshot_the_worker_has_exactly_the_global_parameters() -> None:
     net, replica = made()
     centre = torch.randn(24, generator=torch.Generator().manual_seed(0))
     replica.snapshot()
@@ -75,7 +75,7 @@ def test_the_next_update_has_all_steps_since_the_last_snapshot_and_none_twice() 
     assert torch.equal(second, torch.full((24,), -0.75))
 
 
-def test_the_whole_drops_what_was_learnt() -> None:
+def test_overwrite_drops_what_was_learnt() -> None:
     net, replica = made()
     replica.snapshot()
     learn(net, 3.0)
@@ -87,7 +87,7 @@ def test_the_whole_drops_what_was_learnt() -> None:
 
 
 @pytest.mark.parametrize(("was_offered", "delta"), [(True, -0.5), (False, -1.5)])
-def test_after_declining_only_what_was_withheld_is_offered_again(was_offered: bool, delta: float) -> None:
+def test_after_discarding_only_withheld_updates_are_sent_again(was_offered: bool, delta: float) -> None:
     net, replica = made()
     replica.overwrite = True
     arrive(replica, torch.zeros(24))
@@ -120,7 +120,7 @@ def test_swapping_twice_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_parameters_of_other_precision_are_kept_as_float32_on_the_way(dtype: torch.dtype) -> None:
+def test_parameters_of_other_dtypes_are_sent_as_float32(dtype: torch.dtype) -> None:
     net, replica = made(dtype)
     replica.snapshot()
     learn(net, 0.5)

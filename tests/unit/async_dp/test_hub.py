@@ -15,7 +15,7 @@ from paceline.errors import CheckpointError
 from paceline.tools.cli.hub_live_table import HubTable
 
 
-def test_the_first_worker_gives_the_parameters_that_all_share() -> None:
+def test_the_first_worker_provides_the_initial_parameters() -> None:
     talk = Talk()
     assert kinds(talk.hello(1)) == ["welcome", "ask"]
     assert kinds(talk.hello(2)) == ["welcome"]
@@ -28,7 +28,7 @@ def test_the_first_worker_gives_the_parameters_that_all_share() -> None:
     assert talk.hub.phase == "together"
 
 
-def test_if_the_first_worker_falls_silent_another_is_asked() -> None:
+def test_if_the_first_worker_falls_silent_a_new_one_provides_the_parameters() -> None:
     talk = Talk()
     talk.hello(1)
     talk.now = 100.0
@@ -36,7 +36,7 @@ def test_if_the_first_worker_falls_silent_another_is_asked() -> None:
     assert kinds(talk.hello(2)) == ["welcome", "ask"]
 
 
-def test_if_who_was_asked_is_gone_another_that_is_there_already_is_asked() -> None:
+def test_if_the_requested_worker_is_gone_a_connected_one_provides_the_parameters() -> None:
     for silent in (True, False):
         talk = Talk(HubRules(silent_after=10))
         for worker in (1, 2):
@@ -50,21 +50,21 @@ def test_if_who_was_asked_is_gone_another_that_is_there_already_is_asked() -> No
         assert [(each.kind, each.target) for each in told] == [("ask", 2)]
 
 
-def test_parameters_that_are_not_finite_are_no_beginning() -> None:
+def test_initial_parameters_must_be_finite() -> None:
     talk = Talk()
     talk.begin(1, numbers=torch.full((NUMEL,), math.nan))
     assert talk.hub.phase == "empty"
     assert kinds(talk.hello(2)) == ["welcome", "ask"]
 
 
-def test_after_parameters_that_are_not_finite_the_next_worker_is_asked() -> None:
+def test_after_parameters_that_are_not_finite_the_next_worker_provides_them() -> None:
     talk = Talk()
     talk.begin(1, 2, numbers=torch.full((NUMEL,), math.nan))
     talk.now = 2.0
     assert [(each.kind, each.target) for each in talk.say("beat", 1)] == [("ask", 2)]
 
 
-def test_while_the_disk_refuses_nothing_is_taken_in_and_all_is_once_it_does_not(capsys) -> None:
+def test_while_the_disk_fails_nothing_is_merged_and_afterwards_everything_is(capsys) -> None:
     talk = Talk()
     talk.begin(1, 2)
     commit = talk.journal.commit
@@ -92,14 +92,14 @@ def test_while_the_disk_refuses_nothing_is_taken_in_and_all_is_once_it_does_not(
     assert talk.hub.updates == 2
 
 
-def test_frames_that_are_dropped_are_counted_among_what_is_refused() -> None:
+def test_dropped_frames_are_counted_as_refused() -> None:
     talk = Talk()
     talk.begin(1)
     talk.say("update", 1, bytes(1 << 16), dtype="fp32")
     assert talk.hub.refused == {"too long": 1}
 
 
-def test_an_update_moves_the_centre_and_is_acknowledged() -> None:
+def test_an_update_is_merged_and_acknowledged() -> None:
     talk = Talk()
     talk.begin(1, 2)
     (answer,) = talk.update(1, 0, ONES)
@@ -108,7 +108,7 @@ def test_an_update_moves_the_centre_and_is_acknowledged() -> None:
     assert (talk.hub.updates, talk.hub.counters.samples) == (1, 1.0)
 
 
-def test_a_fetch_is_answered_with_the_centre_and_its_revision() -> None:
+def test_a_fetch_returns_the_global_parameters_and_their_revision() -> None:
     talk = Talk()
     talk.begin(1)
     talk.update(1, 0, ONES)
@@ -121,7 +121,7 @@ def test_a_fetch_is_answered_with_the_centre_and_its_revision() -> None:
     assert torch.equal(into, -ONES)
 
 
-def test_a_worker_counts_by_its_part_of_the_samples_of_a_second() -> None:
+def test_a_workers_weight_is_its_share_of_samples_per_second() -> None:
     talk = Talk()
     talk.begin(1, 2, 3)
     moved = []
@@ -138,7 +138,7 @@ def test_a_worker_counts_by_its_part_of_the_samples_of_a_second() -> None:
     assert float((before - talk.theta)[0]) == pytest.approx(2 / 3)
 
 
-def test_an_update_of_many_steps_after_a_long_absence_does_not_count_more() -> None:
+def test_an_update_of_many_steps_after_a_long_absence_has_no_more_weight() -> None:
     talk = Talk()
     talk.begin(1, 2)
     for round in range(5):
@@ -149,7 +149,7 @@ def test_an_update_of_many_steps_after_a_long_absence_does_not_count_more() -> N
     torch.testing.assert_close(before - talk.theta, ONES / 2)
 
 
-def test_a_worker_alone_counts_fully_however_many_samples_an_update_has() -> None:
+def test_a_single_worker_has_full_weight_for_any_number_of_samples() -> None:
     talk = Talk()
     talk.begin(1)
     for round, samples in enumerate((100.0, 50.0, 3.0, 700.0)):
@@ -181,7 +181,7 @@ def test_the_same_envelope_twice_is_dropped() -> None:
     assert (talk.hub.updates, talk.hub.refused["repeated"]) == (1, 1)
 
 
-def test_an_earlier_round_is_not_taken_in_after_a_later_one() -> None:
+def test_an_earlier_round_is_not_merged_after_a_later_one() -> None:
     talk = Talk()
     talk.begin(1)
     talk.update(1, 5, ONES)
@@ -190,7 +190,7 @@ def test_an_earlier_round_is_not_taken_in_after_a_later_one() -> None:
     assert torch.equal(talk.theta, before)
 
 
-def test_who_is_not_in_session_is_told_so_and_changes_nothing() -> None:
+def test_a_worker_without_a_session_is_notified_and_changes_nothing() -> None:
     talk = Talk()
     talk.begin(1)
     before = talk.theta.clone()
@@ -201,7 +201,7 @@ def test_who_is_not_in_session_is_told_so_and_changes_nothing() -> None:
     assert talk.hub.refused["not in session"] == 2
 
 
-def test_an_old_hello_does_not_begin_a_session_again() -> None:
+def test_an_old_hello_does_not_restart_a_session() -> None:
     talk = Talk()
     talk.begin(1)
     old = talk.sessions[1]
@@ -212,7 +212,7 @@ def test_an_old_hello_does_not_begin_a_session_again() -> None:
     assert kinds(talk.update(1, 0, ONES)) == ["ack"]
 
 
-def test_a_sharded_hub_keeps_its_fragments_only() -> None:
+def test_a_sharded_hub_serves_its_fragments_only() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(5)))
     layout = ParameterLayout.of(model, 5)
     talk = Talk(HubRules(shard=HubShard(1, 2)))
@@ -223,7 +223,7 @@ def test_a_sharded_hub_keeps_its_fragments_only() -> None:
     assert "too few for 2 hubs" in answer.meta["why"]
 
 
-def test_how_a_worker_trains_is_known_as_it_told_last() -> None:
+def test_a_heartbeat_updates_the_workers_schedule() -> None:
     talk = Talk()
     talk.begin(1)
     talk.say("beat", 1, steps=7, every=11, delay=3)
@@ -233,7 +233,7 @@ def test_how_a_worker_trains_is_known_as_it_told_last() -> None:
     assert (member.every, member.delay, member.steps) == (11, 3, 8)
 
 
-def test_a_score_of_the_centre_is_written_down() -> None:
+def test_a_score_of_the_global_parameters_is_recorded() -> None:
     talk = Talk()
     talk.begin(1)
     talk.say("score", 1, score=1.25, revision=0)
@@ -241,7 +241,7 @@ def test_a_score_of_the_centre_is_written_down() -> None:
     assert [each["score"] for each in talk.journal.ledger() if each["kind"] == "centre"] == [1.25]
 
 
-def test_who_says_goodbye_does_not_count_any_more() -> None:
+def test_a_worker_that_left_does_not_count() -> None:
     talk = Talk()
     talk.begin(1, 2)
     talk.say("bye", 2)

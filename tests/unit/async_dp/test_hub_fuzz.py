@@ -71,7 +71,7 @@ def messages(draw: Any, source: int, target: int) -> HubMessage:
 
 @given(st.lists(st.tuples(messages(1, HUB), st.integers(0, 3)), max_size=25))
 @settings(max_examples=150, deadline=None)
-def test_a_hub_survives_whatever_an_admitted_worker_says(said: list[tuple[HubMessage, int]]) -> None:
+def test_a_hub_survives_arbitrary_messages_of_an_admitted_worker(said: list[tuple[HubMessage, int]]) -> None:
     talk = Talk()
     talk.begin(1, 2)
     for message, pause in said:
@@ -96,7 +96,7 @@ def test_a_hub_survives_whatever_an_admitted_worker_says(said: list[tuple[HubMes
 
 @given(st.lists(messages(HUB, 7), max_size=25))
 @settings(max_examples=150, deadline=None)
-def test_a_worker_survives_whatever_its_hub_says(said: list[HubMessage]) -> None:
+def test_a_worker_survives_arbitrary_messages_of_its_hub(said: list[HubMessage]) -> None:
     net = torch.nn.Linear(4, 3)
     (fragment,) = LAYOUT.fragments
     replica = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))

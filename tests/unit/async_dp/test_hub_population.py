@@ -41,7 +41,7 @@ def test_a_population_replaces_the_worst_and_then_joins_the_best() -> None:
     assert "2 of 3 workers made 30 steps" in decisions[1]["why"]
 
 
-def test_if_the_best_dies_before_it_gave_its_parameters_another_decision_follows() -> None:
+def test_if_the_best_dies_before_it_sends_parameters_another_decision_follows() -> None:
     talk = Talk(HubRules(population=PopulationRules(steps=30, margin=math.inf), silent_after=10))
     for worker in (1, 2):
         talk.hello(worker)

@@ -18,7 +18,7 @@ from paceline.async_dp.protocol.parameter_layout import ParameterLayout
         ({"version": 99}, "protocol version 99"),
     ],
 )
-def test_a_worker_that_does_not_fit_is_told_why(told: dict, why: str) -> None:
+def test_a_mismatched_worker_is_refused_with_the_reason(told: dict, why: str) -> None:
     import re
 
     talk = Talk()
@@ -29,7 +29,7 @@ def test_a_worker_that_does_not_fit_is_told_why(told: dict, why: str) -> None:
     assert kinds(talk.update(2, 0, ONES)) == ["who"]
 
 
-def test_a_worker_may_ask_for_whichever_run_there_is() -> None:
+def test_a_worker_may_join_without_naming_a_run() -> None:
     talk = Talk()
     (answer, _) = talk.hello(1, run="")
     assert (answer.kind, answer.meta["run"]) == ("welcome", RUN)
@@ -47,7 +47,7 @@ def test_a_worker_may_ask_for_whichever_run_there_is() -> None:
         ({"score": 9.0, "before": 1.0}, "worse"),
     ],
 )
-def test_an_update_that_makes_no_sense_is_refused_and_changes_nothing(told: dict, why: str) -> None:
+def test_an_implausible_update_is_refused_and_changes_nothing(told: dict, why: str) -> None:
     talk = Talk()
     talk.begin(1)
     (answer,) = talk.update(1, 0, ONES, **told)
@@ -74,7 +74,7 @@ def test_an_update_of_nan_is_refused_and_its_worker_quarantined_after_three() ->
     assert answer.meta["why"] == ""
 
 
-def test_a_stale_update_is_dropped_or_weighed_down() -> None:
+def test_a_stale_update_is_dropped_or_down_weighted() -> None:
     for rules, moved in (
         (HubRules(staleness=StalenessPolicy("drop", bound=2)), 0.0),
         (HubRules(staleness=StalenessPolicy("down-weight", power=1.0)), 1 / 4),
@@ -88,7 +88,7 @@ def test_a_stale_update_is_dropped_or_weighed_down() -> None:
         torch.testing.assert_close(talk.theta, -moved * ONES)
 
 
-def test_who_is_ahead_waits_for_the_centre_until_the_last_has_caught_up() -> None:
+def test_a_worker_that_is_ahead_waits_until_the_slowest_has_caught_up() -> None:
     talk = Talk(HubRules(staleness=StalenessPolicy("wait", bound=2)))
     talk.begin(1, 2)
     assert kinds(talk.say("fetch", 1)) == kinds(talk.say("fetch", 2)) == ["centre"]
@@ -102,7 +102,7 @@ def test_who_is_ahead_waits_for_the_centre_until_the_last_has_caught_up() -> Non
     assert {each.target for each in told if each.kind == "centre"} == {1, 2}
 
 
-def test_a_worker_that_is_silent_does_not_hold_up_those_that_wait() -> None:
+def test_a_silent_worker_does_not_block_those_that_wait() -> None:
     talk = Talk(HubRules(staleness=StalenessPolicy("wait", bound=1), silent_after=10))
     talk.begin(1, 2)
     for worker in (1, 2):
@@ -116,7 +116,7 @@ def test_a_worker_that_is_silent_does_not_hold_up_those_that_wait() -> None:
     assert answers[-1] == ["centre"]
 
 
-def test_what_is_foreign_is_counted_and_ignored() -> None:
+def test_foreign_envelopes_are_counted_and_ignored() -> None:
     talk = Talk()
     talk.begin(1)
     assert talk.say("strange", 1) == []
@@ -125,7 +125,7 @@ def test_what_is_foreign_is_counted_and_ignored() -> None:
     assert talk.hub.updates == 0
 
 
-def test_a_packet_of_another_size_never_reaches_the_centre() -> None:
+def test_a_packet_of_the_wrong_size_is_never_merged() -> None:
     talk = Talk()
     talk.begin(1)
     talk.say("update", 1, bytes(7), round=0, dtype="fp32", base=0, samples=1.0, steps=1)
@@ -135,7 +135,7 @@ def test_a_packet_of_another_size_never_reaches_the_centre() -> None:
     assert torch.equal(talk.theta, torch.zeros(NUMEL))
 
 
-def test_ten_thousand_hellos_of_strangers_take_no_more_room_than_the_table_has() -> None:
+def test_thousands_of_hellos_do_not_grow_the_membership_table_beyond_its_limit() -> None:
     talk = Talk()
     talk.begin(1)
     talk.update(1, 0, ONES)

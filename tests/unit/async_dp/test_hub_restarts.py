@@ -9,7 +9,7 @@ from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules
 from paceline.async_dp.wal.hub_journal import HubJournal
 
 
-def test_an_heir_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_restarted_hub_continues_bit_for_bit(tmp_path: Path) -> None:
     rules = HubRules(outer=HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0), snapshot_every=7)
     drawn = torch.Generator().manual_seed(0)
     deltas = [torch.randn(NUMEL, generator=drawn) for _ in range(24)]
@@ -57,7 +57,7 @@ def test_nothing_is_answered_before_it_is_committed() -> None:
     assert kinds(answers) == ["ack"]
 
 
-def test_an_update_that_was_not_committed_is_gone_with_the_hub_and_taken_in_when_it_comes_again() -> None:
+def test_an_uncommitted_update_is_lost_with_the_hub_and_merged_when_it_is_repeated() -> None:
     talk = Talk()
     talk.begin(1)
     talk.update(1, 0, ONES)

@@ -42,21 +42,21 @@ def test_an_exploding_update_is_refused_once_the_usual_size_is_known() -> None:
     assert judged(screen, 9.0) == ""
 
 
-def test_the_size_of_an_update_is_seen_beside_its_steps() -> None:
+def test_norms_are_compared_per_square_root_of_steps() -> None:
     screen = UpdateScreen()
     for _ in range(8):
         judged(screen, 1.0, steps=1)
     assert judged(screen, 50.0, steps=100) == ""
 
 
-def test_one_exploding_update_does_not_become_the_usual() -> None:
+def test_refused_updates_do_not_change_the_usual_norm() -> None:
     screen = UpdateScreen(ScreeningRules(strikes=10))
     for _ in range(8):
         judged(screen, 1.0)
     assert all(judged(screen, 100.0, worker=number).startswith("exploding") for number in range(50))
 
 
-def test_workers_that_hardly_move_do_not_make_an_ordinary_one_explode() -> None:
+def test_tiny_updates_of_one_worker_do_not_make_ordinary_ones_explode() -> None:
     screen = UpdateScreen()
     assert judged(screen, 1.0, worker=2) == ""
     for _ in range(50):
@@ -73,7 +73,7 @@ def test_an_update_that_makes_the_score_worse_is_refused() -> None:
     assert judged(UpdateScreen(ScreeningRules(max_score_increase=None)), 1.0, score=9.0, before=2.0) == ""
 
 
-def test_who_is_refused_three_times_is_put_in_quarantine_and_twice_as_long_the_next_time() -> None:
+def test_three_refusals_lead_to_quarantine_and_the_next_one_lasts_twice_as_long() -> None:
     screen = UpdateScreen(ScreeningRules(quarantine_seconds=10))
     for _ in range(3):
         judged(screen, math.nan, now=0.0)
@@ -101,7 +101,7 @@ def test_policies_for_stale_updates() -> None:
     assert StalenessPolicy("drop", bound=4).weight(4.1) == 0.0
 
 
-def test_waiting_holds_who_is_ahead_and_never_the_last() -> None:
+def test_waiting_holds_back_workers_ahead_and_never_the_slowest() -> None:
     wait = StalenessPolicy("wait", bound=2)
     assert wait.holds_back(base=20, others=[3, 18], revision=20, workers=4)
     assert not wait.holds_back(base=3, others=[20, 18], revision=20, workers=4)
@@ -130,7 +130,9 @@ def test_the_histogram_counts_every_staleness_once() -> None:
         ("best", 1.6, 2.0, 1.5, False),
     ],
 )
-def test_what_is_sent(send: str, mine: float, before: float | None, best: float, offered: bool) -> None:
+def test_selection_of_sent_updates(
+    send: str, mine: float, before: float | None, best: float, offered: bool
+) -> None:
     assert SelectionPolicy(send=send).sends(mine, before, best) is offered
 
 
@@ -145,11 +147,13 @@ def test_what_is_sent(send: str, mine: float, before: float | None, best: float,
         ("best", 2.0, 1.6, 1.5, False),
     ],
 )
-def test_what_is_taken_in(receive: str, mine: float, theirs: float, best: float, taken: bool) -> None:
+def test_selection_of_received_parameters(
+    receive: str, mine: float, theirs: float, best: float, taken: bool
+) -> None:
     assert SelectionPolicy(receive=receive).receives(mine, theirs, best) is taken
 
 
-def test_policies_need_a_score_and_a_whole_model() -> None:
+def test_selection_policies_need_a_score_and_one_fragment() -> None:
     with pytest.raises(UsageError, match="without a score"):
         SelectionPolicy(receive="better").check(has_score=False, fragments=1)
     with pytest.raises(UsageError, match="2 fragments"):
@@ -159,7 +163,7 @@ def test_policies_need_a_score_and_a_whole_model() -> None:
         SelectionPolicy(send="beter")
 
 
-def test_the_worst_of_a_population_takes_the_best_ones_parameters_and_learning_rate() -> None:
+def test_the_worst_worker_is_replaced_by_the_best() -> None:
     population, alive = Population(PopulationRules(steps=1000, margin=0.1, grace=1)), {1, 2, 3}
     for worker, score in ((1, 2.0), (2, 2.1), (3, 5.0)):
         assert population.report(worker, score, 10, 0.01 * worker, alive) is None
@@ -172,7 +176,7 @@ def test_the_worst_of_a_population_takes_the_best_ones_parameters_and_learning_r
     assert population.report(3, 4.0, 30, 0.01, alive) is None, "it has its grace again"
 
 
-def test_nobody_is_replaced_who_is_hardly_worse_or_not_the_worst() -> None:
+def test_workers_within_the_margin_or_not_worst_are_not_replaced() -> None:
     population, alive = Population(PopulationRules(steps=1000, margin=0.1, grace=0)), {1, 2, 3}
     population.report(1, 2.0, 10, 0.1, alive)
     assert population.report(2, 2.15, 10, 0.1, alive) is None
@@ -180,13 +184,13 @@ def test_nobody_is_replaced_who_is_hardly_worse_or_not_the_worst() -> None:
     assert population.report(2, 4.0, 20, 0.1, alive) is None
 
 
-def test_a_score_that_is_no_number_is_the_worst() -> None:
+def test_a_nan_score_is_the_worst() -> None:
     population = Population(PopulationRules(steps=1000, grace=0))
     population.report(1, 2.0, 10, 0.1, {1, 2})
     assert isinstance(population.report(2, math.nan, 10, 0.1, {1, 2}), ReplaceDecision)
 
 
-def test_the_learning_rate_of_who_is_replaced_is_perturbed_both_ways() -> None:
+def test_the_learning_rate_of_a_replaced_worker_is_perturbed_both_ways() -> None:
     population = Population(PopulationRules(steps=1000, grace=0, perturb=1.2))
     rates = set()
     for _ in range(40):
@@ -219,7 +223,7 @@ def test_all_join_a_best_that_is_far_ahead() -> None:
     assert "50% ahead" in decision.reason
 
 
-def test_who_left_does_not_count_any_more() -> None:
+def test_workers_that_left_do_not_count() -> None:
     population = Population(PopulationRules(steps=1000, grace=0))
     population.report(1, 0.1, 10, 0.1, {1, 2})
     assert population.report(2, 2.0, 10, 0.1, {2}) is None
@@ -228,7 +232,7 @@ def test_who_left_does_not_count_any_more() -> None:
 @pytest.mark.parametrize(
     "given", [{"steps": 0}, {"margin": 0.0}, {"grace": -1}, {"perturb": 0.5}, {"gap": 0.0}]
 )
-def test_rules_of_populations_that_can_not_be_are_refused(given: dict) -> None:
+def test_invalid_population_rules_are_refused(given: dict) -> None:
     with pytest.raises(UsageError):
         PopulationRules(**given)
 
@@ -240,7 +244,7 @@ def test_a_population_has_one_hub() -> None:
         HubShard(2, 2)
 
 
-def test_settings_follow_what_is_measured() -> None:
+def test_settings_follow_measured_times() -> None:
     slow, fast = choose_settings(0.1, 1.0, 2.0, "int4"), choose_settings(0.1, 0.1, 0.2, "int4")
     assert slow.every > fast.every
     assert slow.delay == 30

@@ -79,7 +79,7 @@ class Conversation:
         assert self.said() == ["update"]
 
 
-def test_an_unanswered_update_is_said_again_later_and_later() -> None:
+def test_an_unanswered_update_is_repeated_with_growing_timeouts() -> None:
     talk = Conversation()
     talk.begin()
     talk.offer()
@@ -92,7 +92,7 @@ def test_an_unanswered_update_is_said_again_later_and_later() -> None:
     assert talk.session.resent == 6
 
 
-def test_an_answer_ends_the_doubling_and_a_late_one_is_no_measurement() -> None:
+def test_a_reply_resets_the_timeout_and_one_after_a_repetition_is_not_measured() -> None:
     talk = Conversation()
     talk.begin()
     talk.offer()
@@ -109,7 +109,7 @@ def test_an_answer_ends_the_doubling_and_a_late_one_is_no_measurement() -> None:
     assert round(talk.session.reply_timeout.fetch_seconds, 6) == 0.05
 
 
-def test_what_an_absent_hub_costs_is_no_measurement_either() -> None:
+def test_the_time_of_an_absent_hub_is_not_measured() -> None:
     talk = Conversation()
     talk.begin()
     talk.offer()
@@ -124,7 +124,7 @@ def test_what_an_absent_hub_costs_is_no_measurement_either() -> None:
     assert talk.session.acknowledged == 1
 
 
-def test_with_time_the_centre_is_asked_for_as_late_as_can_be() -> None:
+def test_global_parameters_are_fetched_as_late_as_possible() -> None:
     talk = Conversation()
     talk.begin()
     talk.replica.snapshot()
@@ -136,7 +136,7 @@ def test_with_time_the_centre_is_asked_for_as_late_as_can_be() -> None:
     assert (round(pause, 6), said) == (round(5.0 - 1.3 * 0.05, 6), ["fetch"])
 
 
-def test_until_all_share_a_centre_it_says_hello_again_and_nothing_that_is_lost_there_keeps_it_out() -> None:
+def test_hello_is_repeated_until_all_share_parameters() -> None:
     talk = Conversation()
 
     def welcome(phase: str) -> None:

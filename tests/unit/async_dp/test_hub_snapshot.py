@@ -36,7 +36,7 @@ def same(a, b):
     return a.dtype is b.dtype and a.shape == b.shape and a.reshape(-1).tolist() == b.reshape(-1).tolist()
 
 
-def test_a_snapshot_comes_back_and_others_can_read_it(tmp_path):
+def test_a_snapshot_round_trips_and_is_readable_by_safetensors(tmp_path):
     path = tmp_path / "one.safetensors"
     write_snapshot(path, HubSnapshot(7, 30, {"samples": 12, "loss": [1.5, None]}), TENSORS)
     snapshot, tensors = read_snapshot(path)
@@ -48,7 +48,7 @@ def test_a_snapshot_comes_back_and_others_can_read_it(tmp_path):
         assert same(theirs.get_tensor("model.weight"), TENSORS["model.weight"])
 
 
-def test_tensors_are_stored_whatever_their_strides_and_gradients(tmp_path):
+def test_tensors_of_any_strides_and_gradients_are_stored(tmp_path):
     path, whole = tmp_path / "one.safetensors", torch.arange(12.0).view(3, 4)
     write_snapshot(
         path, HubSnapshot(0, 0, {}), {"t": whole.t(), "p": torch.nn.Parameter(whole), "row": whole[1]}
@@ -61,7 +61,7 @@ def test_tensors_are_stored_whatever_their_strides_and_gradients(tmp_path):
     assert same(read_snapshot(path)[1]["p"], whole)
 
 
-def test_any_flipped_bit_is_seen(tmp_path):
+def test_any_flipped_bit_is_detected(tmp_path):
     path = tmp_path / "one.safetensors"
     write_snapshot(
         path, HubSnapshot(1, 2, {"a": 1}), {"x": torch.arange(4.0), "y": torch.ones(3, dtype=torch.int8)}
@@ -75,7 +75,7 @@ def test_any_flipped_bit_is_seen(tmp_path):
             read_snapshot(path)
 
 
-def test_any_cut_is_seen(tmp_path):
+def test_any_truncation_is_detected(tmp_path):
     path = tmp_path / "one.safetensors"
     write_snapshot(path, HubSnapshot(1, 2, {}), {"x": torch.arange(4.0)})
     data = path.read_bytes()
@@ -96,7 +96,7 @@ def test_any_cut_is_seen(tmp_path):
         ({}, {"a": b"x"}, r"facts of a snapshot can't hold a bytes \(in 'a'\)"),
     ],
 )
-def test_what_can_not_be_stored_is_refused_and_all_stays_as_it_was(tmp_path, tensors, facts, message):
+def test_an_invalid_snapshot_is_refused_and_changes_nothing(tmp_path, tensors, facts, message):
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0, 1])
         with pytest.raises(UsageError, match=message):
@@ -108,7 +108,7 @@ def test_what_can_not_be_stored_is_refused_and_all_stays_as_it_was(tmp_path, ten
 # ------------------------------------------------------------------ snapshots and records
 
 
-def test_the_last_two_snapshots_stay_and_the_journals_since_the_older(tmp_path):
+def test_the_last_two_snapshots_are_kept_and_the_journals_since_the_older(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         for count in range(5):
             write(journal, [count])
@@ -120,7 +120,7 @@ def test_the_last_two_snapshots_stay_and_the_journals_since_the_older(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [HubJournal.open, lambda folder, resume: MemoryJournal()])
-def test_records_after_a_snapshot_come_back_with_it(tmp_path, kind):
+def test_records_after_a_snapshot_are_recovered_with_it(tmp_path, kind):
     with kind(tmp_path, resume=False) as journal:
         assert journal.recovered().tensors is None
         write(journal, [0, 1])
@@ -136,7 +136,7 @@ def test_records_after_a_snapshot_come_back_with_it(tmp_path, kind):
             journal.snapshot(6, {}, {})
 
 
-def test_the_same_revision_can_be_taken_again(tmp_path):
+def test_a_snapshot_of_the_same_revision_can_be_repeated(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         snap(journal, 0, 0)
         for count in (2, 3):
@@ -147,7 +147,7 @@ def test_the_same_revision_can_be_taken_again(tmp_path):
     assert found_in(tmp_path) == [0, 1, 2, 3]
 
 
-def test_a_damaged_newest_snapshot_is_passed_over(tmp_path, caplog):
+def test_a_damaged_newest_snapshot_is_skipped(tmp_path, caplog):
     with HubJournal.open(tmp_path, resume=False) as journal:
         for count in range(3):
             write(journal, [count])
@@ -184,7 +184,7 @@ def test_if_no_snapshot_is_intact_all_are_named(tmp_path):
         HubJournal.open(tmp_path, resume=True)
 
 
-def test_journals_that_are_missing_are_missed(tmp_path):
+def test_a_missing_journal_raises(tmp_path):
     with HubJournal.open(tmp_path / "whole", resume=False) as journal:
         for count in range(3):
             snap(journal, count + 1, count)
@@ -208,7 +208,7 @@ def test_journals_that_are_missing_are_missed(tmp_path):
             HubJournal.open(folder, resume=True)
 
 
-def test_damage_in_an_earlier_journal_is_seen_where_it_is_needed(tmp_path):
+def test_damage_in_an_earlier_journal_raises_where_it_is_needed(tmp_path):
     with HubJournal.open(tmp_path / "whole", resume=False) as journal:
         for count in range(3):
             snap(journal, count + 1, 2 * count)
@@ -226,7 +226,7 @@ def test_damage_in_an_earlier_journal_is_seen_where_it_is_needed(tmp_path):
             HubJournal.open(folder, resume=True)
 
 
-def test_a_ledger_begins_anew_after_it_was_removed_and_damage_in_its_past_is_told(tmp_path):
+def test_a_removed_ledger_starts_again_and_damage_before_the_snapshot_raises(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, range(4))
         snap(journal, 1, 4)
@@ -242,7 +242,7 @@ def test_a_ledger_begins_anew_after_it_was_removed_and_damage_in_its_past_is_tol
         HubJournal.open(tmp_path, resume=True)
 
 
-def test_of_a_ledger_only_what_follows_the_snapshot_is_read_unless_it_was_changed(tmp_path, monkeypatch):
+def test_only_the_ledger_after_the_snapshot_is_read_unless_it_was_changed(tmp_path, monkeypatch):
     with HubJournal.open(tmp_path / "whole", resume=False) as journal:
         write(journal, range(20))
         snap(journal, 1, 20)
@@ -276,7 +276,7 @@ def test_of_a_ledger_only_what_follows_the_snapshot_is_read_unless_it_was_change
             assert (folder / "ledger.jsonl").read_bytes() == b"".join(changed)
 
 
-def test_a_snapshot_is_read_once_when_its_run_goes_on(tmp_path, monkeypatch):
+def test_a_snapshot_is_read_once_at_recovery(tmp_path, monkeypatch):
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, range(3))
         snap(journal, 1, 3)

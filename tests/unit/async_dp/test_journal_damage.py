@@ -25,7 +25,7 @@ quick = pytest.fixture(autouse=True)(never_waiting)
 
 
 @pytest.mark.parametrize("ledger", ["kept", "removed"])
-def test_a_journal_cut_at_any_byte_holds_what_was_committed_or_says_that_it_does_not(tmp_path, ledger):
+def test_a_journal_cut_at_any_byte_recovers_what_was_committed_or_raises(tmp_path, ledger):
     """The last of three groups was being committed."""
     path = small_run(tmp_path, [3, 1, 3], acknowledged=2)
     ends, data, lines = ends_of(path), path.read_bytes(), (tmp_path / "ledger.jsonl").read_bytes()
@@ -44,7 +44,7 @@ def test_a_journal_cut_at_any_byte_holds_what_was_committed_or_says_that_it_does
             assert path.stat().st_size == ends[whole]
 
 
-def test_any_flipped_bit_is_damage_that_is_told_or_was_never_committed(tmp_path):
+def test_any_flipped_bit_raises_unless_it_was_never_committed(tmp_path):
     path = small_run(tmp_path, [2, 1], acknowledged=1)
     ends, data, lines = ends_of(path), path.read_bytes(), (tmp_path / "ledger.jsonl").read_bytes()
     for bit in range(8 * len(data)):
@@ -62,7 +62,7 @@ def test_any_flipped_bit_is_damage_that_is_told_or_was_never_committed(tmp_path)
             assert found_in(tmp_path) == [0, 1]
 
 
-def test_later_records_know_what_was_on_the_disk_even_without_a_ledger(tmp_path):
+def test_later_records_prove_what_was_on_disk_even_without_a_ledger(tmp_path):
     path = small_run(tmp_path, [2, 2, 2], acknowledged=3)
     ends, data = ends_of(path), path.read_bytes()
     for record in range(6):
@@ -79,7 +79,7 @@ def test_later_records_know_what_was_on_the_disk_even_without_a_ledger(tmp_path)
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_whatever_is_missing_of_the_last_group_all_before_it_is_there(tmp_path_factory, data):
+def test_all_groups_before_a_torn_last_one_are_recovered(tmp_path_factory, data):
     """A disk that loses power may have written any parts of a group, and the file may have any length."""
     folder = tmp_path_factory.mktemp("hub")
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -135,7 +135,7 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
         HubJournal.open(tmp_path, resume=True)
 
 
-def test_damaged_facts_of_the_run_are_told(tmp_path):
+def test_damaged_facts_of_the_run_raise(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         journal.describe({"run": "abc"})
     page = tmp_path / "run.json"
@@ -149,7 +149,7 @@ def test_damaged_facts_of_the_run_are_told(tmp_path):
 # ------------------------------------------------------------------ the ledger
 
 
-def test_a_ledger_that_lags_by_anything_is_completed_and_nothing_is_doubled(tmp_path):
+def test_a_ledger_cut_anywhere_is_completed_without_duplicates(tmp_path):
     small_run(tmp_path / "whole", [3, 2], acknowledged=2)
     lines = (tmp_path / "whole" / "ledger.jsonl").read_bytes()
     for cut in range(len(lines) + 1):
@@ -163,7 +163,7 @@ def test_a_ledger_that_lags_by_anything_is_completed_and_nothing_is_doubled(tmp_
 @pytest.mark.parametrize(
     "bad", [b"rubbish\n", b'{"n": 77}\n', b'{"n": 0}\n', b'{"k": 3}\n', b"\0\0\0\0", b"[" * 9999 + b"\n"]
 )
-def test_what_is_wrong_in_a_ledger_is_put_right_from_the_journal(tmp_path, bad):
+def test_a_damaged_ledger_is_repaired_from_the_journal(tmp_path, bad):
     small_run(tmp_path, [3, 2], acknowledged=2)
     path = tmp_path / "ledger.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -173,7 +173,7 @@ def test_what_is_wrong_in_a_ledger_is_put_right_from_the_journal(tmp_path, bad):
         assert path.read_bytes() == b"".join(lines)
 
 
-def test_a_ledger_is_read_as_far_as_it_is_written_and_a_bad_line_is_told(tmp_path):
+def test_a_ledger_is_read_up_to_its_last_whole_line_and_a_bad_line_raises(tmp_path):
     assert list(read_ledger(tmp_path)) == []
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(b'{"n": 0}\n{"n": 1')

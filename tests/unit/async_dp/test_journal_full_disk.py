@@ -27,7 +27,7 @@ def refused(call):
     return False
 
 
-def test_a_full_disk_is_told_and_nothing_is_lost_once_there_is_room(tmp_path):
+def test_a_full_disk_is_reported_and_nothing_is_lost_once_space_is_free(tmp_path):
     """Wherever the room ends: in the journal, in the ledger, or in what is written by itself."""
     for room in range(0, 700, 7):
         folder, told, count = tmp_path / f"hub-{room}", 0, 0
@@ -73,7 +73,7 @@ def test_a_partial_record_is_cut_off_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["journal-000000000000.log", "ledger.jsonl"])
-def test_a_part_that_was_written_is_cut_off_in_either_file(tmp_path, monkeypatch, name):
+def test_a_partial_write_is_truncated_in_either_file(tmp_path, monkeypatch, name):
     real, half = os.pwritev, [name]
 
     def halved(handle, pieces, offset):
@@ -96,7 +96,7 @@ def test_a_part_that_was_written_is_cut_off_in_either_file(tmp_path, monkeypatch
     assert found_in(tmp_path) == [0, 1, 2]
 
 
-def test_a_kernel_that_takes_little_at_a_time_is_given_the_rest(tmp_path, monkeypatch):
+def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda handle, pieces, at: real(handle, [b"".join(pieces)[:777]], at))
     with HubJournal.open(tmp_path, resume=False) as journal:
@@ -115,7 +115,7 @@ def test_a_kernel_that_takes_little_at_a_time_is_given_the_rest(tmp_path, monkey
     ]
 
 
-def test_an_append_that_must_commit_first_and_can_not_is_not_taken(tmp_path, monkeypatch):
+def test_an_append_whose_commit_fails_is_not_buffered(tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "_MAX_BUFFERED_NBYTES", 1)
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
@@ -127,7 +127,7 @@ def test_an_append_that_must_commit_first_and_can_not_is_not_taken(tmp_path, mon
     assert found_in(tmp_path) == [0, 1]
 
 
-def test_a_page_of_facts_that_does_not_fit_can_be_described_again(tmp_path):
+def test_facts_that_did_not_fit_can_be_described_again(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         fault_injection.disk_full(after_nbytes=0)
         with pytest.raises(CheckpointError, match=r"run\.json' can't be written: the disk is full"):

@@ -55,7 +55,7 @@ def test_records_are_read_one_at_a_time(tmp_path):
     assert peak < 6 << 20
 
 
-def test_a_journal_in_memory_forgets_if_it_is_to(tmp_path):
+def test_a_memory_journal_keeps_nothing_if_so_configured(tmp_path):
     journal = MemoryJournal(keep=False)
     tracemalloc.start()
     try:
@@ -83,7 +83,7 @@ def test_a_journal_in_memory_forgets_if_it_is_to(tmp_path):
         max_size=20,
     )
 )
-def test_the_journal_in_memory_does_as_the_one_on_the_disk(tmp_path_factory, steps):
+def test_the_memory_journal_behaves_as_the_hub_journal(tmp_path_factory, steps):
     folder = tmp_path_factory.mktemp("hub")
     memory, disk = MemoryJournal(), HubJournal.open(folder, resume=False)
     for step in steps:
@@ -102,7 +102,7 @@ def test_the_journal_in_memory_does_as_the_one_on_the_disk(tmp_path_factory, ste
     disk.close()
 
 
-def test_json_and_msgpack_say_the_same_of_what_is_appended(tmp_path):
+def test_ledger_and_records_hold_equal_values(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         journal.append({"list": (1, [2.5, None]), "in": {"a": True}, "text": "line\nend \u2028"})
         journal.commit()
@@ -116,7 +116,7 @@ def test_json_and_msgpack_say_the_same_of_what_is_appended(tmp_path):
     assert json.loads((tmp_path / "ledger.jsonl").read_bytes()) == line
 
 
-def test_a_new_journal_begins_with_its_beginning_alone(tmp_path):
+def test_a_new_journal_holds_only_its_header(tmp_path):
     HubJournal.open(tmp_path, resume=False).close()
     assert (tmp_path / "journal-000000000000.log").stat().st_size == JOURNAL_HEADER_NBYTES
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -42,7 +42,7 @@ def test_sequence_numbers_follow_one_another_over_frames() -> None:
     assert {each.header.meta["session"] for each in frames(bytes(10_000))} == {5}
 
 
-def test_a_message_that_is_not_expected_or_too_long_takes_no_memory() -> None:
+def test_an_unexpected_or_too_long_message_takes_no_memory() -> None:
     assembler = MessageAssembler(lambda header: 5000 if header.kind == "update" else None)
     for envelope in frames(bytes(10_000)):
         assert assembler.add(envelope) is None
@@ -52,14 +52,14 @@ def test_a_message_that_is_not_expected_or_too_long_takes_no_memory() -> None:
     assert assembler.held_nbytes == 0
 
 
-def test_of_one_source_only_a_few_messages_may_be_unfinished() -> None:
+def test_incomplete_messages_per_source_are_bounded() -> None:
     assembler = MessageAssembler(lambda header: 1 << 20, max_partial=3)
     for round in range(50):
         assembler.add(frames(bytes(10_000), round=round)[0])
     assert assembler.held_nbytes == 3 * 10_000
 
 
-def test_all_unfinished_messages_together_are_bounded() -> None:
+def test_all_incomplete_messages_together_are_bounded() -> None:
     assembler = MessageAssembler(lambda header: 1 << 20, max_nbytes=35_000)
     for source in range(200):
         assembler.add(frames(bytes(10_000), source=source)[0])
@@ -69,7 +69,7 @@ def test_all_unfinished_messages_together_are_bounded() -> None:
     assert message is not None
 
 
-def test_a_message_in_absurdly_many_frames_is_refused() -> None:
+def test_a_message_of_too_many_frames_is_refused() -> None:
     envelope = frames(bytes(10_000))[0]
     from dataclasses import replace
 
@@ -79,7 +79,7 @@ def test_a_message_in_absurdly_many_frames_is_refused() -> None:
     assert assembler.refused == {"too many frames": 1}
 
 
-def test_what_is_forgotten_takes_no_memory() -> None:
+def test_forgotten_sources_take_no_memory() -> None:
     assembler = MessageAssembler(lambda header: 1 << 20)
     assembler.add(frames(bytes(10_000))[0])
     assembler.forget(3)
@@ -98,7 +98,7 @@ def test_the_window_admits_every_number_once(numbers: list[int]) -> None:
         highest = max(highest, each)
 
 
-def test_what_a_stranger_tells_is_taken_for_what_it_is() -> None:
+def test_values_of_untrusted_meta_are_checked() -> None:
     meta = {"steps": True, "lr": "fast", "score": 2, "name": "a\x1b[31m\nb" + "c" * 300}
     assert meta_number(meta, "steps") is None
     assert meta_number(meta, "lr") is None
@@ -113,7 +113,7 @@ def test_a_short_message_is_one_envelope(nbytes: int) -> None:
     assert len(frames(bytes(nbytes))) == (1 if nbytes <= 4096 else 2)
 
 
-def test_frames_of_the_slowest_pace_are_taken() -> None:
+def test_frames_of_the_lowest_rate_are_accepted() -> None:
     from paceline.transport.token_bucket import frame_nbytes
 
     nbytes = frame_nbytes(1000.0)

@@ -22,7 +22,7 @@ quick = pytest.fixture(autouse=True)(never_waiting)
 # ------------------------------------------------------------------ damage
 
 
-def test_any_flipped_bit_or_cut_of_a_letter_puts_it_aside(tmp_path, caplog):
+def test_an_update_file_with_any_flipped_bit_or_cut_is_set_aside(tmp_path, caplog):
     with Outbox(tmp_path) as outbox:
         outbox.bind("run")
         offer(outbox, 0, b"zero")
@@ -45,7 +45,7 @@ def test_any_flipped_bit_or_cut_of_a_letter_puts_it_aside(tmp_path, caplog):
         assert offer(outbox, 0) == 1
 
 
-def test_a_worker_whose_page_is_damaged_is_another_worker(tmp_path, caplog):
+def test_a_worker_whose_status_file_is_damaged_gets_another_number(tmp_path, caplog):
     page = tmp_path / "worker.json"
     with Outbox(tmp_path) as outbox:
         first = outbox.worker
@@ -67,7 +67,7 @@ def test_a_worker_whose_page_is_damaged_is_another_worker(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("loss", ["damaged", "removed", "aside"])
-def test_a_given_number_whose_page_is_lost_goes_on_with_rounds_that_were_never_used(tmp_path, loss):
+def test_a_given_number_without_its_status_file_continues_with_unused_rounds(tmp_path, loss):
     page, used = tmp_path / "worker.json", set()
     for life in range(3):
         with Outbox(tmp_path, worker=5) as outbox:
@@ -88,7 +88,7 @@ def test_a_given_number_whose_page_is_lost_goes_on_with_rounds_that_were_never_u
     assert max(used) < 2**53
 
 
-def test_a_letter_in_anothers_place_is_put_aside(tmp_path, caplog):
+def test_an_update_under_the_wrong_file_name_is_set_aside(tmp_path, caplog):
     with Outbox(tmp_path) as outbox:
         offer(outbox, 0)
         offer(outbox, 1)
@@ -110,7 +110,7 @@ def test_a_letter_in_anothers_place_is_put_aside(tmp_path, caplog):
 # ------------------------------------------------------------------ a full disk, and interruptions
 
 
-def test_a_full_disk_is_told_and_what_did_not_fit_is_not_offered(tmp_path):
+def test_a_full_disk_is_reported_and_what_did_not_fit_is_not_pending(tmp_path):
     with Outbox(tmp_path) as outbox:
         number = outbox.next_round(0)
         fault_injection.disk_full(after_nbytes=10)
@@ -132,7 +132,7 @@ def test_a_full_disk_is_told_and_what_did_not_fit_is_not_offered(tmp_path):
         assert (outbox.run, places(outbox)) == ("run", [(0, 0)])
 
 
-def test_a_letter_that_was_half_written_is_no_letter(tmp_path):
+def test_a_partly_written_update_is_not_pending(tmp_path):
     """With a limit of the kernel, so that a part is really written."""
 
     def fill():
@@ -169,7 +169,7 @@ def live(folder, tell):
             tell("+", fragment, begun)
 
 
-def test_a_worker_that_dies_between_any_two_operations_of_its_disk_offers_what_it_offered(tmp_path):
+def test_a_worker_that_dies_at_any_disk_operation_keeps_its_pending_updates(tmp_path):
     at = 0
     while True:
         at += 1
@@ -219,7 +219,7 @@ def test_a_worker_that_dies_between_any_two_operations_of_its_disk_offers_what_i
     assert at > 100
 
 
-def test_a_disk_that_refuses_any_one_operation_is_told_and_no_round_is_used_twice(tmp_path):
+def test_a_failure_of_any_disk_operation_is_reported_and_no_round_is_used_twice(tmp_path):
     at, refusals = 0, 0
     while True:
         at += 1

@@ -20,7 +20,7 @@ def test_averaging_moves_by_the_weighted_update() -> None:
     assert one.revision == 1
 
 
-def test_n_arrivals_from_the_same_centre_make_the_mean_of_the_workers() -> None:
+def test_n_arrivals_from_the_same_parameters_give_the_workers_mean() -> None:
     workers = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     one = centre(HubOptimizer("averaging"), [0.0] * 7)
     for worker in workers:
@@ -112,6 +112,6 @@ def test_nesterov_at_every_arrival_diverges_on_stale_updates_where_the_delayed_o
         ({"warmup": -1}, "warmup=-1"),
     ],
 )
-def test_what_can_not_be_is_refused(given: dict, told: str) -> None:
+def test_invalid_outer_optimizers_are_refused(given: dict, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         HubOptimizer(**given)

@@ -23,7 +23,7 @@ class Net(nn.Module):
 INT4 = Compression.of("int4")
 
 
-def test_large_matrices_come_first_then_what_is_exempt_then_buffers() -> None:
+def test_order_is_compressed_matrices_then_exempt_parameters_then_buffers() -> None:
     (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
     assert [(place.name, place.kind) for place in fragment.tensors] == [
         ("first.weight", "compressed"),
@@ -38,7 +38,7 @@ def test_large_matrices_come_first_then_what_is_exempt_then_buffers() -> None:
     assert fragment.numel == fragment.trained + 2 * 64
 
 
-def test_fragments_have_every_tensor_once_and_the_last_one_the_buffers() -> None:
+def test_each_tensor_is_in_one_fragment_and_buffers_in_the_last() -> None:
     layout = ParameterLayout.of(Net(), 3, INT4)
     names = [place.name for fragment in layout.fragments for place in fragment.tensors]
     assert sorted(names) == sorted(
@@ -98,7 +98,7 @@ def test_a_layout_of_impossible_sizes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("codec", UPDATE_CODECS)
-def test_a_packet_has_the_size_that_is_known_beforehand_and_gives_the_numbers_back(codec: str) -> None:
+def test_a_packet_has_the_expected_size_and_round_trips(codec: str) -> None:
     (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
     numbers = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(0))
     packing, back = UpdateCodec(fragment, codec), torch.empty(fragment.numel)
@@ -110,7 +110,7 @@ def test_a_packet_has_the_size_that_is_known_beforehand_and_gives_the_numbers_ba
     assert (back - numbers).abs().max() <= most
 
 
-def test_what_packing_leaves_out_is_sent_later_by_another_codec_too() -> None:
+def test_the_compression_error_is_sent_later_after_a_change_of_codec_too() -> None:
     (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
     packing = UpdateCodec(fragment, "int4", feedback=True)
     numbers, back = torch.linspace(-1, 1, fragment.numel), torch.empty(fragment.numel)

@@ -61,7 +61,7 @@ def live(folder, tell, retry):
     journal.close()
 
 
-def test_a_hub_that_dies_between_any_two_operations_of_its_disk_loses_nothing(tmp_path):
+def test_a_hub_that_dies_at_any_disk_operation_loses_nothing(tmp_path):
     """Its second life goes on where it was, and may die too."""
     at = 0
     while True:
@@ -129,7 +129,7 @@ def test_a_hub_that_dies_while_it_recovers_loses_nothing(tmp_path):
     assert at > 15
 
 
-def test_a_disk_that_refuses_any_one_operation_is_told_and_loses_nothing(tmp_path):
+def test_a_failure_of_any_disk_operation_is_reported_and_loses_nothing(tmp_path):
     at = 0
     while True:
         at += 1
@@ -146,7 +146,7 @@ def test_a_disk_that_refuses_any_one_operation_is_told_and_loses_nothing(tmp_pat
     assert at > 100
 
 
-def test_no_record_goes_into_a_journal_once_the_next_may_be_there(tmp_path, monkeypatch):
+def test_no_record_is_appended_once_the_next_journal_may_exist(tmp_path, monkeypatch):
     """The disk failed after the new journal had its name, and before anybody knew whether it keeps it."""
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
@@ -161,7 +161,7 @@ def test_no_record_goes_into_a_journal_once_the_next_may_be_there(tmp_path, monk
     assert found_in(tmp_path) == [0, 1]
 
 
-def test_a_snapshot_that_may_be_there_is_taken_as_it_is_found(tmp_path, monkeypatch):
+def test_a_snapshot_that_may_have_been_written_is_used_if_intact(tmp_path, monkeypatch):
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         snap(journal, 4, 1)
@@ -181,7 +181,7 @@ def written_but_not_flushed(path, write):
     raise OSError(5, "Input/output error")
 
 
-def test_the_ledger_is_on_the_disk_before_the_records_are_of_no_more_use(tmp_path, monkeypatch):
+def test_the_ledger_is_flushed_before_a_snapshot_replaces_records(tmp_path, monkeypatch):
     calls, replace = [], os.replace
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
@@ -221,7 +221,7 @@ def test_a_disk_that_is_full_after_any_number_of_bytes(tmp_path, seed):
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_any_life_comes_back_whichever_snapshot_is_damaged(tmp_path_factory, data):
+def test_any_history_is_recovered_whichever_snapshot_is_damaged(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("hub")
     count = revision = snapshots = 0
     for _ in range(data.draw(st.integers(1, 3))):

@@ -26,7 +26,7 @@ def outbox(request, tmp_path):
 # ------------------------------------------------------------------ letters
 
 
-def test_a_letter_stays_until_it_is_acknowledged(outbox):
+def test_an_update_is_pending_until_it_is_acknowledged(outbox):
     assert outbox.pending() == []
     offer(outbox, 3, b"three", base=7)
     offer(outbox, 0, b"")
@@ -40,7 +40,7 @@ def test_a_letter_stays_until_it_is_acknowledged(outbox):
     assert offer(outbox, 3) == 1
 
 
-def test_of_a_fragment_there_is_one_letter(outbox):
+def test_a_fragment_has_one_pending_update(outbox):
     offer(outbox, 3)
     number = outbox.next_round(3)
     with pytest.raises(UsageError, match="the update of fragment 3, round 0, is not acknowledged yet"):
@@ -64,7 +64,7 @@ def test_a_payload_may_change_once_it_was_put(outbox):
     assert outbox.pending()[0].payload == b"update"
 
 
-def test_what_is_not_plain_is_refused(tmp_path):
+def test_values_that_are_not_plain_are_refused(tmp_path):
     with Outbox(tmp_path) as outbox:
         number = outbox.next_round(0)
         with pytest.raises(UsageError, match="can't hold a bytes"):
@@ -92,7 +92,7 @@ PLAIN = st.one_of(
     run=st.text(max_size=10),
     worker=st.integers(1, 2**53 - 1),
 )
-def test_letters_come_back_from_their_files(tmp_path_factory, letter, run, worker):
+def test_update_files_round_trip(tmp_path_factory, letter, run, worker):
     folder = tmp_path_factory.mktemp("box")
     write_update(folder, letter, run, worker)
     (path,) = folder.iterdir()
@@ -105,7 +105,7 @@ def test_letters_come_back_from_their_files(tmp_path_factory, letter, run, worke
         st.tuples(st.sampled_from(["put", "skip", "acknowledge", "restart"]), st.integers(0, 2)), max_size=25
     )
 )
-def test_over_any_restarts_letters_stay_and_rounds_are_new(tmp_path_factory, steps):
+def test_over_restarts_updates_stay_pending_and_rounds_are_new(tmp_path_factory, steps):
     folder = tmp_path_factory.mktemp("box")
     outbox, offered, used = Outbox(folder), {}, set()
     worker = outbox.worker
@@ -131,7 +131,7 @@ def test_over_any_restarts_letters_stay_and_rounds_are_new(tmp_path_factory, ste
     outbox.close()
 
 
-def test_a_letter_is_on_the_disk_before_it_has_its_place(tmp_path, monkeypatch):
+def test_an_update_file_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
     calls, replace = [], os.replace
     monkeypatch.setattr(
         os, "fsync", lambda handle: calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
@@ -149,7 +149,7 @@ def test_a_letter_is_on_the_disk_before_it_has_its_place(tmp_path, monkeypatch):
 # ------------------------------------------------------------------ who the worker is, and whom it serves
 
 
-def test_a_worker_has_one_number_all_its_life(tmp_path):
+def test_a_worker_keeps_its_random_number(tmp_path):
     numbers = []
     for k in range(50):
         with Outbox(tmp_path / str(k)) as outbox:
@@ -172,12 +172,12 @@ def test_a_given_number_is_the_one_of_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("worker", [0, -1, 2**53])
-def test_a_number_that_is_none_is_refused(worker):
+def test_an_invalid_worker_number_is_refused(worker):
     with pytest.raises(UsageError, match=f"worker={worker}"):
         Outbox(None, worker=worker)
 
 
-def test_letters_of_another_run_are_refused(tmp_path):
+def test_pending_updates_of_another_run_are_refused(tmp_path):
     with Outbox(tmp_path) as outbox:
         offer(outbox, 0)
         outbox.bind("first")
@@ -200,7 +200,7 @@ def test_letters_of_another_run_are_refused(tmp_path):
         outbox.bind("first")
 
 
-def test_two_workers_on_one_folder_are_one_too_many(tmp_path, monkeypatch):
+def test_a_second_worker_on_a_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
     with Outbox(tmp_path), pytest.raises(UsageError, match=f"by this worker: process {os.getpid()} on "):
         Outbox(tmp_path)
