@@ -1,4 +1,4 @@
-"""When a worker sends: at every k-th step, more often in its warm-up; in virtual time, where nothing else matters."""
+"""A worker sends at every k-th step, and more often during warm-up (in virtual time)."""
 
 import pytest
 import torch

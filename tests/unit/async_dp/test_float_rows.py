@@ -1,4 +1,4 @@
-"""Numbers as numpy arrays or torch tensors: computed alike, and bfloat16 as torch has it, to the bit."""
+"""Rows give the same numbers in numpy and torch; bfloat16 rounding equals torch's bit for bit."""
 
 from __future__ import annotations
 

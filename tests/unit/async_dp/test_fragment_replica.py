@@ -1,4 +1,4 @@
-"""A fragment on a worker's side: the delta rule, the whole, and what is declined."""
+"""A worker's replica of a fragment: delta rule, overwriting, discarding."""
 
 import pytest
 import torch
@@ -26,11 +26,11 @@ def learn(net: nn.Linear, by: float) -> None:
             param.add_(by)
 
 
-def offered(replica: FragmentReplica) -> torch.Tensor:
+def packed_update(replica: FragmentReplica) -> torch.Tensor:
     return torch.frombuffer(bytearray(replica.pack()), dtype=torch.float32)
 
 
-def arrive(replica: FragmentReplica, numbers: torch.Tensor, revision: int = 1) -> None:
+def receive(replica: FragmentReplica, numbers: torch.Tensor, revision: int = 1) -> None:
     packing = UpdateCodec(replica.fragment, "fp32")
     replica.state = FragmentState.EXCHANGING
     replica.receive(revision, "fp32", packing.pack(numbers))
@@ -38,39 +38,39 @@ def arrive(replica: FragmentReplica, numbers: torch.Tensor, revision: int = 1) -
 
 def test_the_delta_rule_keeps_what_was_learnt_since_the_snapshot() -> None:
     net, replica = made()
-    centre = torch.linspace(-1, 1, 24)
+    params = torch.linspace(-1, 1, 24)
     replica.snapshot()
     learn(net, 0.25)
-    arrive(replica, centre)
+    receive(replica, params)
     assert replica.state is FragmentState.RECEIVED
     replica.apply_received()
-    torch.testing.assert_close(weights(net), centre + 0.25)
+    torch.testing.assert_close(weights(net), params + 0.25)
     assert (replica.state, replica.revision) == (FragmentState.IDLE, 1)
 
 
 def test_without_steps_since_the_snapshot_the_worker_has_exactly_the_global_parameters() -> None:
     net, replica = made()
-    centre = torch.randn(24, generator=torch.Generator().manual_seed(0))
+    params = torch.randn(24, generator=torch.Generator().manual_seed(0))
     replica.snapshot()
-    arrive(replica, centre)
+    receive(replica, params)
     replica.apply_received()
-    assert torch.equal(weights(net), centre)
+    assert torch.equal(weights(net), params)
 
 
 def test_the_next_update_has_all_steps_since_the_last_snapshot_and_none_twice() -> None:
     net, replica = made()
     replica.overwrite = True
-    arrive(replica, torch.zeros(24))
+    receive(replica, torch.zeros(24))
     replica.apply_received()
     learn(net, 1.0)
     replica.snapshot()
-    first = offered(replica)
+    first = packed_update(replica)
     learn(net, 0.5)  # while the update is under way
-    arrive(replica, torch.full((24,), 10.0))
+    receive(replica, torch.full((24,), 10.0))
     replica.apply_received()
     learn(net, 0.25)
     replica.snapshot()
-    second = offered(replica)
+    second = packed_update(replica)
     assert torch.equal(first, torch.full((24,), -1.0))
     assert torch.equal(second, torch.full((24,), -0.75))
 
@@ -80,37 +80,37 @@ def test_overwrite_drops_what_was_learnt() -> None:
     replica.snapshot()
     learn(net, 3.0)
     replica.overwrite = True
-    arrive(replica, torch.ones(24))
+    receive(replica, torch.ones(24))
     replica.apply_received()
     assert torch.equal(weights(net), torch.ones(24))
     assert replica.overwrite is False
 
 
-@pytest.mark.parametrize(("was_offered", "delta"), [(True, -0.5), (False, -1.5)])
-def test_after_discarding_only_withheld_updates_are_sent_again(was_offered: bool, delta: float) -> None:
+@pytest.mark.parametrize(("was_sent", "delta"), [(True, -0.5), (False, -1.5)])
+def test_after_discarding_only_withheld_updates_are_sent_again(was_sent: bool, delta: float) -> None:
     net, replica = made()
     replica.overwrite = True
-    arrive(replica, torch.zeros(24))
+    receive(replica, torch.zeros(24))
     replica.apply_received()
     learn(net, 1.0)
     replica.snapshot()
-    replica.sent = was_offered
-    if was_offered:
+    replica.sent = was_sent
+    if was_sent:
         replica.pack()
-    arrive(replica, torch.full((24,), 9.0), revision=2)
+    receive(replica, torch.full((24,), 9.0), revision=2)
     replica.discard_received()
     assert torch.equal(weights(net), torch.ones(24))
     learn(net, 0.5)
     replica.snapshot()
-    assert torch.equal(offered(replica), torch.full((24,), delta))
-    assert (replica.revision == 2) == was_offered
+    assert torch.equal(packed_update(replica), torch.full((24,), delta))
+    assert (replica.revision == 2) == was_sent
 
 
 def test_swapping_twice_changes_nothing() -> None:
     net, replica = made()
     before = weights(net)
     replica.snapshot()
-    arrive(replica, torch.full((24,), 5.0))
+    receive(replica, torch.full((24,), 5.0))
     replica.swap_received()
     assert torch.equal(weights(net), torch.full((24,), 5.0))
     replica.swap_received()
@@ -124,6 +124,6 @@ def test_parameters_of_other_dtypes_are_sent_as_float32(dtype: torch.dtype) -> N
     net, replica = made(dtype)
     replica.snapshot()
     learn(net, 0.5)
-    arrive(replica, torch.linspace(0, 2, 24))
+    receive(replica, torch.linspace(0, 2, 24))
     replica.apply_received()
     torch.testing.assert_close(weights(net), torch.linspace(0, 2, 24) + 0.5, rtol=1e-2, atol=1e-2)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forked_child import in_child
-from journal_folders import found_in, never_waiting, numbers_in, small_run, write
+from journal_folders import numbers_in, recovered_numbers, skip_fsync, write, write_groups
 from journal_values import VALUES
 from paceline.async_dp.wal import hub_journal as journal_module
 from paceline.async_dp.wal.decision_ledger import read_ledger
@@ -18,7 +18,7 @@ from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -85,7 +85,7 @@ def test_many_buffered_bytes_are_committed(tmp_path, monkeypatch):
         seen = numbers_in(journal)
         assert seen == list(range(len(seen)))
         assert 5 < len(seen) < 10
-    assert found_in(tmp_path) == list(range(10))
+    assert recovered_numbers(tmp_path) == list(range(10))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_values_that_are_not_plain_are_refused_and_not_appended(tmp_path, values
         with pytest.raises(UsageError, match=message):
             journal.append(values, b"payload")
         assert journal.append({"k": 0}) == 0
-    assert found_in(tmp_path) == [0]
+    assert recovered_numbers(tmp_path) == [0]
 
 
 def test_endlessly_nested_values_are_refused(tmp_path):
@@ -231,7 +231,7 @@ def test_an_impossible_folder_is_refused(tmp_path):
 
 
 def test_a_lock_is_free_after_an_opening_that_failed(tmp_path):
-    path = small_run(tmp_path, [3], acknowledged=1)
+    path = write_groups(tmp_path, [3], acknowledged=1)
     good = path.read_bytes()
     path.write_bytes(good[:-1])
     errors = []  # kept, and with them the frames that failed
@@ -240,7 +240,7 @@ def test_a_lock_is_free_after_an_opening_that_failed(tmp_path):
             HubJournal.open(tmp_path, resume=True)
         errors.append(caught.value)
     path.write_bytes(good)
-    assert found_in(tmp_path) == [0, 1, 2]
+    assert recovered_numbers(tmp_path) == [0, 1, 2]
 
 
 def test_a_closed_journal_refuses_records_and_can_be_closed_twice(tmp_path):
@@ -251,7 +251,7 @@ def test_a_closed_journal_refuses_records_and_can_be_closed_twice(tmp_path):
     for use in (lambda: journal.append({}), journal.commit):
         with pytest.raises(CheckpointError, match="can't be written any more: it is closed"):
             use()
-    assert found_in(tmp_path) == [0]
+    assert recovered_numbers(tmp_path) == [0]
 
 
 def test_an_interrupted_journal_refuses_records(tmp_path, monkeypatch):
@@ -268,4 +268,4 @@ def test_an_interrupted_journal_refuses_records(tmp_path, monkeypatch):
         monkeypatch.undo()
         with pytest.raises(CheckpointError, match="it was interrupted"):
             journal.append({})
-    assert found_in(tmp_path) == [0]
+    assert recovered_numbers(tmp_path) == [0]

@@ -20,76 +20,78 @@ from paceline.async_dp.worker.worker_resources import auto_fragments, choose_set
 from paceline.errors import UsageError
 
 
-def judged(screen: UpdateScreen, norm: float, *, worker: int = 1, now: float = 0.0, **told) -> str:
-    header = UpdateHeader(0, 1.0, told.get("steps", 1), score=told.get("score"), before=told.get("before"))
+def check(screen: UpdateScreen, norm: float, *, worker: int = 1, now: float = 0.0, **changes) -> str:
+    header = UpdateHeader(
+        0, 1.0, changes.get("steps", 1), score=changes.get("score"), before=changes.get("before")
+    )
     return screen.check(worker, 0, norm, header, now)
 
 
 def test_an_update_that_is_not_finite_is_refused() -> None:
     screen = UpdateScreen()
-    assert judged(screen, math.nan).startswith("not finite")
-    assert judged(screen, math.inf).startswith("not finite")
-    assert judged(screen, 1.0, score=math.nan, before=1.0).startswith("not finite")
+    assert check(screen, math.nan).startswith("not finite")
+    assert check(screen, math.inf).startswith("not finite")
+    assert check(screen, 1.0, score=math.nan, before=1.0).startswith("not finite")
 
 
 def test_an_exploding_update_is_refused_once_the_usual_size_is_known() -> None:
     screen = UpdateScreen()
-    assert judged(screen, 500.0) == ""
+    assert check(screen, 500.0) == ""
     screen = UpdateScreen()
     for _ in range(8):
-        assert judged(screen, 1.0) == ""
-    assert judged(screen, 11.0).startswith("exploding: 11.0 times")
-    assert judged(screen, 9.0) == ""
+        assert check(screen, 1.0) == ""
+    assert check(screen, 11.0).startswith("exploding: 11.0 times")
+    assert check(screen, 9.0) == ""
 
 
 def test_norms_are_compared_per_square_root_of_steps() -> None:
     screen = UpdateScreen()
     for _ in range(8):
-        judged(screen, 1.0, steps=1)
-    assert judged(screen, 50.0, steps=100) == ""
+        check(screen, 1.0, steps=1)
+    assert check(screen, 50.0, steps=100) == ""
 
 
 def test_refused_updates_do_not_change_the_usual_norm() -> None:
     screen = UpdateScreen(ScreeningRules(strikes=10))
     for _ in range(8):
-        judged(screen, 1.0)
-    assert all(judged(screen, 100.0, worker=number).startswith("exploding") for number in range(50))
+        check(screen, 1.0)
+    assert all(check(screen, 100.0, worker=number).startswith("exploding") for number in range(50))
 
 
 def test_tiny_updates_of_one_worker_do_not_make_ordinary_ones_explode() -> None:
     screen = UpdateScreen()
-    assert judged(screen, 1.0, worker=2) == ""
+    assert check(screen, 1.0, worker=2) == ""
     for _ in range(50):
-        assert judged(screen, 1e-6) == ""
-    assert judged(screen, 2.0, worker=2) == ""
-    assert judged(screen, 2.0, worker=3, score=1.0, before=2.0) == "", "its score speaks for it"
-    assert judged(screen, 2.0, worker=4).startswith("exploding")
+        assert check(screen, 1e-6) == ""
+    assert check(screen, 2.0, worker=2) == ""
+    assert check(screen, 2.0, worker=3, score=1.0, before=2.0) == "", "its score speaks for it"
+    assert check(screen, 2.0, worker=4).startswith("exploding")
 
 
 def test_an_update_that_makes_the_score_worse_is_refused() -> None:
     screen = UpdateScreen()
-    assert judged(screen, 1.0, score=2.04, before=2.0) == ""
-    assert judged(screen, 1.0, score=2.06, before=2.0).startswith("worse: score 2.0600")
-    assert judged(UpdateScreen(ScreeningRules(max_score_increase=None)), 1.0, score=9.0, before=2.0) == ""
+    assert check(screen, 1.0, score=2.04, before=2.0) == ""
+    assert check(screen, 1.0, score=2.06, before=2.0).startswith("worse: score 2.0600")
+    assert check(UpdateScreen(ScreeningRules(max_score_increase=None)), 1.0, score=9.0, before=2.0) == ""
 
 
 def test_three_refusals_lead_to_quarantine_and_the_next_one_lasts_twice_as_long() -> None:
     screen = UpdateScreen(ScreeningRules(quarantine_seconds=10))
     for _ in range(3):
-        judged(screen, math.nan, now=0.0)
+        check(screen, math.nan, now=0.0)
     assert screen.quarantine_left(1, 4.0) == 6.0
-    assert judged(screen, 1.0, now=4.0).startswith("in quarantine: for 6 s")
-    assert judged(screen, 1.0, now=4.0, worker=2) == ""
-    assert judged(screen, 1.0, now=11.0) == ""
+    assert check(screen, 1.0, now=4.0).startswith("in quarantine: for 6 s")
+    assert check(screen, 1.0, now=4.0, worker=2) == ""
+    assert check(screen, 1.0, now=11.0) == ""
     for _ in range(3):
-        judged(screen, math.nan, now=20.0)
+        check(screen, math.nan, now=20.0)
     assert screen.quarantine_left(1, 20.0) == 20.0
 
 
 def test_old_strikes_are_forgotten() -> None:
     screen = UpdateScreen()
     for number in range(40):
-        judged(screen, math.nan if number % 5 == 0 else 1.0)
+        check(screen, math.nan if number % 5 == 0 else 1.0)
     assert screen.quarantine_left(1, 0.0) == 0.0
 
 

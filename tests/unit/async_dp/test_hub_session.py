@@ -1,11 +1,11 @@
-"""A worker's conversation: what is not answered is said again, after a patience that follows the network."""
+"""A worker's session repeats what is not answered, after a timeout that follows measured times."""
 
 import math
 from typing import Any
 
 import torch
 
-from hub_conversation import LAYOUT, PACKING, RUN
+from hub_driver import LAYOUT, PACKING, RUN
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.update_codec import UpdateCodec
@@ -18,8 +18,8 @@ from paceline.transport.transport_interface import HUB
 ME = 7
 
 
-class Conversation:
-    """A spoke whose hub is this test; virtual time is `now`."""
+class SessionDriver:
+    """A session whose hub is this test; virtual time is `now`."""
 
     def __init__(self) -> None:
         net = torch.nn.Linear(4, 3)
@@ -38,115 +38,117 @@ class Conversation:
         self.session.heartbeat_seconds = math.inf
         self.now, self._sequence = 0.0, 0
 
-    def hear(self, kind: str, payload: Any = b"", round: int = 0, **told: Any) -> None:
+    def receive(self, kind: str, payload: Any = b"", round: int = 0, **meta: Any) -> None:
         dtype = "fp32" if payload else ""
         for envelope in split_message(
-            HubMessage(kind, HUB, ME, round, 0, told, payload, dtype), RUN, self._sequence
+            HubMessage(kind, HUB, ME, round, 0, meta, payload, dtype), RUN, self._sequence
         ):
             self.session.receive(envelope, self.now)
         self._sequence += 1
 
-    def said(self) -> list[str]:
-        """Return the kinds of what is said now; all of it leaves at once."""
+    def sent(self) -> list[str]:
+        """Return the kinds of the messages that are sent now."""
         out = self.session.pump(self.now)
         for message in out:
             self.session.message_sent(message, self.now)
         return [message.kind for message in out if message.kind != "beat"]
 
-    def wait(self) -> tuple[float, list[str]]:
-        """Let time pass until something is due; return how long that was, and what is said then."""
+    def advance(self) -> tuple[float, list[str]]:
+        """Advance time to when something is due; return the duration, and what is sent then."""
         began, self.now = self.now, self.session.next_due()
-        return self.now - began, self.said()
+        return self.now - began, self.sent()
 
     def welcome(self) -> None:
-        self.hear(
+        self.receive(
             "welcome", run=RUN, phase="together", slot=0, slots=1, workers=1, yours=self.session.session_id
         )
 
-    def begin(self) -> None:
-        """Get in touch, and fetch the first centre; every answer takes 0.05 s."""
-        assert self.said() == ["hello"]
+    def connect(self) -> None:
+        """Connect, and fetch the first global parameters; each answer takes 0.05 s."""
+        assert self.sent() == ["hello"]
         self.welcome()
-        assert self.said() == ["fetch"]
+        assert self.sent() == ["fetch"]
         self.now += 0.05
-        self.hear("centre", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=1)
+        self.receive("centre", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=1)
         self.replica.apply_received()
 
-    def offer(self) -> None:
+    def send_update(self) -> None:
         self.replica.snapshot()
         self.replica.state = FragmentState.EXCHANGING
         self.session.requests.append(SessionRequest(0, "update", self.now, {"samples": 1.0, "steps": 1}))
-        assert self.said() == ["update"]
+        assert self.sent() == ["update"]
 
 
 def test_an_unanswered_update_is_repeated_with_growing_timeouts() -> None:
-    talk = Conversation()
-    talk.begin()
-    talk.offer()
+    driver = SessionDriver()
+    driver.connect()
+    driver.send_update()
     pauses = []
     for _ in range(6):
-        pause, said = talk.wait()
-        assert said == ["update"]
+        pause, sent = driver.advance()
+        assert sent == ["update"]
         pauses.append(round(pause, 6))
     assert pauses == [1.2, 2.4, 4.8, 9.6, 19.2, 19.2]
-    assert talk.session.resent == 6
+    assert driver.session.resent == 6
 
 
 def test_a_reply_resets_the_timeout_and_one_after_a_repetition_is_not_measured() -> None:
-    talk = Conversation()
-    talk.begin()
-    talk.offer()
-    talk.wait()
-    talk.now += 1.0
-    talk.hear("ack", round=talk.replica.round)
-    assert (
-        talk.session.reply_timeout.update_seconds == 0.0
-    )  # the first or the second one was answered: nobody knows
-    assert talk.said() == ["fetch"] or talk.wait()[1] == ["fetch"]
-    pause, said = talk.wait()
-    assert (round(pause, 6), said) == (1.2, ["fetch"])
-    talk.hear("centre", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=2)
-    assert round(talk.session.reply_timeout.fetch_seconds, 6) == 0.05
+    driver = SessionDriver()
+    driver.connect()
+    driver.send_update()
+    driver.advance()
+    driver.now += 1.0
+    driver.receive("ack", round=driver.replica.round)
+    assert driver.session.reply_timeout.update_seconds == 0.0  # which of the two was answered is unknown
+    assert driver.sent() == ["fetch"] or driver.advance()[1] == ["fetch"]
+    pause, sent = driver.advance()
+    assert (round(pause, 6), sent) == (1.2, ["fetch"])
+    driver.receive("centre", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=2)
+    assert round(driver.session.reply_timeout.fetch_seconds, 6) == 0.05
 
 
 def test_the_time_of_an_absent_hub_is_not_measured() -> None:
-    talk = Conversation()
-    talk.begin()
-    talk.offer()
-    talk.now += 0.1
-    talk.session.disconnected(talk.now)
-    assert talk.said() == ["hello"]
-    talk.now += 300.0
-    talk.welcome()
-    assert talk.said() == ["update"]
-    talk.hear("ack", round=talk.replica.round)
-    assert talk.session.reply_timeout.update_seconds == 0.0
-    assert talk.session.acknowledged == 1
+    driver = SessionDriver()
+    driver.connect()
+    driver.send_update()
+    driver.now += 0.1
+    driver.session.disconnected(driver.now)
+    assert driver.sent() == ["hello"]
+    driver.now += 300.0
+    driver.welcome()
+    assert driver.sent() == ["update"]
+    driver.receive("ack", round=driver.replica.round)
+    assert driver.session.reply_timeout.update_seconds == 0.0
+    assert driver.session.acknowledged == 1
 
 
 def test_global_parameters_are_fetched_as_late_as_possible() -> None:
-    talk = Conversation()
-    talk.begin()
-    talk.replica.snapshot()
-    talk.replica.state = FragmentState.EXCHANGING
-    talk.session.requests.append(SessionRequest(0, "update", talk.now + 5.0, {"samples": 1.0, "steps": 1}))
-    (update,) = [each for each in talk.session.pump(talk.now) if each.kind == "update"]
-    talk.hear("ack", round=update.round)
-    pause, said = talk.wait()
-    assert (round(pause, 6), said) == (round(5.0 - 1.3 * 0.05, 6), ["fetch"])
+    driver = SessionDriver()
+    driver.connect()
+    driver.replica.snapshot()
+    driver.replica.state = FragmentState.EXCHANGING
+    driver.session.requests.append(
+        SessionRequest(0, "update", driver.now + 5.0, {"samples": 1.0, "steps": 1})
+    )
+    (update,) = [each for each in driver.session.pump(driver.now) if each.kind == "update"]
+    driver.receive("ack", round=update.round)
+    pause, sent = driver.advance()
+    assert (round(pause, 6), sent) == (round(5.0 - 1.3 * 0.05, 6), ["fetch"])
 
 
 def test_hello_is_repeated_until_all_share_parameters() -> None:
-    talk = Conversation()
+    driver = SessionDriver()
 
     def welcome(phase: str) -> None:
-        talk.hear("welcome", run=RUN, phase=phase, slot=0, slots=1, workers=1, yours=talk.session.session_id)
+        driver.receive(
+            "welcome", run=RUN, phase=phase, slot=0, slots=1, workers=1, yours=driver.session.session_id
+        )
 
-    assert talk.said() == ["hello"]
+    assert driver.sent() == ["hello"]
     welcome("empty")
-    assert talk.said() == []
-    for _ in range(3):  # whose answers are lost
-        pause, said = talk.wait()
-        assert (pause, said) == (10.0, ["hello"])
+    assert driver.sent() == []
+    for _ in range(3):  # the answers are lost
+        pause, sent = driver.advance()
+        assert (pause, sent) == (10.0, ["hello"])
     welcome("together")
-    assert talk.said() == ["fetch"]
+    assert driver.sent() == ["fetch"]

@@ -1,4 +1,4 @@
-"""Snapshots of a hub: whole, checked, and with the records that follow them."""
+"""Snapshots of a hub: round trip, checksums, and recovery with the records that follow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from journal_folders import copied, ends_of, found_in, never_waiting, numbers_in, write
+from journal_folders import copy_folder, numbers_in, record_ends, recovered_numbers, skip_fsync, write
 from paceline.async_dp.wal import decision_ledger, journal_recovery
 from paceline.async_dp.wal import hub_journal as journal_module
 from paceline.async_dp.wal.decision_ledger import read_ledger
@@ -16,9 +16,9 @@ from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.hub_snapshot import HubSnapshot, read_snapshot, write_snapshot
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import DamagedCheckpoint, UsageError
-from snapshot_states import names_in, numbers_of, snap
+from snapshot_states import open_and_read, revisions_in, snap
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 TENSORS = {
@@ -102,7 +102,7 @@ def test_an_invalid_snapshot_is_refused_and_changes_nothing(tmp_path, tensors, f
         with pytest.raises(UsageError, match=message):
             journal.snapshot(1, tensors, facts)
         write(journal, [2])
-    assert found_in(tmp_path) == [0, 1, 2]
+    assert recovered_numbers(tmp_path) == [0, 1, 2]
 
 
 # ------------------------------------------------------------------ snapshots and records
@@ -114,9 +114,9 @@ def test_the_last_two_snapshots_are_kept_and_the_journals_since_the_older(tmp_pa
             write(journal, [count])
             snap(journal, 10 * count + 5, count + 1)
             assert numbers_in(journal) == list(range(count + 1))
-    assert names_in(tmp_path, "snapshot") == [35, 45]
-    assert names_in(tmp_path, "journal") == [35, 45]
-    assert found_in(tmp_path) == list(range(5))
+    assert revisions_in(tmp_path, "snapshot") == [35, 45]
+    assert revisions_in(tmp_path, "journal") == [35, 45]
+    assert recovered_numbers(tmp_path) == list(range(5))
 
 
 @pytest.mark.parametrize("kind", [HubJournal.open, lambda folder, resume: MemoryJournal()])
@@ -143,8 +143,8 @@ def test_a_snapshot_of_the_same_revision_can_be_repeated(tmp_path):
             write(journal, range(count - 1 if count > 2 else 0, count))
             snap(journal, 4, count)
         write(journal, [3])
-    assert names_in(tmp_path, "snapshot") == [0, 4]
-    assert found_in(tmp_path) == [0, 1, 2, 3]
+    assert revisions_in(tmp_path, "snapshot") == [0, 4]
+    assert recovered_numbers(tmp_path) == [0, 1, 2, 3]
 
 
 def test_a_damaged_newest_snapshot_is_skipped(tmp_path, caplog):
@@ -163,13 +163,13 @@ def test_a_damaged_newest_snapshot_is_skipped(tmp_path, caplog):
         with pytest.raises(UsageError, match="revision 2 after that of 3"):
             journal.snapshot(2, {}, {})
         snap(journal, 5, 5)
-        assert names_in(tmp_path, "snapshot") == [2, 5]
-        assert names_in(tmp_path, "journal") == [2, 3, 5]
+        assert revisions_in(tmp_path, "snapshot") == [2, 5]
+        assert revisions_in(tmp_path, "journal") == [2, 3, 5]
         assert path.with_name(f"{path.name}.damaged").exists()
         snap(journal, 6, 5)
         assert not path.with_name(f"{path.name}.damaged").exists()
-        assert names_in(tmp_path, "journal") == [5, 6]
-    assert found_in(tmp_path) == [0, 1, 2, 3, 4]
+        assert revisions_in(tmp_path, "journal") == [5, 6]
+    assert recovered_numbers(tmp_path) == [0, 1, 2, 3, 4]
 
 
 def test_if_no_snapshot_is_intact_all_are_named(tmp_path):
@@ -201,7 +201,7 @@ def test_a_missing_journal_raises(tmp_path):
             "no journal with record 0",
         ),
     ):
-        folder = copied(tmp_path / "whole", tmp_path / "less")
+        folder = copy_folder(tmp_path / "whole", tmp_path / "less")
         for name in missing:
             (folder / name).unlink()
         with pytest.raises(DamagedCheckpoint, match=message):
@@ -215,12 +215,12 @@ def test_damage_in_an_earlier_journal_raises_where_it_is_needed(tmp_path):
             write(journal, [2 * count, 2 * count + 1])
     name = "journal-000000000002.log"
     data = (tmp_path / "whole" / name).read_bytes()
-    between = ends_of(tmp_path / "whole" / name)[1]
+    between = record_ends(tmp_path / "whole" / name)[1]
     for bad in (data[:-1], data[:between], data[:60] + b"?" + data[61:], data + b"more"):
-        folder = copied(tmp_path / "whole", tmp_path / "bad")
+        folder = copy_folder(tmp_path / "whole", tmp_path / "bad")
         (folder / name).write_bytes(bad)
         (folder / "ledger.jsonl").write_bytes(b"")
-        assert numbers_of(copied(folder, tmp_path / "unneeded")) == list(range(6))
+        assert open_and_read(copy_folder(folder, tmp_path / "unneeded")) == list(range(6))
         (folder / "snapshot-000000000003.safetensors").unlink()
         with pytest.raises(DamagedCheckpoint, match=f"{name}' is damaged at byte"):
             HubJournal.open(folder, resume=True)
@@ -235,7 +235,7 @@ def test_a_removed_ledger_starts_again_and_damage_before_the_snapshot_raises(tmp
     whole = path.read_bytes()
     path.unlink()
     for _ in range(2):
-        assert numbers_of(tmp_path) == list(range(6))
+        assert open_and_read(tmp_path) == list(range(6))
         assert [line["n"] for line in read_ledger(tmp_path)] == [4, 5]
     path.write_bytes(b"rubbish\n" + whole)
     with pytest.raises(DamagedCheckpoint, match=r"line 1 of .*\n.*move the ledger elsewhere"):
@@ -257,21 +257,21 @@ def test_only_the_ledger_after_the_snapshot_is_read_unless_it_was_changed(tmp_pa
         (lines[:21], [19, 20]),
         (lines[:-1] + [lines[-1][:-1]], [19, 20, 21]),
     ):
-        folder = copied(tmp_path / "whole", tmp_path / "changed")
+        folder = copy_folder(tmp_path / "whole", tmp_path / "changed")
         (folder / "ledger.jsonl").write_bytes(b"".join(changed))
         seen.clear()
-        assert numbers_of(folder) == list(range(22))
+        assert open_and_read(folder) == list(range(22))
         assert seen == read
         assert (folder / "ledger.jsonl").read_bytes() == b"".join(lines)
     for changed in (lines[3:], [b"{}\n", *lines[1:]], [lines[0][:-1] + b" \n", *lines[1:]]):
-        folder = copied(tmp_path / "whole", tmp_path / "changed")
+        folder = copy_folder(tmp_path / "whole", tmp_path / "changed")
         (folder / "ledger.jsonl").write_bytes(b"".join(changed))
         seen.clear()
         if changed[0] == b"{}\n":
             with pytest.raises(DamagedCheckpoint, match="line 1 of"):
                 HubJournal.open(folder, resume=True)
         else:
-            assert numbers_of(folder) == list(range(22))
+            assert open_and_read(folder) == list(range(22))
             assert len(seen) >= len(changed)
             assert (folder / "ledger.jsonl").read_bytes() == b"".join(changed)
 
@@ -287,6 +287,6 @@ def test_a_snapshot_is_read_once_at_recovery(tmp_path, monkeypatch):
     with HubJournal.open(tmp_path, resume=True) as journal:
         assert numbers_in(journal) == [0, 1, 2]
         assert len(reads) == 1
-        assert numbers_in(journal) == [0, 1, 2], "and may be asked for again"
+        assert numbers_in(journal) == [0, 1, 2], "and can be recovered again"
         snap(journal, 2, 3)
         assert journal.recovered().revision == 2

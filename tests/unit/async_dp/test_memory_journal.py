@@ -1,4 +1,4 @@
-"""How much memory a journal takes, and the journal that is in memory alone."""
+"""Memory use of a journal, and the journal in memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from journal_folders import never_waiting, payload_of
+from journal_folders import payload_of, skip_fsync
 from journal_values import VALUES
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.journal_records import JOURNAL_HEADER_NBYTES
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 # ------------------------------------------------------------------ memory

@@ -1,4 +1,4 @@
-"""Messages as frames and back, whatever order and company they come in."""
+"""Messages are split into frames, and assembled from frames in any order."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""A learning rate that the hub scales is scaled within a step only, also where the step raises."""
+"""The learning rate is scaled within a step only, even if the step raises."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The layout that hub and workers agree on, and a fragment's numbers as bytes."""
+"""Parameter layouts, and packing of fragments."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_a_layout_survives_being_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (
             ParameterLayout.of(Net(65), 1, INT4),
@@ -72,10 +72,10 @@ def test_a_layout_survives_being_packed() -> None:
         ),
     ],
 )
-def test_the_first_difference_is_named(other: ParameterLayout, told: str) -> None:
+def test_the_first_difference_is_named(other: ParameterLayout, message: str) -> None:
     import re
 
-    assert re.search(told, ParameterLayout.of(Net(), 1, INT4).difference(other))
+    assert re.search(message, ParameterLayout.of(Net(), 1, INT4).difference(other))
     assert ParameterLayout.of(Net(), 1, INT4).difference(ParameterLayout.of(Net(), 1, INT4)) == ""
 
 

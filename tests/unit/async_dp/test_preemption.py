@@ -1,4 +1,4 @@
-"""A population on real text: different beginnings, one bad learning rate; the worst is replaced, and all gain by it."""
+"""A population that trains a small GPT: a worker with a bad learning rate is replaced, and all benefit."""
 
 import math
 
