@@ -362,7 +362,7 @@ class AsyncDataParallel:
 
     @property
     def counts(self) -> WorkerCounts:
-        """What this worker did."""
+        """Counters of this worker."""
         worker = self._worker or self._last_worker
         return worker.counts if worker is not None else WorkerCounts()
 

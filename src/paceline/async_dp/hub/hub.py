@@ -63,8 +63,8 @@ class Hub:
         params: the global parameters; None until a worker has sent its layout.
         members: the workers.
         phase: ``"empty"``, ``"population"`` or ``"together"``.
-        counters: totals of what was merged.
-        refused: counts of what was not, by reason.
+        counters: totals of merged updates.
+        refused: counts of refused messages, by reason.
         loss: last reported score of the global parameters.
         storage_error: why nothing is answered, such as a full disk; empty if nothing is wrong.
     """
@@ -142,7 +142,7 @@ class Hub:
                 self._record("silent", worker=member.number)
                 self._coordinator.on_leave(member.number)
             if self.phase == "empty" and self.params is not None:
-                self._coordinator.ask_next(self.members.alive)
+                self._coordinator.request_next(self.members.alive)
         self._answer_fetches()
         try:
             self._journal.commit()
@@ -264,7 +264,7 @@ class Hub:
             self._coordinator.on_join(member.number, self.members.alive)
 
     def _shared_meta(self) -> dict[str, Any]:
-        """Return what many answers repeat: the number of live workers, and each one's share of the bandwidth."""
+        """Return the metadata of most answers: number of live workers, and each one's share of the bandwidth."""
         alive, rate = len(self.members.alive), self.rules.bandwidth
         return {"workers": alive} if rate is None else {"workers": alive, "rate": rate / max(1, alive)}
 

@@ -1,4 +1,4 @@
-"""State of a hub that outlives it besides the global parameters: snapshot and replay."""
+"""Recovery of a hub: facts of a snapshot, and replay of the journal after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["replay_records", "restore_snapshot", "snapshot_facts"]
 def snapshot_facts(
     run: str, params: GlobalParams, members: HubMembership, counters: HubCounters
 ) -> dict[str, Any]:
-    """Return what a snapshot holds besides tensors, as plain values."""
+    """Return the part of a snapshot without the tensors, as plain values."""
     return {
         "run": run,
         "layout": params.layout.pack().hex(),

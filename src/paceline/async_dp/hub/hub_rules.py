@@ -68,7 +68,7 @@ class HubOptimizer:
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """What happens to stale updates.
+    """Policy for stale updates.
 
     Staleness is the number of updates merged between the parameters that a worker started from and its own update,
     divided by the number of workers: in rounds, so it means the same for 4 workers and for 400.
@@ -121,7 +121,7 @@ class StalenessPolicy:
 
 @dataclass(frozen=True)
 class ScreeningRules:
-    """Which updates are refused, see `paceline.async_dp.hub.update_screening`."""
+    """Limits for updates, see `paceline.async_dp.hub.update_screening`."""
 
     max_norm_ratio: float = 10.0  # to the usual norm; 0: any
     max_score_increase: float | None = 0.05  # None: any

@@ -1,4 +1,4 @@
-"""Workers that a hub knows: which are alive, what was merged of each, and which wait for global parameters (pure).
+"""Membership of a hub: live workers, merged rounds of each, and pending requests for global parameters (pure).
 
 Only the latest round per worker and fragment must outlive the hub, since a repeated update must never count twice; the
 rest a worker reports again when it says hello.

@@ -13,8 +13,8 @@ Different initial parameters can't be averaged; adopting the best early costs ne
 best start over an ordinary one. Source of replacing: population based training, Jaderberg et al., arXiv 1711.09846,
 with truncation selection inside one data-parallel training.
 
-A worker whose parameters are needed is asked, and answers when it can; if it is gone before, nothing has happened, and
-the next one is asked.
+Parameters are requested from the worker that has them; if it is gone before it sends them, nothing changes, and the
+next worker's are requested.
 """
 
 from __future__ import annotations
@@ -129,14 +129,14 @@ def _scale(score: float) -> float:
 
 @dataclass
 class _ParamsRequest:
-    """Parameters that a worker was asked for."""
+    """A request for a worker's parameters."""
 
-    decisions: list[ReplaceDecision | JoinDecision | None]  # what they are for; None: the start
+    decisions: list[ReplaceDecision | JoinDecision | None]  # that need them; None: the start
     packets: dict[int, Bytes] = field(default_factory=dict)  # received, by fragment
 
 
 class InitialParamsCoordinator:
-    """Asks workers for parameters until all share the global ones.
+    """Requests parameters from workers until all share the global ones.
 
     Args:
         rules: of a population; None: the first worker provides the parameters.
@@ -155,23 +155,23 @@ class InitialParamsCoordinator:
         self._population = None if rules is None else Population(rules)
         self._send, self._record, self._start = send, record, start
         self._requests: dict[int, _ParamsRequest] = {}
-        self._last_asked = 0
+        self._last_requested = 0
 
     def expects(self, worker: int) -> bool:
-        """Return whether a worker was asked for parameters that have not all arrived."""
+        """Return whether parameters are requested from a worker and have not all arrived."""
         return worker in self._requests
 
     def on_join(self, worker: int, alive: Collection[int]) -> None:
-        """Ask a new worker if no other one is asked, or ask it again."""
+        """Request a new worker's parameters unless another's are, or repeat the request."""
         if self.expects(worker):
-            self._ask(worker)
-        elif self._population is None and not self._asks_any(alive):
+            self._send_request(worker)
+        elif self._population is None and not self._has_request(alive):
             self._request(worker, None)
 
-    def ask_next(self, alive: Collection[int]) -> None:
-        """Ask the next worker if none is asked: the last one is gone, or its parameters were not finite."""
-        if alive and not self._asks_any(alive):
-            later = (each for each in alive if each > self._last_asked)
+    def request_next(self, alive: Collection[int]) -> None:
+        """Request the next worker's parameters: the last one is gone, or its parameters were not finite."""
+        if alive and not self._has_request(alive):
+            later = (each for each in alive if each > self._last_requested)
             self._request(min(later, default=min(alive)), None)
 
     def on_leave(self, worker: int) -> None:
@@ -214,7 +214,7 @@ class InitialParamsCoordinator:
         if any(not isinstance(decision, ReplaceDecision) for decision in request.decisions):
             self._start(request.packets, member)
 
-    def _asks_any(self, alive: Collection[int]) -> bool:
+    def _has_request(self, alive: Collection[int]) -> bool:
         return any(each in alive for each in self._requests)
 
     def _is_joining(self) -> bool:
@@ -225,11 +225,11 @@ class InitialParamsCoordinator:
         )
 
     def _request(self, worker: int, decision: ReplaceDecision | JoinDecision | None) -> None:
-        self._last_asked = worker
+        self._last_requested = worker
         self._requests.setdefault(worker, _ParamsRequest([])).decisions.append(decision)
-        self._ask(worker)
+        self._send_request(worker)
 
-    def _ask(self, worker: int) -> None:
+    def _send_request(self, worker: int) -> None:
         self._send(HubMessage("ask", HUB, worker))
 
     def _send_params(self, packets: Mapping[int, Bytes], decision: ReplaceDecision) -> None:

@@ -1,4 +1,4 @@
-"""Decides which updates are refused, and which workers are put in quarantine (pure).
+"""Screening of updates: which are refused, and which workers are put in quarantine (pure).
 
     not finite     the norm is NaN or infinite
     exploding      the norm is more than `max_norm_ratio` times the usual one, overall and for this worker, and the
@@ -13,9 +13,10 @@ is merged, and it takes the global parameters as they are. Each further quaranti
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from statistics import median
 
 from paceline.async_dp.hub.hub_rules import ScreeningRules
 from paceline.async_dp.protocol.hub_messages import UpdateHeader
@@ -27,32 +28,10 @@ _MIN_SEEN = 8
 _MAX_DOUBLINGS = 6
 
 
-@dataclass(slots=True)
-class _RecentNorms:
-    """The last norms of merged updates: in order of arrival, and sorted."""
-
-    limit: int
-    latest: deque[float] = field(default_factory=deque)
-    ordered: list[float] = field(default_factory=list)
-
-    def add(self, norm: float) -> None:
-        if len(self.latest) == self.limit:
-            del self.ordered[bisect_left(self.ordered, self.latest.popleft())]
-        self.latest.append(norm)
-        insort(self.ordered, norm)
-
-    def median(self) -> float:
-        """Return the median, 0 if there are no norms."""
-        if not self.ordered:
-            return 0.0
-        middle, odd = divmod(len(self.ordered), 2)
-        return self.ordered[middle] if odd else (self.ordered[middle - 1] + self.ordered[middle]) / 2
-
-
 @dataclass
 class _WorkerHistory:
     refused: deque[bool]  # of its last updates
-    norms: _RecentNorms = field(default_factory=lambda: _RecentNorms(_WORKER_WINDOW))
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=_WORKER_WINDOW))  # that were merged
     quarantined_until: float = -math.inf
     quarantines: int = 0
 
@@ -62,7 +41,7 @@ class UpdateScreen:
 
     def __init__(self, rules: ScreeningRules | None = None) -> None:
         self.rules = rules or ScreeningRules()
-        self._norms: dict[int, _RecentNorms] = {}  # by fragment
+        self._norms: dict[int, deque[float]] = {}  # of the last merged updates, by fragment
         self._workers: dict[int, _WorkerHistory] = {}
 
     def check(self, worker: int, fragment: int, norm: float, header: UpdateHeader, now: float) -> str:
@@ -83,12 +62,12 @@ class UpdateScreen:
         norm /= math.sqrt(max(1, int(header.steps)))
         seen = self._norms.get(fragment)
         if seen is None:
-            seen = self._norms[fragment] = _RecentNorms(_WINDOW)
+            seen = self._norms[fragment] = deque(maxlen=_WINDOW)
         reason = self._reason(norm, header, seen, history.norms)
         history.refused.append(bool(reason))
         if not reason:
-            seen.add(norm)
-            history.norms.add(norm)
+            seen.append(norm)
+            history.norms.append(norm)
         elif sum(history.refused) >= self.rules.strikes:
             history.refused.clear()
             doublings = min(history.quarantines, _MAX_DOUBLINGS)
@@ -101,13 +80,15 @@ class UpdateScreen:
         history = self._workers.get(worker)
         return max(0.0, history.quarantined_until - now) if history is not None else 0.0
 
-    def _reason(self, norm: float, header: UpdateHeader, seen: _RecentNorms, own: _RecentNorms) -> str:
+    def _reason(
+        self, norm: float, header: UpdateHeader, seen: Collection[float], own: Collection[float]
+    ) -> str:
         score, before, rules = header.score, header.before, self.rules
         if not math.isfinite(norm):
             return "not finite"
         improved = score is not None and before is not None and score < before
-        if rules.max_norm_ratio and len(seen.latest) >= _MIN_SEEN and not improved:
-            usual = max(seen.median(), own.median())
+        if rules.max_norm_ratio and len(seen) >= _MIN_SEEN and not improved:
+            usual = max(median(seen), median(own) if own else 0.0)
             if usual > 0 and norm > rules.max_norm_ratio * usual:
                 return f"exploding: {norm / usual:.1f} times the usual norm"
         if score is not None and not math.isfinite(score):

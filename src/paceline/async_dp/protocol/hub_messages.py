@@ -2,7 +2,7 @@
 
     worker → hub
       hello        joins: version, name, schedule; payload: the layout of its model
-      update       what it learnt in a round; payload: a packed fragment
+      update       a pseudo-gradient; payload: a packed fragment
       fetch        requests the global parameters of a fragment
       parameters   its own parameters, answer to ``ask``; payload: a packed fragment
       score        score of its own parameters, or of the global parameters at a revision
@@ -92,7 +92,7 @@ def meta_text(meta: Mapping[str, Any], name: str) -> str:
 
 @dataclass
 class UpdateHeader:
-    """What a worker reports with an update."""
+    """Metadata of an update."""
 
     base: Number  # revision that it started from; NaN if missing, as the next two
     samples: Number

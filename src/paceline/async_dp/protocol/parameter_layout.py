@@ -1,4 +1,4 @@
-"""Where each tensor lies in the fragments of a model: what hub and workers agree on (pure, except `of`).
+"""Parameter layout: the place of each tensor in the fragments of a model, for hub and workers (pure, except `of`).
 
 A fragment is one row of float32 numbers: first the parameters that are compressed, then those sent uncompressed (few,
 such as norms and biases), then the buffers that are averaged (running statistics). The hub needs no model, only this;

@@ -1,4 +1,4 @@
-"""What survives a crash: the hub's write-ahead log, and a worker's outbox.
+"""State that survives a crash: the hub's write-ahead log, and a worker's outbox.
 
 A decision of the hub is on disk before anything is answered, and an update stays in its worker's outbox until the hub
 has acknowledged it. So after a crash of either, or of both, everything acknowledged is there, and the rest is sent

@@ -52,7 +52,7 @@ def read_ledger(folder: str | Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatus:
-    """What a ledger holds.
+    """State of a ledger.
 
     Attributes:
         last: number of the record of the last line that is in order; −1: none.

@@ -29,7 +29,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class HubSnapshot:
-    """What a snapshot holds besides tensors."""
+    """The part of a snapshot without the tensors."""
 
     revision: int
     next: int  # number of the first record that is not in it

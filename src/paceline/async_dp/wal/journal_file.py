@@ -23,7 +23,6 @@ from typing import Any
 from paceline._core.files import write_atomic
 from paceline.async_dp.wal.durable_files import write_at
 from paceline.async_dp.wal.journal_records import (
-    CHECKSUM_NBYTES,
     JOURNAL_HEADER_NBYTES,
     RECORD_HEADER_NBYTES,
     RECORD_MARK,
@@ -31,8 +30,8 @@ from paceline.async_dp.wal.journal_records import (
     encode_record,
     pack_journal_header,
     parse_journal_header,
+    parse_record,
     parse_record_header,
-    parse_record_values,
 )
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
@@ -201,11 +200,7 @@ class JournalReader:
         stop = at + header.total_nbytes
         if stop > self.nbytes:
             raise DamagedCheckpoint(f"a record ends at byte {stop}, its file at byte {self.nbytes}")
-        front_nbytes = RECORD_HEADER_NBYTES + header.size
-        front = self._read(at, front_nbytes)
-        payload = self._read(at + front_nbytes, header.nbytes)
-        checksum = self._read(stop - CHECKSUM_NBYTES, CHECKSUM_NBYTES)
-        values = parse_record_values(front, payload, checksum, self.header.key + at)
+        values, payload = parse_record(self._read(at, header.total_nbytes), self.header.key + at)
         return JournalRecord(header.sequence, header.durable, values, payload, stop)
 
     def _find(self, at: int) -> int | None:

@@ -39,7 +39,6 @@ from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.transport.envelope import PAYLOAD_LIMIT_NBYTES, Bytes
 
 __all__ = [
-    "CHECKSUM_NBYTES",
     "JOURNAL_FORMAT",
     "JOURNAL_HEADER_NBYTES",
     "RECORD_HEADER_NBYTES",
@@ -51,8 +50,8 @@ __all__ = [
     "pack_journal_header",
     "pack_values",
     "parse_journal_header",
+    "parse_record",
     "parse_record_header",
-    "parse_record_values",
     "to_json",
 ]
 
@@ -63,7 +62,7 @@ RECORD_MARK = b"\x8bPLR"
 _FILE_MARK = b"\x8bPLJRN\r\n"
 _HEADER, _RECORD, _CHECKSUM = struct.Struct("<8sIQQQ"), struct.Struct("<4sIIIIQQ"), struct.Struct("<Q")
 JOURNAL_HEADER_NBYTES = _HEADER.size + _CHECKSUM.size
-RECORD_HEADER_NBYTES, CHECKSUM_NBYTES = _RECORD.size, _CHECKSUM.size
+RECORD_HEADER_NBYTES = _RECORD.size
 _SMALL_NBYTES = 64 << 10
 _ONES = 2**32 - 1
 _VALUES_LIMIT_NBYTES = 64 << 10
@@ -92,7 +91,7 @@ class RecordHeader:
     @property
     def total_nbytes(self) -> int:
         """Size of the whole record."""
-        return RECORD_HEADER_NBYTES + self.size + self.nbytes + CHECKSUM_NBYTES
+        return RECORD_HEADER_NBYTES + self.size + self.nbytes + _CHECKSUM.size
 
 
 def pack_journal_header(header: JournalHeader) -> bytes:
@@ -174,21 +173,22 @@ def parse_record_header(data: Bytes) -> RecordHeader:
     return RecordHeader(size, nbytes, sequence, durable)
 
 
-def parse_record_values(front: bytes, payload: Bytes, checksum: bytes, seed: int) -> dict[str, Any]:
-    """Return the values of a record, after checking its checksum.
+def parse_record(data: bytes, seed: int) -> tuple[dict[str, Any], bytes]:
+    """Return values and payload of a whole record, after checking its checksum.
 
     Args:
-        front: header and values.
-        payload: of the record.
-        checksum: of the record.
+        data: the record.
         seed: as for `encode_record`.
 
     Raises:
         DamagedCheckpoint: the record is not what was written.
     """
-    if len(checksum) < CHECKSUM_NBYTES:
-        raise DamagedCheckpoint("a record ends before its checksum")
-    (written,) = _CHECKSUM.unpack(checksum)
+    header = parse_record_header(data)
+    if len(data) != header.total_nbytes:
+        raise DamagedCheckpoint(f"a record has {len(data)} bytes, expected {header.total_nbytes}")
+    front_nbytes = RECORD_HEADER_NBYTES + header.size
+    front, payload = data[:front_nbytes], data[front_nbytes : front_nbytes + header.nbytes]
+    (written,) = _CHECKSUM.unpack_from(data, front_nbytes + header.nbytes)
     computed = _record_checksum(front, payload, seed)
     if computed != written:
         raise DamagedCheckpoint(f"a record has checksum {computed:016x}, written was {written:016x}")
@@ -198,7 +198,7 @@ def parse_record_values(front: bytes, payload: Bytes, checksum: bytes, seed: int
         raise DamagedCheckpoint(f"values can't be read: {error or type(error).__name__}") from error
     if not isinstance(values, dict):
         raise DamagedCheckpoint(f"values are a {type(values).__name__}, not a dictionary")
-    return values
+    return values, payload
 
 
 def _record_checksum(front: bytes, payload: Bytes, seed: int) -> int:

@@ -33,7 +33,7 @@ log = logging.getLogger("paceline.async_dp")
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """What a hub continues from.
+    """State from which a hub continues.
 
     Attributes:
         revision: of the snapshot; 0 without one.

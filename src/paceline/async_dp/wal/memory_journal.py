@@ -17,7 +17,7 @@ __all__ = ["MemoryJournal"]
 
 
 class MemoryJournal:
-    """Does what `HubJournal` does, without a disk; values are not checked.
+    """`HubJournal` without a disk; values are not checked.
 
     Args:
         keep: keep what is appended; False: only count it, and recover nothing.

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline._core.file_lock import FolderLock
 from paceline._core.files import write_atomic
 from paceline.async_dp.wal.durable_files import (
@@ -35,12 +37,9 @@ from paceline.async_dp.wal.durable_files import (
     write_checked_file,
 )
 from paceline.async_dp.wal.journal_records import (
-    CHECKSUM_NBYTES,
-    RECORD_HEADER_NBYTES,
     encode_record,
     pack_values,
-    parse_record_header,
-    parse_record_values,
+    parse_record,
 )
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
@@ -65,6 +64,15 @@ class PendingUpdate:
     fragment: int
     values: Mapping[str, Any]
     payload: bytes
+
+
+class _Status(msgspec.Struct):
+    """Contents of worker.json."""
+
+    worker: int
+    run: str
+    rounds: dict[int, int]  # next, by fragment
+    round_least: int  # next of all other fragments
 
 
 class Outbox:
@@ -238,22 +246,20 @@ class Outbox:
     def _read_status(self, folder: Path, worker: int | None) -> None:
         path = folder / _STATUS_FILE
         try:
-            status = read_checked_file(path)
-            number, run = int(status["worker"]), str(status["run"])
-            rounds = {int(fragment): int(next) for fragment, next in status["rounds"].items()}
-            first = int(status["round_least"])
+            status = msgspec.convert(read_checked_file(path), _Status, strict=False)
         except FileNotFoundError:
             lost = _update_paths(folder) or _aside(path).exists()
-        except (DamagedCheckpoint, KeyError, ValueError, AttributeError) as error:
+        except (DamagedCheckpoint, msgspec.ValidationError) as error:
             _set_aside(path, error)
             lost = True
         else:
-            if worker not in (None, number):
+            if worker not in (None, status.worker):
                 raise UsageError(
-                    f"{str(folder)!r} is the folder of worker {number}, this is worker {worker}",
+                    f"{str(folder)!r} is the folder of worker {status.worker}, this is worker {worker}",
                     remedy="give each worker another folder",
                 )
-            self.worker, self.run, self._next_rounds, self._first_round = number, run, rounds, first
+            self.worker, self.run = status.worker, status.run
+            self._next_rounds, self._first_round = status.rounds, status.round_least
             return
         if lost and worker is not None:
             self._first_round = time.time_ns() // 1000
@@ -274,14 +280,9 @@ class Outbox:
         if self._folder is None:
             return
         path = self._folder / _STATUS_FILE
-        status = {
-            "worker": self.worker,
-            "run": self.run,
-            "rounds": {str(fragment): next for fragment, next in sorted(self._next_rounds.items())},
-            "round_least": self._first_round,
-        }
+        status = _Status(self.worker, self.run, dict(sorted(self._next_rounds.items())), self._first_round)
         with disk_errors(path, "free disk space, then try again"):
-            write_checked_file(path, status)
+            write_checked_file(path, msgspec.to_builtins(status, str_keys=True))
 
 
 def _aside(path: Path) -> Path:
@@ -329,13 +330,7 @@ def read_update(path: Path) -> tuple[PendingUpdate, str, int]:
         DamagedCheckpoint: it can't be read, or is not what was written.
     """
     try:
-        data = path.read_bytes()
-        header = parse_record_header(data)
-        if header.total_nbytes != len(data):
-            raise DamagedCheckpoint(f"it has {len(data)} bytes, expected {header.total_nbytes}")
-        front_nbytes = RECORD_HEADER_NBYTES + header.size
-        payload = data[front_nbytes:-CHECKSUM_NBYTES]
-        about = parse_record_values(data[:front_nbytes], payload, data[-CHECKSUM_NBYTES:], seed=0)
+        about, payload = parse_record(path.read_bytes(), seed=0)
         update = PendingUpdate(about["round"], about["fragment"], about["values"], payload)
         return update, about["run"], about["worker"]
     except (OSError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""The training side of a worker: which local steps send and which apply, and what of it counts (no thread, no clock).
+"""The training side of a worker: decides at which local steps it sends and applies (no thread, no clock).
 
     after every local step        count it; apply what was received and is due; snapshot and send what is due
     during warm-up                exchange at every other step, see [Note: warm-up]
@@ -40,7 +40,7 @@ _WARMUP_EVERY = 2
 
 @dataclass
 class WorkerCounts:
-    """What a worker did.
+    """Counters of a worker.
 
     Attributes:
         steps: local steps.
@@ -79,7 +79,7 @@ class AsyncWorker:
         stagger: start the cycle of k steps at another step than other workers, so that they send in turns.
 
     Attributes:
-        counts: what it did.
+        counts: of steps and updates.
         lr_scale: factor for the learning rate that the hub assigned.
         scores: (step, score, "own" or "centre" for the global parameters).
     """

@@ -1,4 +1,4 @@
-"""A worker's replica of one fragment: what it started from, what it sent, and how received parameters are applied.
+"""A worker's replica of one fragment: starting parameters, snapshot, and the delta rule for received parameters.
 
     snapshot         w_s ← w                     training thread, when the fragment is due
     pack             Δ = θ − w_s, packed         communication thread; error feedback keeps the compression error

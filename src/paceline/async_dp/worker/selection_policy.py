@@ -1,4 +1,4 @@
-"""Which updates a worker sends and which parameters it applies, by score (pure).
+"""Selection by score of the updates that a worker sends and the parameters that it applies (pure).
 
     all      everything
     better   send: what is better than the parameters it started from; receive: what is better than its own

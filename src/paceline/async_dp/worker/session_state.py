@@ -22,11 +22,11 @@ _EARLY = 1.3  # parameters are fetched this many times the last fetch's duration
 
 @dataclass(slots=True)
 class SessionRequest:
-    """What the training thread requests for a fragment whose snapshot it took.
+    """A request of the training thread for a fragment whose snapshot it took.
 
     Attributes:
         fragment: its number.
-        kind: ``"update"``: send what was learnt, then fetch; ``"fetch"``: only fetch; ``"parameters"``: send the
+        kind: ``"update"``: send an update, then fetch; ``"fetch"``: only fetch; ``"parameters"``: send the
             parameters themselves; ``"score"``: send a score.
         by: when the fetched parameters are needed, in seconds of the driver's clock.
         meta: of the message.
@@ -40,7 +40,7 @@ class SessionRequest:
 
 @dataclass
 class HubStatus:
-    """What a hub reported last."""
+    """Last report of a hub."""
 
     run: str = ""
     phase: str = "empty"
@@ -53,7 +53,7 @@ class HubStatus:
     wants_params: bool = False  # this worker's parameters were requested
 
     def update(self, meta: Mapping[str, Any]) -> None:
-        """Store what the hub repeats in many messages."""
+        """Store the values that many messages repeat."""
         self.workers = meta_count(meta, "workers", self.workers)
         rate, samples = meta_number(meta, "rate"), meta_number(meta, "samples")
         self.rate = float(rate) if rate else None
@@ -73,7 +73,7 @@ class FragmentExchange:
 
 
 class ReplyTimeout:
-    """How long replies take, and how long to wait for one.
+    """Measures how long replies take, and how long to wait for one.
 
     Attributes:
         update_seconds: from the last update to its acknowledgement; 0: unknown.

@@ -1,4 +1,4 @@
-"""What a worker may use: hub address, bandwidth and CPU cores; and settings chosen from measured times.
+"""A worker's hub address, bandwidth and CPU cores, and settings chosen from measured times.
 
 A worker's link should be busy only part of the time, and the global parameters arrive when they are due:
 
@@ -17,8 +17,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-import psutil
-
+from paceline._core.network_interfaces import list_interfaces
 from paceline.errors import UsageError
 from paceline.transport.hub_address import parse_address
 from paceline.transport.token_bucket import parse_share
@@ -63,11 +62,8 @@ def link_rate(host: str, port: int) -> float | None:
         except OSError:
             return None
         own = probe.getsockname()[0]
-    states = psutil.net_if_stats()
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == own for each in addresses) and name in states:
-            return states[name].speed * 125_000.0 or None
-    return None
+    rates = (each.bytes_per_second for each in list_interfaces() if own in each.addresses)
+    return next(rates, 0.0) or None
 
 
 def check_hub_address(address: str, secured: bool) -> tuple[str, int]:
