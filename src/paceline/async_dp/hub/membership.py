@@ -45,7 +45,7 @@ class HubMember:
     received_nbytes: int = 0
     sent_nbytes: int = 0
     staleness: float = 0.0  # of its last update, in rounds
-    pace: float = 0.0  # samples per second reported with its last update; 0: none
+    throughput: float = 0.0  # samples per second reported with its last update; 0: none
     window: ReplayWindow = field(default_factory=ReplayWindow)
     _sessions: deque[int] = field(default_factory=lambda: deque(maxlen=_SESSIONS_KEPT))
 
@@ -117,7 +117,7 @@ class HubMembership:
         self.silent_after, self._limit = silent_after, limit
         self._members: dict[int, HubMember] = {}
         self.alive: set[int] = set()
-        self._total_pace, self._known_paces = 0.0, 0  # of the live workers
+        self._total_throughput, self._known_throughputs = 0.0, 0  # of the live workers
 
     def __iter__(self) -> Iterator[HubMember]:
         return iter(self._members.values())
@@ -144,31 +144,33 @@ class HubMembership:
         self.alive.add(member.number)
         return True
 
-    def share(self, member: HubMember, pace: float | None) -> float:
+    def share(self, member: HubMember, throughput: float | None) -> float:
         """Return the weight of a worker's update: its share of the samples per second of all live workers.
 
         Where all are equally fast that is 1/N; where all start from the same parameters and send at the same time,
         updates add up to their mean weighted by samples, as in a synchronous step. A worker that is slow, or was away
-        for long, counts less: what it learnt is old. While any pace is unknown, all have the same weight.
+        for long, counts less: what it learnt is old. While any throughput is unknown, all have the same weight.
 
         Args:
             member: the worker.
-            pace: samples per second that it reports.
+            throughput: samples per second that it reports.
         """
-        self._set_pace(member, float(pace) if pace is not None and 0 < pace < math.inf else 0.0)
-        if self._known_paces < len(self.alive) or self._total_pace <= 0:
+        self._set_throughput(
+            member, float(throughput) if throughput is not None and 0 < throughput < math.inf else 0.0
+        )
+        if self._known_throughputs < len(self.alive) or self._total_throughput <= 0:
             return 1 / max(1, len(self.alive))
-        return min(1.0, member.pace / self._total_pace)
+        return min(1.0, member.throughput / self._total_throughput)
 
-    def _set_pace(self, member: HubMember, pace: float) -> None:
-        self._total_pace += pace - member.pace
-        self._known_paces += (pace > 0) - (member.pace > 0)
-        member.pace = pace
+    def _set_throughput(self, member: HubMember, throughput: float) -> None:
+        self._total_throughput += throughput - member.throughput
+        self._known_throughputs += (throughput > 0) - (member.throughput > 0)
+        member.throughput = throughput
 
     def _mark_dead(self, member: HubMember) -> None:
         if member.number in self.alive:
             self.alive.discard(member.number)
-            self._set_pace(member, 0.0)
+            self._set_throughput(member, 0.0)
 
     def leave(self, member: HubMember) -> None:
         """Record that a worker left."""

@@ -104,7 +104,7 @@ class AsyncWorker:
         self._score_before: float | None = None  # of the global parameters that it started from
         self._best_score: float = math.inf
         self._finishing: dict[int, bool] = {}  # fragments not finished: whether their last update was sent
-        self._mean_samples = self._pace = 0.0  # per step; per second
+        self._mean_samples = self._throughput = 0.0  # per step; per second
 
     def step(self, samples: float, lr: float, now: float, step_seconds: float, count: int = 1) -> None:
         """Count local steps and do what is due after the last of them.
@@ -121,7 +121,7 @@ class AsyncWorker:
         counts.samples += samples
         fraction = min(1.0, count / min(counts.steps, _SMOOTHING_STEPS))
         self._mean_samples += (samples / count - self._mean_samples) * fraction
-        self._pace = self._mean_samples / step_seconds if step_seconds > 0 else 0.0
+        self._throughput = self._mean_samples / step_seconds if step_seconds > 0 else 0.0
         for replica in self.replicas:
             replica.samples += samples
             replica.steps += count
@@ -187,7 +187,7 @@ class AsyncWorker:
         """Take a snapshot, send it if its score allows, and fetch the global parameters for `delay` steps later."""
         score = self._score_model() if self.policy.scores else None
         replica.sent = self.policy.sends(score, self._score_before, self._best_score)
-        meta = {"samples": replica.samples, "steps": max(1, replica.steps), "rate": self._pace}
+        meta = {"samples": replica.samples, "steps": max(1, replica.steps), "rate": self._throughput}
         if score is not None:
             meta["score"] = score
             if self._score_before is not None:
