@@ -63,7 +63,7 @@ class AsyncDataParallel:
     """Trains with other workers through a hub, without waiting for them, for the length of a with-statement.
 
     Each worker sends its update after every k-th local step and applies the hub's global parameters d steps later,
-    keeping what it learnt meanwhile. A slow or absent worker delays no other.
+    keeping its own steps since. A slow or absent worker delays no other.
 
     Args:
         model: a module on any device, or a `DataParallel` of one rank.
@@ -131,7 +131,7 @@ class AsyncDataParallel:
         if isinstance(model, DataParallel) and model.comm.size > 1:
             raise UsageError(
                 f"AsyncDataParallel with a DataParallel of {model.comm.size} ranks",
-                remedy="give each rank a group of its own (group=), or run one worker per GPU",
+                remedy="give each rank its own group (group=), or run one worker per GPU",
             )
         self._model, self._optimizer = model, optimizer
         self.module: nn.Module = model.module if isinstance(model, DataParallel) else model
@@ -180,9 +180,7 @@ class AsyncDataParallel:
         return self
 
     def _open(self) -> None:
-        for index in range(
-            len(self.hubs)
-        ):  # one outbox per hub: only the hub that acknowledged an update has it
+        for index in range(len(self.hubs)):  # one outbox per hub, since each acknowledges its own updates
             folder = None if self._folder is None else Path(self._folder, f"hub{index}")
             number = self._outboxes[0].worker if self._outboxes and folder is None else None
             self._outboxes.append(Outbox(folder, number))

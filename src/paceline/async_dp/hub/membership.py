@@ -28,10 +28,9 @@ class HubMember:
     name: str = ""
     session_id: int = 0  # 0: it has not said hello to this hub
     last_seen: float = -math.inf
-    base: dict[int, int] = field(default_factory=dict)  # revision that it fetched last, by fragment
-    rounds: dict[int, tuple[int, str]] = field(
-        default_factory=dict
-    )  # latest, by fragment; why it was refused or ""
+    # By fragment: the revision that it fetched last; its latest round, and why that was refused ("" if it was merged).
+    base: dict[int, int] = field(default_factory=dict)
+    rounds: dict[int, tuple[int, str]] = field(default_factory=dict)
     rate: float | None = None  # bytes per second that it wants to receive at most; None: no limit
     every: int = 0  # these as reported last
     delay: int = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES, split_message
@@ -15,12 +14,6 @@ from paceline.transport.transport_interface import Envelope, Exchange
 __all__ = ["FrameSender"]
 
 _MAX_QUEUED_FRAMES = 4  # per target; the rest of a message is split later
-
-
-@dataclass
-class _PartlySent:
-    message: HubMessage
-    frames: Iterator[Envelope]
 
 
 class FrameSender:
@@ -47,7 +40,7 @@ class FrameSender:
         self._paced = PacedQueue()
         self._rate, self._target_rates = None, dict[int, float]()
         self._queues: dict[int, deque[HubMessage]] = {}
-        self._current: dict[int, _PartlySent] = {}
+        self._current: dict[int, tuple[HubMessage, Iterator[Envelope]]] = {}  # partly sent
         self._last_frames: dict[int, HubMessage] = {}  # by sequence number
         self._sequence = 0
         self.set_rate(rate, 0.0)
@@ -106,13 +99,14 @@ class FrameSender:
             message = queue.popleft()
             nbytes = self._frame_nbytes(target)
             frames = split_message(message, self._run(), self._sequence, self._session_id(), nbytes)
-            current = self._current[target] = _PartlySent(message, frames)
-        envelope = next(current.frames)
+            current = self._current[target] = message, frames
+        message, frames = current
+        envelope = next(frames)
         header = envelope.header
         self._sequence = max(self._sequence, header.sequence + header.frames - header.frame)
         if header.frame == header.frames - 1:
             del self._current[target]
-            self._last_frames[header.sequence] = current.message
+            self._last_frames[header.sequence] = message
         self._paced.put(envelope)
         return True
 

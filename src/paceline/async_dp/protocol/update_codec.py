@@ -54,7 +54,7 @@ class UpdateCodec:
 
     Args:
         fragment: its layout.
-        codec: of the compressed parameters, by name or with settings of its own.
+        codec: of the compressed parameters, or its name.
         feedback: keep the compression error and add it to the next packet.
     """
 

@@ -109,8 +109,8 @@ class HubJournal:
             resume: continue the run in it; False: there must be none.
 
         Raises:
-            UsageError: there is a run that is not to be resumed, another hub has the folder open, it can't be
-                written, or a newer version of Paceline wrote it.
+            UsageError: the folder holds a run and `resume` is False, another hub has it open, it can't be written, or a
+                newer version of Paceline wrote it.
             DamagedCheckpoint: something that had been on disk is missing or damaged.
             CheckpointError: a repair can't be written.
         """
@@ -125,7 +125,7 @@ class HubJournal:
             undo.pop_all()
         return journal
 
-    # ------------------------------------------------------------------ what exists
+    # ------------------------------------------------------------------ reading
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Write facts of the run, plain values; they are on disk when this returns, and can't be changed later.
