@@ -6,19 +6,16 @@ was there; after a crash lines may be missing, or the last be cut off, until the
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.async_dp.wal.durable_files import write_at
 from paceline.async_dp.wal.hub_folder import LEDGER
 from paceline.errors import DamagedCheckpoint
 
-__all__ = ["DecisionLedger", "LedgerStatus", "ledger_status", "read_ledger"]
+__all__ = ["LedgerStatus", "ledger_status", "read_ledger"]
 
 _MAX_LINE_NBYTES = 1 << 20  # values take 64 KiB at most, and up to six times as much in JSON
 
@@ -130,55 +127,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not isinstance(values, dict) or type(values.get("n")) is not int or values["n"] < 0:
         return None
     return values
-
-
-class DecisionLedger:
-    """Writes a ledger.
-
-    Args:
-        path: the file; created if it is missing.
-        end: end of its last line in bytes; the rest is cut off.
-
-    Raises:
-        OSError: it can't be written.
-    """
-
-    def __init__(self, path: Path, end: int) -> None:
-        self.path, self.end = path, end
-        self._buffered: list[bytes] = []
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            os.ftruncate(self._handle, end)
-        except OSError:
-            os.close(self._handle)
-            raise
-
-    def __len__(self) -> int:
-        """Return the number of buffered lines."""
-        return len(self._buffered)
-
-    def append(self, line: bytes) -> None:
-        """Buffer a line, newline included."""
-        self._buffered.append(line)
-
-    def flush(self) -> None:
-        """Write the buffered lines; after an OSError they stay buffered."""
-        if not self._buffered:
-            return
-        data = b"".join(self._buffered)
-        try:
-            write_at(self._handle, [data], self.end)
-        except OSError:
-            with contextlib.suppress(OSError):  # the rest is overwritten
-                os.ftruncate(self._handle, self.end)
-            raise
-        self.end += len(data)
-        self._buffered = []
-
-    def sync(self) -> None:
-        """Wait until all that was written is on disk."""
-        os.fdatasync(self._handle)
-
-    def close(self) -> None:
-        """Close the file; buffered lines are lost."""
-        os.close(self._handle)

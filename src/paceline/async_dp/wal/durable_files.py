@@ -1,4 +1,4 @@
-"""Writing files that survive a crash: at a place, in new folders, and small ones with a checksum."""
+"""Files that survive a crash: appended to, in new folders, or small ones with a checksum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,78 @@ from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 from paceline.transport.envelope import Bytes
 
-__all__ = ["disk_errors", "make_folder", "read_checked_file", "write_at", "write_checked_file"]
+__all__ = ["AppendFile", "disk_errors", "make_folder", "read_checked_file", "write_checked_file"]
 
 _BATCH = 512  # buffers per call; Linux takes 1024
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORMAT = 1
 
 
-def write_at(handle: int, buffers: Sequence[Bytes], offset: int) -> None:
-    """Write contiguous buffers one after another into an open file.
+class AppendFile:
+    """Buffers what is appended to a file, and writes it together.
 
     Args:
-        handle: of the file.
-        buffers: bytes to write.
-        offset: of the first buffer.
+        path: the file.
+        end: end of its contents in bytes; the rest is cut off.
+        create: create the file if it is missing.
+
+    Attributes:
+        end: end of what was written.
+        buffered_nbytes: size of what was not.
 
     Raises:
-        OSError: not all could be written; a part may be.
+        OSError: it can't be written.
     """
+
+    def __init__(self, path: Path, end: int, *, create: bool = False) -> None:
+        self.path, self.end, self.buffered_nbytes = path, end, 0
+        self._buffers: list[Bytes] = []
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT if create else os.O_WRONLY, 0o666)
+        try:
+            os.ftruncate(self._handle, end)
+        except OSError:
+            os.close(self._handle)
+            raise
+
+    def __len__(self) -> int:
+        """Return the number of buffers that are not written."""
+        return len(self._buffers)
+
+    def buffer(self, *buffers: Bytes) -> None:
+        """Append contiguous bytes, which must not change until they are written."""
+        self._buffers += buffers
+        self.buffered_nbytes += sum(map(len, buffers))
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Write what is buffered; with `sync` it is on disk when this returns.
+
+        Raises:
+            OSError: it can't be written. It stays buffered, and the next call writes all of it again: after a failed
+                fdatasync it is unknown which parts were kept.
+        """
+        if not self._buffers:
+            return
+        try:
+            _write_at(self._handle, self._buffers, self.end)
+            if sync:
+                self.sync()
+        except OSError:
+            with suppress(OSError):  # the rest is overwritten: same bytes, same place
+                os.ftruncate(self._handle, self.end)
+            raise
+        self.end += self.buffered_nbytes
+        self._buffers, self.buffered_nbytes = [], 0
+
+    def sync(self) -> None:
+        """Wait until all that was written is on disk."""
+        os.fdatasync(self._handle)
+
+    def close(self) -> None:
+        """Close the file; what is buffered is lost."""
+        os.close(self._handle)
+
+
+def _write_at(handle: int, buffers: Sequence[Bytes], offset: int) -> None:
     for start in range(0, len(buffers), _BATCH):
         batch = [memoryview(buffer).cast("B") for buffer in buffers[start : start + _BATCH]]
         fault_injection.writing(sum(buffer.nbytes for buffer in batch))

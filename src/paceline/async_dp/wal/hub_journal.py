@@ -21,8 +21,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from paceline._core.file_lock import FolderLock
-from paceline.async_dp.wal.decision_ledger import DecisionLedger, LedgerStatus, ledger_status
+from paceline.async_dp.wal.decision_ledger import LedgerStatus, ledger_status
 from paceline.async_dp.wal.durable_files import (
+    AppendFile,
     disk_errors,
     make_folder,
     read_checked_file,
@@ -90,11 +91,11 @@ class HubJournal:
             else:
                 self._writer = JournalWriter(end.path, end.header, end.nbytes, end.next)
             undo.callback(self._writer.close)
-            self._ledger = DecisionLedger(self._folder.ledger, ledger.end)
+            self._ledger = AppendFile(self._folder.ledger, ledger.end, create=True)
             undo.callback(self._ledger.close)
             missing = range(max(ledger.last + 1, self._base.next), end.next)
             for record in records_between(self._journals, missing.start, missing.stop) if missing else ():
-                self._ledger.append(ledger_line(record.sequence, record.values))
+                self._ledger.buffer(ledger_line(record.sequence, record.values))
                 if len(self._ledger) >= 1000:
                     self._ledger.flush()
             self._ledger.flush()
@@ -186,7 +187,7 @@ class HubJournal:
         with self._uninterrupted():
             sequence = self._writer.next
             self._writer.append(data, kept)
-            self._ledger.append(ledger_line(sequence, values))
+            self._ledger.buffer(ledger_line(sequence, values))
         return sequence
 
     def commit(self) -> None:
@@ -198,9 +199,9 @@ class HubJournal:
         """
         self._check_usable()
         with self._uninterrupted():
-            for file in (self._writer, self._ledger):
+            for file, write in (self._writer, self._writer.commit), (self._ledger, self._ledger.flush):
                 with disk_errors(file.path, "nothing is lost: free disk space, then commit again"):
-                    file.flush()
+                    write()
 
     def snapshot(self, revision: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Write a state that includes all records so far, and start a new journal after it.

@@ -12,7 +12,6 @@ damaged too, that can't be known.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._core.files import write_atomic
-from paceline.async_dp.wal.durable_files import write_at
+from paceline.async_dp.wal.durable_files import AppendFile
 from paceline.async_dp.wal.journal_records import (
     JOURNAL_HEADER_NBYTES,
     RECORD_HEADER_NBYTES,
@@ -42,8 +41,8 @@ __all__ = ["JournalReader", "JournalRecord", "JournalWriter"]
 _BLOCK_NBYTES = 1 << 20
 
 
-class JournalWriter:
-    """Appends to a journal's file.
+class JournalWriter(AppendFile):
+    """Appends records to a journal's file.
 
     Args:
         path: the file.
@@ -53,24 +52,18 @@ class JournalWriter:
 
     Attributes:
         durable: number of records on disk.
-        buffered_nbytes: size of the records that are not.
 
     Raises:
         OSError: it can't be written.
     """
 
     def __init__(self, path: Path, header: JournalHeader, end: int, next: int) -> None:
-        self.path, self.header, self.durable = path, header, next
-        self.buffered_nbytes = 0
-        self._end = end
-        self._buffers: list[Bytes] = []
-        self._buffered_records = 0
-        self._handle = os.open(path, os.O_WRONLY)
+        super().__init__(path, end)
+        self.header, self.durable, self._buffered_records = header, next, 0
         try:
-            os.ftruncate(self._handle, end)
             os.fsync(self._handle)
         except OSError:
-            os.close(self._handle)
+            self.close()
             raise
 
     @classmethod
@@ -92,35 +85,14 @@ class JournalWriter:
         Raises:
             UsageError: the payload is too long.
         """
-        seed = self.header.key + self._end + self.buffered_nbytes
-        buffers = encode_record(self.next, self.durable, values, payload, seed)
-        self._buffers += buffers
-        self.buffered_nbytes += sum(map(len, buffers))
+        seed = self.header.key + self.end + self.buffered_nbytes
+        self.buffer(*encode_record(self.next, self.durable, values, payload, seed))
         self._buffered_records += 1
 
-    def flush(self) -> None:
-        """Write the buffered records; they are on disk when this returns.
-
-        Raises:
-            OSError: they can't be written. They stay buffered, and the next call writes all of them again: after a
-                failed fdatasync it is unknown which were kept.
-        """
-        if not self._buffers:
-            return
-        try:
-            write_at(self._handle, self._buffers, self._end)
-            os.fdatasync(self._handle)
-        except OSError:
-            with contextlib.suppress(OSError):  # the rest is overwritten: same bytes, same place
-                os.ftruncate(self._handle, self._end)
-            raise
-        self._end += self.buffered_nbytes
-        self.durable = self.next
-        self._buffers, self.buffered_nbytes, self._buffered_records = [], 0, 0
-
-    def close(self) -> None:
-        """Close the file; buffered records are lost."""
-        os.close(self._handle)
+    def commit(self) -> None:
+        """Write the buffered records; they are on disk when this returns. Errors as of `flush`."""
+        self.flush(sync=True)
+        self.durable, self._buffered_records = self.next, 0
 
 
 @dataclass(frozen=True, slots=True)
