@@ -11,5 +11,5 @@ hub_snapshot.py      tensors and facts, with a checksum
 decision_ledger.py   one JSON line per record, for people and reports
 hub_folder.py        names of the hub's files
 worker_outbox.py     updates until they are acknowledged
-durable_files.py      appending to files, folders, small files with a checksum
+durable_files.py     appending to files, folders, small files with a checksum
 """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +20,15 @@ from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 from paceline.transport.envelope import Bytes
 
-__all__ = ["AppendFile", "disk_errors", "make_folder", "read_checked_file", "write_checked_file"]
+__all__ = [
+    "AppendFile",
+    "disk_errors",
+    "make_folder",
+    "numbered_files",
+    "read_checked_file",
+    "remove_temporary",
+    "write_checked_file",
+]
 
 _BATCH = 512  # buffers per call; Linux takes 1024
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -122,6 +132,19 @@ def make_folder(path: Path, owner: str) -> None:
             f"{str(path)!r} can't be the folder of a {owner}: {error.strerror or error}",
             remedy="name a folder that you may write to",
         ) from error
+
+
+def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
+    """Return the files whose whole name matches, by the number in its first group, in order."""
+    found = {int(match[1]): path for path in folder.iterdir() if (match := name.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def remove_temporary(folder: Path, name: re.Pattern[str]) -> None:
+    """Remove what processes that died have left of unfinished files; the caller holds the folder's lock."""
+    for path in folder.iterdir():
+        if name.fullmatch(path.name) and path.is_dir():
+            shutil.rmtree(path)
 
 
 @contextmanager

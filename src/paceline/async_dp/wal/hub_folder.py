@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from pathlib import Path
 
+from paceline.async_dp.wal.durable_files import numbered_files, remove_temporary
 from paceline.async_dp.wal.journal_records import JOURNAL_HEADER_NBYTES
 
 __all__ = ["LEDGER", "HubFolder"]
@@ -47,15 +47,14 @@ class HubFolder:
 
     def journals(self) -> dict[int, Path]:
         """Return the existing journals by revision, newest first."""
-        return self._matching(_JOURNAL)
+        return self._newest_first(_JOURNAL)
 
     def snapshots(self) -> dict[int, Path]:
         """Return the existing snapshots by revision, newest first."""
-        return self._matching(_SNAPSHOT)
+        return self._newest_first(_SNAPSHOT)
 
-    def _matching(self, name: re.Pattern[str]) -> dict[int, Path]:
-        found = {int(match[1]): path for path in self.path.iterdir() if (match := name.fullmatch(path.name))}
-        return dict(sorted(found.items(), reverse=True))
+    def _newest_first(self, name: re.Pattern[str]) -> dict[int, Path]:
+        return dict(reversed(numbered_files(self.path, name).items()))
 
     def holds_run(self) -> bool:
         """Return whether a hub has recorded anything here."""
@@ -72,9 +71,7 @@ class HubFolder:
 
     def remove_temporary(self) -> None:
         """Remove unfinished files of hubs that died; the caller holds the lock."""
-        for path in self.path.iterdir():
-            if _TEMPORARY.fullmatch(path.name) and path.is_dir():
-                shutil.rmtree(path)
+        remove_temporary(self.path, _TEMPORARY)
 
     def remove_old(self) -> None:
         """Remove all snapshots but the last two, and the journals before the older of these."""
@@ -92,5 +89,5 @@ class HubFolder:
             return []
         first_journal = next((revision for revision in journals if revision <= kept[-1]), 0)
         old = [path for revision, path in snapshots.items() if revision < kept[-1]]
-        old += [path for revision, path in self._matching(_DAMAGED).items() if revision < kept[-1]]
+        old += [path for revision, path in self._newest_first(_DAMAGED).items() if revision < kept[-1]]
         return old + [path for revision, path in journals.items() if revision < first_journal]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -33,7 +32,9 @@ from paceline._core.files import write_atomic
 from paceline.async_dp.wal.durable_files import (
     disk_errors,
     make_folder,
+    numbered_files,
     read_checked_file,
+    remove_temporary,
     write_checked_file,
 )
 from paceline.async_dp.wal.journal_records import (
@@ -228,11 +229,9 @@ class Outbox:
     # ------------------------------------------------------------------ the folder
 
     def _read(self, folder: Path, worker: int | None) -> None:
-        for path in folder.iterdir():
-            if _TEMPORARY.fullmatch(path.name) and path.is_dir():
-                shutil.rmtree(path)
+        remove_temporary(folder, _TEMPORARY)
         self._read_status(folder, worker)
-        for fragment, path in _update_paths(folder).items():
+        for fragment, path in numbered_files(folder, _UPDATE_FILE).items():
             try:
                 update, run, sender = read_update(path)
                 self._check(update, sender, fragment)
@@ -248,7 +247,7 @@ class Outbox:
         try:
             status = msgspec.convert(read_checked_file(path), _Status, strict=False)
         except FileNotFoundError:
-            lost = _update_paths(folder) or _aside(path).exists()
+            lost = numbered_files(folder, _UPDATE_FILE) or _aside(path).exists()
         except (DamagedCheckpoint, msgspec.ValidationError) as error:
             _set_aside(path, error)
             lost = True
@@ -296,11 +295,6 @@ def _set_aside(path: Path, why: Exception) -> None:
 
 def _update_path(folder: Path, fragment: int) -> Path:
     return folder / f"letter-{fragment:06d}.msg"
-
-
-def _update_paths(folder: Path) -> dict[int, Path]:
-    found = {int(match[1]): path for path in folder.iterdir() if (match := _UPDATE_FILE.fullmatch(path.name))}
-    return dict(sorted(found.items()))
 
 
 def write_update(folder: Path, update: PendingUpdate, run: str, worker: int) -> None:
