@@ -26,16 +26,16 @@ def trained(rules: PopulationRules) -> AsyncResult:
 
 
 def test_a_worker_with_a_bad_learning_rate_is_replaced_within_three_rounds_and_the_best_gains() -> None:
-    led = trained(PopulationRules(steps=60, margin=0.05))
-    apart = trained(PopulationRules(steps=10**6, margin=math.inf))
-    replaced = [each for each in led.decisions if each["kind"] == "replace"]
+    population = trained(PopulationRules(steps=60, margin=0.05))
+    separate = trained(PopulationRules(steps=10**6, margin=math.inf))
+    replaced = [each for each in population.decisions if each["kind"] == "replace"]
     assert replaced[0]["worker"] == 4
     assert replaced[0]["t"] <= 3 * ROUND + 1.0
     assert replaced[0]["lr"] == 1e-2
     assert "behind the best" in replaced[0]["why"]
-    assert [each["kind"] for each in led.decisions if each["kind"] in ("together", "begin")] == [
+    assert [each["kind"] for each in population.decisions if each["kind"] in ("together", "begin")] == [
         "together",
         "begin",
     ]
-    assert min(led.best, led.loss) < apart.best
-    assert not any(each["kind"] == "replace" for each in apart.decisions)
+    assert min(population.best, population.loss) < separate.best
+    assert not any(each["kind"] == "replace" for each in separate.decisions)
