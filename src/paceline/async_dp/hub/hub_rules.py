@@ -148,7 +148,7 @@ class ScreeningRules:
 
 @dataclass(frozen=True)
 class PopulationRules:
-    """How a population trains before all workers share parameters, see `paceline.async_dp.hub.population`.
+    """Settings of a population before all workers share parameters, see `paceline.async_dp.hub.population`.
 
     Attributes:
         steps: local steps of most workers after which all join the best.
@@ -179,7 +179,7 @@ class PopulationRules:
 
 @dataclass(frozen=True)
 class HubShard:
-    """Which of several hubs this is: it serves the fragments index, index + count, index + 2 · count, …"""
+    """Position among several hubs: this one serves the fragments index, index + count, index + 2 · count, …"""
 
     index: int = 0
     count: int = 1

@@ -135,7 +135,7 @@ def make_folder(path: Path, owner: str) -> None:
 
 
 def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
-    """Return the files whose whole name matches, by the number in its first group, in order."""
+    """Return the files with a matching name, by the number in its first group, in order."""
     found = {int(match[1]): path for path in folder.iterdir() if (match := name.fullmatch(path.name))}
     return dict(sorted(found.items()))
 

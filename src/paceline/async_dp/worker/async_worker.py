@@ -290,12 +290,12 @@ class AsyncWorker:
 
     # ------------------------------------------------------------------ scores
 
-    def _score_model(self, whose: str = "own") -> float | None:
+    def _score_model(self, params: str = "own") -> float | None:
         if self._score is None:
             return None
         with torch.no_grad():
             score = float(self._score())
-        self.scores.append((self.counts.steps, score, whose))
+        self.scores.append((self.counts.steps, score, params))
         if score < self._best_score:
             self._best_score = score
         return score

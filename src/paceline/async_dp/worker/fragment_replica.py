@@ -29,7 +29,7 @@ __all__ = ["FragmentReplica", "FragmentState"]
 
 
 class FragmentState(Enum):
-    """Which thread owns a fragment."""
+    """Owner of a fragment's buffers."""
 
     IDLE = auto()
     """The training thread; no exchange is in progress."""

@@ -2,8 +2,8 @@
 
     disconnected   repeats hello while training continues
     connected      sends updates; receives acknowledgements and global parameters. Until all share parameters it keeps
-                   saying hello, since the messages that lead there are sent once: a worker that was asked for its
-                   parameters is asked again, and one that missed the start learns of it
+                   saying hello, since the messages that lead there are sent once: the hub repeats its request for a
+                   worker's parameters, and reports the start again
 
 One exchange per fragment at a time: an update is sent and stays in the outbox until the hub has it on disk; then the
 global parameters are fetched, as late as they can be in time, so that they are as new as possible. A message without a
@@ -192,6 +192,7 @@ class HubSession:
         meta: Mapping[str, Any],
         fragment: int = 0,
         round: int = 0,
+        *,
         payload: Bytes = b"",
         dtype: str = "",
     ) -> None:
@@ -285,7 +286,7 @@ class HubSession:
     def _send_update(self, update: PendingUpdate) -> None:
         """Send an update; it is repeated until it is acknowledged."""
         meta, dtype = update.values["meta"], update.values["dtype"]
-        self._send("update", meta, update.fragment, update.round, update.payload, dtype)
+        self._send("update", meta, update.fragment, update.round, payload=update.payload, dtype=dtype)
         self._resend_at[update.fragment] = math.inf
 
     def _on_ack(self, message: HubMessage, now: float) -> None:
