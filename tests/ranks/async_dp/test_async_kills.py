@@ -22,12 +22,12 @@ def killed(kind, folder, seed, chance):
     """Run a program, kill it after one of its first lines, and return its output."""
     with subprocess.Popen(
         [sys.executable, PROGRAM, kind, str(folder), str(seed)], stdout=subprocess.PIPE
-    ) as keeper:
-        lines = [keeper.stdout.readline() for _ in range(chance.choice([1, 2, 5, 10]))]
+    ) as program:
+        lines = [program.stdout.readline() for _ in range(chance.choice([1, 2, 5, 10]))]
         time.sleep(chance.choice([0.0, 0.001, 0.005, 0.02]))
-        keeper.kill()
-        lines += keeper.stdout.readlines()
-        assert keeper.wait() == -9
+        program.kill()
+        lines += program.stdout.readlines()
+        assert program.wait() == -9
     return [line.decode().split() for line in lines]
 
 
@@ -48,16 +48,16 @@ def recovered(folder):
 
 @pytest.mark.parametrize(("kind", "kills"), [("journal", 20), ("snapshots", 6)])
 def test_a_killed_hub_recovers_all_that_it_committed(tmp_path, kind, kills):
-    chance, report, in_all = random.Random(7), 0, 0
+    chance, committed, in_all = random.Random(7), 0, 0
     for kill in range(kills):
         lines = killed(kind, tmp_path, kill, chance)
-        assert int(lines[0][1]) >= report
-        report = max(int(number) for what, number in lines if what != "snapshot")
+        assert int(lines[0][1]) >= committed
+        committed = max(int(number) for what, number in lines if what != "snapshot")
         in_all += sum(what == "committed" for what, _ in lines)
         if kill % 3:
             count = recovered(tmp_path)
-            assert count >= report
-    assert recovered(tmp_path) >= report
+            assert count >= committed
+    assert recovered(tmp_path) >= committed
     assert in_all > kills // 2
 
 
