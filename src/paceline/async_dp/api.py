@@ -141,9 +141,8 @@ class AsyncDataParallel:
             fragments = max(len(self.hubs), auto_fragments(numel, len(layers_of(self.module))))
         self._auto = every == "auto" or delay == "auto"
         self._auto_codec = compression == "auto"
-        self._schedule = SyncSchedule(
-            20 if every == "auto" else every, fragments, 5 if delay == "auto" else delay
-        )  # type: ignore[arg-type]
+        k, d = 20 if every == "auto" else every, 5 if delay == "auto" else delay
+        self._schedule = SyncSchedule(k, fragments, d)  # type: ignore[arg-type] # checks the types
         self._fixed = (None if every == "auto" else every, None if delay == "auto" else delay)
         self._policy = SelectionPolicy(send, receive, scored=score is not None)
         self._policy.check(score is not None, self._schedule.fragments)
