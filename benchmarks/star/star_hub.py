@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.async_dp.hub.hub import Hub
-from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules
 from paceline.async_dp.hub.hub_server import HubServer
-from paceline.async_dp.hub.outer_merge import HubOptimizer
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.transport.zmq import HubExchange
 
@@ -34,10 +33,10 @@ def main(job_file: str) -> None:
         def look() -> None:
             now = time.time()
             due = job["at"] + (len(copies) + 1) * job["every"]
-            if hub.centres is not None and hub.phase == "together" and now >= due:
-                places = hub.centres.layout.fragments[0].places
-                theta = hub.centres.of_fragment[0].theta.clone()
-                copies.append((now - job["at"], {place.name: place.of(theta) for place in places}))
+            if hub.params is not None and hub.phase == "together" and now >= due:
+                places = hub.params.layout.fragments[0].tensors
+                theta = hub.params.fragments[0].theta.clone()
+                copies.append((now - job["at"], {place.name: place.view_in(theta) for place in places}))
 
         HubServer(hub, exchange).run(lambda: time.time() > job["at"] + job["seconds"] + 15, look)
     exchange.close()

@@ -18,8 +18,8 @@ from typing import Annotated
 import typer
 
 from bench_harness.program import run_program
-from bench_harness.storm.plan import drawn
-from bench_harness.storm.run import Storm, count
+from bench_harness.storm.fault_plan import draw_faults
+from bench_harness.storm.storm_run import Storm, count_losses
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
@@ -41,7 +41,7 @@ def main(
     """Play a storm, and count what was lost."""
     path = json_file or HERE / "storm.json"
     check_writable(path, make_folder=True)
-    plan = drawn(seconds, workers, mishaps, hub_kills, seed)
+    plan = draw_faults(seconds, workers, mishaps, hub_kills, seed)
     with (
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
         Lab(workers + 1, rate) as lab,
@@ -56,7 +56,7 @@ def main(
                 tick()
 
         Storm(lab, Path(folder), seconds).play(plan, passed)
-        found = count(Path(folder), workers)
+        found = count_losses(Path(folder), workers)
         lines = Path(folder, "memory.jsonl").read_text(encoding="utf-8").splitlines()
         memory = [json.loads(line) for line in lines]
     began = memory[0]["t"]

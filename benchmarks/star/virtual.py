@@ -20,9 +20,7 @@ import typer
 
 from bench_harness.program import run_program
 from paceline._core.files import write_json
-from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.outer_merge import HubOptimizer
-from paceline.async_dp.hub.population import PopulationRules
+from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules, PopulationRules
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.bench.progress_bar import ProgressBar
@@ -117,9 +115,9 @@ SCHEDULES = {"late": late, "cosine": all_the_time}
 class Overwriting(FragmentReplica):
     """What a worker without the delta rule does: its steps since the snapshot are lost."""
 
-    def take(self) -> None:
-        self.whole = True
-        super().take()
+    def apply_received(self) -> None:
+        self.overwrite = True
+        super().apply_received()
 
 
 def run(way: Way, seed: int) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench_harness.storm.plan import Mishap, drawn
-from bench_harness.storm.run import Storm, count
+from bench_harness.storm.fault_plan import Fault, draw_faults
+from bench_harness.storm.storm_run import Storm, count_losses
 from paceline.errors import UsageError
 from paceline.testing.netlab import Lab
 
@@ -15,27 +15,27 @@ pytestmark = pytest.mark.timeout(240)
 
 def test_a_star_survives_a_storm(tmp_path: Path) -> None:
     mishaps = [
-        Mishap(10.0, "stop", 1, 4.0),
-        Mishap(12.0, "kill", 2, 2.0),
-        Mishap(16.0, "hub", 0, 2.0),
-        Mishap(22.0, "cut", 1, 5.0),
+        Fault(10.0, "stop", 1, 4.0),
+        Fault(12.0, "kill", 2, 2.0),
+        Fault(16.0, "hub", 0, 2.0),
+        Fault(22.0, "cut", 1, 5.0),
     ]
     with Lab(3, "200Mbit/s") as lab:
-        Storm(lab, tmp_path, 36.0, spoil=0.05).play(mishaps)
-    found = count(tmp_path, 2)
+        Storm(lab, tmp_path, 36.0, corrupted=0.05).play(mishaps)
+    found = count_losses(tmp_path, 2)
     assert (found.lost, found.twice, found.gaps) == (0, 0, 0)
     assert found.acknowledged > 10
     assert (found.ended, found.ended_with_centre) == (2, 2)
 
 
-def test_storms_are_reproducible_with_one_fault_per_host_at_a_time() -> None:
-    plan = drawn(600.0, 8, 60, 5, seed=3)
-    assert plan == drawn(600.0, 8, 60, 5, seed=3)
-    assert plan != drawn(600.0, 8, 60, 5, seed=4)
+def test_storms_are_drawn_alike_and_one_host_has_one_mishap_at_a_time() -> None:
+    plan = draw_faults(600.0, 8, 60, 5, seed=3)
+    assert plan == draw_faults(600.0, 8, 60, 5, seed=3)
+    assert plan != draw_faults(600.0, 8, 60, 5, seed=4)
     assert sum(each.what == "hub" for each in plan) == 5
     assert {each.what for each in plan} == {"hub", "kill", "stop", "cut"}
     for host in range(1, 9):
         mine = [each for each in plan if each.host == host]
         assert all(one.at + one.seconds < other.at for one, other in itertools.pairwise(mine))
     with pytest.raises(UsageError, match="in 5 s"):
-        drawn(5.0, 8, 1, 1, seed=0)
+        draw_faults(5.0, 8, 1, 1, seed=0)

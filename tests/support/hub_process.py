@@ -19,7 +19,7 @@ from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.transport.zmq import HubExchange
 
 
-class Running:
+class HubThread:
     """A hub that serves in a thread."""
 
     def __init__(
@@ -50,8 +50,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*given: Any, **told: Any) -> Iterator[Running]:
-    hub = Running(*given, **told)
+def hub_thread(*given: Any, **options: Any) -> Iterator[HubThread]:
+    hub = HubThread(*given, **options)
     try:
         yield hub
     finally:
@@ -105,9 +105,9 @@ class HubProcess:
         return out
 
 
-def until(true: Any, seconds: float = 60.0) -> None:
-    """Wait until something is true."""
+def wait_until(true: Any, seconds: float = 60.0) -> None:
+    """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A hub's folder with a small run in it, and what is found there."""
+"""Writes small runs into a hub's folder, and reads them back."""
 
 from __future__ import annotations
 
@@ -8,10 +8,23 @@ import shutil
 
 from paceline.async_dp.wal.hub_folder import LEDGER
 from paceline.async_dp.wal.hub_journal import HubJournal
-from paceline.async_dp.wal.journal_records import HEAD_NBYTES, START_NBYTES, head_of
+from paceline.async_dp.wal.journal_records import (
+    JOURNAL_HEADER_NBYTES,
+    RECORD_HEADER_NBYTES,
+    parse_record_header,
+)
 from paceline.testing import fault_injection
 
-__all__ = ["copied", "ends_of", "found_in", "never_waiting", "numbers_in", "payload_of", "small_run", "write"]
+__all__ = [
+    "copy_folder",
+    "numbers_in",
+    "payload_of",
+    "record_ends",
+    "recovered_numbers",
+    "skip_fsync",
+    "write",
+    "write_groups",
+]
 
 
 def payload_of(k):
@@ -25,7 +38,7 @@ def write(journal, numbers):
         assert journal.append({"k": k, "text": "ä" * (k % 3)}, payload_of(k)) == k
 
 
-def small_run(folder, groups, *, acknowledged):
+def write_groups(folder, groups, *, acknowledged):
     """Write groups of records, of which only the first ones were acknowledged when the hub died.
 
     Returns:
@@ -44,16 +57,18 @@ def small_run(folder, groups, *, acknowledged):
     return folder / "journal-000000000000.log"
 
 
-def ends_of(path):
-    """Return where each record of a journal ends, its beginning first."""
-    data, ends = path.read_bytes(), [START_NBYTES]
+def record_ends(path):
+    """Return the end of the header of a journal, then of each record."""
+    data, ends = path.read_bytes(), [JOURNAL_HEADER_NBYTES]
     while ends[-1] < len(data):
-        ends.append(ends[-1] + head_of(data[ends[-1] : ends[-1] + HEAD_NBYTES]).total_nbytes)
+        ends.append(
+            ends[-1] + parse_record_header(data[ends[-1] : ends[-1] + RECORD_HEADER_NBYTES]).total_nbytes
+        )
     return ends
 
 
 def numbers_in(journal):
-    """Return the numbers of all records of a run, those in the snapshot too; what they hold is checked."""
+    """Check all records of a run, those in the snapshot too, and return their numbers."""
     found = journal.recovered()
     numbers = list(found.facts.get("seen", []))
     if found.tensors is not None:
@@ -64,8 +79,8 @@ def numbers_in(journal):
     return numbers
 
 
-def found_in(folder):
-    """Open a folder as a hub does that was killed, and return the numbers of its records; the ledger has the same."""
+def recovered_numbers(folder):
+    """Recover a folder, check that its ledger has the same records, and return their numbers."""
     with HubJournal.open(folder, resume=True) as journal:
         numbers = numbers_in(journal)
     lines = (folder / LEDGER).read_bytes().decode().splitlines(keepends=True)
@@ -74,14 +89,14 @@ def found_in(folder):
     return numbers
 
 
-def copied(folder, to):
+def copy_folder(folder, to):
     """Return a copy of a folder."""
     shutil.rmtree(to, ignore_errors=True)
     return shutil.copytree(folder, to)
 
 
-def never_waiting(monkeypatch):
-    """Nobody pulls a plug here, so nobody waits for the disk; a fixture, where a file of tests makes it one."""
+def skip_fsync(monkeypatch):
+    """Skip fsync, since no test cuts the power; made a fixture by the files that use it."""
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda handle: None)
     yield

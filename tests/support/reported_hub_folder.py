@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.async_dp.wal.json_values import write_checked_file
+from paceline.async_dp.wal.durable_files import write_checked_file
 
 START = 1_785_000_000.0
 NUMBERS = 1_000_000

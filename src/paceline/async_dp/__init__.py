@@ -1,22 +1,12 @@
-"""Asynchronous training in a star: workers that never wait, and a hub that takes in what each has learnt as it comes.
+"""Asynchronous data-parallel training over a hub: workers never wait, and the hub merges each update as it arrives.
 
-star.py           paceline.AsyncDataParallel, around a user's loop; hooks.py, place.py, share.py: steps,
-address and cores, bandwidth
-worker.py         which local step sends, which takes in, what of it counts
-side.py           one fragment on a worker's side; the delta rule
-spoke.py          a worker's conversation with a hub; terms.py: what passes between its two threads
-communication.py  the thread that has it
-policy.py, tune.py   what is sent and taken in by score; k, d and bits from measurement
+api.py             paceline.AsyncDataParallel, around a training loop
+optimizer_step_hooks.py   learning-rate scaling, and a call per step
+comm_thread.py     one thread per hub
+float_rows.py      rows of float32, numpy or torch
 
-hub.py            takes in, judges, merges, answers
-serve.py          drives it in real time
-centres.py        the fragments that all share; merge.py: the outer optimizers
-screen.py, stale.py   which updates are refused, and how old they may be; rules.py: all that a hub is asked for
-members.py        who is there, and how much each counts; fetches.py: who waits for the centre
-leading.py        who gives the parameters that all share; population.py: who is replaced, when all go on together
-heir.py           what outlives a hub beside its numbers
-keeping/          journals and outboxes
-
-layout.py         what lies where in the fragments of a model; packing.py, numbers.py: as bytes, as numbers
-words.py, offer.py, mail.py, post.py   messages; what an update tells; messages as frames; frames that leave at a rate
+worker/            the training side: which step sends and which applies, sessions with hubs
+hub/               merging, screening, membership, recovery
+protocol/          messages, framing, parameter layout, codecs
+wal/               write-ahead log of the hub, outbox of a worker
 """

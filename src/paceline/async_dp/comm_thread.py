@@ -1,4 +1,4 @@
-"""The thread that talks to a hub while the training thread trains."""
+"""The communication thread: exchanges messages with a hub while the training thread trains."""
 
 from __future__ import annotations
 
@@ -16,56 +16,57 @@ __all__ = ["CommThread"]
 
 log = logging.getLogger("paceline.async_dp")
 
-_LOOK_SECONDS = 0.5
-_TELL_AGAIN_SECONDS = 60.0
+_MAX_WAIT_SECONDS = 0.5
+_REPEAT_WARNING_SECONDS = 60.0
 
 
 class CommThread:
-    """Drives a spoke over an exchange, in a thread of its own, until it is closed.
+    """Runs a session over an exchange in a thread, until it is closed.
 
     Args:
-        spoke: the conversation. exchange: carries it, and is closed with this.
-        rate: bytes per second on the wire that may be sent, None: any.
-        beat: returns what the hub is to know of the training, every few seconds.
-        cores: that the thread keeps to; empty: any.
+        session: with the hub.
+        exchange: carries its messages; closed with this.
+        rate: most bytes per second on the wire; None: no limit.
+        heartbeat: returns the training state that is reported to the hub.
+        cores: that the thread is pinned to; empty: any.
 
     Attributes:
-        error: what ended the thread before its time; None if nothing did.
+        error: exception that ended the thread; None if there was none.
     """
-
-    def __init__(
-        self,
-        spoke: HubSession,
-        exchange: WorkerExchange,
-        *,
-        rate: float | None,
-        beat: Callable[[], dict[str, object]],
-        cores: Collection[int] = (),
-    ) -> None:
-        self.spoke, self.exchange, self.error = spoke, exchange, None
-        self._rate, self._beat, self._cores = rate, beat, cores
-        self._post = FrameSender(
-            exchange,
-            lambda: spoke.terms.run,
-            lambda: spoke.session,
-            rate=rate,
-            left=lambda message: spoke.left(message, time.monotonic()),
-        )
-        self._closing = threading.Event()
-        self._session, self._told, self._told_at = spoke.session, "", 0.0
-        self._thread = threading.Thread(
-            target=self._run, name=f"paceline star {exchange.address}", daemon=True
-        )
-        self._thread.start()
 
     error: BaseException | None
 
+    def __init__(
+        self,
+        session: HubSession,
+        exchange: WorkerExchange,
+        *,
+        rate: float | None,
+        heartbeat: Callable[[], dict[str, object]],
+        cores: Collection[int] = (),
+    ) -> None:
+        self.session, self.exchange, self.error = session, exchange, None
+        self._rate, self._heartbeat, self._cores = rate, heartbeat, cores
+        self._sender = FrameSender(
+            exchange,
+            lambda: session.hub_status.run,
+            lambda: session.session_id,
+            rate=rate,
+            on_sent=lambda message: session.message_sent(message, time.monotonic()),
+        )
+        self._closing = threading.Event()
+        self._session_id, self._warning, self._warned_at = session.session_id, "", 0.0
+        self._thread = threading.Thread(
+            target=self._run, name=f"paceline async {exchange.address}", daemon=True
+        )
+        self._thread.start()
+
     def wake(self) -> None:
-        """Have it look at its orders now."""
+        """Have the thread look at new requests now."""
         self.exchange.wake()
 
     def close(self, seconds: float = 2.0) -> None:
-        """Say goodbye and end the thread."""
+        """Say goodbye to the hub and end the thread."""
         self._closing.set()
         self.exchange.wake()
         self._thread.join(seconds)
@@ -79,41 +80,40 @@ class CommThread:
             wait = 0.0
             while not self._closing.is_set():
                 wait = self._turn(wait)
-            if self.spoke.connected:
-                self._post.put(self.spoke.goodbye())
-                self._post.pump(time.monotonic())
+            if self.session.connected:
+                self._sender.enqueue(self.session.bye())
+                self._sender.pump(time.monotonic())
         except BaseException as error:  # noqa: BLE001 - the training thread raises it
             self.error = error
 
     def _turn(self, wait: float) -> float:
-        """Take in what came, send what may leave; return the seconds until there is something to do."""
-        spoke, post = self.spoke, self._post
+        """Receive for up to `wait` seconds, send what may be sent; return how long to wait next."""
+        session, sender = self.session, self._sender
         envelopes = self.exchange.poll(wait)
         now = time.monotonic()
         for envelope in envelopes:
-            spoke.receive(envelope, now)
-        if spoke.connected and not self.exchange.peers():
-            spoke.lost(now)
-        spoke.beat = self._beat()
-        if self._session != spoke.session:
-            self._session = spoke.session
-            for target in post.targets:
-                post.forget(target)
-        rates = [each for each in (self._rate, spoke.terms.rate) if each is not None]
-        post.limit(min(rates) if rates else None, now)
-        for message in spoke.pump(now):
-            post.put(message)
-        self._tell(now)
-        due = min(post.pump(now), spoke.wants() - now, _LOOK_SECONDS)
-        return max(0.0, due)
+            session.receive(envelope, now)
+        if session.connected and not self.exchange.peers():
+            session.disconnected(now)
+        session.heartbeat = self._heartbeat()
+        if self._session_id != session.session_id:
+            self._session_id = session.session_id
+            for target in sender.targets:
+                sender.forget(target)
+        rates = [each for each in (self._rate, session.hub_status.rate) if each is not None]
+        sender.set_rate(min(rates) if rates else None, now)
+        for message in session.pump(now):
+            sender.enqueue(message)
+        self._warn(now)
+        return max(0.0, min(sender.pump(now), session.next_due() - now, _MAX_WAIT_SECONDS))
 
-    def _tell(self, now: float) -> None:
-        """Tell the user when the hub can't be reached, and when it can again."""
-        trouble = "" if self.spoke.connected else self.exchange.problem
-        if trouble == self._told and now - self._told_at < _TELL_AGAIN_SECONDS:
+    def _warn(self, now: float) -> None:
+        """Log when the hub can't be reached, and when it can again."""
+        warning = "" if self.session.connected else self.exchange.problem
+        if warning == self._warning and now - self._warned_at < _REPEAT_WARNING_SECONDS:
             return
-        if trouble:
-            log.warning("%s; training goes on alone", trouble)
-        elif self._told:
-            log.warning("in touch with the hub at %s again", self.exchange.address)
-        self._told, self._told_at = trouble, now
+        if warning:
+            log.warning("%s; training goes on alone", warning)
+        elif self._warning:
+            log.warning("connected to the hub at %s again", self.exchange.address)
+        self._warning, self._warned_at = warning, now

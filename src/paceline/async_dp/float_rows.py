@@ -1,8 +1,8 @@
-"""Rows of float32 numbers: few of them as a numpy array, many as a torch tensor, of the same memory either way.
+"""Rows of float32: numpy arrays where they are short, torch tensors where they are long, on the same memory.
 
-A call of torch takes several times as long as one of numpy, which is all that counts for a few numbers; from some
-thousands on torch is as quick, and then quicker, since it uses all cores. What both understand, such as ``a -= b`` and
-``a[...] = b``, is written so; what they don't is here.
+A torch call costs several times as much as a numpy call, and that dominates for short rows; from some thousand elements
+on torch is as fast, then faster, since it uses all cores. Expressions that both understand, such as ``a -= b`` and
+``a[...] = b``, are written out where they are needed; everything else is here.
 """
 
 from __future__ import annotations
@@ -16,85 +16,87 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = [
-    "FEW",
+    "NUMPY_MAX_NUMEL",
     "FloatRow",
-    "add_times",
+    "add_scaled",
     "as_array",
+    "as_row",
     "as_tensor",
-    "bf16_of",
     "copy_into",
-    "fastest_form",
     "from_bf16",
-    "norm_of",
+    "l2_norm",
     "subtract",
+    "to_bf16",
 ]
 
 FloatRow = Tensor | NDArray[np.float32]
 
-FEW = 1 << 13
-"""As many as are handled by numpy."""
+NUMPY_MAX_NUMEL = 1 << 13
+"""Longest row that numpy handles."""
 
 
-def fastest_form(tensor: Tensor) -> FloatRow:
-    """Return the same numbers as an array, if they are few float32 ones in the memory of the CPU."""
-    few = tensor.numel() <= FEW and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-    return tensor.detach().numpy() if few else tensor.detach()
+def as_row(tensor: Tensor) -> FloatRow:
+    """Return a view of a tensor: an array if it is short, float32 and on the CPU, else the detached tensor."""
+    short = (
+        tensor.numel() <= NUMPY_MAX_NUMEL and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    )
+    return tensor.detach().numpy() if short else tensor.detach()
 
 
-def as_tensor(numbers: FloatRow) -> Tensor:
-    """Return the same numbers as a tensor."""
-    return torch.from_numpy(numbers) if type(numbers) is np.ndarray else cast(Tensor, numbers)
+def as_tensor(row: FloatRow) -> Tensor:
+    """Return a row as a tensor on the same memory."""
+    return torch.from_numpy(row) if type(row) is np.ndarray else cast(Tensor, row)
 
 
-def as_array(numbers: FloatRow) -> NDArray[np.float32]:
-    """Return the same numbers as an array."""
-    return numbers if type(numbers) is np.ndarray else cast(Tensor, numbers).numpy()
+def as_array(row: FloatRow) -> NDArray[np.float32]:
+    """Return a row as an array on the same memory."""
+    return row if type(row) is np.ndarray else cast(Tensor, row).numpy()
 
 
-def copy_into(numbers: FloatRow, into: FloatRow) -> None:
-    """Copy numbers."""
+def copy_into(row: FloatRow, into: FloatRow) -> None:
+    """Copy a row into another."""
     if type(into) is np.ndarray:
-        into[...] = as_array(numbers)
+        into[...] = as_array(row)
     else:
-        as_tensor(into).copy_(as_tensor(numbers))
+        as_tensor(into).copy_(as_tensor(row))
 
 
-def subtract(numbers: FloatRow, other: FloatRow, into: FloatRow) -> None:
-    """Write numbers − other."""
+def subtract(row: FloatRow, other: FloatRow, into: FloatRow) -> None:
+    """Compute into = row − other."""
     if type(into) is np.ndarray:
-        np.subtract(as_array(numbers), as_array(other), into)
+        np.subtract(as_array(row), as_array(other), into)
     else:
-        torch.sub(as_tensor(numbers), as_tensor(other), out=as_tensor(into))
+        torch.sub(as_tensor(row), as_tensor(other), out=as_tensor(into))
 
 
-def add_times(numbers: FloatRow, factor: float, other: FloatRow) -> None:
-    """Do numbers += factor · other."""
-    if type(numbers) is np.ndarray:
-        numbers += np.float32(factor) * as_array(other)
+def add_scaled(row: FloatRow, factor: float, other: FloatRow) -> None:
+    """Compute row += factor · other."""
+    if type(row) is np.ndarray:
+        row += np.float32(factor) * as_array(other)
     else:
-        as_tensor(numbers).add_(as_tensor(other), alpha=factor)
+        as_tensor(row).add_(as_tensor(other), alpha=factor)
 
 
-def bf16_of(numbers: NDArray[np.float32], into: NDArray[np.uint16]) -> None:
-    """Write numbers as bfloat16, rounded to the nearest, ties to even; NaN stays NaN."""
-    bits = numbers.view(np.uint32)
+def to_bf16(row: NDArray[np.float32], into: NDArray[np.uint16]) -> None:
+    """Round to bfloat16, to the nearest, ties to even; NaN stays NaN."""
+    bits = row.view(np.uint32)
     rounded = bits >> 16
     rounded &= 1
     rounded += bits
     rounded += 0x7FFF
     rounded >>= 16
     into[...] = rounded
-    if math.isnan(np.maximum.reduce(numbers)):
-        into[np.isnan(numbers)] = 0x7FC0
+    if math.isnan(np.maximum.reduce(row)):
+        into[np.isnan(row)] = 0x7FC0
 
 
-def from_bf16(given: NDArray[np.uint16], into: NDArray[np.float32]) -> None:
-    """Write bfloat16 numbers as float32."""
-    np.left_shift(given, 16, out=into.view(np.uint32), dtype=np.uint32)
+def from_bf16(row: NDArray[np.uint16], into: NDArray[np.float32]) -> None:
+    """Widen bfloat16 to float32."""
+    np.left_shift(row, 16, out=into.view(np.uint32), dtype=np.uint32)
 
 
-def norm_of(numbers: FloatRow) -> float:
-    """Return the square root of the sum of their squares; NaN or infinite if one of them is."""
-    if type(numbers) is np.ndarray:
-        return math.sqrt(numbers.dot(numbers))
-    return float(torch.linalg.vector_norm(as_tensor(numbers)))
+def l2_norm(row: FloatRow) -> float:
+    """Return the Euclidean norm; NaN or infinite if an element is."""
+    if type(row) is np.ndarray:
+        return math.sqrt(row.dot(row))
+    return float(torch.linalg.vector_norm(as_tensor(row)))

@@ -1,4 +1,4 @@
-"""What happens before and after a step of the optimizer; the hooks keep nothing alive."""
+"""Optimizer hooks: scale the learning rate within each step, and report finished steps."""
 
 from __future__ import annotations
 
@@ -7,59 +7,53 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["StepHookTarget", "after_step", "before_step", "put_back"]
+__all__ = ["StepHooks", "StepOwner"]
 
 
-class StepHookTarget(Protocol):
-    """Who wants to know of steps.
-
-    Attributes:
-        unscaled: the learning rates of the optimizer while they are scaled, None else.
-    """
-
-    unscaled: list[float] | None
+class StepOwner(Protocol):
+    """Counts steps and scales their learning rate."""
 
     @property
-    def lr_scale(self) -> float:
-        """What learning rates are multiplied by within a step."""
-        ...
+    def lr_scale(self) -> float: ...
 
-    def step_taken(self) -> None:
-        """Count a step."""
-        ...
+    def step_taken(self) -> None: ...
 
 
-def before_step(me: weakref.ref[StepHookTarget]) -> Any:
-    """Return the hook that scales the learning rate for a step."""
+class StepHooks:
+    """Hooks of an optimizer; they keep neither optimizer nor owner alive."""
 
-    def scale(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        star = me()
-        if star is None:
+    def __init__(self, optimizer: torch.optim.Optimizer, owner: StepOwner) -> None:
+        self._owner = weakref.ref(owner)
+        self._unscaled: list[float] | None = None  # learning rates while they are scaled
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def remove(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remove the hooks and restore the learning rates."""
+        for handle in self._handles:
+            handle.remove()
+        self._restore(optimizer)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
+        owner = self._owner()
+        if owner is None:
             return
-        put_back(star, optimizer)  # where the step before raised
-        if star.lr_scale != 1.0:
-            star.unscaled = [group["lr"] for group in optimizer.param_groups]
+        self._restore(optimizer)  # the previous step may have raised
+        if owner.lr_scale != 1.0:
+            self._unscaled = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * star.lr_scale
+                group["lr"] = group["lr"] * owner.lr_scale
 
-    return scale
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            self._restore(optimizer)
+            owner.step_taken()
 
-
-def after_step(me: weakref.ref[StepHookTarget]) -> Any:
-    """Return the hook that puts the learning rate back and counts the step."""
-
-    def count(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        star = me()
-        if star is not None:
-            put_back(star, optimizer)
-            star.step_taken()
-
-    return count
-
-
-def put_back(star: StepHookTarget, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer its own learning rates again, if they are scaled."""
-    if star.unscaled is not None:
-        for group, lr in zip(optimizer.param_groups, star.unscaled, strict=True):
-            group["lr"] = lr
-        star.unscaled = None
+    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._unscaled is not None:
+            for group, lr in zip(optimizer.param_groups, self._unscaled, strict=True):
+                group["lr"] = lr
+            self._unscaled = None

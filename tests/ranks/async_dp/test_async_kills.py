@@ -1,4 +1,4 @@
-"""Hubs and workers that are killed at any moment: what they relied on is there afterwards."""
+"""Hubs and workers that are killed at any moment recover what was on disk."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ PROGRAM = str(Path(__file__).with_name("async_worker_program.py"))
 
 
 def killed(kind, folder, seed, chance):
-    """Have a keeper run, kill it somewhere after one of its first lines, and return all lines that it told."""
+    """Run a program, kill it after one of its first lines, and return its output."""
     with subprocess.Popen(
         [sys.executable, PROGRAM, kind, str(folder), str(seed)], stdout=subprocess.PIPE
-    ) as keeper:
-        lines = [keeper.stdout.readline() for _ in range(chance.choice([1, 2, 5, 10]))]
+    ) as program:
+        lines = [program.stdout.readline() for _ in range(chance.choice([1, 2, 5, 10]))]
         time.sleep(chance.choice([0.0, 0.001, 0.005, 0.02]))
-        keeper.kill()
-        lines += keeper.stdout.readlines()
-        assert keeper.wait() == -9
+        program.kill()
+        lines += program.stdout.readlines()
+        assert program.wait() == -9
     return [line.decode().split() for line in lines]
 
 
 def recovered(folder):
-    """Return how many records a journal has; they are looked at one by one, and the ledger with them."""
+    """Check the records of a journal and its ledger, and return how many there are."""
     with HubJournal.open(folder, resume=True) as journal:
         found = journal.recovered()
         count = found.facts.get("seen", 0)
@@ -47,23 +47,23 @@ def recovered(folder):
 
 
 @pytest.mark.parametrize(("kind", "kills"), [("journal", 20), ("snapshots", 6)])
-def test_a_hub_that_is_killed_has_all_that_it_committed(tmp_path, kind, kills):
-    chance, told, in_all = random.Random(7), 0, 0
+def test_a_killed_hub_recovers_all_that_it_committed(tmp_path, kind, kills):
+    chance, committed, in_all = random.Random(7), 0, 0
     for kill in range(kills):
         lines = killed(kind, tmp_path, kill, chance)
-        assert int(lines[0][1]) >= told
-        told = max(int(number) for what, number in lines if what != "snapshot")
+        assert int(lines[0][1]) >= committed
+        committed = max(int(number) for what, number in lines if what != "snapshot")
         in_all += sum(what == "committed" for what, _ in lines)
         if kill % 3:
             count = recovered(tmp_path)
-            assert count >= told
-    assert recovered(tmp_path) >= told
+            assert count >= committed
+    assert recovered(tmp_path) >= committed
     assert in_all > kills // 2
 
 
-def test_a_worker_that_is_killed_offers_what_it_offered_and_no_round_twice(tmp_path):
+def test_a_killed_worker_keeps_its_pending_updates_and_uses_no_round_twice(tmp_path):
     chance, begun, workers = random.Random(7), set(), set()
-    offered, in_all = {}, 0
+    pending, in_all = {}, 0
     for kill in range(20):
         lines = killed("outbox", tmp_path, kill, chance)
         workers.add(lines[0][1])
@@ -74,17 +74,17 @@ def test_a_worker_that_is_killed_offers_what_it_offered_and_no_round_twice(tmp_p
                 assert (fragment, number) not in begun
                 begun.add((fragment, number))
                 doubtful = {(fragment, number)}
-            elif what == "leaving":
+            elif what == "acknowledging":
                 doubtful = {(fragment, number)}
-            elif what == "offered":
-                offered[fragment], doubtful, in_all = number, set(), in_all + 1
+            elif what == "pending":
+                pending[fragment], doubtful, in_all = number, set(), in_all + 1
             else:
-                del offered[fragment]
+                del pending[fragment]
                 doubtful = set()
         with Outbox(tmp_path) as outbox:
-            found = {letter.fragment: letter.round for letter in outbox.pending()}
-            assert all(letter.payload == payload_of(letter.round) for letter in outbox.pending())
-        assert set(found.items()) | doubtful == set(offered.items()) | doubtful
-        offered = found
+            found = {update.fragment: update.round for update in outbox.pending()}
+            assert all(update.payload == payload_of(update.round) for update in outbox.pending())
+        assert set(found.items()) | doubtful == set(pending.items()) | doubtful
+        pending = found
     assert len(workers) == 1
     assert in_all > 5

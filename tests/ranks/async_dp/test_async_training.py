@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 import paceline
-from hub_process import HubProcess, Running, running, until
-from paceline.async_dp.hub.hub_rules import HubRules, HubShard
-from paceline.async_dp.hub.population import PopulationRules
-from paceline.async_dp.hub.update_screening import ScreeningRules
+from hub_process import HubProcess, HubThread, hub_thread, wait_until
+from paceline.async_dp.hub.hub_rules import HubRules, HubShard, PopulationRules, ScreeningRules
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.errors import UsageError
 from paceline.transport.zmq.curve_keys import make_keys
@@ -27,7 +25,7 @@ TARGETS = INPUTS @ torch.randn(12, 3, generator=torch.Generator().manual_seed(1)
 
 
 class Task:
-    """Least squares, and a worker that learns it."""
+    """A least squares problem, and a worker that trains on it."""
 
     def __init__(self, seed: int = 0, lr: float = 0.02) -> None:
         torch.manual_seed(seed)
@@ -49,7 +47,7 @@ class Task:
 
 
 def together(*work: Callable[[], object]) -> None:
-    """Do all work at the same time, each in a thread."""
+    """Run all functions at the same time, each in a thread."""
     errors: list[BaseException] = []
 
     def run(one: Callable[[], object]) -> None:
@@ -67,16 +65,16 @@ def together(*work: Callable[[], object]) -> None:
         raise errors[0]
 
 
-def test_workers_of_different_speeds_learn_together_and_end_with_the_same_parameters() -> None:
-    with running() as hub:
+def test_workers_of_different_speeds_train_together() -> None:
+    with hub_thread() as hub:
         tasks = [Task(seed) for seed in range(3)]
 
         def train(index: int) -> None:
             with paceline.AsyncDataParallel(
                 tasks[index].net, tasks[index].optim, hub.address, 5, 2, name=f"w{index}"
-            ) as star:
+            ) as training:
                 tasks[index].steps(150 * (index + 1), 0.002 / (index + 1))
-                counts[index] = star.counts
+                counts[index] = training.counts
 
         counts = {}
         together(*(lambda index=index: train(index) for index in range(3)))
@@ -86,13 +84,15 @@ def test_workers_of_different_speeds_learn_together_and_end_with_the_same_parame
         assert hub.hub.refused == {}
 
 
-def test_one_worker_alone_learns_as_without_a_hub() -> None:
-    """The delta rule and averaging by one worker: nothing is lost and nothing counted twice."""
+def test_a_single_worker_trains_as_without_a_hub() -> None:
+    """Delta rule and averaging with one worker: nothing is lost, and nothing counts twice."""
     alone, task = Task(), Task()
-    with running(HubRules(down="fp32")) as hub:
-        with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 3, 2, compression=None) as star:
-            until(lambda: star.counts.taken > 5 or _step(task))
-        alone.steps(star.counts.steps, 0.0)
+    with hub_thread(HubRules(down="fp32")) as hub:
+        with paceline.AsyncDataParallel(
+            task.net, task.optim, hub.address, 3, 2, compression=None
+        ) as training:
+            wait_until(lambda: training.counts.taken > 5 or _step(task))
+        alone.steps(training.counts.steps, 0.0)
         torch.testing.assert_close(task.net.weight, alone.net.weight, rtol=1e-4, atol=1e-5)
 
 
@@ -101,7 +101,7 @@ def _step(task: Task) -> bool:
     return False
 
 
-def test_without_a_hub_training_goes_on_alone_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_hub_training_continues_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     alone, task = Task(), Task()
     alone.steps(40, 0.0)
     with (
@@ -115,20 +115,20 @@ def test_without_a_hub_training_goes_on_alone_and_says_so(caplog: pytest.LogCapt
     assert "keeps its own parameters" in caplog.text
 
 
-def test_a_hub_that_comes_late_is_found() -> None:
-    first = Running()
+def test_a_hub_that_starts_late_is_found() -> None:
+    first = HubThread()
     address = first.address
     first.stop()
     task = Task()
-    with ExitStack() as late, paceline.AsyncDataParallel(task.net, task.optim, address, 5, 2) as star:
+    with ExitStack() as late, paceline.AsyncDataParallel(task.net, task.optim, address, 5, 2) as training:
         task.steps(20, 0.005)
-        assert star.counts.taken == 0
-        hub = late.enter_context(running(address=address))  # and is there until the star has left
-        until(lambda: star.counts.taken > 3 or _step(task))
+        assert training.counts.taken == 0
+        hub = late.enter_context(hub_thread(address=address))  # stays until training has ended
+        wait_until(lambda: training.counts.taken > 3 or _step(task))
         assert hub.hub.updates > 0
 
 
-def test_a_hub_that_is_killed_and_started_again_goes_on_and_no_acknowledged_update_is_lost(
+def test_a_killed_and_restarted_hub_loses_no_acknowledged_update(
     tmp_path: Path,
 ) -> None:
     hub = HubProcess(tmp_path / "hub", "--snapshot-every", "20")
@@ -136,40 +136,40 @@ def test_a_hub_that_is_killed_and_started_again_goes_on_and_no_acknowledged_upda
     try:
         with paceline.AsyncDataParallel(
             task.net, task.optim, hub.address, 4, 2, folder=tmp_path / "outbox"
-        ) as star:
-            spoke = star._talks[0].spoke
-            take = spoke._outbox.acknowledge
+        ) as training:
+            session = training._comm_threads[0].session
+            take = session._outbox.acknowledge
 
             def note(round: int, fragment: int) -> bool:
                 acknowledged.add(round)
                 return take(round, fragment)
 
-            spoke._outbox.acknowledge = note
+            session._outbox.acknowledge = note
             for _ in range(3):
-                goal = spoke.acknowledged + 15
-                until(lambda goal=goal: spoke.acknowledged >= goal or _step(task))
+                goal = session.acknowledged + 15
+                wait_until(lambda goal=goal: session.acknowledged >= goal or _step(task))
                 hub.kill()
                 task.steps(30)
                 hub.start()
-            goal = spoke.acknowledged + 5
-            until(lambda: spoke.acknowledged >= goal or _step(task))
+            goal = session.acknowledged + 5
+            wait_until(lambda: session.acknowledged >= goal or _step(task))
         hub.end()
         updates = [each for each in read_ledger(tmp_path / "hub") if each["kind"] == "update"]
         rounds = [each["round"] for each in updates]
-        assert len(rounds) == len(set(rounds)), "none was taken in twice"
+        assert len(rounds) == len(set(rounds)), "none was merged twice"
         assert acknowledged <= set(rounds), "none is missing"
         assert [each["revision"] for each in updates] == list(range(1, len(updates) + 1))
     finally:
         hub.end()
 
 
-def test_another_model_is_turned_away_with_the_first_tensor_that_differs() -> None:
-    with running() as hub:
+def test_another_model_is_refused_with_the_first_tensor_that_differs() -> None:
+    with hub_thread() as hub:
         first, other = Task(), Task()
         other.net = nn.Linear(12, 4)
         other.optim = torch.optim.SGD(other.net.parameters(), 0.01)
         with paceline.AsyncDataParallel(first.net, first.optim, hub.address, 5, 2):
-            until(lambda: hub.hub.phase == "together" or _step(first))
+            wait_until(lambda: hub.hub.phase == "together" or _step(first))
 
             def train() -> None:
                 with paceline.AsyncDataParallel(other.net, other.optim, hub.address, 5, 2):
@@ -183,64 +183,64 @@ def test_another_model_is_turned_away_with_the_first_tensor_that_differs() -> No
 
 
 def test_another_run_is_refused() -> None:
-    with running(run="first") as hub:
+    with hub_thread(run="first") as hub:
         task = Task()
         with (
-            pytest.raises(UsageError, match="this hub serves run 'first', the worker asks for run 'second'"),
+            pytest.raises(UsageError, match="this hub serves run 'first', the worker requests run 'second'"),
             paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2, run="second"),
         ):
             task.steps(2000, 0.005)
 
 
-def test_a_worker_without_the_right_key_gets_nowhere(
+def test_a_worker_without_the_right_key_is_not_admitted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from paceline.transport.zmq.curve_keys import HubKeys
 
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "others")
-    with running(keys=HubKeys.read(tmp_path / "keys")) as hub:
+    with hub_thread(keys=HubKeys.read(tmp_path / "keys")) as hub:
         right, wrong, none = Task(), Task(), Task()
         with caplog.at_level(logging.WARNING):
             with paceline.AsyncDataParallel(
                 right.net, right.optim, hub.address, 5, 2, key=tmp_path / "keys" / "worker.key"
-            ) as star:
-                until(lambda: star.counts.taken > 1 or _step(right))
+            ) as training:
+                wait_until(lambda: training.counts.taken > 1 or _step(right))
             for task, key in ((wrong, tmp_path / "others" / "worker.key"), (none, None)):
-                with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2, key=key) as star:
+                with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2, key=key) as training:
                     task.steps(150, 0.01)
-                    assert star.counts.taken == 0
+                    assert training.counts.taken == 0
         assert len(list(hub.hub.members)) == 1
         assert "training goes on alone" in caplog.text
 
 
-def test_a_worker_whose_parameters_became_nan_takes_the_centre_and_goes_on() -> None:
-    with running(HubRules(screen=ScreeningRules(strikes=10))) as hub:
+def test_a_worker_with_nan_parameters_takes_the_global_ones_and_continues() -> None:
+    with hub_thread(HubRules(screen=ScreeningRules(strikes=10))) as hub:
         good, bad = Task(), Task(1)
         with (
             paceline.AsyncDataParallel(good.net, good.optim, hub.address, 5, 2),
-            paceline.AsyncDataParallel(bad.net, bad.optim, hub.address, 5, 2, name="bad") as star,
+            paceline.AsyncDataParallel(bad.net, bad.optim, hub.address, 5, 2, name="bad") as training,
         ):
-            until(lambda: star.counts.taken > 1 or _step(good) or _step(bad))
+            wait_until(lambda: training.counts.taken > 1 or _step(good) or _step(bad))
             with torch.no_grad():
                 bad.net.weight[0, 0] = torch.nan
-            until(lambda: bool(torch.isfinite(bad.net.weight).all()) or _step(good) or _step(bad))
+            wait_until(lambda: bool(torch.isfinite(bad.net.weight).all()) or _step(good) or _step(bad))
         assert hub.hub.refused["not finite"] >= 1
-        assert torch.isfinite(hub.hub.centres.of_fragment[0].theta).all()
+        assert torch.isfinite(hub.hub.params.fragments[0].theta).all()
 
 
 def test_a_population_replaces_a_bad_worker_and_joins_the_best() -> None:
     rules = HubRules(population=PopulationRules(steps=300, margin=0.2))
-    with running(rules) as hub:
+    with hub_thread(rules) as hub:
         tasks = [Task(0), Task(1), Task(2, lr=20.0)]  # the last one diverges
 
         def train(index: int) -> None:
             task = tasks[index]
             with paceline.AsyncDataParallel(
                 task.net, task.optim, hub.address, 10, 3, score=task.loss, name=f"w{index}"
-            ) as star:
-                until(lambda: (star.counts.steps > 400 and star.counts.taken > 3) or _step(task))
-                counts[index], scales[index] = star.counts, star.lr_scale
+            ) as training:
+                wait_until(lambda: (training.counts.steps > 400 and training.counts.taken > 3) or _step(task))
+                counts[index], scales[index] = training.counts, training.lr_scale
 
         counts, scales = {}, {}
         together(*(lambda index=index: train(index) for index in range(3)))
@@ -253,41 +253,43 @@ def test_a_population_replaces_a_bad_worker_and_joins_the_best() -> None:
 
 
 def test_several_hubs_share_the_fragments() -> None:
-    with running(HubRules(shard=HubShard(0, 2))) as one, running(HubRules(shard=HubShard(1, 2))) as two:
+    with hub_thread(HubRules(shard=HubShard(0, 2))) as one, hub_thread(HubRules(shard=HubShard(1, 2))) as two:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
         optim = torch.optim.SGD(net.parameters(), 0.05)
-        with paceline.AsyncDataParallel(net, optim, [one.address, two.address], 6, 2, fragments=2) as star:
+        with paceline.AsyncDataParallel(
+            net, optim, [one.address, two.address], 6, 2, fragments=2
+        ) as training:
             for _ in range(300):
                 ((net(INPUTS) - TARGETS) ** 2).mean().backward()
                 optim.step()
                 optim.zero_grad()
                 time.sleep(0.002)
-            assert star.counts.taken > 10
+            assert training.counts.taken > 10
         assert one.hub.updates > 5
         assert two.hub.updates > 5
-        assert sorted(one.hub.centres.of_fragment) == [0]
-        assert sorted(two.hub.centres.of_fragment) == [1]
+        assert sorted(one.hub.params.fragments) == [0]
+        assert sorted(two.hub.params.fragments) == [1]
 
 
-def test_settings_are_chosen_from_what_is_measured() -> None:
-    with running() as hub:
+def test_settings_are_chosen_from_measured_times() -> None:
+    with hub_thread() as hub:
         task = Task()
         with paceline.AsyncDataParallel(
             task.net, task.optim, hub.address, "auto", "auto", compression="auto"
-        ) as star:
-            assert (star.cadence.every, star.cadence.delay) == (20, 5)
-            until(lambda: star.cadence.every != 20 or _step(task))
-            assert star.cadence.delay < star.cadence.every <= 500
+        ) as training:
+            assert (training.cadence.every, training.cadence.delay) == (20, 5)
+            wait_until(lambda: training.cadence.every != 20 or _step(task))
+            assert training.cadence.delay < training.cadence.every <= 500
 
 
-def test_policies_take_in_what_is_better_only() -> None:
-    with running() as hub:
+def test_selection_policies_apply_better_parameters_only() -> None:
+    with hub_thread() as hub:
         good, poor = Task(0), Task(1, lr=1e-3)
         with paceline.AsyncDataParallel(
             good.net, good.optim, hub.address, 5, 2, receive="better", score=good.loss
-        ) as star:
-            until(lambda: hub.hub.phase == "together" or _step(good))
+        ) as training:
+            wait_until(lambda: hub.hub.phase == "together" or _step(good))
 
             def drag() -> None:
                 with paceline.AsyncDataParallel(
@@ -297,12 +299,12 @@ def test_policies_take_in_what_is_better_only() -> None:
                     assert other.counts.taken > 0
 
             together(drag, lambda: good.steps(150))
-            assert star.counts.taken + star.counts.declined > 5
+            assert training.counts.taken + training.counts.declined > 5
         assert good.loss() < 0.5
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"every": 0}, "every=0"),
         ({"delay": -1}, "delay=-1"),
@@ -323,22 +325,22 @@ def test_policies_take_in_what_is_better_only() -> None:
         ({"warmup": -1}, "warmup=-1"),
     ],
 )
-def test_what_can_not_be_is_refused_before_anything_begins(given: dict, told: str) -> None:
+def test_invalid_arguments_are_refused_before_anything_starts(given: dict, message: str) -> None:
     task = Task()
     before = threading.active_count()
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         paceline.AsyncDataParallel(task.net, task.optim, **{"hub": "tcp://127.0.0.1:7077", **given})
     assert threading.active_count() == before
 
 
-def test_a_star_needs_an_optimizer_of_its_model() -> None:
+def test_the_optimizer_must_belong_to_the_model() -> None:
     task, other = Task(), Task()
     with pytest.raises(UsageError, match="holds no parameter of this model"):
         paceline.AsyncDataParallel(task.net, other.optim, "tcp://127.0.0.1:7077")
 
 
-def test_an_exception_in_the_block_ends_it_at_once_and_leaves_no_thread() -> None:
-    with running() as hub:
+def test_an_exception_in_the_block_leaves_no_thread() -> None:
+    with hub_thread() as hub:
         task, before = Task(), threading.active_count()
 
         def train() -> None:

@@ -1,4 +1,4 @@
-"""When a worker sends: at every k-th step, more often in its warm-up; in virtual time, where nothing else matters."""
+"""A worker sends at every k-th step, and more often during warm-up (in virtual time)."""
 
 import pytest
 import torch
@@ -15,28 +15,28 @@ from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Mac
 from paceline.tools.simulate.learning_tasks import LinearTask
 
 
-def test_each_of_several_hubs_is_given_its_own_fragments_when_it_asks() -> None:
+def test_each_hub_receives_its_own_fragments_on_request() -> None:
     net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
     layout = ParameterLayout.of(net, 4)
-    sides = [
+    replicas = [
         FragmentReplica(each, dict(net.named_parameters()), UpdateCodec(each, "fp32"))
         for each in layout.fragments
     ]
-    spokes = [
+    sessions = [
         HubSession(
-            1, "w", layout, {index: sides[index], index + 2: sides[index + 2]}, Outbox(None, 1),
-            facts={}, new_session=lambda: 1,
+            1, "w", layout, {index: replicas[index], index + 2: replicas[index + 2]}, Outbox(None, 1),
+            hello_meta={}, new_session_id=lambda: 1,
         )
         for index in range(2)
     ]  # fmt: skip
-    worker = AsyncWorker(sides, spokes, SyncSchedule(8, 4, 1), SelectionPolicy())
-    for spoke, fragments in ((spokes[1], [1, 3]), (spokes[0], [0, 2])):
-        spoke.terms.wanted = True
+    worker = AsyncWorker(replicas, sessions, SyncSchedule(8, 4, 1), SelectionPolicy())
+    for session, fragments in ((sessions[1], [1, 3]), (sessions[0], [0, 2])):
+        session.hub_status.wants_params = True
         worker.step(1.0, 0.1, 0.0, 1.0)
-        assert [(order.kind, order.fragment) for order in spoke.orders] == [
+        assert [(order.kind, order.fragment) for order in session.requests] == [
             ("parameters", fragment) for fragment in fragments
         ]
-    assert len(spokes[1].orders) == 2, "asked once, it is given all once"
+    assert len(sessions[1].requests) == 2, "asked once, it is given all once"
 
 
 def run(
@@ -59,13 +59,13 @@ def run(
 @pytest.mark.parametrize(
     "cadence", [SyncSchedule(10, 1, 5), SyncSchedule(10, 1, 0), SyncSchedule(2, 1, 1), SyncSchedule(1, 1, 0)]
 )
-def test_in_the_warm_up_every_other_step_sends(warmup: int, cadence: SyncSchedule) -> None:
+def test_during_warm_up_every_other_step_sends(warmup: int, cadence: SyncSchedule) -> None:
     sent = run(60, warmup, cadence).counts[0]["sent"]
     often = warmup / min(2, cadence.every)
     assert sent == pytest.approx(often + (60 - warmup) / cadence.every, abs=1.0)
 
 
-def test_what_the_network_does_not_manage_is_skipped() -> None:
+def test_updates_that_the_network_can_not_carry_are_skipped() -> None:
     often, slow = (run(60, 40, SyncSchedule(10, 1, 5), latency=latency).counts[0] for latency in (1e-4, 1.5))
     assert slow["skipped"] > 0
     assert often["skipped"] == 0
@@ -73,6 +73,6 @@ def test_what_the_network_does_not_manage_is_skipped() -> None:
     assert slow["steps"] == often["steps"] == 60
 
 
-def test_a_warm_up_brings_workers_together_sooner() -> None:
+def test_a_warm_up_reduces_the_loss_sooner() -> None:
     with_it, without = (run(40, warmup, SyncSchedule(20, 1, 5), workers=4).loss for warmup in (40, 0))
     assert with_it < without

@@ -1,4 +1,4 @@
-"""A fragment on a worker's side: the delta rule, the whole, and what is declined."""
+"""A worker's replica of a fragment: delta rule, overwriting, discarding."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ from torch import nn
 
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
-from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
 
 
 def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, FragmentReplica]:
     net = nn.Linear(5, 4).to(dtype)
     (fragment,) = ParameterLayout.of(net).fragments
-    side = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
-    return net, side
+    replica = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
+    return net, replica
 
 
 def weights(net: nn.Linear) -> torch.Tensor:
@@ -26,104 +26,104 @@ def learn(net: nn.Linear, by: float) -> None:
             param.add_(by)
 
 
-def offered(side: FragmentReplica) -> torch.Tensor:
-    return torch.frombuffer(bytearray(side.pack()), dtype=torch.float32)
+def packed_update(replica: FragmentReplica) -> torch.Tensor:
+    return torch.frombuffer(bytearray(replica.pack()), dtype=torch.float32)
 
 
-def arrive(side: FragmentReplica, numbers: torch.Tensor, revision: int = 1) -> None:
-    packing = UpdateCodec(side.fragment, "fp32")
-    side.state = State.OUT
-    side.arrive(revision, "fp32", packing.pack(numbers))
+def receive(replica: FragmentReplica, numbers: torch.Tensor, revision: int = 1) -> None:
+    packing = UpdateCodec(replica.fragment, "fp32")
+    replica.state = FragmentState.EXCHANGING
+    replica.receive(revision, "fp32", packing.pack(numbers))
 
 
-def test_the_delta_rule_keeps_what_was_learnt_meanwhile() -> None:
-    net, side = made()
-    centre = torch.linspace(-1, 1, 24)
-    side.snapshot()
+def test_the_delta_rule_keeps_what_was_learnt_since_the_snapshot() -> None:
+    net, replica = made()
+    params = torch.linspace(-1, 1, 24)
+    replica.snapshot()
     learn(net, 0.25)
-    arrive(side, centre)
-    assert side.state is State.READY
-    side.take()
-    torch.testing.assert_close(weights(net), centre + 0.25)
-    assert (side.state, side.revision) == (State.HERE, 1)
+    receive(replica, params)
+    assert replica.state is FragmentState.RECEIVED
+    replica.apply_received()
+    torch.testing.assert_close(weights(net), params + 0.25)
+    assert (replica.state, replica.revision) == (FragmentState.IDLE, 1)
 
 
-def test_without_steps_in_between_the_worker_has_exactly_the_centre() -> None:
-    net, side = made()
-    centre = torch.randn(24, generator=torch.Generator().manual_seed(0))
-    side.snapshot()
-    arrive(side, centre)
-    side.take()
-    assert torch.equal(weights(net), centre)
+def test_without_steps_since_the_snapshot_the_worker_has_exactly_the_global_parameters() -> None:
+    net, replica = made()
+    params = torch.randn(24, generator=torch.Generator().manual_seed(0))
+    replica.snapshot()
+    receive(replica, params)
+    replica.apply_received()
+    assert torch.equal(weights(net), params)
 
 
 def test_the_next_update_has_all_steps_since_the_last_snapshot_and_none_twice() -> None:
-    net, side = made()
-    side.whole = True
-    arrive(side, torch.zeros(24))
-    side.take()
+    net, replica = made()
+    replica.overwrite = True
+    receive(replica, torch.zeros(24))
+    replica.apply_received()
     learn(net, 1.0)
-    side.snapshot()
-    first = offered(side)
+    replica.snapshot()
+    first = packed_update(replica)
     learn(net, 0.5)  # while the update is under way
-    arrive(side, torch.full((24,), 10.0))
-    side.take()
+    receive(replica, torch.full((24,), 10.0))
+    replica.apply_received()
     learn(net, 0.25)
-    side.snapshot()
-    second = offered(side)
+    replica.snapshot()
+    second = packed_update(replica)
     assert torch.equal(first, torch.full((24,), -1.0))
     assert torch.equal(second, torch.full((24,), -0.75))
 
 
-def test_the_whole_drops_what_was_learnt() -> None:
-    net, side = made()
-    side.snapshot()
+def test_overwrite_drops_what_was_learnt() -> None:
+    net, replica = made()
+    replica.snapshot()
     learn(net, 3.0)
-    side.whole = True
-    arrive(side, torch.ones(24))
-    side.take()
+    replica.overwrite = True
+    receive(replica, torch.ones(24))
+    replica.apply_received()
     assert torch.equal(weights(net), torch.ones(24))
-    assert side.whole is False
+    assert replica.overwrite is False
 
 
-@pytest.mark.parametrize(("was_offered", "delta"), [(True, -0.5), (False, -1.5)])
-def test_after_declining_only_what_was_withheld_is_offered_again(was_offered: bool, delta: float) -> None:
-    net, side = made()
-    side.whole = True
-    arrive(side, torch.zeros(24))
-    side.take()
+@pytest.mark.parametrize(("was_sent", "delta"), [(True, -0.5), (False, -1.5)])
+def test_after_discarding_only_withheld_updates_are_sent_again(was_sent: bool, delta: float) -> None:
+    net, replica = made()
+    replica.overwrite = True
+    receive(replica, torch.zeros(24))
+    replica.apply_received()
     learn(net, 1.0)
-    side.snapshot()
-    side.offered = was_offered
-    if was_offered:
-        side.pack()
-    arrive(side, torch.full((24,), 9.0), revision=2)
-    side.decline()
+    replica.snapshot()
+    replica.sent = was_sent
+    if was_sent:
+        replica.pack()
+    receive(replica, torch.full((24,), 9.0), revision=2)
+    replica.discard_received()
     assert torch.equal(weights(net), torch.ones(24))
     learn(net, 0.5)
-    side.snapshot()
-    assert torch.equal(offered(side), torch.full((24,), delta))
-    assert (side.revision == 2) == was_offered
+    replica.snapshot()
+    assert torch.equal(packed_update(replica), torch.full((24,), delta))
+    assert (replica.revision == 2) == was_sent
 
 
 def test_swapping_twice_changes_nothing() -> None:
-    net, side = made()
+    net, replica = made()
     before = weights(net)
-    side.snapshot()
-    arrive(side, torch.full((24,), 5.0))
-    side.swap()
+    replica.snapshot()
+    receive(replica, torch.full((24,), 5.0))
+    replica.swap_received()
     assert torch.equal(weights(net), torch.full((24,), 5.0))
-    side.swap()
+    replica.swap_received()
     assert torch.equal(weights(net), before)
-    side.take()
+    replica.apply_received()
     torch.testing.assert_close(weights(net), torch.full((24,), 5.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_parameters_of_other_precision_are_kept_as_float32_on_the_way(dtype: torch.dtype) -> None:
-    net, side = made(dtype)
-    side.snapshot()
+def test_parameters_of_other_dtypes_are_sent_as_float32(dtype: torch.dtype) -> None:
+    net, replica = made(dtype)
+    replica.snapshot()
     learn(net, 0.5)
-    arrive(side, torch.linspace(0, 2, 24))
-    side.take()
+    receive(replica, torch.linspace(0, 2, 24))
+    replica.apply_received()
     torch.testing.assert_close(weights(net), torch.linspace(0, 2, 24) + 0.5, rtol=1e-2, atol=1e-2)

@@ -1,4 +1,4 @@
-"""The hub: what it takes in, and what it answers."""
+"""The hub merges updates, and answers."""
 
 import math
 from collections import Counter
@@ -8,73 +8,73 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hub_conversation import LAYOUT, NUMEL, ONES, Talk, kinds
+from hub_driver import LAYOUT, NUMEL, ONES, HubDriver, kinds
 from paceline.async_dp.hub.hub_rules import HubRules, HubShard
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.errors import CheckpointError
 from paceline.tools.cli.hub_live_table import HubLiveTable
 
 
-def test_the_first_worker_gives_the_parameters_that_all_share() -> None:
-    talk = Talk()
-    assert kinds(talk.hello(1)) == ["welcome", "ask"]
-    assert kinds(talk.hello(2)) == ["welcome"]
+def test_the_first_worker_provides_the_initial_parameters() -> None:
+    driver = HubDriver()
+    assert kinds(driver.hello(1)) == ["welcome", "ask"]
+    assert kinds(driver.hello(2)) == ["welcome"]
     start = torch.arange(NUMEL, dtype=torch.float32)
-    from hub_conversation import PACKING
+    from hub_driver import PACKING
 
-    told = talk.say("parameters", 1, bytes(PACKING.pack(start)), dtype="fp32")
-    assert sorted((each.kind, each.target) for each in told) == [("together", 1), ("together", 2)]
-    assert torch.equal(talk.theta, start)
-    assert talk.hub.phase == "together"
-
-
-def test_if_the_first_worker_falls_silent_another_is_asked() -> None:
-    talk = Talk()
-    talk.hello(1)
-    talk.now = 100.0
-    talk.hub.settle(talk.now)
-    assert kinds(talk.hello(2)) == ["welcome", "ask"]
+    answers = driver.send("parameters", 1, bytes(PACKING.pack(start)), dtype="fp32")
+    assert sorted((each.kind, each.target) for each in answers) == [("together", 1), ("together", 2)]
+    assert torch.equal(driver.theta, start)
+    assert driver.hub.phase == "together"
 
 
-def test_if_who_was_asked_is_gone_another_that_is_there_already_is_asked() -> None:
+def test_if_the_first_worker_falls_silent_a_new_one_provides_the_parameters() -> None:
+    driver = HubDriver()
+    driver.hello(1)
+    driver.now = 100.0
+    driver.hub.commit(driver.now)
+    assert kinds(driver.hello(2)) == ["welcome", "ask"]
+
+
+def test_if_the_requested_worker_is_gone_a_connected_one_provides_the_parameters() -> None:
     for silent in (True, False):
-        talk = Talk(HubRules(silent_after=10))
+        driver = HubDriver(HubRules(silent_after=10))
         for worker in (1, 2):
-            talk.hello(worker)
+            driver.hello(worker)
         if not silent:
-            talk.say("bye", 1)
-        talk.now = 8.0
-        told = talk.say("beat", 2)
-        talk.now = 15.0
-        told += talk.say("beat", 2)
-        assert [(each.kind, each.target) for each in told] == [("ask", 2)]
+            driver.send("bye", 1)
+        driver.now = 8.0
+        answers = driver.send("beat", 2)
+        driver.now = 15.0
+        answers += driver.send("beat", 2)
+        assert [(each.kind, each.target) for each in answers] == [("ask", 2)]
 
 
-def test_parameters_that_are_not_finite_are_no_beginning() -> None:
-    talk = Talk()
-    talk.begin(1, numbers=torch.full((NUMEL,), math.nan))
-    assert talk.hub.phase == "empty"
-    assert kinds(talk.hello(2)) == ["welcome", "ask"]
+def test_initial_parameters_must_be_finite() -> None:
+    driver = HubDriver()
+    driver.join(1, numbers=torch.full((NUMEL,), math.nan))
+    assert driver.hub.phase == "empty"
+    assert kinds(driver.hello(2)) == ["welcome", "ask"]
 
 
-def test_after_parameters_that_are_not_finite_the_next_worker_is_asked() -> None:
-    talk = Talk()
-    talk.begin(1, 2, numbers=torch.full((NUMEL,), math.nan))
-    talk.now = 2.0
-    assert [(each.kind, each.target) for each in talk.say("beat", 1)] == [("ask", 2)]
+def test_after_parameters_that_are_not_finite_the_next_worker_provides_them() -> None:
+    driver = HubDriver()
+    driver.join(1, 2, numbers=torch.full((NUMEL,), math.nan))
+    driver.now = 2.0
+    assert [(each.kind, each.target) for each in driver.send("beat", 1)] == [("ask", 2)]
 
 
-def test_while_the_disk_refuses_nothing_is_taken_in_and_all_is_once_it_does_not(capsys) -> None:
-    talk = Talk()
-    talk.begin(1, 2)
-    commit = talk.journal.commit
+def test_while_the_disk_fails_nothing_is_merged_and_afterwards_everything_is(capsys) -> None:
+    driver = HubDriver()
+    driver.join(1, 2)
+    commit = driver.journal.commit
 
     def refuse() -> None:
         raise CheckpointError("the disk is full", remedy="make room")
 
-    talk.journal.commit = refuse
-    assert talk.update(1, 0, ONES) == talk.update(2, 0, ONES) == []
-    assert (talk.hub.updates, talk.hub.refused) == (1, {"not stored": 1})
+    driver.journal.commit = refuse
+    assert driver.update(1, 0, ONES) == driver.update(2, 0, ONES) == []
+    assert (driver.hub.updates, driver.hub.refused) == (1, {"not stored": 1})
     exchange = SimpleNamespace(
         address="here",
         refused=Counter(foreign=2),
@@ -82,37 +82,37 @@ def test_while_the_disk_refuses_nothing_is_taken_in_and_all_is_once_it_does_not(
         sent_nbytes=0,
         received_nbytes=0,
     )
-    with HubLiveTable(talk.hub, exchange, Path("folder")):  # type: ignore[arg-type]
+    with HubLiveTable(driver.hub, exchange, Path("folder")):  # type: ignore[arg-type]
         pass
-    assert "4 refused" in (told := capsys.readouterr().out)
-    assert "nothing is answered: the disk is full → make room" in told
-    talk.journal.commit = commit
-    assert [(each.kind, each.target) for each in talk.say("beat", 1)] == [("ack", 1)]
-    assert kinds(talk.update(2, 0, ONES)) == ["ack"]
-    assert talk.hub.updates == 2
+    assert "4 refused" in (answers := capsys.readouterr().out)
+    assert "nothing is answered: the disk is full → make room" in answers
+    driver.journal.commit = commit
+    assert [(each.kind, each.target) for each in driver.send("beat", 1)] == [("ack", 1)]
+    assert kinds(driver.update(2, 0, ONES)) == ["ack"]
+    assert driver.hub.updates == 2
 
 
-def test_frames_that_are_dropped_are_counted_among_what_is_refused() -> None:
-    talk = Talk()
-    talk.begin(1)
-    talk.say("update", 1, bytes(1 << 16), dtype="fp32")
-    assert talk.hub.refused == {"too long": 1}
+def test_dropped_frames_are_counted_as_refused() -> None:
+    driver = HubDriver()
+    driver.join(1)
+    driver.send("update", 1, bytes(1 << 16), dtype="fp32")
+    assert driver.hub.refused == {"too long": 1}
 
 
-def test_an_update_moves_the_centre_and_is_acknowledged() -> None:
-    talk = Talk()
-    talk.begin(1, 2)
-    (answer,) = talk.update(1, 0, ONES)
+def test_an_update_is_merged_and_acknowledged() -> None:
+    driver = HubDriver()
+    driver.join(1, 2)
+    (answer,) = driver.update(1, 0, ONES)
     assert (answer.kind, answer.target, answer.round, answer.meta["why"]) == ("ack", 1, 0, "")
-    torch.testing.assert_close(talk.theta, -ONES / 2)
-    assert (talk.hub.updates, talk.hub.tally.samples) == (1, 1.0)
+    torch.testing.assert_close(driver.theta, -ONES / 2)
+    assert (driver.hub.updates, driver.hub.counters.samples) == (1, 1.0)
 
 
-def test_a_fetch_is_answered_with_the_centre_and_its_revision() -> None:
-    talk = Talk()
-    talk.begin(1)
-    talk.update(1, 0, ONES)
-    (answer,) = talk.say("fetch", 1)
+def test_a_fetch_returns_the_global_parameters_and_their_revision() -> None:
+    driver = HubDriver()
+    driver.join(1)
+    driver.update(1, 0, ONES)
+    (answer,) = driver.send("fetch", 1)
     assert (answer.kind, answer.round, answer.dtype) == ("centre", 1, "bf16")
     into = torch.empty(NUMEL)
     from paceline.async_dp.protocol.update_codec import UpdateCodec
@@ -121,131 +121,131 @@ def test_a_fetch_is_answered_with_the_centre_and_its_revision() -> None:
     assert torch.equal(into, -ONES)
 
 
-def test_a_worker_counts_by_its_part_of_the_samples_of_a_second() -> None:
-    talk = Talk()
-    talk.begin(1, 2, 3)
+def test_a_workers_weight_is_its_share_of_samples_per_second() -> None:
+    driver = HubDriver()
+    driver.join(1, 2, 3)
     moved = []
     for round in range(2):
         for worker, rate in ((1, 30.0), (2, 10.0), (3, 20.0)):
-            before = talk.theta.clone()
-            talk.update(worker, round, ONES, base=talk.hub.updates, rate=rate)
-            moved.append(float((before - talk.theta)[0]))
+            before = driver.theta.clone()
+            driver.update(worker, round, ONES, base=driver.hub.updates, rate=rate)
+            moved.append(float((before - driver.theta)[0]))
     assert moved[:2] == pytest.approx([1 / 3, 1 / 3]), "until all are known, all count alike"
     assert moved[2:] == pytest.approx([1 / 3, 1 / 2, 1 / 6, 1 / 3])
-    talk.say("bye", 1)
-    before = talk.theta.clone()
-    talk.update(3, 2, ONES, base=talk.hub.updates, rate=20.0)
-    assert float((before - talk.theta)[0]) == pytest.approx(2 / 3)
+    driver.send("bye", 1)
+    before = driver.theta.clone()
+    driver.update(3, 2, ONES, base=driver.hub.updates, rate=20.0)
+    assert float((before - driver.theta)[0]) == pytest.approx(2 / 3)
 
 
-def test_an_update_of_many_steps_after_a_long_absence_does_not_count_more() -> None:
-    talk = Talk()
-    talk.begin(1, 2)
+def test_an_update_of_many_steps_after_a_long_absence_has_no_more_weight() -> None:
+    driver = HubDriver()
+    driver.join(1, 2)
     for round in range(5):
         for worker in (1, 2):
-            talk.update(worker, round, ONES, base=talk.hub.updates, rate=10.0, samples=10.0, steps=10)
-    before = talk.theta.clone()
-    talk.update(2, 9, ONES, base=1, rate=10.0, samples=4000.0, steps=4000)
-    torch.testing.assert_close(before - talk.theta, ONES / 2)
+            driver.update(worker, round, ONES, base=driver.hub.updates, rate=10.0, samples=10.0, steps=10)
+    before = driver.theta.clone()
+    driver.update(2, 9, ONES, base=1, rate=10.0, samples=4000.0, steps=4000)
+    torch.testing.assert_close(before - driver.theta, ONES / 2)
 
 
-def test_a_worker_alone_counts_fully_however_many_samples_an_update_has() -> None:
-    talk = Talk()
-    talk.begin(1)
+def test_a_single_worker_has_full_weight_for_any_number_of_samples() -> None:
+    driver = HubDriver()
+    driver.join(1)
     for round, samples in enumerate((100.0, 50.0, 3.0, 700.0)):
-        talk.update(1, round, ONES, base=round, samples=samples)
-    torch.testing.assert_close(talk.theta, -4 * ONES)
+        driver.update(1, round, ONES, base=round, samples=samples)
+    torch.testing.assert_close(driver.theta, -4 * ONES)
 
 
 def test_a_repeated_update_counts_once_and_is_acknowledged_again() -> None:
-    talk = Talk()
-    talk.begin(1)
-    talk.update(1, 0, ONES)
-    before = talk.theta.clone()
-    (answer,) = talk.update(1, 0, ONES)
+    driver = HubDriver()
+    driver.join(1)
+    driver.update(1, 0, ONES)
+    before = driver.theta.clone()
+    (answer,) = driver.update(1, 0, ONES)
     assert (answer.kind, answer.meta["why"]) == ("ack", "")
-    assert torch.equal(talk.theta, before)
-    assert talk.hub.refused["repeated"] == 1
+    assert torch.equal(driver.theta, before)
+    assert driver.hub.refused["repeated"] == 1
 
 
 def test_the_same_envelope_twice_is_dropped() -> None:
-    talk = Talk()
-    talk.begin(1)
-    from hub_conversation import PACKING
+    driver = HubDriver()
+    driver.join(1)
+    from hub_driver import PACKING
     from paceline.async_dp.protocol.hub_messages import HubMessage
 
     packet = bytes(PACKING.pack(ONES))
     meta = {"samples": 1.0, "steps": 1, "base": 0}
-    (envelope,) = talk.envelopes(HubMessage("update", 1, 0, 0, 0, meta, packet, "fp32"))
-    assert kinds(talk.give(envelope, envelope)) == ["ack"]
-    assert (talk.hub.updates, talk.hub.refused["repeated"]) == (1, 1)
+    (envelope,) = driver.envelopes(HubMessage("update", 1, 0, 0, 0, meta, packet, "fp32"))
+    assert kinds(driver.deliver(envelope, envelope)) == ["ack"]
+    assert (driver.hub.updates, driver.hub.refused["repeated"]) == (1, 1)
 
 
-def test_an_earlier_round_is_not_taken_in_after_a_later_one() -> None:
-    talk = Talk()
-    talk.begin(1)
-    talk.update(1, 5, ONES)
-    before = talk.theta.clone()
-    talk.update(1, 4, ONES)
-    assert torch.equal(talk.theta, before)
+def test_an_earlier_round_is_not_merged_after_a_later_one() -> None:
+    driver = HubDriver()
+    driver.join(1)
+    driver.update(1, 5, ONES)
+    before = driver.theta.clone()
+    driver.update(1, 4, ONES)
+    assert torch.equal(driver.theta, before)
 
 
-def test_who_is_not_in_session_is_told_so_and_changes_nothing() -> None:
-    talk = Talk()
-    talk.begin(1)
-    before = talk.theta.clone()
-    assert kinds(talk.update(7, 0, ONES)) == ["who"]
-    talk.sessions[1] = 999
-    assert kinds(talk.update(1, 0, ONES)) == ["who"]
-    assert torch.equal(talk.theta, before)
-    assert talk.hub.refused["not in session"] == 2
+def test_a_worker_without_a_session_is_notified_and_changes_nothing() -> None:
+    driver = HubDriver()
+    driver.join(1)
+    before = driver.theta.clone()
+    assert kinds(driver.update(7, 0, ONES)) == ["who"]
+    driver.sessions[1] = 999
+    assert kinds(driver.update(1, 0, ONES)) == ["who"]
+    assert torch.equal(driver.theta, before)
+    assert driver.hub.refused["not in session"] == 2
 
 
-def test_an_old_hello_does_not_begin_a_session_again() -> None:
-    talk = Talk()
-    talk.begin(1)
-    old = talk.sessions[1]
-    talk.hello(1)
-    now = talk.sessions[1]
-    assert kinds(talk.hello(1, session=old)) == []
-    talk.sessions[1] = now
-    assert kinds(talk.update(1, 0, ONES)) == ["ack"]
+def test_an_old_hello_does_not_restart_a_session() -> None:
+    driver = HubDriver()
+    driver.join(1)
+    old = driver.sessions[1]
+    driver.hello(1)
+    now = driver.sessions[1]
+    assert kinds(driver.hello(1, session=old)) == []
+    driver.sessions[1] = now
+    assert kinds(driver.update(1, 0, ONES)) == ["ack"]
 
 
-def test_a_sharded_hub_keeps_its_fragments_only() -> None:
+def test_a_sharded_hub_serves_its_fragments_only() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(5)))
     layout = ParameterLayout.of(model, 5)
-    talk = Talk(HubRules(shard=HubShard(1, 2)))
-    talk.hello(1, layout=layout)
-    assert talk.hub.centres is not None
-    assert sorted(talk.hub.centres.of_fragment) == [1, 3]
-    (answer,) = Talk(HubRules(shard=HubShard(1, 2))).hello(1)
+    driver = HubDriver(HubRules(shard=HubShard(1, 2)))
+    driver.hello(1, layout=layout)
+    assert driver.hub.params is not None
+    assert sorted(driver.hub.params.fragments) == [1, 3]
+    (answer,) = HubDriver(HubRules(shard=HubShard(1, 2))).hello(1)
     assert "too few for 2 hubs" in answer.meta["why"]
 
 
-def test_how_a_worker_trains_is_known_as_it_told_last() -> None:
-    talk = Talk()
-    talk.begin(1)
-    talk.say("beat", 1, steps=7, every=11, delay=3)
-    talk.say("beat", 1, steps=8)
-    member = talk.hub.members.get(1)
+def test_a_heartbeat_updates_the_workers_schedule() -> None:
+    driver = HubDriver()
+    driver.join(1)
+    driver.send("beat", 1, steps=7, every=11, delay=3)
+    driver.send("beat", 1, steps=8)
+    member = driver.hub.members.get(1)
     assert member is not None
     assert (member.every, member.delay, member.steps) == (11, 3, 8)
 
 
-def test_a_score_of_the_centre_is_written_down() -> None:
-    talk = Talk()
-    talk.begin(1)
-    talk.say("score", 1, score=1.25, revision=0)
-    assert talk.hub.loss == 1.25
-    assert [each["score"] for each in talk.journal.ledger() if each["kind"] == "centre"] == [1.25]
+def test_a_score_of_the_global_parameters_is_recorded() -> None:
+    driver = HubDriver()
+    driver.join(1)
+    driver.send("score", 1, score=1.25, revision=0)
+    assert driver.hub.loss == 1.25
+    assert [each["score"] for each in driver.journal.ledger() if each["kind"] == "centre"] == [1.25]
 
 
-def test_who_says_goodbye_does_not_count_any_more() -> None:
-    talk = Talk()
-    talk.begin(1, 2)
-    talk.say("bye", 2)
-    assert talk.hub.members.alive == {1}
-    talk.update(1, 0, ONES)
-    torch.testing.assert_close(talk.theta, -ONES)
-    assert "leave" in talk.kinds()
+def test_a_worker_that_left_does_not_count() -> None:
+    driver = HubDriver()
+    driver.join(1, 2)
+    driver.send("bye", 2)
+    assert driver.hub.members.alive == {1}
+    driver.update(1, 0, ONES)
+    torch.testing.assert_close(driver.theta, -ONES)
+    assert "leave" in driver.kinds()

@@ -1,4 +1,4 @@
-"""Whatever an admitted worker says, hub and worker go on, and only what is right moves the centre."""
+"""Arbitrary messages of an admitted worker or of a hub break neither, and only valid updates are merged."""
 
 import math
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hub_conversation import LAYOUT, NUMEL, PACKING, Talk
+from hub_driver import LAYOUT, NUMEL, PACKING, HubDriver
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import split_message
-from paceline.async_dp.protocol.update_codec import CODECS, UpdateCodec
+from paceline.async_dp.protocol.update_codec import UPDATE_CODECS, UpdateCodec
 from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
@@ -52,7 +52,7 @@ PAYLOADS = st.one_of(
     st.binary(max_size=80),
     st.just(bytes(PACKING.nbytes)),
     st.just(bytes(PACKING.pack(torch.full((NUMEL,), math.nan)))),
-    st.just(LAYOUT.packed()),
+    st.just(LAYOUT.pack()),
 )
 
 
@@ -66,49 +66,49 @@ def messages(draw: Any, source: int, target: int) -> HubMessage:
         draw(st.integers(-3, 3)),
         draw(META),
         draw(PAYLOADS),
-        draw(st.sampled_from([*CODECS, "", "topk"])),
+        draw(st.sampled_from([*UPDATE_CODECS, "", "topk"])),
     )
 
 
 @given(st.lists(st.tuples(messages(1, HUB), st.integers(0, 3)), max_size=25))
 @settings(max_examples=150, deadline=None)
-def test_a_hub_survives_whatever_an_admitted_worker_says(said: list[tuple[HubMessage, int]]) -> None:
-    talk = Talk()
-    talk.begin(1, 2)
-    for message, pause in said:
-        talk.now += pause
+def test_a_hub_survives_arbitrary_messages_of_an_admitted_worker(sent: list[tuple[HubMessage, int]]) -> None:
+    driver = HubDriver()
+    driver.join(1, 2)
+    for message, pause in sent:
+        driver.now += pause
         message.payload = bytes(message.payload)
-        for envelope in talk.envelopes(message, frame_nbytes=4096):
-            talk.give(envelope)
-    assert torch.isfinite(talk.theta).all()
-    talk.sessions[2] = 4242
-    talk.hello(2)
-    latest = talk.hub.members.get(2)
+        for envelope in driver.envelopes(message, frame_nbytes=4096):
+            driver.deliver(envelope)
+    assert torch.isfinite(driver.theta).all()
+    driver.sessions[2] = 4242
+    driver.hello(2)
+    latest = driver.hub.members.get(2)
     assert latest is not None
-    before = talk.hub.updates
+    before = driver.hub.updates
     (answer, *_) = [
         each
-        for each in talk.update(2, 2**62, torch.zeros(NUMEL), base=talk.hub.updates)
+        for each in driver.update(2, 2**62, torch.zeros(NUMEL), base=driver.hub.updates)
         if each.kind == "ack"
     ]
     assert answer.meta["why"] == ""
-    assert talk.hub.updates == before + 1
+    assert driver.hub.updates == before + 1
 
 
 @given(st.lists(messages(HUB, 7), max_size=25))
 @settings(max_examples=150, deadline=None)
-def test_a_worker_survives_whatever_its_hub_says(said: list[HubMessage]) -> None:
+def test_a_worker_survives_arbitrary_messages_of_its_hub(sent: list[HubMessage]) -> None:
     net = torch.nn.Linear(4, 3)
     (fragment,) = LAYOUT.fragments
-    side = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
+    replica = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
     sessions = iter(range(1, 10**6))
-    spoke = HubSession(
-        7, "w", LAYOUT, {0: side}, Outbox(None, 7), facts={}, new_session=lambda: next(sessions)
+    session = HubSession(
+        7, "w", LAYOUT, {0: replica}, Outbox(None, 7), hello_meta={}, new_session_id=lambda: next(sessions)
     )
-    for number, message in enumerate(said):
+    for number, message in enumerate(sent):
         for envelope in split_message(message, "run", number, 1, 4096):
             header = envelope.header
             if header.target == 7:
-                spoke.receive(Envelope(header, bytes(envelope.payload)), float(number))
-        spoke.pump(float(number))
-        spoke.wants()
+                session.receive(Envelope(header, bytes(envelope.payload)), float(number))
+        session.pump(float(number))
+        session.next_due()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forked_child import in_child
-from journal_folders import found_in, never_waiting, numbers_in, small_run, write
+from journal_folders import numbers_in, recovered_numbers, skip_fsync, write, write_groups
 from journal_values import VALUES
 from paceline.async_dp.wal import hub_journal as journal_module
 from paceline.async_dp.wal.decision_ledger import read_ledger
@@ -18,7 +18,7 @@ from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -34,7 +34,7 @@ def any_journal(request, tmp_path):
 
 @settings(deadline=None, max_examples=60)
 @given(records=st.lists(st.tuples(VALUES, st.binary(max_size=200), st.booleans()), max_size=8))
-def test_what_was_appended_comes_back_and_the_ledger_tells_the_same(tmp_path_factory, records):
+def test_appended_records_are_recovered_and_equal_the_ledger(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("hub")
     for resume in (False, True):
         with HubJournal.open(folder, resume=resume) as journal:
@@ -48,13 +48,13 @@ def test_what_was_appended_comes_back_and_the_ledger_tells_the_same(tmp_path_fac
     assert lines == [{"n": n, **values} for n, (values, *_) in enumerate(2 * records)]
 
 
-def test_records_are_numbered_from_0_over_all_lives(tmp_path):
+def test_records_are_numbered_from_0_over_all_restarts(tmp_path):
     for first in (0, 2):
         with HubJournal.open(tmp_path, resume=True) as journal:
             assert [journal.append({}), journal.append({})] == [first, first + 1]
 
 
-def test_a_loss_that_is_not_finite_is_noted(tmp_path):
+def test_a_loss_that_is_not_finite_is_recorded(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         journal.append({"loss": math.nan, "norm": math.inf})
     (line,) = read_ledger(tmp_path)
@@ -62,7 +62,7 @@ def test_a_loss_that_is_not_finite_is_noted(tmp_path):
     assert line["norm"] == math.inf
 
 
-def test_what_was_not_committed_is_not_told_and_is_there_after_a_commit(any_journal):
+def test_records_are_recovered_only_after_a_commit(any_journal):
     any_journal.append({"k": 0})
     assert list(any_journal.recovered().records) == []
     any_journal.commit()
@@ -78,14 +78,14 @@ def test_a_payload_may_change_once_it_was_appended(any_journal):
     assert [held for _, held in any_journal.recovered().records] == [b"x" * 100_000, b"x" * 10]
 
 
-def test_many_bytes_that_wait_are_committed_by_themselves(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "_MOST_WAITING_NBYTES", 1000)
+def test_many_buffered_bytes_are_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "_MAX_BUFFERED_NBYTES", 1000)
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, range(10))
         seen = numbers_in(journal)
         assert seen == list(range(len(seen)))
         assert 5 < len(seen) < 10
-    assert found_in(tmp_path) == list(range(10))
+    assert recovered_numbers(tmp_path) == list(range(10))
 
 
 @pytest.mark.parametrize(
@@ -103,15 +103,15 @@ def test_many_bytes_that_wait_are_committed_by_themselves(tmp_path, monkeypatch)
         ({"a": "x" * 70_000}, "take 70.* bytes, more than 65536"),
     ],
 )
-def test_what_is_not_plain_is_refused_and_nothing_was_appended(tmp_path, values, message):
+def test_values_that_are_not_plain_are_refused_and_not_appended(tmp_path, values, message):
     with HubJournal.open(tmp_path, resume=False) as journal:
         with pytest.raises(UsageError, match=message):
             journal.append(values, b"payload")
         assert journal.append({"k": 0}) == 0
-    assert found_in(tmp_path) == [0]
+    assert recovered_numbers(tmp_path) == [0]
 
 
-def test_values_nested_without_end_are_refused(tmp_path):
+def test_endlessly_nested_values_are_refused(tmp_path):
     endless = {}
     endless["a"] = endless
     with HubJournal.open(tmp_path, resume=False) as journal, pytest.raises(UsageError, match="nested deeper"):
@@ -126,7 +126,7 @@ def test_a_payload_that_is_too_long_is_refused(tmp_path, monkeypatch):
         assert journal.append({"k": 0}) == 0
 
 
-def test_a_commit_waits_for_the_disk_once_and_only_then_writes_the_lines(tmp_path, monkeypatch):
+def test_a_commit_flushes_once_before_the_ledger_is_written(tmp_path, monkeypatch):
     calls = []
 
     def noted(name):
@@ -157,7 +157,7 @@ def test_a_commit_waits_for_the_disk_once_and_only_then_writes_the_lines(tmp_pat
 # ------------------------------------------------------------------ the folder
 
 
-def test_facts_of_the_run_are_told_once(tmp_path):
+def test_facts_of_the_run_are_described_once(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         assert journal.run_facts == {}
         journal.describe({"run": "a", "fragments": [1, 2]})
@@ -166,13 +166,13 @@ def test_facts_of_the_run_are_told_once(tmp_path):
         journal.describe({"run": "a", "fragments": (1, 2)})
         with pytest.raises(UsageError, match="described before, with other facts: run 'a' → 'b'"):
             journal.describe({"run": "b", "fragments": [1, 2]})
-        with pytest.raises(UsageError, match="facts: more not told → None"):
+        with pytest.raises(UsageError, match="facts: more missing → None"):
             journal.describe({"run": "a", "fragments": [1, 2], "more": None})
         with pytest.raises(UsageError, match="facts of a run can't hold a set"):
             journal.describe({"run": {1}})
 
 
-def test_facts_that_were_described_as_none_are_described(tmp_path):
+def test_empty_facts_count_as_described(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         journal.describe({})
     with (
@@ -196,14 +196,14 @@ def test_a_folder_with_a_run_is_only_resumed(tmp_path, what):
     HubJournal.open(tmp_path, resume=True).close()
 
 
-def test_a_hub_that_noted_nothing_has_left_no_run(tmp_path):
+def test_a_hub_that_recorded_nothing_leaves_no_run(tmp_path):
     for _ in range(2):
         HubJournal.open(tmp_path / "new" / "hub", resume=False).close()
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_two_hubs_on_one_folder_are_one_too_many(tmp_path, monkeypatch, own):
-    monkeypatch.setattr("paceline._core.file_lock._TIMEOUT_SECONDS", 0.0)
+def test_a_second_hub_on_a_folder_is_refused(tmp_path, monkeypatch, own):
+    monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
     with HubJournal.open(tmp_path, resume=False) as journal:
         journal.append({})
         journal.commit()
@@ -224,14 +224,14 @@ def test_two_hubs_on_one_folder_are_one_too_many(tmp_path, monkeypatch, own):
     HubJournal.open(tmp_path, resume=True).close()
 
 
-def test_a_folder_that_can_not_be_one_is_refused(tmp_path):
+def test_an_impossible_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="can't be the folder of a hub"):
         HubJournal.open(tmp_path / "file" / "hub", resume=False)
 
 
 def test_a_lock_is_free_after_an_opening_that_failed(tmp_path):
-    path = small_run(tmp_path, [3], acknowledged=1)
+    path = write_groups(tmp_path, [3], acknowledged=1)
     good = path.read_bytes()
     path.write_bytes(good[:-1])
     errors = []  # kept, and with them the frames that failed
@@ -240,21 +240,21 @@ def test_a_lock_is_free_after_an_opening_that_failed(tmp_path):
             HubJournal.open(tmp_path, resume=True)
         errors.append(caught.value)
     path.write_bytes(good)
-    assert found_in(tmp_path) == [0, 1, 2]
+    assert recovered_numbers(tmp_path) == [0, 1, 2]
 
 
-def test_a_closed_journal_takes_nothing_and_closing_twice_is_closing_once(tmp_path):
+def test_a_closed_journal_refuses_records_and_can_be_closed_twice(tmp_path):
     journal = HubJournal.open(tmp_path, resume=False)
     journal.append({"k": 0})
     journal.close()
     journal.close()
     for use in (lambda: journal.append({}), journal.commit):
-        with pytest.raises(CheckpointError, match="takes nothing more: it is closed"):
+        with pytest.raises(CheckpointError, match="can't be written any more: it is closed"):
             use()
-    assert found_in(tmp_path) == [0]
+    assert recovered_numbers(tmp_path) == [0]
 
 
-def test_an_interrupted_journal_takes_nothing_more(tmp_path, monkeypatch):
+def test_an_interrupted_journal_refuses_records(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -268,4 +268,4 @@ def test_an_interrupted_journal_takes_nothing_more(tmp_path, monkeypatch):
         monkeypatch.undo()
         with pytest.raises(CheckpointError, match="it was interrupted"):
             journal.append({})
-    assert found_in(tmp_path) == [0]
+    assert recovered_numbers(tmp_path) == [0]

@@ -4,105 +4,116 @@ import math
 
 import pytest
 
-from paceline.async_dp.hub.hub_rules import HubRules, HubShard
-from paceline.async_dp.hub.population import Population, PopulationRules, Replace, Together
-from paceline.async_dp.hub.update_screening import Histogram, Screen, ScreeningRules, Staleness
+from paceline.async_dp.hub.hub_rules import (
+    HubRules,
+    HubShard,
+    PopulationRules,
+    ScreeningRules,
+    StalenessPolicy,
+)
+from paceline.async_dp.hub.membership import StalenessHistogram
+from paceline.async_dp.hub.population import JoinDecision, Population, ReplaceDecision
+from paceline.async_dp.hub.update_screening import UpdateScreen
+from paceline.async_dp.protocol.hub_messages import UpdateHeader
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
-from paceline.async_dp.worker.worker_resources import choose, fragments_for
+from paceline.async_dp.worker.worker_resources import auto_fragments, choose_settings
 from paceline.errors import UsageError
 
 
-def judged(screen: Screen, norm: float, *, worker: int = 1, now: float = 0.0, **told) -> str:
-    return screen.judge(worker, 0, norm, told.get("steps", 1), told.get("score"), told.get("before"), now)
+def check(screen: UpdateScreen, norm: float, *, worker: int = 1, now: float = 0.0, **changes) -> str:
+    header = UpdateHeader(
+        0, 1.0, changes.get("steps", 1), score=changes.get("score"), before=changes.get("before")
+    )
+    return screen.check(worker, 0, norm, header, now)
 
 
 def test_an_update_that_is_not_finite_is_refused() -> None:
-    screen = Screen()
-    assert judged(screen, math.nan).startswith("not finite")
-    assert judged(screen, math.inf).startswith("not finite")
-    assert judged(screen, 1.0, score=math.nan, before=1.0).startswith("not finite")
+    screen = UpdateScreen()
+    assert check(screen, math.nan).startswith("not finite")
+    assert check(screen, math.inf).startswith("not finite")
+    assert check(screen, 1.0, score=math.nan, before=1.0).startswith("not finite")
 
 
 def test_an_exploding_update_is_refused_once_the_usual_size_is_known() -> None:
-    screen = Screen()
-    assert judged(screen, 500.0) == ""
-    screen = Screen()
+    screen = UpdateScreen()
+    assert check(screen, 500.0) == ""
+    screen = UpdateScreen()
     for _ in range(8):
-        assert judged(screen, 1.0) == ""
-    assert judged(screen, 11.0).startswith("exploding: 11.0 times")
-    assert judged(screen, 9.0) == ""
+        assert check(screen, 1.0) == ""
+    assert check(screen, 11.0).startswith("exploding: 11.0 times")
+    assert check(screen, 9.0) == ""
 
 
-def test_the_size_of_an_update_is_seen_beside_its_steps() -> None:
-    screen = Screen()
+def test_norms_are_compared_per_square_root_of_steps() -> None:
+    screen = UpdateScreen()
     for _ in range(8):
-        judged(screen, 1.0, steps=1)
-    assert judged(screen, 50.0, steps=100) == ""
+        check(screen, 1.0, steps=1)
+    assert check(screen, 50.0, steps=100) == ""
 
 
-def test_one_exploding_update_does_not_become_the_usual() -> None:
-    screen = Screen(ScreeningRules(strikes=10))
+def test_refused_updates_do_not_change_the_usual_norm() -> None:
+    screen = UpdateScreen(ScreeningRules(strikes=10))
     for _ in range(8):
-        judged(screen, 1.0)
-    assert all(judged(screen, 100.0, worker=number).startswith("exploding") for number in range(50))
+        check(screen, 1.0)
+    assert all(check(screen, 100.0, worker=number).startswith("exploding") for number in range(50))
 
 
-def test_workers_that_hardly_move_do_not_make_an_ordinary_one_explode() -> None:
-    screen = Screen()
-    assert judged(screen, 1.0, worker=2) == ""
+def test_tiny_updates_of_one_worker_do_not_make_ordinary_ones_explode() -> None:
+    screen = UpdateScreen()
+    assert check(screen, 1.0, worker=2) == ""
     for _ in range(50):
-        assert judged(screen, 1e-6) == ""
-    assert judged(screen, 2.0, worker=2) == ""
-    assert judged(screen, 2.0, worker=3, score=1.0, before=2.0) == "", "its score speaks for it"
-    assert judged(screen, 2.0, worker=4).startswith("exploding")
+        assert check(screen, 1e-6) == ""
+    assert check(screen, 2.0, worker=2) == ""
+    assert check(screen, 2.0, worker=3, score=1.0, before=2.0) == "", "its score speaks for it"
+    assert check(screen, 2.0, worker=4).startswith("exploding")
 
 
 def test_an_update_that_makes_the_score_worse_is_refused() -> None:
-    screen = Screen()
-    assert judged(screen, 1.0, score=2.04, before=2.0) == ""
-    assert judged(screen, 1.0, score=2.06, before=2.0).startswith("worse: score 2.0600")
-    assert judged(Screen(ScreeningRules(worse=None)), 1.0, score=9.0, before=2.0) == ""
+    screen = UpdateScreen()
+    assert check(screen, 1.0, score=2.04, before=2.0) == ""
+    assert check(screen, 1.0, score=2.06, before=2.0).startswith("worse: score 2.0600")
+    assert check(UpdateScreen(ScreeningRules(max_score_increase=None)), 1.0, score=9.0, before=2.0) == ""
 
 
-def test_who_is_refused_three_times_is_put_in_quarantine_and_twice_as_long_the_next_time() -> None:
-    screen = Screen(ScreeningRules(seconds=10))
+def test_three_refusals_lead_to_quarantine_and_the_next_one_lasts_twice_as_long() -> None:
+    screen = UpdateScreen(ScreeningRules(quarantine_seconds=10))
     for _ in range(3):
-        judged(screen, math.nan, now=0.0)
-    assert screen.quarantined(1, 4.0) == 6.0
-    assert judged(screen, 1.0, now=4.0).startswith("in quarantine: for 6 s")
-    assert judged(screen, 1.0, now=4.0, worker=2) == ""
-    assert judged(screen, 1.0, now=11.0) == ""
+        check(screen, math.nan, now=0.0)
+    assert screen.quarantine_left(1, 4.0) == 6.0
+    assert check(screen, 1.0, now=4.0).startswith("in quarantine: for 6 s")
+    assert check(screen, 1.0, now=4.0, worker=2) == ""
+    assert check(screen, 1.0, now=11.0) == ""
     for _ in range(3):
-        judged(screen, math.nan, now=20.0)
-    assert screen.quarantined(1, 20.0) == 20.0
+        check(screen, math.nan, now=20.0)
+    assert screen.quarantine_left(1, 20.0) == 20.0
 
 
 def test_old_strikes_are_forgotten() -> None:
-    screen = Screen()
+    screen = UpdateScreen()
     for number in range(40):
-        judged(screen, math.nan if number % 5 == 0 else 1.0)
-    assert screen.quarantined(1, 0.0) == 0.0
+        check(screen, math.nan if number % 5 == 0 else 1.0)
+    assert screen.quarantine_left(1, 0.0) == 0.0
 
 
 def test_policies_for_stale_updates() -> None:
-    assert Staleness().weight(1e9) == 1.0
-    assert Staleness("down-weight").weight(3.0) == 0.5
-    assert Staleness("down-weight", power=1.0).weight(3.0) == 0.25
-    assert Staleness("drop", bound=4).weight(4.0) == 1.0
-    assert Staleness("drop", bound=4).weight(4.1) == 0.0
+    assert StalenessPolicy().weight(1e9) == 1.0
+    assert StalenessPolicy("down-weight").weight(3.0) == 0.5
+    assert StalenessPolicy("down-weight", power=1.0).weight(3.0) == 0.25
+    assert StalenessPolicy("drop", bound=4).weight(4.0) == 1.0
+    assert StalenessPolicy("drop", bound=4).weight(4.1) == 0.0
 
 
-def test_waiting_holds_who_is_ahead_and_never_the_last() -> None:
-    wait = Staleness("wait", bound=2)
-    assert wait.holds(mine=20, others=[3, 18], revision=20, workers=4)
-    assert not wait.holds(mine=3, others=[20, 18], revision=20, workers=4)
-    assert not wait.holds(mine=20, others=[14, 18], revision=20, workers=4)
-    assert not wait.holds(mine=20, others=[], revision=20, workers=1)
-    assert not Staleness("accept").holds(20, [0], 1000, 2)
+def test_waiting_holds_back_workers_ahead_and_never_the_slowest() -> None:
+    wait = StalenessPolicy("wait", bound=2)
+    assert wait.holds_back(base=20, others=[3, 18], revision=20, workers=4)
+    assert not wait.holds_back(base=3, others=[20, 18], revision=20, workers=4)
+    assert not wait.holds_back(base=20, others=[14, 18], revision=20, workers=4)
+    assert not wait.holds_back(base=20, others=[], revision=20, workers=1)
+    assert not StalenessPolicy("accept").holds_back(20, [0], 1000, 2)
 
 
 def test_the_histogram_counts_every_staleness_once() -> None:
-    counts = Histogram()
+    counts = StalenessHistogram()
     for value in (0.0, 0.49, 0.5, 1.9, 2.0, 100.0, 1e9):
         counts.add(value)
     assert sum(counts.counts) == 7
@@ -121,7 +132,9 @@ def test_the_histogram_counts_every_staleness_once() -> None:
         ("best", 1.6, 2.0, 1.5, False),
     ],
 )
-def test_what_is_sent(send: str, mine: float, before: float | None, best: float, offered: bool) -> None:
+def test_selection_of_sent_updates(
+    send: str, mine: float, before: float | None, best: float, offered: bool
+) -> None:
     assert SelectionPolicy(send=send).sends(mine, before, best) is offered
 
 
@@ -136,11 +149,13 @@ def test_what_is_sent(send: str, mine: float, before: float | None, best: float,
         ("best", 2.0, 1.6, 1.5, False),
     ],
 )
-def test_what_is_taken_in(receive: str, mine: float, theirs: float, best: float, taken: bool) -> None:
+def test_selection_of_received_parameters(
+    receive: str, mine: float, theirs: float, best: float, taken: bool
+) -> None:
     assert SelectionPolicy(receive=receive).receives(mine, theirs, best) is taken
 
 
-def test_policies_need_a_score_and_a_whole_model() -> None:
+def test_selection_policies_need_a_score_and_one_fragment() -> None:
     with pytest.raises(UsageError, match="without a score"):
         SelectionPolicy(receive="better").check(has_score=False, fragments=1)
     with pytest.raises(UsageError, match="2 fragments"):
@@ -150,76 +165,76 @@ def test_policies_need_a_score_and_a_whole_model() -> None:
         SelectionPolicy(send="beter")
 
 
-def test_the_worst_of_a_population_takes_the_best_ones_parameters_and_learning_rate() -> None:
+def test_the_worst_worker_is_replaced_by_the_best() -> None:
     population, alive = Population(PopulationRules(steps=1000, margin=0.1, grace=1)), {1, 2, 3}
     for worker, score in ((1, 2.0), (2, 2.1), (3, 5.0)):
-        assert population.tell(worker, score, 10, 0.01 * worker, alive) is None
-    assert population.tell(1, 1.9, 20, 0.01, alive) is None
-    assert population.tell(2, 2.0, 20, 0.02, alive) is None
-    decision = population.tell(3, 4.9, 20, 0.3, alive)
-    assert isinstance(decision, Replace)
+        assert population.report(worker, score, 10, 0.01 * worker, alive) is None
+    assert population.report(1, 1.9, 20, 0.01, alive) is None
+    assert population.report(2, 2.0, 20, 0.02, alive) is None
+    decision = population.report(3, 4.9, 20, 0.3, alive)
+    assert isinstance(decision, ReplaceDecision)
     assert (decision.worker, decision.by, decision.lr) == (3, 1, 0.01)
     assert "158% behind" in decision.reason
-    assert population.tell(3, 4.0, 30, 0.01, alive) is None, "it has its grace again"
+    assert population.report(3, 4.0, 30, 0.01, alive) is None, "it has its grace again"
 
 
-def test_nobody_is_replaced_who_is_hardly_worse_or_not_the_worst() -> None:
+def test_workers_within_the_margin_or_not_worst_are_not_replaced() -> None:
     population, alive = Population(PopulationRules(steps=1000, margin=0.1, grace=0)), {1, 2, 3}
-    population.tell(1, 2.0, 10, 0.1, alive)
-    assert population.tell(2, 2.15, 10, 0.1, alive) is None
-    assert isinstance(population.tell(3, 9.0, 10, 0.1, alive), Replace)
-    assert population.tell(2, 4.0, 20, 0.1, alive) is None
+    population.report(1, 2.0, 10, 0.1, alive)
+    assert population.report(2, 2.15, 10, 0.1, alive) is None
+    assert isinstance(population.report(3, 9.0, 10, 0.1, alive), ReplaceDecision)
+    assert population.report(2, 4.0, 20, 0.1, alive) is None
 
 
-def test_a_score_that_is_no_number_is_the_worst() -> None:
+def test_a_nan_score_is_the_worst() -> None:
     population = Population(PopulationRules(steps=1000, grace=0))
-    population.tell(1, 2.0, 10, 0.1, {1, 2})
-    assert isinstance(population.tell(2, math.nan, 10, 0.1, {1, 2}), Replace)
+    population.report(1, 2.0, 10, 0.1, {1, 2})
+    assert isinstance(population.report(2, math.nan, 10, 0.1, {1, 2}), ReplaceDecision)
 
 
-def test_the_learning_rate_of_who_is_replaced_is_perturbed_both_ways() -> None:
+def test_the_learning_rate_of_a_replaced_worker_is_perturbed_both_ways() -> None:
     population = Population(PopulationRules(steps=1000, grace=0, perturb=1.2))
     rates = set()
     for _ in range(40):
-        population.tell(1, 2.0, 10, 0.1, {1, 2})
-        decision = population.tell(2, 9.0, 10, 0.1, {1, 2})
-        if isinstance(decision, Replace):
+        population.report(1, 2.0, 10, 0.1, {1, 2})
+        decision = population.report(2, 9.0, 10, 0.1, {1, 2})
+        if isinstance(decision, ReplaceDecision):
             rates.add(round(decision.lr, 6))
     assert rates == {0.12, round(0.1 / 1.2, 6)}
 
 
 def test_all_join_the_best_when_most_have_made_their_steps() -> None:
     population, alive = Population(PopulationRules(steps=100, margin=math.inf)), {1, 2, 3}
-    assert population.tell(1, 2.0, 100, 0.1, alive) == Together(
+    assert population.report(1, 2.0, 100, 0.1, alive) == JoinDecision(
         1, "1 of 1 workers made 100 steps; best score 2.0000"
     )
     population = Population(PopulationRules(steps=100, margin=math.inf))
     for worker in (1, 2, 3):
-        assert population.tell(worker, 2.0 + worker, 50, 0.1, alive) is None
-    assert population.tell(1, 3.0, 100, 0.1, alive) is None
-    decision = population.tell(3, 2.5, 100, 0.1, alive)
-    assert isinstance(decision, Together)
+        assert population.report(worker, 2.0 + worker, 50, 0.1, alive) is None
+    assert population.report(1, 3.0, 100, 0.1, alive) is None
+    decision = population.report(3, 2.5, 100, 0.1, alive)
+    assert isinstance(decision, JoinDecision)
     assert decision.best == 3
 
 
 def test_all_join_a_best_that_is_far_ahead() -> None:
     population, alive = Population(PopulationRules(steps=1000, margin=math.inf, grace=0, gap=0.2)), {1, 2}
-    assert population.tell(1, 1.0, 10, 0.1, alive) is None
-    decision = population.tell(2, 1.5, 10, 0.1, alive)
-    assert isinstance(decision, Together)
+    assert population.report(1, 1.0, 10, 0.1, alive) is None
+    decision = population.report(2, 1.5, 10, 0.1, alive)
+    assert isinstance(decision, JoinDecision)
     assert "50% ahead" in decision.reason
 
 
-def test_who_left_does_not_count_any_more() -> None:
+def test_workers_that_left_do_not_count() -> None:
     population = Population(PopulationRules(steps=1000, grace=0))
-    population.tell(1, 0.1, 10, 0.1, {1, 2})
-    assert population.tell(2, 2.0, 10, 0.1, {2}) is None
+    population.report(1, 0.1, 10, 0.1, {1, 2})
+    assert population.report(2, 2.0, 10, 0.1, {2}) is None
 
 
 @pytest.mark.parametrize(
     "given", [{"steps": 0}, {"margin": 0.0}, {"grace": -1}, {"perturb": 0.5}, {"gap": 0.0}]
 )
-def test_rules_of_populations_that_can_not_be_are_refused(given: dict) -> None:
+def test_invalid_population_rules_are_refused(given: dict) -> None:
     with pytest.raises(UsageError):
         PopulationRules(**given)
 
@@ -231,19 +246,19 @@ def test_a_population_has_one_hub() -> None:
         HubShard(2, 2)
 
 
-def test_settings_follow_what_is_measured() -> None:
-    slow, fast = choose(0.1, 1.0, 2.0, "int4"), choose(0.1, 0.1, 0.2, "int4")
+def test_settings_follow_measured_times() -> None:
+    slow, fast = choose_settings(0.1, 1.0, 2.0, "int4"), choose_settings(0.1, 0.1, 0.2, "int4")
     assert slow.every > fast.every
     assert slow.delay == 30
-    assert choose(10.0, 0.1, 0.2, "int4") == choose(10.0, 0.2, 0.2, "int8")
-    assert choose(1e-9, 1e9, 1e9, "int4").every == 500
+    assert choose_settings(10.0, 0.1, 0.2, "int4") == choose_settings(10.0, 0.2, 0.2, "int8")
+    assert choose_settings(1e-9, 1e9, 1e9, "int4").every == 500
     for seconds in (0.001, 0.1, 10.0):
         for up in (0.001, 0.3, 20.0):
-            found = choose(seconds, up, 2 * up, "int4")
+            found = choose_settings(seconds, up, 2 * up, "int4")
             assert 0 < found.delay < found.every
 
 
 def test_fragments_depend_on_the_model_alone() -> None:
-    assert fragments_for(100, 10) == 1
-    assert fragments_for(10**9, 100) == 8
-    assert fragments_for(10**9, 3) == 3
+    assert auto_fragments(100, 10) == 1
+    assert auto_fragments(10**9, 100) == 8
+    assert auto_fragments(10**9, 3) == 3

@@ -1,142 +1,154 @@
-"""A worker's conversation: what is not answered is said again, after a patience that follows the network."""
+"""A worker's session repeats what is not answered, after a timeout that follows measured times."""
 
 import math
 from typing import Any
 
 import torch
 
-from hub_conversation import LAYOUT, PACKING, RUN
+from hub_driver import LAYOUT, PACKING, RUN
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.update_codec import UpdateCodec
-from paceline.async_dp.thread_messages import Order
 from paceline.async_dp.wal.worker_outbox import Outbox
-from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
 from paceline.async_dp.worker.hub_session import HubSession
+from paceline.async_dp.worker.session_state import SessionRequest
 from paceline.transport.transport_interface import HUB
 
 ME = 7
 
 
-class Conversation:
-    """A spoke whose hub is this test; virtual time is `now`."""
+class SessionDriver:
+    """A session whose hub is this test; virtual time is `now`."""
 
     def __init__(self) -> None:
         net = torch.nn.Linear(4, 3)
         (fragment,) = LAYOUT.fragments
-        self.side = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
+        self.replica = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
         sessions = iter(range(1, 10**6))
-        self.spoke = HubSession(
-            ME, "w", LAYOUT, {0: self.side}, Outbox(None, ME), facts={}, new_session=lambda: next(sessions)
+        self.session_id = HubSession(
+            ME,
+            "w",
+            LAYOUT,
+            {0: self.replica},
+            Outbox(None, ME),
+            hello_meta={},
+            new_session_id=lambda: next(sessions),
         )
-        self.spoke.beat_seconds = math.inf
+        self.session_id.heartbeat_seconds = math.inf
         self.now, self._sequence = 0.0, 0
 
-    def hear(self, kind: str, payload: Any = b"", round: int = 0, **told: Any) -> None:
+    def receive(self, kind: str, payload: Any = b"", round: int = 0, **meta: Any) -> None:
         dtype = "fp32" if payload else ""
         for envelope in split_message(
-            HubMessage(kind, HUB, ME, round, 0, told, payload, dtype), RUN, self._sequence
+            HubMessage(kind, HUB, ME, round, 0, meta, payload, dtype), RUN, self._sequence
         ):
-            self.spoke.receive(envelope, self.now)
+            self.session_id.receive(envelope, self.now)
         self._sequence += 1
 
-    def said(self) -> list[str]:
-        """Return the kinds of what is said now; all of it leaves at once."""
-        out = self.spoke.pump(self.now)
+    def sent(self) -> list[str]:
+        """Return the kinds of the messages that are sent now."""
+        out = self.session_id.pump(self.now)
         for message in out:
-            self.spoke.left(message, self.now)
+            self.session_id.message_sent(message, self.now)
         return [message.kind for message in out if message.kind != "beat"]
 
-    def wait(self) -> tuple[float, list[str]]:
-        """Let time pass until something is due; return how long that was, and what is said then."""
-        began, self.now = self.now, self.spoke.wants()
-        return self.now - began, self.said()
+    def advance(self) -> tuple[float, list[str]]:
+        """Advance time to when something is due; return the duration, and what is sent then."""
+        began, self.now = self.now, self.session_id.next_due()
+        return self.now - began, self.sent()
 
     def welcome(self) -> None:
-        self.hear("welcome", run=RUN, phase="together", slot=0, slots=1, workers=1, yours=self.spoke.session)
+        self.receive(
+            "welcome", run=RUN, phase="together", slot=0, slots=1, workers=1, yours=self.session_id.session_id
+        )
 
-    def begin(self) -> None:
-        """Get in touch, and fetch the first centre; every answer takes 0.05 s."""
-        assert self.said() == ["hello"]
+    def connect(self) -> None:
+        """Connect, and fetch the first global parameters; each answer takes 0.05 s."""
+        assert self.sent() == ["hello"]
         self.welcome()
-        assert self.said() == ["fetch"]
+        assert self.sent() == ["fetch"]
         self.now += 0.05
-        self.hear("centre", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=1)
-        self.side.take()
+        self.receive("centre", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=1)
+        self.replica.apply_received()
 
-    def offer(self) -> None:
-        self.side.snapshot()
-        self.side.state = State.OUT
-        self.spoke.orders.append(Order(0, "update", self.now, {"samples": 1.0, "steps": 1}))
-        assert self.said() == ["update"]
+    def send_update(self) -> None:
+        self.replica.snapshot()
+        self.replica.state = FragmentState.EXCHANGING
+        self.session_id.requests.append(SessionRequest(0, "update", self.now, {"samples": 1.0, "steps": 1}))
+        assert self.sent() == ["update"]
 
 
-def test_an_unanswered_update_is_said_again_later_and_later() -> None:
-    talk = Conversation()
-    talk.begin()
-    talk.offer()
+def test_an_unanswered_update_is_repeated_with_growing_timeouts() -> None:
+    driver = SessionDriver()
+    driver.connect()
+    driver.send_update()
     pauses = []
     for _ in range(6):
-        pause, said = talk.wait()
-        assert said == ["update"]
+        pause, sent = driver.advance()
+        assert sent == ["update"]
         pauses.append(round(pause, 6))
     assert pauses == [1.2, 2.4, 4.8, 9.6, 19.2, 19.2]
-    assert talk.spoke.resent == 6
+    assert driver.session_id.resent == 6
 
 
-def test_an_answer_ends_the_doubling_and_a_late_one_is_no_measurement() -> None:
-    talk = Conversation()
-    talk.begin()
-    talk.offer()
-    talk.wait()
-    talk.now += 1.0
-    talk.hear("ack", round=talk.side.round)
-    assert talk.spoke.patience.update_seconds == 0.0  # the first or the second one was answered: nobody knows
-    assert talk.said() == ["fetch"] or talk.wait()[1] == ["fetch"]
-    pause, said = talk.wait()
-    assert (round(pause, 6), said) == (1.2, ["fetch"])
-    talk.hear("centre", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=2)
-    assert round(talk.spoke.patience.fetch_seconds, 6) == 0.05
+def test_a_reply_resets_the_timeout_and_one_after_a_repetition_is_not_measured() -> None:
+    driver = SessionDriver()
+    driver.connect()
+    driver.send_update()
+    driver.advance()
+    driver.now += 1.0
+    driver.receive("ack", round=driver.replica.round)
+    assert driver.session_id.reply_timeout.update_seconds == 0.0  # which of the two was answered is unknown
+    assert driver.sent() == ["fetch"] or driver.advance()[1] == ["fetch"]
+    pause, sent = driver.advance()
+    assert (round(pause, 6), sent) == (1.2, ["fetch"])
+    driver.receive("centre", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=2)
+    assert round(driver.session_id.reply_timeout.fetch_seconds, 6) == 0.05
 
 
-def test_what_an_absent_hub_costs_is_no_measurement_either() -> None:
-    talk = Conversation()
-    talk.begin()
-    talk.offer()
-    talk.now += 0.1
-    talk.spoke.lost(talk.now)
-    assert talk.said() == ["hello"]
-    talk.now += 300.0
-    talk.welcome()
-    assert talk.said() == ["update"]
-    talk.hear("ack", round=talk.side.round)
-    assert talk.spoke.patience.update_seconds == 0.0
-    assert talk.spoke.acknowledged == 1
+def test_the_time_of_an_absent_hub_is_not_measured() -> None:
+    driver = SessionDriver()
+    driver.connect()
+    driver.send_update()
+    driver.now += 0.1
+    driver.session_id.disconnected(driver.now)
+    assert driver.sent() == ["hello"]
+    driver.now += 300.0
+    driver.welcome()
+    assert driver.sent() == ["update"]
+    driver.receive("ack", round=driver.replica.round)
+    assert driver.session_id.reply_timeout.update_seconds == 0.0
+    assert driver.session_id.acknowledged == 1
 
 
-def test_with_time_the_centre_is_asked_for_as_late_as_can_be() -> None:
-    talk = Conversation()
-    talk.begin()
-    talk.side.snapshot()
-    talk.side.state = State.OUT
-    talk.spoke.orders.append(Order(0, "update", talk.now + 5.0, {"samples": 1.0, "steps": 1}))
-    (update,) = [each for each in talk.spoke.pump(talk.now) if each.kind == "update"]
-    talk.hear("ack", round=update.round)
-    pause, said = talk.wait()
-    assert (round(pause, 6), said) == (round(5.0 - 1.3 * 0.05, 6), ["fetch"])
+def test_global_parameters_are_fetched_as_late_as_possible() -> None:
+    driver = SessionDriver()
+    driver.connect()
+    driver.replica.snapshot()
+    driver.replica.state = FragmentState.EXCHANGING
+    driver.session_id.requests.append(
+        SessionRequest(0, "update", driver.now + 5.0, {"samples": 1.0, "steps": 1})
+    )
+    (update,) = [each for each in driver.session_id.pump(driver.now) if each.kind == "update"]
+    driver.receive("ack", round=update.round)
+    pause, sent = driver.advance()
+    assert (round(pause, 6), sent) == (round(5.0 - 1.3 * 0.05, 6), ["fetch"])
 
 
-def test_until_all_share_a_centre_it_says_hello_again_and_nothing_that_is_lost_there_keeps_it_out() -> None:
-    talk = Conversation()
+def test_hello_is_repeated_until_all_share_parameters() -> None:
+    driver = SessionDriver()
 
     def welcome(phase: str) -> None:
-        talk.hear("welcome", run=RUN, phase=phase, slot=0, slots=1, workers=1, yours=talk.spoke.session)
+        driver.receive(
+            "welcome", run=RUN, phase=phase, slot=0, slots=1, workers=1, yours=driver.session_id.session_id
+        )
 
-    assert talk.said() == ["hello"]
+    assert driver.sent() == ["hello"]
     welcome("empty")
-    assert talk.said() == []
-    for _ in range(3):  # whose answers are lost
-        pause, said = talk.wait()
-        assert (pause, said) == (10.0, ["hello"])
+    assert driver.sent() == []
+    for _ in range(3):  # the answers are lost
+        pause, sent = driver.advance()
+        assert (pause, sent) == (10.0, ["hello"])
     welcome("together")
-    assert talk.said() == ["fetch"]
+    assert driver.sent() == ["fetch"]

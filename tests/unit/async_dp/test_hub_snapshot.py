@@ -1,4 +1,4 @@
-"""Snapshots of a hub: whole, checked, and with the records that follow them."""
+"""Snapshots of a hub: round trip, checksums, and recovery with the records that follow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from journal_folders import copied, ends_of, found_in, never_waiting, numbers_in, write
+from journal_folders import copy_folder, numbers_in, record_ends, recovered_numbers, skip_fsync, write
 from paceline.async_dp.wal import decision_ledger, journal_recovery
 from paceline.async_dp.wal import hub_journal as journal_module
 from paceline.async_dp.wal.decision_ledger import read_ledger
@@ -16,9 +16,9 @@ from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.hub_snapshot import HubSnapshot, read_snapshot, write_snapshot
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import DamagedCheckpoint, UsageError
-from snapshot_states import names_in, numbers_of, snap
+from snapshot_states import open_and_read, revisions_in, snap
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 TENSORS = {
@@ -36,7 +36,7 @@ def same(a, b):
     return a.dtype is b.dtype and a.shape == b.shape and a.reshape(-1).tolist() == b.reshape(-1).tolist()
 
 
-def test_a_snapshot_comes_back_and_others_can_read_it(tmp_path):
+def test_a_snapshot_round_trips_and_is_readable_by_safetensors(tmp_path):
     path = tmp_path / "one.safetensors"
     write_snapshot(path, HubSnapshot(7, 30, {"samples": 12, "loss": [1.5, None]}), TENSORS)
     snapshot, tensors = read_snapshot(path)
@@ -48,7 +48,7 @@ def test_a_snapshot_comes_back_and_others_can_read_it(tmp_path):
         assert same(theirs.get_tensor("model.weight"), TENSORS["model.weight"])
 
 
-def test_tensors_are_stored_whatever_their_strides_and_gradients(tmp_path):
+def test_tensors_of_any_strides_and_gradients_are_stored(tmp_path):
     path, whole = tmp_path / "one.safetensors", torch.arange(12.0).view(3, 4)
     write_snapshot(
         path, HubSnapshot(0, 0, {}), {"t": whole.t(), "p": torch.nn.Parameter(whole), "row": whole[1]}
@@ -61,7 +61,7 @@ def test_tensors_are_stored_whatever_their_strides_and_gradients(tmp_path):
     assert same(read_snapshot(path)[1]["p"], whole)
 
 
-def test_any_flipped_bit_is_seen(tmp_path):
+def test_any_flipped_bit_is_detected(tmp_path):
     path = tmp_path / "one.safetensors"
     write_snapshot(
         path, HubSnapshot(1, 2, {"a": 1}), {"x": torch.arange(4.0), "y": torch.ones(3, dtype=torch.int8)}
@@ -75,7 +75,7 @@ def test_any_flipped_bit_is_seen(tmp_path):
             read_snapshot(path)
 
 
-def test_any_cut_is_seen(tmp_path):
+def test_any_truncation_is_detected(tmp_path):
     path = tmp_path / "one.safetensors"
     write_snapshot(path, HubSnapshot(1, 2, {}), {"x": torch.arange(4.0)})
     data = path.read_bytes()
@@ -96,31 +96,31 @@ def test_any_cut_is_seen(tmp_path):
         ({}, {"a": b"x"}, r"facts of a snapshot can't hold a bytes \(in 'a'\)"),
     ],
 )
-def test_what_can_not_be_stored_is_refused_and_all_stays_as_it_was(tmp_path, tensors, facts, message):
+def test_an_invalid_snapshot_is_refused_and_changes_nothing(tmp_path, tensors, facts, message):
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0, 1])
         with pytest.raises(UsageError, match=message):
             journal.snapshot(1, tensors, facts)
         write(journal, [2])
-    assert found_in(tmp_path) == [0, 1, 2]
+    assert recovered_numbers(tmp_path) == [0, 1, 2]
 
 
 # ------------------------------------------------------------------ snapshots and records
 
 
-def test_the_last_two_snapshots_stay_and_the_journals_since_the_older(tmp_path):
+def test_the_last_two_snapshots_are_kept_and_the_journals_since_the_older(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         for count in range(5):
             write(journal, [count])
             snap(journal, 10 * count + 5, count + 1)
             assert numbers_in(journal) == list(range(count + 1))
-    assert names_in(tmp_path, "snapshot") == [35, 45]
-    assert names_in(tmp_path, "journal") == [35, 45]
-    assert found_in(tmp_path) == list(range(5))
+    assert revisions_in(tmp_path, "snapshot") == [35, 45]
+    assert revisions_in(tmp_path, "journal") == [35, 45]
+    assert recovered_numbers(tmp_path) == list(range(5))
 
 
 @pytest.mark.parametrize("kind", [HubJournal.open, lambda folder, resume: MemoryJournal()])
-def test_records_after_a_snapshot_come_back_with_it(tmp_path, kind):
+def test_records_after_a_snapshot_are_recovered_with_it(tmp_path, kind):
     with kind(tmp_path, resume=False) as journal:
         assert journal.recovered().tensors is None
         write(journal, [0, 1])
@@ -136,18 +136,18 @@ def test_records_after_a_snapshot_come_back_with_it(tmp_path, kind):
             journal.snapshot(6, {}, {})
 
 
-def test_the_same_revision_can_be_taken_again(tmp_path):
+def test_a_snapshot_of_the_same_revision_can_be_repeated(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         snap(journal, 0, 0)
         for count in (2, 3):
             write(journal, range(count - 1 if count > 2 else 0, count))
             snap(journal, 4, count)
         write(journal, [3])
-    assert names_in(tmp_path, "snapshot") == [0, 4]
-    assert found_in(tmp_path) == [0, 1, 2, 3]
+    assert revisions_in(tmp_path, "snapshot") == [0, 4]
+    assert recovered_numbers(tmp_path) == [0, 1, 2, 3]
 
 
-def test_a_damaged_newest_snapshot_is_passed_over(tmp_path, caplog):
+def test_a_damaged_newest_snapshot_is_skipped(tmp_path, caplog):
     with HubJournal.open(tmp_path, resume=False) as journal:
         for count in range(3):
             write(journal, [count])
@@ -156,20 +156,20 @@ def test_a_damaged_newest_snapshot_is_passed_over(tmp_path, caplog):
     path = tmp_path / "snapshot-000000000003.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with HubJournal.open(tmp_path, resume=True) as journal:
-        assert "snapshot-000000000003.safetensors, which is not intact" in caplog.text
+        assert "snapshot-000000000003.safetensors, which is damaged" in caplog.text
         assert journal.recovered().revision == 2
         assert numbers_in(journal) == [0, 1, 2, 3]
         write(journal, [4])
         with pytest.raises(UsageError, match="revision 2 after that of 3"):
             journal.snapshot(2, {}, {})
         snap(journal, 5, 5)
-        assert names_in(tmp_path, "snapshot") == [2, 5]
-        assert names_in(tmp_path, "journal") == [2, 3, 5]
+        assert revisions_in(tmp_path, "snapshot") == [2, 5]
+        assert revisions_in(tmp_path, "journal") == [2, 3, 5]
         assert path.with_name(f"{path.name}.damaged").exists()
         snap(journal, 6, 5)
         assert not path.with_name(f"{path.name}.damaged").exists()
-        assert names_in(tmp_path, "journal") == [5, 6]
-    assert found_in(tmp_path) == [0, 1, 2, 3, 4]
+        assert revisions_in(tmp_path, "journal") == [5, 6]
+    assert recovered_numbers(tmp_path) == [0, 1, 2, 3, 4]
 
 
 def test_if_no_snapshot_is_intact_all_are_named(tmp_path):
@@ -184,7 +184,7 @@ def test_if_no_snapshot_is_intact_all_are_named(tmp_path):
         HubJournal.open(tmp_path, resume=True)
 
 
-def test_journals_that_are_missing_are_missed(tmp_path):
+def test_a_missing_journal_raises(tmp_path):
     with HubJournal.open(tmp_path / "whole", resume=False) as journal:
         for count in range(3):
             snap(journal, count + 1, count)
@@ -201,32 +201,32 @@ def test_journals_that_are_missing_are_missed(tmp_path):
             "no journal with record 0",
         ),
     ):
-        folder = copied(tmp_path / "whole", tmp_path / "less")
+        folder = copy_folder(tmp_path / "whole", tmp_path / "less")
         for name in missing:
             (folder / name).unlink()
         with pytest.raises(DamagedCheckpoint, match=message):
             HubJournal.open(folder, resume=True)
 
 
-def test_damage_in_an_earlier_journal_is_seen_where_it_is_needed(tmp_path):
+def test_damage_in_an_earlier_journal_raises_where_it_is_needed(tmp_path):
     with HubJournal.open(tmp_path / "whole", resume=False) as journal:
         for count in range(3):
             snap(journal, count + 1, 2 * count)
             write(journal, [2 * count, 2 * count + 1])
     name = "journal-000000000002.log"
     data = (tmp_path / "whole" / name).read_bytes()
-    between = ends_of(tmp_path / "whole" / name)[1]
+    between = record_ends(tmp_path / "whole" / name)[1]
     for bad in (data[:-1], data[:between], data[:60] + b"?" + data[61:], data + b"more"):
-        folder = copied(tmp_path / "whole", tmp_path / "bad")
+        folder = copy_folder(tmp_path / "whole", tmp_path / "bad")
         (folder / name).write_bytes(bad)
         (folder / "ledger.jsonl").write_bytes(b"")
-        assert numbers_of(copied(folder, tmp_path / "unneeded")) == list(range(6))
+        assert open_and_read(copy_folder(folder, tmp_path / "unneeded")) == list(range(6))
         (folder / "snapshot-000000000003.safetensors").unlink()
         with pytest.raises(DamagedCheckpoint, match=f"{name}' is damaged at byte"):
             HubJournal.open(folder, resume=True)
 
 
-def test_a_ledger_begins_anew_after_it_was_removed_and_damage_in_its_past_is_told(tmp_path):
+def test_a_removed_ledger_starts_again_and_damage_before_the_snapshot_raises(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, range(4))
         snap(journal, 1, 4)
@@ -235,14 +235,14 @@ def test_a_ledger_begins_anew_after_it_was_removed_and_damage_in_its_past_is_tol
     whole = path.read_bytes()
     path.unlink()
     for _ in range(2):
-        assert numbers_of(tmp_path) == list(range(6))
+        assert open_and_read(tmp_path) == list(range(6))
         assert [line["n"] for line in read_ledger(tmp_path)] == [4, 5]
     path.write_bytes(b"rubbish\n" + whole)
     with pytest.raises(DamagedCheckpoint, match=r"line 1 of .*\n.*move the ledger elsewhere"):
         HubJournal.open(tmp_path, resume=True)
 
 
-def test_of_a_ledger_only_what_follows_the_snapshot_is_read_unless_it_was_changed(tmp_path, monkeypatch):
+def test_only_the_ledger_after_the_snapshot_is_read_unless_it_was_changed(tmp_path, monkeypatch):
     with HubJournal.open(tmp_path / "whole", resume=False) as journal:
         write(journal, range(20))
         snap(journal, 1, 20)
@@ -257,26 +257,26 @@ def test_of_a_ledger_only_what_follows_the_snapshot_is_read_unless_it_was_change
         (lines[:21], [19, 20]),
         (lines[:-1] + [lines[-1][:-1]], [19, 20, 21]),
     ):
-        folder = copied(tmp_path / "whole", tmp_path / "changed")
+        folder = copy_folder(tmp_path / "whole", tmp_path / "changed")
         (folder / "ledger.jsonl").write_bytes(b"".join(changed))
         seen.clear()
-        assert numbers_of(folder) == list(range(22))
+        assert open_and_read(folder) == list(range(22))
         assert seen == read
         assert (folder / "ledger.jsonl").read_bytes() == b"".join(lines)
     for changed in (lines[3:], [b"{}\n", *lines[1:]], [lines[0][:-1] + b" \n", *lines[1:]]):
-        folder = copied(tmp_path / "whole", tmp_path / "changed")
+        folder = copy_folder(tmp_path / "whole", tmp_path / "changed")
         (folder / "ledger.jsonl").write_bytes(b"".join(changed))
         seen.clear()
         if changed[0] == b"{}\n":
             with pytest.raises(DamagedCheckpoint, match="line 1 of"):
                 HubJournal.open(folder, resume=True)
         else:
-            assert numbers_of(folder) == list(range(22))
+            assert open_and_read(folder) == list(range(22))
             assert len(seen) >= len(changed)
             assert (folder / "ledger.jsonl").read_bytes() == b"".join(changed)
 
 
-def test_a_snapshot_is_read_once_when_its_run_goes_on(tmp_path, monkeypatch):
+def test_a_snapshot_is_read_once_at_recovery(tmp_path, monkeypatch):
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, range(3))
         snap(journal, 1, 3)
@@ -287,6 +287,6 @@ def test_a_snapshot_is_read_once_when_its_run_goes_on(tmp_path, monkeypatch):
     with HubJournal.open(tmp_path, resume=True) as journal:
         assert numbers_in(journal) == [0, 1, 2]
         assert len(reads) == 1
-        assert numbers_in(journal) == [0, 1, 2], "and may be asked for again"
+        assert numbers_in(journal) == [0, 1, 2], "and can be recovered again"
         snap(journal, 2, 3)
         assert journal.recovered().revision == 2

@@ -1,4 +1,4 @@
-"""A hub's journal cut, flipped or incomplete: damage is told, and what is whole before it comes back."""
+"""A truncated or corrupted journal: damage raises, and a torn end is cut off."""
 
 from __future__ import annotations
 
@@ -6,42 +6,47 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from journal_folders import copied, ends_of, found_in, never_waiting, small_run, write
+from journal_folders import copy_folder, record_ends, recovered_numbers, skip_fsync, write, write_groups
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_journal import HubJournal
-from paceline.async_dp.wal.journal_records import FORMAT, START_NBYTES, encode, start_of
-from paceline.async_dp.wal.json_values import packed
+from paceline.async_dp.wal.journal_records import (
+    JOURNAL_FORMAT,
+    JOURNAL_HEADER_NBYTES,
+    encode_record,
+    pack_values,
+    parse_journal_header,
+)
 from paceline.errors import DamagedCheckpoint, UsageError
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 # ------------------------------------------------------------------ crashes
 
 
 @pytest.mark.parametrize("ledger", ["kept", "removed"])
-def test_a_journal_cut_at_any_byte_holds_what_was_committed_or_says_that_it_does_not(tmp_path, ledger):
+def test_a_journal_cut_at_any_byte_recovers_what_was_committed_or_raises(tmp_path, ledger):
     """The last of three groups was being committed."""
-    path = small_run(tmp_path, [3, 1, 3], acknowledged=2)
-    ends, data, lines = ends_of(path), path.read_bytes(), (tmp_path / "ledger.jsonl").read_bytes()
+    path = write_groups(tmp_path, [3, 1, 3], acknowledged=2)
+    ends, data, lines = record_ends(path), path.read_bytes(), (tmp_path / "ledger.jsonl").read_bytes()
     for cut in range(len(data)):
         path.write_bytes(data[:cut])
         (tmp_path / "ledger.jsonl").write_bytes(lines if ledger == "kept" else b"")
         whole = sum(end <= cut for end in ends) - 1
         if whole < (4 if ledger == "kept" else 0):
-            why = "it ends there" if cut in ends else "a record ends at|the head of a record ends"
+            why = "it ends there" if cut in ends else "a record ends at|the header of a record ends"
             where = "at its beginning: " if whole < 0 else rf"at byte {ends[whole]}, .* begins: ({why})"
             with pytest.raises(DamagedCheckpoint, match=f"'{path}' is damaged {where}"):
                 HubJournal.open(tmp_path, resume=True)
             assert path.read_bytes() == data[:cut]
         else:
-            assert found_in(tmp_path) == list(range(whole))
+            assert recovered_numbers(tmp_path) == list(range(whole))
             assert path.stat().st_size == ends[whole]
 
 
-def test_any_flipped_bit_is_damage_that_is_told_or_was_never_committed(tmp_path):
-    path = small_run(tmp_path, [2, 1], acknowledged=1)
-    ends, data, lines = ends_of(path), path.read_bytes(), (tmp_path / "ledger.jsonl").read_bytes()
+def test_any_flipped_bit_raises_unless_it_was_never_committed(tmp_path):
+    path = write_groups(tmp_path, [2, 1], acknowledged=1)
+    ends, data, lines = record_ends(path), path.read_bytes(), (tmp_path / "ledger.jsonl").read_bytes()
     for bit in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -54,12 +59,12 @@ def test_any_flipped_bit_is_damage_that_is_told_or_was_never_committed(tmp_path)
             with pytest.raises(DamagedCheckpoint, match=f"'{path}' is damaged {where}: (?!it ends there)"):
                 HubJournal.open(tmp_path, resume=True)
         else:
-            assert found_in(tmp_path) == [0, 1]
+            assert recovered_numbers(tmp_path) == [0, 1]
 
 
-def test_later_records_know_what_was_on_the_disk_even_without_a_ledger(tmp_path):
-    path = small_run(tmp_path, [2, 2, 2], acknowledged=3)
-    ends, data = ends_of(path), path.read_bytes()
+def test_later_records_prove_what_was_on_disk_even_without_a_ledger(tmp_path):
+    path = write_groups(tmp_path, [2, 2, 2], acknowledged=3)
+    ends, data = record_ends(path), path.read_bytes()
     for record in range(6):
         flipped = bytearray(data)
         flipped[ends[record] + 40] ^= 4
@@ -69,18 +74,18 @@ def test_later_records_know_what_was_on_the_disk_even_without_a_ledger(tmp_path)
             with pytest.raises(DamagedCheckpoint, match=f'truncate -s {ends[record]} .*"n": {record} on'):
                 HubJournal.open(tmp_path, resume=True)
         else:
-            assert found_in(copied(tmp_path, tmp_path.with_name("copy"))) == list(range(record))
+            assert recovered_numbers(copy_folder(tmp_path, tmp_path.with_name("copy"))) == list(range(record))
 
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_whatever_is_missing_of_the_last_group_all_before_it_is_there(tmp_path_factory, data):
+def test_all_groups_before_a_torn_last_one_are_recovered(tmp_path_factory, data):
     """A disk that loses power may have written any parts of a group, and the file may have any length."""
     folder = tmp_path_factory.mktemp("hub")
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    path = small_run(folder, sizes, acknowledged=len(sizes) - 1)
+    path = write_groups(folder, sizes, acknowledged=len(sizes) - 1)
     committed = sum(sizes[:-1])
-    ends, content = ends_of(path), bytearray(path.read_bytes())
+    ends, content = record_ends(path), bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         start = data.draw(st.integers(ends[committed], len(content) - 1))
         stop = data.draw(st.integers(start + 1, len(content)))
@@ -89,52 +94,54 @@ def test_whatever_is_missing_of_the_last_group_all_before_it_is_there(tmp_path_f
     path.write_bytes(content[:length] + bytes(data.draw(st.integers(0, 50))))
     lines = (folder / "ledger.jsonl").read_bytes()
     (folder / "ledger.jsonl").write_bytes(lines[: data.draw(st.integers(0, len(lines)))])
-    numbers = found_in(folder)
+    numbers = recovered_numbers(folder)
     assert numbers == list(range(len(numbers)))
     assert len(numbers) >= committed
     with HubJournal.open(folder, resume=True) as journal:
         write(journal, range(len(numbers), len(numbers) + 3))
-    assert found_in(folder) == list(range(len(numbers) + 3))
+    assert recovered_numbers(folder) == list(range(len(numbers) + 3))
 
 
 def test_a_record_inside_a_payload_is_no_record(tmp_path):
-    inner = small_run(tmp_path / "inner", [2, 2], acknowledged=2).read_bytes()
+    inner = write_groups(tmp_path / "inner", [2, 2], acknowledged=2).read_bytes()
     with HubJournal.open(tmp_path / "hub", resume=False) as journal:
         write(journal, [0])
         journal.append({"k": 1}, inner)
         journal.commit()
     path = tmp_path / "hub" / "journal-000000000000.log"
-    ends = ends_of(path)
+    ends = record_ends(path)
     data = bytearray(path.read_bytes())
     data[ends[1]] ^= 1
     path.write_bytes(data)
     (tmp_path / "hub" / "ledger.jsonl").write_bytes(b'{"n": 0, "k": 0, "text": ""}\n')
-    assert found_in(tmp_path / "hub") == [0]
+    assert recovered_numbers(tmp_path / "hub") == [0]
 
 
 def test_a_record_of_another_number_is_not_the_next(tmp_path):
-    path = small_run(tmp_path, [2], acknowledged=1)
+    path = write_groups(tmp_path, [2], acknowledged=1)
     data = path.read_bytes()
-    forged = encode(3, 2, packed({}), b"", start_of(data[:START_NBYTES]).key + len(data))
+    forged = encode_record(
+        3, 2, pack_values({}), b"", parse_journal_header(data[:JOURNAL_HEADER_NBYTES]).key + len(data)
+    )
     path.write_bytes(data + b"".join(forged))
-    assert found_in(tmp_path) == [0, 1]
+    assert recovered_numbers(tmp_path) == [0, 1]
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.async_dp.wal.journal_records.FORMAT", FORMAT + 1)
-    path = small_run(tmp_path, [1], acknowledged=1)
+    monkeypatch.setattr("paceline.async_dp.wal.journal_records.JOURNAL_FORMAT", JOURNAL_FORMAT + 1)
+    path = write_groups(tmp_path, [1], acknowledged=1)
     monkeypatch.undo()
-    with pytest.raises(UsageError, match=rf"'{path}' can't be read: it has format {FORMAT + 1}"):
+    with pytest.raises(UsageError, match=rf"'{path}' can't be read: it has format {JOURNAL_FORMAT + 1}"):
         HubJournal.open(tmp_path, resume=True)
 
 
-def test_damaged_facts_of_the_run_are_told(tmp_path):
+def test_damaged_facts_of_the_run_raise(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         journal.describe({"run": "abc"})
-    page = tmp_path / "run.json"
-    good = page.read_bytes()
+    facts_file = tmp_path / "run.json"
+    good = facts_file.read_bytes()
     for bad in (good.replace(b"abc", b"abd"), good[:-3], b"", b"[]", b"\xff"):
-        page.write_bytes(bad)
+        facts_file.write_bytes(bad)
         with pytest.raises(DamagedCheckpoint, match=r"run\.json'.*\n.*from a copy"):
             HubJournal.open(tmp_path, resume=True)
 
@@ -142,31 +149,31 @@ def test_damaged_facts_of_the_run_are_told(tmp_path):
 # ------------------------------------------------------------------ the ledger
 
 
-def test_a_ledger_that_lags_by_anything_is_completed_and_nothing_is_doubled(tmp_path):
-    small_run(tmp_path / "whole", [3, 2], acknowledged=2)
+def test_a_ledger_cut_anywhere_is_completed_without_duplicates(tmp_path):
+    write_groups(tmp_path / "whole", [3, 2], acknowledged=2)
     lines = (tmp_path / "whole" / "ledger.jsonl").read_bytes()
     for cut in range(len(lines) + 1):
-        folder = copied(tmp_path / "whole", tmp_path / "cut")
+        folder = copy_folder(tmp_path / "whole", tmp_path / "cut")
         (folder / "ledger.jsonl").write_bytes(lines[:cut])
         assert [line["n"] for line in read_ledger(folder)] == list(range(lines[:cut].count(b"\n")))
-        assert found_in(folder) == list(range(5))
+        assert recovered_numbers(folder) == list(range(5))
         assert (folder / "ledger.jsonl").read_bytes() == lines
 
 
 @pytest.mark.parametrize(
     "bad", [b"rubbish\n", b'{"n": 77}\n', b'{"n": 0}\n', b'{"k": 3}\n', b"\0\0\0\0", b"[" * 9999 + b"\n"]
 )
-def test_what_is_wrong_in_a_ledger_is_put_right_from_the_journal(tmp_path, bad):
-    small_run(tmp_path, [3, 2], acknowledged=2)
+def test_a_damaged_ledger_is_repaired_from_the_journal(tmp_path, bad):
+    write_groups(tmp_path, [3, 2], acknowledged=2)
     path = tmp_path / "ledger.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     for place in range(1, 6):
         path.write_bytes(b"".join([*lines[:place], bad, *lines[place:]]))
-        assert found_in(tmp_path) == list(range(5))
+        assert recovered_numbers(tmp_path) == list(range(5))
         assert path.read_bytes() == b"".join(lines)
 
 
-def test_a_ledger_is_read_as_far_as_it_is_written_and_a_bad_line_is_told(tmp_path):
+def test_a_ledger_is_read_up_to_its_last_whole_line_and_a_bad_line_raises(tmp_path):
     assert list(read_ledger(tmp_path)) == []
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(b'{"n": 0}\n{"n": 1')

@@ -1,4 +1,4 @@
-"""A hub's journal on a full disk: it is told, and nothing is lost once there is room."""
+"""A journal on a full disk reports it, and loses nothing once space is free."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ import resource
 import pytest
 
 from forked_child import in_child
-from journal_folders import found_in, never_waiting, numbers_in, write
+from journal_folders import numbers_in, recovered_numbers, skip_fsync, write
 from paceline.async_dp.wal import hub_journal as journal_module
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.errors import CheckpointError
 from paceline.testing import fault_injection
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 def refused(call):
-    """Return whether there was no room for what `call` writes."""
+    """Return whether `call` raised since the disk is full."""
     try:
         call()
     except CheckpointError as error:
-        return "the disk is full (No space left on device)" in str(error) and "make room" in str(error)
+        return "the disk is full (No space left on device)" in str(error) and "free disk space" in str(error)
     return False
 
 
-def test_a_full_disk_is_told_and_nothing_is_lost_once_there_is_room(tmp_path):
-    """Wherever the room ends: in the journal, in the ledger, or in what is written by itself."""
+def test_a_full_disk_is_reported_and_nothing_is_lost_once_space_is_free(tmp_path):
+    """The space may end in the journal, in the ledger, or in another file."""
     for room in range(0, 700, 7):
-        folder, told, count = tmp_path / f"hub-{room}", 0, 0
+        folder, failures, count = tmp_path / f"hub-{room}", 0, 0
         with HubJournal.open(folder, resume=False) as journal:
             fault_injection.disk_full(after_nbytes=room)
             for size in (2, 1, 3):
                 write(journal, range(count, count + size))
                 count += size
-                told += refused(journal.commit)
-                told += refused(journal.commit)
-            assert told > 0 or room > 560
+                failures += refused(journal.commit)
+                failures += refused(journal.commit)
+            assert failures > 0 or room > 560
             fault_injection.disarm()
             journal.commit()
             assert numbers_in(journal) == list(range(6))
-        assert found_in(folder) == list(range(6))
+        assert recovered_numbers(folder) == list(range(6))
 
 
 def test_a_partial_record_is_cut_off_again(tmp_path):
-    """With a limit of the kernel, so that a part is really written."""
+    """With the kernel's file size limit, so that a part is written."""
 
     def fill():
         with HubJournal.open(tmp_path, resume=False) as journal:
@@ -73,7 +73,7 @@ def test_a_partial_record_is_cut_off_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["journal-000000000000.log", "ledger.jsonl"])
-def test_a_part_that_was_written_is_cut_off_in_either_file(tmp_path, monkeypatch, name):
+def test_a_partial_write_is_truncated_in_either_file(tmp_path, monkeypatch, name):
     real, half = os.pwritev, [name]
 
     def halved(handle, pieces, offset):
@@ -93,10 +93,10 @@ def test_a_part_that_was_written_is_cut_off_in_either_file(tmp_path, monkeypatch
         assert (tmp_path / name).stat().st_size == size
         half.clear()
         journal.commit()
-    assert found_in(tmp_path) == [0, 1, 2]
+    assert recovered_numbers(tmp_path) == [0, 1, 2]
 
 
-def test_a_kernel_that_takes_little_at_a_time_is_given_the_rest(tmp_path, monkeypatch):
+def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda handle, pieces, at: real(handle, [b"".join(pieces)[:777]], at))
     with HubJournal.open(tmp_path, resume=False) as journal:
@@ -115,8 +115,8 @@ def test_a_kernel_that_takes_little_at_a_time_is_given_the_rest(tmp_path, monkey
     ]
 
 
-def test_an_append_that_must_commit_first_and_can_not_is_not_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "_MOST_WAITING_NBYTES", 1)
+def test_an_append_whose_commit_fails_is_not_buffered(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "_MAX_BUFFERED_NBYTES", 1)
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         fault_injection.disk_full(after_nbytes=0)
@@ -124,10 +124,10 @@ def test_an_append_that_must_commit_first_and_can_not_is_not_taken(tmp_path, mon
             journal.append({"k": 1})
         fault_injection.disarm()
         write(journal, [1])
-    assert found_in(tmp_path) == [0, 1]
+    assert recovered_numbers(tmp_path) == [0, 1]
 
 
-def test_a_page_of_facts_that_does_not_fit_can_be_described_again(tmp_path):
+def test_facts_that_did_not_fit_can_be_described_again(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         fault_injection.disk_full(after_nbytes=0)
         with pytest.raises(CheckpointError, match=r"run\.json' can't be written: the disk is full"):

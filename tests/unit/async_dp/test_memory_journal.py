@@ -1,4 +1,4 @@
-"""How much memory a journal takes, and the journal that is in memory alone."""
+"""Memory use of a journal, and the journal in memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from journal_folders import never_waiting, payload_of
+from journal_folders import payload_of, skip_fsync
 from journal_values import VALUES
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_journal import HubJournal
-from paceline.async_dp.wal.journal_records import START_NBYTES
+from paceline.async_dp.wal.journal_records import JOURNAL_HEADER_NBYTES
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 # ------------------------------------------------------------------ memory
@@ -55,7 +55,7 @@ def test_records_are_read_one_at_a_time(tmp_path):
     assert peak < 6 << 20
 
 
-def test_a_journal_in_memory_forgets_if_it_is_to(tmp_path):
+def test_a_memory_journal_keeps_nothing_if_so_configured(tmp_path):
     journal = MemoryJournal(keep=False)
     tracemalloc.start()
     try:
@@ -83,7 +83,7 @@ def test_a_journal_in_memory_forgets_if_it_is_to(tmp_path):
         max_size=20,
     )
 )
-def test_the_journal_in_memory_does_as_the_one_on_the_disk(tmp_path_factory, steps):
+def test_the_memory_journal_behaves_as_the_hub_journal(tmp_path_factory, steps):
     folder = tmp_path_factory.mktemp("hub")
     memory, disk = MemoryJournal(), HubJournal.open(folder, resume=False)
     for step in steps:
@@ -94,7 +94,7 @@ def test_the_journal_in_memory_does_as_the_one_on_the_disk(tmp_path_factory, ste
             disk.commit()
         else:
             memory.crash()
-            disk._broken = "it was killed"  # so that close() commits nothing
+            disk._unusable = "it was killed"  # so that close() commits nothing
             disk.close()
             disk = HubJournal.open(folder, resume=True)
         assert list(memory.recovered().records) == list(disk.recovered().records)
@@ -102,7 +102,7 @@ def test_the_journal_in_memory_does_as_the_one_on_the_disk(tmp_path_factory, ste
     disk.close()
 
 
-def test_json_and_msgpack_say_the_same_of_what_is_appended(tmp_path):
+def test_ledger_and_records_hold_equal_values(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         journal.append({"list": (1, [2.5, None]), "in": {"a": True}, "text": "line\nend \u2028"})
         journal.commit()
@@ -116,9 +116,9 @@ def test_json_and_msgpack_say_the_same_of_what_is_appended(tmp_path):
     assert json.loads((tmp_path / "ledger.jsonl").read_bytes()) == line
 
 
-def test_a_new_journal_begins_with_its_beginning_alone(tmp_path):
+def test_a_new_journal_holds_only_its_header(tmp_path):
     HubJournal.open(tmp_path, resume=False).close()
-    assert (tmp_path / "journal-000000000000.log").stat().st_size == START_NBYTES
+    assert (tmp_path / "journal-000000000000.log").stat().st_size == JOURNAL_HEADER_NBYTES
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "hub.lock",
         "journal-000000000000.log",

@@ -1,17 +1,17 @@
-"""Messages as frames and back, whatever order and company they come in."""
+"""Messages are split into frames, and assembled from frames in any order."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.async_dp.protocol.hub_messages import HubMessage, number, text
+from paceline.async_dp.protocol.hub_messages import HubMessage, meta_number, meta_text
 from paceline.async_dp.protocol.message_assembly import MessageAssembler, ReplayWindow, split_message
 from paceline.transport.envelope import Envelope, decode, encode
 
 
 def frames(payload: bytes, *, round: int = 0, source: int = 3, frame_nbytes: int = 4096) -> list[Envelope]:
     message = HubMessage("update", source, 0, round, 0, {"base": 7}, payload, "int4")
-    return list(split_message(message, "run", 10, session=5, frame_nbytes=frame_nbytes))
+    return list(split_message(message, "run", 10, session_id=5, frame_nbytes=frame_nbytes))
 
 
 @given(
@@ -27,7 +27,7 @@ def test_frames_in_any_order_with_repeats_make_the_message(payload: bytes, drawn
     assembler, whole = MessageAssembler(lambda header: 1 << 20), []
     for envelope in dealt:
         header, body = decode(b"".join(bytes(each) for each in encode(envelope.header, envelope.payload)))
-        message = assembler.take(Envelope(header, body))
+        message = assembler.add(Envelope(header, body))
         if message is not None:
             whole.append(message)
     assert whole
@@ -41,46 +41,46 @@ def test_sequence_numbers_follow_one_another_over_frames() -> None:
     assert {each.header.meta["session"] for each in frames(bytes(10_000))} == {5}
 
 
-def test_a_message_that_is_not_expected_or_too_long_takes_no_memory() -> None:
+def test_an_unexpected_or_too_long_message_takes_no_memory() -> None:
     assembler = MessageAssembler(lambda header: 5000 if header.kind == "update" else None)
     for envelope in frames(bytes(10_000)):
-        assert assembler.take(envelope) is None
+        assert assembler.add(envelope) is None
     other = next(iter(split_message(HubMessage("strange", 3, 0, payload=b"x"), "run", 0)))
-    assert assembler.take(other) is None
+    assert assembler.add(other) is None
     assert assembler.refused == {"too long": 3, "unexpected": 1}
     assert assembler.held_nbytes == 0
 
 
-def test_of_one_source_only_a_few_messages_may_be_unfinished() -> None:
-    assembler = MessageAssembler(lambda header: 1 << 20, unfinished=3)
+def test_incomplete_messages_per_source_are_bounded() -> None:
+    assembler = MessageAssembler(lambda header: 1 << 20, max_partial=3)
     for round in range(50):
-        assembler.take(frames(bytes(10_000), round=round)[0])
+        assembler.add(frames(bytes(10_000), round=round)[0])
     assert assembler.held_nbytes == 3 * 10_000
 
 
-def test_all_unfinished_messages_together_are_bounded() -> None:
-    assembler = MessageAssembler(lambda header: 1 << 20, most_nbytes=35_000)
+def test_all_incomplete_messages_together_are_bounded() -> None:
+    assembler = MessageAssembler(lambda header: 1 << 20, max_nbytes=35_000)
     for source in range(200):
-        assembler.take(frames(bytes(10_000), source=source)[0])
+        assembler.add(frames(bytes(10_000), source=source)[0])
     assert assembler.held_nbytes <= 35_000
     for envelope in frames(bytes(10_000), source=199)[1:]:
-        message = assembler.take(envelope)
+        message = assembler.add(envelope)
     assert message is not None
 
 
-def test_a_message_in_absurdly_many_frames_is_refused() -> None:
+def test_a_message_of_too_many_frames_is_refused() -> None:
     envelope = frames(bytes(10_000))[0]
     from dataclasses import replace
 
     header = replace(envelope.header, frames=10**9)
     assembler = MessageAssembler(lambda header: 1 << 20)
-    assert assembler.take(Envelope(header, envelope.payload)) is None
+    assert assembler.add(Envelope(header, envelope.payload)) is None
     assert assembler.refused == {"too many frames": 1}
 
 
-def test_what_is_forgotten_takes_no_memory() -> None:
+def test_forgotten_sources_take_no_memory() -> None:
     assembler = MessageAssembler(lambda header: 1 << 20)
-    assembler.take(frames(bytes(10_000))[0])
+    assembler.add(frames(bytes(10_000))[0])
     assembler.forget(3)
     assembler.forget(4)
     assert assembler.held_nbytes == 0
@@ -97,14 +97,14 @@ def test_the_window_admits_every_number_once(numbers: list[int]) -> None:
         highest = max(highest, each)
 
 
-def test_what_a_stranger_tells_is_taken_for_what_it_is() -> None:
+def test_values_of_untrusted_meta_are_checked() -> None:
     meta = {"steps": True, "lr": "fast", "score": 2, "name": "a\x1b[31m\nb" + "c" * 300}
-    assert number(meta, "steps") is None
-    assert number(meta, "lr") is None
-    assert number(meta, "score") == 2
-    assert text(meta, "name").startswith("a[31mb")
-    assert len(text(meta, "name")) <= 200
-    assert text(meta, "missing") == ""
+    assert meta_number(meta, "steps") is None
+    assert meta_number(meta, "lr") is None
+    assert meta_number(meta, "score") == 2
+    assert meta_text(meta, "name").startswith("a[31mb")
+    assert len(meta_text(meta, "name")) <= 200
+    assert meta_text(meta, "missing") == ""
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097])
@@ -112,12 +112,12 @@ def test_a_short_message_is_one_envelope(nbytes: int) -> None:
     assert len(frames(bytes(nbytes))) == (1 if nbytes <= 4096 else 2)
 
 
-def test_frames_of_the_slowest_pace_are_taken() -> None:
+def test_frames_of_the_lowest_rate_are_accepted() -> None:
     from paceline.transport.token_bucket import max_frame_nbytes
 
     nbytes = max_frame_nbytes(1000.0)
     cuts = frames(bytes(100_000), frame_nbytes=nbytes)
     assembler = MessageAssembler(lambda header: 1 << 20)
-    whole = [message for message in map(assembler.take, cuts) if message is not None]
+    whole = [message for message in map(assembler.add, cuts) if message is not None]
     assert len(whole) == 1
     assert assembler.refused == {}

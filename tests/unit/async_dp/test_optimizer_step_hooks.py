@@ -1,31 +1,28 @@
-"""A learning rate that the hub scales is scaled within a step only, also where the step raises."""
+"""The learning rate is scaled within a step only, even if the step raises."""
 
-import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from paceline.async_dp.optimizer_step_hooks import after_step, before_step, put_back
+from paceline.async_dp.optimizer_step_hooks import StepHooks
 
 
 @dataclass
 class Scaled:
-    """What hooks need of a `Star`."""
+    """An owner of hooks."""
 
     lr_scale: float = 0.5
-    unscaled: list[float] | None = None
     steps: int = 0
 
     def step_taken(self) -> None:
         self.steps += 1
 
 
-def test_a_step_that_raises_leaves_the_learning_rate_to_be_put_back() -> None:
+def test_a_step_that_raises_leaves_the_learning_rate_to_be_restored() -> None:
     param = torch.nn.Parameter(torch.ones(()))
-    optimizer, star, used = torch.optim.SGD([param], lr=0.8), Scaled(), list[float]()
-    optimizer.register_step_pre_hook(before_step(weakref.ref(star)))
-    optimizer.register_step_post_hook(after_step(weakref.ref(star)))
+    optimizer, owner, used = torch.optim.SGD([param], lr=0.8), Scaled(), list[float]()
+    hooks = StepHooks(optimizer, owner)
 
     def raising() -> float:
         used.append(optimizer.param_groups[0]["lr"])
@@ -38,8 +35,8 @@ def test_a_step_that_raises_leaves_the_learning_rate_to_be_put_back() -> None:
     optimizer.step()
     assert used == [0.4, 0.4]
     assert param.item() == pytest.approx(0.6)
-    assert (optimizer.param_groups[0]["lr"], star.steps) == (0.8, 1)
+    assert (optimizer.param_groups[0]["lr"], owner.steps) == (0.8, 1)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(raising)
-    put_back(star, optimizer)
+    hooks.remove(optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.8

@@ -10,23 +10,23 @@ import pytest
 
 from failing_disk import FailingDisk, die, refuse
 from forked_child import ended, in_child
-from journal_folders import never_waiting
-from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, Sender, write_update
+from journal_folders import skip_fsync
+from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, write_update
 from paceline.errors import CheckpointError, PacelineError
 from paceline.testing import fault_injection
-from pending_updates import offer, places
+from pending_updates import pending_rounds, put_update
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 # ------------------------------------------------------------------ damage
 
 
-def test_any_flipped_bit_or_cut_of_a_letter_puts_it_aside(tmp_path, caplog):
+def test_an_update_file_with_any_flipped_bit_or_cut_is_set_aside(tmp_path, caplog):
     with Outbox(tmp_path) as outbox:
         outbox.bind("run")
-        offer(outbox, 0, b"zero")
-        offer(outbox, 1, b"one")
+        put_update(outbox, 0, b"zero")
+        put_update(outbox, 1, b"one")
     path = tmp_path / "letter-000000.msg"
     data = path.read_bytes()
     bad = [data[:cut] for cut in range(len(data))]
@@ -38,60 +38,60 @@ def test_any_flipped_bit_or_cut_of_a_letter_puts_it_aside(tmp_path, caplog):
         path.write_bytes(each)
         caplog.clear()
         with Outbox(tmp_path) as outbox:
-            assert places(outbox) == [(1, 0)]
-        assert "letter-000000.msg is put aside as letter-000000.msg.damaged" in caplog.text
+            assert pending_rounds(outbox) == [(1, 0)]
+        assert "letter-000000.msg is renamed to letter-000000.msg.damaged" in caplog.text
         assert (tmp_path / "letter-000000.msg.damaged").read_bytes() == each
     with Outbox(tmp_path) as outbox:
-        assert offer(outbox, 0) == 1
+        assert put_update(outbox, 0) == 1
 
 
-def test_a_worker_whose_page_is_damaged_is_another_worker(tmp_path, caplog):
-    page = tmp_path / "worker.json"
+def test_a_worker_whose_status_file_is_damaged_gets_another_number(tmp_path, caplog):
+    status_file = tmp_path / "worker.json"
     with Outbox(tmp_path) as outbox:
         first = outbox.worker
-        offer(outbox, 0)
-    good = page.read_bytes()
+        put_update(outbox, 0)
+    good = status_file.read_bytes()
     for bad in (b"", good[:-4], b"{}", b"[]", good.replace(b'"worker"', b'"walker"'), b"\xff"):
-        page.write_bytes(bad)
+        status_file.write_bytes(bad)
         caplog.clear()
         with Outbox(tmp_path) as outbox:
             assert outbox.worker != first
             assert outbox.pending() == []
-            offer(outbox, 0)
+            put_update(outbox, 0)
             first = outbox.worker
-        assert "worker.json is put aside" in caplog.text
-        assert "letter-000000.msg is put aside as letter-000000.msg.damaged: it is of worker" in caplog.text
+        assert "worker.json is renamed" in caplog.text
+        assert "letter-000000.msg is renamed to letter-000000.msg.damaged: it is of worker" in caplog.text
     with Outbox(tmp_path) as outbox:
         assert outbox.worker == first
-        assert places(outbox) == [(0, 0)]
+        assert pending_rounds(outbox) == [(0, 0)]
 
 
 @pytest.mark.parametrize("loss", ["damaged", "removed", "aside"])
-def test_a_given_number_whose_page_is_lost_goes_on_with_rounds_that_were_never_used(tmp_path, loss):
-    page, used = tmp_path / "worker.json", set()
+def test_a_given_number_without_its_status_file_continues_with_unused_rounds(tmp_path, loss):
+    status_file, used = tmp_path / "worker.json", set()
     for life in range(3):
         with Outbox(tmp_path, worker=5) as outbox:
             assert len(outbox.pending()) == (1 if life and loss != "aside" else 0)
-            for letter in outbox.pending():
-                outbox.acknowledge(letter.round, letter.fragment)
-            rounds = {outbox.next_round(0) for _ in range(4)} | {offer(outbox, 0)}
+            for update in outbox.pending():
+                outbox.acknowledge(update.round, update.fragment)
+            rounds = {outbox.next_round(0) for _ in range(4)} | {put_update(outbox, 0)}
             assert not rounds & used
             used |= rounds
             if loss == "aside":
                 outbox.acknowledge(outbox.pending()[0].round, 0)
         if loss == "damaged":
-            page.write_bytes(b"?")
+            status_file.write_bytes(b"?")
         elif loss == "removed":
-            page.unlink()
-        else:  # it died between putting the page aside and writing another
-            page.rename(tmp_path / "worker.json.damaged")
+            status_file.unlink()
+        else:  # it died after setting the file aside, before writing another
+            status_file.rename(tmp_path / "worker.json.damaged")
     assert max(used) < 2**53
 
 
-def test_a_letter_in_anothers_place_is_put_aside(tmp_path, caplog):
+def test_an_update_under_the_wrong_file_name_is_set_aside(tmp_path, caplog):
     with Outbox(tmp_path) as outbox:
-        offer(outbox, 0)
-        offer(outbox, 1)
+        put_update(outbox, 0)
+        put_update(outbox, 1)
     (tmp_path / "letter-000000.msg").replace(tmp_path / "letter-000001.msg")
     with Outbox(tmp_path) as outbox:
         assert outbox.pending() == []
@@ -99,7 +99,8 @@ def test_a_letter_in_anothers_place_is_put_aside(tmp_path, caplog):
     write_update(
         tmp_path,
         PendingUpdate(9, 0, {}, b""),
-        Sender("", json.loads((tmp_path / "worker.json").read_bytes())["values"]["worker"]),
+        "",
+        json.loads((tmp_path / "worker.json").read_bytes())["values"]["worker"],
     )
     with Outbox(tmp_path) as outbox:
         assert outbox.pending() == []
@@ -109,7 +110,7 @@ def test_a_letter_in_anothers_place_is_put_aside(tmp_path, caplog):
 # ------------------------------------------------------------------ a full disk, and interruptions
 
 
-def test_a_full_disk_is_told_and_what_did_not_fit_is_not_offered(tmp_path):
+def test_a_full_disk_is_reported_and_what_did_not_fit_is_not_pending(tmp_path):
     with Outbox(tmp_path) as outbox:
         number = outbox.next_round(0)
         fault_injection.disk_full(after_nbytes=10)
@@ -128,11 +129,11 @@ def test_a_full_disk_is_told_and_what_did_not_fit_is_not_offered(tmp_path):
         outbox.bind("run")
         assert outbox.next_round(0) > number
     with Outbox(tmp_path) as outbox:
-        assert (outbox.run, places(outbox)) == ("run", [(0, 0)])
+        assert (outbox.run, pending_rounds(outbox)) == ("run", [(0, 0)])
 
 
-def test_a_letter_that_was_half_written_is_no_letter(tmp_path):
-    """With a limit of the kernel, so that a part is really written."""
+def test_a_partly_written_update_is_not_pending(tmp_path):
+    """With the kernel's file size limit, so that a part is written."""
 
     def fill():
         with Outbox(tmp_path) as outbox:
@@ -149,26 +150,26 @@ def test_a_letter_that_was_half_written_is_no_letter(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["outbox.lock", "worker.json"]
 
 
-def live(folder, tell):
-    """A worker's life: what is offered and what is acknowledged is told, as +fragment.round and -fragment.round."""
+def live(folder, log):
+    """Put and acknowledge updates; log operations before (# begun, ~ acknowledging) and after (+ put, - removed)."""
     with Outbox(folder) as outbox:
         outbox.bind("run")
-        for letter in outbox.pending():
-            tell("?", letter.fragment, letter.round)
+        for update in outbox.pending():
+            log("?", update.fragment, update.round)
         for number in range(6):
             fragment = number % 2
-            for letter in outbox.pending():
-                if letter.fragment == fragment:
-                    tell("~", fragment, letter.round)
-                    outbox.acknowledge(letter.round, fragment)
-                    tell("-", fragment, letter.round)
+            for update in outbox.pending():
+                if update.fragment == fragment:
+                    log("~", fragment, update.round)
+                    outbox.acknowledge(update.round, fragment)
+                    log("-", fragment, update.round)
             begun = outbox.next_round(fragment)
-            tell("#", fragment, begun)
+            log("#", fragment, begun)
             outbox.put(begun, fragment, {}, b"%d" % begun * 50)
-            tell("+", fragment, begun)
+            log("+", fragment, begun)
 
 
-def test_a_worker_that_dies_between_any_two_operations_of_its_disk_offers_what_it_offered(tmp_path):
+def test_a_worker_that_dies_at_any_disk_operation_keeps_its_pending_updates(tmp_path):
     at = 0
     while True:
         at += 1
@@ -180,8 +181,8 @@ def test_a_worker_that_dies_between_any_two_operations_of_its_disk_offers_what_i
                 with FailingDisk(at, die):
                     live(
                         folder,
-                        lambda *told, pipe=writing: os.write(
-                            pipe, b"%s %d %d;" % (told[0].encode(), *told[1:])
+                        lambda *report, pipe=writing: os.write(
+                            pipe, b"%s %d %d;" % (report[0].encode(), *report[1:])
                         ),
                     )
                 code = 0
@@ -189,11 +190,11 @@ def test_a_worker_that_dies_between_any_two_operations_of_its_disk_offers_what_i
                 os._exit(code)
         os.close(writing)
         code = ended(pid)
-        told = [each.split() for each in os.read(reading, 10_000).decode().split(";") if each]
+        report = [each.split() for each in os.read(reading, 10_000).decode().split(";") if each]
         os.close(reading)
         assert code in (0, 9)
-        offered, doubtful, begun = {}, set(), set()
-        for what, *place in told:
+        pending, doubtful, begun = {}, set(), set()
+        for what, *place in report:
             fragment, number = map(int, place)
             if what == "#":
                 assert (fragment, number) not in begun
@@ -202,14 +203,14 @@ def test_a_worker_that_dies_between_any_two_operations_of_its_disk_offers_what_i
             elif what == "~":
                 doubtful = {(fragment, number)}
             elif what == "+":
-                offered[fragment], doubtful = number, set()
+                pending[fragment], doubtful = number, set()
             else:
-                del offered[fragment]
+                del pending[fragment]
                 doubtful = set()
         with Outbox(folder) as outbox:
-            found = {(letter.fragment, letter.round) for letter in outbox.pending()}
-            assert found | doubtful == set(offered.items()) | doubtful
-            assert all(letter.payload == b"%d" % letter.round * 50 for letter in outbox.pending())
+            found = {(update.fragment, update.round) for update in outbox.pending()}
+            assert found | doubtful == set(pending.items()) | doubtful
+            assert all(update.payload == b"%d" % update.round * 50 for update in outbox.pending())
             for fragment in (0, 1):
                 assert (fragment, outbox.next_round(fragment)) not in begun
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
@@ -218,7 +219,7 @@ def test_a_worker_that_dies_between_any_two_operations_of_its_disk_offers_what_i
     assert at > 100
 
 
-def test_a_disk_that_refuses_any_one_operation_is_told_and_no_round_is_used_twice(tmp_path):
+def test_a_failure_of_any_disk_operation_is_reported_and_no_round_is_used_twice(tmp_path):
     at, refusals = 0, 0
     while True:
         at += 1

@@ -1,4 +1,4 @@
-"""The layout that hub and workers agree on, and a fragment's numbers as bytes."""
+"""Parameter layouts, and packing of fragments."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
-from paceline.async_dp.protocol.update_codec import CODECS, UpdateCodec
+from paceline.async_dp.protocol.update_codec import UPDATE_CODECS, UpdateCodec
 from paceline.errors import DamagedEnvelope, UsageError
 from paceline.parallel.compression.compression_config import Compression
 
@@ -23,9 +23,9 @@ class Net(nn.Module):
 INT4 = Compression.of("int4")
 
 
-def test_large_matrices_come_first_then_what_is_exempt_then_buffers() -> None:
+def test_order_is_compressed_matrices_then_exempt_parameters_then_buffers() -> None:
     (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
-    assert [(place.name, place.kind) for place in fragment.places] == [
+    assert [(place.name, place.kind) for place in fragment.tensors] == [
         ("first.weight", "compressed"),
         ("first.bias", "plain"),
         ("norm.weight", "plain"),
@@ -38,27 +38,27 @@ def test_large_matrices_come_first_then_what_is_exempt_then_buffers() -> None:
     assert fragment.numel == fragment.trained + 2 * 64
 
 
-def test_fragments_have_every_tensor_once_and_the_last_one_the_buffers() -> None:
+def test_each_tensor_is_in_one_fragment_and_buffers_in_the_last() -> None:
     layout = ParameterLayout.of(Net(), 3, INT4)
-    names = [place.name for fragment in layout.fragments for place in fragment.places]
+    names = [place.name for fragment in layout.fragments for place in fragment.tensors]
     assert sorted(names) == sorted(
         ["first.weight", "first.bias", "norm.weight", "norm.bias", "last.weight", "norm.running_mean"]
         + ["norm.running_var"]
     )
-    assert [place.kind for place in layout.fragments[2].places].count("averaged") == 2
+    assert [place.kind for place in layout.fragments[2].tensors].count("averaged") == 2
     with pytest.raises(UsageError, match="the model has 3 layers"):
         ParameterLayout.of(Net(), 4, INT4)
 
 
 def test_a_layout_survives_being_packed() -> None:
     layout = ParameterLayout.of(Net(), 2, INT4)
-    again = ParameterLayout.unpacked(layout.packed())
+    again = ParameterLayout.unpack(layout.pack())
     assert again == layout
     assert again.hash == layout.hash
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (
             ParameterLayout.of(Net(65), 1, INT4),
@@ -72,10 +72,10 @@ def test_a_layout_survives_being_packed() -> None:
         ),
     ],
 )
-def test_the_first_difference_is_named(other: ParameterLayout, told: str) -> None:
+def test_the_first_difference_is_named(other: ParameterLayout, message: str) -> None:
     import re
 
-    assert re.search(told, ParameterLayout.of(Net(), 1, INT4).difference(other))
+    assert re.search(message, ParameterLayout.of(Net(), 1, INT4).difference(other))
     assert ParameterLayout.of(Net(), 1, INT4).difference(ParameterLayout.of(Net(), 1, INT4)) == ""
 
 
@@ -83,10 +83,10 @@ def test_the_first_difference_is_named(other: ParameterLayout, told: str) -> Non
 @settings(max_examples=300, deadline=None)
 def test_bytes_that_are_no_layout_are_refused(data: bytes) -> None:
     try:
-        ParameterLayout.unpacked(data)
+        ParameterLayout.unpack(data)
     except DamagedEnvelope:
         return
-    assert ParameterLayout.unpacked(data).packed()
+    assert ParameterLayout.unpack(data).pack()
 
 
 def test_a_layout_of_impossible_sizes_is_refused() -> None:
@@ -94,11 +94,11 @@ def test_a_layout_of_impossible_sizes_is_refused() -> None:
 
     for rows in ([], [[]], [[["a", [-1], 0]]], [[["a", [1 << 50], 0]]], [[["a", [2], 1], ["b", [2], 0]]]):
         with pytest.raises(DamagedEnvelope):
-            ParameterLayout.unpacked(msgpack.packb(rows))
+            ParameterLayout.unpack(msgpack.packb(rows))
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_packet_has_the_size_that_is_known_beforehand_and_gives_the_numbers_back(codec: str) -> None:
+@pytest.mark.parametrize("codec", UPDATE_CODECS)
+def test_a_packet_has_the_expected_size_and_round_trips(codec: str) -> None:
     (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
     numbers = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(0))
     packing, back = UpdateCodec(fragment, codec), torch.empty(fragment.numel)
@@ -110,7 +110,7 @@ def test_a_packet_has_the_size_that_is_known_beforehand_and_gives_the_numbers_ba
     assert (back - numbers).abs().max() <= most
 
 
-def test_what_packing_leaves_out_is_sent_later_by_another_codec_too() -> None:
+def test_the_compression_error_is_sent_later_after_a_change_of_codec_too() -> None:
     (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
     packing = UpdateCodec(fragment, "int4", feedback=True)
     numbers, back = torch.linspace(-1, 1, fragment.numel), torch.empty(fragment.numel)

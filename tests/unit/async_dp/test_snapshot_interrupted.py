@@ -1,4 +1,4 @@
-"""A hub interrupted anywhere, by death or by its disk: what it committed is not lost."""
+"""A hub that dies or fails at any disk operation loses nothing that was committed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from failing_disk import FailingDisk, die, refuse
 from forked_child import ended
-from journal_folders import copied, found_in, never_waiting, numbers_in, write
+from journal_folders import copy_folder, numbers_in, recovered_numbers, skip_fsync, write
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.errors import CheckpointError, PacelineError
 from paceline.testing import fault_injection
-from snapshot_states import names_in, numbers_of, snap
+from snapshot_states import open_and_read, revisions_in, snap
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 def refusal(call):
-    """Return why a call failed, nothing if it did not."""
+    """Return why a call failed, empty if it did not."""
     try:
         call()
     except PacelineError as error:
@@ -30,8 +30,8 @@ def refusal(call):
     return ""
 
 
-def live(folder, tell, retry):
-    """A hub's life: records, commits, snapshots. What is committed is told; what fails is tried once more."""
+def live(folder, report, retry):
+    """Append, commit and snapshot; report the number of committed records, and repeat what failed once."""
     journal, count = HubJournal.open(folder, resume=True), 0
 
     def attempt(call):
@@ -42,7 +42,7 @@ def live(folder, tell, retry):
         assert "full" in why
         why = refusal(lambda: call(journal))
         if why:
-            assert "takes nothing more" in why
+            assert "any more" in why
             journal.close()
             journal = HubJournal.open(folder, resume=True)
             call(journal)
@@ -52,17 +52,17 @@ def live(folder, tell, retry):
         write(journal, [count, count + 1])
         attempt(lambda journal: journal.commit())
         count += 2
-        tell(count)
+        report(count)
         attempt(partial(snap, revision=revision, count=count))
         write(journal, [count])
         attempt(lambda journal: journal.commit())
         count += 1
-        tell(count)
+        report(count)
     journal.close()
 
 
-def test_a_hub_that_dies_between_any_two_operations_of_its_disk_loses_nothing(tmp_path):
-    """Its second life goes on where it was, and may die too."""
+def test_a_hub_that_dies_at_any_disk_operation_loses_nothing(tmp_path):
+    """The restarted hub continues from there."""
     at = 0
     while True:
         at += 1
@@ -78,17 +78,17 @@ def test_a_hub_that_dies_between_any_two_operations_of_its_disk_loses_nothing(tm
                 os._exit(code)
         os.close(writing)
         code = ended(pid)
-        told = max(map(int, os.read(reading, 1000).split()), default=0)
+        committed = max(map(int, os.read(reading, 1000).split()), default=0)
         os.close(reading)
         assert code in (0, 9)
-        numbers = found_in(folder)
+        numbers = recovered_numbers(folder)
         assert numbers == list(range(len(numbers)))
-        assert told <= len(numbers) <= told + 2
+        assert committed <= len(numbers) <= committed + 2
         with HubJournal.open(folder, resume=True) as journal:
             write(journal, [len(numbers)])
             snap(journal, 20, len(numbers) + 1)
             write(journal, [len(numbers) + 1])
-        assert found_in(folder) == list(range(len(numbers) + 2))
+        assert recovered_numbers(folder) == list(range(len(numbers) + 2))
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
         if code == 0:
             break
@@ -96,7 +96,7 @@ def test_a_hub_that_dies_between_any_two_operations_of_its_disk_loses_nothing(tm
 
 
 def test_a_hub_that_dies_while_it_recovers_loses_nothing(tmp_path):
-    """It finds a damaged snapshot, a torn journal, a ledger that lags, and what another has left half written."""
+    """It finds a damaged snapshot, a torn journal, an incomplete ledger, and an unfinished file."""
     whole = tmp_path / "whole"
     with HubJournal.open(whole, resume=False) as journal:
         for count in range(3):
@@ -112,7 +112,7 @@ def test_a_hub_that_dies_while_it_recovers_loses_nothing(tmp_path):
     at, code = 0, 9
     while code:
         at += 1
-        folder = copied(whole, tmp_path / "hub")
+        folder = copy_folder(whole, tmp_path / "hub")
         pid = os.fork()
         if pid == 0:
             try:
@@ -123,13 +123,13 @@ def test_a_hub_that_dies_while_it_recovers_loses_nothing(tmp_path):
                 os._exit(1)
         code = ended(pid)
         assert code in (0, 9)
-        assert found_in(folder) == list(range(5))
-        assert names_in(folder, "snapshot") == [2]
+        assert recovered_numbers(folder) == list(range(5))
+        assert revisions_in(folder, "snapshot") == [2]
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert at > 15
 
 
-def test_a_disk_that_refuses_any_one_operation_is_told_and_loses_nothing(tmp_path):
+def test_a_failure_of_any_disk_operation_is_reported_and_loses_nothing(tmp_path):
     at = 0
     while True:
         at += 1
@@ -140,28 +140,28 @@ def test_a_disk_that_refuses_any_one_operation_is_told_and_loses_nothing(tmp_pat
                 assert at < 20, why
                 disk.at = 0
                 live(folder, lambda count: None, retry=True)
-        assert found_in(folder) == list(range(12))
+        assert recovered_numbers(folder) == list(range(12))
         if disk.count < at:
             break
     assert at > 100
 
 
-def test_no_record_goes_into_a_journal_once_the_next_may_be_there(tmp_path, monkeypatch):
-    """The disk failed after the new journal had its name, and before anybody knew whether it keeps it."""
+def test_no_record_is_appended_once_the_next_journal_may_exist(tmp_path, monkeypatch):
+    """The disk failed after the rename of the new journal, before it was flushed."""
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         with monkeypatch.context() as patch:
             patch.setattr("paceline.async_dp.wal.journal_file.write_atomic", written_but_not_flushed)
             with pytest.raises(CheckpointError, match=r"journal-000000000004\.log' can't be written"):
                 snap(journal, 4, 1)
-        with pytest.raises(CheckpointError, match=r"takes nothing more: journal-0+4\.log was begun"):
+        with pytest.raises(CheckpointError, match=r"can't be written any more: journal-0+4\.log was begun"):
             write(journal, [1])
     with HubJournal.open(tmp_path, resume=True) as journal:
         write(journal, [1])
-    assert found_in(tmp_path) == [0, 1]
+    assert recovered_numbers(tmp_path) == [0, 1]
 
 
-def test_a_snapshot_that_may_be_there_is_taken_as_it_is_found(tmp_path, monkeypatch):
+def test_a_snapshot_that_may_have_been_written_is_used_if_intact(tmp_path, monkeypatch):
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         snap(journal, 4, 1)
@@ -172,7 +172,7 @@ def test_a_snapshot_that_may_be_there_is_taken_as_it_is_found(tmp_path, monkeypa
                 snap(journal, 4, 2)
         assert numbers_in(journal) == [0, 1]
         write(journal, [2])
-    assert found_in(tmp_path) == [0, 1, 2]
+    assert recovered_numbers(tmp_path) == [0, 1, 2]
 
 
 def written_but_not_flushed(path, write):
@@ -181,7 +181,7 @@ def written_but_not_flushed(path, write):
     raise OSError(5, "Input/output error")
 
 
-def test_the_ledger_is_on_the_disk_before_the_records_are_of_no_more_use(tmp_path, monkeypatch):
+def test_the_ledger_is_flushed_before_a_snapshot_replaces_records(tmp_path, monkeypatch):
     calls, replace = [], os.replace
     with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
@@ -216,12 +216,12 @@ def test_a_disk_that_is_full_after_any_number_of_bytes(tmp_path, seed):
                 refusals += "full" in str(error)
         fault_injection.disarm()
     assert refusals > 5
-    assert found_in(tmp_path) == list(range(count))
+    assert recovered_numbers(tmp_path) == list(range(count))
 
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_any_life_comes_back_whichever_snapshot_is_damaged(tmp_path_factory, data):
+def test_any_history_is_recovered_whichever_snapshot_is_damaged(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("hub")
     count = revision = snapshots = 0
     for _ in range(data.draw(st.integers(1, 3))):
@@ -238,14 +238,14 @@ def test_any_life_comes_back_whichever_snapshot_is_damaged(tmp_path_factory, dat
                 else:
                     revision += step == "snapshot"
                     snap(journal, revision, count)
-                    snapshots = len(names_in(folder, "snapshot"))
+                    snapshots = len(revisions_in(folder, "snapshot"))
         if snapshots == 2 and data.draw(st.booleans()):
             newest = max(folder.glob("snapshot-*.safetensors"))
             newest.write_bytes(newest.read_bytes()[:-1])
             snapshots = 1
-            assert numbers_of(folder) == list(range(count))
+            assert open_and_read(folder) == list(range(count))
             with HubJournal.open(folder, resume=True) as journal:
                 revision += 1
                 snap(journal, revision, count)
                 snapshots = 2
-    assert found_in(folder) == list(range(count))
+    assert recovered_numbers(folder) == list(range(count))

@@ -1,4 +1,4 @@
-"""A worker's outbox: what was offered stays until it is acknowledged, and no round is ever used twice."""
+"""A worker's outbox keeps updates until they are acknowledged, and never uses a round twice."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forked_child import in_child
-from journal_folders import never_waiting
-from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, Sender, read_update, write_update
+from journal_folders import skip_fsync
+from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, read_update, write_update
 from paceline.errors import UsageError
-from pending_updates import offer, places
+from pending_updates import pending_rounds, put_update
 
-quick = pytest.fixture(autouse=True)(never_waiting)
+quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -23,31 +23,31 @@ def outbox(request, tmp_path):
         yield one
 
 
-# ------------------------------------------------------------------ letters
+# ------------------------------------------------------------------ updates
 
 
-def test_a_letter_stays_until_it_is_acknowledged(outbox):
+def test_an_update_is_pending_until_it_is_acknowledged(outbox):
     assert outbox.pending() == []
-    offer(outbox, 3, b"three", base=7)
-    offer(outbox, 0, b"")
+    put_update(outbox, 3, b"three", base=7)
+    put_update(outbox, 0, b"")
     assert outbox.pending() == [PendingUpdate(0, 0, {}, b""), PendingUpdate(0, 3, {"base": 7}, b"three")]
     assert not outbox.acknowledge(1, 3)
     assert not outbox.acknowledge(0, 2)
-    assert places(outbox) == [(0, 0), (3, 0)]
+    assert pending_rounds(outbox) == [(0, 0), (3, 0)]
     assert outbox.acknowledge(0, 3)
     assert not outbox.acknowledge(0, 3)
-    assert places(outbox) == [(0, 0)]
-    assert offer(outbox, 3) == 1
+    assert pending_rounds(outbox) == [(0, 0)]
+    assert put_update(outbox, 3) == 1
 
 
-def test_of_a_fragment_there_is_one_letter(outbox):
-    offer(outbox, 3)
+def test_a_fragment_has_one_pending_update(outbox):
+    put_update(outbox, 3)
     number = outbox.next_round(3)
-    with pytest.raises(UsageError, match="a letter of fragment 3, round 0, waits"):
+    with pytest.raises(UsageError, match="the update of fragment 3, round 0, is not acknowledged yet"):
         outbox.put(number, 3, {}, b"more")
     outbox.acknowledge(0, 3)
     outbox.put(number, 3, {}, b"more")
-    assert places(outbox) == [(3, 1)]
+    assert pending_rounds(outbox) == [(3, 1)]
 
 
 @pytest.mark.parametrize("round", [-1, 1, 5])
@@ -64,7 +64,7 @@ def test_a_payload_may_change_once_it_was_put(outbox):
     assert outbox.pending()[0].payload == b"update"
 
 
-def test_what_is_not_plain_is_refused(tmp_path):
+def test_values_that_are_not_plain_are_refused(tmp_path):
     with Outbox(tmp_path) as outbox:
         number = outbox.next_round(0)
         with pytest.raises(UsageError, match="can't hold a bytes"):
@@ -72,7 +72,7 @@ def test_what_is_not_plain_is_refused(tmp_path):
         with pytest.raises(UsageError, match="fragment=-1"):
             outbox.next_round(-1)
         outbox.put(number, 0, {"n": 1})
-        assert places(outbox) == [(0, 0)]
+        assert pending_rounds(outbox) == [(0, 0)]
 
 
 PLAIN = st.one_of(
@@ -82,7 +82,7 @@ PLAIN = st.one_of(
 
 @settings(deadline=None, max_examples=100)
 @given(
-    letter=st.builds(
+    update=st.builds(
         PendingUpdate,
         round=st.integers(0, 2**63 - 1),
         fragment=st.integers(0, 10**7),
@@ -92,11 +92,11 @@ PLAIN = st.one_of(
     run=st.text(max_size=10),
     worker=st.integers(1, 2**53 - 1),
 )
-def test_letters_come_back_from_their_files(tmp_path_factory, letter, run, worker):
+def test_update_files_round_trip(tmp_path_factory, update, run, worker):
     folder = tmp_path_factory.mktemp("box")
-    write_update(folder, letter, Sender(run, worker))
+    write_update(folder, update, run, worker)
     (path,) = folder.iterdir()
-    assert read_update(path) == (letter, Sender(run, worker))
+    assert read_update(path) == (update, run, worker)
 
 
 @settings(deadline=None, max_examples=60)
@@ -105,33 +105,33 @@ def test_letters_come_back_from_their_files(tmp_path_factory, letter, run, worke
         st.tuples(st.sampled_from(["put", "skip", "acknowledge", "restart"]), st.integers(0, 2)), max_size=25
     )
 )
-def test_over_any_restarts_letters_stay_and_rounds_are_new(tmp_path_factory, steps):
+def test_over_restarts_updates_stay_pending_and_rounds_are_new(tmp_path_factory, steps):
     folder = tmp_path_factory.mktemp("box")
-    outbox, offered, used = Outbox(folder), {}, set()
+    outbox, pending, used = Outbox(folder), {}, set()
     worker = outbox.worker
     for step, fragment in steps:
         if step == "restart":
             outbox.close()
             outbox = Outbox(folder)
         elif step == "acknowledge":
-            assert outbox.acknowledge(offered.get(fragment, 0), fragment) == (fragment in offered)
-            offered.pop(fragment, None)
+            assert outbox.acknowledge(pending.get(fragment, 0), fragment) == (fragment in pending)
+            pending.pop(fragment, None)
         else:
             number = outbox.next_round(fragment)
             assert (fragment, number) not in used
             used.add((fragment, number))
-            if step == "put" and fragment not in offered:
+            if step == "put" and fragment not in pending:
                 outbox.put(number, fragment, {"k": number}, b"%d" % number * 9)
-                offered[fragment] = number
+                pending[fragment] = number
         assert outbox.pending() == [
             PendingUpdate(number, fragment, {"k": number}, b"%d" % number * 9)
-            for fragment, number in sorted(offered.items())
+            for fragment, number in sorted(pending.items())
         ]
         assert outbox.worker == worker
     outbox.close()
 
 
-def test_a_letter_is_on_the_disk_before_it_has_its_place(tmp_path, monkeypatch):
+def test_an_update_file_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
     calls, replace = [], os.replace
     monkeypatch.setattr(
         os, "fsync", lambda handle: calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
@@ -146,10 +146,10 @@ def test_a_letter_is_on_the_disk_before_it_has_its_place(tmp_path, monkeypatch):
         assert calls == ["letter-000000.msg", "replace", "box"]
 
 
-# ------------------------------------------------------------------ who the worker is, and whom it serves
+# ------------------------------------------------------------------ worker number and run
 
 
-def test_a_worker_has_one_number_all_its_life(tmp_path):
+def test_a_worker_keeps_its_random_number(tmp_path):
     numbers = []
     for k in range(50):
         with Outbox(tmp_path / str(k)) as outbox:
@@ -172,35 +172,36 @@ def test_a_given_number_is_the_one_of_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("worker", [0, -1, 2**53])
-def test_a_number_that_is_none_is_refused(worker):
+def test_an_invalid_worker_number_is_refused(worker):
     with pytest.raises(UsageError, match=f"worker={worker}"):
         Outbox(None, worker=worker)
 
 
-def test_letters_of_another_run_are_refused(tmp_path):
+def test_pending_updates_of_another_run_are_refused(tmp_path):
     with Outbox(tmp_path) as outbox:
-        offer(outbox, 0)
+        put_update(outbox, 0)
         outbox.bind("first")
     with Outbox(tmp_path) as outbox:
         assert outbox.run == "first"
         outbox.bind("first")
         with pytest.raises(
-            UsageError, match=r"1 letters in .* wait for run 'first', this is run 'second'\n.*another folder"
+            UsageError,
+            match=r"1 updates in .* are pending for run 'first', this is run 'second'\n.*another folder",
         ):
             outbox.bind("second")
         assert outbox.run == "first"
         outbox.acknowledge(0, 0)
         outbox.bind("second")
-        assert offer(outbox, 0) == 1
+        assert put_update(outbox, 0) == 1
     with (
         Outbox(tmp_path) as outbox,
-        pytest.raises(UsageError, match="wait for run 'second', this is run 'first'"),
+        pytest.raises(UsageError, match="are pending for run 'second', this is run 'first'"),
     ):
         outbox.bind("first")
 
 
-def test_two_workers_on_one_folder_are_one_too_many(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline._core.file_lock._TIMEOUT_SECONDS", 0.0)
+def test_a_second_worker_on_a_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
     with Outbox(tmp_path), pytest.raises(UsageError, match=f"by this worker: process {os.getpid()} on "):
         Outbox(tmp_path)
 

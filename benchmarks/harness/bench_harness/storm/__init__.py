@@ -1,9 +1,6 @@
-"""A star in a storm: workers killed and stopped, links cut, the hub killed, messages damaged and repeated.
+"""Fault injection for a hub and its workers: killed and stopped processes, cut links, corrupted messages.
 
-plan.py      what goes wrong when (pure)
-spoil.py     an exchange that damages and repeats what it sends
-task.py      what is learnt
-worker.py    a worker, which notes what was acknowledged
-hub.py       the hub, whose answers are spoilt too
-run.py       plays a plan on the hosts of a lab, and counts afterwards
+fault_plan.py      which faults happen when (pure)
+storm_program.py   the program of a hub or worker, which corrupts what it sends
+storm_run.py       runs a plan on the hosts of a `Lab`, then compares the workers' logs with the hub's ledger
 """

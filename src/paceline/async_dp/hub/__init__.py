@@ -1,1 +1,1 @@
-"""The hub of asynchronous training: membership, screening, merging, recovery."""
+"""The hub: membership, screening, merging, recovery."""

@@ -1,6 +1,21 @@
-"""The centre that all workers of a star share: its fragments, how updates get in and copies get out.
+"""The global parameters of a hub: merging updates into them, packing copies of them for workers.
 
-Whatever is done here depends on numbers that the journal holds, so doing it again gives the same bits.
+An update is a pseudo-gradient Δ = parameters that its worker started from − parameters that it reached. N workers send
+theirs one by one, each with a weight w: 1/N, times its samples relative to the mean, times a weight for its staleness.
+
+    averaging          θ ← θ − ε·w·Δ                            no momentum, hence nothing that N arrivals amplify
+    delayed-nesterov   θ ← θ − ε·w·Δ, and at every N-th arrival, with g the sum of the last N w·Δ:
+                       m ← μ·m + g,  θ ← θ − ε·μ·m              N arrivals make one Nesterov step on their mean
+    nesterov           m ← μ·m + w·Δ,  θ ← θ − ε·(w·Δ + μ·m)    at every arrival: the momentum decays N times too fast
+                                                                to be that of a mean, and too slowly to be harmless
+
+[Note: Nesterov per arrival] With ε = 0.7, μ = 0.9 and weights that don't shrink with N, this diverges: N stale updates
+of about the same direction are each amplified by 1/(1 − μ) (arXiv 2401.09135 §4; `paceline simulate async` shows it).
+It exists for comparison and must be allowed explicitly.
+
+Sources: Delayed Nesterov: Liu et al., arXiv 2401.09135, Algorithm 3 with c = 0; averaging: local SGD, arXiv 1805.09767.
+
+Everything here is a function of values in the journal, so replaying it gives the same bits.
 """
 
 from __future__ import annotations
@@ -11,125 +26,178 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.async_dp.float_rows import FloatRow, as_tensor, fastest_form, norm_of
-from paceline.async_dp.hub.outer_merge import HubOptimizer, MergedFragment
+from paceline.async_dp.float_rows import FloatRow, add_scaled, as_row, as_tensor, l2_norm
+from paceline.async_dp.hub.hub_rules import HubOptimizer
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.errors import CheckpointError
 from paceline.transport.envelope import Bytes
 
-__all__ = ["GlobalParams"]
+__all__ = ["GlobalParams", "MergedFragment"]
+
+
+class MergedFragment:
+    """One fragment of the global parameters, and the state of its outer optimizer.
+
+    Args:
+        theta: its numbers, 1-D float32.
+        trained: number of those that are parameters; the rest are buffers, which are only averaged.
+        outer: merges updates.
+
+    Attributes:
+        momentum, gathered: state of the outer optimizer; None where it has none.
+        count: arrivals since the momentum was applied last.
+        revision: number of merged updates.
+    """
+
+    def __init__(self, theta: Tensor, trained: int, outer: HubOptimizer) -> None:
+        self.theta, self.trained, self.outer = theta, trained, outer
+        self.momentum = theta.new_zeros(trained) if outer.has_momentum else None
+        delayed = outer.has_momentum and outer.name == "delayed-nesterov"
+        self.gathered = theta.new_zeros(trained) if delayed else None
+        self.count = self.revision = 0
+        self._params, self._buffers = as_row(theta[:trained]), theta[trained:]
+        self._has_buffers = len(self._buffers) > 0
+
+    def merge(self, delta: FloatRow, weight: float, workers: int) -> None:
+        """Merge an update.
+
+        Args:
+            delta: of the shape of `theta`.
+            weight: 1/N for an ordinary update.
+            workers: N.
+        """
+        outer, gradient = self.outer, delta
+        if self._has_buffers:
+            gradient = delta[: self.trained]
+            add_scaled(self._buffers, -weight, delta[self.trained :])
+        warm = self.revision >= outer.warmup * workers
+        add_scaled(self._params, -(outer.lr if warm else 1.0) * weight, gradient)
+        self.revision += 1
+        if self.momentum is None or not warm:
+            return
+        if self.gathered is None:
+            self.momentum.mul_(outer.momentum).add_(as_tensor(gradient), alpha=weight)
+        else:
+            add_scaled(self.gathered, weight, gradient)
+            self.count += 1
+            if self.count < workers:
+                return
+            self.momentum.mul_(outer.momentum).add_(self.gathered)
+            self.gathered.zero_()
+            self.count = 0
+        add_scaled(self._params, -outer.lr * outer.momentum, self.momentum)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its state by name."""
+        named = {"theta": self.theta, "momentum": self.momentum, "gathered": self.gathered}
+        return {name: each for name, each in named.items() if each is not None}
 
 
 class GlobalParams:
-    """All fragments that one hub keeps.
+    """All fragments that one hub serves.
 
     Args:
-        layout: of the model. outer: how updates are taken in. down: how copies are packed.
-        mine: the fragments that this hub keeps; others are another hub's.
+        layout: of the model.
+        outer: merges updates.
+        codec: of the copies for workers.
+        served: fragments that this hub serves; other hubs serve the others.
 
     Attributes:
-        of_fragment: the centre of each.
+        fragments: by number.
     """
 
-    def __init__(self, layout: ParameterLayout, outer: HubOptimizer, down: str, mine: range) -> None:
-        self.layout = layout
-        self.of_fragment = {
+    def __init__(self, layout: ParameterLayout, outer: HubOptimizer, codec: str, served: range) -> None:
+        self.layout, self._codec = layout, codec
+        self.fragments = {
             number: MergedFragment(
                 torch.zeros(layout.fragments[number].numel), layout.fragments[number].trained, outer
             )
-            for number in mine
+            for number in served
         }
-        self._down = down
-        self._packings: dict[tuple[int, str], UpdateCodec] = {}
-        self._theta = {number: fastest_form(each.theta) for number, each in self.of_fragment.items()}
+        self._codecs: dict[tuple[int, str], UpdateCodec] = {}
+        self._rows = {number: as_row(each.theta) for number, each in self.fragments.items()}
         self._scratch = {
-            number: fastest_form(torch.empty_like(each.theta)) for number, each in self.of_fragment.items()
+            number: as_row(torch.empty_like(each.theta)) for number, each in self.fragments.items()
         }
         self._copies: dict[int, tuple[int, Bytes]] = {}
 
     @property
     def revision(self) -> int:
-        """Updates taken in so far, by all fragments."""
-        return sum(centre.revision for centre in self.of_fragment.values())
+        """Number of merged updates, in all fragments."""
+        return sum(fragment.revision for fragment in self.fragments.values())
 
     @property
     def revisions(self) -> dict[int, int]:
-        """Updates taken in so far, by fragment."""
-        return {number: centre.revision for number, centre in self.of_fragment.items()}
+        """Number of merged updates by fragment."""
+        return {number: fragment.revision for number, fragment in self.fragments.items()}
 
-    def nbytes(self, fragment: int, codec: str) -> int:
-        """Return the size of a packet."""
-        return self._packing(fragment, codec).nbytes
+    def packet_nbytes(self, fragment: int, codec: str) -> int:
+        """Return the size of a packed fragment."""
+        return self._codec_of(fragment, codec).nbytes
 
-    def unpacked(self, fragment: int, codec: str, packet: Bytes) -> tuple[FloatRow, float]:
-        """Return the numbers of a packet, which are valid until the next one, and their norm.
+    def unpack(self, fragment: int, codec: str, packet: Bytes) -> tuple[FloatRow, float]:
+        """Return the numbers of a packet and their norm; the numbers are valid until the next call.
 
         Raises:
-            DamagedEnvelope: it has not as many bytes as it must have.
+            DamagedEnvelope: the packet has another number of bytes than it must.
         """
-        into = self._scratch[fragment]
-        self._packing(fragment, codec).unpack(packet, into)
-        return into, norm_of(into)
+        row = self._scratch[fragment]
+        self._codec_of(fragment, codec).unpack(packet, row)
+        return row, l2_norm(row)
 
-    def take(self, fragment: int, delta: FloatRow, weight: float, workers: int) -> int:
-        """Take in an update; return the fragment's new revision."""
-        centre = self.of_fragment[fragment]
-        centre.take(delta, weight, workers)
-        return centre.revision
-
-    def copy(self, fragment: int) -> tuple[int, str, Bytes]:
-        """Return revision, codec and bytes of a fragment as it is, packed once for each revision."""
-        centre = self.of_fragment[fragment]
+    def pack(self, fragment: int) -> tuple[int, str, Bytes]:
+        """Return revision, codec and bytes of a fragment, packed once per revision."""
+        revision = self.fragments[fragment].revision
         held = self._copies.get(fragment)
-        if held is None or held[0] != centre.revision:
-            packet = self._packing(fragment, self._down).pack(self._theta[fragment])
-            held = self._copies[fragment] = centre.revision, packet
-        return held[0], self._down, held[1]
+        if held is None or held[0] != revision:
+            packet = self._codec_of(fragment, self._codec).pack(self._rows[fragment])
+            held = self._copies[fragment] = revision, packet
+        return held[0], self._codec, held[1]
 
-    def begin(self, fragment: int, numbers: FloatRow) -> None:
-        """Have a fragment begin with these numbers."""
-        self.of_fragment[fragment].theta.copy_(as_tensor(numbers))
+    def start(self, fragment: int, row: FloatRow) -> None:
+        """Set the initial parameters of a fragment."""
+        self.fragments[fragment].theta.copy_(as_tensor(row))
         self._copies.pop(fragment, None)
 
-    def _packing(self, fragment: int, codec: str) -> UpdateCodec:
+    def _codec_of(self, fragment: int, codec: str) -> UpdateCodec:
         key = fragment, codec
-        if key not in self._packings:
-            self._packings[key] = UpdateCodec(self.layout.fragments[fragment], codec)
-        return self._packings[key]
+        if key not in self._codecs:
+            self._codecs[key] = UpdateCodec(self.layout.fragments[fragment], codec)
+        return self._codecs[key]
 
-    # ------------------------------------------------------------------ over a restart
+    # ------------------------------------------------------------------ snapshots
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all numbers, by name."""
+        """Return all tensors of a snapshot by name."""
         return {
             f"{number}.{name}": tensor
-            for number, centre in self.of_fragment.items()
-            for name, tensor in centre.tensors().items()
+            for number, fragment in self.fragments.items()
+            for name, tensor in fragment.tensors().items()
         }
 
     def facts(self) -> dict[str, Any]:
-        """Return all else that is to be known to go on."""
+        """Return the rest of a snapshot."""
         return {
-            "revisions": {str(number): each.revision for number, each in self.of_fragment.items()},
-            "counts": {str(number): each.count for number, each in self.of_fragment.items()},
+            "revisions": {str(number): each.revision for number, each in self.fragments.items()},
+            "counts": {str(number): each.count for number, each in self.fragments.items()},
         }
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Restore a snapshot.
 
         Raises:
-            CheckpointError: it is of another layout or outer optimizer.
+            CheckpointError: it has another layout or outer optimizer.
         """
         own = self.tensors()
         if own.keys() != tensors.keys() or any(own[name].shape != tensors[name].shape for name in own):
             raise CheckpointError(
-                f"the snapshot holds {', '.join(sorted(tensors))}; this hub keeps {', '.join(sorted(own))}",
+                f"the snapshot holds {', '.join(sorted(tensors))}; this hub needs {', '.join(sorted(own))}",
                 remedy="start the hub with the same outer optimizer and shards as before",
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-        for number, centre in self.of_fragment.items():
-            centre.revision = int(facts["revisions"][str(number)])
-            centre.count = int(facts["counts"][str(number)])
+        for number, fragment in self.fragments.items():
+            fragment.revision = int(facts["revisions"][str(number)])
+            fragment.count = int(facts["counts"][str(number)])
         self._copies.clear()

@@ -1,105 +1,81 @@
-"""What outlives a hub beside the numbers of its centre, and how its heir takes it up."""
+"""Recovery of a hub: facts of a snapshot, and replay of the journal after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.async_dp.hub.global_params import GlobalParams
-from paceline.async_dp.hub.membership import HubMember, HubMembership
-from paceline.async_dp.hub.update_screening import Histogram
+from paceline.async_dp.hub.membership import HubCounters, HubMembership
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.transport.envelope import Bytes
 
-__all__ = ["HubCounters", "facts_of", "replay", "take_up"]
+__all__ = ["replay_records", "restore_snapshot", "snapshot_facts"]
 
 
-@dataclass
-class HubCounters:
-    """What a hub has taken in.
-
-    Attributes:
-        updates: how many. samples: that they were learnt from. histogram: of their staleness.
-    """
-
-    updates: int = 0
-    samples: float = 0.0
-    histogram: Histogram = field(default_factory=Histogram)
-
-    def count(self, member: HubMember, samples: float, staleness: float) -> None:
-        """Count an update."""
-        self.updates += 1
-        self.samples += samples
-        self.histogram.add(staleness)
-        member.updates += 1
-        member.staleness = staleness
-
-
-def facts_of(run: str, centres: GlobalParams, members: HubMembership, tally: HubCounters) -> dict[str, Any]:
-    """Return what goes into a snapshot, as plain values."""
+def snapshot_facts(
+    run: str, params: GlobalParams, members: HubMembership, counters: HubCounters
+) -> dict[str, Any]:
+    """Return the part of a snapshot without the tensors, as plain values."""
     return {
         "run": run,
-        "layout": centres.layout.packed().hex(),
-        "centres": centres.facts(),
-        "updates": tally.updates,
-        "samples": tally.samples,
-        "staleness": tally.histogram.counts,
+        "layout": params.layout.pack().hex(),
+        "centres": params.facts(),
+        "updates": counters.updates,
+        "samples": counters.samples,
+        "staleness": counters.histogram.counts,
         "members": {
-            str(each.number): {
-                "name": each.name,
-                "updates": each.updates,
-                "rounds": {str(key): list(value) for key, value in each.rounds.items()},
+            str(member.number): {
+                "name": member.name,
+                "updates": member.updates,
+                "rounds": {str(fragment): list(judged) for fragment, judged in member.rounds.items()},
             }
-            for each in members
-            if each.rounds
+            for member in members
+            if member.rounds
         },
     }
 
 
-def take_up(
+def restore_snapshot(
     facts: Mapping[str, Any],
     tensors: Mapping[str, Any],
-    make: Callable[[ParameterLayout], GlobalParams],
+    make_params: Callable[[ParameterLayout], GlobalParams],
     members: HubMembership,
-    tally: HubCounters,
+    counters: HubCounters,
 ) -> GlobalParams:
-    """Fill everything from a snapshot, and return the centres.
-
-    Args:
-        facts, tensors: of the snapshot. make: makes centres for a layout. members, tally: still empty.
+    """Fill empty `members` and `counters` from a snapshot, and return the global parameters.
 
     Raises:
         CheckpointError: the snapshot is of another outer optimizer or shard.
     """
-    centres = make(ParameterLayout.unpacked(bytes.fromhex(facts["layout"])))
-    centres.load(tensors, facts["centres"])
-    tally.updates, tally.samples = facts["updates"], facts["samples"]
-    tally.histogram.counts = list(facts["staleness"])
-    for key, told in facts["members"].items():
-        member = members.admit(int(key), 0.0)
-        member.name, member.updates = told["name"], told["updates"]
-        member.rounds = {int(each): (value[0], value[1]) for each, value in told["rounds"].items()}
-    return centres
+    params = make_params(ParameterLayout.unpack(bytes.fromhex(facts["layout"])))
+    params.load(tensors, facts["centres"])
+    counters.updates, counters.samples = facts["updates"], facts["samples"]
+    counters.histogram.counts = list(facts["staleness"])
+    for number, values in facts["members"].items():
+        member = members.get_or_add(int(number))
+        member.name, member.updates = values["name"], values["updates"]
+        member.rounds = {int(fragment): (round, why) for fragment, (round, why) in values["rounds"].items()}
+    return params
 
 
-def replay(
+def replay_records(
     records: Iterable[tuple[Mapping[str, Any], Bytes]],
-    centres: GlobalParams,
+    params: GlobalParams,
     members: HubMembership,
-    tally: HubCounters,
+    counters: HubCounters,
 ) -> int:
-    """Do once more what records tell; return how many updates that were."""
+    """Apply the journal's records again; return the number of updates among them."""
     updates = 0
     for values, payload in records:
         if values["kind"] not in ("update", "refuse"):
             continue
-        member = members.admit(values["worker"], 0.0)
+        member = members.get_or_add(values["worker"])
         fragment = values["fragment"]
         member.rounds[fragment] = values["round"], values.get("why", "")
         if values["kind"] == "update":
-            delta, _ = centres.unpacked(fragment, values["dtype"], payload)
-            centres.take(fragment, delta, values["weight"], values["workers"])
-            tally.count(member, values["samples"], values["staleness"])
+            delta, _ = params.unpack(fragment, values["dtype"], payload)
+            params.fragments[fragment].merge(delta, values["weight"], values["workers"])
+            counters.add(member, values["samples"], values["staleness"])
             updates += 1
     return updates

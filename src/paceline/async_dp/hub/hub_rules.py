@@ -1,68 +1,221 @@
-"""How a hub judges, merges and answers, as plain values (pure)."""
+"""Settings of a hub, as plain values: how it screens updates, merges them and answers (pure)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
 
-from paceline.async_dp.hub.outer_merge import HubOptimizer
-from paceline.async_dp.hub.population import PopulationRules
-from paceline.async_dp.hub.update_screening import ScreeningRules, Staleness
 from paceline.errors import UsageError, unknown
 
-__all__ = ["DOWN", "HubRules", "HubShard"]
+__all__ = ["HubOptimizer", "HubRules", "HubShard", "PopulationRules", "ScreeningRules", "StalenessPolicy"]
 
-DOWN = ("bf16", "fp16", "fp32", "int8")
-"""How the centre may be packed for its way to workers."""
+_OUTER_OPTIMIZERS = ("averaging", "delayed-nesterov", "nesterov")
+_STALENESS_POLICIES = ("accept", "down-weight", "drop", "wait")
+_PARAM_CODECS = ("bf16", "fp16", "fp32", "int8")
+_MAX_STABLE_LR = 0.1  # largest ε · μ of Nesterov per arrival that is allowed without `unstable`
+
+
+def _require(condition: bool, given: str, remedy: str) -> None:
+    if not condition:
+        raise UsageError(given, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class HubOptimizer:
+    """Outer optimizer that merges updates, see `paceline.async_dp.hub.global_params`.
+
+    Attributes:
+        name: ``"averaging"``, ``"delayed-nesterov"`` or ``"nesterov"``.
+        lr: ε, above 0.
+        momentum: μ, from 0 to below 1; averaging has none.
+        warmup: rounds (N arrivals each) of plain averaging before the outer optimizer starts: what workers learnt
+            before their first update is large, and no direction to continue in.
+        unstable: allow Nesterov per arrival although it diverges.
+
+    Raises:
+        UsageError: a value is out of range; Nesterov per arrival without `unstable`.
+    """
+
+    name: Literal["averaging", "delayed-nesterov", "nesterov"] = "averaging"
+    lr: float = 1.0
+    momentum: float = 0.9
+    warmup: int = 1
+    unstable: bool = False
+
+    def __post_init__(self) -> None:
+        lr, momentum, warmup = self.lr, self.momentum, self.warmup
+        if self.name not in _OUTER_OPTIMIZERS:
+            raise unknown("outer optimizer", self.name, _OUTER_OPTIMIZERS)
+        lr_ok = isinstance(lr, int | float) and 0 < lr < math.inf
+        _require(lr_ok, f"outer lr={lr!r}", "give a number above 0, such as 1")
+        momentum_ok = isinstance(momentum, int | float) and 0 <= momentum < 1
+        _require(momentum_ok, f"outer momentum={momentum!r}", "give a number from 0 to below 1, such as 0.9")
+        warmup_ok = type(warmup) is int and warmup >= 0
+        _require(warmup_ok, f"outer warmup={warmup!r}", "give a whole number of rounds, 0 or more")
+        _require(
+            self.name != "nesterov" or lr * momentum <= _MAX_STABLE_LR or self.unstable,
+            f"Nesterov momentum {momentum:g} at every arrival with lr {lr:g} diverges",
+            "use delayed-nesterov or averaging; to see it diverge pass --unstable (unstable=True)",
+        )
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether it keeps a momentum."""
+        return self.name != "averaging" and self.momentum > 0
+
+
+@dataclass(frozen=True)
+class StalenessPolicy:
+    """Policy for stale updates.
+
+    Staleness is the number of updates merged between the parameters that a worker started from and its own update,
+    divided by the number of workers: in rounds, so it means the same for 4 workers and for 400.
+
+        accept        every update has full weight
+        down-weight   the weight is (1 + staleness)^-power
+        drop          updates beyond the bound are refused
+        wait          no update gets staler than the bound: a worker that is ahead waits for its next parameters
+                      (stale-synchronous parallel: Ho et al., NIPS 2013)
+
+    Example:
+        >>> StalenessPolicy("down-weight").weight(3.0)
+        0.5
+    """
+
+    policy: str = "accept"
+    bound: float = 16.0  # in rounds
+    power: float = 0.5  # usual for polynomial weights
+
+    def __post_init__(self) -> None:
+        if self.policy not in _STALENESS_POLICIES:
+            raise unknown("policy for stale updates", self.policy, _STALENESS_POLICIES)
+        _require(0 < self.bound < math.inf, f"bound={self.bound!r}", "give rounds above 0, such as 16")
+        _require(
+            0 <= self.power < math.inf, f"power={self.power!r}", "give a number of 0 or more, such as 0.5"
+        )
+
+    def weight(self, staleness: float) -> float:
+        """Return the weight of an update relative to a fresh one; 0: it is refused."""
+        if self.policy == "down-weight":
+            return (1 + max(0.0, staleness)) ** -self.power
+        if self.policy == "drop" and staleness > self.bound:
+            return 0.0
+        return 1.0
+
+    def holds_back(self, base: int, others: Collection[int], revision: int, workers: int) -> bool:
+        """Return whether a worker must wait for new parameters, so that no other's next update gets too stale.
+
+        Args:
+            base: revision that the worker started from last.
+            others: the same of the other live workers.
+            revision: of the global parameters.
+            workers: number of live workers.
+        """
+        if self.policy != "wait" or not others:
+            return False
+        oldest = min(others)
+        return base > oldest and (revision + 1 - oldest) / max(1, workers) > self.bound
+
+
+@dataclass(frozen=True)
+class ScreeningRules:
+    """Limits for updates, see `paceline.async_dp.hub.update_screening`."""
+
+    max_norm_ratio: float = 10.0  # to the usual norm; 0: any
+    max_score_increase: float | None = 0.05  # None: any
+    strikes: int = 3  # refused updates among the last `window` that lead to quarantine
+    window: int = 10
+    quarantine_seconds: float = 60.0  # of the first quarantine
+
+    def __post_init__(self) -> None:
+        ratio, increase, seconds = self.max_norm_ratio, self.max_score_increase, self.quarantine_seconds
+        _require(
+            ratio == 0 or 1 < ratio < math.inf,
+            f"max_norm_ratio={ratio!r}",
+            "give a number above 1, such as 10, or 0 for no limit",
+        )
+        _require(
+            increase is None or 0 <= increase < math.inf,
+            f"max_score_increase={increase!r}",
+            "give a number of 0 or more, such as 0.05, or None",
+        )
+        strikes_ok = 1 <= self.strikes <= self.window
+        _require(strikes_ok, f"strikes={self.strikes!r} of window={self.window!r}", "give 1 up to the window")
+        _require(0 < seconds < math.inf, f"quarantine_seconds={seconds!r}", "give seconds above 0")
+
+
+@dataclass(frozen=True)
+class PopulationRules:
+    """Settings of a population before all workers share parameters, see `paceline.async_dp.hub.population`.
+
+    Attributes:
+        steps: local steps of most workers after which all join the best.
+        margin: share of the best score by which the worst worker may be behind; infinity: no worker is replaced.
+        grace: scores that a worker reports, after it started or was replaced, before it is judged.
+        perturb: factor between the learning rates of a replaced worker and the best; 1: none.
+        gap: lead of the best over all others, as a share of its score, at which all join it early; None: never.
+        seed: of the random choices.
+    """
+
+    steps: int = 100
+    margin: float = 0.05
+    _: KW_ONLY
+    grace: int = 1
+    perturb: float = 1.0
+    gap: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        steps, grace, perturb, gap = self.steps, self.grace, self.perturb, self.gap
+        steps_ok, grace_ok = type(steps) is int and steps >= 1, type(grace) is int and grace >= 0
+        _require(steps_ok, f"population of {steps!r} steps", "give a whole number of 1 or more")
+        _require(self.margin > 0, f"margin={self.margin!r}", "give a share above 0, such as 0.05")
+        _require(grace_ok, f"grace={grace!r}", "give a whole number of scores, 0 or more")
+        _require(1 <= perturb < math.inf, f"perturb={perturb!r}", "give a factor of 1 or more, such as 1.2")
+        _require(gap is None or gap > 0, f"gap={gap!r}", "give a share above 0, such as 0.2, or None")
 
 
 @dataclass(frozen=True)
 class HubShard:
-    """Which of several hubs this is: it keeps the fragments index, index + of, index + 2 of, …"""
+    """Position among several hubs: this one serves the fragments index, index + count, index + 2 · count, …"""
 
     index: int = 0
-    of: int = 1
+    count: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.index < self.of:
-            raise UsageError(
-                f"shard {self.index} of {self.of}", remedy="count hubs from 0, for example 0/2 and 1/2"
-            )
+        index_ok = 0 <= self.index < self.count
+        _require(
+            index_ok, f"shard {self.index} of {self.count}", "count hubs from 0, for example 0/2 and 1/2"
+        )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HubRules:
-    """What a hub is asked for.
-
-    Attributes:
-        outer: how updates are taken in. staleness: what becomes of old ones. screen: which are refused.
-        population: None: all workers share a centre from the beginning.
-        down: how the centre is packed for workers.
-        shard: which of several hubs this is.
-        bandwidth: bytes per second that may leave, and as many that may come; None: all that the link carries.
-        silent_after: seconds without a word after which a worker does not count among the N.
-        snapshot_every: updates between two snapshots.
-    """
+    """All settings of a hub."""
 
     outer: HubOptimizer = field(default_factory=HubOptimizer)
-    staleness: Staleness = field(default_factory=Staleness)
+    staleness: StalenessPolicy = field(default_factory=StalenessPolicy)
     screen: ScreeningRules = field(default_factory=ScreeningRules)
-    population: PopulationRules | None = None
-    down: str = "bf16"
+    population: PopulationRules | None = None  # None: all workers share parameters from the start
+    down: str = "bf16"  # codec of the global parameters that are sent to workers
     shard: HubShard = field(default_factory=HubShard)
-    bandwidth: float | None = None
-    silent_after: float = 15.0
-    snapshot_every: int = 500
+    bandwidth: float | None = None  # bytes per second in each direction; None: no limit
+    silent_after: float = 15.0  # seconds without a message after which a worker no longer counts among the N
+    snapshot_every: int = 500  # updates
 
     def __post_init__(self) -> None:
-        if self.down not in DOWN:
-            raise unknown("way to pack the centre", self.down, DOWN)
-        if self.population is not None and self.shard.of > 1:
-            raise UsageError(
-                "a population with several hubs", remedy="lead the population with one hub, or leave it out"
-            )
-        if not self.silent_after > 0:
-            raise UsageError(f"silent_after={self.silent_after!r}", remedy="give seconds above 0, such as 15")
-        if type(self.snapshot_every) is not int or self.snapshot_every < 1:
-            raise UsageError(
-                f"snapshot_every={self.snapshot_every!r}", remedy="give a whole number of updates, 1 or more"
-            )
+        silent_after, snapshot_every = self.silent_after, self.snapshot_every
+        if self.down not in _PARAM_CODECS:
+            raise unknown("codec of the global parameters", self.down, _PARAM_CODECS)
+        _require(
+            self.population is None or self.shard.count == 1,
+            "a population with several hubs",
+            "lead the population with one hub, or leave it out",
+        )
+        _require(silent_after > 0, f"silent_after={silent_after!r}", "give seconds above 0, such as 15")
+        snapshot_ok = type(snapshot_every) is int and snapshot_every >= 1
+        _require(
+            snapshot_ok, f"snapshot_every={snapshot_every!r}", "give a whole number of updates, 1 or more"
+        )

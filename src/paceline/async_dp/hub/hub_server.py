@@ -1,4 +1,4 @@
-"""A hub in real time: what comes over the network is given to it, and what it answers is sent."""
+"""Runs a hub in real time over an exchange."""
 
 from __future__ import annotations
 
@@ -11,62 +11,49 @@ from paceline.transport.transport_interface import Exchange
 
 __all__ = ["HubServer"]
 
-_LOOK_SECONDS = 0.25
-_NOTE_SECONDS = 5.0
+_MAX_WAIT_SECONDS = 0.25
+_TRAFFIC_SECONDS = 5.0
 
 
 class HubServer:
-    """Drives a hub over an exchange; used by one thread.
-
-    Args:
-        hub: decides. exchange: carries.
-
-    Attributes:
-        hub, exchange: as given.
-    """
+    """Passes envelopes between an exchange and a hub; used by one thread."""
 
     def __init__(self, hub: Hub, exchange: Exchange) -> None:
         self.hub, self.exchange = hub, exchange
-        self._post = FrameSender(exchange, lambda: hub.run, rate=hub.rules.bandwidth)
+        self._sender = FrameSender(exchange, lambda: hub.run, rate=hub.rules.bandwidth)
         self._wait = 0.0
-        self._noted = time.monotonic(), exchange.sent_nbytes, exchange.received_nbytes
+        self._traffic = time.monotonic(), exchange.sent_nbytes, exchange.received_nbytes
 
-    def run(self, stop: Callable[[], bool], look: Callable[[], object] = lambda: None) -> None:
-        """Serve until `stop` says so; write a snapshot then.
-
-        Args:
-            stop: asked several times a second. look: called as often, to show how things are.
-        """
+    def run(self, stop: Callable[[], bool], on_turn: Callable[[], object] = lambda: None) -> None:
+        """Serve until `stop` returns True, then write a snapshot; calls both several times per second."""
         while not stop():
-            self.turn()
-            self._note()
-            look()
+            self._turn()
+            self._record_traffic()
+            on_turn()
         self.hub.snapshot()
 
-    def _note(self) -> None:
-        """Have the hub write down what passed, from time to time."""
-        since, sent, received = self._noted
+    def _record_traffic(self) -> None:
+        since, sent, received = self._traffic
         now, exchange = time.monotonic(), self.exchange
-        if now - since >= _NOTE_SECONDS:
-            self.hub.note_traffic(
+        if now - since >= _TRAFFIC_SECONDS:
+            self.hub.record_traffic(
                 exchange.sent_nbytes - sent, exchange.received_nbytes - received, now - since
             )
-            self._noted = now, exchange.sent_nbytes, exchange.received_nbytes
+            self._traffic = now, exchange.sent_nbytes, exchange.received_nbytes
 
-    def turn(self) -> None:
-        """Take in what has come, answer, and wait a little if that was nothing."""
-        hub, post = self.hub, self._post
-        envelopes = self.exchange.poll(min(self._wait, _LOOK_SECONDS))
+    def _turn(self) -> None:
+        hub, sender = self.hub, self._sender
+        envelopes = self.exchange.poll(min(self._wait, _MAX_WAIT_SECONDS))
         now = time.monotonic()
         for envelope in envelopes:
             hub.receive(envelope, now)
-        for message in hub.settle(now):
+        for message in hub.commit(now):
             member = hub.members.get(message.target)
             if member is not None:
-                post.limit(member.rate, now, message.target)
-            post.put(message)
-        self._wait = post.pump(now)
-        if self._wait < _LOOK_SECONDS:
+                sender.set_rate(member.rate, now, message.target)
+            sender.enqueue(message)
+        self._wait = sender.pump(now)
+        if self._wait < _MAX_WAIT_SECONDS:
             reachable = set(self.exchange.peers())
-            for target in post.targets - reachable:
-                post.forget(target)
+            for target in sender.targets - reachable:
+                sender.forget(target)

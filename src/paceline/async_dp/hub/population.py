@@ -1,22 +1,20 @@
-"""Workers that begin apart, from different parameters: who is replaced by whom, when all go on together (pure).
+"""Initial parameters: which worker provides them, and how a population trains until then.
 
-Every worker tells its score on the shared held-out slice from time to time; lower is better. There is no barrier: a
-worker is judged when it tells, against what the others told last.
+The hub has no model: the first worker provides the global parameters. In a population, workers first train from
+different parameters, and each reports its score on the shared held-out slice from time to time; lower is better. There
+is no barrier: a worker is judged when it reports, against the last reports of the others.
 
-    replace     it is the worst, worse than the best by more than `margin` of that: it takes the best's parameters and
-                learning rate, the latter times or divided by `perturb`
-    together    most have made `steps` steps, or the best is ahead of all others by more than `gap` of its score:
-                all take the best's parameters, and from then on share a centre
+    replace     it is the worst, and behind the best by more than `margin` of the best score: it takes the best's
+                parameters and learning rate, the latter times or divided by `perturb`
+    join        most have made `steps` steps, or the best leads all others by more than `gap` of its score: all take
+                the best's parameters, and share global parameters from then on
 
-Different initial parameters can't be averaged; adopting the best early costs next to nothing and gains what the best
-beginning is better than an ordinary one. Source of replacing: population based training, Jaderberg et al., arXiv
-1711.09846, with truncation selection inside one data-parallel training.
+Different initial parameters can't be averaged; adopting the best early costs next to nothing and gains the lead of the
+best start over an ordinary one. Source of replacing: population based training, Jaderberg et al., arXiv 1711.09846,
+with truncation selection inside one data-parallel training.
 
-Who gives the parameters that all share, and what becomes of workers that train apart until then.
-
-The hub has no model of its own: the first worker gives its parameters, or after a population's phase the best one. A
-worker whose parameters are wanted is asked, and answers when it can; if it is gone before, nothing has happened, and
-the next one is asked.
+Parameters are requested from the worker that has them; if it is gone before it sends them, nothing changes, and the
+next worker's are requested.
 """
 
 from __future__ import annotations
@@ -27,51 +25,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline._core.keyed_random import derive_key
+from paceline.async_dp.hub.hub_rules import PopulationRules
 from paceline.async_dp.hub.membership import HubMember
-from paceline.async_dp.protocol.hub_messages import HubMessage, number, whole
-from paceline.errors import UsageError
+from paceline.async_dp.protocol.hub_messages import HubMessage, meta_count, meta_number
 from paceline.transport.envelope import Bytes
 from paceline.transport.transport_interface import HUB
 
-__all__ = ["InitialLeader", "Population", "PopulationRules", "Replace", "Together"]
+__all__ = ["InitialParamsCoordinator", "JoinDecision", "Population", "ReplaceDecision"]
 
 
 @dataclass(frozen=True)
-class PopulationRules:
-    """How a population is led.
-
-    Attributes:
-        steps: that most workers make before all go on together.
-        margin: share of the best score by which a worker is too bad; infinity: nobody is replaced.
-        grace: scores that a worker tells, after it began or was replaced, before it is judged.
-        perturb: factor by which the learning rate of a worker that is replaced differs from the best's; 1: none.
-        gap: share of the best score by which the best is ahead of all others when all join it early; None: never.
-        seed: of what is drawn.
-    """
-
-    steps: int = 100
-    margin: float = 0.05
-    grace: int = 1
-    perturb: float = 1.0
-    gap: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 1:
-            raise UsageError(f"population of {self.steps!r} steps", remedy="give a whole number of 1 or more")
-        if not self.margin > 0:
-            raise UsageError(f"margin={self.margin!r}", remedy="give a share above 0, such as 0.05")
-        if type(self.grace) is not int or self.grace < 0:
-            raise UsageError(f"grace={self.grace!r}", remedy="give a whole number of scores, 0 or more")
-        if not 1 <= self.perturb < math.inf:
-            raise UsageError(f"perturb={self.perturb!r}", remedy="give a factor of 1 or more, such as 1.2")
-        if self.gap is not None and not self.gap > 0:
-            raise UsageError(f"gap={self.gap!r}", remedy="give a share above 0, such as 0.2, or None")
-
-
-@dataclass(frozen=True)
-class Replace:
-    """A worker takes another's parameters: who, whose, at which learning rate, why."""
+class ReplaceDecision:
+    """Worker `worker` takes the parameters of worker `by`, and learning rate `lr`."""
 
     worker: int
     by: int
@@ -80,87 +45,82 @@ class Replace:
 
 
 @dataclass(frozen=True)
-class Together:
-    """All take the best's parameters and share a centre from now on."""
+class JoinDecision:
+    """All take the parameters of worker `best` and share global parameters from now on."""
 
     best: int
     reason: str
 
 
 @dataclass
-class _Told:
+class _Report:
     score: float
     steps: int
     lr: float
-    times: int
+    count: int  # reports since the worker started or was replaced
 
 
-@dataclass
 class Population:
-    """Follows the scores and decides.
+    """Follows the scores of a population and decides."""
 
-    Attributes:
-        rules: how.
-    """
+    def __init__(self, rules: PopulationRules) -> None:
+        self.rules = rules
+        self._reports: dict[int, _Report] = {}
+        self._decisions = 0
 
-    rules: PopulationRules
-    _told: dict[int, _Told] = field(default_factory=dict)
-    _decisions: int = 0
-
-    def tell(
+    def report(
         self, worker: int, score: float, steps: int, lr: float, alive: Collection[int]
-    ) -> Replace | Together | None:
-        """Note a worker's score, and return what is to be done about it.
+    ) -> ReplaceDecision | JoinDecision | None:
+        """Record a worker's score, and return what follows from it.
 
         Args:
-            worker: who. score: of its parameters, lower is better, NaN is worst. steps: that it has made.
-            lr: its learning rate. alive: workers that count.
+            worker: its number.
+            score: of its parameters, lower is better, NaN is worst.
+            steps: local steps that it has made.
+            lr: its learning rate.
+            alive: workers that count.
         """
         score = math.inf if math.isnan(score) else score
-        before = self._told.get(worker)
-        self._told[worker] = _Told(score, steps, lr, 1 if before is None else before.times + 1)
-        for gone in self._told.keys() - set(alive):
-            del self._told[gone]
-        return self._join() or self._judge(worker)
-
-    def _join(self) -> Together | None:
-        rules, told = self.rules, self._told
-        best = self._best()
-        if best is None or not math.isfinite(told[best].score):
+        before = self._reports.get(worker)
+        self._reports[worker] = _Report(score, steps, lr, 1 if before is None else before.count + 1)
+        for gone in self._reports.keys() - set(alive):
+            del self._reports[gone]
+        best = min(self._reports, key=lambda each: (self._reports[each].score, each), default=None)
+        if best is None:
             return None
-        score = told[best].score
-        done = sum(each.steps >= rules.steps for each in told.values())
-        if 2 * done > len(told):
-            return Together(
-                best, f"{done} of {len(told)} workers made {rules.steps} steps; best score {score:.4f}"
+        return self._join(best) or self._replace(worker, best)
+
+    def _join(self, best: int) -> JoinDecision | None:
+        rules, reports = self.rules, self._reports
+        score = reports[best].score
+        if not math.isfinite(score):
+            return None
+        done = sum(each.steps >= rules.steps for each in reports.values())
+        if 2 * done > len(reports):
+            return JoinDecision(
+                best, f"{done} of {len(reports)} workers made {rules.steps} steps; best score {score:.4f}"
             )
-        others = [each.score for worker, each in told.items() if worker != best]
-        if rules.gap is not None and others and all(each.times > rules.grace for each in told.values()):
-            ahead = (min(others) - score) / _scale(score)
-            if ahead > rules.gap:
-                return Together(best, f"its score {score:.4f} is {ahead:.0%} ahead of all others")
+        others = [each.score for worker, each in reports.items() if worker != best]
+        if rules.gap is not None and others and all(each.count > rules.grace for each in reports.values()):
+            lead = (min(others) - score) / _scale(score)
+            if lead > rules.gap:
+                return JoinDecision(best, f"its score {score:.4f} is {lead:.0%} ahead of all others")
         return None
 
-    def _judge(self, worker: int) -> Replace | None:
-        rules, told = self.rules, self._told
-        best, mine = self._best(), told[worker]
-        if best is None or best == worker or mine.times <= rules.grace:
+    def _replace(self, worker: int, best: int) -> ReplaceDecision | None:
+        rules, reports = self.rules, self._reports
+        own, score = reports[worker], reports[best].score
+        if best == worker or own.count <= rules.grace:
             return None
-        worst = max(each.score for each in told.values())
-        score = told[best].score
-        behind = (mine.score - score) / _scale(score)
-        if mine.score < worst or not behind > rules.margin:
+        behind = (own.score - score) / _scale(score)
+        if own.score < max(each.score for each in reports.values()) or not behind > rules.margin:
             return None
         self._decisions += 1
-        up = derive_key(self._decisions, self.rules.seed) % 2
-        lr = told[best].lr * (rules.perturb if up else 1 / rules.perturb)
-        mine.times = 0
-        return Replace(
-            worker, best, lr, f"score {mine.score:.4f} is {behind:.0%} behind the best, {score:.4f} of {best}"
-        )
-
-    def _best(self) -> int | None:
-        return min(self._told, key=lambda worker: (self._told[worker].score, worker), default=None)
+        up = derive_key(self._decisions, rules.seed) % 2
+        lr = reports[best].lr * (rules.perturb if up else 1 / rules.perturb)
+        own.count = 0
+        reason = f"score {own.score:.4f} is {behind:.0%} behind the best, {score:.4f} of {best}"
+        return ReplaceDecision(worker, best, lr, reason)
 
 
 def _scale(score: float) -> float:
@@ -168,116 +128,111 @@ def _scale(score: float) -> float:
 
 
 @dataclass
-class _Wanted:
-    """Parameters that a worker was asked for.
+class _ParamsRequest:
+    """A request for a worker's parameters."""
 
-    Attributes:
-        decisions: what for; None: to begin with. packets: that came, by fragment.
-    """
-
-    decisions: list[Replace | Together | None]
-    packets: dict[int, Bytes] = field(default_factory=dict)
+    decisions: list[ReplaceDecision | JoinDecision | None]  # that need them; None: the start
+    packets: dict[int, Bytes] = field(default_factory=dict)  # received, by fragment
 
 
-class InitialLeader:
-    """Leads workers to a common beginning.
+class InitialParamsCoordinator:
+    """Requests parameters from workers until all share the global ones.
 
     Args:
-        rules: of a population; None: the first worker's parameters are the beginning.
-        send: takes a message to its target. note: writes down what happened.
-        begin: called with the packets of all fragments and whose they are: all share these from now on.
+        rules: of a population; None: the first worker provides the parameters.
+        send: sends a message.
+        record: writes a decision to the journal.
+        start: called with the packets of all fragments and their worker: they are the global parameters.
     """
 
     def __init__(
         self,
         rules: PopulationRules | None,
         send: Callable[[HubMessage], object],
-        note: Callable[..., object],
-        begin: Callable[[Mapping[int, Bytes], HubMember], object],
+        record: Callable[..., object],
+        start: Callable[[Mapping[int, Bytes], HubMember], object],
     ) -> None:
         self._population = None if rules is None else Population(rules)
-        self._send, self._note, self._begin = send, note, begin
-        self._wanted: dict[int, _Wanted] = {}
-        self._last = 0  # who was asked last
+        self._send, self._record, self._start = send, record, start
+        self._requests: dict[int, _ParamsRequest] = {}
+        self._last_requested = 0
 
-    @property
-    def leads_population(self) -> bool:
-        """Whether workers train apart first."""
-        return self._population is not None
+    def expects(self, worker: int) -> bool:
+        """Return whether parameters are requested from a worker and have not all arrived."""
+        return worker in self._requests
 
-    def wants(self, worker: int) -> bool:
-        """Return whether a worker was asked for its parameters and has not given all of them."""
-        return worker in self._wanted
+    def on_join(self, worker: int, alive: Collection[int]) -> None:
+        """Request a new worker's parameters unless another's are, or repeat the request."""
+        if self.expects(worker):
+            self._send_request(worker)
+        elif self._population is None and not self._has_request(alive):
+            self._request(worker, None)
 
-    def welcome(self, member: HubMember, alive: Collection[int]) -> None:
-        """Ask a worker that joins, if nobody else is asked yet, or ask it again."""
-        if self.wants(member.number):
-            self._ask(member.number)
-        elif not self.leads_population and not self._asks(alive):
-            self._want(member.number, None)
+    def request_next(self, alive: Collection[int]) -> None:
+        """Request the next worker's parameters: the last one is gone, or its parameters were not finite."""
+        if alive and not self._has_request(alive):
+            later = (each for each in alive if each > self._last_requested)
+            self._request(min(later, default=min(alive)), None)
 
-    def seek(self, alive: Collection[int]) -> None:
-        """Ask the next worker for a beginning if nobody is asked: who was is gone, or what it gave is none."""
-        if alive and not self._asks(alive):
-            self._want(min((each for each in alive if each > self._last), default=min(alive)), None)
+    def on_leave(self, worker: int) -> None:
+        """Drop the request to a worker."""
+        self._requests.pop(worker, None)
 
-    def lose(self, worker: int) -> None:
-        """Expect nothing of a worker any more."""
-        self._wanted.pop(worker, None)
+    def clear(self) -> None:
+        """Drop all requests: all workers share the global parameters."""
+        self._requests.clear()
 
-    def over(self) -> None:
-        """Note that all share a centre."""
-        self._wanted.clear()
-
-    def score(self, message: HubMessage, member: HubMember, alive: Collection[int]) -> None:
-        """Take in the score of a worker's own parameters, and decide."""
-        score, steps = float(number(message.meta, "score") or 0.0), whole(message.meta, "steps")
-        lr = float(number(message.meta, "lr") or 0.0)
-        self._note("score", worker=member.number, score=score, steps=steps, lr=lr)
-        if self._population is None or self._joining():
+    def on_score(self, message: HubMessage, member: HubMember, alive: Collection[int]) -> None:
+        """Record the score of a worker's own parameters, and decide."""
+        score, lr = (float(meta_number(message.meta, name) or 0.0) for name in ("score", "lr"))
+        steps = meta_count(message.meta, "steps")
+        self._record("score", worker=member.number, score=score, steps=steps, lr=lr)
+        if self._population is None or self._is_joining():
             return
-        decision = self._population.tell(member.number, score, steps, lr, alive)
-        if isinstance(decision, Replace):
-            told = {"worker": decision.worker, "by": decision.by, "lr": decision.lr}
-            self._note("replace", **told, why=decision.reason)
-            self._want(decision.by, decision)
+        decision = self._population.report(member.number, score, steps, lr, alive)
+        if isinstance(decision, ReplaceDecision):
+            self._record(
+                "replace", worker=decision.worker, by=decision.by, lr=decision.lr, why=decision.reason
+            )
+            self._request(decision.by, decision)
         elif decision is not None:
-            self._note("together", worker=decision.best, why=decision.reason)
-            self._want(decision.best, decision)
+            self._record("together", worker=decision.best, why=decision.reason)
+            self._request(decision.best, decision)
 
-    def parameters(self, message: HubMessage, member: HubMember, fragments: Iterable[int]) -> None:
-        """Take in a fragment of what was asked for; with the last one, do what it was asked for."""
-        wanted = self._wanted.get(member.number)
-        if wanted is None:
+    def on_params(self, message: HubMessage, member: HubMember, fragments: Iterable[int]) -> None:
+        """Store a fragment of requested parameters; with the last one, carry out the decisions."""
+        request = self._requests.get(member.number)
+        if request is None:
             return
-        wanted.packets[message.fragment] = message.payload
-        if wanted.packets.keys() != set(fragments):
+        request.packets[message.fragment] = message.payload
+        if request.packets.keys() != set(fragments):
             return
-        del self._wanted[member.number]
-        for each in wanted.decisions:
-            if isinstance(each, Replace):
-                self._hand_on(wanted.packets, each)
-        if any(not isinstance(each, Replace) for each in wanted.decisions):
-            self._begin(wanted.packets, member)
+        del self._requests[member.number]
+        for decision in request.decisions:
+            if isinstance(decision, ReplaceDecision):
+                self._send_params(request.packets, decision)
+        if any(not isinstance(decision, ReplaceDecision) for decision in request.decisions):
+            self._start(request.packets, member)
 
-    def _asks(self, alive: Collection[int]) -> bool:
-        return any(each in alive for each in self._wanted)
+    def _has_request(self, alive: Collection[int]) -> bool:
+        return any(each in alive for each in self._requests)
 
-    def _joining(self) -> bool:
+    def _is_joining(self) -> bool:
         return any(
-            isinstance(each, Together) for wanted in self._wanted.values() for each in wanted.decisions
+            isinstance(each, JoinDecision)
+            for request in self._requests.values()
+            for each in request.decisions
         )
 
-    def _want(self, worker: int, decision: Replace | Together | None) -> None:
-        self._last = worker
-        self._wanted.setdefault(worker, _Wanted([])).decisions.append(decision)
-        self._ask(worker)
+    def _request(self, worker: int, decision: ReplaceDecision | JoinDecision | None) -> None:
+        self._last_requested = worker
+        self._requests.setdefault(worker, _ParamsRequest([])).decisions.append(decision)
+        self._send_request(worker)
 
-    def _ask(self, worker: int) -> None:
+    def _send_request(self, worker: int) -> None:
         self._send(HubMessage("ask", HUB, worker))
 
-    def _hand_on(self, packets: Mapping[int, Bytes], decision: Replace) -> None:
-        """Give a worker another's parameters."""
+    def _send_params(self, packets: Mapping[int, Bytes], decision: ReplaceDecision) -> None:
         meta: dict[str, Any] = {"lr": decision.lr, "by": decision.by, "why": decision.reason[:200]}
         for fragment, packet in packets.items():
             self._send(HubMessage("adopt", HUB, decision.worker, 0, fragment, meta, packet, "fp32"))

@@ -1,1 +1,1 @@
-"""Messages between hub and workers: layout, codec, framing, sending."""
+"""Messages between hub and workers: contents, framing, parameter layout and codecs."""

@@ -1,10 +1,9 @@
-"""Messages on their way out: cut into frames when they may leave, within a share of the network."""
+"""Sends messages frame by frame, within a share of the bandwidth."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES, split_message
@@ -15,124 +14,111 @@ from paceline.transport.transport_interface import Exchange
 
 __all__ = ["FrameSender"]
 
-_AHEAD = 4  # frames of a target that wait to leave; the rest of a message is not cut yet
-
-
-@dataclass
-class _Leaving:
-    """A message that is being cut."""
-
-    message: HubMessage
-    frames: Iterator[Envelope]
-    last: int = -1
+_MAX_QUEUED_FRAMES = 4  # per target; the rest of a message is split later
 
 
 class FrameSender:
     """Sends messages through an exchange; used by one thread.
 
     Args:
-        exchange: carries them.
-        run: returns the name of the run. session: returns the sender's session.
-        rate: bytes per second on the wire that may leave in all, None: any.
-        left: called with every message that has left whole.
+        exchange: carries the frames.
+        run: returns the name of the run.
+        session_id: returns the sender's session.
+        rate: most bytes per second on the wire in total; None: no limit.
+        on_sent: called with every message whose last frame was sent.
     """
 
     def __init__(
         self,
         exchange: Exchange,
         run: Callable[[], str],
-        session: Callable[[], int] = lambda: 0,
+        session_id: Callable[[], int] = lambda: 0,
         *,
         rate: float | None = None,
-        left: Callable[[HubMessage], object] = lambda _: None,
+        on_sent: Callable[[HubMessage], object] = lambda _: None,
     ) -> None:
-        self._exchange, self._run, self._session, self._left = exchange, run, session, left
+        self._exchange, self._run, self._session_id, self._on_sent = exchange, run, session_id, on_sent
         self._paced = PacedQueue()
-        self._rate, self._rate_of = None, dict[int, float]()
+        self._rate, self._target_rates = None, dict[int, float]()
         self._queues: dict[int, deque[HubMessage]] = {}
-        self._leaving: dict[int, _Leaving] = {}
-        self._ends: dict[int, HubMessage] = {}  # by the sequence number of its last frame
+        self._current: dict[int, tuple[HubMessage, Iterator[Envelope]]] = {}  # partly sent
+        self._last_frames: dict[int, HubMessage] = {}  # by sequence number
         self._sequence = 0
-        self.limit(rate, 0.0)
+        self.set_rate(rate, 0.0)
 
-    def limit(self, rate: float | None, now: float, target: int | None = None) -> None:
-        """Keep to a rate from now on: in all, or to one target."""
+    def set_rate(self, rate: float | None, now: float, target: int | None = None) -> None:
+        """Limit what is sent, in total or to one target."""
         if target is None:
             if rate != self._rate:
                 self._rate = rate
                 self._paced.bucket = None if rate is None else make_token_bucket(rate, now)
         elif rate is None:
-            self._rate_of.pop(target, None)
+            self._target_rates.pop(target, None)
             self._paced.limit(target, None)
-        elif self._rate_of.get(target) != rate:
-            self._rate_of[target] = rate
+        elif self._target_rates.get(target) != rate:
+            self._target_rates[target] = rate
             self._paced.limit(target, make_token_bucket(rate, now))
 
-    def put(self, message: HubMessage) -> None:
-        """Have a message leave when it may."""
+    def enqueue(self, message: HubMessage) -> None:
+        """Queue a message."""
         self._queues.setdefault(message.target, deque()).append(message)
 
     @property
     def targets(self) -> set[int]:
-        """Those for whom something waits."""
-        return self._queues.keys() | self._leaving.keys()
+        """Targets with queued messages."""
+        return self._queues.keys() | self._current.keys()
 
     def forget(self, target: int) -> None:
-        """Drop what waits for a target."""
+        """Drop the messages to a target, and its rate."""
         self._queues.pop(target, None)
-        self._leaving.pop(target, None)
+        self._current.pop(target, None)
         self._paced.forget(target)
-        self._rate_of.pop(target, None)
-        self._ends = {end: message for end, message in self._ends.items() if message.target != target}
+        self._target_rates.pop(target, None)
+        self._last_frames = {
+            sequence: message for sequence, message in self._last_frames.items() if message.target != target
+        }
 
     def pump(self, now: float) -> float:
-        """Send what may leave; return the seconds until there is more to do, infinity if nothing waits."""
+        """Send what may be sent; return the seconds until more may be, infinity if nothing is queued."""
         while True:
-            fed = self._feed()
+            queued = False
+            for target in list(self.targets):
+                while self._paced.waiting(target) < _MAX_QUEUED_FRAMES and self._queue_frame(target):
+                    queued = True
             wait = self._paced.pump(now, self._send)
-            if not fed:
+            if not queued:
                 return wait
 
-    def _feed(self) -> bool:
-        """Cut some frames; return whether any was."""
-        fed = False
-        for target in list(self._queues.keys() | self._leaving.keys()):
-            while self._paced.waiting(target) < _AHEAD and self._cut_next(target):
-                fed = True
-        return fed
-
-    def _cut_next(self, target: int) -> bool:
-        """Have the next frame for a target wait to leave; return whether there was one."""
-        leaving = self._leaving.get(target)
-        if leaving is None:
+    def _queue_frame(self, target: int) -> bool:
+        """Queue the next frame to a target; return whether there was one."""
+        current = self._current.get(target)
+        if current is None:
             queue = self._queues.get(target)
             if not queue:
                 self._queues.pop(target, None)
                 return False
             message = queue.popleft()
-            frames = split_message(
-                message, self._run(), self._sequence, self._session(), self._frame_nbytes(target)
-            )
-            leaving = self._leaving[target] = _Leaving(message, frames)
-        envelope = next(leaving.frames)
+            nbytes = self._frame_nbytes(target)
+            frames = split_message(message, self._run(), self._sequence, self._session_id(), nbytes)
+            current = self._current[target] = message, frames
+        message, frames = current
+        envelope = next(frames)
         header = envelope.header
-        self._sequence = max(self._sequence, header.sequence + 1)
+        self._sequence = max(self._sequence, header.sequence + header.frames - header.frame)
         if header.frame == header.frames - 1:
-            del self._leaving[target]
-            self._ends[header.sequence] = leaving.message
-        else:
-            self._sequence = max(self._sequence, header.sequence + header.frames - header.frame)
+            del self._current[target]
+            self._last_frames[header.sequence] = message
         self._paced.put(envelope)
         return True
 
     def _frame_nbytes(self, target: int) -> int:
-        rates = [each for each in (self._rate, self._rate_of.get(target)) if each is not None]
+        rates = [each for each in (self._rate, self._target_rates.get(target)) if each is not None]
         return max_frame_nbytes(min(rates)) if rates else FRAME_NBYTES
 
     def _send(self, envelope: Envelope) -> bool:
         if not self._exchange.send(envelope):
             return False
-        message = self._ends.pop(envelope.header.sequence, None)
+        message = self._last_frames.pop(envelope.header.sequence, None)
         if message is not None:
-            self._left(message)
+            self._on_sent(message)
         return True

@@ -1,27 +1,25 @@
-"""The messages between the hub of a star and its workers (pure).
+"""Messages between the hub and its workers (pure).
 
     worker → hub
-      hello        who I am, how I train; payload: the layout of my model
-      update       what I learnt in a round; payload: a packed fragment
-      fetch        send me the centre of this fragment
-      parameters   what I was asked for: my parameters as they are; payload: a packed fragment
-      score        how good my parameters, or the centre's at a revision, are
-      beat         I am alive: steps, samples, speed, loss, how I train now
-      bye          I leave
+      hello        joins: version, name, schedule; payload: the layout of its model
+      update       a pseudo-gradient; payload: a packed fragment
+      fetch        requests the global parameters of a fragment
+      parameters   its own parameters, answer to ``ask``; payload: a packed fragment
+      score        score of its own parameters, or of the global parameters at a revision
+      beat         heartbeat: steps, samples, speed, loss, current schedule
+      bye          leaves
     hub → worker
-      welcome      you are in: run, phase, which of how many you are
-      refusal      you are not, and why
-      who          I don't know you (any more): say hello
-      ack          an update was taken in, or refused, and why; it is on disk
-      centre       what was fetched; payload: a packed fragment
-      ask          send me your parameters
-      adopt        take what follows for your own: another's parameters; payload: a packed fragment
-      together     all share a centre from now on, and whose parameters it began from
+      welcome      accepted: run, phase, which of how many workers it is
+      refusal      rejected, and why
+      who          unknown or expired session: say hello
+      ack          an update was merged, or refused and why; the decision is on disk
+      centre       answer to ``fetch``; payload: a packed fragment of the global parameters
+      ask          requests the worker's parameters
+      adopt        parameters of another worker that replace its own; payload: a packed fragment
+      together     all share the global parameters from now on; names the worker they were taken from
 
-All are harmless when they come twice: an update is known by (worker, round, fragment), a centre by its revision, and
-the rest says what is so at the time.
-
-What a worker tells of an update, beside its numbers (pure).
+A message that arrives twice does no harm: an update is identified by (worker, round, fragment), global parameters by
+their revision, and the others state what holds at the time.
 """
 
 from __future__ import annotations
@@ -34,95 +32,84 @@ from typing import Any
 
 from paceline.transport.envelope import Bytes
 
-__all__ = ["BULK", "VERSION", "HubMessage", "Number", "UpdateHeader", "number", "text", "whole"]
+__all__ = [
+    "BULK_KINDS",
+    "PROTOCOL_VERSION",
+    "HubMessage",
+    "Number",
+    "UpdateHeader",
+    "meta_count",
+    "meta_number",
+    "meta_text",
+]
 
-VERSION = 1
-"""Of this set of messages; hub and workers must have the same."""
+PROTOCOL_VERSION = 1
+"""Hub and workers must have the same."""
 
-
-BULK = frozenset({"hello", "update", "parameters", "centre", "adopt"})
-"""Messages whose payload may be long; all others have none."""
-
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
+BULK_KINDS = frozenset({"hello", "update", "parameters", "centre", "adopt"})
+"""Kinds with a payload; all others have none."""
 
 Number = int | float
 
-
-_NUMBERS = frozenset((int, float))
+_NUMBER_TYPES = frozenset((int, float))
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+_TEXT_LIMIT = 200
 
 
 @dataclass(slots=True)
 class HubMessage:
-    """What is said, of any length.
-
-    Attributes:
-        kind: see above. source, target: numbers of worker or hub. round: of an update; of a centre its revision.
-        fragment: of the model.
-        meta: plain values. payload: bytes. dtype: how the payload is packed.
-    """
+    """A message of any length, before it is split into frames."""
 
     kind: str
     source: int
     target: int
-    round: int = 0
+    round: int = 0  # of an update; for global parameters their revision
     fragment: int = 0
-    meta: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    meta: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)  # plain values
     payload: Bytes = b""
-    dtype: str = ""
+    dtype: str = ""  # codec of the payload
 
 
-def number(meta: Mapping[str, Any], name: str) -> Number | None:
-    """Return a number that was told, None if none was, whatever else was told there."""
+def meta_number(meta: Mapping[str, Any], name: str) -> Number | None:
+    """Return the number under `name`; None if it is missing or of another type."""
     value = meta.get(name)
-    return value if type(value) in _NUMBERS else None
+    return value if type(value) in _NUMBER_TYPES else None
 
 
-def whole(meta: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """Return a whole number ≥ 0 that was told, `default` if none was."""
-    value = number(meta, name)
+def meta_count(meta: Mapping[str, Any], name: str, default: int = 0) -> int:
+    """Return the integer ≥ 0 under `name`; `default` if there is none."""
+    value = meta_number(meta, name)
     return int(value) if value is not None and 0 <= value < 2**63 else default
 
 
-def text(meta: Mapping[str, Any], name: str) -> str:
-    """Return a text that was told, at most 200 characters that can be printed; empty if none was."""
+def meta_text(meta: Mapping[str, Any], name: str) -> str:
+    """Return the printable part of the text under `name`, at most 200 characters; empty if there is none."""
     value = meta.get(name)
     if not value or not isinstance(value, str):
         return ""
-    return "".join(each for each in value[:200] if each.isprintable())
+    return "".join(each for each in value[:_TEXT_LIMIT] if each.isprintable())
 
 
-@dataclass(slots=True)
+@dataclass
 class UpdateHeader:
-    """An update's facts.
+    """Metadata of an update."""
 
-    Attributes:
-        base: revision that it began from. samples, steps: that it was learnt from; NaN if that was not told.
-        rate: samples a second of its worker. score: of its parameters. before: of what it began from.
-    """
-
-    base: Number
-    samples: float
+    base: Number  # revision that it started from; NaN if missing, as the next two
+    samples: Number
     steps: Number
-    rate: Number | None = None
-    score: Number | None = None
-    before: Number | None = None
+    rate: Number | None = None  # the worker's samples per second
+    score: Number | None = None  # of the worker's parameters
+    before: Number | None = None  # score of the parameters at `base`
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> UpdateHeader:
-        """Return what was told, whatever that is."""
-        base, samples, steps = number(meta, "base"), number(meta, "samples"), number(meta, "steps")
-        return cls(
-            math.nan if base is None else base,
-            math.nan if samples is None else samples,
-            math.nan if steps is None else steps,
-            number(meta, "rate"),
-            number(meta, "score"),
-            number(meta, "before"),
-        )
+    def parse(cls, meta: Mapping[str, Any]) -> UpdateHeader:
+        """Return the header in `meta`, whatever that holds."""
+        required = [meta_number(meta, name) for name in ("base", "samples", "steps")]
+        base, samples, steps = (math.nan if value is None else value for value in required)
+        optional = [meta_number(meta, name) for name in ("rate", "score", "before")]
+        return cls(base, samples, steps, *optional)
 
-    def makes_sense(self, revision: int) -> bool:
-        """Tell whether it can be, of a centre at this revision."""
+    def is_plausible(self, revision: int) -> bool:
+        """Return whether an update can have these values when the global parameters are at `revision`."""
         known = 0 <= self.base <= revision
         return known and 0 <= self.samples < math.inf and 1 <= self.steps < math.inf

@@ -1,8 +1,8 @@
-"""What lies where in the fragments of a model: the agreement of hub and workers, as plain values (pure but for `of`).
+"""Parameter layout: the place of each tensor in the fragments of a model, for hub and workers (pure, except `of`).
 
-A fragment is one row of float32 numbers: first the parameters that are compressed, then those that travel as they are
-(few, such as norms and biases), then the buffers that are averaged (running statistics). The hub needs no model, only
-this; two layouts with the same hash have the same tensors, of the same shapes, in the same places.
+A fragment is one row of float32 numbers: first the parameters that are compressed, then those sent uncompressed (few,
+such as norms and biases), then the buffers that are averaged (running statistics). The hub needs no model, only this;
+layouts with equal hashes have the same tensors, of the same shapes, in the same places.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-import msgpack
+import msgspec
+from msgspec import Meta
 from xxhash import xxh3_64_hexdigest
 
 from paceline.errors import DamagedEnvelope, UsageError
@@ -26,63 +27,69 @@ if TYPE_CHECKING:
 __all__ = ["FragmentLayout", "ParameterLayout", "TensorLayout"]
 
 _KINDS = ("compressed", "plain", "averaged")
-_MOST_TENSORS, _MOST_NUMEL = 100_000, 1 << 40
+_MAX_TENSORS, _MAX_NUMEL, _MAX_NAME = 100_000, 1 << 40, 1000
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A parameter or buffer, and where it lies.
-
-    Attributes:
-        name: in the model. shape: of it. kind: ``"compressed"``, ``"plain"`` or ``"averaged"``.
-        start: its first number in the fragment.
-    """
+    """A parameter or buffer of the model and its place in the fragment."""
 
     name: str
     shape: tuple[int, ...]
-    kind: str
-    start: int
+    kind: str  # "compressed", "plain" or "averaged"
+    start: int  # index of its first element in the fragment
 
     @property
     def numel(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
-    def of(self, flat: Tensor) -> Tensor:
+    def view_in(self, flat: Tensor) -> Tensor:
         """Return its part of a fragment, in its shape."""
         return flat[self.start : self.start + self.numel].view(self.shape)
 
 
 @dataclass(frozen=True)
 class FragmentLayout:
-    """Parameters that travel together, one behind the other."""
+    """Tensors that are sent together, one after another."""
 
-    places: tuple[TensorLayout, ...]
+    tensors: tuple[TensorLayout, ...]
 
     @cached_property
     def numel(self) -> int:
-        """Numbers in all."""
-        return sum(place.numel for place in self.places)
+        """Number of elements."""
+        return sum(tensor.numel for tensor in self.tensors)
 
     @cached_property
     def compressed(self) -> int:
-        """Numbers that are compressed; they come first."""
-        return sum(place.numel for place in self.places if place.kind == "compressed")
+        """Number of compressed elements; they come first."""
+        return sum(tensor.numel for tensor in self.tensors if tensor.kind == "compressed")
 
     @cached_property
     def trained(self) -> int:
-        """Numbers that are parameters; the averaged ones follow."""
-        return sum(place.numel for place in self.places if place.kind != "averaged")
+        """Number of elements of parameters; the averaged buffers follow."""
+        return sum(tensor.numel for tensor in self.tensors if tensor.kind != "averaged")
+
+
+_Row = tuple[
+    Annotated[str, Meta(max_length=_MAX_NAME)],
+    tuple[Annotated[int, Meta(ge=0, le=_MAX_NUMEL)], ...],
+    Annotated[int, Meta(ge=0, lt=len(_KINDS))],
+]
+"""Name, shape and kind of a tensor as they are sent."""
+
+_FragmentRows = Annotated[list[_Row], Meta(min_length=1)]
+_decoder = msgspec.msgpack.Decoder(Annotated[list[_FragmentRows], Meta(min_length=1)])
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """All fragments of a model.
+    """The layout of all fragments of a model.
 
     Example:
         >>> from paceline.parallel.compression.compression_config import Compression
         >>> layout = ParameterLayout.of(torch.nn.Linear(40, 30), compression=Compression("int4"))
-        >>> [(place.name, place.kind) for place in layout.fragments[0].places]
+        >>> [(tensor.name, tensor.kind) for tensor in layout.fragments[0].tensors]
         [('weight', 'compressed'), ('bias', 'plain')]
     """
 
@@ -95,11 +102,12 @@ class ParameterLayout:
         """Return the layout of a model, whose layers are dealt to fragments in turn.
 
         Args:
-            module: whose trained parameters and floating-point buffers count.
-            fragments: how many. compression: says what is too small, or named, to be compressed.
+            module: its trained parameters and floating-point buffers are laid out.
+            fragments: number of fragments.
+            compression: decides which parameters are exempt, by size or by name.
 
         Raises:
-            UsageError: more fragments than layers, no parameter that is trained, one that can't be sent.
+            UsageError: more fragments than layers, no trained parameter, or one that can't be sent.
         """
         from paceline.parallel.local_sgd.sync_schedule import (
             check_synchronisable,
@@ -108,7 +116,7 @@ class ParameterLayout:
         )
 
         named = dict(module.named_parameters())
-        exempt = set(check_synchronisable("Star", named, compression))
+        exempt = set(check_synchronisable("AsyncDataParallel", named, compression))
         buffers = {name: each for name, each in module.named_buffers() if each.is_floating_point()}
         parts = split_into_fragments(layers_of(module), fragments)
         return cls(
@@ -124,39 +132,47 @@ class ParameterLayout:
 
     @cached_property
     def hash(self) -> str:
-        """Return what two layouts share if they are the same, 16 hexadecimal digits."""
-        return xxh3_64_hexdigest(self.packed())
+        """16 hexadecimal digits, equal for equal layouts."""
+        return xxh3_64_hexdigest(self.pack())
 
     @cached_property
     def numel(self) -> int:
-        """Numbers in all fragments."""
+        """Number of elements in all fragments."""
         return sum(fragment.numel for fragment in self.fragments)
 
-    def packed(self) -> bytes:
-        """Return it as bytes."""
-        rows = [
-            [[place.name, list(place.shape), _KINDS.index(place.kind)] for place in fragment.places]
-            for fragment in self.fragments
-        ]
-        return bytes(msgpack.packb(rows) or b"")
+    def pack(self) -> bytes:
+        """Return the layout as bytes."""
+        return msgspec.msgpack.encode(
+            [
+                [(tensor.name, tensor.shape, _KINDS.index(tensor.kind)) for tensor in fragment.tensors]
+                for fragment in self.fragments
+            ]
+        )
 
     @classmethod
-    def unpacked(cls, data: bytes | bytearray | memoryview) -> ParameterLayout:
-        """Return what `packed` packed.
+    def unpack(cls, data: bytes | bytearray | memoryview) -> ParameterLayout:
+        """Return the layout that `pack` packed.
 
         Raises:
-            DamagedEnvelope: it is no layout.
+            DamagedEnvelope: not a valid layout.
         """
         try:
-            rows = msgpack.unpackb(data, raw=False)
-            read = [[(name, tuple(shape), _KINDS[kind]) for name, shape, kind in row] for row in rows]
-        except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
-            raise DamagedEnvelope(f"this is no description of a model: {error}", part="payload") from error
-        _check(read)
-        return cls(tuple(_placed(row) for row in read))
+            fragments = _decoder.decode(data)
+            rows = [row for fragment in fragments for row in fragment]
+            if len(rows) > _MAX_TENSORS or sum(math.prod(shape) for _, shape, _ in rows) > _MAX_NUMEL:
+                raise ValueError(f"more than {_MAX_TENSORS} tensors or {_MAX_NUMEL} elements")
+            for fragment in fragments:
+                kinds = [kind for _, _, kind in fragment]
+                if kinds != sorted(kinds):
+                    raise ValueError("the kinds of its tensors are out of order")
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise DamagedEnvelope(f"invalid parameter layout: {error}", part="payload") from error
+        return cls(
+            tuple(_placed((name, shape, _KINDS[kind]) for name, shape, kind in each) for each in fragments)
+        )
 
     def difference(self, other: ParameterLayout) -> str:
-        """Return the first difference of another model to this one, in words; empty if there is none.
+        """Describe the first difference between another layout and this one; empty if there is none.
 
         Example:
             >>> ParameterLayout.of(torch.nn.Linear(4, 2)).difference(ParameterLayout.of(torch.nn.Linear(4, 3)))
@@ -166,11 +182,11 @@ class ParameterLayout:
             return ""
         if len(self.fragments) != len(other.fragments):
             return f"it has {len(other.fragments)} fragments, expected {len(self.fragments)}"
-        for mine, its in zip(self.fragments, other.fragments, strict=True):
-            told = _first_difference(mine.places, its.places)
-            if told:
-                return told
-        return "its tensors lie in another order"
+        for expected, found in zip(self.fragments, other.fragments, strict=True):
+            difference = _first_difference(expected.tensors, found.tensors)
+            if difference:
+                return difference
+        return "its tensors are in another order"
 
 
 def _fragment(
@@ -184,46 +200,24 @@ def _fragment(
 
 
 def _placed(rows: Iterable[tuple[str, tuple[int, ...], str]]) -> FragmentLayout:
-    places, start = [], 0
+    tensors, start = [], 0
     for name, shape, kind in rows:
-        places.append(TensorLayout(name, shape, kind, start))
-        start += math.prod(shape)
-    return FragmentLayout(tuple(places))
+        tensors.append(TensorLayout(name, shape, kind, start))
+        start += tensors[-1].numel
+    return FragmentLayout(tuple(tensors))
 
 
-def _check(fragments: Sequence[Sequence[tuple[Any, tuple[Any, ...], str]]]) -> None:
-    """Raise unless these are names and sizes of a model that can be."""
-    rows = [row for fragment in fragments for row in fragment]
-    told = ""
-    if not rows or len(rows) > _MOST_TENSORS or not all(fragments):
-        told = f"{len(rows)} tensors in {len(fragments)} fragments"
-    elif not all(isinstance(name, str) and len(name) <= 1000 for name, _, _ in rows):
-        told = "a name that is none"
-    elif not all(type(size) is int and 0 <= size <= _MOST_NUMEL for _, shape, _ in rows for size in shape):
-        told = "a shape that is none"
-    elif sum(math.prod(shape) for _, shape, _ in rows) > _MOST_NUMEL:
-        told = "too many numbers"
-    elif any(
-        [_KINDS.index(kind) for _, _, kind in fragment]
-        != sorted(_KINDS.index(kind) for _, _, kind in fragment)
-        for fragment in fragments
-    ):
-        told = "tensors out of their order"
-    if told:
-        raise DamagedEnvelope(f"this is no description of a model: {told}", part="payload")
-
-
-def _first_difference(mine: Sequence[TensorLayout], its: Sequence[TensorLayout]) -> str:
-    other = {place.name: place for place in its}
-    for place in mine:
-        noun = "buffer" if place.kind == "averaged" else "parameter"
-        if place.name not in other:
-            return f"{noun} {place.name!r} is missing"
-        found = other[place.name]
-        if found.shape != place.shape:
-            return f"{noun} {place.name!r} has shape {list(found.shape)}, expected {list(place.shape)}"
-        if found.kind != place.kind:
-            return f"{noun} {place.name!r} is {found.kind}, expected {place.kind}"
-    known = {place.name for place in mine}
-    more = [place.name for place in its if place.name not in known]
-    return f"{more[0]!r} is not known here" if more else ""
+def _first_difference(expected: Sequence[TensorLayout], found: Sequence[TensorLayout]) -> str:
+    others = {tensor.name: tensor for tensor in found}
+    for tensor in expected:
+        noun = "buffer" if tensor.kind == "averaged" else "parameter"
+        if tensor.name not in others:
+            return f"{noun} {tensor.name!r} is missing"
+        other = others[tensor.name]
+        if other.shape != tensor.shape:
+            return f"{noun} {tensor.name!r} has shape {list(other.shape)}, expected {list(tensor.shape)}"
+        if other.kind != tensor.kind:
+            return f"{noun} {tensor.name!r} is {other.kind}, expected {tensor.kind}"
+    known = {tensor.name for tensor in expected}
+    extra = [tensor.name for tensor in found if tensor.name not in known]
+    return f"{extra[0]!r} is unknown here" if extra else ""

@@ -1,8 +1,8 @@
-"""A fragment's numbers as the bytes that travel, and back.
+"""Packs the numbers of a fragment into bytes, and unpacks them.
 
-    | compressed parameters, a packet of the codec | the others as float32 |
+    | compressed parameters: a packet of the codec | the others: float32 |
 
-Bytes depend on the layout and the codec alone, so a receiver knows what has to come before anything does.
+The number of bytes depends on layout and codec alone, so a receiver knows what to expect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.async_dp.float_rows import FEW, FloatRow, as_array, as_tensor, bf16_of, from_bf16
+from paceline.async_dp.float_rows import (
+    NUMPY_MAX_NUMEL,
+    FloatRow,
+    as_array,
+    as_tensor,
+    from_bf16,
+    to_bf16,
+)
 from paceline.async_dp.protocol.parameter_layout import FragmentLayout
 from paceline.errors import DamagedEnvelope, UsageError, unknown
 from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
@@ -19,19 +26,19 @@ from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.transport.envelope import Bytes
 
-__all__ = ["CODECS", "UpdateCodec", "codec_named"]
+__all__ = ["UPDATE_CODECS", "UpdateCodec", "update_codec_of"]
 
-CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
-"""What both hub and workers can pack and unpack."""
+UPDATE_CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
+"""Codecs that both hub and workers have."""
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-def codec_named(name: str) -> Codec:
+def update_codec_of(name: str) -> Codec:
     """Return the codec of that name.
 
     Raises:
-        UsageError: nothing is called so.
+        UsageError: there is none.
     """
     if name == "fp32":
         return RawCodec()
@@ -39,37 +46,37 @@ def codec_named(name: str) -> Codec:
         return HalfCodec(name)
     if name in ("int8", "int4"):
         return IntCodec(int(name[3:]))
-    raise unknown("way to pack numbers", name, CODECS)
+    raise unknown("update codec", name, UPDATE_CODECS)
 
 
 class UpdateCodec:
-    """Packs a fragment in one way.
+    """Packs and unpacks one fragment.
 
     Args:
-        fragment: whose numbers.
-        codec: of those that are compressed: a name, or a codec of one's own settings.
-        feedback: remember what packing leaves out, and give it the next time.
+        fragment: its layout.
+        codec: of the compressed parameters, or its name.
+        feedback: keep the compression error and add it to the next packet.
     """
 
     def __init__(self, fragment: FragmentLayout, codec: str | Codec, *, feedback: bool = False) -> None:
-        self.codec = codec_named(codec) if isinstance(codec, str) else codec
+        self.codec = update_codec_of(codec) if isinstance(codec, str) else codec
         self._split, self._numel = fragment.compressed, fragment.numel
         self._body = self.codec.nbytes(self._split) if self._split else 0
         self.nbytes = self._body + 4 * (self._numel - self._split)
         self.feedback = ErrorFeedback(self.codec, self._split) if feedback and self._split else None
         raw = not self._split or isinstance(self.codec, RawCodec)
-        self._as_they_are = raw and self.nbytes == 4 * self._numel  # nothing to compute: numpy copies at once
+        self._copies = raw and self.nbytes == 4 * self._numel
         nearest = (
             isinstance(self.codec, HalfCodec)
             and self.codec.name == "bf16"
             and self.codec.rounding_bits is None
         )
-        few = self._numel <= FEW and self._split == self._numel
-        self._quickly = few and nearest and self.feedback is None  # numpy is quicker on so few numbers
+        short = self._numel <= NUMPY_MAX_NUMEL and self._split == self._numel
+        self._numpy_bf16 = short and nearest and self.feedback is None
 
     @classmethod
     def with_compression(cls, fragment: FragmentLayout, compression: Compression | None) -> UpdateCodec:
-        """Return the packing that a compression asks for; none packs float32 as they are.
+        """Return the update codec for a compression; None packs float32.
 
         Raises:
             UsageError: the hub could not unpack it.
@@ -77,29 +84,29 @@ class UpdateCodec:
         if compression is None:
             return cls(fragment, "fp32")
         codec = compression.codec(rank=0)
-        if compression.name not in CODECS or compression.name != codec.name:
+        if compression.name not in UPDATE_CODECS or compression.name != codec.name:
             raise UsageError(
                 f"{compression!r} can't be sent to a hub",
-                remedy=f"choose one of {', '.join(CODECS[1:])}, in blocks of the usual size",
+                remedy=f"choose {', '.join(UPDATE_CODECS[1:])}, with the default block size",
             )
         return cls(fragment, codec, feedback=bool(compression.feedback))
 
     def with_codec(self, fragment: FragmentLayout, name: str) -> UpdateCodec:
-        """Return a packing by another codec, which goes on with what this one left out."""
+        """Return an update codec of another name that takes over the compression error."""
         other = UpdateCodec(fragment, name, feedback=self.feedback is not None)
         if self.feedback is not None and other.feedback is not None:
             other.feedback.residual.copy_(self.feedback.residual)
         return other
 
-    def pack(self, numbers: FloatRow) -> Bytes:
-        """Return the bytes of a fragment's numbers, on the CPU; nothing else refers to them."""
-        if self._as_they_are:
-            return as_array(numbers).tobytes()
-        if self._quickly and type(numbers) is np.ndarray:
-            levels = np.zeros(self.nbytes // 2, np.uint16)
-            bf16_of(numbers, levels[: self._numel])
-            return levels.tobytes()
-        flat = as_tensor(numbers)
+    def pack(self, row: FloatRow) -> Bytes:
+        """Return a fragment as new bytes, on the CPU."""
+        if self._copies:
+            return as_array(row).tobytes()
+        if self._numpy_bf16 and type(row) is np.ndarray:
+            halves = np.zeros(self.nbytes // 2, np.uint16)
+            to_bf16(row, halves[: self._numel])
+            return halves.tobytes()
+        flat = as_tensor(row)
         packet = torch.empty(self.nbytes, dtype=torch.uint8)
         if self._split:
             body, values = packet[: self._body], flat[: self._split]
@@ -111,33 +118,33 @@ class UpdateCodec:
             packet[self._body :].view(torch.float32).copy_(flat[self._split :])
         return packet.numpy().data
 
-    def unpack(self, given: Bytes, numbers: FloatRow) -> None:
-        """Write the numbers that `pack` packed.
+    def unpack(self, packet: Bytes, into: FloatRow) -> None:
+        """Write the numbers of a packet into a row.
 
         Raises:
-            DamagedEnvelope: it has not as many bytes as it must have.
+            DamagedEnvelope: it has another number of bytes than it must.
         """
-        nbytes = memoryview(given).nbytes
+        nbytes = memoryview(packet).nbytes
         if nbytes != self.nbytes:
             raise DamagedEnvelope(
                 f"a packet of {self._numel} numbers in {self.codec.name} has {nbytes} bytes, expected {self.nbytes}",
                 part="payload",
             )
-        if self._as_they_are:
-            as_array(numbers)[:] = np.frombuffer(given, _FLOAT32)
+        if self._copies:
+            as_array(into)[:] = np.frombuffer(packet, _FLOAT32)
             return
-        if self._quickly and type(numbers) is np.ndarray:
-            from_bf16(np.frombuffer(given, np.uint16, self._numel), numbers)
+        if self._numpy_bf16 and type(into) is np.ndarray:
+            from_bf16(np.frombuffer(packet, np.uint16, self._numel), into)
             return
-        packet, into = _aligned(given), as_tensor(numbers)
+        data, flat = _aligned(packet), as_tensor(into)
         if self._split:
-            self.codec.decompress(packet[: self._body], into[: self._split])
+            self.codec.decompress(data[: self._body], flat[: self._split])
         if self._split < self._numel:
-            into[self._split :].copy_(packet[self._body :].view(torch.float32))
+            flat[self._split :].copy_(data[self._body :].view(torch.float32))
 
 
 def _aligned(data: Bytes) -> Tensor:
-    """Return bytes as uint8, without copying them if they may be changed and begin where numbers may."""
+    """Return bytes as a uint8 tensor, copied only if they are read-only or not aligned to 16 bytes."""
     given = memoryview(data).cast("B")
     if given.nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)

@@ -1,14 +1,15 @@
-"""What lets hub and workers outlive their own death: the hub's journal, and a worker's outbox.
+"""State that survives a crash: the hub's write-ahead log, and a worker's outbox.
 
-What the hub decides is on the disk before anybody is told of it (`journal`), and what a worker offers stays in its
-outbox until the hub has said that it is safe (`outbox`). So after a crash of either, or of both, everything that was
-acknowledged is there, and what was not is offered again.
+A decision of the hub is on disk before anything is answered, and an update stays in its worker's outbox until the hub
+has acknowledged it. So after a crash of either, or of both, everything acknowledged is there, and the rest is sent
+again.
 
-journal.py     what a hub decided: records, snapshots, a ledger for readers; memory.py: the same without a disk
-recovery.py    what an heir finds: where records begin and end, what was torn and what is damaged
-records.py     the format of a record; plain.py: of its values; logfile.py, reading.py: a file of them
-snapshot.py    the numbers of a centre, with their checksum
-ledger.py      a line for each record, for people and reports
-outbox.py      what a worker offers until it is acknowledged; letters.py: the files
-folder.py, page.py, lock.py, disk.py   names of files, a small checked page, one owner at a time, a full disk
+hub_journal.py       the hub's decisions: records, snapshots, ledger; memory_journal.py: the same without a disk
+journal_recovery.py  finds snapshot and end of the records; distinguishes torn from damaged records
+journal_records.py   format of a record; journal_file.py: a file of them
+hub_snapshot.py      tensors and facts, with a checksum
+decision_ledger.py   one JSON line per record, for people and reports
+hub_folder.py        names of the hub's files
+worker_outbox.py     updates until they are acknowledged
+durable_files.py     appending to files, folders, small files with a checksum
 """

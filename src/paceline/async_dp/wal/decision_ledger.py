@@ -1,36 +1,33 @@
-"""The ledger: the plain values of every record of a run, a line of JSON each, for people and the report.
+"""The ledger: the plain values of every record of a run as a line of JSON, for people and reports.
 
-Lines are written after their records have reached the disk, and are not waited for. So a line is proof that its record
-was there; and after a crash lines may be missing, or the last be cut off, until the hub opens the folder again.
+Lines are written after their records have reached the disk, without waiting for them. So a line proves that its record
+was there; after a crash lines may be missing, or the last be cut off, until the hub opens the folder again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.async_dp.wal.hub_folder import LEDGER, write_at
+from paceline.async_dp.wal.hub_folder import LEDGER
 from paceline.errors import DamagedCheckpoint
 
-__all__ = ["DecisionLedger", "Standing", "read_ledger", "standing"]
+__all__ = ["LedgerStatus", "ledger_status", "read_ledger"]
 
-_LONGEST_LINE_NBYTES = 1 << 20
-"""The values of a record take 64 KiB, and six times as much in JSON at the most."""
+_MAX_LINE_NBYTES = 1 << 20  # values take 64 KiB at most, and up to six times as much in JSON
 
 
 def read_ledger(folder: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the values of the records of a run in order, with their numbers as ``"n"``; a hub may be writing them.
+    """Yield the values of a run's records in order, with their numbers as ``"n"``; a hub may be writing them.
 
     Args:
-        folder: of the hub. Where it has no ledger yet, there are no records.
+        folder: of the hub; without a ledger there are no records.
 
     Raises:
-        DamagedCheckpoint: a line before the last is none of a ledger; the message says which.
+        DamagedCheckpoint: a line before the last is not one of a ledger; names it.
     """
     path = Path(folder, LEDGER)
     try:
@@ -40,89 +37,89 @@ def read_ledger(folder: str | Path) -> Iterator[dict[str, Any]]:
     with file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                return  # it is being written, or a hub died as it was
-            values = _values_of(line)
+                return  # being written, or cut off by a crash
+            values = _parse(line)
             if values is None:
                 raise DamagedCheckpoint(
                     f"line {number} of {str(path)!r} can't be read: {line[:60]!r}",
-                    remedy="resume the run, which repairs what it can; or remove that line",
+                    remedy="resume the run, which repairs the ledger where it can; or remove that line",
                 )
             yield values
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What a ledger holds.
+class LedgerStatus:
+    """State of a ledger.
 
     Attributes:
-        last: number of the record of its last line that is in order; −1: there is none.
-        end: where that line ends.
-        told: the largest number in a line, however much before it is not in order.
-        bad_line: the first line that is not in order, from 1 where reading began; 0: there is none.
+        last: number of the record of the last line that is in order; −1: none.
+        end: end of that line, in bytes.
+        highest: largest record number in any line; −1: none.
+        bad_line: first line that is not in order, from 1 where reading started; 0: none.
     """
 
     last: int = -1
     end: int = 0
-    told: int = -1
+    highest: int = -1
     bad_line: int = 0
 
 
-def standing(path: Path, base: int, place: int = 0) -> Standing:
-    """Return what the ledger at `path` holds; nothing if there is none.
+def ledger_status(path: Path, base: int, offset: int = 0) -> LedgerStatus:
+    """Check a ledger; without a file it is empty.
 
-    A line is in order if its record follows that of the line before. A gap is let pass where the journal could not
-    fill it: a ledger that was removed begins anew later.
+    A line is in order if its record follows that of the line before. A gap is accepted where the journal can't fill it:
+    a ledger that was removed starts later.
 
     Args:
         path: the file.
-        base: the journal has the records from this number on.
-        place: where the line of the record `base` begins, if it was noted; what is before need not be read then.
+        base: number of the first record in the journal.
+        offset: start of the line of record `base`, if known; what is before need not be read then.
 
     Raises:
         OSError: it can't be read.
     """
     if not path.exists():
-        return Standing()
+        return LedgerStatus()
     with open(path, "rb") as file:
-        if place and _number_before(file, place) == base - 1:
-            file.seek(place)
-            return _standing(file, base, Standing(base - 1, place, base - 1))
+        if offset and _number_before(file, offset) == base - 1:
+            file.seek(offset)
+            return _check_lines(file, base, base - 1, offset)
         file.seek(0)
-        return _standing(file, base, Standing())
+        return _check_lines(file, base, -1, 0)
 
 
-def _standing(file: BinaryIO, base: int, known: Standing) -> Standing:
-    """Read on in a ledger from where it is known to be in order."""
-    last, end, told, bad, before, at = known.last, known.end, known.told, 0, known.last, known.end
-    for number, line in enumerate(file, 1):
+def _check_lines(file: BinaryIO, base: int, last: int, end: int) -> LedgerStatus:
+    """Check the rest of a ledger that is in order up to `end`, the line of record `last`."""
+    highest, bad_line, previous, at = last, 0, last, end
+    for line_number, line in enumerate(file, 1):
         at += len(line)
-        n = _number_of(line)
-        if n == before + 1 or last < n <= base:
-            told = max(told, n)
-            if not bad and line.endswith(b"\n"):
-                last, end, before = n, at, n
+        number = _number_of(line)
+        if number == previous + 1 or last < number <= base:
+            highest = max(highest, number)
+            if not bad_line and line.endswith(b"\n"):
+                last, end, previous = number, at, number
                 continue
-        bad, before = bad or number, n
-    return Standing(last, end, told, bad)
+        bad_line, previous = bad_line or line_number, number
+    return LedgerStatus(last, end, highest, bad_line)
 
 
-def _number_before(file: BinaryIO, place: int) -> int:
-    """Return the number in the line that ends at `place`; −1 if none does."""
-    start = max(0, place - _LONGEST_LINE_NBYTES)
+def _number_before(file: BinaryIO, offset: int) -> int:
+    """Return the record number in the line that ends at `offset`; −1 if none does."""
+    start = max(0, offset - _MAX_LINE_NBYTES)
     file.seek(start)
-    data = file.read(place - start)
-    if len(data) < place - start or not data.endswith(b"\n"):
+    data = file.read(offset - start)
+    if len(data) < offset - start or not data.endswith(b"\n"):
         return -1
     return _number_of(data[data.rfind(b"\n", 0, -1) + 1 :])
 
 
 def _number_of(line: bytes) -> int:
-    values = _values_of(line)
+    values = _parse(line)
     return values["n"] if values else -1
 
 
-def _values_of(line: bytes) -> dict[str, Any] | None:
-    """Return the values in a line, None if it is no line of a ledger."""
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the values of a line, None if it is not one of a ledger."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
@@ -130,63 +127,3 @@ def _values_of(line: bytes) -> dict[str, Any] | None:
     if not isinstance(values, dict) or type(values.get("n")) is not int or values["n"] < 0:
         return None
     return values
-
-
-class DecisionLedger:
-    """A ledger that is being written.
-
-    Args:
-        path: the file; it is made if it is not there.
-        end: where its last line ends; what is behind is cut off.
-
-    Attributes:
-        path, end: as above.
-
-    Raises:
-        OSError: it can't be written.
-    """
-
-    def __init__(self, path: Path, end: int) -> None:
-        self.path, self.end = path, end
-        self._waiting: list[bytes] = []
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            os.ftruncate(self._handle, end)
-        except OSError:
-            os.close(self._handle)
-            raise
-
-    @property
-    def waiting(self) -> int:
-        """How many lines are not written."""
-        return len(self._waiting)
-
-    def add(self, line: bytes) -> None:
-        """Have a line wait, which ends as lines do."""
-        self._waiting.append(line)
-
-    def write(self) -> None:
-        """Write the lines that wait.
-
-        Raises:
-            OSError: they can't be written, and go on waiting.
-        """
-        if not self._waiting:
-            return
-        data = b"".join(self._waiting)
-        try:
-            write_at(self._handle, [data], self.end)
-        except OSError:
-            with contextlib.suppress(OSError):  # what stays is written over
-                os.ftruncate(self._handle, self.end)
-            raise
-        self.end += len(data)
-        self._waiting = []
-
-    def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
-        os.fdatasync(self._handle)
-
-    def close(self) -> None:
-        """Close the file; what waits is lost."""
-        os.close(self._handle)

@@ -1,14 +1,14 @@
-"""The hub's journal: what it decided, on the disk before anybody is told.
+"""The hub's journal: its decisions, on disk before anything is answered.
 
-    journal = Journal.open("runs/hub", resume=True)
+    journal = HubJournal.open("runs/hub", resume=True)
     found = journal.recovered()                  # the last snapshot, and the records since
     journal.append({"worker": 7, "round": 3}, update)
-    journal.commit()                             # on the disk: now the worker may be told
-    journal.snapshot(revision, tensors, facts)   # every so often; the records before it are of no more use
+    journal.commit()                             # on disk: now the worker may be answered
+    journal.snapshot(revision, tensors, facts)   # from time to time; earlier records are no longer needed
 
-Records wait in memory until a commit, which takes one fdatasync however many there are. A commit that fails loses
-none of them: they are written anew by the next. What the files are is told in `folder`, their format in `records`,
-what becomes of damage in `reading` and `recovery`.
+Records are buffered until a commit, which takes one fdatasync however many they are. A commit that fails loses none of
+them: the next one writes them again. For the files see `hub_folder`, for their format `journal_records`, for damage
+`journal_file` and `journal_recovery`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,26 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from paceline._core.file_lock import FolderLock
-from paceline.async_dp.wal.decision_ledger import DecisionLedger, Standing, standing
-from paceline.async_dp.wal.hub_folder import HubFolder, failed, make_folder
+from paceline.async_dp.wal.decision_ledger import LedgerStatus, ledger_status
+from paceline.async_dp.wal.durable_files import (
+    AppendFile,
+    disk_errors,
+    make_folder,
+    read_checked_file,
+    write_checked_file,
+)
+from paceline.async_dp.wal.hub_folder import HubFolder
 from paceline.async_dp.wal.hub_snapshot import HubSnapshot, read_snapshot, write_snapshot
 from paceline.async_dp.wal.journal_file import JournalWriter
+from paceline.async_dp.wal.journal_records import ledger_line, pack_values, to_json
 from paceline.async_dp.wal.journal_recovery import (
-    End,
-    Recovered,
-    end_of,
+    JournalEnd,
+    RecoveredState,
     find_base,
-    logs_since,
+    find_end,
+    journals_since,
     records_between,
 )
-from paceline.async_dp.wal.json_values import line_of, packed, read_checked_file, text_of, write_checked_file
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.transport.envelope import Bytes
 
@@ -42,234 +49,219 @@ if TYPE_CHECKING:
 
 __all__ = ["HubJournal"]
 
-_MOST_WAITING_NBYTES = 64 << 20
-_OWN_NBYTES = 512
-"""What a record takes in memory beside its bytes, roughly."""
+_MAX_BUFFERED_NBYTES = 64 << 20
+_RECORD_OVERHEAD_NBYTES = 512  # memory per record besides its bytes, roughly
 
 
 class HubJournal:
-    """Keeps what a hub must not forget; used by one thread. `open` makes one.
+    """Write-ahead log of a hub; used by one thread. Made by `open`.
 
     Attributes:
-        run_facts: facts of the run, told once by `describe`.
+        run_facts: facts of the run, written once by `describe`.
     """
 
     def __init__(self, folder: HubFolder, lock: FolderLock) -> None:
         self._folder, self._lock = folder, lock
-        self._broken = ""
-        folder.sweep()
-        facts = _facts_of(folder.page)
+        self._unusable = ""  # why nothing more can be appended
+        folder.remove_temporary()
+        facts = _read_facts(folder.run_file)
         self.run_facts: Mapping[str, Any] = MappingProxyType(facts or {})
         self._described = facts is not None
         base = find_base(folder)
         self._base_path, self._base = base.path, base.snapshot
-        self._tensors = base.tensors  # until they are asked for
-        lines = standing(folder.ledger, self._base.next, self._base.ledger_nbytes)
-        if lines.bad_line and lines.last + 1 < self._base.next:
+        self._tensors = base.tensors  # until they are recovered
+        ledger = ledger_status(folder.ledger, self._base.next, self._base.ledger_nbytes)
+        if ledger.bad_line and ledger.last + 1 < self._base.next:
             raise DamagedCheckpoint(
-                f"line {lines.bad_line} of {str(folder.ledger)!r} is not in order, and its record is not kept any more",
-                remedy="correct the line, or move the ledger elsewhere: another one is begun",
+                f"line {ledger.bad_line} of {str(folder.ledger)!r} is out of order, and its record no longer exists",
+                remedy="correct the line, or move the ledger elsewhere: a new one is started",
             )
-        self._logs = logs_since(folder, self._base.next)
-        end = end_of(self._logs, lines)
-        for path in base.passed_over:
+        self._journals = journals_since(folder, self._base.next)
+        end = find_end(self._journals, ledger)
+        for path in base.damaged:
             folder.set_aside(path)
-        self._write_from(end, lines)
+        self._open_files(end, ledger)
 
-    def _write_from(self, end: End, lines: Standing) -> None:
-        """Cut off what was torn, and have the ledger hold a line for each record."""
+    def _open_files(self, end: JournalEnd, ledger: LedgerStatus) -> None:
+        """Cut off what was torn, and complete the ledger from the records."""
         with ExitStack() as undo:
             if end.path is None:
-                self._log = JournalWriter.create(self._folder.log(0), 0, 0)
-                self._logs = [self._log.path]
+                self._writer = JournalWriter.create(self._folder.journal(0), 0, 0)
+                self._journals = [self._writer.path]
             else:
-                self._log = JournalWriter(end.path, end.start, end.nbytes, end.next)
-            undo.callback(self._log.close)
-            self._ledger = DecisionLedger(self._folder.ledger, lines.end)
+                self._writer = JournalWriter(end.path, end.header, end.nbytes, end.next)
+            undo.callback(self._writer.close)
+            self._ledger = AppendFile(self._folder.ledger, ledger.end, create=True)
             undo.callback(self._ledger.close)
-            missing = range(max(lines.last + 1, self._base.next), end.next)
-            for record in records_between(self._logs, missing.start, missing.stop) if missing else ():
-                self._ledger.add(line_of(record.sequence, record.values))
-                if self._ledger.waiting >= 1000:
-                    self._ledger.write()
-            self._ledger.write()
+            missing = range(max(ledger.last + 1, self._base.next), end.next)
+            for record in records_between(self._journals, missing.start, missing.stop) if missing else ():
+                self._ledger.buffer(ledger_line(record.sequence, record.values))
+                if len(self._ledger) >= 1000:
+                    self._ledger.flush()
+            self._ledger.flush()
             undo.pop_all()
 
     @classmethod
     def open(cls, folder: str | Path, *, resume: bool) -> HubJournal:
-        """Open the journal in a folder; one that is empty, or not there, is a new one.
+        """Open the journal in a folder; if that is missing or empty, a new one.
 
         Args:
             folder: of the hub.
-            resume: go on with the run that is in it; False: there must be none.
+            resume: continue the run in it; False: there must be none.
 
         Raises:
-            UsageError: there is a run, and it is not to be resumed; another hub has the folder open; it can't be
-                written; or a newer version of Paceline has written it.
-            DamagedCheckpoint: something that had been on the disk is not there any more, or not what was written.
-            CheckpointError: what is to be repaired can't be written.
+            UsageError: the folder holds a run and `resume` is False, another hub has it open, it can't be written, or a
+                newer version of Paceline wrote it.
+            DamagedCheckpoint: something that had been on disk is missing or damaged.
+            CheckpointError: a repair can't be written.
         """
         path = Path(folder)
         make_folder(path, "hub")
         lock = FolderLock(path / "hub.lock", "hub")
-        try:
+        with ExitStack() as undo, disk_errors(path, "correct that, then open it again", "opened"):
+            undo.callback(lock.close)
             if not resume and HubFolder(path).holds_run():
                 raise UsageError(f"{str(path)!r} holds a run", remedy="resume it, or choose another folder")
-            return cls(HubFolder(path), lock)
-        except OSError as error:
-            lock.close()
-            raise failed(path, error, "mend that, then open it again", "opened") from error
-        except BaseException:
-            lock.close()
-            raise
+            journal = cls(HubFolder(path), lock)
+            undo.pop_all()
+        return journal
 
-    # ------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------ reading
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Remember facts of the run, on the disk when this returns; they can't be changed afterwards.
-
-        Args:
-            facts: plain values.
+        """Write facts of the run, plain values; they are on disk when this returns, and can't be changed later.
 
         Raises:
-            UsageError: they are not plain, or others were told before.
+            UsageError: they are not plain, or differ from those written before.
             CheckpointError: they can't be written.
         """
-        told = json.loads(text_of(facts, "facts of a run"))
+        plain = json.loads(to_json(facts, "facts of a run"))
         if self._described:
-            if told != dict(self.run_facts):
+            if plain != dict(self.run_facts):
                 raise UsageError(
                     f"the run in {str(self._folder.path)!r} was described before, with other facts: "
-                    + _difference(dict(self.run_facts), told),
-                    remedy="describe it as it was, or choose another folder",
+                    + _difference(self.run_facts, plain),
+                    remedy="describe it as before, or choose another folder",
                 )
             return
-        try:
-            write_checked_file(self._folder.page, told)
-        except OSError as error:
-            raise failed(self._folder.page, error, "make room, then describe it again") from error
-        self.run_facts, self._described = MappingProxyType(told), True
+        with disk_errors(self._folder.run_file, "free disk space, then describe it again"):
+            write_checked_file(self._folder.run_file, plain)
+        self.run_facts, self._described = MappingProxyType(plain), True
 
-    def recovered(self) -> Recovered:
-        """Return the last snapshot, and the records that were committed since.
+    def recovered(self) -> RecoveredState:
+        """Return the last snapshot, and the records committed since.
 
         Raises:
-            DamagedCheckpoint: the disk has lost what was there when the journal was opened.
+            DamagedCheckpoint: the disk has lost what existed when the journal was opened.
         """
         base = self._base
         tensors, self._tensors = self._tensors, None
         if tensors is None and self._base_path is not None:
             base, tensors = read_snapshot(self._base_path)
-        records = records_between(self._logs, base.next, self._log.durable)
-        return Recovered(
-            base.revision, base.facts, tensors, ((record.values, record.payload) for record in records)
-        )
+        records = records_between(self._journals, base.next, self._writer.durable)
+        pairs = ((record.values, record.payload) for record in records)
+        return RecoveredState(base.revision, base.facts, tensors, pairs)
 
-    # ------------------------------------------------------------------ what is new
+    # ------------------------------------------------------------------ writing
 
     def append(self, values: Mapping[str, Any], payload: Bytes = b"") -> int:
-        """Have a record wait for the next commit, and return its number among all of the run, from 0.
+        """Buffer a record for the next commit, and return its number among all of the run, from 0.
 
-        Once many bytes wait they are committed by themselves, so that memory does not grow.
+        Commits once many bytes are buffered, so that memory does not grow.
 
         Args:
-            values: plain values, at most 64 KiB of them; none is called ``"n"``.
-            payload: contiguous bytes, at most 1 GiB. What may be written to is copied.
+            values: plain values, at most 64 KiB; none is called ``"n"``.
+            payload: contiguous bytes, at most 1 GiB; copied if writable.
 
         Raises:
             UsageError: a value is not plain, or something is too long.
-            CheckpointError: what waited before can't be written; this record was not taken.
+            CheckpointError: earlier records can't be written; this one was not buffered.
         """
-        data = packed(values)
-        held = memoryview(payload).cast("B")
-        kept = held if held.readonly else bytes(held)
-        self._check()
-        if self._log.waiting_nbytes + _OWN_NBYTES * self._ledger.waiting > _MOST_WAITING_NBYTES:
+        data = pack_values(values)
+        view = memoryview(payload).cast("B")
+        kept = view if view.readonly else bytes(view)
+        self._check_usable()
+        buffered = self._writer.buffered_nbytes + _RECORD_OVERHEAD_NBYTES * len(self._ledger)
+        if buffered > _MAX_BUFFERED_NBYTES:
             self.commit()
-        with self._in_one_go():
-            sequence = self._log.next
-            self._log.add(data, kept)
-            self._ledger.add(line_of(sequence, values))
+        with self._uninterrupted():
+            sequence = self._writer.next
+            self._writer.append(data, kept)
+            self._ledger.buffer(ledger_line(sequence, values))
         return sequence
 
     def commit(self) -> None:
-        """Wait until all that was appended is on the disk; the ledger's lines are written then too.
+        """Wait until all appended records are on disk; then write the ledger's lines.
 
         Raises:
-            CheckpointError: it can't be written, such as for want of room. Nothing that was appended is lost as long
-                as this process lives: commit again.
+            CheckpointError: they can't be written, for example because the disk is full. Nothing is lost while this
+                process lives: commit again.
         """
-        self._check()
-        with self._in_one_go():
-            for file in (self._log, self._ledger):
-                try:
-                    file.write()
-                except OSError as error:
-                    raise failed(
-                        file.path, error, "nothing that was appended is lost: make room, then commit again"
-                    ) from error
+        self._check_usable()
+        with self._uninterrupted():
+            for file, write in (self._writer, self._writer.commit), (self._ledger, self._ledger.flush):
+                with disk_errors(file.path, "nothing is lost: free disk space, then commit again"):
+                    write()
 
     def snapshot(self, revision: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Put a state on the disk that all records so far have gone into, and begin a new journal after it.
+        """Write a state that includes all records so far, and start a new journal after it.
 
-        The last two snapshots stay, and the journals since the older of them.
+        The last two snapshots are kept, and the journals since the older of them.
 
         Args:
-            revision: of the state, at least that of the snapshot before.
+            revision: of the state, at least that of the previous snapshot.
             tensors: the state.
             facts: plain values that belong to it.
 
         Raises:
-            UsageError: the revision is too small, a fact is not plain, or a tensor is none that can be stored.
-            CheckpointError: it can't be written; the snapshot and the records before it are untouched.
+            UsageError: the revision is too small, a fact is not plain, or a tensor can't be stored.
+            CheckpointError: it can't be written; the previous snapshot and the records are untouched.
         """
-        least = max(self._base.revision, self._log.start.revision)
-        if revision < least:
+        minimum = max(self._base.revision, self._writer.header.revision)
+        if revision < minimum:
             raise UsageError(
-                f"snapshot of revision {revision} after that of {least}", remedy="revisions only grow"
+                f"snapshot of revision {revision} after that of {minimum}",
+                remedy="revisions must not decrease",
             )
         self.commit()
         path = self._folder.snapshot(revision)
-        snapshot = HubSnapshot(revision, self._log.next, dict(facts), self._ledger.end)
-        try:
+        snapshot = HubSnapshot(revision, self._writer.next, dict(facts), self._ledger.end)
+        with disk_errors(path, "the previous snapshot is untouched: free disk space, then take it again"):
             self._ledger.sync()
             write_snapshot(path, snapshot, tensors)
-        except OSError as error:
-            raise failed(
-                path, error, "what was there before is untouched: make room, then take the snapshot again"
-            ) from error
         self._base_path, self._base, self._tensors = path, snapshot, None
-        if revision != self._log.start.revision:
-            self._begin(revision)
-        self._logs = [self._log.path]
+        if revision != self._writer.header.revision:
+            self._start_journal(revision)
+        self._journals = [self._writer.path]
         self._folder.remove_old()
 
-    def _begin(self, revision: int) -> None:
-        """Go on in a new journal.
+    def _start_journal(self, revision: int) -> None:
+        """Continue in a new journal.
 
-        Once its file may be there, no record may go into the one before: what is interrupted takes nothing more.
+        Once its file may exist, no record may go into the previous one: if this is interrupted, nothing is appended.
         """
-        path = self._folder.log(revision)
-        self._broken = f"{path.name} was begun, but not to the end"
+        path = self._folder.journal(revision)
+        self._unusable = f"{path.name} was begun, but not completed"
         try:
-            begun = JournalWriter.create(path, revision, self._log.next)
-        except OSError as error:
+            with disk_errors(path, "the snapshot is on disk: free disk space, then continue"):
+                writer = JournalWriter.create(path, revision, self._writer.next)
+        except CheckpointError:
             if not path.exists():
-                self._broken = ""
-            raise failed(path, error, "the snapshot is on the disk: make room, then go on") from error
-        self._log.close()
-        self._log, self._broken = begun, ""
+                self._unusable = ""
+            raise
+        self._writer.close()
+        self._writer, self._unusable = writer, ""
 
     def close(self) -> None:
-        """Commit, and let the next hub open the folder; closing twice is closing once."""
+        """Commit, and release the folder; may be called twice."""
         if self._lock is None:
             return
         try:
-            if not self._broken:
+            if not self._unusable:
                 self.commit()
         finally:
-            self._broken = "it is closed"
-            self._log.close()
+            self._unusable = "it is closed"
+            self._writer.close()
             self._ledger.close()
             self._lock.close()
             self._lock = None
@@ -280,46 +272,40 @@ class HubJournal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ what must not be done by halves
-
-    def _check(self) -> None:
-        """Raise if nothing more can be taken."""
-        if self._broken:
+    def _check_usable(self) -> None:
+        if self._unusable:
             raise CheckpointError(
-                f"the journal in {str(self._folder.path)!r} takes nothing more: {self._broken}",
+                f"the journal in {str(self._folder.path)!r} can't be written any more: {self._unusable}",
                 remedy="open it again: what was committed is there",
             )
 
     @contextmanager
-    def _in_one_go(self) -> Iterator[None]:
-        """Take nothing more once this was interrupted half way, such as by Ctrl-C."""
-        self._broken = "it was interrupted"
+    def _uninterrupted(self) -> Iterator[None]:
+        """Allow nothing more to be appended if the block is interrupted, for example by Ctrl-C."""
+        self._unusable = "it was interrupted"
         try:
             yield
         except (CheckpointError, UsageError):
-            self._broken = ""
+            self._unusable = ""
             raise
-        self._broken = ""
+        self._unusable = ""
 
 
-def _facts_of(page: Path) -> dict[str, Any] | None:
+def _read_facts(path: Path) -> dict[str, Any] | None:
     try:
-        return read_checked_file(page)
+        return read_checked_file(path)
     except FileNotFoundError:
         return None
     except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(str(error), remedy="put it back from a copy") from error
+        raise DamagedCheckpoint(str(error), remedy="restore it from a copy") from error
 
 
-def _difference(before: Mapping[str, Any], told: Mapping[str, Any]) -> str:
-    """Return which facts differ, in words."""
-    differ = [
-        name
-        for name in {**before, **told}
-        if name not in before or name not in told or before[name] != told[name]
-    ]
-    return "; ".join(f"{name} {_told(before, name)} → {_told(told, name)}" for name in differ)
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe which facts differ."""
 
+    def shown(facts: Mapping[str, Any], name: str) -> str:
+        return f"{facts[name]!r:.60}" if name in facts else "missing"
 
-def _told(facts: Mapping[str, Any], name: str) -> str:
-    return f"{facts[name]!r:.60}" if name in facts else "not told"
+    names = {**before, **now}
+    differ = [name for name in names if name not in before or name not in now or before[name] != now[name]]
+    return "; ".join(f"{name} {shown(before, name)} → {shown(now, name)}" for name in differ)

@@ -1,20 +1,17 @@
-"""The journal's file that is being written: records wait in memory, and reach the disk together.
+"""A file of records: a writer that buffers them and writes them together, and a reader.
 
-Reads a journal's file record by record, and tells what is damaged from an end that was torn off.
-
-[Note: torn or damaged] Records are written in groups, and a group is on the disk once fdatasync has returned. When the
-machine dies before, any part of the last group may be missing, in the middle too: a disk writes in what order it likes.
-So a bad record followed by good ones may be nothing but the group that was never acknowledged. It is damage if it had
-been on the disk, and two witnesses know: a later record says so in `durable` (it was begun after that group's
-fdatasync), and the ledger has its line (lines follow the fdatasync, and the hub acknowledges after the lines). Where
-neither does, nobody was told of it, and it is cut off with all that follows. After a crash of the hub alone the ledger
-is exact. After a crash of the machine it may lag by the seconds that its lines lay in memory; if then the very last
-group is damaged too, nobody can tell.
+[Note: torn or damaged] Records are written in groups, and a group is on disk once fdatasync has returned. When the
+machine dies before, any part of the last group may be missing, in the middle too: a disk writes in any order. So a
+bad record followed by good ones may belong to a group that was never acknowledged. It is damage if it had been on
+disk, and two witnesses know: a later record says so in `durable` (it was added after that group's fdatasync), and the
+ledger has its line (lines follow the fdatasync, and acknowledgements follow the lines). Where neither does, it was
+never acknowledged, and it is cut off with all that follows. After a crash of the hub alone the ledger is exact. After
+a crash of the machine it may lack the last seconds of lines, which were in memory only; if the very last group is
+damaged too, that can't be known.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -23,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline._core.files import write_atomic
-from paceline.async_dp.wal.hub_folder import write_at
+from paceline.async_dp.wal.durable_files import AppendFile
 from paceline.async_dp.wal.journal_records import (
-    CHECKSUM_NBYTES,
-    HEAD_NBYTES,
-    MARK,
-    START_NBYTES,
-    Start,
-    encode,
-    head_of,
-    pack_start,
-    start_of,
-    values_of,
+    JOURNAL_HEADER_NBYTES,
+    RECORD_HEADER_NBYTES,
+    RECORD_MARK,
+    JournalHeader,
+    encode_record,
+    pack_journal_header,
+    parse_journal_header,
+    parse_record,
+    parse_record_header,
 )
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
@@ -42,218 +38,161 @@ from paceline.transport.envelope import Bytes
 
 __all__ = ["JournalReader", "JournalRecord", "JournalWriter"]
 
+_BLOCK_NBYTES = 1 << 20
 
-class JournalWriter:
-    """A journal's file, to be appended to.
+
+class JournalWriter(AppendFile):
+    """Appends records to a journal's file.
 
     Args:
         path: the file.
-        start: what it begins with.
-        end: where its last record ends; what is behind is cut off, and all before it is on the disk from now on.
-        after: number of the next record.
+        header: of the file.
+        end: end of its last record; the rest is cut off, and all before it is on disk from now on.
+        next: number of the next record.
 
     Attributes:
-        path, start: as above.
-        durable: so many records are on the disk.
-        waiting_nbytes: of records that are not.
+        durable: number of records on disk.
 
     Raises:
         OSError: it can't be written.
     """
 
-    def __init__(self, path: Path, start: Start, end: int, after: int) -> None:
-        self.path, self.start, self.durable = path, start, after
-        self.waiting_nbytes = 0
-        self._end = end
-        self._waiting: list[Bytes] = []
-        self._waiting_records = 0
-        self._handle = os.open(path, os.O_WRONLY)
+    def __init__(self, path: Path, header: JournalHeader, end: int, next: int) -> None:
+        super().__init__(path, end)
+        self.header, self.durable, self._buffered_records = header, next, 0
         try:
-            os.ftruncate(self._handle, end)
             os.fsync(self._handle)
         except OSError:
-            os.close(self._handle)
+            self.close()
             raise
 
     @classmethod
     def create(cls, path: Path, revision: int, first: int) -> JournalWriter:
-        """Begin a new file for the records from `first` on.
-
-        Raises:
-            OSError: it can't be written.
-        """
-        start = Start(revision, first, secrets.randbits(64))
-        fault_injection.before_write(START_NBYTES)
-        write_atomic(path, lambda beside: beside.write_bytes(pack_start(start)))
-        return cls(path, start, START_NBYTES, first)
+        """Create a file for the records from number `first` on; raises an OSError if it can't be written."""
+        header = JournalHeader(revision, first, secrets.randbits(64))
+        fault_injection.before_write(JOURNAL_HEADER_NBYTES)
+        write_atomic(path, lambda temporary: temporary.write_bytes(pack_journal_header(header)))
+        return cls(path, header, JOURNAL_HEADER_NBYTES, first)
 
     @property
     def next(self) -> int:
         """Number of the next record."""
-        return self.durable + self._waiting_records
+        return self.durable + self._buffered_records
 
-    def add(self, values: bytes, payload: Bytes) -> None:
-        """Have a record wait; `payload` must stay as it is until it has been written.
+    def append(self, values: bytes, payload: Bytes) -> None:
+        """Buffer a record; `payload` must not change until it is written.
 
         Raises:
             UsageError: the payload is too long.
         """
-        seed = self.start.key + self._end + self.waiting_nbytes
-        pieces = encode(self.next, self.durable, values, payload, seed)
-        self._waiting += pieces
-        self.waiting_nbytes += sum(map(len, pieces))
-        self._waiting_records += 1
+        seed = self.header.key + self.end + self.buffered_nbytes
+        self.buffer(*encode_record(self.next, self.durable, values, payload, seed))
+        self._buffered_records += 1
 
-    def write(self) -> None:
-        """Write what waits; it is on the disk when this returns.
-
-        Raises:
-            OSError: it can't be written. It goes on waiting, and is written anew the next time, all of it: after an
-                fdatasync that failed nobody knows what was kept.
-        """
-        if not self._waiting:
-            return
-        try:
-            write_at(self._handle, self._waiting, self._end)
-            os.fdatasync(self._handle)
-        except OSError:
-            with contextlib.suppress(
-                OSError
-            ):  # what stays is written over: the same bytes, at the same place
-                os.ftruncate(self._handle, self._end)
-            raise
-        self._end += self.waiting_nbytes
-        self.durable = self.next
-        self._waiting, self.waiting_nbytes, self._waiting_records = [], 0, 0
-
-    def close(self) -> None:
-        """Close the file; what waits is lost."""
-        os.close(self._handle)
-
-
-_BLOCK_NBYTES = 1 << 20
+    def commit(self) -> None:
+        """Write the buffered records; they are on disk when this returns. Errors as of `flush`."""
+        self.flush(sync=True)
+        self.durable, self._buffered_records = self.next, 0
 
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """A record as it was read.
-
-    Attributes:
-        sequence: its number.
-        durable: how many records were on the disk when it was begun.
-        values, payload: what was appended.
-        stop: where it ends in its file.
-    """
+    """A record that was read."""
 
     sequence: int
-    durable: int
+    durable: int  # number of records that were on disk when it was added
     values: dict[str, Any]
     payload: bytes
-    stop: int
+    stop: int  # its end in the file
 
 
 class JournalReader:
-    """A journal's file, for reading; what is appended to it later is not seen.
-
-    Args:
-        path: the file.
+    """Reads a journal's file; does not see what is appended later.
 
     Attributes:
-        path: the file.
-        start: what it begins with.
-        nbytes: of the file.
+        header: of the file.
+        nbytes: size of the file.
 
     Raises:
-        DamagedCheckpoint: it can't be read, or is no journal.
-        UsageError: a newer version of Paceline wrote it.
+        DamagedCheckpoint: it can't be read, or is not a journal.
+        UsageError: it was written by a newer version of Paceline.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         try:
             self._handle = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise DamagedCheckpoint(f"{str(path)!r} can't be read: {error.strerror}") from error
         try:
             self.nbytes = os.fstat(self._handle).st_size
-            self.start = start_of(self._read(0, START_NBYTES))
+            self.header = parse_journal_header(self._read(0, JOURNAL_HEADER_NBYTES))
         except DamagedCheckpoint as error:
-            self.close()
+            os.close(self._handle)
             raise DamagedCheckpoint(
-                f"{str(path)!r} is damaged at its beginning: {error}", remedy="put it back from a copy"
+                f"{str(path)!r} is damaged at its beginning: {error}", remedy="restore it from a copy"
             ) from error
         except UsageError as error:
-            self.close()
+            os.close(self._handle)
             raise UsageError(f"{str(path)!r} can't be read: {error}") from error
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._handle)
 
     def __enter__(self) -> JournalReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._handle)
 
     def records(self) -> Iterator[JournalRecord]:
         """Yield the records in order, up to the end of the file.
 
         Raises:
-            DamagedCheckpoint: what follows is no record, or not the next one.
+            DamagedCheckpoint: the next record is damaged, or has another number than expected.
         """
-        at, due = START_NBYTES, self.start.first
+        at, expected = JOURNAL_HEADER_NBYTES, self.header.first
         while at < self.nbytes:
             record = self._record(at)
-            if record.sequence != due:
-                raise DamagedCheckpoint(f"record {record.sequence} is there, where record {due} is due")
+            if record.sequence != expected:
+                raise DamagedCheckpoint(f"found record {record.sequence}, expected record {expected}")
             yield record
-            at, due = record.stop, due + 1
+            at, expected = record.stop, expected + 1
 
-    def durable_behind(self, at: int) -> int:
-        """Return how many records were on the disk, as the good records behind a bad one tell; 0: there are none."""
-        durable, searched = 0, at + 1
-        while (found := self._find(searched)) is not None:
+    def durable_after(self, at: int) -> int:
+        """Return how many records were on disk according to the intact records after a bad one; 0 without any."""
+        durable, search = 0, at + 1
+        while (found := self._find(search)) is not None:
             try:
                 record = self._record(found)
             except DamagedCheckpoint:
-                searched = found + 1
+                search = found + 1
             else:
-                durable, searched = max(durable, record.durable), record.stop
+                durable, search = max(durable, record.durable), record.stop
         return durable
 
     def _record(self, at: int) -> JournalRecord:
-        """Return the record at a place; raise a DamagedCheckpoint if there is none that is whole."""
-        head = head_of(self._read(at, HEAD_NBYTES))
-        stop = at + head.total_nbytes
+        header = parse_record_header(self._read(at, RECORD_HEADER_NBYTES))
+        stop = at + header.total_nbytes
         if stop > self.nbytes:
             raise DamagedCheckpoint(f"a record ends at byte {stop}, its file at byte {self.nbytes}")
-        front_nbytes = HEAD_NBYTES + head.size
-        front = self._read(at, front_nbytes)
-        payload = self._read(at + front_nbytes, head.nbytes)
-        checksum = self._read(stop - CHECKSUM_NBYTES, CHECKSUM_NBYTES)
-        values = values_of(front, payload, checksum, self.start.key + at)
-        return JournalRecord(head.sequence, head.durable, values, payload, stop)
+        values, payload = parse_record(self._read(at, header.total_nbytes), self.header.key + at)
+        return JournalRecord(header.sequence, header.durable, values, payload, stop)
 
     def _find(self, at: int) -> int | None:
-        """Return where the mark of a record is next, at `at` or later."""
+        """Return the place of the next record's mark, at `at` or later."""
         while at < self.nbytes:
             block = self._read(at, _BLOCK_NBYTES)
-            where = block.find(MARK)
-            if where >= 0:
-                return at + where
-            at += max(1, len(block) - len(MARK) + 1)
+            offset = block.find(RECORD_MARK)
+            if offset >= 0:
+                return at + offset
+            at += max(1, len(block) - len(RECORD_MARK) + 1)
         return None
 
     def _read(self, at: int, nbytes: int) -> bytes:
-        """Return bytes of the file, fewer where it ends before."""
+        """Return bytes of the file, fewer at its end."""
+        data = b""
         try:
-            data = os.pread(self._handle, nbytes, at)
-            while (
-                data
-                and len(data) < nbytes
-                and (more := os.pread(self._handle, nbytes - len(data), at + len(data)))
-            ):
+            while len(data) < nbytes:
+                more = os.pread(self._handle, nbytes - len(data), at + len(data))
+                if not more:
+                    break
                 data += more
         except OSError as error:
             raise DamagedCheckpoint(f"byte {at} can't be read: {error.strerror}") from error

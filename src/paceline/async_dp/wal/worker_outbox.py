@@ -1,18 +1,16 @@
-"""A worker's outbox: what it offers to the hub stays here until the hub has acknowledged it.
+"""A worker's outbox: updates stay here until the hub has acknowledged them.
 
-    worker.json          the worker's own number, its run, and the next round of each fragment
-    letter-000003.msg    what is offered of fragment 3, a record as in a hub's journal
-    outbox.lock          held while a worker has the folder open
+    worker.json          the worker's number, its run, and the next round of each fragment
+    letter-000003.msg    the pending update of fragment 3, a record as in a hub's journal
+    outbox.lock          locked while a worker has the folder open
 
-A worker that dies offers the same letters again. The hub knows a letter by worker, fragment and round, and takes it
-once; so no round's number may ever be used for another letter, and it is on the disk before it is used.
+A worker that dies sends the same updates again. The hub identifies an update by worker, fragment and round, and merges
+it once; so a round's number must never be used for another update, and is on disk before it is used.
 
-[Note: what is damaged] A file that is damaged is renamed and the worker goes on, as its work is worth less than its
-going on. If that file is worker.json, nobody knows which rounds were used: the worker gets another number, and letters
-of the old one are put aside too. If its number is a given one, rounds go on with the microseconds since 1970 instead,
-which is more than any round that was used.
-
-A letter: what a worker offers of a fragment in a round, and the file in its outbox that holds it.
+[Note: damaged files] A damaged file is renamed and the worker continues, since its work is worth less than training on.
+If that file is worker.json, it is unknown which rounds were used: the worker gets another number, and updates of the
+old one are set aside too. If its number was given, rounds continue with the microseconds since 1970 instead, which is
+more than any round that was used.
 """
 
 from __future__ import annotations
@@ -20,185 +18,205 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline._core.file_lock import FolderLock
 from paceline._core.files import write_atomic
-from paceline.async_dp.wal.hub_folder import failed, make_folder
-from paceline.async_dp.wal.journal_records import CHECKSUM_NBYTES, HEAD_NBYTES, encode, head_of, values_of
-from paceline.async_dp.wal.json_values import packed, read_checked_file, write_checked_file
+from paceline.async_dp.wal.durable_files import (
+    disk_errors,
+    make_folder,
+    numbered_files,
+    read_checked_file,
+    remove_temporary,
+    write_checked_file,
+)
+from paceline.async_dp.wal.journal_records import (
+    encode_record,
+    pack_values,
+    parse_record,
+)
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 from paceline.transport.envelope import Bytes
 
-__all__ = ["Outbox", "PendingUpdate", "Sender", "read_update", "update_path", "update_paths", "write_update"]
+__all__ = ["Outbox", "PendingUpdate", "read_update", "write_update"]
 
 log = logging.getLogger("paceline.async_dp")
 
+_STATUS_FILE = "worker.json"
+_UPDATE_FILE = re.compile(r"letter-(\d{6,})\.msg")
+_TEMPORARY = re.compile(r"\.(worker\.json|letter-\d+\.msg)-.*")
+_WORKER_LIMIT = 2**53
+"""Worker numbers are below: each is exact as a float too, as some readers of JSON represent it."""
 
-_PAGE = "worker.json"
+
+@dataclass(frozen=True)
+class PendingUpdate:
+    """An update that is not acknowledged: plain values, and a payload."""
+
+    round: int
+    fragment: int
+    values: Mapping[str, Any]
+    payload: bytes
 
 
-_LEFT = re.compile(r"\.(worker\.json|letter-\d+\.msg)-.*")
+class _Status(msgspec.Struct):
+    """Contents of worker.json."""
 
-
-_MOST_WORKERS = 2**53
-"""Numbers of workers are below: each is exact as a float too, as some readers of JSON have it."""
+    worker: int
+    run: str
+    rounds: dict[int, int]  # next, by fragment
+    round_least: int  # next of all other fragments
 
 
 class Outbox:
-    """Holds, of each fragment, what was offered and is not yet acknowledged; used by one thread.
+    """Stores the pending update of each fragment; used by one thread.
 
     Args:
         folder: of this worker, on a disk that outlives it; None: in memory.
-        worker: its number; None: the one in the folder, or one that is drawn.
+        worker: its number; None: that in the folder, or a random one.
 
     Attributes:
-        worker: its number, from 1 to 2⁵³ - 1.
-        run: what was told by `bind`, empty before.
+        worker: its number, from 1 to 2⁵³ − 1.
+        run: from `bind`; empty before.
 
     Raises:
-        UsageError: the number is none, or not that in the folder; another worker has the folder open; or it can't be
-            written.
-        CheckpointError: the number can't be written down.
+        UsageError: the number is out of range or not that in the folder, another worker has the folder open, or it
+            can't be written.
+        CheckpointError: the number can't be written.
 
     Example:
         >>> outbox = Outbox(None, worker=7)
         >>> outbox.put(outbox.next_round(fragment=3), 3, {"base": 12}, b"update")
-        >>> [(letter.round, letter.fragment) for letter in outbox.pending()]
+        >>> [(update.round, update.fragment) for update in outbox.pending()]
         [(0, 3)]
         >>> outbox.acknowledge(0, 3)
         True
     """
 
     def __init__(self, folder: str | Path | None, worker: int | None = None) -> None:
-        if worker is not None and not 1 <= worker < _MOST_WORKERS:
-            raise UsageError(f"worker={worker!r}", remedy=f"give a number from 1 to {_MOST_WORKERS - 1}")
-        self.worker, self.run = worker or _drawn(), ""
-        self._rounds: dict[int, int] = {}
-        self._round_least = 0
-        self._letters: dict[int, PendingUpdate] = {}
+        if worker is not None and not 1 <= worker < _WORKER_LIMIT:
+            raise UsageError(f"worker={worker!r}", remedy=f"give a number from 1 to {_WORKER_LIMIT - 1}")
+        self.worker, self.run = worker or 1 + secrets.randbelow(_WORKER_LIMIT - 1), ""
+        self._next_rounds: dict[int, int] = {}
+        self._first_round = 0
+        self._updates: dict[int, PendingUpdate] = {}
         self._folder = None if folder is None else Path(folder)
         self._lock: FolderLock | None = None
         if self._folder is not None:
             make_folder(self._folder, "worker")
             self._lock = FolderLock(self._folder / "outbox.lock", "worker")
-            try:
+            with (
+                ExitStack() as undo,
+                disk_errors(self._folder, "correct that, then restart the worker", "opened"),
+            ):
+                undo.callback(self.close)
                 self._read(self._folder, worker)
-            except OSError as error:
-                self.close()
-                raise failed(
-                    self._folder, error, "mend that, then start the worker again", "opened"
-                ) from error
-            except BaseException:
-                self.close()
-                raise
+                undo.pop_all()
 
-    # ------------------------------------------------------------------ letters
+    # ------------------------------------------------------------------ updates
 
     def bind(self, run: str) -> None:
-        """Say which run this worker serves; the folder remembers it.
+        """Set the run that this worker serves; the folder remembers it.
 
         Raises:
-            UsageError: letters for another run are waiting.
-            CheckpointError: it can't be written down.
+            UsageError: updates for another run are pending.
+            CheckpointError: it can't be written.
         """
         if run == self.run:
             return
-        if self.run and self._letters:
+        if self.run and self._updates:
             where = "" if self._folder is None else f" in {str(self._folder)!r}"
             raise UsageError(
-                f"{len(self._letters)} letters{where} wait for run {self.run!r}, this is run {run!r}",
-                remedy="give this worker another folder; or remove that one, if the other run is over",
+                f"{len(self._updates)} updates{where} are pending for run {self.run!r}, this is run {run!r}",
+                remedy="give this worker another folder; or remove that one, if the other run has ended",
             )
         before, self.run = self.run, run
         try:
-            self._write_page()
+            self._write_status()
         except BaseException:
             self.run = before
             raise
 
     def next_round(self, fragment: int) -> int:
-        """Return a number for the next round of a fragment, which no other round of it ever has, over all restarts.
+        """Return a number for the next round of a fragment, never used before, over all restarts.
 
         Raises:
-            UsageError: this is no fragment.
-            CheckpointError: it can't be written down, so it may not be used.
+            UsageError: the fragment's number is negative.
+            CheckpointError: the round can't be written, so it must not be used.
         """
         if fragment < 0:
             raise UsageError(f"fragment={fragment!r}", remedy="fragments are counted from 0")
-        number = self._begun(fragment)
-        self._rounds[fragment] = number + 1
-        self._write_page()
+        number = self._next_round(fragment)
+        self._next_rounds[fragment] = number + 1
+        self._write_status()
         return number
 
     def put(self, round: int, fragment: int, values: Mapping[str, Any], payload: Bytes = b"") -> None:
-        """Offer a letter; it is on the disk when this returns.
+        """Add a pending update; it is on disk when this returns.
 
         Args:
-            round: its number, of `next_round`.
-            fragment: what it is of.
-            values: plain values, at most 64 KiB of them.
-            payload: contiguous bytes, at most 1 GiB; they are copied.
+            round: its number, from `next_round`.
+            fragment: of the model.
+            values: plain values, at most 64 KiB.
+            payload: contiguous bytes, at most 1 GiB; copied.
 
         Raises:
-            UsageError: there is one of this fragment, which was not acknowledged; the round was not given by
-                `next_round`; or something can't be packed.
-            CheckpointError: it can't be written; it is not offered.
+            UsageError: an update of this fragment is pending, the round is not from `next_round`, or something can't
+                be packed.
+            CheckpointError: it can't be written, and is not pending.
         """
-        there = self._letters.get(fragment)
-        if there is not None:
+        pending = self._updates.get(fragment)
+        if pending is not None:
             raise UsageError(
-                f"a letter of fragment {fragment}, round {there.round}, waits to be acknowledged",
-                remedy="offer that one until it is, then put the next",
+                f"the update of fragment {fragment}, round {pending.round}, is not acknowledged yet",
+                remedy="send that one until it is, then put the next",
             )
-        if not 0 <= round < self._begun(fragment):
+        if not 0 <= round < self._next_round(fragment):
             raise UsageError(
                 f"round {round} of fragment {fragment} was not begun",
-                remedy="ask next_round() for its number: it must never be used twice",
+                remedy="take its number from next_round(): it must never be used twice",
             )
-        letter = PendingUpdate(round, fragment, dict(values), bytes(payload))
+        update = PendingUpdate(round, fragment, dict(values), bytes(payload))
         if self._folder is not None:
-            try:
-                write_update(self._folder, letter, Sender(self.run, self.worker))
-            except OSError as error:
-                path = update_path(self._folder, fragment)
-                raise failed(path, error, "it is not offered: make room, then put it again") from error
-        self._letters[fragment] = letter
+            path = _update_path(self._folder, fragment)
+            with disk_errors(path, "it is not pending: free disk space, then put it again"):
+                write_update(self._folder, update, self.run, self.worker)
+        self._updates[fragment] = update
 
     def pending(self) -> list[PendingUpdate]:
-        """Return the letters that were not acknowledged, by fragment."""
-        return [letter for _, letter in sorted(self._letters.items())]
+        """Return the pending updates by fragment."""
+        return [update for _, update in sorted(self._updates.items())]
 
-    def letter(self, fragment: int) -> PendingUpdate:
-        """Return the letter of a fragment that was not acknowledged."""
-        return self._letters[fragment]
+    def get(self, fragment: int) -> PendingUpdate:
+        """Return the pending update of a fragment."""
+        return self._updates[fragment]
 
     def acknowledge(self, round: int, fragment: int) -> bool:
-        """Remove a letter that the hub has safe; return whether it was there.
+        """Remove an update that the hub has stored; return whether it was pending.
 
         Raises:
             CheckpointError: it can't be removed.
         """
-        letter = self._letters.get(fragment)
-        if letter is None or letter.round != round:
+        update = self._updates.get(fragment)
+        if update is None or update.round != round:
             return False
         if self._folder is not None:
-            path = update_path(self._folder, fragment)
-            try:
+            path = _update_path(self._folder, fragment)
+            with disk_errors(path, "allow this worker to write to its folder", "removed"):
                 path.unlink(missing_ok=True)
-            except OSError as error:
-                raise failed(path, error, "let this worker write to its folder", "removed") from error
-        del self._letters[fragment]
+        del self._updates[fragment]
         return True
 
     def close(self) -> None:
-        """Let another worker open the folder; closing twice is closing once."""
+        """Release the folder; may be called twice."""
         if self._lock is not None:
             self._lock.close()
 
@@ -211,76 +229,59 @@ class Outbox:
     # ------------------------------------------------------------------ the folder
 
     def _read(self, folder: Path, worker: int | None) -> None:
-        """Take up what is in the folder."""
-        for path in folder.iterdir():
-            if _LEFT.fullmatch(path.name) and path.is_dir():
-                shutil.rmtree(path)
-        self._read_page(folder, worker)
-        for fragment, path in update_paths(folder).items():
+        remove_temporary(folder, _TEMPORARY)
+        self._read_status(folder, worker)
+        for fragment, path in numbered_files(folder, _UPDATE_FILE).items():
             try:
-                letter, sender = read_update(path)
-                self._check_letter(letter, sender, fragment)
+                update, run, sender = read_update(path)
+                self._check(update, sender, fragment)
             except DamagedCheckpoint as error:
                 _set_aside(path, error)
             else:
-                self._letters[fragment] = letter
-                self.run = self.run or sender.run
-        self._write_page()
+                self._updates[fragment] = update
+                self.run = self.run or run
+        self._write_status()
 
-    def _read_page(self, folder: Path, worker: int | None) -> None:
-        path = folder / _PAGE
+    def _read_status(self, folder: Path, worker: int | None) -> None:
+        path = folder / _STATUS_FILE
         try:
-            page = read_checked_file(path)
-            number, run = int(page["worker"]), str(page["run"])
-            rounds = {int(fragment): int(after) for fragment, after in page["rounds"].items()}
-            least = int(page["round_least"])
+            status = msgspec.convert(read_checked_file(path), _Status, strict=False)
         except FileNotFoundError:
-            lost = update_paths(folder) or _aside(path).exists()
-        except (DamagedCheckpoint, KeyError, ValueError, AttributeError) as error:
+            lost = numbered_files(folder, _UPDATE_FILE) or _aside(path).exists()
+        except (DamagedCheckpoint, msgspec.ValidationError) as error:
             _set_aside(path, error)
             lost = True
         else:
-            if worker not in (None, number):
+            if worker not in (None, status.worker):
                 raise UsageError(
-                    f"{str(folder)!r} is the folder of worker {number}, this is worker {worker}",
-                    remedy="give every worker a folder of its own",
+                    f"{str(folder)!r} is the folder of worker {status.worker}, this is worker {worker}",
+                    remedy="give each worker another folder",
                 )
-            self.worker, self.run, self._rounds, self._round_least = number, run, rounds, least
+            self.worker, self.run = status.worker, status.run
+            self._next_rounds, self._first_round = status.rounds, status.round_least
             return
         if lost and worker is not None:
-            self._round_least = time.time_ns() // 1000
+            self._first_round = time.time_ns() // 1000
 
-    def _check_letter(self, letter: PendingUpdate, sender: Sender, fragment: int) -> None:
-        """Raise a DamagedCheckpoint unless a letter may be offered again."""
-        if letter.fragment != fragment:
-            raise DamagedCheckpoint(f"it is of fragment {letter.fragment}")
-        if sender.worker != self.worker:
-            raise DamagedCheckpoint(f"it is of worker {sender.worker}, this is worker {self.worker}")
-        if letter.round >= self._begun(fragment):
-            raise DamagedCheckpoint(f"it is of round {letter.round}, which was not begun")
+    def _check(self, update: PendingUpdate, sender: int, fragment: int) -> None:
+        """Raise a DamagedCheckpoint unless an update may be sent again."""
+        if update.fragment != fragment:
+            raise DamagedCheckpoint(f"it is of fragment {update.fragment}")
+        if sender != self.worker:
+            raise DamagedCheckpoint(f"it is of worker {sender}, this is worker {self.worker}")
+        if update.round >= self._next_round(fragment):
+            raise DamagedCheckpoint(f"it is of round {update.round}, which was not begun")
 
-    def _begun(self, fragment: int) -> int:
-        """Return a number above those of all rounds of a fragment that were begun."""
-        return self._rounds.get(fragment, self._round_least)
+    def _next_round(self, fragment: int) -> int:
+        return self._next_rounds.get(fragment, self._first_round)
 
-    def _write_page(self) -> None:
+    def _write_status(self) -> None:
         if self._folder is None:
             return
-        path = self._folder / _PAGE
-        page = {
-            "worker": self.worker,
-            "run": self.run,
-            "rounds": {str(fragment): after for fragment, after in sorted(self._rounds.items())},
-            "round_least": self._round_least,
-        }
-        try:
-            write_checked_file(path, page)
-        except OSError as error:
-            raise failed(path, error, "make room, then try again") from error
-
-
-def _drawn() -> int:
-    return 1 + secrets.randbelow(_MOST_WORKERS - 1)
+        path = self._folder / _STATUS_FILE
+        status = _Status(self.worker, self.run, dict(sorted(self._next_rounds.items())), self._first_round)
+        with disk_errors(path, "free disk space, then try again"):
+            write_checked_file(path, msgspec.to_builtins(status, str_keys=True))
 
 
 def _aside(path: Path) -> Path:
@@ -288,82 +289,43 @@ def _aside(path: Path) -> Path:
 
 
 def _set_aside(path: Path, why: Exception) -> None:
-    log.warning("%s is put aside as %s: %s", path, _aside(path).name, why)
+    log.warning("%s is renamed to %s: %s", path, _aside(path).name, why)
     path.replace(_aside(path))
 
 
-_NAME = re.compile(r"letter-(\d{6,})\.msg")
-
-
-@dataclass(frozen=True)
-class PendingUpdate:
-    """What a worker offers of a fragment in a round: plain values, and a payload."""
-
-    round: int
-    fragment: int
-    values: Mapping[str, Any]
-    payload: bytes
-
-
-@dataclass(frozen=True)
-class Sender:
-    """Whose letter it is: the run, empty if it was not known yet, and the worker's number."""
-
-    run: str
-    worker: int
-
-
-def update_path(folder: Path, fragment: int) -> Path:
-    """Return where the letter of a fragment is."""
+def _update_path(folder: Path, fragment: int) -> Path:
     return folder / f"letter-{fragment:06d}.msg"
 
 
-def update_paths(folder: Path) -> dict[int, Path]:
-    """Return the letters in a folder, by fragment."""
-    found = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+def write_update(folder: Path, update: PendingUpdate, run: str, worker: int) -> None:
+    """Write an update into a folder, as a whole; it is on disk when this returns.
 
-
-def write_update(folder: Path, letter: PendingUpdate, sender: Sender) -> None:
-    """Put a letter into a folder, whole and on the disk when this returns.
+    Args:
+        folder: of the worker.
+        update: is written.
+        run: that it is for; empty: not known yet.
+        worker: its sender.
 
     Raises:
         UsageError: something in it can't be packed.
-        OSError: it can't be written; what was there stays.
+        OSError: it can't be written; the previous file is untouched.
     """
-    data = pack_update(letter, sender)
+    about = {"run": run, "worker": worker, "round": update.round, "fragment": update.fragment}
+    values = pack_values({**about, "values": dict(update.values)})
+    data = b"".join(encode_record(update.round, 0, values, update.payload, seed=0))
     fault_injection.before_write(len(data))
-    write_atomic(update_path(folder, letter.fragment), lambda beside: beside.write_bytes(data))
+    write_atomic(_update_path(folder, update.fragment), lambda temporary: temporary.write_bytes(data))
 
 
-def pack_update(letter: PendingUpdate, sender: Sender) -> bytes:
-    """Return a letter as bytes: one record, as in a hub's journal.
-
-    Raises:
-        UsageError: something in it can't be packed.
-    """
-    about = {"run": sender.run, "worker": sender.worker, "round": letter.round, "fragment": letter.fragment}
-    values = packed({**about, "values": dict(letter.values)})
-    return b"".join(encode(letter.round, 0, values, letter.payload, seed=0))
-
-
-def read_update(path: Path) -> tuple[PendingUpdate, Sender]:
-    """Return a letter, and whose it is.
+def read_update(path: Path) -> tuple[PendingUpdate, str, int]:
+    """Return an update, its run and its sender.
 
     Raises:
-        DamagedCheckpoint: it is not what was written, or can't be read.
+        DamagedCheckpoint: it can't be read, or is not what was written.
     """
     try:
-        data = path.read_bytes()
-        head = head_of(data)
-        if head.total_nbytes != len(data):
-            raise DamagedCheckpoint(f"it has {len(data)} bytes, should have {head.total_nbytes}")
-        front_nbytes = HEAD_NBYTES + head.size
-        payload = data[front_nbytes:-CHECKSUM_NBYTES]
-        about = values_of(data[:front_nbytes], payload, data[-CHECKSUM_NBYTES:], seed=0)
-        return (
-            PendingUpdate(about["round"], about["fragment"], about["values"], payload),
-            Sender(about["run"], about["worker"]),
-        )
+        about, payload = parse_record(path.read_bytes(), seed=0)
+        update = PendingUpdate(about["round"], about["fragment"], about["values"], payload)
+        return update, about["run"], about["worker"]
     except (OSError, KeyError) as error:
         raise DamagedCheckpoint(f"it can't be read: {error!r}") from error

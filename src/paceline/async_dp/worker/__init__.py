@@ -1,1 +1,1 @@
-"""A worker of asynchronous training: its session with the hub, and which updates it sends and takes."""
+"""A worker: its sessions with hubs, and which updates it sends and applies."""

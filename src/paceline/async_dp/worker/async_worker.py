@@ -1,16 +1,17 @@
-"""The training side of a worker: which local step sends, which takes in, and what of it counts (no thread, no clock).
+"""The training side of a worker: decides at which local steps it sends and applies (no thread, no clock).
 
-    after every local step      count it; take in what has come and is due; snapshot and offer what is due
-    in the warm-up              exchange at every other step, see [Note: warm-up]
-    before the first centre     nothing is sent: the worker trains alone until it is in touch with a hub
-    in a population             every k-th step tells a score; a worker that is replaced takes another's parameters
+    after every local step        count it; apply what was received and is due; snapshot and send what is due
+    during warm-up                exchange at every other step, see [Note: warm-up]
+    before the first parameters   nothing is sent: the worker trains alone until a hub answers
+    in a population               every k-th step reports a score; a worker that is replaced takes another's parameters
 
-`Star` hooks this onto a real optimizer and has a thread carry out its orders; virtual time drives the same object.
+`AsyncDataParallel` calls this from an optimizer's hooks, and a thread carries out its requests; the simulation drives
+the same object in virtual time.
 
-[Note: warm-up] In the first steps parameters change most, and workers that train apart for k steps are far from one
-another when they are averaged. Exchanging often at first (post-local SGD: Lin et al., arXiv 1808.07217) costs few bytes
-and lets an outer momentum begin where the way is clear; averaging alone gains little by it (benchmarks/star/README.md).
-Where the network does not manage every other step, sendings are skipped until it does.
+[Note: warm-up] In the first steps parameters change most, and workers that train separately for k steps are far from
+each other when they are averaged. Exchanging often at first (post-local SGD: Lin et al., arXiv 1808.07217) costs few
+bytes and lets an outer momentum start where the direction is clear; averaging alone gains little (see
+benchmarks/star/README.md). Where the network can't carry every other step, updates are skipped until it can.
 """
 
 from __future__ import annotations
@@ -22,30 +23,35 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.async_dp.protocol.hub_messages import HubMessage, number
-from paceline.async_dp.thread_messages import Order
-from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
+from paceline.async_dp.protocol.hub_messages import HubMessage, meta_number
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
+from paceline.async_dp.worker.session_state import SessionRequest
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 
 __all__ = ["AsyncWorker", "WorkerCounts"]
 
 log = logging.getLogger("paceline.async_dp")
 
-_SMOOTH_STEPS = 20
-_WARM_EVERY = 2
+_SMOOTHING_STEPS = 20
+_WARMUP_EVERY = 2
 
 
 @dataclass
 class WorkerCounts:
-    """What a worker did.
+    """Counters of a worker.
 
     Attributes:
-        steps: local ones. samples: of them. sent: snapshots that were offered. withheld: that were not good enough.
-        taken: centres taken in, declined: not good enough. replaced: how often by another's parameters.
-        late: steps by which what was due came later, in all.
-        skipped: snapshots that were due while the one before was out.
+        steps: local steps.
+        samples: in these steps.
+        sent: updates.
+        withheld: updates that were not sent, by score.
+        taken: global parameters that were applied.
+        declined: global parameters that were not applied, by score.
+        replaced: times that another worker's parameters replaced its own.
+        late: steps by which parameters were applied later than due, in total.
+        skipped: updates that were due while the previous one was in progress.
     """
 
     steps: int = 0
@@ -60,242 +66,244 @@ class WorkerCounts:
 
 
 class AsyncWorker:
-    """Decides after every local step.
+    """Decides after every local step what to send and what to apply.
 
     Args:
-        sides: all fragments. spokes: the conversations with hubs; fragment f is that of hub f mod their number.
-        cadence: k, d and fragments. policy: what is sent and taken in.
-        score: returns how good the model's parameters are, lower is better; None: no scores.
-        forget: called when the optimizer's state belongs to other parameters than the model has now.
-        warmup: local steps at the beginning in which it exchanges as often as can be, see [Note: warm-up].
-        stagger: begin the cycle of k steps at another place than other workers, so that they send in turns.
+        replicas: of all fragments.
+        sessions: with the hubs; fragment f belongs to hub f mod their number.
+        schedule: k, d and the number of fragments.
+        policy: selects updates and global parameters by score.
+        score: returns the score of the model's parameters, lower is better; None: no scores.
+        reset_optimizer: called when the optimizer's state belongs to other parameters than the model has now.
+        warmup: local steps during which it exchanges as often as possible, see [Note: warm-up].
+        stagger: start the cycle of k steps at another step than other workers, so that they send in turns.
 
     Attributes:
-        counts: what it did. scores: (step, score, whose: "own" or "centre").
+        counts: of steps and updates.
+        lr_scale: factor for the learning rate that the hub assigned.
+        scores: (step, score, "own" or "centre" for the global parameters).
     """
 
     def __init__(
         self,
-        sides: Sequence[FragmentReplica],
-        spokes: Sequence[HubSession],
-        cadence: SyncSchedule,
+        replicas: Sequence[FragmentReplica],
+        sessions: Sequence[HubSession],
+        schedule: SyncSchedule,
         policy: SelectionPolicy,
         *,
         score: Callable[[], float] | None = None,
-        forget: Callable[[], None] = lambda: None,
+        reset_optimizer: Callable[[], None] = lambda: None,
         warmup: int = 0,
         stagger: bool = True,
     ) -> None:
-        self.sides, self.spokes, self.cadence, self.policy = sides, spokes, cadence, policy
-        self.warmup = warmup
-        self.counts = WorkerCounts()
-        self.lr_scale = 1.0
-        self._score, self._forget = score, forget
-        self._lap, self.staggered = 0, not stagger
-        self._before: float | None = None  # score of the centre that it began from
-        self._best: float = math.inf  # of all scores that it knows
+        self.replicas, self.sessions, self.schedule, self.policy = replicas, sessions, schedule, policy
+        self.warmup, self.counts, self.lr_scale = warmup, WorkerCounts(), 1.0
         self.scores: list[tuple[int, float, str]] = []
-        # Of fragments whose last centre is not here: was their last update offered?
-        self._finishing: dict[int, bool] = {}
-        self._mean_samples = self._pace = 0.0  # of a step; of a second
+        self._score, self._reset_optimizer = score, reset_optimizer
+        self._cycle_step, self._staggered = 0, not stagger
+        self._score_before: float | None = None  # of the global parameters that it started from
+        self._best_score: float = math.inf
+        self._finishing: dict[int, bool] = {}  # fragments not finished: whether their last update was sent
+        self._mean_samples = self._throughput = 0.0  # per step; per second
 
     def step(self, samples: float, lr: float, now: float, step_seconds: float, count: int = 1) -> None:
         """Count local steps and do what is due after the last of them.
 
         Args:
-            samples: of all. lr: learning rate. now: seconds. step_seconds: what a step takes.
-            count: how many; several at once only where nothing is due before the last: at most `steps_until_due`.
+            samples: of all these steps.
+            lr: learning rate.
+            now: seconds.
+            step_seconds: duration of a step.
+            count: number of steps; at most `steps_until_due`.
         """
-        counts, cadence = self.counts, self._cadence_now()
+        counts, schedule = self.counts, self._current_schedule()
         counts.steps += count
         counts.samples += samples
-        part = min(1.0, count / min(counts.steps, _SMOOTH_STEPS))
-        self._mean_samples += (samples / count - self._mean_samples) * part
-        self._pace = self._mean_samples / step_seconds if step_seconds > 0 else 0.0
-        for side in self.sides:
-            side.samples += samples
-            side.steps += count
-            if side.state is State.READY and (counts.steps >= side.due or side.whole):
-                self._take(side)
-        phase = self.spokes[0].terms.phase
+        fraction = min(1.0, count / min(counts.steps, _SMOOTHING_STEPS))
+        self._mean_samples += (samples / count - self._mean_samples) * fraction
+        self._throughput = self._mean_samples / step_seconds if step_seconds > 0 else 0.0
+        for replica in self.replicas:
+            replica.samples += samples
+            replica.steps += count
+            if replica.state is FragmentState.RECEIVED and (counts.steps >= replica.due or replica.overwrite):
+                self._apply(replica)
+        phase = self.sessions[0].hub_status.phase
         if phase == "population":
-            self._live_in_population(lr)
-        elif phase == "together" or self.sides[0].revision >= 0:
-            self._live_together(now, step_seconds, count, cadence)
-        for spoke in self.spokes:
-            if spoke.terms.wanted:
-                self._hand_over(spoke)
+            self._step_in_population(lr)
+        elif phase == "together" or self.replicas[0].revision >= 0:
+            self._send_due(now, step_seconds, count, schedule)
+        for session in self.sessions:
+            if session.hub_status.wants_params:
+                self._provide_params(session)
 
     def steps_until_due(self) -> int:
-        """Return after how many more steps something is due, 1 or more, unless something comes in between."""
-        counts, every, spoke = self.counts, self.cadence.every, self.spokes[0]
-        steps = counts.steps
-        if spoke.adopted is not None or any(each.terms.wanted for each in self.spokes):
+        """Return after how many more steps something is due, 1 or more, unless something arrives in between."""
+        counts, every, session = self.counts, self.schedule.every, self.sessions[0]
+        steps, phase = counts.steps, session.hub_status.phase
+        if session.adopted is not None or any(each.hub_status.wants_params for each in self.sessions):
             return 1
-        together = spoke.terms.phase == "together" or self.sides[0].revision >= 0
-        if spoke.terms.phase == "empty" or (together and not self.staggered):
+        together = phase == "together" or self.replicas[0].revision >= 0
+        if phase == "empty" or (together and not self._staggered):
             return 1
-        due = self._cadence_now().steps_until_send(self._lap) if together else every - steps % every
+        if together:
+            due = self._current_schedule().steps_until_send(self._cycle_step)
+        else:
+            due = every - steps % every
         if steps < self.warmup:
             due = min(due, self.warmup - steps)
-        for side in self.sides:
-            if side.state is State.HERE:
+        for replica in self.replicas:
+            if replica.state is FragmentState.IDLE:
                 continue
-            if side.state is State.READY and side.whole:
+            if replica.state is FragmentState.RECEIVED and replica.overwrite:
                 return 1
-            due = min(due, side.due - steps)
+            due = min(due, replica.due - steps)
         return max(1, due)
 
-    # ------------------------------------------------------------------ together
+    # ------------------------------------------------------------------ updates
 
-    def _cadence_now(self) -> SyncSchedule:
-        """Return the cadence of the next step."""
-        cadence = self.cadence
-        if self.counts.steps >= self.warmup or cadence.every <= _WARM_EVERY:
-            return cadence
-        every = max(_WARM_EVERY, cadence.fragments)
-        return SyncSchedule(every, cadence.fragments, min(1, every - 1))
+    def _current_schedule(self) -> SyncSchedule:
+        schedule = self.schedule
+        if self.counts.steps >= self.warmup or schedule.every <= _WARMUP_EVERY:
+            return schedule
+        every = max(_WARMUP_EVERY, schedule.fragments)
+        return SyncSchedule(every, schedule.fragments, min(1, every - 1))
 
-    def _live_together(self, now: float, step_seconds: float, count: int, cadence: SyncSchedule) -> None:
-        if not self.staggered:
-            terms = self.spokes[0].terms
-            self._lap = terms.slot * self.cadence.every // max(1, terms.slots)
-            self.staggered = True
-        self._lap += count
-        due = cadence.fragment_sent_at(self._lap)
-        if due is None:
+    def _send_due(self, now: float, step_seconds: float, count: int, schedule: SyncSchedule) -> None:
+        if not self._staggered:
+            status = self.sessions[0].hub_status
+            self._cycle_step = status.slot * self.schedule.every // max(1, status.slots)
+            self._staggered = True
+        self._cycle_step += count
+        fragment = schedule.fragment_sent_at(self._cycle_step)
+        if fragment is None:
             return
-        side = self.sides[due]
-        if side.state is not State.HERE or side.revision < 0:
+        replica = self.replicas[fragment]
+        if replica.state is not FragmentState.IDLE or replica.revision < 0:
             self.counts.skipped += 1
             return
-        self._offer(due, side, cadence.delay, now + cadence.delay * step_seconds)
+        self._send(fragment, replica, schedule.delay, now + schedule.delay * step_seconds)
 
-    def _offer(self, fragment: int, side: FragmentReplica, delay: int, by: float) -> None:
-        """Take a snapshot, and have it sent if it is good enough, and the centre fetched for `delay` steps later."""
-        score = self._own_score() if self.policy.scores else None
-        side.offered = self.policy.sends(score, self._before, self._best)
-        meta = {"samples": side.samples, "steps": max(1, side.steps), "rate": self._pace}
+    def _send(self, fragment: int, replica: FragmentReplica, delay: int, by: float) -> None:
+        """Take a snapshot, send it if its score allows, and fetch the global parameters for `delay` steps later."""
+        score = self._score_model() if self.policy.scores else None
+        replica.sent = self.policy.sends(score, self._score_before, self._best_score)
+        meta = {"samples": replica.samples, "steps": max(1, replica.steps), "rate": self._throughput}
         if score is not None:
             meta["score"] = score
-            if self._before is not None:
-                meta["before"] = self._before
-        side.snapshot()
-        side.due = self.counts.steps + delay
-        side.state = State.OUT
-        if side.offered:
+            if self._score_before is not None:
+                meta["before"] = self._score_before
+        replica.snapshot()
+        replica.due = self.counts.steps + delay
+        replica.state = FragmentState.EXCHANGING
+        if replica.sent:
             self.counts.sent += 1
         else:
             self.counts.withheld += 1
-        kind = "update" if side.offered else "fetch"
-        self._spoke_of(fragment).orders.append(Order(fragment, kind, by, meta))
+        request = SessionRequest(fragment, "update" if replica.sent else "fetch", by, meta)
+        self.sessions[fragment % len(self.sessions)].requests.append(request)
 
-    def _take(self, side: FragmentReplica) -> None:
-        """Take in what has come, unless it is not good enough."""
-        self.counts.late += max(0, self.counts.steps - side.due) if side.due else 0
-        if side.whole or side.revision < 0:
-            if side.whole:
-                side.samples, side.steps = 0.0, 0  # what they were learnt for is dropped
-                if side.anew:
-                    self._forget()
-            side.take()
+    def _apply(self, replica: FragmentReplica) -> None:
+        """Apply what was received, unless its score forbids it."""
+        self.counts.late += max(0, self.counts.steps - replica.due) if replica.due else 0
+        if replica.overwrite or replica.revision < 0:
+            if replica.overwrite:
+                replica.samples, replica.steps = 0.0, 0  # what they taught is dropped
+                if replica.reset_optimizer:
+                    self._reset_optimizer()
+            replica.apply_received()
             self.counts.taken += 1
-            self._before = self._score_centre(side) if self.policy.scores else None
+            self._score_before = self._score_global(replica) if self.policy.scores else None
             return
         if self.policy.scores and self._score is not None:
-            mine = self._own_score()
-            side.swap()
-            theirs = self._score_centre(side)
-            side.swap()
-            if not self.policy.receives(mine, theirs, self._best):
-                side.decline()
+            own = self._score_model()
+            replica.swap_received()
+            other = self._score_global(replica)
+            replica.swap_received()
+            if not self.policy.receives(own, other, self._best_score):
+                replica.discard_received()
                 self.counts.declined += 1
                 return
-            self._before = theirs
-        side.take()
+            self._score_before = other
+        replica.apply_received()
         self.counts.taken += 1
 
     # ------------------------------------------------------------------ the end
 
-    def finish_begin(self, now: float) -> bool:
-        """Begin to end; return False if there never was a centre."""
-        self._finishing = dict.fromkeys(range(len(self.sides)), False)
-        return any(side.revision >= 0 or side.state is not State.HERE for side in self.sides)
+    def begin_finish(self) -> bool:
+        """Start sending the last updates; return False if no hub ever answered."""
+        self._finishing = dict.fromkeys(range(len(self.replicas)), False)
+        return any(each.revision >= 0 or each.state is not FragmentState.IDLE for each in self.replicas)
 
-    def finish_end(self, now: float) -> bool:
-        """Send the last of every fragment once it is free, and take in its centre; return whether all is done.
+    def poll_finish(self, now: float) -> bool:
+        """Send the last update of every idle fragment and apply its parameters; return whether all is done.
 
-        No step is made meanwhile, so the delta rule leaves exactly the centre.
+        No step is made meanwhile, so the delta rule leaves exactly the global parameters.
         """
-        for fragment, offered in list(self._finishing.items()):
-            side = self.sides[fragment]
-            if side.state is State.READY:
-                self._take(side)
-                if offered:
+        for fragment, sent in list(self._finishing.items()):
+            replica = self.replicas[fragment]
+            if replica.state is FragmentState.RECEIVED:
+                self._apply(replica)
+                if sent:
                     del self._finishing[fragment]
-            elif side.state is State.HERE and side.revision >= 0:
+            elif replica.state is FragmentState.IDLE and replica.revision >= 0:
                 self._finishing[fragment] = True
-                self._offer(fragment, side, 0, now)
+                self._send(fragment, replica, 0, now)
         return not self._finishing
 
-    # ------------------------------------------------------------------ apart
+    # ------------------------------------------------------------------ before all share parameters
 
-    def _live_in_population(self, lr: float) -> None:
-        spoke = self.spokes[0]
-        adopted, spoke.adopted = spoke.adopted, None
+    def _step_in_population(self, lr: float) -> None:
+        session = self.sessions[0]
+        adopted, session.adopted = session.adopted, None
         if adopted is not None:
-            self._replace(adopted, lr)
-        if self.counts.steps % self.cadence.every == 0:
-            score = self._own_score()
+            self._adopt(adopted, lr)
+        if self.counts.steps % self.schedule.every == 0:
+            score = self._score_model()
             if score is not None:
                 meta = {"score": score, "steps": self.counts.steps, "lr": lr * self.lr_scale}
-                spoke.orders.append(Order(0, "score", meta=meta))
+                session.requests.append(SessionRequest(0, "score", meta=meta))
 
-    def _replace(self, adopted: dict[int, HubMessage], lr: float) -> None:
-        """Take another's parameters and learning rate."""
+    def _adopt(self, adopted: dict[int, HubMessage], lr: float) -> None:
+        """Take another worker's parameters and learning rate."""
         for fragment, message in adopted.items():
-            side = self.sides[fragment]
-            side.whole = True
-            side.arrive(-1, message.dtype, message.payload)
-            side.take()
-        told = number(adopted[0].meta, "lr")
-        if told and lr > 0:
-            self.lr_scale = float(told) / lr
+            replica = self.replicas[fragment]
+            replica.overwrite = True
+            replica.receive(-1, message.dtype, message.payload)
+            replica.apply_received()
+        adopted_lr = meta_number(adopted[0].meta, "lr")
+        if adopted_lr and lr > 0:
+            self.lr_scale = float(adopted_lr) / lr
         self.counts.replaced += 1
-        self._forget()
+        self._reset_optimizer()
 
-    def _hand_over(self, spoke: HubSession) -> None:
-        """Give a hub the whole of its fragments, when nothing of them is under way."""
-        if any(side.state is not State.HERE for side in spoke.sides.values()):
+    def _provide_params(self, session: HubSession) -> None:
+        """Send a hub the parameters of its fragments, once all of them are idle."""
+        if any(replica.state is not FragmentState.IDLE for replica in session.replicas.values()):
             return
-        spoke.terms.wanted = False
-        for fragment, side in spoke.sides.items():
-            kept = side.samples, side.steps
-            side.snapshot()
-            side.samples, side.steps = kept
-            side.state = State.OUT
-            spoke.orders.append(Order(fragment, "parameters"))
+        session.hub_status.wants_params = False
+        for fragment, replica in session.replicas.items():
+            kept = replica.samples, replica.steps
+            replica.snapshot()
+            replica.samples, replica.steps = kept
+            replica.state = FragmentState.EXCHANGING
+            session.requests.append(SessionRequest(fragment, "parameters"))
 
     # ------------------------------------------------------------------ scores
 
-    def _own_score(self, whose: str = "own") -> float | None:
-        """Return the score of the parameters as the model has them now."""
+    def _score_model(self, params: str = "own") -> float | None:
         if self._score is None:
             return None
         with torch.no_grad():
             score = float(self._score())
-        self.scores.append((self.counts.steps, score, whose))
-        if score < self._best:
-            self._best = score
+        self.scores.append((self.counts.steps, score, params))
+        if score < self._best_score:
+            self._best_score = score
         return score
 
-    def _score_centre(self, side: FragmentReplica) -> float | None:
-        """Return the score of the centre, which the model holds now, and tell it to the hub."""
-        score = self._own_score("centre")
+    def _score_global(self, replica: FragmentReplica) -> float | None:
+        """Return the score of the global parameters, which the model holds now, and report it to the hub."""
+        score = self._score_model("centre")
         if score is not None:
-            meta = {"score": score, "revision": side.came_revision}
-            self.spokes[0].orders.append(Order(0, "score", meta=meta))
+            meta = {"score": score, "revision": replica.received_revision}
+            self.sessions[0].requests.append(SessionRequest(0, "score", meta=meta))
         return score
-
-    def _spoke_of(self, fragment: int) -> HubSession:
-        return self.spokes[fragment % len(self.spokes)]

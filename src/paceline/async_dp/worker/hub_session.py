@@ -1,15 +1,16 @@
-"""A worker's side of the conversation with a hub (no clock, no network, no model of its own).
+"""A worker's session with a hub (no clock, no network, no model).
 
-    out        not in touch: says hello, again and again, while training goes on
-    in         updates leave, acknowledgements and centres come; until all share a centre it goes on saying hello, since
-               what leads there is said once: whoever was asked for parameters is asked again, and told if all is over
+    disconnected   repeats hello while training continues
+    connected      sends updates; receives acknowledgements and global parameters. Until all share parameters it keeps
+                   saying hello, since the messages that lead there are sent once: the hub repeats its request for a
+                   worker's parameters, and reports the start again
 
-For each fragment, one exchange at a time: an update goes out and stays in the outbox until the hub says that it is on
-its disk; then the centre is asked for, as late as it may be to come in time, so that it is as new as can be. What gets
-lost is sent once more when nothing came for a while, or when the hub has forgotten this worker because one of the two
-was started anew. The hub knows a round that it has, so nothing counts twice.
+One exchange per fragment at a time: an update is sent and stays in the outbox until the hub has it on disk; then the
+global parameters are fetched, as late as they can be in time, so that they are as new as possible. A message without a
+reply is repeated after a timeout, or when the hub has lost the session because one of the two restarted. The hub
+recognises a round that it has, so nothing counts twice.
 
-Whoever drives it gives it what comes, sends what it returns, and tells it when a message has left.
+Its driver passes received envelopes, sends what `pump` returns, and reports when a message was sent.
 """
 
 from __future__ import annotations
@@ -18,18 +19,25 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
-from paceline.async_dp.protocol.hub_messages import BULK, VERSION, HubMessage, number, text, whole
+from paceline.async_dp.protocol.hub_messages import (
+    BULK_KINDS,
+    PROTOCOL_VERSION,
+    HubMessage,
+    meta_count,
+    meta_number,
+    meta_text,
+)
 from paceline.async_dp.protocol.message_assembly import MessageAssembler
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
-from paceline.async_dp.protocol.update_codec import CODECS
-from paceline.async_dp.thread_messages import Order, Terms
+from paceline.async_dp.protocol.update_codec import UPDATE_CODECS
 from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate
-from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
-from paceline.async_dp.worker.reply_timeout import ReplyTimeout, Under
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
+from paceline.async_dp.worker.session_state import FragmentExchange, HubStatus, ReplyTimeout, SessionRequest
 from paceline.errors import DamagedEnvelope, UsageError
-from paceline.transport.envelope import Envelope
+from paceline.transport.envelope import Bytes, Envelope
 from paceline.transport.envelope_header import Header
 from paceline.transport.transport_interface import HUB
 
@@ -37,79 +45,83 @@ __all__ = ["HubSession"]
 
 log = logging.getLogger("paceline.async_dp")
 
-_HELLO_SECONDS, _LONGEST_HELLO_SECONDS = 1.0, 10.0
-_BEAT_SECONDS = 2.0
-_HARMFUL = ("not finite", "exploding", "worse", "in quarantine", "it tells")
-"""Why an update was refused when the worker takes the centre for its own, without what it has learnt since."""
+_HELLO_SECONDS, _MAX_HELLO_SECONDS = 1.0, 10.0
+_HEARTBEAT_SECONDS = 2.0
+_HARMLESS = "stale"
+"""Reason of refusal after which the worker keeps what it has learnt since."""
 
-_KEEPS_STATE = ("worse", "it tells")
-"""Of these, those that say nothing against the optimizer's state."""
+_RESET_OPTIMIZER = ("not finite", "exploding", "in quarantine")
+"""Reasons of refusal that invalidate the optimizer's state too."""
 
 
 class HubSession:
-    """One worker's conversation with one hub.
+    """One worker's session with one hub.
 
     Args:
-        me: number of the worker. name: for people. layout: of its model.
-        sides: the fragments that this hub keeps, by number.
-        outbox: keeps what is not acknowledged.
-        run: that it wants to be in; empty: whichever the hub serves.
-        facts: what hello tells beside: every, delay.
-        new_session: returns a new number whenever the conversation begins anew.
+        worker: number of the worker.
+        name: for people.
+        layout: of its model.
+        replicas: of the fragments that this hub serves, by number.
+        outbox: stores updates until they are acknowledged.
+        run: that the worker wants to join; empty: any.
+        hello_meta: sent with hello: every, delay, rate.
+        new_session_id: returns a new number for each session.
 
     Attributes:
-        terms: what the hub told last. connected: whether it is in touch.
-        orders: of the training thread, carried out in their order.
-        adopted: another's parameters that are to be taken, by fragment.
-        beat, beat_seconds: what the hub is told now and then, and how often; if that is nothing, only where nothing
-            else is said.
-        session: a new one whenever the conversation begins anew.
-        acknowledged: rounds that were taken in. refused: that were not. resent: messages that were said again.
-        patience: how long answers take.
+        hub_status: last report of the hub.
+        connected: whether the hub has answered hello.
+        requests: of the training thread, carried out in order.
+        adopted: parameters of another worker to adopt, by fragment.
+        heartbeat: sent every `heartbeat_seconds`; if empty, only where nothing else is sent.
+        session_id: changes when the connection is lost.
+        acknowledged: rounds that were merged.
+        refused: rounds that were refused.
+        resent: repeated messages.
+        reply_timeout: measures replies.
     """
 
     def __init__(
         self,
-        me: int,
+        worker: int,
         name: str,
         layout: ParameterLayout,
-        sides: Mapping[int, FragmentReplica],
+        replicas: Mapping[int, FragmentReplica],
         outbox: Outbox,
         *,
         run: str = "",
-        facts: Mapping[str, Any],
-        new_session: Callable[[], int],
+        hello_meta: Mapping[str, Any],
+        new_session_id: Callable[[], int],
     ) -> None:
-        self.me, self.name, self.layout, self.sides, self._outbox = me, name, layout, sides, outbox
-        self.terms = Terms(run=run)
-        self.connected = False
-        self.acknowledged, self.refused, self.resent = 0, 0, 0
-        self.beat: Mapping[str, Any] = {}
-        self.beat_seconds = _BEAT_SECONDS
-        self.orders: deque[Order] = deque()
-        self._facts, self._new_session = dict(facts), new_session
-        self.session, self.sequence = new_session(), 0
-        self._under: dict[int, Under] = {}
-        # By fragment: when its letter is to be said again, infinity as long as it has not left.
-        self._again: dict[int, float] = {}
-        self._due = math.inf  # no later than what is due first of these, and of what is under way
+        self.worker, self.name, self.layout, self.replicas = worker, name, layout, replicas
+        self._outbox = outbox
+        self.hub_status, self.connected = HubStatus(run=run), False
+        self.acknowledged = self.refused = self.resent = 0
+        self.heartbeat: Mapping[str, Any] = {}
+        self.heartbeat_seconds = _HEARTBEAT_SECONDS
+        self.requests: deque[SessionRequest] = deque()
+        self._hello_meta, self._new_session_id = dict(hello_meta), new_session_id
+        self.session_id, self.sequence = new_session_id(), 0
+        self._exchanges: dict[int, FragmentExchange] = {}
+        self._resend_at: dict[int, float] = {}  # updates by fragment; infinity while one has not been sent
+        self._due = math.inf  # no later than the first of both
         self._adopting: dict[int, HubMessage] = {}
         self.adopted: dict[int, HubMessage] | None = None
-        self._never = set(sides)  # fragments whose centre was never here
-        self._gave = False  # the centre began from this worker's snapshot, so the delta rule holds
-        self._assembler = MessageAssembler(self._limit)
-        self._hello_at, self._hello_pause, self._beat_at = -math.inf, _HELLO_SECONDS, -math.inf
-        self.patience = ReplyTimeout()
-        self._out: list[HubMessage] = []
+        self._never_fetched = set(replicas)
+        self._gave_params = False  # the global parameters began as this worker's: the delta rule holds
+        self._assembler = MessageAssembler(self._max_nbytes)
+        self._hello_at, self._hello_pause = -math.inf, _HELLO_SECONDS
+        self._heartbeat_at = -math.inf
+        self.reply_timeout = ReplyTimeout()
+        self._outgoing: list[HubMessage] = []
 
-    # ------------------------------------------------------------------ driving it
+    # ------------------------------------------------------------------ called by the driver
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        """Take in an envelope that came whole from the hub."""
+        """Handle an envelope from the hub."""
         header = envelope.header
-        if header.target != self.me or header.source != HUB:
+        if header.target != self.worker or header.source != HUB:
             return
-        message = self._assembler.take(envelope)
+        message = self._assembler.add(envelope)
         if message is None:
             return
         handler = _HANDLERS.get(message.kind)
@@ -117,278 +129,270 @@ class HubSession:
             handler(self, message, now)
 
     def pump(self, now: float) -> list[HubMessage]:
-        """Do what is due, and return what is to be sent."""
-        if self.terms.refusal:
+        """Do what is due, and return the messages to send."""
+        if self.hub_status.refusal:
             return []
         if not self.connected:
-            self._greet(now)
+            self._say_hello(now)
         else:
-            while self.orders:
-                self._begin(self.orders.popleft(), now)
-            if self.terms.phase != "together":
-                self._greet(now)
-            elif self._never:
-                self._join(now)
+            while self.requests:
+                self._carry_out(self.requests.popleft(), now)
+            if self.hub_status.phase != "together":
+                self._say_hello(now)
+            elif self._never_fetched:
+                self._fetch_first(now)
             if now >= self._due:
-                self._repeat(now)
-            if now >= self._beat_at:
-                self._beat_at = now + self.beat_seconds
-                self._say("beat", **self.beat)
-            elif self._out and not self.beat:
-                self._beat_at = now + self.beat_seconds  # what is said tells as much
-        out, self._out = self._out, []
-        return out
+                self._send_overdue(now)
+            if now >= self._heartbeat_at:
+                self._heartbeat_at = now + self.heartbeat_seconds
+                self._send("beat", self.heartbeat)
+            elif self._outgoing and not self.heartbeat:
+                # Any message shows that the worker is alive.
+                self._heartbeat_at = now + self.heartbeat_seconds
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
 
-    def left(self, message: HubMessage, now: float) -> None:
-        """Note that a message has left whole."""
-        again = now + self.patience.seconds()
-        if message.kind == "update" and message.fragment in self._again:
-            self._again[message.fragment] = again
-        elif message.kind == "fetch" and message.fragment in self._under:
-            self._under[message.fragment].due = again
+    def message_sent(self, message: HubMessage, now: float) -> None:
+        """Record that all frames of a message were sent."""
+        resend_at = now + self.reply_timeout.seconds()
+        if message.kind == "update" and message.fragment in self._resend_at:
+            self._resend_at[message.fragment] = resend_at
+        elif message.kind == "fetch" and message.fragment in self._exchanges:
+            self._exchanges[message.fragment].due = resend_at
         else:
             return
-        if again < self._due:
-            self._due = again
+        self._due = min(self._due, resend_at)
 
-    def lost(self, now: float) -> None:
-        """Note that the hub can't be reached."""
+    def disconnected(self, now: float) -> None:
+        """Record that the hub can't be reached."""
         if self.connected:
-            self._forgotten(None, now)
+            self._restart(None, now)
 
-    def goodbye(self) -> HubMessage:
+    def bye(self) -> HubMessage:
         """Return the last message."""
-        return HubMessage("bye", self.me, HUB)
+        return HubMessage("bye", self.worker, HUB)
 
-    def wants(self) -> float:
-        """Return when something is due next."""
-        if self.terms.refusal:
+    def next_due(self) -> float:
+        """Return when `pump` has something to do next."""
+        if self.hub_status.refusal:
             return math.inf
         if not self.connected:
             return self._hello_at
-        due = self._due if self._due < self._beat_at else self._beat_at
-        return due if self.terms.phase == "together" else min(due, self._hello_at)
+        due = self._due if self._due < self._heartbeat_at else self._heartbeat_at
+        return due if self.hub_status.phase == "together" else min(due, self._hello_at)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._under and not self.orders
+        """Whether no exchange is in progress or requested."""
+        return not self._exchanges and not self.requests
 
-    def _say(self, kind: str, **meta: Any) -> None:
-        self._out.append(HubMessage(kind, self.me, HUB, meta=meta))
+    def _send(
+        self,
+        kind: str,
+        meta: Mapping[str, Any],
+        fragment: int = 0,
+        round: int = 0,
+        *,
+        payload: Bytes = b"",
+        dtype: str = "",
+    ) -> None:
+        self._outgoing.append(HubMessage(kind, self.worker, HUB, round, fragment, meta, payload, dtype))
 
-    def _limit(self, header: Header) -> int | None:
-        if header.kind not in BULK:
+    def _max_nbytes(self, header: Header) -> int | None:
+        if header.kind not in BULK_KINDS:
             return 0
-        side = self.sides.get(header.meta.get("fragment", -1))
-        if side is None or header.dtype not in CODECS:
+        replica = self.replicas.get(header.meta.get("fragment", -1))
+        if replica is None or header.dtype not in UPDATE_CODECS:
             return None
-        return side.packing_by(header.dtype).nbytes
+        return replica.codec_of(header.dtype).nbytes
 
-    # ------------------------------------------------------------------ getting in touch
+    # ------------------------------------------------------------------ connecting
 
-    def _greet(self, now: float) -> None:
+    def _say_hello(self, now: float) -> None:
         if now < self._hello_at:
             return
         self._hello_at = now + self._hello_pause
-        self._hello_pause = min(2 * self._hello_pause, _LONGEST_HELLO_SECONDS)
-        meta = {"version": VERSION, "name": self.name, **self._facts}
-        self._out.append(HubMessage("hello", self.me, HUB, meta=meta, payload=self.layout.packed()))
+        self._hello_pause = min(2 * self._hello_pause, _MAX_HELLO_SECONDS)
+        meta = {"version": PROTOCOL_VERSION, "name": self.name, **self._hello_meta}
+        self._send("hello", meta, payload=self.layout.pack())
 
-    def _forgotten(self, message: HubMessage | None, now: float) -> None:
-        """Begin anew: the hub does not know this session any more, or is gone."""
+    def _restart(self, message: HubMessage | None, now: float) -> None:
+        """Start a new session: the hub has lost this one, or is gone."""
         if self.connected:
-            self.session = self._new_session()
+            self.session_id = self._new_session_id()
         self.connected = False
         self._hello_at, self._hello_pause = now, _HELLO_SECONDS
 
-    def _welcomed(self, message: HubMessage, now: float) -> None:
-        meta, terms = message.meta, self.terms
-        if meta.get("yours") != self.session:
+    def _on_welcome(self, message: HubMessage, now: float) -> None:
+        meta, status = message.meta, self.hub_status
+        if meta.get("yours") != self.session_id:
             return
-        run = text(meta, "run")
+        run = meta_text(meta, "run")
         try:
             self._outbox.bind(run)
         except UsageError as error:
-            terms.refusal = str(error)
+            status.refusal = str(error)
             return
-        terms.run, terms.phase = run, text(meta, "phase")
-        terms.slot, terms.slots = whole(meta, "slot"), whole(meta, "slots", 1)
-        self._listen(meta)
-        was, self.connected = self.connected, True
-        self._hello_at, self._hello_pause = now + _LONGEST_HELLO_SECONDS, _LONGEST_HELLO_SECONDS
-        if was:
+        status.run, status.phase = run, meta_text(meta, "phase")
+        status.slot, status.slots = meta_count(meta, "slot"), meta_count(meta, "slots", 1)
+        status.update(meta)
+        was_connected, self.connected = self.connected, True
+        self._hello_at, self._hello_pause = now + _MAX_HELLO_SECONDS, _MAX_HELLO_SECONDS
+        if was_connected:
             return
-        for letter in self._outbox.pending():
-            if letter.fragment in self.sides:
-                self._post(letter)
-        for fragment, under in self._under.items():
-            under.once = False
-            if under.stage == "come":
-                self._ask(fragment, under, now)
+        for update in self._outbox.pending():
+            if update.fragment in self.replicas:
+                self._send_update(update)
+        for fragment, exchange in self._exchanges.items():
+            exchange.measurable = False
+            if exchange.stage == "params":
+                self._fetch(fragment, exchange, now)
 
-    def _turned_away(self, message: HubMessage, now: float) -> None:
-        if message.meta.get("yours") == self.session:
-            self.terms.refusal = text(message.meta, "why") or "no reason was told"
+    def _on_refusal(self, message: HubMessage, now: float) -> None:
+        if message.meta.get("yours") == self.session_id:
+            self.hub_status.refusal = meta_text(message.meta, "why") or "the hub gave no reason"
 
-    def _listen(self, meta: Mapping[str, Any]) -> None:
-        """Take over what the hub tells time and again."""
-        terms = self.terms
-        terms.workers = whole(meta, "workers", terms.workers)
-        rate = number(meta, "rate")
-        terms.rate = float(rate) if rate else None
-        samples = number(meta, "samples")
-        if samples is not None:
-            terms.samples = float(samples)
-
-    def _join(self, now: float) -> None:
-        """Fetch what has never been fetched, to be taken whole unless it began here."""
-        for fragment in self._never - self._under.keys() - self._again.keys():
-            side = self.sides[fragment]
-            if side.state is State.HERE:
-                side.state, side.whole = State.OUT, not self._gave
-                self._begin(Order(fragment, "fetch", now), now)
+    def _fetch_first(self, now: float) -> None:
+        """Fetch fragments that were never fetched, to overwrite the worker's unless they began as its own."""
+        for fragment in self._never_fetched - self._exchanges.keys() - self._resend_at.keys():
+            replica = self.replicas[fragment]
+            if replica.state is FragmentState.IDLE:
+                replica.state, replica.overwrite = FragmentState.EXCHANGING, not self._gave_params
+                self._carry_out(SessionRequest(fragment, "fetch", now), now)
 
     # ------------------------------------------------------------------ updates
 
-    def _begin(self, order: Order, now: float) -> None:
-        """Carry out an order."""
-        if order.kind == "score":
-            self._say("score", **order.meta)
+    def _carry_out(self, request: SessionRequest, now: float) -> None:
+        if request.kind == "score":
+            self._send("score", request.meta)
             return
-        side = self.sides[order.fragment]
-        if order.kind == "parameters":
-            packet = side.pack_whole()
-            self._out.append(HubMessage("parameters", self.me, HUB, 0, order.fragment, {}, packet, "fp32"))
-            side.state = State.HERE
+        fragment = request.fragment
+        replica = self.replicas[fragment]
+        if request.kind == "parameters":
+            self._send("parameters", {}, fragment, payload=replica.pack_params(), dtype="fp32")
+            replica.state = FragmentState.IDLE
             return
-        under = self._under[order.fragment] = Under(order, "acknowledge", now)
-        if order.kind == "fetch":
-            self._await_time(order.fragment, under, now)
+        exchange = self._exchanges[fragment] = FragmentExchange(request, "ack", now)
+        if request.kind == "fetch":
+            self._schedule_fetch(fragment, exchange, now)
             return
-        packet = side.pack()
-        side.round = self._outbox.next_round(order.fragment)
-        meta = {**order.meta, "base": side.revision, "layout": self.layout.hash}
-        values = {"meta": meta, "dtype": side.packing.codec.name}
-        self._outbox.put(side.round, order.fragment, values, packet)
-        self._post(self._outbox.letter(order.fragment))
+        packet = replica.pack()
+        replica.round = self._outbox.next_round(fragment)
+        meta = {**request.meta, "base": replica.revision, "layout": self.layout.hash}
+        values = {"meta": meta, "dtype": replica.codec.codec.name}
+        self._outbox.put(replica.round, fragment, values, packet)
+        self._send_update(self._outbox.get(fragment))
 
-    def _post(self, letter: PendingUpdate) -> None:
-        """Send a letter; it is said again until it is acknowledged."""
-        meta, dtype = letter.values["meta"], letter.values["dtype"]
-        self._out.append(
-            HubMessage("update", self.me, HUB, letter.round, letter.fragment, meta, letter.payload, dtype)
-        )
-        self._again[letter.fragment] = math.inf
+    def _send_update(self, update: PendingUpdate) -> None:
+        """Send an update; it is repeated until it is acknowledged."""
+        meta, dtype = update.values["meta"], update.values["dtype"]
+        self._send("update", meta, update.fragment, update.round, payload=update.payload, dtype=dtype)
+        self._resend_at[update.fragment] = math.inf
 
-    def _acknowledged(self, message: HubMessage, now: float) -> None:
-        self._listen(message.meta)
+    def _on_ack(self, message: HubMessage, now: float) -> None:
+        self.hub_status.update(message.meta)
         round, fragment = message.round, message.fragment
         if not self._outbox.acknowledge(round, fragment):
             return
-        del self._again[fragment]
+        del self._resend_at[fragment]
         self._due = self._first_due()
-        why = text(message.meta, "why")
+        why = meta_text(message.meta, "why")
         if why:
             self.refused += 1
-            log.warning("worker %s: round %d was refused: %s", self.name, round, why)
+            log.warning("worker %s: the hub refused round %d: %s", self.name, round, why)
         else:
             self.acknowledged += 1
-        self.patience.answered()
-        side, under = self.sides[fragment], self._under.get(fragment)
-        if under is None or under.stage != "acknowledge" or side.round != round:
+        self.reply_timeout.on_reply()
+        replica, exchange = self.replicas[fragment], self._exchanges.get(fragment)
+        if exchange is None or exchange.stage != "ack" or replica.round != round:
             return
-        if under.once:
-            self.patience.update_seconds = now - under.begun
-        if why.startswith(_HARMFUL):
-            side.whole, side.anew = True, not why.startswith(_KEEPS_STATE)
-        self._await_time(fragment, under, now)
+        if exchange.measurable:
+            self.reply_timeout.update_seconds = now - exchange.started
+        if why and not why.startswith(_HARMLESS):
+            replica.overwrite, replica.reset_optimizer = True, why.startswith(_RESET_OPTIMIZER)
+        self._schedule_fetch(fragment, exchange, now)
 
-    # ------------------------------------------------------------------ centres
+    # ------------------------------------------------------------------ global parameters
 
-    def _await_time(self, fragment: int, under: Under, now: float) -> None:
-        """Ask for the centre, or wait until it is time to."""
-        under.stage, under.once, under.due = "wait", True, self.patience.ask_at(under.order.by)
-        if under.due <= now:
-            self._ask(fragment, under, now)
+    def _schedule_fetch(self, fragment: int, exchange: FragmentExchange, now: float) -> None:
+        """Fetch the global parameters, now or as late as they can be in time."""
+        exchange.stage, exchange.measurable = "fetch", True
+        exchange.due = self.reply_timeout.fetch_at(exchange.request.by)
+        if exchange.due <= now:
+            self._fetch(fragment, exchange, now)
         else:
-            self._due = min(self._due, under.due)
+            self._due = min(self._due, exchange.due)
 
-    def _ask(self, fragment: int, under: Under, now: float) -> None:
-        under.stage, under.asked, under.due = "come", now, math.inf
-        have = self.sides[fragment].revision
-        self._out.append(HubMessage("fetch", self.me, HUB, 0, fragment, {"have": have}))
+    def _fetch(self, fragment: int, exchange: FragmentExchange, now: float) -> None:
+        exchange.stage, exchange.fetched, exchange.due = "params", now, math.inf
+        self._send("fetch", {"have": self.replicas[fragment].revision}, fragment)
 
-    def _repeat(self, now: float) -> None:
-        """Ask when it is time, and say again what was not answered."""
+    def _send_overdue(self, now: float) -> None:
+        """Send fetches that are due, and repeat messages without a reply."""
         resent = self.resent
-        for fragment, again in self._again.items():
-            if now >= again:
+        for fragment, resend_at in self._resend_at.items():
+            if now >= resend_at:
                 self.resent += 1
-                if fragment in self._under:
-                    self._under[fragment].once = False
-                self._post(self._outbox.letter(fragment))
-        for fragment, under in self._under.items():
-            if now >= under.due:
-                if under.stage == "come":
+                if fragment in self._exchanges:
+                    self._exchanges[fragment].measurable = False
+                self._send_update(self._outbox.get(fragment))
+        for fragment, exchange in self._exchanges.items():
+            if now >= exchange.due:
+                if exchange.stage == "params":
                     self.resent += 1
-                    under.once = False
-                self._ask(fragment, under, now)
+                    exchange.measurable = False
+                self._fetch(fragment, exchange, now)
         if self.resent > resent:
-            self.patience.repeated()
+            self.reply_timeout.on_repeat()
         self._due = self._first_due()
 
     def _first_due(self) -> float:
-        """Return when the first of what is under way is to be said again."""
-        first = math.inf
-        for again in self._again.values():
-            first = again if again < first else first
-        for under in self._under.values():
-            first = under.due if under.due < first else first
-        return first
+        fetches = (exchange.due for exchange in self._exchanges.values())
+        return min(chain(self._resend_at.values(), fetches), default=math.inf)
 
-    def _centre(self, message: HubMessage, now: float) -> None:
-        self._listen(message.meta)
-        under = self._under.get(message.fragment)
-        if under is None or under.stage != "come":
+    def _on_global_params(self, message: HubMessage, now: float) -> None:
+        self.hub_status.update(message.meta)
+        fragment = message.fragment
+        exchange = self._exchanges.get(fragment)
+        if exchange is None or exchange.stage != "params":
             return
-        self.patience.answered()
-        if under.once:
-            self.patience.fetch_seconds = now - under.asked
-        self._never.discard(message.fragment)
-        del self._under[message.fragment]
+        self.reply_timeout.on_reply()
+        if exchange.measurable:
+            self.reply_timeout.fetch_seconds = now - exchange.fetched
+        self._never_fetched.discard(fragment)
+        del self._exchanges[fragment]
         self._due = self._first_due()
-        side = self.sides[message.fragment]
         try:
-            side.arrive(message.round, message.dtype, message.payload)
+            self.replicas[fragment].receive(message.round, message.dtype, message.payload)
         except DamagedEnvelope:
-            self._ask(message.fragment, under, now)
-            self._under[message.fragment] = under
+            self._fetch(fragment, exchange, now)
+            self._exchanges[fragment] = exchange
 
-    # ------------------------------------------------------------------ populations
+    # ------------------------------------------------------------------ before all share parameters
 
-    def _asked(self, message: HubMessage, now: float) -> None:
-        self.terms.wanted = True
+    def _on_ask(self, message: HubMessage, now: float) -> None:
+        self.hub_status.wants_params = True
 
-    def _adopt(self, message: HubMessage, now: float) -> None:
-        """Hand another's parameters to the training thread when those of all fragments are here."""
+    def _on_adopt(self, message: HubMessage, now: float) -> None:
+        """Pass another worker's parameters to the training thread once all fragments are here."""
         self._adopting[message.fragment] = message
-        if self._adopting.keys() == self.sides.keys():
+        if self._adopting.keys() == self.replicas.keys():
             self.adopted, self._adopting = self._adopting, {}
-            log.info("worker %s is replaced: %s", self.name, text(message.meta, "why"))
+            why = meta_text(message.meta, "why")
+            log.info("worker %s takes another worker's parameters: %s", self.name, why)
 
-    def _together(self, message: HubMessage, now: float) -> None:
-        self.terms.phase = "together"
-        self._gave = number(message.meta, "best") == self.me
+    def _on_together(self, message: HubMessage, now: float) -> None:
+        self.hub_status.phase = "together"
+        self._gave_params = meta_number(message.meta, "best") == self.worker
 
 
 _HANDLERS: Mapping[str, Callable[[HubSession, HubMessage, float], None]] = {
-    "welcome": HubSession._welcomed,
-    "refusal": HubSession._turned_away,
-    "who": HubSession._forgotten,
-    "ack": HubSession._acknowledged,
-    "centre": HubSession._centre,
-    "ask": HubSession._asked,
-    "adopt": HubSession._adopt,
-    "together": HubSession._together,
+    "welcome": HubSession._on_welcome,
+    "refusal": HubSession._on_refusal,
+    "who": HubSession._restart,
+    "ack": HubSession._on_ack,
+    "centre": HubSession._on_global_params,
+    "ask": HubSession._on_ask,
+    "adopt": HubSession._on_adopt,
+    "together": HubSession._on_together,
 }

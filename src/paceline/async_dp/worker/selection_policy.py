@@ -1,11 +1,11 @@
-"""What a worker sends and what it takes in, by score (pure).
+"""Selection by score of the updates that a worker sends and the parameters that it applies (pure).
 
     all      everything
-    better   send: what is better than the centre it began from; receive: a centre that is better than one's own
-    best     send and receive: what is better than everything that this worker has seen so far
+    better   send: what is better than the parameters it started from; receive: what is better than its own
+    best     send and receive: what is better than everything that this worker has seen
 
-A score is a number that is lower for better parameters, on a slice of held-out data that all workers have alike. What
-is not sent is dropped when the next centre is taken in; when a centre is not taken in, the worker goes on with its own.
+A score is a number, lower for better parameters, on a slice of held-out data that all workers share. What is not sent
+is dropped when the next global parameters are applied; where they are not applied, the worker continues with its own.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["POLICIES", "SelectionPolicy"]
+__all__ = ["SELECTION_POLICIES", "SelectionPolicy"]
 
-POLICIES = ("all", "better", "best")
+SELECTION_POLICIES = ("all", "better", "best")
 
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """Which updates are sent and which centres are taken in.
+    """Selects updates to send and global parameters to apply.
 
     Attributes:
-        send, receive: of `POLICIES`.
+        send: one of `SELECTION_POLICIES`.
+        receive: one of `SELECTION_POLICIES`.
         scored: score even where both are ``"all"``, so that the hub can refuse what makes the score worse.
 
     Example:
         >>> policy = SelectionPolicy(receive="better")
-        >>> policy.receives(mine=2.0, theirs=1.9, best=1.8), policy.receives(mine=2.0, theirs=2.1, best=1.8)
+        >>> policy.receives(own=2.0, other=1.9, best=1.8), policy.receives(own=2.0, other=2.1, best=1.8)
         (True, False)
     """
 
@@ -38,21 +39,17 @@ class SelectionPolicy:
     scored: bool = False
 
     def __post_init__(self) -> None:
-        for given in (self.send, self.receive):
-            if given not in POLICIES:
-                raise unknown("policy", given, POLICIES)
+        for policy in (self.send, self.receive):
+            if policy not in SELECTION_POLICIES:
+                raise unknown("policy", policy, SELECTION_POLICIES)
 
     @property
     def scores(self) -> bool:
-        """Whether anything depends on scores."""
+        """Whether scores are needed."""
         return self.scored or self.send != "all" or self.receive != "all"
 
     def check(self, has_score: bool, fragments: int) -> None:
-        """Raise where it can't be followed.
-
-        Raises:
-            UsageError: there is no score, or the model is taken in by fragments.
-        """
+        """Raise a UsageError if scores are needed but missing, or the model is sent in fragments."""
         if not self.scores:
             return
         if not has_score:
@@ -63,26 +60,23 @@ class SelectionPolicy:
         if fragments > 1:
             raise UsageError(
                 f"scores with {fragments} fragments: a part of a model has no score",
-                remedy="send the model whole (fragments=1), or send and receive all",
+                remedy='use fragments=1, or send="all" and receive="all" without score=',
             )
 
-    def sends(self, mine: float | None, before: float | None, best: float) -> bool:
-        """Tell whether an update is offered.
+    def sends(self, own: float | None, before: float | None, best: float) -> bool:
+        """Return whether an update is sent.
 
         Args:
-            mine: score of the own parameters. before: of the centre that it began from, None: not known.
+            own: score of the worker's parameters.
+            before: of the parameters that it started from; None: unknown.
             best: the lowest that this worker has seen.
         """
-        if self.send == "all" or mine is None:
+        if self.send == "all" or own is None:
             return True
-        return mine <= best if self.send == "best" else before is None or mine < before
+        return own <= best if self.send == "best" else before is None or own < before
 
-    def receives(self, mine: float | None, theirs: float | None, best: float) -> bool:
-        """Tell whether a centre is taken in.
-
-        Args:
-            mine, theirs: scores of the own parameters and of the centre. best: the lowest seen so far.
-        """
-        if self.receive == "all" or mine is None or theirs is None:
+    def receives(self, own: float | None, other: float | None, best: float) -> bool:
+        """Return whether global parameters with score `other` are applied; arguments as for `sends`."""
+        if self.receive == "all" or own is None or other is None:
             return True
-        return theirs <= best if self.receive == "best" else theirs < mine
+        return other <= best if self.receive == "best" else other < own

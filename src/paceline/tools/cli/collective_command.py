@@ -245,7 +245,9 @@ def _run(priced: Sequence[PricedCase], options: CollectiveOptions) -> list[Price
         def start(argv: Sequence[str], ranks: int, *, env: Mapping[str, str]) -> None:
             job = lab.start_torchrun(argv, ranks_per_host=1, env=env)
             try:
-                job.wait(on_poll=lambda: [typer.echo(line, err=True) for host, line in job.lines() if host == 0])
+                job.wait(
+                    on_poll=lambda: [typer.echo(line, err=True) for host, line in job.lines() if host == 0]
+                )
             finally:
                 job.end()
 

@@ -86,12 +86,16 @@ def hub(
     if context.invoked_subcommand is not None:
         return
     from paceline.async_dp.hub.hub import Hub
-    from paceline.async_dp.hub.hub_rules import HubRules, HubShard
+    from paceline.async_dp.hub.hub_rules import (
+        HubRules,
+        HubShard,
+        PopulationRules,
+        ScreeningRules,
+        StalenessPolicy,
+    )
     from paceline.async_dp.hub.hub_server import HubServer
-    from paceline.async_dp.hub.population import PopulationRules
-    from paceline.async_dp.hub.update_screening import ScreeningRules, Staleness
     from paceline.async_dp.wal.hub_journal import HubJournal
-    from paceline.async_dp.worker.worker_resources import share_of_link
+    from paceline.async_dp.worker.worker_resources import bandwidth_limit
     from paceline.tools.cli.hub_live_table import HubLiveTable
     from paceline.transport.zmq import HubExchange, SocketSettings
     from paceline.transport.zmq.curve_keys import HubKeys
@@ -102,14 +106,14 @@ def hub(
         )
     rules = HubRules(
         outer=hub_optimizer(outer, outer_lr, outer_momentum, outer_warmup, unstable),
-        staleness=Staleness(staleness, bound),
+        staleness=StalenessPolicy(staleness, bound),
         screen=ScreeningRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
         population=None
         if population is None
         else PopulationRules(population, margin, perturb=perturb, gap=gap),
         down=down,
         shard=HubShard(*_parse_shard(shard)),
-        bandwidth=share_of_link(bandwidth, None),
+        bandwidth=bandwidth_limit(bandwidth, None),
         silent_after=parse_seconds(silent_after),
         snapshot_every=snapshot_every,
     )

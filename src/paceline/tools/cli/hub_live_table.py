@@ -93,10 +93,10 @@ class HubLiveTable:
         hub = self._hub
         down, up = self._rates
         loss = f", score {hub.loss:.4f}" if hub.loss == hub.loss else ""
-        trouble = f"; nothing is answered: {' '.join(hub.trouble.split())}" if hub.trouble else ""
+        trouble = f"; nothing is answered: {' '.join(hub.storage_error.split())}" if hub.storage_error else ""
         return (
             f"{format_seconds(time.monotonic() - self._started)}: {hub.phase}, {len(hub.members.alive)} workers, "
-            f"{hub.updates} updates, {format_count(int(hub.tally.samples))} samples{loss}, "
+            f"{hub.updates} updates, {format_count(int(hub.counters.samples))} samples{loss}, "
             f"{self._refused().total()} refused, "
             f"{format_bytes(int(up))}/s in, {format_bytes(int(down))}/s out{trouble}"
         )
@@ -115,7 +115,9 @@ class HubLiveTable:
             alive = member.number in hub.members.alive
             table.add_row(
                 Text(member.name[:24]),
-                Text("" if alive else "silent" if member.session else "left", style="" if alive else "dim"),
+                Text(
+                    "" if alive else "silent" if member.session_id else "left", style="" if alive else "dim"
+                ),
                 format_count(member.steps),
                 f"{member.speed:.3g}",
                 f"{member.every}, {member.delay}",

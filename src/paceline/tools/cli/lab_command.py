@@ -167,7 +167,7 @@ def _progress(monitor: LinkMonitor) -> str:
     if not monitor.seconds:
         return "starting"
     sent = sum(host.sent for host in monitor.totals())
-    return f"{format_seconds(round(monitor.seconds))}: {format_bytes(sent)} sent, now {_format_rate(monitor.now)}"
+    return f"{format_seconds(round(monitor.seconds))}: {format_bytes(sent)} sent, now {_format_rate(monitor.current_rate)}"
 
 
 def _print_totals(totals: Sequence[HostTotals], monitor: LinkMonitor, console: Console) -> None:

@@ -131,7 +131,7 @@ class Simulation:
         if hub is None:
             return
         hub.receive(envelope, now)
-        for message in hub.settle(now):
+        for message in hub.commit(now):
             for out in split_message(message, _RUN, self._sequence):
                 self._sequence += 1
                 self._exchange.send(out)
@@ -207,22 +207,22 @@ class Simulation:
             return self._points[-1].loss
         if hub is not None and hub.phase == "population":
             return self._best()
-        if hub is None or hub.centres is None or hub.phase != "together":
+        if hub is None or hub.params is None or hub.phase != "together":
             return self._initial_loss
         module = self._judge.module
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         for number, fragment in enumerate(self.layout.fragments):
-            theta = hub.centres.of_fragment[number].theta
-            for place in fragment.places:
-                tensors[place.name].copy_(place.of(theta))
+            theta = hub.params.fragments[number].theta
+            for place in fragment.tensors:
+                tensors[place.name].copy_(place.view_in(theta))
         return self._judge.score()
 
     def theta(self) -> Tensor:
         """Return the centre's numbers, one fragment after the other, 1-D float32; none while there is no centre."""
-        centres = self._hub.centres if self._hub is not None else None
-        if centres is None:
+        params = self._hub.params if self._hub is not None else None
+        if params is None:
             return torch.empty(0)
-        return torch.cat([each.theta for each in centres.of_fragment.values()])
+        return torch.cat([each.theta for each in params.fragments.values()])
 
     def _best(self) -> float:
         """Return the best score of a worker's own parameters; NaN if none has one."""
@@ -251,10 +251,10 @@ class Simulation:
             self.clock.now,
             self.clock.now if self._working else self._trained_seconds,
             self.steps,
-            hub.tally.samples,
+            hub.counters.samples,
             hub.updates,
             dict(self._refused),
-            hub.tally.histogram.rows(),
+            hub.counters.histogram.rows(),
             median(journal.staleness) if journal.staleness else None,
             max(journal.staleness, default=None),
             sum(node.link.sent_nbytes for node in self._nodes),

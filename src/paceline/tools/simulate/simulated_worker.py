@@ -59,40 +59,40 @@ class Node:
         self._life = 0
         self._past = Counter[str]()  # what was counted in lives that are over
         self._alarms: list[float] = []  # when it is to be woken, the next one last
-        self.spoke, self.worker = self._born()
+        self.session_id, self.worker = self._born()
 
     def _born(self) -> tuple[HubSession, AsyncWorker]:
         """Return what talks and decides for this worker, from the beginning of a life."""
         plan, layout = self._plan, self._simulation.layout
         compression, module = Compression.of(plan.compression), self.learner.module
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        sides = [
+        replicas = [
             FragmentReplica(fragment, tensors, UpdateCodec.with_compression(fragment, compression))
             for fragment in layout.fragments
         ]
         self._life += 1
         sessions = iter(range(self._life * _SESSIONS_OF_A_LIFE, 2**53))
-        spoke = HubSession(
+        session = HubSession(
             self.number,
             f"worker{self.number}",
             layout,
-            dict(enumerate(sides)),
+            dict(enumerate(replicas)),
             self._outbox,
-            facts={"every": plan.cadence.every, "delay": plan.cadence.delay},
-            new_session=lambda: next(sessions),
+            hello_meta={"every": plan.cadence.every, "delay": plan.cadence.delay},
+            new_session_id=lambda: next(sessions),
         )
-        spoke.beat_seconds = plan.rules.silent_after / 3
+        session.heartbeat_seconds = plan.rules.silent_after / 3
         worker = AsyncWorker(
-            sides,
-            [spoke],
+            replicas,
+            [session],
             plan.cadence,
             plan.policy,
             score=self.learner.score if plan.policy.scores or plan.rules.population else None,
-            forget=self.learner.forget,
+            reset_optimizer=self.learner.forget,
             warmup=plan.warmup,
             stagger=plan.stagger,
         )
-        return spoke, worker
+        return session, worker
 
     @property
     def counts(self) -> Mapping[str, Any]:
@@ -102,11 +102,11 @@ class Node:
     @property
     def busy(self) -> bool:
         """Whether something is under way, or not told yet."""
-        return not self.spoke.idle
+        return not self.session_id.idle
 
     def _counted(self) -> Counter[str]:
-        spoke = self.spoke
-        told = {"acknowledged": spoke.acknowledged, "refused": spoke.refused, "resent": spoke.resent}
+        session = self.session_id
+        told = {"acknowledged": session.acknowledged, "refused": session.refused, "resent": session.resent}
         told |= vars(self.worker.counts)
         return Counter({name: count + self._past[name] for name, count in told.items()})
 
@@ -127,7 +127,7 @@ class Node:
     def begin_again(self) -> None:
         """Come back as a new process would: with its outbox, and without what it had not sent."""
         self._past = self._counted()
-        self.spoke, self.worker = self._born()
+        self.session_id, self.worker = self._born()
         self._alarms = []
         self.start()
 
@@ -157,7 +157,7 @@ class Node:
         else:
             self._compute(count)
         self._simulation.steps += count
-        if self.spoke.orders:
+        if self.session_id.requests:
             self._pump(life)
         self._go_on()
 
@@ -176,20 +176,24 @@ class Node:
         """Say what the conversation has to say, and come back when it wants to say more."""
         if life != self._life or not self.alive:
             return
-        spoke, now = self.spoke, self._clock.now
-        for message in spoke.pump(now):
-            for envelope in split_message(message, spoke.terms.run, spoke.sequence, spoke.session):
-                spoke.sequence += 1
+        session, now = self.session_id, self._clock.now
+        for message in session.pump(now):
+            for envelope in split_message(
+                message, session.hub_status.run, session.sequence, session.session_id
+            ):
+                session.sequence += 1
                 if not self._exchange.send(envelope):
-                    spoke.lost(now)
+                    session.disconnected(now)
                     break
             else:
-                spoke.left(message, max(now, self.link.up_free, self._simulation.hub_link.down_free))
+                session.message_sent(
+                    message, max(now, self.link.up_free, self._simulation.hub_link.down_free)
+                )
         self._set_alarm(now)
 
     def _set_alarm(self, now: float) -> None:
         """See to it that this worker is woken when something is due."""
-        when, alarms = self.spoke.wants(), self._alarms
+        when, alarms = self.session_id.next_due(), self._alarms
         if not alarms or when < alarms[-1]:
             when = max(when, now + _TICK)
             alarms.append(when)
@@ -200,11 +204,11 @@ class Node:
             return
         self._alarms.pop()
         now = self._clock.now
-        if now < self.spoke.wants():  # what was due has become due later
+        if now < self.session_id.next_due():  # what was due has become due later
             self._set_alarm(now)
         else:
             self._pump(life)
 
     def _arrive(self, envelope: Envelope) -> None:
-        self.spoke.receive(envelope, self._clock.now)
+        self.session_id.receive(envelope, self._clock.now)
         self._pump(self._life)

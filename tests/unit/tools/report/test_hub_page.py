@@ -10,9 +10,7 @@ import pytest
 from test_run_page import parse
 
 from paceline.async_dp.hub.hub import Hub
-from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.population import PopulationRules
-from paceline.async_dp.hub.update_screening import ScreeningRules
+from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules, ScreeningRules
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
@@ -163,13 +161,13 @@ def test_a_run_of_days_tells_dates(tmp_path):
 
 def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
     """Every kind of record, with the fields that the hub gives it."""
-    written, note = [], Hub._note
+    written, note = [], Hub._record
 
     def noted(hub, kind, payload=b"", **values):
         written.append({"kind": kind, "t": hub._wall(), **values})
         note(hub, kind, payload, **values)
 
-    monkeypatch.setattr(Hub, "_note", noted)
+    monkeypatch.setattr(Hub, "_record", noted)
     machines = [
         *(Machine(0.01 * (1 + each)) for each in range(4)),
         Machine(0.02, lr=1e-6),
@@ -177,7 +175,11 @@ def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
     ]
     plan = AsyncPlan(
         machines, steps=600, cadence=SyncSchedule(20, 1, 5), policy=SelectionPolicy(scored=True), alike=False,
-        rules=HubRules(population=PopulationRules(60), screen=ScreeningRules(worse=0.0, strikes=2), silent_after=1.0),
+        rules=HubRules(
+            population=PopulationRules(60),
+            screen=ScreeningRules(max_score_increase=0.0, strikes=2),
+            silent_after=1.0,
+        ),
         churn=[Churn(4.0, 1, False), Churn(6.0, 1, True)],
     )  # fmt: skip
     simulate(plan, LinearTask())

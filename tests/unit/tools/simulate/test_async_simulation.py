@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.outer_merge import HubOptimizer
-from paceline.async_dp.hub.population import PopulationRules
-from paceline.async_dp.hub.update_screening import Staleness
+from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules, PopulationRules, StalenessPolicy
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
@@ -190,7 +187,9 @@ def test_policies_for_stale_updates_show():
     plan = AsyncPlan(machines, seconds=60.0, cadence=SyncSchedule(5, 1, 0))
 
     def under(policy: str) -> AsyncResult:
-        return simulate(replace(plan, rules=HubRules(staleness=Staleness(policy, bound=4.0))), LinearTask())
+        return simulate(
+            replace(plan, rules=HubRules(staleness=StalenessPolicy(policy, bound=4.0))), LinearTask()
+        )
 
     accept, drop, wait = under("accept"), under("drop"), under("wait")
     assert (accept.staleness_max or 0) > 8

@@ -204,15 +204,13 @@ def _plan(options: Mapping[str, Any], machines: Sequence[Machine], seconds: floa
 
 
 def _rules(options: Mapping[str, Any]) -> HubRules:
-    from paceline.async_dp.hub.hub_rules import HubRules
-    from paceline.async_dp.hub.population import PopulationRules
-    from paceline.async_dp.hub.update_screening import Staleness
+    from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules, StalenessPolicy
 
     named = ("outer", "outer_lr", "outer_momentum", "outer_warmup", "unstable")
     population = options["population"]
     return HubRules(
         outer=hub_optimizer(*(options[name] for name in named)),
-        staleness=Staleness(options["staleness"], options["bound"]),
+        staleness=StalenessPolicy(options["staleness"], options["bound"]),
         population=None
         if population is None
         else PopulationRules(population, options["margin"], seed=options["seed"]),

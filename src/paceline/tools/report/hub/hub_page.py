@@ -14,7 +14,7 @@ from paceline._core.format import (
     format_seconds,
     plural,
 )
-from paceline.async_dp.hub.update_screening import Histogram
+from paceline.async_dp.hub.membership import StalenessHistogram
 from paceline.tools.report.charts.chart_style import Chart, Line
 from paceline.tools.report.charts.hub_charts import (
     Scores,
@@ -235,7 +235,7 @@ def _traffic(run: HubRun) -> Figure:
 def _bars(rows: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
     """Return bars without holes up to the last one that is not empty."""
     counts, last = {row[0]: row[2] for row in rows}, rows[-1][0]
-    edges = zip(Histogram.EDGES, Histogram.EDGES[1:], strict=False)
+    edges = zip(StalenessHistogram.EDGES, StalenessHistogram.EDGES[1:], strict=False)
     return [(begin, end, counts.get(begin, 0)) for begin, end in edges if begin <= last]
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline._core.format import format_seconds
-from paceline.async_dp.hub.update_screening import Histogram
+from paceline.async_dp.hub.membership import StalenessHistogram
 from paceline.async_dp.wal.decision_ledger import read_ledger
+from paceline.async_dp.wal.durable_files import read_checked_file
 from paceline.async_dp.wal.hub_folder import LEDGER
-from paceline.async_dp.wal.json_values import read_checked_file
 from paceline.errors import DamagedCheckpoint
 from paceline.tools.report.hub.downsample import Sketch, Thinned
 from paceline.tools.report.hub.hub_decisions import HUB, Decision, Decisions
@@ -82,7 +82,7 @@ class HubRun:
     refused: Counter[str] = field(default_factory=Counter)
     fragments: set[int] = field(default_factory=set)
     staleness: Sketch = field(default_factory=Sketch)
-    ages: Histogram = field(default_factory=Histogram)
+    ages: StalenessHistogram = field(default_factory=StalenessHistogram)
     exchanged: float = 0.0
     centre: Thinned = field(default_factory=lambda: Thinned(_POINTS))
     firstly: Best | None = None

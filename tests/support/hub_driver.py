@@ -1,6 +1,5 @@
-"""Says things to a hub as workers would, without a network; virtual time is `now`."""
+"""Drives a hub with messages of workers, without a network; virtual time is `now`."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import nn
 
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.protocol.hub_messages import VERSION, HubMessage
+from paceline.async_dp.protocol.hub_messages import PROTOCOL_VERSION, HubMessage
 from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
@@ -28,8 +27,8 @@ ONES = torch.ones(NUMEL)
 PACKING = UpdateCodec(LAYOUT.fragments[0], "fp32")
 
 
-class Talk:
-    """A hub, and what is said to it."""
+class HubDriver:
+    """A hub that is driven by a test."""
 
     def __init__(self, rules: HubRules | None = None, journal: Any = None) -> None:
         self.journal = MemoryJournal() if journal is None else journal
@@ -37,9 +36,9 @@ class Talk:
         self.now = 0.0
         self.sessions: dict[int, int] = {}
         self._sequence = 0
-        self.hub = self.started()
+        self.hub = self.new_hub()
 
-    def started(self) -> Hub:
+    def new_hub(self) -> Hub:
         return Hub(RUN, self.rules, self.journal, lambda: self.now)
 
     def envelopes(self, message: HubMessage, run: str = RUN, frame_nbytes: int = 1 << 20) -> list[Envelope]:
@@ -48,42 +47,42 @@ class Talk:
         self._sequence += len(made)
         return made
 
-    def give(self, *envelopes: Envelope) -> list[HubMessage]:
+    def deliver(self, *envelopes: Envelope) -> list[HubMessage]:
         for envelope in envelopes:
             self.hub.receive(envelope, self.now)
-        return self.hub.settle(self.now)
+        return self.hub.commit(self.now)
 
-    def say(self, kind: str, worker: int, payload: Any = b"", **told: Any) -> list[HubMessage]:
-        """Say something, and return the answers."""
-        run = told.pop("run", RUN)
-        round, dtype = told.pop("round", 0), told.pop("dtype", "")
-        return self.give(*self.envelopes(HubMessage(kind, worker, 0, round, 0, told, payload, dtype), run))
+    def send(self, kind: str, worker: int, payload: Any = b"", **meta: Any) -> list[HubMessage]:
+        """Send a message of a worker, and return the answers."""
+        run = meta.pop("run", RUN)
+        round, dtype = meta.pop("round", 0), meta.pop("dtype", "")
+        return self.deliver(*self.envelopes(HubMessage(kind, worker, 0, round, 0, meta, payload, dtype), run))
 
     def hello(
-        self, worker: int, layout: ParameterLayout = LAYOUT, session: int | None = None, **told: Any
+        self, worker: int, layout: ParameterLayout = LAYOUT, session: int | None = None, **meta: Any
     ) -> list[HubMessage]:
         self.sessions[worker] = session or self.sessions.get(worker, 100 * worker) + 1
-        told = {"version": VERSION, "name": f"w{worker}", "every": 5, "delay": 2, **told}
-        return self.say("hello", worker, layout.packed(), **told)
+        meta = {"version": PROTOCOL_VERSION, "name": f"w{worker}", "every": 5, "delay": 2, **meta}
+        return self.send("hello", worker, layout.pack(), **meta)
 
-    def begin(self, *workers: int, numbers: torch.Tensor | None = None) -> None:
-        """Have workers join, and the first one give the parameters that all share."""
+    def join(self, *workers: int, numbers: torch.Tensor | None = None) -> None:
+        """Connect workers; the first one provides the initial parameters."""
         for worker in workers:
             self.hello(worker)
         start = torch.zeros(NUMEL) if numbers is None else numbers
-        self.say("parameters", workers[0], bytes(PACKING.pack(start)), dtype="fp32")
+        self.send("parameters", workers[0], bytes(PACKING.pack(start)), dtype="fp32")
 
     def update(
-        self, worker: int, round: int, delta: torch.Tensor, base: int = 0, **told: Any
+        self, worker: int, round: int, delta: torch.Tensor, base: int = 0, **meta: Any
     ) -> list[HubMessage]:
-        told = {"samples": 1.0, "steps": 1, **told}
+        meta = {"samples": 1.0, "steps": 1, **meta}
         packet = bytes(PACKING.pack(delta))
-        return self.say("update", worker, packet, round=round, dtype="fp32", base=base, **told)
+        return self.send("update", worker, packet, round=round, dtype="fp32", base=base, **meta)
 
     @property
     def theta(self) -> torch.Tensor:
-        assert self.hub.centres is not None
-        return self.hub.centres.of_fragment[0].theta
+        assert self.hub.params is not None
+        return self.hub.params.fragments[0].theta
 
     def kinds(self) -> list[str]:
         return [each["kind"] for each in self.journal.ledger()]
@@ -91,8 +90,3 @@ class Talk:
 
 def kinds(messages: list[HubMessage]) -> list[str]:
     return [message.kind for message in messages]
-
-
-def damaged(envelope: Envelope) -> Envelope:
-    """Return an envelope of another run."""
-    return Envelope(replace(envelope.header, run="another"), envelope.payload)

@@ -1,9 +1,8 @@
-"""A population on real text: different beginnings, one bad learning rate; the worst is replaced, and all gain by it."""
+"""A population that trains a small GPT: a worker with a bad learning rate is replaced, and all benefit."""
 
 import math
 
-from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.population import PopulationRules
+from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate
@@ -27,16 +26,16 @@ def trained(rules: PopulationRules) -> AsyncResult:
 
 
 def test_a_worker_with_a_bad_learning_rate_is_replaced_within_three_rounds_and_the_best_gains() -> None:
-    led = trained(PopulationRules(steps=60, margin=0.05))
-    apart = trained(PopulationRules(steps=10**6, margin=math.inf))
-    replaced = [each for each in led.decisions if each["kind"] == "replace"]
+    population = trained(PopulationRules(steps=60, margin=0.05))
+    separate = trained(PopulationRules(steps=10**6, margin=math.inf))
+    replaced = [each for each in population.decisions if each["kind"] == "replace"]
     assert replaced[0]["worker"] == 4
     assert replaced[0]["t"] <= 3 * ROUND + 1.0
     assert replaced[0]["lr"] == 1e-2
     assert "behind the best" in replaced[0]["why"]
-    assert [each["kind"] for each in led.decisions if each["kind"] in ("together", "begin")] == [
+    assert [each["kind"] for each in population.decisions if each["kind"] in ("together", "begin")] == [
         "together",
         "begin",
     ]
-    assert min(led.best, led.loss) < apart.best
-    assert not any(each["kind"] == "replace" for each in apart.decisions)
+    assert min(population.best, population.loss) < separate.best
+    assert not any(each["kind"] == "replace" for each in separate.decisions)

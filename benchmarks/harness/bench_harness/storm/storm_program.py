@@ -1,0 +1,186 @@
+"""The program of a hub or worker under fault injection; both corrupt a share of what they send.
+
+A worker trains with `paceline.AsyncDataParallel` and logs every round that was acknowledged. The hub logs its memory.
+
+python -m bench_harness.storm.storm_program JOB.json HOST      (host 0: the hub)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from paceline.async_dp.api import AsyncDataParallel
+from paceline.async_dp.hub.hub import Hub
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.hub_server import HubServer
+from paceline.async_dp.wal.hub_journal import HubJournal
+from paceline.async_dp.wal.worker_outbox import Outbox
+from paceline.transport.zmq import HubExchange
+from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
+
+__all__ = ["corrupt_sends", "run_hub", "run_worker"]
+
+_NUMEL = 2000
+_MEMORY_SECONDS = 2.0
+
+
+def run_hub(job: dict[str, Any]) -> None:
+    """Serve until SIGTERM."""
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    exchange = HubExchange(job["bind"], "", insecure=True)
+    corrupt_sends(exchange, job["corrupted"], seed=time.time_ns())
+    process, logged_at = psutil.Process(), 0.0
+    with (
+        HubJournal.open(Path(job["folder"], "hub"), resume=True) as journal,
+        Path(job["folder"], "memory.jsonl").open("a", encoding="utf-8", buffering=1) as memory,
+    ):
+        hub = Hub("storm", HubRules(silent_after=5.0, snapshot_every=200), journal, time.time)
+
+        def log_memory() -> None:
+            nonlocal logged_at
+            if time.monotonic() - logged_at > _MEMORY_SECONDS:
+                logged_at = time.monotonic()
+                rss = process.memory_info().rss
+                row = {"t": time.time(), "pid": process.pid, "rss": rss, "updates": hub.updates}
+                memory.write(json.dumps({**row, "refused": {**hub.refused, **exchange.refused}}) + "\n")
+
+        HubServer(hub, exchange).run(lambda: bool(signals), log_memory)
+    exchange.close()
+
+
+def run_worker(job: dict[str, Any], number: int) -> None:
+    """Train until the end of the run, then leave in order."""
+    folder = Path(job["folder"])
+    torch.set_num_threads(1)
+    task = _SpiralTask(number)
+    acknowledged = (folder / f"acknowledged-{number}.txt").open("a", encoding="utf-8", buffering=1)
+    training = AsyncDataParallel(
+        task.net, task.optimizer, job["hub"], job["every"], job["delay"], insecure=True, score=task.loss,
+        folder=folder / f"outbox-{number}", name=f"worker{number}",
+    )  # fmt: skip
+    with training:
+        for thread in training._comm_threads:
+            _log_acknowledged(thread.session._outbox, acknowledged)
+            corrupt_sends(thread.exchange, job["corrupted"], seed=time.time_ns())
+        while time.time() < job["until"]:
+            task.step()
+            time.sleep(job["step_seconds"])
+        finished = training.finish(120.0)
+    Path(folder, f"ended-{number}.json").write_text(json.dumps({"centre": finished}), encoding="utf-8")
+
+
+def _log_acknowledged(outbox: Outbox, log: TextIO) -> None:
+    """Log acknowledged rounds before the outbox removes them."""
+    acknowledge = outbox.acknowledge
+
+    def logged(round: int, fragment: int) -> bool:
+        log.write(f"{round} {fragment}\n")
+        return acknowledge(round, fragment)
+
+    outbox.acknowledge = logged
+
+
+class _SpiralTask:
+    """A small network that separates two spirals; all workers start with equal parameters, and share held-out data."""
+
+    def __init__(self, number: int) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(2, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 2)
+        )
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=3e-3)
+        self.inputs, self.targets = _spiral_points(_NUMEL, seed=number + 1)
+        self.held_out = _spiral_points(500, seed=0)
+        self._generator = torch.Generator().manual_seed(number)
+
+    def step(self) -> None:
+        rows = torch.randint(0, _NUMEL, (32,), generator=self._generator)
+        nn.functional.cross_entropy(self.net(self.inputs[rows]), self.targets[rows]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        inputs, targets = self.held_out
+        return nn.functional.cross_entropy(self.net(inputs), targets).item()
+
+
+def _spiral_points(numel: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return points on two spirals, and the spiral of each."""
+    generator = torch.Generator().manual_seed(seed)
+    along = torch.rand(numel, generator=generator)
+    spiral = torch.randint(2, (numel,), generator=generator)
+    angle = 3.5 * along + math.pi * spiral
+    inputs = torch.stack([along * angle.cos(), along * angle.sin()], 1)
+    return inputs + 0.01 * torch.randn(numel, 2, generator=generator), spiral
+
+
+def corrupt_sends(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str]:
+    """Corrupt a share of what an exchange sends from now on: flip a bit, cut, repeat, lose or delay an envelope.
+
+    Args:
+        exchange: whose messages end with header, payload and trailer.
+        share: of all envelopes.
+        seed: of the random choices.
+
+    Returns:
+        counts by kind, kept up to date.
+    """
+    chance, counts, delayed = random.Random(seed), Counter[str](), list[list[Any]]()
+    wire = exchange._socket
+    send = wire.send
+
+    def corrupted(parts: Sequence[Any]) -> None:
+        if delayed and chance.random() < 0.5:
+            send(delayed.pop())  # out of order
+        if chance.random() >= share:
+            send(parts)
+            return
+        kind = chance.choice(("flip", "cut", "repeat", "lose", "delay"))
+        counts[kind] += 1
+        changed = [bytes(part) for part in parts]
+        if kind == "flip":
+            index = len(changed) - 1 - chance.randrange(3)
+            changed[index] = _flip_bit(changed[index], chance)
+        elif kind == "cut":
+            changed[-2] = changed[-2][: len(changed[-2]) // 2]
+        elif kind == "delay" and len(delayed) < 4:
+            delayed.append(changed)
+            return
+        if kind != "lose":
+            send(changed)
+        if kind == "repeat":
+            send(changed)
+
+    wire.send = corrupted
+    return counts
+
+
+def _flip_bit(data: bytes, chance: random.Random) -> bytes:
+    if not data:
+        return b"\x01"
+    changed = bytearray(data)
+    changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+if __name__ == "__main__":
+    _job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if sys.argv[2] == "0":
+        run_hub(_job)
+    else:
+        run_worker(_job, int(sys.argv[2]))
