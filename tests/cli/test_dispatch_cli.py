@@ -163,7 +163,7 @@ def test_starvation_is_played_with_what_was_asked_for(paceline, monkeypatch):
     assert paceline("--starve", *asked, "--json", "a.json")[0] == 0
     (example, default), (balance, options) = played
     assert (example, default) == (None, {"timeout": 10.0, "backend": "gloo", "json_file": None})
-    assert (balance.dealing.counts, balance.batch_size) == ((250, 250, 100, 400), 16)
+    assert (balance.dispatch.counts, balance.batch_size) == ((250, 250, 100, 400), 16)
     assert options == {"timeout": 3.0, "backend": "paceline", "json_file": Path("a.json")}
 
 

@@ -94,8 +94,18 @@ def test_measured_rates_come_with_their_errors(call, tmp_path):
         for p in (2, 4)
     ]
     cost = CollectiveCost("gloo", "star", fit_points(points, "all-reduce"), source)
-    rate = Rate("matmul", "cpu", "float32", 2, 1e11, 0.8e11, 1.1e11, "1024", source)
-    Profile((cost,), (), (rate,)).save(tmp_path / "profile.json")
+    rate = Rate(
+        kind="matmul",
+        device="cpu",
+        dtype="float32",
+        threads=2,
+        value=1e11,
+        low=0.8e11,
+        high=1.1e11,
+        shape="1024",
+        source=source,
+    )
+    Profile(collectives=(cost,), rates=(rate,)).save(tmp_path / "profile.json")
     code, told, _ = call(
         f"--model mini --memory 4GB --devices 4 --batch 64 --dtype fp32 --profile {tmp_path}/profile.json"
     )

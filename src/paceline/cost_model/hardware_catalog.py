@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["DEVICES", "DTYPES", "INTERCONNECTS", "Device", "Interconnect", "device", "interconnect"]
+__all__ = ["DEVICES", "DTYPES", "INTERCONNECTS", "Device", "Interconnect", "find_device", "find_interconnect"]
 
 DTYPES = ("bf16", "fp16", "tf32", "fp32")
 
@@ -54,7 +54,7 @@ class Device:
             UsageError: there is no such type, or the device has no unit for it.
 
         Example:
-            >>> device("h100-sxm").flops_per_second() / 1e12
+            >>> find_device("h100-sxm").flops_per_second() / 1e12
             989.4
         """
         if dtype not in DTYPES:
@@ -190,16 +190,16 @@ _SILENT = {"nvidia", "geforce", "tesla", "sxm2", "sxm4", "sxm5", "hbm3"}
 """Words of a driver's name that tell no two rows of the table apart."""
 
 
-def device(name: str) -> Device:
+def find_device(name: str) -> Device:
     """Return a device by its name; the maker's name, upper case and blanks don't matter.
 
     Raises:
         UsageError: it is not known; the nearest one is suggested.
 
     Example:
-        >>> device("NVIDIA GeForce RTX 4090").memory_nbytes
+        >>> find_device("NVIDIA GeForce RTX 4090").memory_nbytes
         24000000000
-        >>> device("H100").name
+        >>> find_device("H100").name
         'h100-sxm'
     """
     plain = _plain(name)
@@ -208,14 +208,14 @@ def device(name: str) -> Device:
     return DEVICES[plain]
 
 
-def interconnect(name: str) -> Interconnect:
+def find_interconnect(name: str) -> Interconnect:
     """Return a kind of link by its name.
 
     Raises:
         UsageError: it is not known; the nearest one is suggested.
 
     Example:
-        >>> interconnect("1GbE").nbytes_per_second, interconnect("ndr").nbytes_per_second
+        >>> find_interconnect("1GbE").nbytes_per_second, find_interconnect("ndr").nbytes_per_second
         (125000000.0, 50000000000.0)
     """
     plain = _plain(name)

@@ -17,10 +17,10 @@ from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError
 from paceline.tools.bench.starvation.scene_setup import EXAMPLE, Setup
 from paceline.tools.bench.starvation.starvation_scenes import SCENES, scenes_named
-from paceline.tools.plan.balance_report import Balance
+from paceline.tools.plan.balance_report import BatchBalance
 
 SOURCE = str(Path(paceline.__file__).parents[1])
-SHARES = Balance(dispatch_blocks(300, 4, shares=[0.25, 0.25, 0.10, 0.40]), 20)
+SHARES = BatchBalance(dispatch_blocks(300, 4, shares=[0.25, 0.25, 0.10, 0.40]), 20)
 PATIENT, HASTY = 60.0, 4.0  # seconds of the group's time-out: never to be reached, and to be waited for
 
 
@@ -105,7 +105,7 @@ def test_who_finishes_and_how_wrong(nursery, balance):
         assert told["gradient_error"] <= 1e-12, told
         assert told["parameter_error"] <= 1e-12
         assert told["samples_lost"] == 0
-        assert [one["samples"] for one in told["ranks"]] == list(balance.dealing.counts)
+        assert [one["samples"] for one in told["ranks"]] == list(balance.dispatch.counts)
 
 
 def stuck(fork, folder):
@@ -189,7 +189,7 @@ def test_nothing_is_started_for_nothing(tmp_path, monkeypatch):
         "paceline.launch.process.local_ranks.run_ranks", lambda *_, **__: pytest.fail("started")
     )
     with pytest.raises(UsageError, match="nobody starves"):
-        starve(Balance(dispatch_blocks(1000, 2), 64))
+        starve(BatchBalance(dispatch_blocks(1000, 2), 64))
     with pytest.raises(UsageError, match="unknown scene 'exit'"):
         starve(scenes=["exit"])
     with pytest.raises(UsageError, match="it is a folder"):

@@ -117,7 +117,17 @@ def measure(job: Job, settings: MachineSettings, source: Source) -> Rate:
     with _threads(job.threads):
         value, low, high, shape = (_product if job.kind == "matmul" else _bandwidth)(job, settings, wait)
     device = torch.cuda.get_device_name() if job.device == "cuda" else "cpu"
-    return Rate(job.kind, device, job.dtype, job.threads, value, low, high, shape, source)
+    return Rate(
+        kind=job.kind,
+        device=device,
+        dtype=job.dtype,
+        threads=job.threads,
+        value=value,
+        low=low,
+        high=high,
+        shape=shape,
+        source=source,
+    )
 
 
 def repeat(

@@ -28,10 +28,10 @@ import torch
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError
 from paceline.tools.bench.step.step_benchmark import StartRanks
-from paceline.tools.plan.memory.caching_allocator import replay
-from paceline.tools.plan.memory.memory_prediction import predict
+from paceline.tools.plan.memory.caching_allocator import replay_allocations
+from paceline.tools.plan.memory.memory_prediction import predict_memory
 from paceline.tools.plan.memory.traced_training import STEPS
-from paceline.tools.plan.memory.training_subject import ALONE, Setting, Subject
+from paceline.tools.plan.memory.training_subject import ALONE, TrainingSetting, TrainingSubject
 
 __all__ = ["Check", "Measured", "check", "measure"]
 
@@ -62,7 +62,7 @@ class Measured:
 
 def measure(
     subject: str,
-    setting: Setting,
+    setting: TrainingSetting,
     start: StartRanks,
     *,
     inputs: Sequence[str] = (),
@@ -116,7 +116,7 @@ class Check:
     """What was predicted and what was measured."""
 
     subject: str
-    setting: Setting
+    setting: TrainingSetting
     predicted_nbytes: int
     measured: Measured
     seconds: float
@@ -139,21 +139,23 @@ class Check:
         }
 
 
-def check(subject: Subject, setting: Setting, start: StartRanks, *, inputs: Sequence[str] = ()) -> Check:
+def check(
+    subject: TrainingSubject, setting: TrainingSetting, start: StartRanks, *, inputs: Sequence[str] = ()
+) -> Check:
     """Predict, then measure.
 
     Args:
-        subject, setting, inputs: as for `predict` and `measure`.
+        subject, setting, inputs: as for `predict_memory` and `measure`.
         start: starts ranks.
 
     Raises:
         UsageError: this machine has not the memory that was predicted.
         RankFailed: a rank ended with an error.
     """
-    prediction = predict(subject, setting)
+    prediction = predict_memory(subject, setting)
     predicted = prediction.timeline.peak().nbytes
     if setting.device == "cuda":
-        predicted = replay(prediction.timeline.changes()).allocated_nbytes
+        predicted = replay_allocations(prediction.timeline.changes()).allocated_nbytes
     available = psutil.virtual_memory().available
     if setting.device == "cpu" and predicted * setting.ranks > available:
         raise UsageError(

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from paceline.parallel.engine.comm import Comm
 from paceline.tools.bench.cpu_allocations import Allocated
-from paceline.tools.plan.memory.traced_training import Silent, train
-from paceline.tools.plan.memory.training_subject import Setting, Subject, subject_of
+from paceline.tools.plan.memory.traced_training import SilentObserver, train_subject
+from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject, resolve_subject
 from paceline.world import init, shutdown
 
 __all__ = ["main"]
@@ -24,13 +24,13 @@ __all__ = ["main"]
 def main(argv: Sequence[str]) -> None:
     """Do the job that the file ``argv[0]`` describes."""
     job = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    setting = Setting.from_json(job["setting"])
+    setting = TrainingSetting.from_json(job["setting"])
     torch.manual_seed(0)
     torch.set_num_threads(job["threads"])
     world = init(setting.backend) if setting.ranks > 1 else None
     if setting.device == "cuda":
         torch.set_default_device("cuda" if world is None else world.device)
-    subject = subject_of(job["subject"], job["inputs"])
+    subject = resolve_subject(job["subject"], job["inputs"])
     found = _measure(subject, setting, job["steps"])
     every: list[Any] = [found]
     if world is not None:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
         shutdown()
 
 
-def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
+def _measure(subject: TrainingSubject, setting: TrainingSetting, steps: int) -> dict[str, Any]:
     """Return the peak of this rank and, on the CPU, the operators in which it was reached."""
     _warm_up()
     gc.collect()
@@ -50,7 +50,7 @@ def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
     if setting.device == "cuda":
         return _measure_gpu(subject, setting, steps)
     with Allocated() as allocated:
-        train(subject, setting, Comm(), Silent(), steps)
+        train_subject(subject, setting, Comm(), SilentObserver(), steps)
     peak = allocated.at_peak()
     return {
         "peak_nbytes": allocated.nbytes,
@@ -59,10 +59,10 @@ def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
     }
 
 
-def _measure_gpu(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
+def _measure_gpu(subject: TrainingSubject, setting: TrainingSetting, steps: int) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    train(subject, setting, Comm(), Silent(), steps)
+    train_subject(subject, setting, Comm(), SilentObserver(), steps)
     peak = torch.cuda.max_memory_allocated() - before
     return {"peak_nbytes": peak, "peak_operators": [], "unreported_nbytes": 0}
 

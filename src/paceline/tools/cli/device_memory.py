@@ -8,7 +8,7 @@ from paceline._core.units import parse_bytes
 from paceline.errors import UsageError, unknown
 
 if TYPE_CHECKING:
-    from paceline.tools.plan.memory.memory_forecast import Room
+    from paceline.tools.plan.memory.memory_forecast import DeviceMemory
 
 __all__ = ["CUDA_CONTEXT", "KINDS", "capacity_of", "room_of"]
 
@@ -41,25 +41,27 @@ def capacity_of(device: str | None, device_memory: str | None) -> int | None:
     from paceline.cost_model import hardware_catalog
 
     try:
-        return hardware_catalog.device(device).memory_nbytes
+        return hardware_catalog.find_device(device).memory_nbytes
     except UsageError:
         raise unknown("device", device, [*KINDS, *hardware_catalog.DEVICES]) from None
 
 
-def room_of(kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEXT, data: str = "0") -> Room:
+def room_of(
+    kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEXT, data: str = "0"
+) -> DeviceMemory:
     """Return the room on a device.
 
     Args:
         kind: one of `KINDS`. capacity: bytes, None: not known. cuda_context: what driver and kernels take of a GPU.
         data: what stays on the device beside the training.
     """
-    from paceline.tools.plan.memory.memory_forecast import Room
-    from paceline.tools.plan.memory.memory_ledger import Outside
+    from paceline.tools.plan.memory.memory_forecast import DeviceMemory
+    from paceline.tools.plan.memory.memory_ledger import NonTensorMemory
 
     gpu = kind == "cuda"
-    return Room(
+    return DeviceMemory(
         capacity,
-        Outside(
+        NonTensorMemory(
             context_nbytes=parse_bytes(cuda_context) if gpu else 0,
             library_nbytes=_CUBLAS_NBYTES if gpu else 0,
             data_nbytes=parse_bytes(data),

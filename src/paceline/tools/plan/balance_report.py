@@ -15,13 +15,13 @@ from paceline.data.sampling.rank_shares import RankShares, TurnOrder
 from paceline.data.sampling.uneven_policies import RankPortions, UnevenPolicy
 from paceline.errors import UnevenData, UsageError
 
-__all__ = ["Balance", "Outcome", "is_even", "safe_batch_sizes", "safe_blocks"]
+__all__ = ["BatchBalance", "PolicyOutcome", "is_even", "safe_batch_sizes", "safe_blocks"]
 
 Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PolicyOutcome:
     """What an epoch is like under one policy.
 
     Attributes:
@@ -55,7 +55,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Balance:
+class BatchBalance:
     """A dealing, cut into batches.
 
     Attributes:
@@ -64,19 +64,19 @@ class Balance:
         drop_last: whether a loader without a policy leaves out the short last batch.
     """
 
-    dealing: BlockDispatch
+    dispatch: BlockDispatch
     batch_size: int
     drop_last: bool = False
 
     @cached_property
     def full_batches(self) -> tuple[int, ...]:
         """Full batches of each rank: the floor."""
-        return tuple(count // self.batch_size for count in self.dealing.counts)
+        return tuple(count // self.batch_size for count in self.dispatch.counts)
 
     @cached_property
     def all_batches(self) -> tuple[int, ...]:
         """Batches of each rank with the last one, which may be short: the ceiling."""
-        return tuple(-(-count // self.batch_size) for count in self.dealing.counts)
+        return tuple(-(-count // self.batch_size) for count in self.dispatch.counts)
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -94,46 +94,46 @@ class Balance:
         """Whether ranks that each loop over their own batches end up waiting for one another."""
         return min(self.batches) < max(self.batches)
 
-    def outcome(self, policy: UnevenPolicy) -> Outcome:
+    def outcome(self, policy: UnevenPolicy) -> PolicyOutcome:
         """Return what an epoch is like under `policy`; every sample weighs the same."""
-        counts = self.dealing.counts
+        counts = self.dispatch.counts
         try:
             portions = RankPortions(counts, self.batch_size, policy)
         except (UnevenData, UsageError) as error:
-            return Outcome(policy, None, refused=str(error).partition("\n")[0])
+            return PolicyOutcome(policy, None, refused=str(error).partition("\n")[0])
         served = [portions.bounds(rank, portions.steps - 1)[1] for rank in range(len(counts))]
-        return Outcome(
+        return PolicyOutcome(
             policy,
             portions.steps,
             portions.used,
             portions.dropped,
             portions.repeated,
             portions.empty,
-            moved(served, counts),
+            moved_weight(served, counts),
         )
 
     @property
-    def without_policy(self) -> Outcome:
+    def without_policy(self) -> PolicyOutcome:
         """What becomes of ranks that each loop over their own batches, and weigh every rank the same."""
-        counts, steps = self.dealing.counts, min(self.batches)
+        counts, steps = self.dispatch.counts, min(self.batches)
         used = sum(min(count, steps * self.batch_size) for count in counts)
         weights = [1 if steps else 0] * len(counts)
-        return Outcome(
+        return PolicyOutcome(
             "none",
             steps,
             used,
             sum(counts) - used,
-            moved=moved(weights, counts),
+            moved=moved_weight(weights, counts),
             deadlock=self.deadlock,
         )
 
     @cached_property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[PolicyOutcome]:
         """Every policy's outcome, that of none first."""
         return [self.without_policy, *(self.outcome(policy) for policy in get_args(UnevenPolicy))]
 
 
-def moved(weights: Sequence[int], counts: Sequence[int]) -> float:
+def moved_weight(weights: Sequence[int], counts: Sequence[int]) -> float:
     """Return how far apart two distributions over ranks are, 0 to 1: their distance in total variation."""
     all_weights, samples = sum(weights), sum(counts)
     if not all_weights or not samples:

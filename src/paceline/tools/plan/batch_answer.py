@@ -13,26 +13,40 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline._core.format import format_count, format_decimal
-from paceline.cost_model.device_rates import Quantity, intensity
 from paceline.errors import UsageError
 from paceline.tools.plan.batch_split import (
     BatchSplit,
-    States,
+    ModelStates,
     device_nbytes,
-    devices_for,
-    most_samples,
+    devices_needed,
+    max_micro_batch,
     split_batch,
 )
-from paceline.tools.plan.compute_bound_batch import Threshold, ddp_tokens, fsdp_tokens, hsdp_tokens
-from paceline.tools.plan.xxl_model import Derived
+from paceline.tools.plan.communication_roofline import (
+    RateEstimate,
+    TokenThreshold,
+    ddp_tokens,
+    fsdp_tokens,
+    hsdp_tokens,
+    intensity,
+)
+from paceline.tools.plan.xxl_model import DerivedFigure
 
 if TYPE_CHECKING:
     pass  # moved
 
-__all__ = ["Answer", "Asked", "answer", "bound_words", "devices_of", "least_words", "split_words"]
+__all__ = [
+    "BatchPlan",
+    "BatchRequest",
+    "bound_words",
+    "describe_split",
+    "devices_of",
+    "least_words",
+    "plan_batch",
+]
 
 
-def least_words(asked: Asked, states: States, least: int | None) -> str:
+def least_words(asked: BatchRequest, states: ModelStates, least: int | None) -> str:
     """Return how many devices it takes at least, or why no number is enough."""
     room = asked.memory * asked.usable
     if least is None:
@@ -48,7 +62,7 @@ def least_words(asked: Asked, states: States, least: int | None) -> str:
     )
 
 
-def split_words(split: BatchSplit) -> list[str]:
+def describe_split(split: BatchSplit) -> list[str]:
     """Return how a global batch is dealt, and what becomes of it where it does not divide."""
     said = [
         f"Global batch {split.asked}: {split.ranks} ranks, {split.accumulation} micro-batch"
@@ -73,7 +87,9 @@ def _rest_words(split: BatchSplit) -> str:
     return f"{said}, which Paceline weighs exactly. All alike are {near}{same} (micro-batch × accumulation × ranks)."
 
 
-def bound_words(asked: Asked, split: BatchSplit | None, thresholds: dict[str, Threshold]) -> list[str]:
+def bound_words(
+    asked: BatchRequest, split: BatchSplit | None, thresholds: dict[str, TokenThreshold]
+) -> list[str]:
     """Return for each threshold whether the split's devices have enough tokens to hide communication."""
     said: list[str] = []
     for name, threshold in thresholds.items():
@@ -82,7 +98,7 @@ def bound_words(asked: Asked, split: BatchSplit | None, thresholds: dict[str, Th
                 f"{name}: bound by computing from {threshold.tokens:,.0f} tokens per {threshold.per} on."
             )
             continue
-        samples = split.asked / split.ranks
+        samples = split.samples / split.ranks
         if threshold.per == "micro-batch":
             samples /= split.accumulation
         has = samples * asked.sample_tokens
@@ -106,7 +122,7 @@ _INSIDE, _BETWEEN = "hsdp, inside a group", "hsdp, between groups"
 
 
 @dataclass(frozen=True)
-class Asked:
+class BatchRequest:
     """What is to be planned.
 
     Attributes:
@@ -129,10 +145,10 @@ class Asked:
     sample_tokens: int = 1
     devices: int | None = None
     samples: int | None = None
-    flops: Quantity | None = None
-    wire: Quantity | None = None
+    flops: RateEstimate | None = None
+    wire: RateEstimate | None = None
     gradient_nbytes: float = 2.0
-    between: Quantity | None = None
+    between: RateEstimate | None = None
     group: int = 1
 
     def __post_init__(self) -> None:
@@ -155,7 +171,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answer:
+class BatchPlan:
     """What came out.
 
     Attributes:
@@ -165,14 +181,14 @@ class Answer:
         thresholds: by what they are for, tokens of a device from which computing hides communication.
     """
 
-    figures: tuple[Derived, ...]
+    figures: tuple[DerivedFigure, ...]
     sentences: tuple[str, ...]
     least: int | None
     split: BatchSplit | None
-    thresholds: dict[str, Threshold]
+    thresholds: dict[str, TokenThreshold]
 
 
-def answer(asked: Asked) -> Answer:
+def plan_batch(asked: BatchRequest) -> BatchPlan:
     """Return devices, batch and thresholds.
 
     Example:
@@ -180,8 +196,8 @@ def answer(asked: Asked) -> Answer:
         >>> found.least, found.sentences[0]
         (3, 'At least 3 devices: each then holds 45.5 GB of the 64 GB that may be used.')
     """
-    states = States.of(asked.parameters, asked.strategy)
-    least = devices_for(states, asked.sample_activations, asked.memory * asked.usable, asked.shared)
+    states = ModelStates.of(asked.parameters, asked.strategy)
+    least = devices_needed(states, asked.sample_activations, asked.memory * asked.usable, asked.shared)
     figures = [_state_figure(asked, states), _least_figure(asked, states, least)]
     sentences = [least_words(asked, states, least)]
     devices = asked.devices or least
@@ -193,20 +209,20 @@ def answer(asked: Asked) -> Answer:
         if asked.samples is not None:
             split = split_batch(asked.samples, devices, most or asked.samples)
             figures.append(_split_figure(split))
-            sentences += split_words(split)
+            sentences += describe_split(split)
     elif least is not None:
         sentences.append(f"{devices} devices are too few for {asked.strategy}: nothing else is planned.")
     thresholds = _thresholds(asked, devices or 1)
     figures += [_threshold_figure(asked, name, each) for name, each in thresholds.items()]
     sentences += bound_words(asked, split, thresholds)
-    return Answer(tuple(figures), tuple(sentences), least, split, thresholds)
+    return BatchPlan(tuple(figures), tuple(sentences), least, split, thresholds)
 
 
-def _state_figure(asked: Asked, states: States) -> Derived:
+def _state_figure(asked: BatchRequest, states: ModelStates) -> DerivedFigure:
     shared, whole = (round(each / asked.parameters) for each in (states.shared, states.whole))
     parts = [f"{nbytes} B shared" for nbytes in (shared,) if nbytes]
     parts += [f"{nbytes} B on every device" for nbytes in (whole,) if nbytes]
-    return Derived(
+    return DerivedFigure(
         "state_nbytes",
         "weights, gradients and Adam's states",
         f"{shared + whole} · {format_count(asked.parameters)} parameters ({', '.join(parts)})",
@@ -216,7 +232,7 @@ def _state_figure(asked: Asked, states: States) -> Derived:
     )
 
 
-def _least_figure(asked: Asked, states: States, least: int | None) -> Derived:
+def _least_figure(asked: BatchRequest, states: ModelStates, least: int | None) -> DerivedFigure:
     per_device = states.whole + (1 - asked.shared) * asked.sample_activations
     together = states.shared + asked.shared * asked.sample_activations
     room = asked.memory * asked.usable
@@ -228,12 +244,12 @@ def _least_figure(asked: Asked, states: States, least: int | None) -> Derived:
         formula += f" = {together / (room - per_device):.3g}"
     wrong = ""
     if least is not None and asked.shared < 1 and asked.sample_activations:
-        naive = devices_for(states, asked.sample_activations, room, 1.0)
+        naive = devices_needed(states, asked.sample_activations, room, 1.0)
         if naive is not None and naive != least:
             wrong = (
                 f"(S + A)/n would give {naive}: what is not shared of A is on every device, whatever n is."
             )
-    return Derived(
+    return DerivedFigure(
         "devices",
         "devices at least, with a micro-batch of one sample",
         formula,
@@ -244,18 +260,20 @@ def _least_figure(asked: Asked, states: States, least: int | None) -> Derived:
     )
 
 
-def _most(asked: Asked, states: States, devices: int) -> int | None:
+def _most(asked: BatchRequest, states: ModelStates, devices: int) -> int | None:
     """Return the largest micro-batch in samples; None where nobody knows what a sample needs."""
     if not asked.sample_activations:
         return None
-    return most_samples(states, asked.sample_activations, asked.memory * asked.usable, devices, asked.shared)
+    return max_micro_batch(
+        states, asked.sample_activations, asked.memory * asked.usable, devices, asked.shared
+    )
 
 
-def _most_figure(asked: Asked, states: States, devices: int, most: int) -> Derived:
+def _most_figure(asked: BatchRequest, states: ModelStates, devices: int, most: int) -> DerivedFigure:
     room = asked.memory * asked.usable
     left = room - states.shared / devices - states.whole
     each = asked.sample_activations * (asked.shared / devices + 1 - asked.shared)
-    return Derived(
+    return DerivedFigure(
         "most_samples",
         f"largest micro-batch on {devices_of(devices)}",
         f"⌊({room / 1e9:,.4g} − {(room - left) / 1e9:,.4g}) GB / {each / 1e9:,.3g} GB a sample⌋",
@@ -264,19 +282,19 @@ def _most_figure(asked: Asked, states: States, devices: int, most: int) -> Deriv
     )
 
 
-def _split_figure(split: BatchSplit) -> Derived:
+def _split_figure(split: BatchSplit) -> DerivedFigure:
     unit = split.micro * split.accumulation * split.ranks
-    return Derived(
+    return DerivedFigure(
         "split",
         "global batch = micro-batch × accumulation × ranks",
         f"{split.asked} = {split.told}" + (f" − {split.missing}" if split.missing else ""),
         unit,
-        split.told,
+        split.label,
         "ranks first, since they work at the same time; accumulation only for what memory does not hold",
     )
 
 
-def _thresholds(asked: Asked, devices: int) -> dict[str, Threshold]:
+def _thresholds(asked: BatchRequest, devices: int) -> dict[str, TokenThreshold]:
     if asked.flops is None or asked.wire is None or devices == 1:
         return {}
     sharded = asked.strategy == "fsdp"
@@ -296,7 +314,7 @@ def _thresholds(asked: Asked, devices: int) -> dict[str, Threshold]:
     return found
 
 
-def _wire_of(asked: Asked, name: str) -> Quantity:
+def _wire_of(asked: BatchRequest, name: str) -> RateEstimate:
     """Return the links that a threshold is about: inside a group, between groups, or the slower of both."""
     assert asked.wire is not None
     if asked.between is None or name == _INSIDE:
@@ -304,7 +322,7 @@ def _wire_of(asked: Asked, name: str) -> Quantity:
     return asked.between if name == _BETWEEN else min(asked.wire, asked.between, key=lambda each: each.value)
 
 
-def _threshold_figure(asked: Asked, name: str, threshold: Threshold) -> Derived:
+def _threshold_figure(asked: BatchRequest, name: str, threshold: TokenThreshold) -> DerivedFigure:
     assert asked.flops is not None
     wire = _wire_of(asked, name)
     alpha = intensity(asked.flops, wire)
@@ -317,7 +335,7 @@ def _threshold_figure(asked: Asked, name: str, threshold: Threshold) -> Derived:
         wrong = (
             "counting tokens of several micro-batches: each gathers the weights and scatters gradients anew."
         )
-    return Derived(
+    return DerivedFigure(
         f"tokens_{name.replace(', ', '_').replace(' ', '_')}",
         f"tokens on a device from which computing hides communication, {name}",
         threshold.formula,

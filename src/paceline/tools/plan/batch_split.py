@@ -19,12 +19,12 @@ from paceline.errors import UsageError, unknown
 __all__ = [
     "STATES",
     "BatchSplit",
-    "States",
+    "ModelStates",
     "device_nbytes",
-    "devices_for",
-    "most_samples",
+    "devices_needed",
+    "max_micro_batch",
     "split_batch",
-    "token_nbytes",
+    "transformer_token_nbytes",
 ]
 
 STATES = {"ddp": (0, 16), "zero1": (8, 8), "zero2": (12, 4), "fsdp": (16, 0)}
@@ -32,7 +32,7 @@ STATES = {"ddp": (0, 16), "zero1": (8, 8), "zero2": (12, 4), "fsdp": (16, 0)}
 
 
 @dataclass(frozen=True)
-class States:
+class ModelStates:
     """Bytes of weights, gradients and optimizer.
 
     Attributes:
@@ -44,7 +44,7 @@ class States:
     whole: float = 0.0
 
     @classmethod
-    def of(cls, parameters: int, strategy: str = "fsdp") -> States:
+    def of(cls, parameters: int, strategy: str = "fsdp") -> ModelStates:
         """Return those of a model trained with Adam in float32.
 
         Args:
@@ -64,7 +64,7 @@ class States:
         return cls(shared * parameters, whole * parameters)
 
 
-def device_nbytes(states: States, activations: float, devices: int, shared: float = 0.0) -> float:
+def device_nbytes(states: ModelStates, activations: float, devices: int, shared: float = 0.0) -> float:
     """Return m(n), the bytes that each device holds.
 
     Args:
@@ -77,7 +77,7 @@ def device_nbytes(states: States, activations: float, devices: int, shared: floa
     return (states.shared + shared * activations) / devices + states.whole + (1.0 - shared) * activations
 
 
-def devices_for(states: States, activations: float, memory: float, shared: float = 0.0) -> int | None:
+def devices_needed(states: ModelStates, activations: float, memory: float, shared: float = 0.0) -> int | None:
     """Return the least n with m(n) ≤ memory; None if no number of devices is enough.
 
     n ≥ (S + f·A) / (memory − R − (1 − f)·A): what every device holds by itself is taken off its memory first.
@@ -111,8 +111,8 @@ def devices_for(states: States, activations: float, memory: float, shared: float
     return max(1, math.ceil(together / left)) if together else 1
 
 
-def most_samples(
-    states: States, activations_of_sample: float, memory: float, devices: int, shared: float = 0.0
+def max_micro_batch(
+    states: ModelStates, activations_of_sample: float, memory: float, devices: int, shared: float = 0.0
 ) -> int:
     """Return the largest micro-batch that fits on each of n devices; 0 if not even one sample does.
 
@@ -129,7 +129,7 @@ def most_samples(
     return max(0, math.floor(left / each * (1 + 1e-12)))  # a quotient that rounding put below a whole number
 
 
-def token_nbytes(d_model: int, layers: int, vocabulary: int) -> float:
+def transformer_token_nbytes(d_model: int, layers: int, vocabulary: int) -> float:
     """Return about what a token of a transformer saves for backward in 16 bits, its attention not materialised.
 
     34·d_model bytes a layer (Korthikanti et al., arXiv 2205.05198, without the scores, which fused attention does not
@@ -157,7 +157,7 @@ class BatchSplit:
         exact: the split with the most ranks that divides without rest; None: this one does.
     """
 
-    asked: int
+    samples: int
     micro: int
     accumulation: int
     ranks: int
@@ -170,10 +170,10 @@ class BatchSplit:
     @property
     def rank_samples(self) -> tuple[int, int]:
         """The least and the most samples of a rank in an optimizer step; both alike where it divides."""
-        return self.asked // self.ranks, -(-self.asked // self.ranks)
+        return self.samples // self.ranks, -(-self.samples // self.ranks)
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """The split as people write it: micro-batch × accumulation × ranks."""
         return f"{self.micro} × {self.accumulation} × {self.ranks}"
 
@@ -229,8 +229,8 @@ def _with_exact(split: BatchSplit, most: int) -> BatchSplit:
     if not split.missing:
         return split
     devices = split.ranks + split.idle
-    ranks = next(count for count in range(split.ranks, 0, -1) if split.asked % count == 0)
-    own = split.asked // ranks
+    ranks = next(count for count in range(split.ranks, 0, -1) if split.samples % count == 0)
+    own = split.samples // ranks
     accumulation = next(parts for parts in range(-(-own // most), own + 1) if own % parts == 0)
-    exact = _split(split.asked, ranks, devices, accumulation)
+    exact = _split(split.samples, ranks, devices, accumulation)
     return BatchSplit(**{**vars(split), "exact": exact})

@@ -9,10 +9,16 @@ from paceline.data.sampling.block_dispatch import BlockDispatch, Scheme, dispatc
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import check_cut
 from paceline.errors import UsageError
-from paceline.tools.plan.balance_report import Balance, is_even, safe_batch_sizes, safe_blocks
-from paceline.tools.plan.imbalance_statistics import DRAWS, Spread, bound_in_turns, largest_above, spread_of
+from paceline.tools.plan.balance_report import BatchBalance, is_even, safe_batch_sizes, safe_blocks
+from paceline.tools.plan.imbalance_statistics import (
+    DRAWS,
+    ImbalanceSpread,
+    excess_bound_in_turns,
+    imbalance_spread,
+    largest_excess,
+)
 
-__all__ = ["SCHEMA", "Asked", "Forecast", "Imbalance", "forecasts"]
+__all__ = ["SCHEMA", "DispatchForecast", "DispatchRequest", "Imbalance", "forecast_dispatch"]
 
 SCHEMA = 1
 
@@ -24,7 +30,7 @@ MOST_DRAWN = 200_000
 
 
 @dataclass(frozen=True)
-class Asked:
+class DispatchRequest:
     """What is to be forecast.
 
     Attributes:
@@ -55,9 +61,9 @@ class Asked:
         if self.draws is not None and self.draws < 0:
             raise UsageError(f"draws={self.draws}", remedy="pass 0 or more")
         for block in self.blocks:
-            self.dealing(block)
+            self.dispatch(block)
 
-    def dealing(self, block: int) -> BlockDispatch:
+    def dispatch(self, block: int) -> BlockDispatch:
         """Return who gets what in blocks of `block`."""
         shares = self.shares
         return dispatch_blocks(
@@ -65,7 +71,7 @@ class Asked:
         )
 
     @property
-    def draws_of_block(self) -> int:
+    def draws_per_block(self) -> int:
         """How many draws are made for each block size."""
         return min(DRAWS, max(1, MOST_DRAWN // self.shares.ranks)) if self.draws is None else self.draws
 
@@ -80,7 +86,7 @@ class Asked:
             "blocks": list(self.blocks),
             "batch_sizes": list(self.batch_sizes),
             "drop_last": self.drop_last,
-            "draws": self.draws_of_block,
+            "draws": self.draws_per_block,
         }
 
 
@@ -98,21 +104,21 @@ class Imbalance:
     dealt: float
     in_turns: float
     bound_in_turns: float
-    random: Spread
+    random: ImbalanceSpread
 
     @classmethod
     def of(cls, dealing: BlockDispatch, draws: int) -> Imbalance:
-        """Return the imbalance of `dealing`, and of its blocks dealt otherwise."""
+        """Return the imbalance of `dispatch`, and of its blocks dealt otherwise."""
         return cls(
-            largest_above(dealing.counts, dealing.shares),
-            largest_above(replace(dealing, scheme="shares").counts, dealing.shares),
-            bound_in_turns(dealing.shares, dealing.samples, dealing.block),
-            spread_of(replace(dealing, scheme="random"), draws),
+            largest_excess(dealing.counts, dealing.shares),
+            largest_excess(replace(dealing, scheme="shares").counts, dealing.shares),
+            excess_bound_in_turns(dealing.shares, dealing.samples, dealing.block),
+            imbalance_spread(replace(dealing, scheme="random"), draws),
         )
 
 
 @dataclass(frozen=True)
-class Forecast:
+class DispatchForecast:
     """One block size and one batch size.
 
     Attributes:
@@ -124,7 +130,7 @@ class Forecast:
         batch_sizes_tried: the same of batch sizes.
     """
 
-    balance: Balance
+    balance: BatchBalance
     imbalance: Imbalance
     safe_blocks: list[int]
     blocks_tried: int
@@ -134,7 +140,7 @@ class Forecast:
     @property
     def block(self) -> int:
         """Samples that go to one rank together."""
-        return self.balance.dealing.block
+        return self.balance.dispatch.block
 
     @property
     def batch_size(self) -> int:
@@ -147,7 +153,7 @@ class Forecast:
         return {
             "block": self.block,
             "batch_size": self.batch_size,
-            "counts": list(balance.dealing.counts),
+            "counts": list(balance.dispatch.counts),
             "batches_floor": list(balance.full_batches),
             "batches_ceil": list(balance.all_batches),
             "starving": [{"rank": rank, "after_step": steps} for rank, steps in balance.starving],
@@ -165,29 +171,29 @@ class Forecast:
         }
 
 
-def forecasts(asked: Asked) -> list[Forecast]:
+def forecast_dispatch(asked: DispatchRequest) -> list[DispatchForecast]:
     """Return the forecast of every block size with every batch size."""
     samples, shares, drop_last = asked.samples, asked.shares, asked.drop_last
     blocks_tried = max(1, min(LARGEST_BLOCK, samples // shares.ranks))
     safe_blocks_of = {size: _safe_blocks(asked, size, blocks_tried) for size in asked.batch_sizes}
     found = []
     for block in asked.blocks:
-        dealing = asked.dealing(block)
-        imbalance = Imbalance.of(dealing, asked.draws_of_block)
+        dealing = asked.dispatch(block)
+        imbalance = Imbalance.of(dealing, asked.draws_per_block)
         tried = min(LARGEST_BATCH, max(dealing.counts))
         larger = sorted(size for size in asked.batch_sizes if size > tried)
         safe = safe_batch_sizes(dealing.counts, [*range(1, tried + 1), *larger], drop_last=drop_last)
         for size, blocks in safe_blocks_of.items():
-            balance = Balance(dealing, size, drop_last)
-            found.append(Forecast(balance, imbalance, blocks, blocks_tried, safe, tried))
+            balance = BatchBalance(dealing, size, drop_last)
+            found.append(DispatchForecast(balance, imbalance, blocks, blocks_tried, safe, tried))
     return found
 
 
-def _safe_blocks(asked: Asked, batch_size: int, tried: int) -> list[int]:
+def _safe_blocks(asked: DispatchRequest, batch_size: int, tried: int) -> list[int]:
     """Return which of the block sizes up to `tried`, and of those asked for, are safe if dealt in turns."""
     found = safe_blocks(asked.samples, asked.shares, batch_size, tried, drop_last=asked.drop_last)
     for block in sorted(asked.blocks):
-        dealing = replace(asked.dealing(block), scheme="shares")
+        dealing = replace(asked.dispatch(block), scheme="shares")
         if block > tried and is_even(dealing.counts, batch_size, drop_last=asked.drop_last):
             found.append(block)
     return found

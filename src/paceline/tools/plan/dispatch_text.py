@@ -9,9 +9,17 @@ from operator import itemgetter
 from typing import get_args
 
 from paceline.data.sampling.uneven_policies import UnevenPolicy
-from paceline.tools.plan.balance_report import Balance, Outcome
+from paceline.tools.plan.balance_report import BatchBalance, PolicyOutcome
 
-__all__ = ["in_short", "of_bias", "of_loop", "of_outcome", "of_safe", "percent", "ranges"]
+__all__ = [
+    "describe_bias",
+    "describe_loop",
+    "describe_outcome",
+    "describe_safe_sizes",
+    "format_ranges",
+    "percent",
+    "summarise_counts",
+]
 
 BIAS = (
     "What is dropped or repeated is no even part of the data, but some ranks'. Dealt anew every epoch it is another "
@@ -20,7 +28,7 @@ BIAS = (
 )
 
 
-def in_short(numbers: Sequence[int], kinds: int = 4, most: int = 10) -> str:
+def summarise_counts(numbers: Sequence[int], kinds: int = 4, most: int = 10) -> str:
     """Return one number a rank, in rank order: equal ones together, few one by one; of many the kinds or the range.
 
     Example:
@@ -37,7 +45,7 @@ def in_short(numbers: Sequence[int], kinds: int = 4, most: int = 10) -> str:
     return ", ".join(f"{number} ×{ranks}" if ranks > 1 else f"{number}" for number, ranks in runs)
 
 
-def ranges(numbers: Sequence[int], most: int = 8) -> str:
+def format_ranges(numbers: Sequence[int], most: int = 8) -> str:
     """Return ascending numbers as ranges, the first ones and the last of many.
 
     Example:
@@ -66,7 +74,7 @@ def percent(part: float) -> str:
     return f"{100 * part:.3g}%" if abs(part) < 10 else f"{100 * part:.0f}%"
 
 
-def of_loop(balance: Balance) -> str:
+def describe_loop(balance: BatchBalance) -> str:
     """Return what happens to ranks that just loop over their own batches."""
     steps = min(balance.batches)
     if not balance.deadlock:
@@ -83,10 +91,10 @@ def of_loop(balance: Balance) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    return f"ranks {ranges(ranks, most=3)}" + f" ({len(ranks)})" * (len(ranks) > 8)
+    return f"ranks {format_ranges(ranks, most=3)}" + f" ({len(ranks)})" * (len(ranks) > 8)
 
 
-def of_outcome(outcome: Outcome) -> str:
+def describe_outcome(outcome: PolicyOutcome) -> str:
     """Return whether an epoch uses every sample once."""
     if outcome.deadlock:
         return "no: it hangs"
@@ -95,7 +103,7 @@ def of_outcome(outcome: Outcome) -> str:
     return "yes" if outcome.exact else "no"
 
 
-def of_bias(found: Sequence[tuple[str, Outcome]], samples: int) -> list[str]:
+def describe_bias(found: Sequence[tuple[str, PolicyOutcome]], samples: int) -> list[str]:
     """Return what dropping or repeating samples does to the gradient; nothing where no policy does.
 
     Args:
@@ -117,7 +125,7 @@ def of_bias(found: Sequence[tuple[str, Outcome]], samples: int) -> list[str]:
     return [f"In the worst case {'; '.join(told)}.", BIAS] if told else []
 
 
-def of_safe(sizes: Sequence[int], tried: int, near: int | None = None) -> str:
+def describe_safe_sizes(sizes: Sequence[int], tried: int, near: int | None = None) -> str:
     """Return which sizes are safe, and the nearest ones to another.
 
     Args:
@@ -127,7 +135,7 @@ def of_safe(sizes: Sequence[int], tried: int, near: int | None = None) -> str:
     """
     if not sizes:
         return f"none of {tried}"
-    told = f"{ranges(sizes)} ({sum(size <= tried for size in sizes)} of {tried})"
+    told = f"{format_ranges(sizes)} ({sum(size <= tried for size in sizes)} of {tried})"
     if near is None or near in set(sizes):
         return told
     below = [size for size in sizes if size < near][-1:]

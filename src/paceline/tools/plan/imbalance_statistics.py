@@ -18,13 +18,13 @@ from paceline.data.sampling.block_dispatch import BlockDispatch, draw_counts
 from paceline.data.sampling.rank_shares import RankShares
 
 __all__ = [
-    "Spread",
-    "bound_in_turns",
-    "expected_largest",
-    "largest_above",
+    "ImbalanceSpread",
+    "excess_bound_in_turns",
+    "expected_excess",
+    "imbalance_spread",
+    "largest_excess",
     "share_deviation",
-    "spread_of",
-    "unlikely_largest",
+    "unlikely_excess",
 ]
 
 DRAWS = 400
@@ -34,7 +34,7 @@ NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
-class Spread:
+class ImbalanceSpread:
     """How far the largest amount may be above its share, as a fraction of that share.
 
     Attributes:
@@ -63,7 +63,7 @@ def share_deviation(share: float, samples: int, block: int) -> float:
     return math.sqrt(share * (1 - share) * block / samples)
 
 
-def bound_in_turns(shares: RankShares, samples: int, block: int) -> float:
+def excess_bound_in_turns(shares: RankShares, samples: int, block: int) -> float:
     """Return what the largest amount above its share stays below where blocks are dealt in turns.
 
     No rank is a whole block above its share, which for the smallest one is the largest part of it.
@@ -71,7 +71,7 @@ def bound_in_turns(shares: RankShares, samples: int, block: int) -> float:
     return block * shares.whole / (min(part for part in shares.parts if part) * samples)
 
 
-def spread_of(dealing: BlockDispatch, draws: int = DRAWS) -> Spread:
+def imbalance_spread(dealing: BlockDispatch, draws: int = DRAWS) -> ImbalanceSpread:
     """Return the spread of `dealing`, whatever its seed: over all draws that there could be.
 
     Args:
@@ -79,31 +79,31 @@ def spread_of(dealing: BlockDispatch, draws: int = DRAWS) -> Spread:
         draws: how many are made beside the closed forms, 0 or more.
     """
     if dealing.scheme != "random":
-        most = largest_above(dealing.counts, dealing.shares)
-        return Spread(expected=most, unlikely=most)
+        most = largest_excess(dealing.counts, dealing.shares)
+        return ImbalanceSpread(expected=most, unlikely=most)
     found = [
-        largest_above(
+        largest_excess(
             draw_counts(dealing.blocks, dealing.shares, derive_key(number, dealing.block, 4)), dealing.shares
         )
         for number in range(draws)
     ]
-    return Spread(
-        expected=expected_largest(dealing.shares, dealing.blocks),
-        unlikely=unlikely_largest(dealing.shares, dealing.blocks),
+    return ImbalanceSpread(
+        expected=expected_excess(dealing.shares, dealing.blocks),
+        unlikely=unlikely_excess(dealing.shares, dealing.blocks),
         drawn=math.fsum(found) / draws if draws else None,
         drawn_worst=max(found, default=None),
         draws=draws,
     )
 
 
-def largest_above(amounts: Sequence[int], shares: RankShares) -> float:
+def largest_excess(amounts: Sequence[int], shares: RankShares) -> float:
     """Return by how much the largest of the ranks' `amounts` is above its share, as a fraction of that share."""
     whole, parts = sum(amounts), shares.whole
     pairs = zip(amounts, shares.parts, strict=True)
     return max((amount * parts - part * whole) / (part * whole) for amount, part in pairs if part)
 
 
-def expected_largest(shares: RankShares, blocks: int) -> float:
+def expected_excess(shares: RankShares, blocks: int) -> float:
     """Return by how much the largest amount is above its share on average, as a fraction of that share.
 
     Multinomial counts are independent Poisson ones given their sum. To keep the sum takes the same fraction
@@ -122,7 +122,7 @@ def expected_largest(shares: RankShares, blocks: int) -> float:
     return low + step * math.fsum(passed(low + (number + 0.5) * step) for number in range(STEPS))
 
 
-def unlikely_largest(shares: RankShares, blocks: int, chance: float = UNLIKELY) -> float:
+def unlikely_excess(shares: RankShares, blocks: int, chance: float = UNLIKELY) -> float:
     """Return what the largest amount above its share passes with `chance`: the sum of all ranks' chances."""
     ranks_of_share = Counter(share for share in shares if 0 < share < 1)
     if not ranks_of_share:

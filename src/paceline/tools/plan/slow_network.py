@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from paceline._core.format import format_seconds
-from paceline.cost_model.step_strategy import NBYTES_A_NUMBER
+from paceline.cost_model.step_strategy import ELEMENT_NBYTES
 from paceline.errors import UsageError
 
-__all__ = ["EFFECTS", "Advice", "Option", "advise", "nbytes_of"]
+__all__ = ["LOSS_EFFECTS", "NetworkAdvice", "SyncOption", "advise_network", "exchange_nbytes"]
 
 BACKWARD_SHARE = 0.5
 """Of a step, in which gradients that are ready can be on their way: backward without its beginning."""
@@ -30,14 +30,14 @@ BACKWARD_SHARE = 0.5
 _BUSY = 0.9
 _FRAGMENTS = 4
 _AVERAGED_UP_TO = 10
-"""Beyond it, an outer momentum, which long trainings gain from (see `EFFECTS`); in short ones it lags behind."""
+"""Beyond it, an outer momentum, which long trainings gain from (see `LOSS_EFFECTS`); in short ones it lags behind."""
 
 _EVERY = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60, 80, 100, 125, 150, 200, 250, 300, 400, 500)
 
 # What was seen of the held-out loss at an equal number of steps, beside float32 gradients every step, on the reference
 # model `mini` with 4 ranks and 600 steps: benchmarks/slow-networks, loss against bytes. On long trainings see arXiv
 # 2311.08105 and 2501.18512. First what is sent, then the least H (+ τ) that a sentence is about.
-EFFECTS: dict[tuple[str, int], str] = {
+LOSS_EFFECTS: dict[tuple[str, int], str] = {
     ("none", 1): "none: exact",
     ("bf16", 1): "none visible",
     ("int8", 1): "none visible",
@@ -49,7 +49,7 @@ EFFECTS: dict[tuple[str, int], str] = {
 
 
 @dataclass(frozen=True)
-class Option:
+class SyncOption:
     """One way to synchronise, and what it is expected to cost.
 
     Attributes:
@@ -78,7 +78,7 @@ class Option:
     def severity(self) -> tuple[int, int]:
         """How much it may hurt the loss: a larger one hurts more. A delay hurts as a larger H does."""
         if self.every == 1:
-            return 1, list(NBYTES_A_NUMBER).index(self.compression)
+            return 1, list(ELEMENT_NBYTES).index(self.compression)
         return 2, self.every + self.delay
 
     @property
@@ -124,7 +124,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Advice:
+class NetworkAdvice:
     """What to do on a network of this speed.
 
     Attributes:
@@ -140,10 +140,10 @@ class Advice:
     bytes_per_second: float
     step_seconds: float
     share: float
-    options: tuple[Option, ...]
-    chosen: Option
+    options: tuple[SyncOption, ...]
+    chosen: SyncOption
     enough: bool
-    further: Option | None
+    further: SyncOption | None
 
     def facts(self) -> dict[str, object]:
         """Return the advice as JSON can say it."""
@@ -182,24 +182,24 @@ class Advice:
         return first, second, third
 
 
-def nbytes_of(parameters: int, ranks: int, compression: str = "none") -> float:
+def exchange_nbytes(parameters: int, ranks: int, compression: str = "none") -> float:
     """Return what a rank sends, in one direction, to exchange all parameters once.
 
     Example:
         >>> nbytes_of(1_000_000, ranks=4), nbytes_of(1_000_000, ranks=4, compression="bf16")
         (6000000.0, 3000000.0)
     """
-    return 2 * (ranks - 1) / ranks * NBYTES_A_NUMBER[compression] * parameters
+    return 2 * (ranks - 1) / ranks * ELEMENT_NBYTES[compression] * parameters
 
 
-def advise(
+def advise_network(
     parameters: int,
     ranks: int,
     bytes_per_second: float,
     step_seconds: float,
     share: float = 0.1,
     layers: int | None = None,
-) -> Advice:
+) -> NetworkAdvice:
     """Return what to send how often, so that ranks wait for at most `share` of a step.
 
     Args:
@@ -219,14 +219,14 @@ def advise(
     """
     _check(parameters, ranks, bytes_per_second, step_seconds, share, layers)
 
-    def price(compression: str, every: int = 1, fragments: int = 1, delay: int = 0) -> Option:
-        nbytes = nbytes_of(parameters, ranks, compression)
+    def price(compression: str, every: int = 1, fragments: int = 1, delay: int = 0) -> SyncOption:
+        nbytes = exchange_nbytes(parameters, ranks, compression)
         return _price(compression, every, fragments, delay, nbytes, nbytes / bytes_per_second, step_seconds)
 
-    options = [price(compression) for compression in NBYTES_A_NUMBER]
+    options = [price(compression) for compression in ELEMENT_NBYTES]
     if ranks > 1:
-        smallest = min(NBYTES_A_NUMBER, key=NBYTES_A_NUMBER.__getitem__)
-        steps = nbytes_of(parameters, ranks, smallest) / bytes_per_second / step_seconds
+        smallest = min(ELEMENT_NBYTES, key=ELEMENT_NBYTES.__getitem__)
+        steps = exchange_nbytes(parameters, ranks, smallest) / bytes_per_second / step_seconds
         options += [price(smallest, _rounded_up(steps / share)), price(smallest, *_streamed(steps, layers))]
     options = [
         replace(option, speedup=options[0].step_seconds / option.step_seconds)
@@ -234,7 +234,7 @@ def advise(
     ]
     good = [option for option in options if option.waiting_share <= share and _keeps_up(option)]
     chosen = good[0] if good else min(options, key=lambda option: option.step_seconds)
-    return Advice(
+    return NetworkAdvice(
         parameters,
         ranks,
         bytes_per_second,
@@ -255,15 +255,15 @@ def _price(
     nbytes: float,
     seconds: float,
     step_seconds: float,
-) -> Option:
+) -> SyncOption:
     """Return an option, given what one exchange of all parameters costs."""
     if every == 1:
         exposed = max(0.0, seconds - BACKWARD_SHARE * step_seconds)
     else:
         exposed = fragments / every * max(0.0, seconds / fragments - delay * step_seconds)
     whole = max(step_seconds + exposed, seconds / every)
-    least = max(at for kind, at in EFFECTS if kind == compression and at <= every + delay)
-    return Option(
+    least = max(at for kind, at in LOSS_EFFECTS if kind == compression and at <= every + delay)
+    return SyncOption(
         compression,
         every,
         fragments,
@@ -272,7 +272,7 @@ def _price(
         seconds / every,
         whole - step_seconds,
         whole,
-        EFFECTS[compression, least],
+        LOSS_EFFECTS[compression, least],
     )
 
 
@@ -280,7 +280,7 @@ def _streamed(steps: float, layers: int | None) -> tuple[int, int, int]:
     """Return H, fragments and delay that keep the network busy and nobody waiting.
 
     Args:
-        steps: of computing, in which all parameters could be exchanged once. layers: see `advise`.
+        steps: of computing, in which all parameters could be exchanged once. layers: see `advise_network`.
     """
     every = _rounded_up(steps / _BUSY)
     fragments = min(_FRAGMENTS, every, layers or _FRAGMENTS)
@@ -295,12 +295,12 @@ def _rounded_up(every: float) -> int:
     return next((usual for usual in _EVERY if usual >= every), _EVERY[-1])
 
 
-def _keeps_up(option: Option) -> bool:
+def _keeps_up(option: SyncOption) -> bool:
     """Tell whether the network carries in a step's time what a step sends."""
     return option.comm_seconds <= option.step_seconds
 
 
-def _further(options: Sequence[Option], chosen: Option) -> Option | None:
+def _further(options: Sequence[SyncOption], chosen: SyncOption) -> SyncOption | None:
     """Return the mildest option that hurts more and makes a step at least a twentieth shorter."""
     later = options[options.index(chosen) + 1 :]
     return next((option for option in later if option.step_seconds < 0.95 * chosen.step_seconds), None)

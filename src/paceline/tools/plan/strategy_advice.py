@@ -14,12 +14,20 @@ from dataclasses import dataclass, replace
 from paceline._core.units import MIB
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.step_costs import StepCosts, pick_step_costs
-from paceline.cost_model.step_strategy import StepStrategy, usual_strategies
+from paceline.cost_model.step_strategy import StepStrategy, standard_strategies
 from paceline.cost_model.step_time import StepTime, predict_step, predict_steps
 from paceline.errors import UsageError
-from paceline.tools.plan.slow_network import EFFECTS, advise, nbytes_of
+from paceline.tools.plan.slow_network import LOSS_EFFECTS, advise_network, exchange_nbytes
 
-__all__ = ["Batch", "Point", "Remedy", "StepAdvice", "advise_step", "pick_nearest", "ways_for"]
+__all__ = [
+    "RankBatch",
+    "ScalingPoint",
+    "StepAdvice",
+    "StepRemedy",
+    "advise_step",
+    "candidate_strategies",
+    "pick_nearest_costs",
+]
 
 _SIZES_MIB = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
 _NOTICEABLE = 1.05  # times as many samples per second
@@ -27,7 +35,7 @@ _HARDLY = 1.005  # times as long
 
 
 @dataclass(frozen=True)
-class Batch:
+class RankBatch:
     """What a rank computes in an optimizer step: `accumulation` micro-batches of `micro` samples."""
 
     micro: int
@@ -40,7 +48,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """A training on some ranks.
 
     Attributes:
@@ -53,7 +61,7 @@ class Point:
     """
 
     ranks: int
-    way: StepStrategy | None
+    strategy: StepStrategy | None
     seconds: float
     low: float
     high: float
@@ -65,7 +73,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class StepRemedy:
     """One thing changed: samples per second are `factor` times as many; `cost` tells what it takes or does."""
 
     what: str
@@ -88,24 +96,26 @@ class StepAdvice:
 
     best: StepTime
     default: StepTime | None
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
     limit: str
     shares: dict[str, float]
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[StepRemedy, ...]
 
 
-def ways_for(costs: StepCosts, strategies: Sequence[str], *, torchs: bool = True) -> list[StepStrategy]:
+def candidate_strategies(
+    costs: StepCosts, strategies: Sequence[str], *, torch_ddp: bool = True
+) -> list[StepStrategy]:
     """Return the ways to try: these strategies, those with buckets at usual sizes, and torch DDP's default."""
     whole = costs.step.nbytes / MIB
     sizes = [*(size for size in _SIZES_MIB if size < whole), math.inf]
-    ways = [way for way in usual_strategies(sizes, torchs=False) if way.strategy in strategies]
-    return [*ways, StepStrategy("ddp")] if torchs and costs.torchs is not None else ways
+    ways = [way for way in standard_strategies(sizes, torch_ddp=False) if way.name in strategies]
+    return [*ways, StepStrategy("ddp")] if torch_ddp and costs.torch_ddp is not None else ways
 
 
 def advise_step(
     profile: Profile,
     ranks: Sequence[int],
-    batch: Batch,
+    batch: RankBatch,
     strategies: Sequence[str] = ("flat", "overlap", "bucketed", "sharded"),
     *,
     model: str | None = None,
@@ -133,17 +143,17 @@ def advise_step(
     sizes = [number for number in numbers if number > 1]
     place = {"model": model, "shape": shape, "backend": backend, "network": network}
     costs_of = {
-        number: _computing(pick_nearest(profile, number, batch.micro, **place), micro=batch.micro)
+        number: _computing(pick_nearest_costs(profile, number, batch.micro, **place), micro=batch.micro)
         for number in sizes
     }
     target = costs_of[sizes[-1]]
     best_of = {number: _best(costs, strategies) for number, costs in costs_of.items()}
     best = best_of[sizes[-1]]
     shares = _shares(target, best, batch)
-    ways = ways_for(target, strategies)
+    ways = candidate_strategies(target, strategies)
     return StepAdvice(
         best,
-        next((predict_step(target, way) for way in ways if way.default_ddp), None),
+        next((predict_step(target, way) for way in ways if way.is_default_ddp), None),
         tuple(_points(numbers, costs_of, best_of, batch)),
         max(shares, key=shares.__getitem__),
         shares,
@@ -151,7 +161,7 @@ def advise_step(
     )
 
 
-def pick_nearest(
+def pick_nearest_costs(
     profile: Profile,
     ranks: int,
     micro: int,
@@ -202,28 +212,28 @@ def _computing(costs: StepCosts, micro: int = 0, factor: float = 1.0) -> StepCos
 
 def _best(costs: StepCosts, strategies: Sequence[str]) -> StepTime:
     """Return the shortest step; of those that are hardly longer the usual one, with buckets of 25 MiB."""
-    ways = ways_for(costs, strategies, torchs=False)
+    ways = candidate_strategies(costs, strategies, torch_ddp=False)
     if not ways:
         raise UsageError(f"strategies {list(strategies)}", remedy="give one or more that have a prediction")
     times = predict_steps(costs, ways)
     least = min(time.seconds for time in times)
     good = [time for time in times if time.seconds <= _HARDLY * least]
-    usual = [time for time in good if time.way.strategy == "bucketed" and time.way.caps == 25 * MIB]
+    usual = [time for time in good if time.strategy.name == "bucketed" and time.strategy.caps == 25 * MIB]
     return usual[0] if usual else min(good, key=lambda time: time.seconds)
 
 
-def _extra(costs: StepCosts, batch: Batch) -> float:
+def _extra(costs: StepCosts, batch: RankBatch) -> float:
     """Return the seconds of the micro-batches that are not synchronised."""
     return (batch.accumulation - 1) * (costs.step.forward + costs.step.backward)
 
 
-def _alone(costs: StepCosts, batch: Batch) -> float:
+def _alone(costs: StepCosts, batch: RankBatch) -> float:
     return batch.accumulation * (costs.step.forward + costs.step.backward) + costs.step.optimizer
 
 
 def _points(
-    numbers: Sequence[int], costs_of: dict[int, StepCosts], best_of: dict[int, StepTime], batch: Batch
-) -> list[Point]:
+    numbers: Sequence[int], costs_of: dict[int, StepCosts], best_of: dict[int, StepTime], batch: RankBatch
+) -> list[ScalingPoint]:
     points = []
     for number in numbers:
         costs = costs_of.get(number, next(iter(costs_of.values())))
@@ -231,24 +241,26 @@ def _points(
         spread = costs.spread
         if number == 1:
             bounds = (alone * (1 - spread), alone * (1 + spread))
-            points.append(Point(1, None, alone, *bounds, batch.samples / alone, 1.0, 1.0, 1.0))
+            points.append(ScalingPoint(1, None, alone, *bounds, batch.samples / alone, 1.0, 1.0, 1.0))
             continue
         error = 1.0 + max(price.error for price in costs.engine.values())
         time = best_of[number]
         seconds = extra + time.seconds
         low, high = extra * (1 - spread) + time.low, extra * (1 + spread) + time.high
         rate = number * batch.samples / seconds
-        cheap, dear = (extra + predict_step(costs, time.way, calls=by).seconds for by in (1 / error, error))
+        cheap, dear = (
+            extra + predict_step(costs, time.strategy, calls=by).seconds for by in (1 / error, error)
+        )
         points.append(
-            Point(
-                *(number, time.way, seconds, low, high, rate),
+            ScalingPoint(
+                *(number, time.strategy, seconds, low, high, rate),
                 *(alone / seconds, alone / dear, alone / cheap, time.beyond),
             )
         )
     return points
 
 
-def _shares(costs: StepCosts, best: StepTime, batch: Batch) -> dict[str, float]:
+def _shares(costs: StepCosts, best: StepTime, batch: RankBatch) -> dict[str, float]:
     extra = _extra(costs, batch)
     whole = best.seconds + extra
     return {
@@ -258,21 +270,25 @@ def _shares(costs: StepCosts, best: StepTime, batch: Batch) -> dict[str, float]:
     }
 
 
-def _remedies(costs: StepCosts, best: StepTime, batch: Batch, strategies: Sequence[str]) -> list[Remedy]:
+def _remedies(
+    costs: StepCosts, best: StepTime, batch: RankBatch, strategies: Sequence[str]
+) -> list[StepRemedy]:
     """Return what makes samples per second noticeably more, the best first."""
     extra = _extra(costs, batch)
     now = best.seconds + extra
 
-    def times(what: str, seconds: float, work: float = 1.0, cost: str = "") -> Remedy:
-        return Remedy(what, work * now / seconds, cost)
+    def times(what: str, seconds: float, work: float = 1.0, cost: str = "") -> StepRemedy:
+        return StepRemedy(what, work * now / seconds, cost)
 
     faster, larger = _computing(costs, factor=0.5), _computing(costs, micro=2 * costs.step.batch)
     found = [
-        times("a network twice as fast", predict_step(costs, best.way, calls=0.5).seconds + extra),
-        times("processors twice as fast", predict_step(faster, best.way).seconds + _extra(faster, batch)),
+        times("a network twice as fast", predict_step(costs, best.strategy, calls=0.5).seconds + extra),
+        times(
+            "processors twice as fast", predict_step(faster, best.strategy).seconds + _extra(faster, batch)
+        ),
         times(
             "a micro-batch twice as large",
-            predict_step(larger, best.way).seconds + _extra(larger, batch),
+            predict_step(larger, best.strategy).seconds + _extra(larger, batch),
             work=2.0,
             cost="fewer updates for the same data, and more memory",
         ),
@@ -283,16 +299,16 @@ def _remedies(costs: StepCosts, best: StepTime, batch: Batch, strategies: Sequen
             cost="fewer updates for the same data",
         ),
     ]
-    if "sharded" not in strategies and best.way.strategy != "sharded":
+    if "sharded" not in strategies and best.strategy.name != "sharded":
         sharded = _best(costs, ["sharded"])
         found.append(times("sharding the optimizer", sharded.seconds + extra))
-    if best.way.strategy in ("bucketed", "sharded"):
-        squeezed = predict_step(costs, StepStrategy(best.way.strategy, best.way.bucket_mib, "int8"))
+    if best.strategy.name in ("bucketed", "sharded"):
+        squeezed = predict_step(costs, StepStrategy(best.strategy.name, best.strategy.bucket_mib, "int8"))
         found.append(
             times(
                 'compression="int8"',
                 squeezed.seconds + extra,
-                cost=f"the loss: {EFFECTS['int8', 1]}; making packets is not counted",
+                cost=f"the loss: {LOSS_EFFECTS['int8', 1]}; making packets is not counted",
             )
         )
     found += _apart(costs, now, batch)
@@ -302,16 +318,16 @@ def _remedies(costs: StepCosts, best: StepTime, batch: Batch, strategies: Sequen
     )
 
 
-def _apart(costs: StepCosts, now: float, batch: Batch) -> list[Remedy]:
+def _apart(costs: StepCosts, now: float, batch: RankBatch) -> list[StepRemedy]:
     """Return what agreeing every few steps gains, where a step is bound by the network."""
     parameters = costs.step.nbytes // 4
     price = costs.price("all-reduce")
-    rate = nbytes_of(parameters, costs.ranks) / price.seconds(costs.step.nbytes)
-    advice = advise(parameters, costs.ranks, rate, _alone(costs, batch))
+    rate = exchange_nbytes(parameters, costs.ranks) / price.seconds(costs.step.nbytes)
+    advice = advise_network(parameters, costs.ranks, rate, _alone(costs, batch))
     if advice.chosen.every == 1:
         return []
     return [
-        Remedy(
+        StepRemedy(
             f"agreeing every {advice.chosen.every} steps ({advice.chosen.flags})",
             now / advice.chosen.step_seconds,
             f"the loss: {advice.chosen.effect}",

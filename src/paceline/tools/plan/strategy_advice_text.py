@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from paceline._core.format import format_seconds
-from paceline.tools.plan.strategy_advice import Batch, Point, StepAdvice
+from paceline.tools.plan.strategy_advice import RankBatch, ScalingPoint, StepAdvice
 
-__all__ = ["scaling_rows", "sentences"]
+__all__ = ["advice_sentences", "scaling_rows"]
 
 _CURES = {
     "computing": "larger or more processors, or fewer samples; more bandwidth would hardly help",
@@ -14,11 +14,11 @@ _CURES = {
 }
 
 
-def sentences(advice: StepAdvice, batch: Batch) -> list[str]:
+def advice_sentences(advice: StepAdvice, batch: RankBatch) -> list[str]:
     """Return what to do, what to expect of it, what limits it and what would help, most first."""
     last = advice.points[-1]
     told = [
-        f"Synchronise with {advice.best.way.label}: a step of {batch.samples} samples a rank takes "
+        f"Synchronise with {advice.best.strategy.label}: a step of {batch.samples} samples a rank takes "
         f"{_range(last)}, {last.samples_per_second:.3g} samples/s on {last.ranks} ranks."
     ]
     if advice.default is not None:
@@ -47,7 +47,7 @@ def scaling_rows(advice: StepAdvice) -> list[tuple[str, ...]]:
     return [
         (
             str(point.ranks),
-            "alone" if point.way is None else point.way.label,
+            "alone" if point.strategy is None else point.strategy.label,
             format_seconds(point.seconds),
             f"{format_seconds(point.low)} – {format_seconds(point.high)}",
             f"{point.samples_per_second:.3g}",
@@ -73,7 +73,7 @@ def _helps(advice: StepAdvice) -> str:
     return f"What would help most: {'; '.join(told)}."
 
 
-def _range(point: Point) -> str:
+def _range(point: ScalingPoint) -> str:
     return f"{format_seconds(point.seconds)} ({format_seconds(point.low)} to {format_seconds(point.high)})"
 
 

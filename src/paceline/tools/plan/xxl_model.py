@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.tools.plan.batch_split import States, device_nbytes, devices_for
-from paceline.tools.plan.compute_bound_batch import fsdp_tp_tokens
+from paceline.tools.plan.batch_split import ModelStates, device_nbytes, devices_needed
+from paceline.tools.plan.communication_roofline import fsdp_tp_tokens
 
-__all__ = ["BLOCKS", "D_FF", "D_MODEL", "PARAMETERS", "TOKEN_NBYTES", "Derived", "derive"]
+__all__ = ["BLOCKS", "D_FF", "D_MODEL", "PARAMETERS", "TOKEN_NBYTES", "DerivedFigure", "derive_figures"]
 
 
 @dataclass(frozen=True)
-class Derived:
+class DerivedFigure:
     """A figure, and where it comes from.
 
     Attributes:
@@ -68,7 +68,7 @@ _X, _Y, _MX, _MY = 16, 4, 2, 1
 _SHARED = 0.5
 
 
-def derive() -> tuple[Derived, ...]:
+def derive_figures() -> tuple[DerivedFigure, ...]:
     """Return all figures, in the order in which they follow from each other.
 
     Example:
@@ -78,10 +78,10 @@ def derive() -> tuple[Derived, ...]:
     return (*_sizes(), *_devices(), *_compute_bound())
 
 
-def _sizes() -> tuple[Derived, ...]:
+def _sizes() -> tuple[DerivedFigure, ...]:
     states = 16 * PARAMETERS
     return (
-        Derived(
+        DerivedFigure(
             "parameters",
             "parameters",
             "N = 2 · 126 · 16384 · 53248",
@@ -92,7 +92,7 @@ def _sizes() -> tuple[Derived, ...]:
         _bytes("weights_nbytes", "master weights, float32", "4 · N", 4 * PARAMETERS),
         _bytes("gradients_nbytes", "accumulated gradients, float32", "4 · N", 4 * PARAMETERS),
         _bytes("adam_nbytes", "Adam's two moments, float32", "8 · N", 8 * PARAMETERS),
-        Derived(
+        DerivedFigure(
             "state_nbytes",
             "all states",
             "16 · N",
@@ -102,15 +102,15 @@ def _sizes() -> tuple[Derived, ...]:
             "3276 GiB / 80 GB = 41 mixes units; 80 GB and 3518 GB are decimal. Only where the driver shows 80 GiB "
             "(85.9 GB) do 41 do.",
         ),
-        Derived(
+        DerivedFigure(
             "devices_80",
             "devices of 80 GB for the states alone",
             f"⌈{states / 1e9:,.1f} / 80⌉ = ⌈{states / GPU_NBYTES:.2f}⌉",
-            devices_for(States(states), 0.0, GPU_NBYTES) or 0,
-            f"{devices_for(States(states), 0.0, GPU_NBYTES)}",
+            devices_needed(ModelStates(states), 0.0, GPU_NBYTES) or 0,
+            f"{devices_needed(ModelStates(states), 0.0, GPU_NBYTES)}",
             "they have no room for activations then",
         ),
-        Derived(
+        DerivedFigure(
             "token_nbytes",
             "activations of a token, bfloat16",
             "A₁ = 2 B · 126 · (16384 + 53248)",
@@ -122,15 +122,15 @@ def _sizes() -> tuple[Derived, ...]:
     )
 
 
-def _devices() -> tuple[Derived, ...]:
-    states, found = States(16.0 * PARAMETERS), []
+def _devices() -> tuple[DerivedFigure, ...]:
+    states, found = ModelStates(16.0 * PARAMETERS), []
     for memory, tokens in (*((TPU_NBYTES, each) for each in (0, 1024, 4096)), (GPU_NBYTES, 1024)):
         activations = float(tokens * TOKEN_NBYTES)
-        count = devices_for(states, activations, memory, _SHARED)
+        count = devices_needed(states, activations, memory, _SHARED)
         half = activations / 2e9
         assert count is not None
         held = device_nbytes(states, activations, count, _SHARED) / 1e9
-        everything = devices_for(states, activations, memory, 1.0) or 0
+        everything = devices_needed(states, activations, memory, 1.0) or 0
         wrong = ""
         if everything != count:
             real = device_nbytes(states, activations, everything, _SHARED) / 1e9
@@ -139,7 +139,7 @@ def _devices() -> tuple[Derived, ...]:
                 f"{real:.1f} GB: the half of A that is not shared is on every device, whatever n is."
             )
         found.append(
-            Derived(
+            DerivedFigure(
                 f"devices_{memory / 1e9:.0f}_{tokens}",
                 f"devices of {memory / 1e9:.0f} GB, {tokens} tokens" if tokens else
                 f"devices of {memory / 1e9:.0f} GB, few tokens (A → 0)",
@@ -155,12 +155,12 @@ def _devices() -> tuple[Derived, ...]:
     return tuple(found)
 
 
-def _compute_bound() -> tuple[Derived, ...]:
+def _compute_bound() -> tuple[DerivedFigure, ...]:
     alpha = FLOPS / WIRE
     added = fsdp_tp_tokens(alpha, D_FF, _Y, _MX, _MY)
     overlapped = fsdp_tp_tokens(alpha, D_FF, _Y, _MX, _MY, overlap=True)
     return (
-        Derived(
+        DerivedFigure(
             "intensity",
             "FLOP for each byte that is sent",
             "α = C/W = 4.6e14 / (2 · 9e10)",
@@ -168,7 +168,7 @@ def _compute_bound() -> tuple[Derived, ...]:
             f"{alpha:,.0f} FLOP/B",
             "the time to compute b tokens and the time to send weights are equal at b = α on one axis",
         ),
-        Derived(
+        DerivedFigure(
             "tokens_added",
             "tokens of a FSDP shard from which forward is bound by computing, FSDP and TP one after another",
             f"b = B/X ≥ (α/Mx)/(1 − Y·α/(F·My)) = {added.formula}",
@@ -179,7 +179,7 @@ def _compute_bound() -> tuple[Derived, ...]:
             f"counting four micro-batches of {added.tokens / 4:,.0f} tokens as {added.tokens:,.0f}. FSDP gathers the "
             "weights in each of them, so each must be large enough. Only under DDP tokens of a step add up.",
         ),
-        Derived(
+        DerivedFigure(
             "tokens_overlapped",
             "the same, FSDP and TP at the same time",
             f"b ≥ α/Mx = {overlapped.formula}, while Y·α/(F·My) = {_Y * alpha / (D_FF * _MY):.3f} ≤ 1",
@@ -189,7 +189,7 @@ def _compute_bound() -> tuple[Derived, ...]:
         ),
         _whole(added.tokens, "one after another"),
         _whole(overlapped.tokens, "at the same time"),
-        Derived(
+        DerivedFigure(
             "tokens_device",
             "tokens of each chip, one after another",
             f"{added.tokens:,.0f} / Y = {added.tokens:,.0f} / {_Y}",
@@ -201,8 +201,8 @@ def _compute_bound() -> tuple[Derived, ...]:
     )  # fmt: skip
 
 
-def _whole(tokens: float, how: str) -> Derived:
-    return Derived(
+def _whole(tokens: float, how: str) -> DerivedFigure:
+    return DerivedFigure(
         f"tokens_global_{how.split()[0]}",
         f"global batch, {how}",
         f"X · {tokens:,.0f} = {_X} · {tokens:,.0f}",
@@ -211,8 +211,8 @@ def _whole(tokens: float, how: str) -> Derived:
     )
 
 
-def _bytes(key: str, what: str, formula: str, nbytes: float) -> Derived:
-    return Derived(key, what, formula, nbytes, _both(nbytes))
+def _bytes(key: str, what: str, formula: str, nbytes: float) -> DerivedFigure:
+    return DerivedFigure(key, what, formula, nbytes, _both(nbytes))
 
 
 def _both(nbytes: float) -> str:

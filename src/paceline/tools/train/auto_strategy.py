@@ -2,7 +2,7 @@
 
     rate    every rank swaps some bytes with every other, more of them until that takes long enough; median of three
     step    a copy of the model trains some steps by itself; the slowest rank counts
-    choice  `paceline.tools.plan.slow_network.advise`
+    choice  `paceline.tools.plan.slow_network.advise_network`
 
 Where gradients are sent whole in every step, the training then tunes how, see `paceline.parallel.tuning.tuner`.
 
@@ -27,7 +27,7 @@ from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import loss as loss_of
 from paceline.tools.models.gpt_sizes import Size
 from paceline.tools.models.token_windows import Batches
-from paceline.tools.plan.slow_network import Advice, Option, advise
+from paceline.tools.plan.slow_network import NetworkAdvice, SyncOption, advise_network
 from paceline.tools.train.local_sgd_settings import layers_of_gpt
 from paceline.tools.train.resume_check import begun_with
 from paceline.tools.train.train_settings import CHOSEN_BY_AUTO, Settings
@@ -76,11 +76,11 @@ def choose(settings: Settings, size: Size, batches: Batches, world: World) -> Ch
         return Choice(alone, ("--sync auto: there is one rank, nothing is sent",), {"chosen": alone.told})
     rate = measure_rate(Comm(), torch.device(world.device))
     step = max(_everybodys(measure_step(settings, size, batches, torch.device(world.device))))
-    advice = advise(size.parameters(), world.size, rate, step, layers=layers_of_gpt(size.layers))
+    advice = advise_network(size.parameters(), world.size, rate, step, layers=layers_of_gpt(size.layers))
     return _choice(advice, settings)
 
 
-def _choice(advice: Advice, settings: Settings) -> Choice:
+def _choice(advice: NetworkAdvice, settings: Settings) -> Choice:
     chosen = settings_for(advice.chosen, settings)
     measured = (
         f"--sync auto measured {format_decimal(advice.bytes_per_second)}/s from each rank to the others together, "
@@ -104,7 +104,7 @@ def _choice(advice: Advice, settings: Settings) -> Choice:
     return Choice(chosen, tuple(sentences), facts)
 
 
-def settings_for(option: Option | None, settings: Settings) -> Settings:
+def settings_for(option: SyncOption | None, settings: Settings) -> Settings:
     """Return `settings` with the strategy that `option` describes; None: the usual one."""
     if option is None or (option.every == 1 and option.compression == "none"):
         return replace(settings, sync="sharded")

@@ -22,7 +22,7 @@ from paceline.tools.bench.starvation.scene_outcome import (
 from paceline.tools.bench.starvation.scene_setup import EXAMPLE, MOST_RANKS, Setup
 from paceline.tools.bench.starvation.starvation_scenes import SCENES, scenes_named
 from paceline.tools.bench.starvation.starvation_table import COLUMNS, cells, is_exact, sentence, title
-from paceline.tools.plan.balance_report import Balance
+from paceline.tools.plan.balance_report import BatchBalance
 
 SETUP = Setup(EXAMPLE, timeout=10.0)
 PLACE = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
@@ -166,14 +166,14 @@ def test_the_example_starves_one_rank():
 )
 def test_every_sample_is_in_one_batch(samples, ranks, block, scheme, batch_size, seed):
     dealing = dispatch_blocks(samples, ranks, block=block, scheme=scheme, seed=seed)
-    balance = Balance(dealing, batch_size)
+    balance = BatchBalance(dealing, batch_size)
     if not balance.starving or not min(balance.batches):
         with pytest.raises(UsageError):
             Setup(balance)
         return
     setup = Setup.from_json(json.loads(json.dumps(Setup(balance, 3.0).to_json())))
     assert setup.balance.batches == balance.batches
-    assert setup.balance.dealing.counts == dealing.counts
+    assert setup.balance.dispatch.counts == dealing.counts
     own = [setup.batches(rank) for rank in range(ranks)]
     assert [len(batches) for batches in own] == list(balance.batches)
     together = np.concatenate([batch for batches in own for batch in batches])
@@ -194,13 +194,21 @@ def test_the_next_epoch_has_other_batches():
     [
         (EXAMPLE, 0.5, "time-out of 0.5 s"),
         (EXAMPLE, float("inf"), "time-out of inf s"),
-        (Balance(dispatch_blocks(100, 1), 7), 10, "1 ranks: each is a process here"),
-        (Balance(dispatch_blocks(1000, MOST_RANKS + 1), 7), 10, f"{MOST_RANKS + 1} ranks"),
-        (Balance(dispatch_blocks(1000, 2), 7), 10, "all ranks have 72 batches, so nobody starves"),
-        (Balance(dispatch_blocks(3, 4), 7), 10, "rank 3 has no batch at all"),
-        (Balance(dispatch_blocks(1100, 2, block=100), 64, drop_last=True), 10, "the short last ones too"),
-        (Balance(dispatch_blocks(30_000_100, 2, block=100), 100_000), 10, "30000100 samples in 151 steps"),
-        (Balance(dispatch_blocks(5001, 2), 1), 10, "5001 samples in 2501 steps"),
+        (BatchBalance(dispatch_blocks(100, 1), 7), 10, "1 ranks: each is a process here"),
+        (BatchBalance(dispatch_blocks(1000, MOST_RANKS + 1), 7), 10, f"{MOST_RANKS + 1} ranks"),
+        (BatchBalance(dispatch_blocks(1000, 2), 7), 10, "all ranks have 72 batches, so nobody starves"),
+        (BatchBalance(dispatch_blocks(3, 4), 7), 10, "rank 3 has no batch at all"),
+        (
+            BatchBalance(dispatch_blocks(1100, 2, block=100), 64, drop_last=True),
+            10,
+            "the short last ones too",
+        ),
+        (
+            BatchBalance(dispatch_blocks(30_000_100, 2, block=100), 100_000),
+            10,
+            "30000100 samples in 151 steps",
+        ),
+        (BatchBalance(dispatch_blocks(5001, 2), 1), 10, "5001 samples in 2501 steps"),
     ],
 )
 def test_what_can_not_be_shown_is_refused(balance, timeout, said):

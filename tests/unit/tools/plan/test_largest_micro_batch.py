@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.tools.plan.memory import memory_forecast
-from paceline.tools.plan.memory.memory_forecast import Room
-from paceline.tools.plan.memory.training_subject import Setting, Subject
+from paceline.tools.plan.memory.memory_forecast import DeviceMemory
+from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def memory(monkeypatch):
 
 def sought(capacity, most):
     return memory_forecast.largest_micro_batch(
-        Subject("made up", lambda setting: None), Setting(), Room(capacity), most
+        TrainingSubject("made up", lambda setting: None), TrainingSetting(), DeviceMemory(capacity), most
     ).samples
 
 

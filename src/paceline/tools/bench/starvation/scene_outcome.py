@@ -270,6 +270,6 @@ def outcome_of(
         scene,
         tuple(RankOutcome.of(rank, notes[rank], ends[rank], setup.timeout) for rank in ranks),
         tuple(setup.dry),
-        setup.balance.dealing.samples,
+        setup.balance.dispatch.samples,
         tuple(setup.kind(step) for step in range(setup.steps)),
     )

@@ -144,7 +144,7 @@ class _Part:
 
 def loaded_batches(task: Task, setup: Setup) -> Iterator[Batch]:
     """Yield this rank's batch of each step, as `paceline.Loader` serves them."""
-    dealing = setup.balance.dealing
+    dealing = setup.balance.dispatch
     loader = Loader(
         task.dataset,
         setup.balance.batch_size,

@@ -15,13 +15,13 @@ from paceline.data.epoch_plan import BatchRow, Epoch
 from paceline.data.loader_position import LoaderPosition, LoaderRecipe
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError, unknown
-from paceline.tools.plan.balance_report import Balance
+from paceline.tools.plan.balance_report import BatchBalance
 
 __all__ = ["EXAMPLE", "Setup"]
 
 Numbers = NDArray[np.int64]
 
-EXAMPLE = Balance(dispatch_blocks(1100, 2, block=100), batch_size=64)
+EXAMPLE = BatchBalance(dispatch_blocks(1100, 2, block=100), batch_size=64)
 """Eleven blocks for two ranks: 10 batches and 8."""
 
 BACKENDS = ("gloo", "paceline")
@@ -42,12 +42,12 @@ class Setup:
         UsageError: there is nothing to show, too much to run, or a time-out that makes no sense.
     """
 
-    balance: Balance
+    balance: BatchBalance
     timeout: float = 10.0
     backend: str = "gloo"
 
     def __post_init__(self) -> None:
-        dealing, batches = self.balance.dealing, self.balance.batches
+        dealing, batches = self.balance.dispatch, self.balance.batches
         if self.backend not in BACKENDS:
             raise unknown("backend", self.backend, BACKENDS)
         if not (math.isfinite(self.timeout) and self.timeout >= 1):
@@ -68,8 +68,8 @@ class Setup:
         if not self.balance.starving:
             raise UsageError(
                 f"all ranks have {batches[0]} batches, so nobody starves",
-                remedy=f"try {EXAMPLE.dealing.samples} samples for {EXAMPLE.dealing.ranks} ranks "
-                f"in blocks of {EXAMPLE.dealing.block}, batches of {EXAMPLE.batch_size}",
+                remedy=f"try {EXAMPLE.dispatch.samples} samples for {EXAMPLE.dispatch.ranks} ranks "
+                f"in blocks of {EXAMPLE.dispatch.block}, batches of {EXAMPLE.batch_size}",
             )
         if max(batches) > MOST_STEPS or dealing.samples > MOST_SAMPLES:
             raise UsageError(
@@ -82,7 +82,7 @@ class Setup:
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
-        return self.balance.dealing.ranks
+        return self.balance.dispatch.ranks
 
     @property
     def steps(self) -> int:
@@ -127,7 +127,7 @@ class Setup:
         return self._start(number).epoch
 
     def _start(self, epoch: int) -> LoaderPosition:
-        dealing = self.balance.dealing
+        dealing = self.balance.dispatch
         row = BatchRow(dealing.samples, seed=dealing.seed, epoch=epoch)
         recipe = LoaderRecipe(dealing.shares, dealing.block, dealing.scheme, self.balance.batch_size, "join")
         return LoaderPosition.start(row, recipe)
@@ -142,11 +142,13 @@ class Setup:
     def from_json(cls, stored: Mapping[str, Any]) -> Setup:
         """Return what `to_json` gave."""
         epoch = LoaderPosition.of(stored["position"]).epoch
-        return cls(Balance(epoch.dealing, epoch.portions.batch_size), stored["timeout"], stored["backend"])
+        return cls(
+            BatchBalance(epoch.dealing, epoch.portions.batch_size), stored["timeout"], stored["backend"]
+        )
 
     def told(self) -> dict[str, Any]:
         """Return it for a result: plain values that a reader understands."""
-        dealing = self.balance.dealing
+        dealing = self.balance.dispatch
         return {
             "ranks": self.ranks,
             "samples": dealing.samples,

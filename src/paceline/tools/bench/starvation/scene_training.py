@@ -52,7 +52,7 @@ class Task:
     """
 
     def __init__(self, setup: Setup) -> None:
-        dealing = setup.balance.dealing
+        dealing = setup.balance.dispatch
         chance = torch.Generator().manual_seed(dealing.seed)
 
         def normal(*shape: int) -> Tensor:

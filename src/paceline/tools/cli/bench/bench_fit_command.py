@@ -15,16 +15,14 @@ import typer
 from rich.table import Table
 
 from paceline._core.format import format_seconds, format_size
-from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.collective_fit import CheckedPrediction, CollectiveFit, PredictionError
 from paceline.cost_model.piecewise_fit import FitSegment
-from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
 from paceline.errors import UsageError
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
-    from paceline.cost_model.collective_fit import CollectiveFit
-    from paceline.cost_model.measured_times import Measured, Measurement
-    from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
+    from paceline.cost_model.bench_results import CollectiveMeasurement, CollectiveTimes
+    from paceline.cost_model.collective_fit import CheckedPrediction, CollectiveFit, PredictionError
     from paceline.cost_model.profile import Profile
 
 __all__ = ["FOOTER", "LARGE_NBYTES", "fit", "fit_table"]
@@ -34,7 +32,7 @@ __all__ = ["FOOTER", "LARGE_NBYTES", "fit", "fit_table"]
 class _Fitted:
     """One group of times, its fit, and what was predicted of what was held out."""
 
-    group: Measured
+    group: CollectiveTimes
     fit: CollectiveFit
     sizes: Sequence[CheckedPrediction]
     ranks: Sequence[CheckedPrediction]
@@ -60,10 +58,10 @@ def fit(
 ) -> None:
     """Fit latency and bandwidth to measured times, and say how well they predict what was held out."""
     pass  # moved
-    from paceline.cost_model.measured_times import load_measured_times, pooled
+    from paceline.cost_model.bench_results import load_measured_collectives, pool_by_network
     from paceline.tools.cli.bench.profile_file import load_or_new
 
-    measurements = pooled(load_measured_times(path) for path in results)
+    measurements = pool_by_network(load_measured_collectives(path) for path in results)
     path = profile_file or (None if out is None else out / "profile.json")
     profile = None if path is None else load_or_new(path)
     charts = {} if out is None else _charts(measurements, out)
@@ -81,7 +79,7 @@ def fit(
         typer.echo(path)
 
 
-def _show(measurement: Measurement, fitted: Sequence[_Fitted]) -> None:
+def _show(measurement: CollectiveMeasurement, fitted: Sequence[_Fitted]) -> None:
     """Print the fits of one network, and which algorithms they look like."""
     pass  # moved
     from paceline.tools.console_table import print_wide
@@ -93,7 +91,7 @@ def _show(measurement: Measurement, fitted: Sequence[_Fitted]) -> None:
     typer.echo()
 
 
-def _with(profile: Profile, measurement: Measurement, fitted: Sequence[_Fitted]) -> Profile:
+def _with(profile: Profile, measurement: CollectiveMeasurement, fitted: Sequence[_Fitted]) -> Profile:
     """Return the profile with the fits of one network, and what its calls cost."""
     from paceline.cost_model.profile_entries import CollectiveCost, Source
     from paceline.tools.cli.bench.profile_file import now
@@ -104,15 +102,15 @@ def _with(profile: Profile, measurement: Measurement, fitted: Sequence[_Fitted])
     return profile.with_entries(collectives=costs, calls=measurement.calls(source))
 
 
-def _fitted(measurement: Measurement) -> list[_Fitted]:
+def _fitted(measurement: CollectiveMeasurement) -> list[_Fitted]:
     """Return the fits; what can't be fitted is told, and is an error only if nothing can.
 
     Raises:
         UsageError: no operation has enough sizes.
     """
-    from paceline.cost_model.algorithm_terms import MESSAGES
+    from paceline.cost_model.collective_fit import PredictionError
+    from paceline.cost_model.cost_forms import MESSAGES_FORM
     from paceline.cost_model.fit_measurements import fit_points, held_out_ranks, held_out_sizes
-    from paceline.cost_model.prediction_error import PredictionError
 
     found, refused = [], []
     for group in measurement.groups:
@@ -127,7 +125,7 @@ def _fitted(measurement: Measurement) -> list[_Fitted]:
             continue
         sizes = held_out_sizes(group.points, group.op, forms=group.forms)
         ranks = held_out_ranks(group.points, group.op, forms=group.forms)
-        plain = held_out_sizes(group.points, group.op, forms=[MESSAGES], most_segments=1, own=False)
+        plain = held_out_sizes(group.points, group.op, forms=[MESSAGES_FORM], max_segments=1, per_ranks=False)
         found.append(_Fitted(group, made, sizes, ranks, PredictionError.of(plain)))
     if not found:
         raise UsageError(
@@ -141,7 +139,7 @@ def _looks_like(each: _Fitted) -> str:
     """Return in words which algorithm the times look like, and which come next."""
     fit, name = each.fit, f"{each.group.backend} {each.group.op}"
     if not fit.error_of_form:
-        how = "as it is known" if fit.told else "assumed: measure two numbers of ranks or more to tell"
+        how = "as it is known" if fit.identified else "assumed: measure two numbers of ranks or more to tell"
         return f"{name}: {fit.form}, {how}"
     errors = sorted(fit.error_of_form.items(), key=lambda item: item[1])
     own = fit.error_of_form[str(fit.form)]
@@ -150,7 +148,9 @@ def _looks_like(each: _Fitted) -> str:
     return f"{name} looks like {fit.form}: {100 * own:.0f} % off from one number of ranks to another{told}"
 
 
-def _charts(measurements: Sequence[Measurement], out: Path) -> dict[tuple[str, Measured], Path]:
+def _charts(
+    measurements: Sequence[CollectiveMeasurement], out: Path
+) -> dict[tuple[str, CollectiveTimes], Path]:
     """Return where the chart of each network's operations will be drawn, once it is clear that it can be.
 
     Raises:
@@ -217,26 +217,26 @@ def fit_table(
         table.add_column(name, justify="right", no_wrap=True)
     for backend, fit, held_out, plain in rows:
         told = [
-            format_size(fit.half_size(fit.ranks[-1])) if fit.segments[-1].line.beta else "",
+            format_size(fit.half_bandwidth_size(fit.ranks[-1])) if fit.segments[-1].beta else "",
             _share(fit.sizes_error),
             _share(fit.ranks_error),
             _share(PredictionError.of(held_out, least_nbytes=LARGE_NBYTES)),
             _share(plain),
         ]
-        algorithm = f"{fit.form}{'' if fit.told else ' (assumed)'}"
+        algorithm = f"{fit.form}{'' if fit.identified else ' (assumed)'}"
         for at, segment in enumerate(fit.segments):
             names = [backend, fit.op, algorithm] if at == 0 else [""] * 3
             table.add_row(*names, *_cells(segment), *(told if at == 0 else [""] * 5))
-        for ranks, segments in fit.own.items():
-            for at, segment in enumerate(segments):
-                alone = f"  {ranks} ranks alone" if at == 0 else ""
+        for each in fit.segments_of_ranks:
+            for at, segment in enumerate(each.segments):
+                alone = f"  {each.ranks} ranks alone" if at == 0 else ""
                 table.add_row("", "", alone, *_cells(segment), *[""] * 5)
     return table
 
 
 def _cells(segment: FitSegment) -> list[str]:
     """Return range of sizes, α and 1/β with their standard errors."""
-    line = segment.line
+    line = segment
     alpha = format_seconds(line.alpha) if line.alpha else "0"
     if line.alpha_error is not None:
         alpha += f" ± {format_seconds(line.alpha_error)}"

@@ -22,8 +22,8 @@ from paceline.tools.result_files import check_writable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.tools.plan.balance_report import Balance
-    from paceline.tools.plan.dispatch_forecast import Asked
+    from paceline.tools.plan.balance_report import BatchBalance
+    from paceline.tools.plan.dispatch_forecast import DispatchRequest
 
 __all__ = ["dispatch", "starve"]
 
@@ -80,7 +80,7 @@ def dispatch(
     paceline dispatch --starve
     """
     from paceline.tools.cli.plan.dispatch_output import plan_files, show
-    from paceline.tools.plan.dispatch_forecast import forecasts
+    from paceline.tools.plan.dispatch_forecast import forecast_dispatch
 
     settings = (scheme, block, batch_size, shares, seed, drop_last, draws)
     if starve:
@@ -97,7 +97,7 @@ def dispatch(
             raise UsageError(f"{option} is of --starve", remedy="leave it out, or add --starve")
     asked = _asked(samples, ranks, *settings)
     writer_of = plan_files(json_file, out)
-    found = forecasts(asked)
+    found = forecast_dispatch(asked)
     show(asked, found)
     command = shlex.join(["paceline", *sys.argv[1:]])
     for paths, write in writer_of.items():
@@ -106,7 +106,7 @@ def dispatch(
 
 
 def _starve(
-    asked: Asked | None,
+    asked: DispatchRequest | None,
     timeout: float | None,
     backend: str | None,
     json_file: Path | None,
@@ -114,7 +114,7 @@ def _starve(
 ) -> None:
     """Show starvation with real processes: of what is asked for, or of an example."""
     pass  # moved
-    from paceline.tools.plan.balance_report import Balance
+    from paceline.tools.plan.balance_report import BatchBalance
 
     if out is not None:
         raise UsageError("--starve has no charts for --out", remedy="name a file by --json")
@@ -122,7 +122,7 @@ def _starve(
     if asked is not None:
         if asked.blocks[1:] or asked.batch_sizes[1:]:
             raise UsageError("--starve plays one block size and one batch size", remedy="name one of each")
-        balance = Balance(asked.dealing(asked.blocks[0]), asked.batch_sizes[0], asked.drop_last)
+        balance = BatchBalance(asked.dispatch(asked.blocks[0]), asked.batch_sizes[0], asked.drop_last)
     group = {"timeout": 10.0 if timeout is None else timeout, "backend": backend or "gloo"}
     starve(balance, **group, json_file=json_file)
 
@@ -137,7 +137,7 @@ def _asked(
     seed: int,
     drop_last: bool,
     draws: int | None,
-) -> Asked:
+) -> DispatchRequest:
     """Return what the options ask for.
 
     Raises:
@@ -145,7 +145,7 @@ def _asked(
     """
     from paceline.data.sampling.block_dispatch import Scheme
     from paceline.data.sampling.rank_shares import RankShares
-    from paceline.tools.plan.dispatch_forecast import Asked
+    from paceline.tools.plan.dispatch_forecast import DispatchRequest
 
     if samples is None:
         raise UsageError("how many samples are there?", remedy="pass for example --samples 50000")
@@ -158,7 +158,7 @@ def _asked(
         raise UsageError(f"--workers {ranks}", remedy="pass 1 or more")
     if scheme == "shares" and given is None:
         raise UsageError("--scheme shares without --shares", remedy="pass for example --shares .25,.25,.1,.4")
-    return Asked(
+    return DispatchRequest(
         samples,
         RankShares.of(given, len(given or ()) if ranks is None else ranks),
         cast(Scheme, scheme.replace("-", "_")),
@@ -171,7 +171,7 @@ def _asked(
 
 
 def starve(
-    balance: Balance | None = None,
+    balance: BatchBalance | None = None,
     *,
     timeout: float = 10.0,
     backend: str = "gloo",

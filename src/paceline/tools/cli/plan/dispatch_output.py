@@ -18,16 +18,23 @@ from rich.table import Table
 
 from paceline._core.files import write_json, write_text
 from paceline.tools.console_table import print_wide
-from paceline.tools.plan.balance_report import Outcome
-from paceline.tools.plan.dispatch_forecast import SCHEMA, Asked, Forecast
-from paceline.tools.plan.dispatch_text import in_short, of_bias, of_loop, of_outcome, of_safe, percent
+from paceline.tools.plan.balance_report import PolicyOutcome
+from paceline.tools.plan.dispatch_forecast import SCHEMA, DispatchForecast, DispatchRequest
+from paceline.tools.plan.dispatch_text import (
+    describe_bias,
+    describe_loop,
+    describe_outcome,
+    describe_safe_sizes,
+    percent,
+    summarise_counts,
+)
 from paceline.tools.report.charts.chart_style import Chart
 from paceline.tools.result_files import check_writable, require_matplotlib
 
 __all__ = ["amounts", "plan_files", "result", "show", "title"]
 
 
-def show(asked: Asked, found: Sequence[Forecast]) -> None:
+def show(asked: DispatchRequest, found: Sequence[DispatchForecast]) -> None:
     """Print all of it."""
     print_wide(_batches(asked, found))
     print_wide(_policies(asked, found))
@@ -38,17 +45,17 @@ def show(asked: Asked, found: Sequence[Forecast]) -> None:
         for each in found
         for outcome in each.balance.outcomes
     ]
-    for line in [*of_bias(outcomes, asked.samples), *_safe(asked, found)]:
+    for line in [*describe_bias(outcomes, asked.samples), *_safe(asked, found)]:
         console.print(line, markup=False)
 
 
-def title(asked: Asked) -> str:
+def title(asked: DispatchRequest) -> str:
     """Return what is dealt, to whom and how."""
     scheme = {"round_robin": "round-robin", "random": f"random, seed {asked.seed}", "shares": "by shares"}
     return f"{amounts(asked)}, {scheme[asked.scheme]}"
 
 
-def amounts(asked: Asked) -> str:
+def amounts(asked: DispatchRequest) -> str:
     """Return what is dealt, and to whom."""
     ranks = asked.shares.ranks
     told = f"{asked.samples:,} sample{'s' * (asked.samples != 1)}, {ranks} rank{'s' * (ranks != 1)}"
@@ -62,17 +69,17 @@ def _table(heading: str, *columns: str) -> Table:
     return table
 
 
-def _batches(asked: Asked, found: Sequence[Forecast]) -> Table:
+def _batches(asked: DispatchRequest, found: Sequence[DispatchForecast]) -> Table:
     table = _table(title(asked), "block", "batch")
     table.add_column("")
     table.add_column("of the ranks", no_wrap=True)
     taken = "its full" if asked.drop_last else "all its"
-    widest = max(len(in_short(each.balance.dealing.counts)) for each in found)
+    widest = max(len(summarise_counts(each.balance.dispatch.counts)) for each in found)
     table.add_column(f"if each loops over {taken} batches", max_width=max(26, 60 - widest))
     for each in found:
         balance = each.balance
         rows = [
-            ("samples", balance.dealing.counts),
+            ("samples", balance.dispatch.counts),
             ("full batches (floor)", balance.full_batches),
             ("all batches (ceiling)", balance.all_batches),
         ]
@@ -80,13 +87,13 @@ def _batches(asked: Asked, found: Sequence[Forecast]) -> Table:
             str(each.block),
             str(each.batch_size),
             "\n".join(name for name, _ in rows),
-            "\n".join(in_short(numbers) for _, numbers in rows),
-            of_loop(balance),
+            "\n".join(summarise_counts(numbers) for _, numbers in rows),
+            describe_loop(balance),
         )
     return table
 
 
-def _policies(asked: Asked, found: Sequence[Forecast]) -> Table:
+def _policies(asked: DispatchRequest, found: Sequence[DispatchForecast]) -> Table:
     heading = "An epoch under each policy (none: every rank loops over its own batches and weighs the same)"
     table = _table(heading, "block", "batch")
     table.add_column("policy", max_width=19)
@@ -96,20 +103,20 @@ def _policies(asked: Asked, found: Sequence[Forecast]) -> Table:
     for each in found:
         place = str(each.block), str(each.batch_size)
         for names, outcome in _alike(each.balance.outcomes):
-            table.add_row(*place, names, *_figures(outcome, asked.samples), of_outcome(outcome))
+            table.add_row(*place, names, *_figures(outcome, asked.samples), describe_outcome(outcome))
             place = "", ""
     return table
 
 
-def _alike(outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:
+def _alike(outcomes: Sequence[PolicyOutcome]) -> list[tuple[str, PolicyOutcome]]:
     """Return policies that come to the same, together."""
-    names_of: dict[Outcome, list[str]] = {}
+    names_of: dict[PolicyOutcome, list[str]] = {}
     for each in outcomes:
         names_of.setdefault(replace(each, policy=""), []).append(each.policy)
     return [(", ".join(names), outcome) for outcome, names in names_of.items()]
 
 
-def _figures(outcome: Outcome, samples: int) -> list[str]:
+def _figures(outcome: PolicyOutcome, samples: int) -> list[str]:
     if outcome.steps is None:
         return ["", "", "", "", ""]
     amounts = [
@@ -119,8 +126,8 @@ def _figures(outcome: Outcome, samples: int) -> list[str]:
     return [str(outcome.steps), *amounts, str(outcome.empty), percent(outcome.moved)]
 
 
-def _imbalance(asked: Asked, found: Sequence[Forecast]) -> Table:
-    drawn = f"{asked.draws_of_block} draws:\n"
+def _imbalance(asked: DispatchRequest, found: Sequence[DispatchForecast]) -> Table:
+    drawn = f"{asked.draws_per_block} draws:\n"
     table = _table(
         "The rank with most for its share is above it by",
         *(
@@ -131,7 +138,7 @@ def _imbalance(asked: Asked, found: Sequence[Forecast]) -> Table:
             "at random:\nexpected",
             "\n1 in 1000 above",
         ),
-        *((drawn + "mean", "\nworst") if asked.draws_of_block else ()),
+        *((drawn + "mean", "\nworst") if asked.draws_per_block else ()),
     )
     for each in {each.block: each for each in found}.values():
         spread, seen = each.imbalance.random, each.imbalance
@@ -141,16 +148,16 @@ def _imbalance(asked: Asked, found: Sequence[Forecast]) -> Table:
     return table
 
 
-def _safe(asked: Asked, found: Sequence[Forecast]) -> list[str]:
+def _safe(asked: DispatchRequest, found: Sequence[DispatchForecast]) -> list[str]:
     lines = ["", "Safe: all ranks make the same number of batches."]
     for each in {each.batch_size: each for each in found}.values():
-        told = of_safe(each.safe_blocks, each.blocks_tried)
+        told = describe_safe_sizes(each.safe_blocks, each.blocks_tried)
         lines.append(f"  blocks, dealt in turns, for batch {each.batch_size}: {told}")
     for each in {each.block: each for each in found}.values():
         near = next(
             (one.batch_size for one in found if one.block == each.block and one.balance.deadlock), None
         )
-        told = of_safe(each.safe_batch_sizes, each.batch_sizes_tried, near)
+        told = describe_safe_sizes(each.safe_batch_sizes, each.batch_sizes_tried, near)
         lines.append(f"  batch sizes for block {each.block}: {told}")
     if len(set(asked.shares.parts)) > 1:
         lines.append(
@@ -159,7 +166,7 @@ def _safe(asked: Asked, found: Sequence[Forecast]) -> list[str]:
     return lines
 
 
-_Writer = Callable[[Sequence[Path], Asked, Sequence[Forecast], str], object]
+_Writer = Callable[[Sequence[Path], DispatchRequest, Sequence[DispatchForecast], str], object]
 
 
 def plan_files(json_file: Path | None, out: Path | None) -> dict[tuple[Path, ...], _Writer]:
@@ -179,7 +186,7 @@ def plan_files(json_file: Path | None, out: Path | None) -> dict[tuple[Path, ...
     return writer_of
 
 
-def result(asked: Asked, found: Sequence[Forecast], command: str) -> dict[str, Any]:
+def result(asked: DispatchRequest, found: Sequence[DispatchForecast], command: str) -> dict[str, Any]:
     """Return all of it for JSON."""
     return {
         "kind": "dispatch",
@@ -190,11 +197,15 @@ def result(asked: Asked, found: Sequence[Forecast], command: str) -> dict[str, A
     }
 
 
-def _write_json(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], command: str) -> None:
+def _write_json(
+    paths: Sequence[Path], asked: DispatchRequest, found: Sequence[DispatchForecast], command: str
+) -> None:
     write_json(paths[0], result(asked, found, command), indent=None)
 
 
-def _write_csv(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], command: str) -> None:
+def _write_csv(
+    paths: Sequence[Path], asked: DispatchRequest, found: Sequence[DispatchForecast], command: str
+) -> None:
     rows = [row for each in found for row in _rows(each)]
     text = StringIO()
     writer = csv.DictWriter(text, fieldnames=rows[0], lineterminator="\n")
@@ -203,11 +214,11 @@ def _write_csv(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], c
     write_text(paths[0], text.getvalue())
 
 
-def _rows(each: Forecast) -> list[dict[str, Any]]:
+def _rows(each: DispatchForecast) -> list[dict[str, Any]]:
     """Return a row for each policy of a block and a batch size."""
     balance, imbalance = each.balance, each.imbalance
     amounts = {
-        "samples": balance.dealing.counts,
+        "samples": balance.dispatch.counts,
         "batches_floor": balance.full_batches,
         "batches_ceil": balance.all_batches,
     }
@@ -223,13 +234,17 @@ def _rows(each: Forecast) -> list[dict[str, Any]]:
     return [{**same, **asdict(outcome), "exact": outcome.exact} for outcome in balance.outcomes]
 
 
-def _draw_imbalance(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], command: str) -> None:
+def _draw_imbalance(
+    paths: Sequence[Path], asked: DispatchRequest, found: Sequence[DispatchForecast], command: str
+) -> None:
     from paceline.tools.report.charts.dispatch_charts import imbalance_chart
 
     _save(paths, imbalance_chart(found, title=f"How far ranks are apart: {amounts(asked)}"))
 
 
-def _draw_end(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], command: str) -> None:
+def _draw_end(
+    paths: Sequence[Path], asked: DispatchRequest, found: Sequence[DispatchForecast], command: str
+) -> None:
     from paceline.tools.report.charts.dispatch_charts import end_chart
 
     _save(paths, end_chart(found, title=f"The end of an epoch: {title(asked)}"))

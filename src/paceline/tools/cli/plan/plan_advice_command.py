@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from paceline.cost_model.profile import Profile
     from paceline.tools.plan.batch_split import BatchSplit
-    from paceline.tools.plan.memory.memory_forecast import Fitting
-    from paceline.tools.plan.strategy_advice import Batch, StepAdvice
+    from paceline.tools.plan.memory.memory_forecast import MicroBatchFit
+    from paceline.tools.plan.strategy_advice import RankBatch, StepAdvice
 
 __all__ = ["Asked", "advise"]
 
@@ -75,9 +75,9 @@ class Page:
     """What is told: chapters of sentences, and the facts behind them."""
 
     chapters: dict[str, list[str]] = field(default_factory=dict)
-    fitting: dict[str, Fitting] = field(default_factory=dict)
+    fitting: dict[str, MicroBatchFit] = field(default_factory=dict)
     split: BatchSplit | None = None
-    batch: Batch | None = None
+    batch: RankBatch | None = None
     steps: StepAdvice | None = None
 
     def tell(self, title: str, lines: Sequence[str]) -> None:
@@ -98,10 +98,12 @@ class Page:
             "steps": None
             if steps is None
             else {
-                "best": steps.best.way.label,
+                "best": steps.best.strategy.label,
                 "limit": steps.limit,
                 "shares": steps.shares,
-                "points": [{**asdict(each), "way": each.way and each.way.label} for each in steps.points],
+                "points": [
+                    {**asdict(each), "way": each.strategy and each.strategy.label} for each in steps.points
+                ],
                 "remedies": [asdict(each) for each in steps.remedies],
             },
         }
@@ -151,11 +153,11 @@ def _profile(asked: Asked, most: int) -> Profile | None:
     if asked.profile is None:
         return None
     from paceline.cost_model.profile import Profile
-    from paceline.tools.plan.strategy_advice import pick_nearest
+    from paceline.tools.plan.strategy_advice import pick_nearest_costs
 
     profile = Profile.load(asked.profile)
     if most > 1:
-        pick_nearest(profile, most, asked.micro or 1, **_place(asked))
+        pick_nearest_costs(profile, most, asked.micro or 1, **_place(asked))
     return profile
 
 
@@ -185,7 +187,7 @@ def _draw(path: Path, asked: Asked, page: Page) -> bool:
         return False
     from paceline.tools.report.charts.plan_charts import scaling_chart
 
-    scaling_chart(page.steps.points, f"{asked.model}: {page.steps.best.way.label}").save(path)
+    scaling_chart(page.steps.points, f"{asked.model}: {page.steps.best.strategy.label}").save(path)
     return True
 
 
@@ -197,11 +199,11 @@ def _fit(asked: Asked, devices: int, capacity: int, context: int, page: Page) ->
     from rich.console import Console
 
     from paceline.tools.plan.memory.memory_forecast import largest_micro_batch
-    from paceline.tools.plan.memory.training_subject import ALONE, Setting, subject_of
+    from paceline.tools.plan.memory.training_subject import ALONE, TrainingSetting, resolve_subject
 
-    subject = subject_of(asked.model)
+    subject = resolve_subject(asked.model)
     room = room_of("cuda", capacity)
-    setting = Setting(
+    setting = TrainingSetting(
         ranks=devices, context=context, optimizer=asked.optimizer, autocast=asked.autocast,
         checkpointing=asked.checkpointing, device="cuda", backend="nccl",
     )  # fmt: skip
@@ -225,7 +227,7 @@ def _fit(asked: Asked, devices: int, capacity: int, context: int, page: Page) ->
 _MOST = 4096
 
 
-def _told(strategy: str, fitting: Fitting, wanted: int) -> str:
+def _told(strategy: str, fitting: MicroBatchFit, wanted: int) -> str:
     verdict = fitting.forecast.verdict
     assert verdict is not None, "there is a capacity"
     if not fitting.samples:
@@ -243,9 +245,9 @@ def _samples(count: int) -> str:
 
 def _deal(asked: Asked, devices: int, profile: Profile | None, page: Page) -> None:
     """Tell micro-batch and accumulation: as asked, as fits, or as measured."""
-    from paceline.tools.plan.batch_answer import split_words
+    from paceline.tools.plan.batch_answer import describe_split
     from paceline.tools.plan.batch_split import split_batch
-    from paceline.tools.plan.strategy_advice import Batch
+    from paceline.tools.plan.strategy_advice import RankBatch
 
     fits = max((each.samples for each in page.fitting.values()), default=None)
     if fits == 0:
@@ -253,7 +255,7 @@ def _deal(asked: Asked, devices: int, profile: Profile | None, page: Page) -> No
     if asked.batch is None:
         wanted = asked.micro or _measured_batch(asked, profile) or _MOST
         micro = wanted if fits is None else min(wanted, fits)
-        page.batch = Batch(micro)
+        page.batch = RankBatch(micro)
         told = f"Micro-batches of {micro} {_samples(micro)} without accumulation: {micro * devices} in a step"
         page.tell(
             "Which batch?",
@@ -264,8 +266,8 @@ def _deal(asked: Asked, devices: int, profile: Profile | None, page: Page) -> No
         return
     most = min(asked.micro or asked.batch, fits or asked.batch)
     page.split = split_batch(asked.batch, devices, most)
-    page.batch = Batch(page.split.micro, page.split.accumulation)
-    page.tell("Which batch?", split_words(page.split))
+    page.batch = RankBatch(page.split.micro, page.split.accumulation)
+    page.tell("Which batch?", describe_split(page.split))
 
 
 def _measured_batch(asked: Asked, profile: Profile | None) -> int | None:
@@ -280,7 +282,7 @@ def _time(asked: Asked, numbers: list[int], profile: Profile | None, page: Page)
     """Tell how to synchronise, what a step takes, what limits it and what would help."""
     from paceline.tools.console_table import print_wide
     from paceline.tools.plan.strategy_advice import advise_step
-    from paceline.tools.plan.strategy_advice_text import sentences
+    from paceline.tools.plan.strategy_advice_text import advice_sentences
 
     if page.batch is None:
         return
@@ -310,7 +312,7 @@ def _time(asked: Asked, numbers: list[int], profile: Profile | None, page: Page)
         [name for kind in kinds for name in _KINDS[kind]],
         **_place(asked),
     )
-    page.tell(title, sentences(page.steps, page.batch))
+    page.tell(title, advice_sentences(page.steps, page.batch))
     print_wide(_table(page.steps))
 
 

@@ -21,15 +21,15 @@ from paceline._core.files import write_json
 from paceline._core.units import parse_bytes, parse_count, parse_rate, parse_share
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import JsonOption, NetworkOption, parameters_of
-from paceline.tools.plan.xxl_model import Derived
+from paceline.tools.plan.xxl_model import DerivedFigure
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.cost_model.device_rates import Quantity
-    from paceline.tools.plan.batch_answer import Answer, Asked
+    from paceline.tools.plan.batch_answer import BatchPlan, BatchRequest
     from paceline.tools.plan.batch_split import BatchSplit
+    from paceline.tools.plan.communication_roofline import RateEstimate
 
 __all__ = [
     "ActivationsOption",
@@ -91,11 +91,11 @@ def batch(
     """
     pass  # moved
     from paceline.tools.console_table import print_wide
-    from paceline.tools.plan.batch_answer import answer
+    from paceline.tools.plan.batch_answer import plan_batch
 
     options = dict(locals())
     asked = _asked(options)
-    found = answer(asked)
+    found = plan_batch(asked)
     if json_file is not None:
         check_writable(json_file, "--json")
     show_derived(found.figures)
@@ -108,14 +108,14 @@ def batch(
         typer.echo(json_file)
 
 
-def _asked(options: dict[str, Any]) -> Asked:
+def _asked(options: dict[str, Any]) -> BatchRequest:
     """Return what the options ask for.
 
     Raises:
         UsageError: one makes no sense, or what is needed is missing.
     """
-    from paceline.cost_model.hardware_catalog import device
-    from paceline.tools.plan.batch_answer import Asked
+    from paceline.cost_model.hardware_catalog import find_device
+    from paceline.tools.plan.batch_answer import BatchRequest
 
     count, token, context = _model(options)
     memory = options["memory"]
@@ -127,10 +127,10 @@ def _asked(options: dict[str, Any]) -> Asked:
         raise UsageError(f"--gradients {options['gradients']}", remedy="pass 1, 2 or 4 bytes")
     if options["activations"] is not None:
         token = float(parse_bytes(options["activations"]))
-    return Asked(
+    return BatchRequest(
         count,
         options["strategy"],
-        parse_bytes(memory) if memory is not None else device(options["device"]).memory_nbytes,
+        parse_bytes(memory) if memory is not None else find_device(options["device"]).memory_nbytes,
         parse_share(options["usable"]),
         token,
         parse_share(options["shared"]),
@@ -149,7 +149,7 @@ def _model(options: dict[str, Any]) -> tuple[int, float | None, int]:
     """Return parameters, activations of a token (None: not known) and tokens of a sample."""
     from paceline.tools.models.gpt_sizes import SIZES
     from paceline.tools.plan import xxl_model
-    from paceline.tools.plan.batch_split import token_nbytes
+    from paceline.tools.plan.batch_split import transformer_token_nbytes
 
     name = options["model"]
     count = parameters_of(name, options["parameters"])
@@ -158,48 +158,54 @@ def _model(options: dict[str, Any]) -> tuple[int, float | None, int]:
     if name == "xxl":
         return count, float(xxl_model.TOKEN_NBYTES), 1
     size = SIZES[name]
-    return count, token_nbytes(size.d_model, size.layers, size.vocabulary), size.context
+    return count, transformer_token_nbytes(size.d_model, size.layers, size.vocabulary), size.context
 
 
-def _flops(options: dict[str, Any]) -> Quantity | None:
-    from paceline.cost_model.device_rates import Quantity, matmul_of, matmul_rate
+def _flops(options: dict[str, Any]) -> RateEstimate | None:
     from paceline.cost_model.profile import Profile
+    from paceline.tools.plan.communication_roofline import (
+        RateEstimate,
+        catalog_matmul_rate,
+        measured_matmul_rate,
+    )
 
     if options["flops"] is not None:
         rate = float(parse_count(options["flops"]))
         if rate <= 0:
             raise UsageError(f"--flops {options['flops']}", remedy="pass FLOP/s above 0, such as 400T")
-        return Quantity(rate, rate, rate, "given", measured=False)
+        return RateEstimate(rate, rate, rate, "given", measured=False)
     if options["profile"] is not None:
-        return matmul_rate(
+        return measured_matmul_rate(
             Profile.load(options["profile"]), options["dtype"] or "bf16", options["device"] or "cpu"
         )
-    return matmul_of(options["device"], options["dtype"]) if options["device"] is not None else None
+    return catalog_matmul_rate(options["device"], options["dtype"]) if options["device"] is not None else None
 
 
-def _wire(options: dict[str, Any]) -> Quantity | None:
-    from paceline.cost_model.device_rates import wire_of, wire_rate
-    from paceline.cost_model.hardware_catalog import device
+def _wire(options: dict[str, Any]) -> RateEstimate | None:
+    from paceline.cost_model.hardware_catalog import find_device
     from paceline.cost_model.profile import Profile
+    from paceline.tools.plan.communication_roofline import catalog_link_rate, measured_link_rate
 
     if options["link"] is not None:
         return _link("--link", options["link"])
     if options["profile"] is not None:
         loaded = Profile.load(options["profile"])
-        return wire_rate(loaded, options["backend"], options["network"], max(2, options["devices"] or 2))
-    return wire_of(device(options["device"]).link) if options["device"] is not None else None
+        return measured_link_rate(
+            loaded, options["backend"], options["network"], max(2, options["devices"] or 2)
+        )
+    return catalog_link_rate(find_device(options["device"]).link) if options["device"] is not None else None
 
 
-def _link(option: str, text: str) -> Quantity:
+def _link(option: str, text: str) -> RateEstimate:
     """Return a rate that is given, or a known link's."""
-    from paceline.cost_model.device_rates import Quantity, wire_of
+    from paceline.tools.plan.communication_roofline import RateEstimate, catalog_link_rate
 
     if "/s" not in text:
-        return wire_of(text)
+        return catalog_link_rate(text)
     rate = parse_rate(text)
     if rate <= 0:
         raise UsageError(f"{option} {text}", remedy="pass a rate above 0, such as 12GB/s")
-    return Quantity(rate, rate, rate, "given", measured=False)
+    return RateEstimate(rate, rate, rate, "given", measured=False)
 
 
 def _splits(split: BatchSplit) -> Table:
@@ -211,16 +217,16 @@ def _splits(split: BatchSplit) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     unit = split.ranks * split.accumulation
     alike = [each for each in (split.below, split.above) if each and split.missing]
-    rows = [(split.asked, split.micro, split.accumulation, split.ranks, split.missing)]
+    rows = [(split.samples, split.micro, split.accumulation, split.ranks, split.missing)]
     rows += [(each, each // unit, split.accumulation, split.ranks, 0) for each in alike]
     if split.exact is not None:
-        rows.append((split.asked, split.exact.micro, split.exact.accumulation, split.exact.ranks, 0))
+        rows.append((split.samples, split.exact.micro, split.exact.accumulation, split.exact.ranks, 0))
     for row in rows:
         table.add_row(*map(str, row))
     return table
 
 
-def _facts(asked: Asked, found: Answer) -> dict[str, Any]:
+def _facts(asked: BatchRequest, found: BatchPlan) -> dict[str, Any]:
     """Return all of it for JSON."""
     figures = [figure.facts() for figure in found.figures]
     for figure in figures:
@@ -322,13 +328,13 @@ _WIDTH, _INDENT = 112, "    "
 
 def show() -> None:
     """Print every figure of the XXL model: what it is, its formula with numbers, why, and what people get wrong."""
-    from paceline.tools.plan.xxl_model import derive
+    from paceline.tools.plan.xxl_model import derive_figures
 
     typer.echo("XXL: 126 blocks of two linear layers, 16384 → 53248 → 16384; M is the memory of a device.\n")
-    show_derived(derive())
+    show_derived(derive_figures())
 
 
-def show_derived(figures: Sequence[Derived]) -> None:
+def show_derived(figures: Sequence[DerivedFigure]) -> None:
     """Print figures with their derivations, one after another."""
     for figure in figures:
         typer.echo(f"{figure.what}: {figure.shown}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from paceline.tools.plan.slow_network import Advice
+    from paceline.tools.plan.slow_network import NetworkAdvice
 
 __all__ = ["DEVICE_COLUMNS", "LINK_COLUMNS", "app", "device_rows", "hardware", "link_rows", "network"]
 
@@ -169,9 +169,9 @@ def network(
     Example: paceline plan network --parameters 20M --ranks 4 --rate 200Mbit/s --step 0.97s
     """
     from paceline.tools.console_table import print_wide
-    from paceline.tools.plan.slow_network import advise
+    from paceline.tools.plan.slow_network import advise_network
 
-    advice = advise(
+    advice = advise_network(
         parse_count(parameters), ranks, parse_rate(rate), parse_seconds(step), parse_share(share), layers
     )
     if json_file is not None:
@@ -185,7 +185,7 @@ def network(
         typer.echo(json_file)
 
 
-def _network_table(advice: Advice) -> Table:
+def _network_table(advice: NetworkAdvice) -> Table:
     """Return the options, the mildest first; the chosen one is marked."""
     from rich.table import Table
 

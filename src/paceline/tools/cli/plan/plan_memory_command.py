@@ -32,9 +32,9 @@ from paceline.tools.console_table import print_wide
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.tools.plan.memory.memory_fit import Alternative
-    from paceline.tools.plan.memory.memory_forecast import Forecast, Room
-    from paceline.tools.plan.memory.training_subject import Setting, Subject
+    from paceline.tools.plan.memory.memory_fit import MemoryAlternative
+    from paceline.tools.plan.memory.memory_forecast import DeviceMemory, MemoryForecast
+    from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject
 
 __all__ = [
     "BackendOption",
@@ -102,11 +102,11 @@ def memory(
     )  # fmt: skip
     write = plan_files(json_file, out)
 
-    from paceline.tools.plan.memory.traced_training import optimizer_of
-    from paceline.tools.plan.memory.training_subject import subject_of
+    from paceline.tools.plan.memory.traced_training import resolve_optimizer
+    from paceline.tools.plan.memory.training_subject import resolve_subject
 
-    subject = subject_of(model, tuple(inputs or ()))
-    optimizer_of(settings[0])
+    subject = resolve_subject(model, tuple(inputs or ()))
+    resolve_optimizer(settings[0])
     forecasts, others = _traced(subject, settings, room)
     show(model, forecasts, others)
     if model == "xxl":
@@ -124,38 +124,40 @@ def memory(
 
 
 def _traced(
-    subject: Subject, settings: Sequence[Setting], room: Room
-) -> tuple[list[Forecast], list[Alternative]]:
+    subject: TrainingSubject, settings: Sequence[TrainingSetting], room: DeviceMemory
+) -> tuple[list[MemoryForecast], list[MemoryAlternative]]:
     """Return a forecast of each setting, and what would fit where the first one doesn't; shows what is traced."""
     from rich.console import Console
 
-    from paceline.tools.plan.memory.memory_forecast import alternatives, forecast
+    from paceline.tools.plan.memory.memory_forecast import forecast_memory, predict_alternatives
 
-    forecasts: list[Forecast] = []
+    forecasts: list[MemoryForecast] = []
     with Console(stderr=True).status("") as status:
         for setting in settings:
             status.update(f"tracing {subject.name}, {setting.name}")
-            forecasts.append(forecast(subject, setting, room))
+            forecasts.append(forecast_memory(subject, setting, room))
         verdict = forecasts[0].verdict
         if verdict is None or not verdict.poor:
             return forecasts, []
         status.update(f"tracing what would make {subject.name} fit")
-        return forecasts, alternatives(subject, settings[0], room)
+        return forecasts, predict_alternatives(subject, settings[0], room)
 
 
-def _settings(strategies: str, devices: str, **options: object) -> list[Setting]:
+def _settings(strategies: str, devices: str, **options: object) -> list[TrainingSetting]:
     """Return every strategy on every number of devices; one device trains alone."""
-    from paceline.tools.plan.memory.training_subject import ALONE, Setting
+    from paceline.tools.plan.memory.training_subject import ALONE, TrainingSetting
 
     counts = numbers_of("--devices", devices, int, "1,2,4,64")
     if min(counts) < 1:
         raise UsageError(f"--devices {devices}", remedy="pass numbers of 1 or more, for example 1,2,4,64")
-    found: list[Setting] = []
+    found: list[TrainingSetting] = []
     for count in counts:
         for name in strategies.split(","):
             strategy = ALONE if count == 1 else name.strip()
-            Setting(strategy=name.strip())  # an unknown name is refused whatever the number of devices
-            setting = Setting(strategy=strategy, ranks=count, **options)  # pyright: ignore[reportArgumentType]
+            TrainingSetting(
+                strategy=name.strip()
+            )  # an unknown name is refused whatever the number of devices
+            setting = TrainingSetting(strategy=strategy, ranks=count, **options)  # pyright: ignore[reportArgumentType]
             found += [] if setting in found else [setting]
     return found
 
@@ -217,7 +219,9 @@ VerifyOption = Annotated[bool, typer.Option(help="Run it here, on processors, an
 OutOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Write ledger and chart.")]
 
 
-def verified(subject: Subject, settings: Sequence[Setting], inputs: Sequence[str]) -> list[dict[str, Any]]:
+def verified(
+    subject: TrainingSubject, settings: Sequence[TrainingSetting], inputs: Sequence[str]
+) -> list[dict[str, Any]]:
     """Measure each setting on this machine, print predicted beside measured, return both.
 
     Raises:

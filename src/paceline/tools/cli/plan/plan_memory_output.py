@@ -16,14 +16,14 @@ import typer
 from paceline._core.files import write_json, write_text
 from paceline._core.format import format_bytes, format_count
 from paceline.tools.console_table import print_wide
-from paceline.tools.plan.memory.memory_fit import advice
+from paceline.tools.plan.memory.memory_fit import describe_alternatives
 from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.tools.plan.memory.memory_fit import Alternative
-    from paceline.tools.plan.memory.memory_forecast import Forecast
+    from paceline.tools.plan.memory.memory_fit import MemoryAlternative
+    from paceline.tools.plan.memory.memory_forecast import MemoryForecast
     from paceline.tools.report.charts.memory_chart import MemoryCurve
 
 __all__ = ["answer", "curve_of", "plan_files", "show"]
@@ -34,11 +34,11 @@ _STATES = ("parameters", "buffers", "gradients", "buckets", "optimizer state")
 _ACTIVATIONS = ("activations", "autocast copies", "recomputed", "inputs")
 
 
-def show(model: str, forecasts: Sequence[Forecast], others: Sequence[Alternative]) -> None:
+def show(model: str, forecasts: Sequence[MemoryForecast], others: Sequence[MemoryAlternative]) -> None:
     """Print the answer first, then why."""
     first = forecasts[0]
     typer.echo(answer(model, first))
-    if told := advice(others):
+    if told := describe_alternatives(others):
         typer.echo(told)
     typer.echo("")
     if len(forecasts) > 1:
@@ -51,14 +51,14 @@ def show(model: str, forecasts: Sequence[Forecast], others: Sequence[Alternative
             f"Before the first step it takes {format_bytes(first.building_nbytes)}, for every rank builds the whole "
             "model; where a device has no room for that, build it on the host."
         )
-    if first.prediction.questions:
+    if first.prediction.value_reads:
         typer.echo(
-            f"The program asked {first.prediction.questions} times for a value and was told 1; memory that depends on "
+            f"The program read {first.prediction.value_reads} values, which all were 1 here; memory that depends on "
             "values is not seen."
         )
 
 
-def answer(model: str, forecast: Forecast) -> str:
+def answer(model: str, forecast: MemoryForecast) -> str:
     """Return the answer in a sentence."""
     size = format_count(forecast.prediction.parameters)
     told = f"{model} ({size} parameters), {forecast.setting.name}, {forecast.setting.batch} samples a device"
@@ -67,7 +67,7 @@ def answer(model: str, forecast: Forecast) -> str:
     return f"{told}, {forecast.verdict.sentence}."
 
 
-def _comparison(forecasts: Sequence[Forecast]) -> Table:
+def _comparison(forecasts: Sequence[MemoryForecast]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -88,7 +88,7 @@ def _comparison(forecasts: Sequence[Forecast]) -> Table:
     return table
 
 
-def _ledger(forecast: Forecast) -> Table:
+def _ledger(forecast: MemoryForecast) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_footer=True)
@@ -105,7 +105,7 @@ def _ledger(forecast: Forecast) -> Table:
     return table
 
 
-def _largest(forecast: Forecast) -> Table:
+def _largest(forecast: MemoryForecast) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -118,7 +118,8 @@ def _largest(forecast: Forecast) -> Table:
 
 
 _Writer = Callable[
-    [Path, str, "Sequence[Forecast]", "Sequence[Alternative]", Sequence[dict[str, Any]], str], object
+    [Path, str, "Sequence[MemoryForecast]", "Sequence[MemoryAlternative]", Sequence[dict[str, Any]], str],
+    object,
 ]
 
 
@@ -142,8 +143,8 @@ def plan_files(json_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
 def _write_json(
     path: Path,
     model: str,
-    forecasts: Sequence[Forecast],
-    others: Sequence[Alternative],
+    forecasts: Sequence[MemoryForecast],
+    others: Sequence[MemoryAlternative],
     checks: Sequence[dict[str, Any]],
     command: str,
 ) -> None:
@@ -166,7 +167,7 @@ def _write_json(
     write_json(path, told)
 
 
-def _write_csv(path: Path, _model: str, forecasts: Sequence[Forecast], *_: object) -> None:
+def _write_csv(path: Path, _model: str, forecasts: Sequence[MemoryForecast], *_: object) -> None:
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["strategy", "devices", "line", "nbytes", "rule", "source"])
@@ -178,13 +179,13 @@ def _write_csv(path: Path, _model: str, forecasts: Sequence[Forecast], *_: objec
     write_text(path, text.getvalue())
 
 
-def _draw(path: Path, model: str, forecasts: Sequence[Forecast], *_: object) -> None:
+def _draw(path: Path, model: str, forecasts: Sequence[MemoryForecast], *_: object) -> None:
     from paceline.tools.report.charts.memory_chart import memory_over_step
 
     memory_over_step(curve_of(model, forecasts[0])).save(path)
 
 
-def curve_of(model: str, forecast: Forecast) -> MemoryCurve:
+def curve_of(model: str, forecast: MemoryForecast) -> MemoryCurve:
     """Return what is drawn of a forecast: its two steps, not what went before."""
     from paceline._core.format import format_bytes
     from paceline.tools.plan.memory.memory_timeline import CATEGORIES

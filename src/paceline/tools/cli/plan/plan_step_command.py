@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     pass  # moved
     from rich.table import Table
 
-    from paceline.cost_model.bucket_closed_form import Buckets
+    from paceline.cost_model.bench_results import MeasuredStep
+    from paceline.cost_model.bucket_closed_form import BucketOptimum
     from paceline.cost_model.bucket_layout import BestBucket
     from paceline.cost_model.step_costs import StepCosts
     from paceline.cost_model.step_strategy import StepStrategy
     from paceline.cost_model.step_time import StepTime
-    from paceline.tools.plan.step_measured import MeasuredStep
     from paceline.tools.report.charts.plan_charts import BucketLine
 
 __all__ = [
@@ -80,11 +80,11 @@ def step(
     Example: paceline plan step --profile profile.json --ranks 4 --bucket-mib 1,5,25,100
     """
     pass  # moved
+    from paceline.cost_model.bench_results import load_measured_steps, measured_by_strategy
     from paceline.cost_model.profile import Profile
     from paceline.cost_model.step_costs import pick_step_costs
     from paceline.cost_model.step_time import predict_steps
     from paceline.tools.console_table import print_wide
-    from paceline.tools.plan.step_measured import load_measured, ways_measured
 
     sizes, squeezed = _sizes(bucket_mib), _names(compression)
     writer_of = _writers(json_file, out)
@@ -98,7 +98,11 @@ def step(
         shape=shape,
         threads=threads,
     )
-    seen = {} if measured is None else ways_measured(load_measured(measured), costs.step.model, costs.ranks)
+    seen = (
+        {}
+        if measured is None
+        else measured_by_strategy(load_measured_steps(measured), costs.step.model, costs.ranks)
+    )
     times = predict_steps(costs, _ways(costs, sizes, squeezed, seen))
     print_wide(step_table(costs, times, seen))
     typer.echo("\n".join(sentences(costs, times, seen)))
@@ -115,13 +119,13 @@ def _ways(
 ) -> list[StepStrategy]:
     """Return the ways to predict: the usual ones, and those that were measured; one bucket for all only once."""
     from paceline._core.units import MIB
-    from paceline.cost_model.step_strategy import usual_strategies
+    from paceline.cost_model.step_strategy import standard_strategies
 
     whole = costs.step.nbytes / MIB
     parts = [size for size in sizes if size < whole]
     kept = parts + ([math.inf] if len(parts) < len(sizes) else [])
-    ways = usual_strategies(kept, torchs=costs.torchs is not None, compressions=compressions)
-    there = [way for way in seen if costs.torchs is not None or not way.is_torchs]
+    ways = standard_strategies(kept, torch_ddp=costs.torch_ddp is not None, compressions=compressions)
+    there = [way for way in seen if costs.torch_ddp is not None or not way.is_torch_ddp]
     return list(dict.fromkeys([*ways, *there]))
 
 
@@ -173,12 +177,12 @@ def write_facts(path: Path, costs: StepCosts, times: Sequence[StepTime], measure
 
 def facts(costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> dict[str, Any]:
     """Return a prediction for JSON, which has no infinity."""
-    from paceline.cost_model.step_time import best_step, simulated_bucket
+    from paceline.cost_model.step_time import best_simulated_bucket, fastest_step
 
     step, buckets = costs.step, {}
     for op in ("all-reduce", "reduce-scatter"):
         if op in costs.engine:
-            job, found = costs.equal_buckets(op), simulated_bucket(costs, op)
+            job, found = costs.equal_buckets(op), best_simulated_bucket(costs, op)
             buckets[op] = {
                 "inputs": None if job is None else asdict(job),
                 "closed_form": None if job is None else _told(job.best()),
@@ -194,20 +198,27 @@ def facts(costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> dict[s
         "ranks": costs.ranks,
         "backend": costs.backend,
         "network": costs.network,
-        "best": best_step(times).way.label,
+        "best": fastest_step(times).strategy.label,
         "buckets": buckets,
-        "rows": [_row(time, measured.get(time.way)) for time in times],
+        "rows": [_row(time, measured.get(time.strategy)) for time in times],
     }
 
 
 def _row(time: StepTime, seen: MeasuredStep | None) -> dict[str, Any]:
-    way = _told(time.way)
-    parts = {name: value for name, value in vars(time).items() if name != "way"}
-    told = None if seen is None else {name: value for name, value in vars(seen).items() if name != "way"}
-    return {"label": time.way.label, **way, "seconds": time.seconds, **parts, "measured": told}
+    parts = {name: value for name, value in vars(time).items() if name != "strategy"}
+    told = None if seen is None else {name: value for name, value in vars(seen).items() if name != "strategy"}
+    return {
+        "label": time.strategy.label,
+        "strategy": time.strategy.name,
+        "bucket_mib": _finite(time.strategy.bucket_mib),
+        "compression": time.strategy.compression,
+        "seconds": time.seconds,
+        **parts,
+        "measured": told,
+    }
 
 
-def _told(entry: Buckets | StepStrategy) -> dict[str, Any]:
+def _told(entry: BucketOptimum) -> dict[str, Any]:
     return {name: _finite(value) for name, value in vars(entry).items()}
 
 
@@ -221,10 +232,10 @@ def draw_breakdown(path: Path, costs: StepCosts, times: Sequence[StepTime], meas
 
     bars = []
     for time in times:
-        seen = measured.get(time.way)
+        seen = measured.get(time.strategy)
         told = None if seen is None else (seen.forward, seen.backward, seen.exposed, seen.optimizer)
         bars.append(
-            StepBar(time.way.label, (time.forward, time.backward, time.exposed, time.optimizer), told)
+            StepBar(time.strategy.label, (time.forward, time.backward, time.exposed, time.optimizer), told)
         )
     step_chart(bars, title=_title(costs)).save(path)
 
@@ -254,7 +265,7 @@ def _lines(costs: StepCosts, measured: Seen) -> list[BucketLine]:
     sizes = [_LEAST_MIB * (whole / _LEAST_MIB) ** (at / (_POINTS - 1)) for at in range(_POINTS)]
     lines = []
     for strategy, label in _CURVES.items():
-        if strategy == "ddp" and costs.torchs is None:
+        if strategy == "ddp" and costs.torch_ddp is None:
             continue
         points = []
         for size in sizes:
@@ -263,7 +274,7 @@ def _lines(costs: StepCosts, measured: Seen) -> list[BucketLine]:
         seen = [
             (min(way.bucket_mib, whole), each.seconds)
             for way, each in measured.items()
-            if way.strategy == strategy and way.bucket_mib is not None and way.compression == "none"
+            if way.name == strategy and way.bucket_mib is not None and way.compression == "none"
         ]
         lines.append(BucketLine(label, points, sorted(seen)))
     return lines
@@ -282,7 +293,7 @@ def step_table(
     """Return a row for each way, the shortest step and torch's default marked."""
     from rich.table import Table
 
-    from paceline.cost_model.step_time import best_step
+    from paceline.cost_model.step_time import fastest_step
 
     step, where = costs.step, f"{costs.backend}, {costs.network}"
     title = f"{step.model}, {step.batch} samples a rank ({step.shape}), {costs.ranks} ranks, {where}"
@@ -294,20 +305,20 @@ def step_table(
     if measured:
         table.add_column("measured", justify="right", no_wrap=True)
         table.add_column("off", justify="right", no_wrap=True)
-    best = best_step(times)
+    best = fastest_step(times)
     for time in times:
-        mark = "→" if time is best else "DDP" if time.way.default_ddp else ""
+        mark = "→" if time is best else "DDP" if time.strategy.is_default_ddp else ""
         told = f"{format_seconds(time.low)} – {format_seconds(time.high)}"
         parts = (time.forward, time.backward, time.exposed, time.gather, time.optimizer)
         cells = [
             mark,
-            time.way.label,
+            time.strategy.label,
             format_seconds(time.seconds),
             told,
             *map(format_seconds, parts),
             str(time.calls),
         ]
-        seen = measured.get(time.way)
+        seen = measured.get(time.strategy)
         if measured:
             off = "" if seen is None else f"{100 * (time.seconds / seen.seconds - 1):+.1f} %"
             cells += ["" if seen is None else format_seconds(seen.seconds), off]
@@ -319,27 +330,29 @@ def sentences(
     costs: StepCosts, times: Sequence[StepTime], measured: Mapping[StepStrategy, MeasuredStep]
 ) -> list[str]:
     """Return what the table means: the best way, beside torch's default; the best bucket; how good predictions were."""
-    from paceline.cost_model.step_time import best_step, simulated_bucket
-    from paceline.tools.plan.step_measured import accuracy_of, beside
+    from paceline.cost_model.bench_results import pair_with_measured, step_prediction_error
+    from paceline.cost_model.step_time import best_simulated_bucket, fastest_step
 
-    best = best_step(times)
-    default = next((each for each in times if each.way.default_ddp), None)
-    told = [_FOOTER, "", f"The shortest step: {best.way.label}, {format_seconds(best.seconds)}."]
+    best = fastest_step(times)
+    default = next((each for each in times if each.strategy.is_default_ddp), None)
+    told = [_FOOTER, "", f"The shortest step: {best.strategy.label}, {format_seconds(best.seconds)}."]
     if default is not None:
         times_ddp = default.seconds / best.seconds
         told[-1] = told[-1][:-1] + f"; torch DDP as it comes takes {times_ddp:.2f} times as long."
     reducing = [op for op in ("all-reduce", "reduce-scatter") if op in costs.engine]
-    told += [_bucket(costs, op, simulated_bucket(costs, op)) for op in reducing]
-    accuracy = accuracy_of(beside(times, dict(measured)), costs.ranks) if measured else None
+    told += [_bucket(costs, op, best_simulated_bucket(costs, op)) for op in reducing]
+    accuracy = (
+        step_prediction_error(pair_with_measured(times, dict(measured)), costs.ranks) if measured else None
+    )
     if accuracy is not None:
         told.append(f"Predicted steps beside measured ones: off by {accuracy}.")
     beyond = dict.fromkeys(each.beyond for each in times if each.beyond)
     told += [f"Beyond what was measured: {note}." for note in beyond if note]
-    if any(each.way.strategy == "full-shard" for each in times):
+    if any(each.strategy.name == "full-shard" for each in times):
         told.append(
             "full-shard is a lower bound: what FSDP2 copies into and out of its buffers is not counted."
         )
-    if any(each.way.compression != "none" for each in times):
+    if any(each.strategy.compression != "none" for each in times):
         told.append("Compressed buckets are lower bounds: making packets is not counted.")
     return told
 

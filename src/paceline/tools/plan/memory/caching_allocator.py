@@ -19,7 +19,7 @@ import bisect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["Replay", "replay", "rounded", "segment_nbytes"]
+__all__ = ["AllocatorReplay", "allocation_size", "replay_allocations", "round_size"]
 
 MIB = 1 << 20
 GRAIN = 512
@@ -28,7 +28,7 @@ _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, _SEGMENT_GRAIN = 2 * MIB, 20 * MIB
 
 
 @dataclass(frozen=True)
-class Replay:
+class AllocatorReplay:
     """What a row of requests came to.
 
     Attributes:
@@ -44,7 +44,7 @@ class Replay:
     out_at: int | None = None
 
 
-def rounded(nbytes: int) -> int:
+def round_size(nbytes: int) -> int:
     """Return the size of the block that a request gets at least.
 
     Example:
@@ -54,7 +54,7 @@ def rounded(nbytes: int) -> int:
     return max(GRAIN, -(-nbytes // GRAIN) * GRAIN)
 
 
-def segment_nbytes(nbytes: int) -> int:
+def allocation_size(nbytes: int) -> int:
     """Return the size of the segment that is taken from the device for a block of (rounded) `nbytes`.
 
     Example:
@@ -140,7 +140,7 @@ class _Device:
         return piece
 
     def _segment(self, nbytes: int, small: bool) -> _Piece | None:
-        wanted = segment_nbytes(nbytes)
+        wanted = allocation_size(nbytes)
         if self.reserved + wanted > self.capacity:
             self._give_back()
         if self.reserved + wanted > self.capacity:
@@ -186,7 +186,9 @@ class _Device:
         return self._numbers
 
 
-def replay(changes: Iterable[tuple[int, Hashable]], capacity: float = float("inf")) -> Replay:
+def replay_allocations(
+    changes: Iterable[tuple[int, Hashable]], capacity: float = float("inf")
+) -> AllocatorReplay:
     """Return what the allocator makes of `changes`.
 
     Args:
@@ -204,9 +206,9 @@ def replay(changes: Iterable[tuple[int, Hashable]], capacity: float = float("inf
     peaks = [0, 0, 0]
     for at, (nbytes, key) in enumerate(changes):
         if nbytes > 0:
-            piece = device.take(rounded(nbytes))
+            piece = device.take(round_size(nbytes))
             if piece is None:
-                return Replay(*peaks, out_at=at)
+                return AllocatorReplay(*peaks, out_at=at)
             piece_of[key] = piece, piece.nbytes
             requested, allocated = requested + nbytes, allocated + piece.nbytes
         elif key in piece_of:
@@ -214,4 +216,4 @@ def replay(changes: Iterable[tuple[int, Hashable]], capacity: float = float("inf
             requested, allocated = requested + nbytes, allocated - given
             device.free(piece)
         peaks = [max(pair) for pair in zip(peaks, (requested, allocated, device.reserved), strict=True)]
-    return Replay(*peaks)
+    return AllocatorReplay(*peaks)

@@ -21,10 +21,10 @@ from paceline.errors import UsageError
 from paceline.parallel.engine import round_status
 from paceline.parallel.engine.comm import Comm
 
-__all__ = ["RehearsedWire", "rehearsed_world"]
+__all__ = ["FakeComm", "fake_process_group"]
 
 
-class RehearsedWire(Comm):
+class FakeComm(Comm):
     """A wire of torch's fake process group that does what one of `backend` does.
 
     Args:
@@ -68,7 +68,7 @@ class RehearsedWire(Comm):
 
 
 @contextmanager
-def rehearsed_world(ranks: int, rank: int = 0) -> Iterator[None]:
+def fake_process_group(ranks: int, rank: int = 0) -> Iterator[None]:
     """Make the default process group one of `ranks` ranks, of which only `rank` is there.
 
     Raises:

@@ -13,12 +13,19 @@ from dataclasses import dataclass
 
 from paceline._core.format import format_bytes
 
-__all__ = ["MARGIN", "Alternative", "Answer", "Verdict", "advice", "judge"]
+__all__ = [
+    "SAFE_SHARE",
+    "FitLevel",
+    "MemoryAlternative",
+    "MemoryVerdict",
+    "describe_alternatives",
+    "judge_fit",
+]
 
-MARGIN = 0.8
+SAFE_SHARE = 0.8
 
 
-class Answer(enum.Enum):
+class FitLevel(enum.Enum):
     """Whether it fits."""
 
     FITS = "fits"
@@ -27,12 +34,12 @@ class Answer(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MemoryVerdict:
     """An answer and the two numbers that it follows from."""
 
     nbytes: int
     capacity_nbytes: int
-    answer: Answer
+    answer: FitLevel
 
     @property
     def share(self) -> float:
@@ -42,18 +49,18 @@ class Verdict:
     @property
     def poor(self) -> bool:
         """Whether another way had better be found."""
-        return self.answer is not Answer.FITS
+        return self.answer is not FitLevel.FITS
 
     @property
     def sentence(self) -> str:
         """The answer in words, with the margin."""
         needed, there = format_bytes(self.nbytes), format_bytes(self.capacity_nbytes)
-        shares = f"{100 * self.share:.0f} %; up to {100 * MARGIN:.0f} % is safe"
+        shares = f"{100 * self.share:.0f} %; up to {100 * SAFE_SHARE:.0f} % is safe"
         return f"{self.answer.value}: {needed} of {there} ({shares})"
 
 
 @dataclass(frozen=True)
-class Alternative:
+class MemoryAlternative:
     """Another way to train the same model, and what it takes.
 
     Attributes:
@@ -62,29 +69,31 @@ class Alternative:
     """
 
     change: str
-    verdict: Verdict
+    verdict: MemoryVerdict
 
 
-def judge(nbytes: int, capacity_nbytes: int) -> Verdict:
+def judge_fit(nbytes: int, capacity_nbytes: int) -> MemoryVerdict:
     """Return whether `nbytes` fit into a device of `capacity_nbytes`.
 
     Example:
         >>> judge(70, 100).answer, judge(90, 100).answer, judge(101, 100).answer
         (<Answer.FITS: 'fits'>, <Answer.TIGHT: 'is tight'>, <Answer.NOT: 'does not fit'>)
     """
-    if nbytes <= MARGIN * capacity_nbytes:
-        return Verdict(nbytes, capacity_nbytes, Answer.FITS)
-    return Verdict(nbytes, capacity_nbytes, Answer.TIGHT if nbytes <= capacity_nbytes else Answer.NOT)
+    if nbytes <= SAFE_SHARE * capacity_nbytes:
+        return MemoryVerdict(nbytes, capacity_nbytes, FitLevel.FITS)
+    return MemoryVerdict(
+        nbytes, capacity_nbytes, FitLevel.TIGHT if nbytes <= capacity_nbytes else FitLevel.NOT
+    )
 
 
-def advice(alternatives: Sequence[Alternative]) -> str:
+def describe_alternatives(alternatives: Sequence[MemoryAlternative]) -> str:
     """Return in words which of the alternatives fit; they were all computed.
 
     Example:
         >>> advice([Alternative("half the batch", judge(70, 100))])
         'It fits with half the batch (70 B).'
     """
-    good = [each for each in alternatives if each.verdict.answer is Answer.FITS]
+    good = [each for each in alternatives if each.verdict.answer is FitLevel.FITS]
     if not good:
         tried = "; ".join(f"{each.change} ({format_bytes(each.verdict.nbytes)})" for each in alternatives)
         return f"It fits with none of: {tried}." if tried else ""

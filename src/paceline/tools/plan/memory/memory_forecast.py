@@ -9,14 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.tools.plan.memory.caching_allocator import Replay, replay
-from paceline.tools.plan.memory.memory_fit import MARGIN, Alternative, Verdict, judge
-from paceline.tools.plan.memory.memory_ledger import Ledger, Outside, ledger_of
-from paceline.tools.plan.memory.memory_prediction import Prediction, predict
-from paceline.tools.plan.memory.memory_timeline import Timeline
-from paceline.tools.plan.memory.training_subject import Setting, Subject
+from paceline.tools.plan.memory.caching_allocator import AllocatorReplay, replay_allocations
+from paceline.tools.plan.memory.memory_fit import SAFE_SHARE, MemoryAlternative, MemoryVerdict, judge_fit
+from paceline.tools.plan.memory.memory_ledger import MemoryLedger, NonTensorMemory, make_ledger
+from paceline.tools.plan.memory.memory_prediction import MemoryPrediction, predict_memory
+from paceline.tools.plan.memory.memory_timeline import MemoryTimeline
+from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject
 
-__all__ = ["Fitting", "Forecast", "Room", "alternatives", "forecast", "largest_micro_batch"]
+__all__ = [
+    "DeviceMemory",
+    "MemoryForecast",
+    "MicroBatchFit",
+    "forecast_memory",
+    "largest_micro_batch",
+    "predict_alternatives",
+]
 
 _MOST_DEVICES = 1024
 
@@ -24,11 +31,11 @@ _MOST_DEVICES = 1024
 _HARDLY = 0.98  # of the memory on half as many devices
 
 
-_NOTHING = Outside()
+_NOTHING = NonTensorMemory()
 
 
 @dataclass(frozen=True)
-class Room:
+class DeviceMemory:
     """The memory of a device and what is taken of it before a step.
 
     Attributes:
@@ -37,11 +44,11 @@ class Room:
     """
 
     capacity_nbytes: int | None = None
-    outside: Outside = _NOTHING
+    outside: NonTensorMemory = _NOTHING
 
 
 @dataclass(frozen=True)
-class Forecast:
+class MemoryForecast:
     """What a training takes, and whether that fits.
 
     Attributes:
@@ -52,14 +59,14 @@ class Forecast:
         verdict: None where no capacity is known.
     """
 
-    prediction: Prediction
-    steps: Timeline
-    replay: Replay | None
-    ledger: Ledger
-    verdict: Verdict | None
+    prediction: MemoryPrediction
+    steps: MemoryTimeline
+    replay: AllocatorReplay | None
+    ledger: MemoryLedger
+    verdict: MemoryVerdict | None
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> TrainingSetting:
         """How the model is trained."""
         return self.prediction.setting
 
@@ -85,38 +92,44 @@ class Forecast:
                 for line in self.ledger.lines
             ],
             "largest": [list(each) for each in self.ledger.largest],
-            "questions": self.prediction.questions,
+            "questions": self.prediction.value_reads,
             "seconds": round(self.prediction.seconds, 2),
         }
 
 
-def forecast(subject: Subject, setting: Setting, room: Room) -> Forecast:
+def forecast_memory(subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory) -> MemoryForecast:
     """Predict a training and judge it.
 
-    Raises: as `predict`.
+    Raises: as `predict_memory`.
     """
-    prediction = predict(subject, setting)
+    prediction = predict_memory(subject, setting)
     steps = prediction.timeline.steps()
-    replayed = replay(steps.changes()) if setting.device == "cuda" else None
-    outside = room.outside if setting.device == "cuda" else Outside(data_nbytes=room.outside.data_nbytes)
-    ledger = ledger_of(steps, replayed, outside)
-    verdict = judge(ledger.nbytes, room.capacity_nbytes) if room.capacity_nbytes is not None else None
-    return Forecast(prediction, steps, replayed, ledger, verdict)
+    replayed = replay_allocations(steps.changes()) if setting.device == "cuda" else None
+    outside = (
+        room.outside if setting.device == "cuda" else NonTensorMemory(data_nbytes=room.outside.data_nbytes)
+    )
+    ledger = make_ledger(steps, replayed, outside)
+    verdict = judge_fit(ledger.nbytes, room.capacity_nbytes) if room.capacity_nbytes is not None else None
+    return MemoryForecast(prediction, steps, replayed, ledger, verdict)
 
 
-def alternatives(subject: Subject, setting: Setting, room: Room) -> list[Alternative]:
+def predict_alternatives(
+    subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory
+) -> list[MemoryAlternative]:
     """Return what each change of `setting` would take; each has been predicted."""
     if room.capacity_nbytes is None:
         return []
     found = [
-        Alternative(change, judge(forecast(subject, other, room).ledger.nbytes, room.capacity_nbytes))
+        MemoryAlternative(
+            change, judge_fit(forecast_memory(subject, other, room).ledger.nbytes, room.capacity_nbytes)
+        )
         for change, other in _changes(setting)
     ]
     devices = _fewest_devices(subject, setting, room)
     return [*found, devices] if devices is not None else found
 
 
-def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
+def _changes(setting: TrainingSetting) -> Iterator[tuple[str, TrainingSetting]]:
     """Yield single changes that take less memory, in words."""
     if setting.autocast == setting.gather == "off":
         yield "bf16 autocast", replace(setting, autocast="bf16")
@@ -133,18 +146,20 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
         yield "sharded", replace(setting, strategy="sharded")
 
 
-def _fewest_devices(subject: Subject, setting: Setting, room: Room) -> Alternative | None:
+def _fewest_devices(
+    subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory
+) -> MemoryAlternative | None:
     """Return full-shard on the fewest devices (a power of two) that it fits on; or where more hardly help."""
     assert room.capacity_nbytes is not None, "the caller has checked that"
     ranks = max(2, setting.ranks * (2 if setting.strategy == "full-shard" else 1))
-    found: Alternative | None = None
+    found: MemoryAlternative | None = None
     while ranks <= _MOST_DEVICES:
         other = replace(setting, strategy="full-shard", ranks=ranks)
-        verdict = judge(forecast(subject, other, room).ledger.nbytes, room.capacity_nbytes)
+        verdict = judge_fit(forecast_memory(subject, other, room).ledger.nbytes, room.capacity_nbytes)
         hardly = found is not None and verdict.nbytes > _HARDLY * found.verdict.nbytes
         if hardly and verdict.poor:
             break
-        found = Alternative(f"full-shard on {ranks} devices", verdict)
+        found = MemoryAlternative(f"full-shard on {ranks} devices", verdict)
         if not verdict.poor:
             break
         ranks *= 2
@@ -152,7 +167,7 @@ def _fewest_devices(subject: Subject, setting: Setting, room: Room) -> Alternati
 
 
 @dataclass(frozen=True)
-class Fitting:
+class MicroBatchFit:
     """What fits under a strategy.
 
     Attributes:
@@ -161,10 +176,12 @@ class Fitting:
     """
 
     samples: int
-    forecast: Forecast
+    forecast: MemoryForecast
 
 
-def largest_micro_batch(subject: Subject, setting: Setting, room: Room, most: int) -> Fitting:
+def largest_micro_batch(
+    subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory, most: int
+) -> MicroBatchFit:
     """Return the largest micro-batch that fits into `room`, and what a step takes with it.
 
     Memory grows with the micro-batch, about in line once forward and backward take more than the optimizer's step.
@@ -175,22 +192,22 @@ def largest_micro_batch(subject: Subject, setting: Setting, room: Room, most: in
         subject: what is trained. setting: how; its `batch` is what is sought. room: with the memory of a device.
         most: samples that are wanted at most, 1 or more.
 
-    Raises: as `forecast`.
+    Raises: as `forecast_memory`.
     """
     assert room.capacity_nbytes is not None, "there is something to fit into"
-    allowed = MARGIN * room.capacity_nbytes
+    allowed = SAFE_SHARE * room.capacity_nbytes
 
-    def of(samples: int) -> Forecast:
-        return forecast(subject, replace(setting, batch=samples), room)
+    def of(samples: int) -> MemoryForecast:
+        return forecast_memory(subject, replace(setting, batch=samples), room)
 
     fits, found = 1, of(1)
     if found.ledger.nbytes > allowed:
-        return Fitting(0, found)
+        return MicroBatchFit(0, found)
     if most == 1:
-        return Fitting(1, found)
+        return MicroBatchFit(1, found)
     over, largest = most, of(most)
     if largest.ledger.nbytes <= allowed:
-        return Fitting(most, largest)
+        return MicroBatchFit(most, largest)
     while over - fits > max(1, fits // 32):
         share = (allowed - found.ledger.nbytes) / (largest.ledger.nbytes - found.ledger.nbytes)
         samples = min(max(fits + 1, fits + int(share * (over - fits))), over - 1)
@@ -199,4 +216,4 @@ def largest_micro_batch(subject: Subject, setting: Setting, room: Room, most: in
             fits, found = samples, tried
         else:
             over, largest = samples, tried
-    return Fitting(fits, found)
+    return MicroBatchFit(fits, found)

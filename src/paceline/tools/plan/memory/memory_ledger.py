@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.tools.plan.memory.caching_allocator import Replay
-from paceline.tools.plan.memory.memory_timeline import CATEGORIES, Timeline
+from paceline.tools.plan.memory.caching_allocator import AllocatorReplay
+from paceline.tools.plan.memory.memory_timeline import CATEGORIES, MemoryTimeline
 
-__all__ = ["Ledger", "Line", "Outside", "ledger_of"]
+__all__ = ["LedgerLine", "MemoryLedger", "NonTensorMemory", "make_ledger"]
 
 _TRACED = "traced"
 _RULES: dict[str, tuple[str, str]] = {
@@ -58,7 +58,7 @@ _RULES: dict[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Line:
+class LedgerLine:
     """One line: bytes, the rule in words, and where the rule stands."""
 
     name: str
@@ -68,7 +68,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Outside:
+class NonTensorMemory:
     """Memory that no tensor of the step accounts for.
 
     Attributes:
@@ -83,7 +83,7 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MemoryLedger:
     """The lines, and where the peak is.
 
     Attributes:
@@ -92,7 +92,7 @@ class Ledger:
         largest: (module, operator, bytes) of what holds most activations and temporaries at the peak.
     """
 
-    lines: Sequence[Line]
+    lines: Sequence[LedgerLine]
     where: str
     largest: Sequence[tuple[str, str, int]]
 
@@ -102,7 +102,9 @@ class Ledger:
         return sum(line.nbytes for line in self.lines)
 
 
-def ledger_of(timeline: Timeline, replay: Replay | None = None, outside: Outside | None = None) -> Ledger:
+def make_ledger(
+    timeline: MemoryTimeline, replay: AllocatorReplay | None = None, outside: NonTensorMemory | None = None
+) -> MemoryLedger:
     """Return the ledger of a timeline's peak.
 
     Args:
@@ -115,37 +117,39 @@ def ledger_of(timeline: Timeline, replay: Replay | None = None, outside: Outside
     sums: Counter[str] = Counter()
     for block in alive:
         sums[block.category] += block.nbytes
-    lines = [Line(name, sums[name], *_RULES[name]) for name in CATEGORIES if sums[name]]
+    lines = [LedgerLine(name, sums[name], *_RULES[name]) for name in CATEGORIES if sums[name]]
     if replay is not None:
         lines += _allocators(replay, peak.nbytes)
-    lines += _outsides(outside or Outside())
+    lines += _outsides(outside or NonTensorMemory())
     held: Counter[tuple[str, str]] = Counter()
     for block in alive:
         if block.category in ("activations", "autocast copies", "recomputed", "temporaries"):
             held[block.module, block.operator] += block.nbytes
-    return Ledger(lines, _where(timeline), [(*key, nbytes) for key, nbytes in held.most_common(8)])
+    return MemoryLedger(lines, _where(timeline), [(*key, nbytes) for key, nbytes in held.most_common(8)])
 
 
-def _allocators(replay: Replay, requested: int) -> list[Line]:
+def _allocators(replay: AllocatorReplay, requested: int) -> list[LedgerLine]:
     source = "c10/cuda/CUDACachingAllocator.cpp, replayed"
     rounding = replay.allocated_nbytes - requested
     reserve = replay.reserved_nbytes - replay.allocated_nbytes
     return [
-        Line("allocator: rounding", rounding, "blocks of 512 bytes; what is too little to split off", source),
-        Line("allocator: reserve", reserve, "segments of 2 and 20 MiB; holes between blocks", source),
+        LedgerLine(
+            "allocator: rounding", rounding, "blocks of 512 bytes; what is too little to split off", source
+        ),
+        LedgerLine("allocator: reserve", reserve, "segments of 2 and 20 MiB; holes between blocks", source),
     ]
 
 
-def _outsides(outside: Outside) -> list[Line]:
+def _outsides(outside: NonTensorMemory) -> list[LedgerLine]:
     lines = [
-        Line("data on the device", outside.data_nbytes, "as given", "--data"),
-        Line(
+        LedgerLine("data on the device", outside.data_nbytes, "as given", "--data"),
+        LedgerLine(
             "libraries",
             outside.library_nbytes,
             "cuBLAS's workspace as on Hopper; 8.1 MiB before it",
             "aten/src/ATen/cuda/CublasHandlePool.cpp",
         ),
-        Line(
+        LedgerLine(
             "CUDA context",
             outside.context_nbytes,
             "driver and loaded kernels, as given; 781 MB were seen; NCCL adds its own buffers",
@@ -155,7 +159,7 @@ def _outsides(outside: Outside) -> list[Line]:
     return [line for line in lines if line.nbytes]
 
 
-def _where(timeline: Timeline) -> str:
+def _where(timeline: MemoryTimeline) -> str:
     peak = timeline.peak()
     mark = timeline.mark_at(peak.tick)
     made = next((block for block in timeline.blocks if block.born == peak.tick), None)

@@ -25,14 +25,14 @@ from torch._subclasses.fake_tensor import (
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError, unknown
 from paceline.parallel.engine.comm import Comm
-from paceline.tools.plan.memory.fake_world import RehearsedWire, rehearsed_world
+from paceline.tools.plan.memory.fake_world import FakeComm, fake_process_group
 from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
-from paceline.tools.plan.memory.memory_timeline import Timeline
-from paceline.tools.plan.memory.tensor_tracer import Tracer
-from paceline.tools.plan.memory.traced_training import STEPS, train
-from paceline.tools.plan.memory.training_subject import Setting, Subject
+from paceline.tools.plan.memory.memory_timeline import MemoryTimeline
+from paceline.tools.plan.memory.tensor_tracer import TensorTracer
+from paceline.tools.plan.memory.traced_training import STEPS, train_subject
+from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject
 
-__all__ = ["Prediction", "States", "Untraceable", "predict", "states_of"]
+__all__ = ["MemoryPrediction", "States", "Untraceable", "predict_memory", "states_of"]
 
 _NUMBERS_OF_OPTIMIZER = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 
@@ -90,7 +90,7 @@ class Untraceable(UsageError):
 
 
 @dataclass(frozen=True)
-class Prediction:
+class MemoryPrediction:
     """What a training would take.
 
     Attributes:
@@ -102,11 +102,11 @@ class Prediction:
         seconds: the prediction took.
     """
 
-    setting: Setting
-    timeline: Timeline
+    setting: TrainingSetting
+    timeline: MemoryTimeline
     parameters: int
     parameter_nbytes: int
-    questions: int
+    value_reads: int
     seconds: float
 
 
@@ -117,7 +117,7 @@ class _FakeTensorMode(FakeTensorMode):
         return self
 
 
-class _Watching(Tracer):
+class _Watching(TensorTracer):
     """A tracer that also learns how large the model is."""
 
     parameters = 0
@@ -130,7 +130,9 @@ class _Watching(Tracer):
         self.parameter_nbytes = sum(param.nbytes for param in every)
 
 
-def predict(subject: Subject, setting: Setting, steps: int = STEPS) -> Prediction:
+def predict_memory(
+    subject: TrainingSubject, setting: TrainingSetting, steps: int = STEPS
+) -> MemoryPrediction:
     """Return what training `subject` as `setting` says takes on each rank.
 
     Raises:
@@ -141,27 +143,27 @@ def predict(subject: Subject, setting: Setting, steps: int = STEPS) -> Predictio
     tracer = _Watching(cpu_workspace if setting.device == "cpu" else None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with rehearsed_world(setting.ranks) if setting.ranks > 1 else nullcontext():
-            comm = RehearsedWire(setting.backend) if setting.ranks > 1 else Comm()
+        with fake_process_group(setting.ranks) if setting.ranks > 1 else nullcontext():
+            comm = FakeComm(setting.backend) if setting.ranks > 1 else Comm()
             with _traceable(subject, setting, tracer), _FakeTensorMode(), tracer:
-                train(subject, _shortened(setting), comm, tracer, steps)
-    return Prediction(
+                train_subject(subject, _shortened(setting), comm, tracer, steps)
+    return MemoryPrediction(
         setting,
         tracer.timeline(),
         tracer.parameters,
         tracer.parameter_nbytes,
-        tracer.questions,
+        tracer.value_reads,
         time.perf_counter() - began,
     )
 
 
-def _shortened(setting: Setting) -> Setting:
+def _shortened(setting: TrainingSetting) -> TrainingSetting:
     """Return the setting with two micro-batches where there are more: all after the first are alike."""
     return replace(setting, accumulate=min(setting.accumulate, 2))
 
 
 @contextmanager
-def _traceable(subject: Subject, setting: Setting, tracer: _Watching) -> Iterator[None]:
+def _traceable(subject: TrainingSubject, setting: TrainingSetting, tracer: _Watching) -> Iterator[None]:
     """Say of what can't be traced what is known all the same: its states."""
     try:
         yield
@@ -176,7 +178,7 @@ def _traceable(subject: Subject, setting: Setting, tracer: _Watching) -> Iterato
         ) from error
 
 
-def _known(setting: Setting, tracer: _Watching) -> str:
+def _known(setting: TrainingSetting, tracer: _Watching) -> str:
     """Return the model states in words, by formula; "" for an optimizer without one."""
     if not tracer.parameter_nbytes or ":" in setting.optimizer:
         return ""

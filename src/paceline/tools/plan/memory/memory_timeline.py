@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CATEGORIES", "Block", "Mark", "Peak", "Recording", "Timeline"]
+__all__ = ["CATEGORIES", "MemoryBlock", "MemoryPeak", "MemoryTimeline", "PhaseMark", "TimelineRecorder"]
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _Life:
     claimed: bool = False
 
 
-class Recording:
+class TimelineRecorder:
     """Collects lives of blocks; `timeline` tells them.
 
     Example:
@@ -44,7 +44,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._lives: list[_Life] = []
-        self._marks: list[Mark] = []
+        self._marks: list[PhaseMark] = []
         self._tick = 0
         self._closed = False
         self.step, self.phase = 0, "build"
@@ -56,9 +56,9 @@ class Recording:
                 if life.died is None and life.phase == "forward" and life.category == "temporaries":
                     life.category = "activations"
         self.step, self.phase = step, phase
-        self._marks.append(Mark(self._tick, step, phase))
+        self._marks.append(PhaseMark(self._tick, step, phase))
 
-    def birth(self, nbytes: int, category: str, module: str = "", operator: str = "") -> int:
+    def allocate(self, nbytes: int, category: str, module: str = "", operator: str = "") -> int:
         """Note a new block; return its number."""
         self._lives.append(_Life(nbytes, self._tick, category, self.phase, module, operator))
         self._tick += 1
@@ -68,7 +68,7 @@ class Recording:
         """Record no more deaths: what is alive stays alive."""
         self._closed = True
 
-    def death(self, number: int) -> None:
+    def free(self, number: int) -> None:
         """Note that block `number` was freed."""
         if self._closed:
             return
@@ -81,7 +81,7 @@ class Recording:
         if not life.claimed:
             life.category, life.claimed = category, True
 
-    def take_over(self, heir: int, number: int) -> None:
+    def reuse(self, heir: int, number: int) -> None:
         """Let block `heir` have been block `number` all along: what was computed was written in place.
 
         The death of `number` and the birth of `heir` are forgotten; whoever frees `heir` ends both.
@@ -98,14 +98,16 @@ class Recording:
         """Tell whether block `number` has not been freed."""
         return self._lives[number].died is None
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> MemoryTimeline:
         """Return what was recorded so far; ticks at which nothing is left to happen stay."""
         blocks = [
-            Block(life.nbytes, life.born, life.died, life.category, life.module, life.operator)
+            MemoryBlock(life.nbytes, life.born, life.died, life.category, life.module, life.operator)
             for life in self._lives
             if life.nbytes
         ]
-        return Timeline(sorted(blocks, key=lambda block: block.born), tuple(self._marks), max(self._tick, 1))
+        return MemoryTimeline(
+            sorted(blocks, key=lambda block: block.born), tuple(self._marks), max(self._tick, 1)
+        )
 
 
 CATEGORIES = (
@@ -127,7 +129,7 @@ CATEGORIES = (
 
 
 @dataclass(frozen=True)
-class Block:
+class MemoryBlock:
     """One block of memory.
 
     Attributes:
@@ -152,7 +154,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Mark:
+class PhaseMark:
     """Where a phase of a step begins: ``build``, ``wrap``, ``forward``, ``backward`` or ``optimizer``."""
 
     tick: int
@@ -161,7 +163,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """The most bytes at once, and the tick at which they are reached first."""
 
     nbytes: int
@@ -169,7 +171,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class MemoryTimeline:
     """All blocks of a traced program.
 
     Attributes:
@@ -183,13 +185,13 @@ class Timeline:
         Peak(nbytes=12, tick=1)
     """
 
-    blocks: Sequence[Block]
-    marks: Sequence[Mark]
+    blocks: Sequence[MemoryBlock]
+    marks: Sequence[PhaseMark]
     ticks: int
 
-    def changes(self) -> Iterator[tuple[int, Block]]:
+    def changes(self) -> Iterator[tuple[int, MemoryBlock]]:
         """Yield (bytes, block) of every tick in order; bytes are negative where a block dies."""
-        found: list[tuple[int, int, Block]] = []
+        found: list[tuple[int, int, MemoryBlock]] = []
         for block in self.blocks:
             found.append((block.born, block.nbytes, block))
             if block.died is not None:
@@ -208,25 +210,25 @@ class Timeline:
                 change[block.died] -= block.nbytes
         return np.cumsum(change)
 
-    def peak(self) -> Peak:
+    def peak(self) -> MemoryPeak:
         """Return the largest sum of blocks that are alive at once."""
         held = self.held()
         if not len(held):
-            return Peak(0, 0)
+            return MemoryPeak(0, 0)
         tick = int(held.argmax())
-        return Peak(int(held[tick]), tick)
+        return MemoryPeak(int(held[tick]), tick)
 
-    def alive_at(self, tick: int) -> list[Block]:
+    def alive_at(self, tick: int) -> list[MemoryBlock]:
         """Return the blocks that hold memory right after `tick`."""
         return [block for block in self.blocks if block.alive_at(tick)]
 
-    def mark_at(self, tick: int) -> Mark:
+    def mark_at(self, tick: int) -> PhaseMark:
         """Return the phase that `tick` belongs to."""
         before = [mark for mark in self.marks if mark.tick <= tick]
-        return before[-1] if before else Mark(0, 0, "build")
+        return before[-1] if before else PhaseMark(0, 0, "build")
 
-    def steps(self) -> Timeline:
+    def steps(self) -> MemoryTimeline:
         """Return the timeline without what was gone when the first step began: building and wrapping the model."""
         start = next((mark.tick for mark in self.marks if mark.phase == "forward"), 0)
         lasting = [block for block in self.blocks if block.died is None or block.died > start]
-        return Timeline(lasting, self.marks, self.ticks)
+        return MemoryTimeline(lasting, self.marks, self.ticks)

@@ -1,6 +1,6 @@
 """Follows every block of memory that a program on torch tensors asks for; no tensor needs to have any memory.
 
-`Tracer` is a dispatch mode: it sees each operator below autograd, notes the storages that come out of it, and
+`TensorTracer` is a dispatch mode: it sees each operator below autograd, notes the storages that come out of it, and
 is told by weak references when they die. Under a `FakeTensorMode` nothing is computed and nothing allocated, so a
 model of any size can be traced; without one, a real program is followed in the same way.
 
@@ -10,7 +10,7 @@ Where fake tensors behave otherwise than real ones, the tracer corrects it:
   on a tensor subclass (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`). The sum is booked as in place
   where one of the summands dies with the addition.
 - Kernels take memory of their own and give it back before they return. `workspaces` knows which.
-- Values do not exist. Where a program asks for one (``.item()``), it is told 1, and `questions` counts that.
+- Values do not exist. Where a program asks for one (``.item()``), it is told 1, and `value_reads` counts that.
 
 torch's own `torch.distributed._tools.mem_tracker.MemTracker` follows storages by weak references too. It is not used:
 it takes one forward and backward of a given module, hooks every module for it, and knows neither our buckets nor the
@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from paceline.tools.plan.memory.memory_timeline import Recording, Timeline
+from paceline.tools.plan.memory.memory_timeline import MemoryTimeline, TimelineRecorder
 from paceline.tools.plan.memory.tracer_hooks import ModulePaths, converting, shapes_only, told_of_resizing
 
-__all__ = ["Tracer", "plain_tensors"]
+__all__ = ["TensorTracer", "plain_tensors"]
 
 _aten = torch.ops.aten
 _ENTER, _LEAVE = (
@@ -59,7 +59,7 @@ _GATHERING = ("FSDP::all_gather", "FSDP::pre_forward", "FSDP::pre_backward", "FS
 Workspace = Callable[[Any, Sequence[Any], dict[str, Any], Any], int]
 
 
-class Tracer(TorchDispatchMode):
+class TensorTracer(TorchDispatchMode):
     """Records the life of every storage that operators make while it is active.
 
     Args:
@@ -75,8 +75,8 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self, workspace: Workspace | None = None) -> None:
         super().__init__()
-        self.recording, self.modules = Recording(), ModulePaths()
-        self.questions = 0
+        self.recording, self.modules = TimelineRecorder(), ModulePaths()
+        self.value_reads = 0
         """How often the program asked for a value."""
         self._workspace = workspace
         self._of_storage: dict[int, tuple[int, weakref.ref[Any]]] = {}
@@ -87,7 +87,7 @@ class Tracer(TorchDispatchMode):
         self._ignored = False
         self._within = ExitStack()
 
-    def __enter__(self) -> Tracer:
+    def __enter__(self) -> TensorTracer:
         self._within.enter_context(self.modules)
         self._within.enter_context(told_of_resizing(self._resized))
         self._within.enter_context(converting())
@@ -112,7 +112,7 @@ class Tracer(TorchDispatchMode):
         self.recording.close()
 
     @contextmanager
-    def making(self, category: str) -> Iterator[None]:
+    def label_allocations(self, category: str) -> Iterator[None]:
         """Let everything that is made in this block belong to `category`."""
         before, self._category = self._category, category
         try:
@@ -136,7 +136,7 @@ class Tracer(TorchDispatchMode):
         finally:
             self._ignored = before
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> MemoryTimeline:
         """Return what was recorded so far."""
         return self.recording.timeline()
 
@@ -153,10 +153,10 @@ class Tracer(TorchDispatchMode):
         self._settle_sum()
         self._note_section(func, args)
         if func is _aten._local_scalar_dense.default and _valueless(args[0]):
-            self.questions += 1
+            self.value_reads += 1
             return 1 if not args[0].is_floating_point() else 1.0
         if func in _ALIKE and _valueless(args[0]):
-            self.questions += 1
+            self.value_reads += 1
             return True
         result = func(*args, **kwargs)
         parts = [plain for leaf in tree_leaves(result) for plain in plain_tensors(leaf)]
@@ -180,25 +180,25 @@ class Tracer(TorchDispatchMode):
 
     def _bear(self, storage: Any, nbytes: int, category: str, operator: str) -> int:
         key = storage._cdata
-        number = self.recording.birth(nbytes, category, self.modules.here(), operator)
+        number = self.recording.allocate(nbytes, category, self.modules.here(), operator)
         self._maker[number] = self.modules.node()
         self._of_storage[key] = number, weakref.ref(storage, lambda _: self._died(key))
         return number
 
     def _died(self, key: int) -> None:
         number, _ = self._of_storage.pop(key)
-        self.recording.death(number)
+        self.recording.free(number)
 
     def _pulse(self, nbytes: int, func: Any) -> None:
-        number = self.recording.birth(nbytes, "workspaces", self.modules.here(), str(func))
-        self.recording.death(number)
+        number = self.recording.allocate(nbytes, "workspaces", self.modules.here(), str(func))
+        self.recording.free(number)
 
     def _resized(self, storage: Any, nbytes: int) -> None:
         """Note that a storage was freed or given memory again, as FSDP2 does with gathered parameters."""
         known = self._of_storage.get(storage._cdata)
         if known is not None:
             self._of_storage.pop(storage._cdata)
-            self.recording.death(known[0])
+            self.recording.free(known[0])
         if nbytes:
             self._bear(storage, nbytes, self._purpose(None, ()), "resize_")
 
@@ -249,7 +249,7 @@ class Tracer(TorchDispatchMode):
         for summand in summands:
             same = self.recording.nbytes(summand) == self.recording.nbytes(number)
             if same and not self.recording.alive(summand):
-                self.recording.take_over(number, summand)
+                self.recording.reuse(number, summand)
                 return
 
 

@@ -16,29 +16,35 @@ from paceline.parallel.engine.comm import Comm
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.parallel.strategy import STRATEGIES, Sync
-from paceline.tools.plan.memory.training_subject import ALONE, Built, Setting, Subject, import_named
+from paceline.tools.plan.memory.training_subject import (
+    ALONE,
+    BuiltSubject,
+    TrainingSetting,
+    TrainingSubject,
+    import_named,
+)
 
-__all__ = ["STEPS", "Observer", "Silent", "optimizer_of", "train"]
+__all__ = ["STEPS", "SilentObserver", "TrainingObserver", "resolve_optimizer", "train_subject"]
 
 STEPS = 2
 """The first step has no optimizer state before its end and builds the buckets; all later ones are alike."""
 
 
-class Observer(Protocol):
+class TrainingObserver(Protocol):
     """Is told what happens in a training."""
 
     def begin(self, step: int, phase: str) -> None: ...
 
     def claim(self, category: str, tensors: Iterable[Tensor | None]) -> None: ...
 
-    def making(self, category: str) -> AbstractContextManager[None]: ...
+    def label_allocations(self, category: str) -> AbstractContextManager[None]: ...
 
     def model(self, module: torch.nn.Module) -> None: ...
 
     def end(self) -> None: ...
 
 
-class Silent:
+class SilentObserver:
     """Observes nothing."""
 
     def begin(self, step: int, phase: str) -> None:
@@ -47,7 +53,7 @@ class Silent:
     def claim(self, category: str, tensors: Iterable[Tensor | None]) -> None:
         """Do nothing."""
 
-    def making(self, category: str) -> AbstractContextManager[None]:
+    def label_allocations(self, category: str) -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()
 
@@ -67,7 +73,13 @@ class _Trained:
     backward: Callable[[Tensor], None]
 
 
-def train(subject: Subject, setting: Setting, comm: Comm, observer: Observer, steps: int = STEPS) -> None:
+def train_subject(
+    subject: TrainingSubject,
+    setting: TrainingSetting,
+    comm: Comm,
+    observer: TrainingObserver,
+    steps: int = STEPS,
+) -> None:
     """Build the subject and train it for some steps.
 
     Args:
@@ -98,10 +110,12 @@ def train(subject: Subject, setting: Setting, comm: Comm, observer: Observer, st
     observer.end()
 
 
-def _micro_step(built: Built, trained: _Trained, setting: Setting, observer: Observer, step: int) -> Any:
+def _micro_step(
+    built: BuiltSubject, trained: _Trained, setting: TrainingSetting, observer: TrainingObserver, step: int
+) -> Any:
     """Run forward and backward of one micro-batch; return it, for a loop keeps it until the next one."""
     observer.begin(step, "forward")
-    with observer.making("inputs"):
+    with observer.label_allocations("inputs"):
         batch = built.draw()
     with _autocast(setting):
         loss = built.loss(trained.model, batch)
@@ -110,7 +124,7 @@ def _micro_step(built: Built, trained: _Trained, setting: Setting, observer: Obs
     return batch
 
 
-def _autocast(setting: Setting) -> AbstractContextManager[object]:
+def _autocast(setting: TrainingSetting) -> AbstractContextManager[object]:
     if setting.autocast == "off":
         return nullcontext()
     dtype = torch.bfloat16 if setting.autocast == "bf16" else torch.float16
@@ -119,8 +133,8 @@ def _autocast(setting: Setting) -> AbstractContextManager[object]:
     )  # a prediction's tensors are on the CPU, of any device
 
 
-def _wrapped(built: Built, setting: Setting, comm: Comm) -> _Trained:
-    kind, options = optimizer_of(setting)
+def _wrapped(built: BuiltSubject, setting: TrainingSetting, comm: Comm) -> _Trained:
+    kind, options = resolve_optimizer(setting)
     if setting.strategy == ALONE:
         return _Trained(built.module, kind(built.module.parameters(), **options), Tensor.backward)
     plan = STRATEGIES[setting.strategy]
@@ -131,7 +145,7 @@ def _wrapped(built: Built, setting: Setting, comm: Comm) -> _Trained:
     return _Trained(model, ShardedOptimizer(model, kind, **options), model.backward)
 
 
-def optimizer_of(setting: Setting) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def resolve_optimizer(setting: TrainingSetting) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the optimizer's class and its options.
 
     On CUDA torch's optimizers update all parameters at once (``foreach``) unless they are told otherwise, which takes
@@ -157,12 +171,12 @@ def optimizer_of(setting: Setting) -> tuple[type[torch.optim.Optimizer], dict[st
     return named, {"lr": 1e-3}
 
 
-def _claim_states(observer: Observer, module: torch.nn.Module) -> None:
+def _claim_states(observer: TrainingObserver, module: torch.nn.Module) -> None:
     observer.claim("parameters", module.parameters())
     observer.claim("buffers", module.buffers())
 
 
-def _claim_gradients(observer: Observer, model: torch.nn.Module) -> None:
+def _claim_gradients(observer: TrainingObserver, model: torch.nn.Module) -> None:
     engine = model.engine if isinstance(model, DataParallel) else None
     if isinstance(engine, Reducer):
         observer.claim("buckets", [bucket.flat for bucket in engine.buckets])
@@ -170,7 +184,7 @@ def _claim_gradients(observer: Observer, model: torch.nn.Module) -> None:
     observer.claim("gradients", [param.grad for param in model.parameters()])
 
 
-def _claim_optimizer_state(observer: Observer, optimizer: torch.optim.Optimizer) -> None:
+def _claim_optimizer_state(observer: TrainingObserver, optimizer: torch.optim.Optimizer) -> None:
     inner = [part.optimizer for part in getattr(optimizer, "_parts", [])]
     for each in [optimizer, *inner]:
         for state in each.state.values():

@@ -35,7 +35,16 @@ from paceline.errors import UsageError, unknown
 from paceline.tools.models import gpt
 from paceline.tools.models.gpt_sizes import SIZES, size_of
 
-__all__ = ["ALONE", "BACKENDS", "STRATEGY_NAMES", "Built", "Setting", "Subject", "import_named", "subject_of"]
+__all__ = [
+    "ALONE",
+    "BACKENDS",
+    "STRATEGY_NAMES",
+    "BuiltSubject",
+    "TrainingSetting",
+    "TrainingSubject",
+    "import_named",
+    "resolve_subject",
+]
 
 ALONE = "alone"
 """Plain torch on one device, without Paceline."""
@@ -51,7 +60,7 @@ _AUTOCASTS = ("off", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetting:
     """How a model is trained.
 
     Attributes:
@@ -122,7 +131,7 @@ class Setting:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Setting:
+    def from_json(cls, record: Mapping[str, Any]) -> TrainingSetting:
         """Return the setting that `to_json` wrote."""
         return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
 
@@ -132,7 +141,7 @@ XXL = "xxl"
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltSubject:
     """A model and what a step feeds it.
 
     Attributes:
@@ -147,7 +156,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainingSubject:
     """What is trained; `build` makes it anew, on whatever tensors are made where it is called.
 
     Attributes:
@@ -156,10 +165,10 @@ class Subject:
     """
 
     name: str
-    build: Callable[[Setting], Built]
+    build: Callable[[TrainingSetting], BuiltSubject]
 
 
-def subject_of(name: str, inputs: Sequence[str] = ()) -> Subject:
+def resolve_subject(name: str, inputs: Sequence[str] = ()) -> TrainingSubject:
     """Return what `name` names.
 
     Args:
@@ -171,12 +180,12 @@ def subject_of(name: str, inputs: Sequence[str] = ()) -> Subject:
         UsageError: nothing has that name.
     """
     if ":" in name:
-        return Subject(name, partial(_users, name, import_named(name), tuple(inputs)))
+        return TrainingSubject(name, partial(_users, name, import_named(name), tuple(inputs)))
     if name == XXL:
-        return Subject(name, _linears)
+        return TrainingSubject(name, _linears)
     if name not in SIZES:
         raise unknown("model", name, [*SIZES, XXL, "package.module:name"])
-    return Subject(name, partial(_reference, name))
+    return TrainingSubject(name, partial(_reference, name))
 
 
 def import_named(path: str) -> Any:
@@ -200,7 +209,7 @@ def import_named(path: str) -> Any:
     return getattr(module, name)
 
 
-def _reference(name: str, setting: Setting) -> Built:
+def _reference(name: str, setting: TrainingSetting) -> BuiltSubject:
     size = size_of(name)
     if setting.context > size.context:
         size = size_of(name, context=setting.context)
@@ -210,7 +219,7 @@ def _reference(name: str, setting: Setting) -> Built:
     def draw() -> tuple[Tensor, Tensor]:
         return torch.randint(size.vocabulary, shape), torch.randint(size.vocabulary, shape)
 
-    return Built(module, draw, lambda model, batch: gpt.loss(model(batch[0]), batch[1]))
+    return BuiltSubject(module, draw, lambda model, batch: gpt.loss(model(batch[0]), batch[1]))
 
 
 class _Linears(torch.nn.Module):
@@ -231,17 +240,19 @@ class _Linears(torch.nn.Module):
         return x
 
 
-def _linears(setting: Setting) -> Built:
+def _linears(setting: TrainingSetting) -> BuiltSubject:
     module = _Linears(16384, 53248, 126)
     if setting.checkpointing:
         _recompute_members(module)
     low = "bf16" if setting.gather == "bf16" else setting.autocast
     dtype = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[low]
     shape = (setting.batch, setting.context, 16384)
-    return Built(module, lambda: torch.empty(shape, dtype=dtype), lambda model, x: model(x).float().mean())
+    return BuiltSubject(
+        module, lambda: torch.empty(shape, dtype=dtype), lambda model, x: model(x).float().mean()
+    )
 
 
-def _users(name: str, named: Any, shapes: Sequence[str], setting: Setting) -> Built:
+def _users(name: str, named: Any, shapes: Sequence[str], setting: TrainingSetting) -> BuiltSubject:
     found = _called(name, named, setting)
     parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], torch.nn.Module):
@@ -266,10 +277,10 @@ def _users(name: str, named: Any, shapes: Sequence[str], setting: Setting) -> Bu
     def draw() -> Any:
         return pytree.tree_map_only(Tensor, Tensor.clone, first)
 
-    return Built(module, draw, loss)
+    return BuiltSubject(module, draw, loss)
 
 
-def _called(name: str, named: Any, setting: Setting) -> Any:
+def _called(name: str, named: Any, setting: TrainingSetting) -> Any:
     if not callable(named):
         raise UsageError(f"{name} is a {type(named).__name__}", remedy="name a Module class or a function")
     given = {"batch": setting.batch, "context": setting.context}
