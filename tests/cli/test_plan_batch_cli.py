@@ -12,7 +12,7 @@ from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.hardware_catalog import DEVICES, INTERCONNECTS
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, Rate, Source
-from paceline.tools.cli.plan.plan_batch_command import show
+from paceline.tools.cli.plan.plan_batch_command import show_xxl
 from paceline.tools.cli.plan.plan_command import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
 
 ASKED = "--model medium --device rtx-4090 --link 10gbe --devices 8 --batch 500"
@@ -31,9 +31,9 @@ def test_figures_sentences_and_json(call, tmp_path):
     code, told, _ = call(f"{ASKED} --json {tmp_path}/a.json")
     assert code == 0
     assert "At least 1 device: each then holds 5.39 GB of the 19.2 GB" in told
-    assert "they have 62 or 63 samples a step, which Paceline weighs exactly" in told
-    assert "All alike are 496 or 504, or 500 as 50 × 2 × 5" in told
-    assert "communication is 7.23 times as long as what could hide it" in told
+    assert "they have 62 or 63 samples per step, which Paceline weights exactly" in told
+    assert "Even splits: 496 or 504, or 500 as 50 × 2 × 5" in told
+    assert "communication takes 7.23× as long as the computing that could hide it" in told
     written = json.loads((tmp_path / "a.json").read_text())
     assert written["command"].startswith("paceline plan batch --model medium")
     assert (written["split"]["micro"], written["split"]["accumulation"], written["split"]["ranks"]) == (
@@ -59,7 +59,7 @@ def test_xxl_on_devices_of_95_gb(call, tmp_path):
 
 
 def test_the_derivation_of_xxl_is_shown_whole(capsys):
-    show()
+    show_xxl()
     told = capsys.readouterr().out
     for words in (
         "219.85 G",
@@ -120,7 +120,7 @@ def test_too_few_devices_and_none_that_is_enough(call):
     assert "4 devices are too few for fsdp" in told
     code, told, _ = call("--parameters 7B --device t4 --strategy ddp")
     assert code == 0
-    assert "No number of devices is enough: each would have to hold 112 GB by itself" in told
+    assert "No number of devices is enough: each would have to hold 112 GB whatever their number" in told
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_too_few_devices_and_none_that_is_enough(call):
     [
         ("--device h100", "which model?"),
         ("--device h100 --model tiny --parameters 7B", "which model?"),
-        ("--model tiny", "no memory of a device"),
+        ("--model tiny", "no device memory"),
         ("--model tyni --device h100", "did you mean 'tiny'?"),
         ("--model tiny --device h1oo", "unknown device"),
         ("--model tiny --device h100 --link warp", "unknown link"),

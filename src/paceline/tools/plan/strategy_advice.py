@@ -203,11 +203,11 @@ def _computing(costs: StepCosts, micro: int = 0, factor: float = 1.0) -> StepCos
         buffered=buffered,
         parameters=tuple(replace(each, seconds=each.seconds * stretch) for each in step.parameters),
     )
-    noted = costs.noted
+    notes = costs.notes
     if micro and micro != step.batch:
         told = f"computing was measured with {step.batch} samples, and taken to grow with them"
-        noted = (*noted, f"{told} (better: paceline bench parts --batch-size {micro})")
-    return replace(costs, step=scaled, noted=noted)
+        notes = (*notes, f"{told} (better: paceline bench parts --batch-size {micro})")
+    return replace(costs, step=scaled, notes=notes)
 
 
 def _best(costs: StepCosts, strategies: Sequence[str]) -> StepTime:

@@ -1,16 +1,13 @@
-"""A figure with its derivation: what it is, the formula with numbers put in, why, and what people get wrong.
-
-The XXL model worked out, each figure with its derivation and with what people get wrong (pure).
+"""The XXL model worked out: every figure with its derivation and the mistakes that are usual (pure).
 
 126 blocks of two linear layers, 16384 → 53248 → 16384, nothing else: the problem "communication accounting" of Stanford
 CS336 (spring 2025, assignment 2), in the notation of Austin et al., How to Scale Your Model (2025), "Training".
-Activations and what travels are bfloat16; master weights, accumulated gradients and Adam's states are float32.
+Activations and messages are bfloat16; master weights, accumulated gradients and Adam's states are float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from paceline.tools.plan.batch_split import ModelStates, device_nbytes, devices_needed
 from paceline.tools.plan.communication_roofline import fsdp_tp_tokens
@@ -20,16 +17,16 @@ __all__ = ["BLOCKS", "D_FF", "D_MODEL", "PARAMETERS", "TOKEN_NBYTES", "DerivedFi
 
 @dataclass(frozen=True)
 class DerivedFigure:
-    """A figure, and where it comes from.
+    """A figure with its derivation.
 
     Attributes:
-        key: its name in JSON, with its unit, such as ``"devices"`` or ``"state_nbytes"``.
-        what: in words.
-        formula: with the numbers put in.
+        key: name in JSON, with its unit, such as ``"devices"`` or ``"state_nbytes"``.
+        what: description.
+        formula: with numbers.
         value: the result.
-        shown: the result for people, with its unit.
-        why: the reason for the formula; empty if it says enough.
-        wrong: what is often written instead, and what that would give; empty if nothing is.
+        shown: the result as text, with its unit.
+        why: reason for the formula; empty if it is obvious.
+        wrong: a usual mistake, and its result; empty if there is none.
     """
 
     key: str
@@ -40,39 +37,23 @@ class DerivedFigure:
     why: str = ""
     wrong: str = ""
 
-    def facts(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return asdict(self)
-
 
 D_MODEL, D_FF, BLOCKS = 16384, 53248, 126
-
-
 PARAMETERS = 2 * BLOCKS * D_MODEL * D_FF
-
-
 TOKEN_NBYTES = 2 * BLOCKS * (D_MODEL + D_FF)
 """A of one token: the input of each linear layer, in 2 bytes."""
-
-
 GPU_NBYTES, TPU_NBYTES = 80e9, 95e9
-
-
 FLOPS, WIRE = 4.6e14, 2 * 9e10
 """C and W of a TPU v5p as the problem gives them: 459 TFLOP/s rounded, two directions of 9e10 B/s along an axis."""
-
-
 _X, _Y, _MX, _MY = 16, 4, 2, 1
-
-
 _SHARED = 0.5
 
 
 def derive_figures() -> tuple[DerivedFigure, ...]:
-    """Return all figures, in the order in which they follow from each other.
+    """Return all figures, in the order of derivation.
 
     Example:
-        >>> {each.key: round(each.value) for each in derive()}["devices_95_1024"]
+        >>> {each.key: round(each.value) for each in derive_figures()}["devices_95_1024"]
         41
     """
     return (*_sizes(), *_devices(), *_compute_bound())
@@ -98,7 +79,7 @@ def _sizes() -> tuple[DerivedFigure, ...]:
             "16 · N",
             states,
             _both(states),
-            "every one of them lives from step to step",
+            "all of them persist from step to step",
             "3276 GiB / 80 GB = 41 mixes units; 80 GB and 3518 GB are decimal. Only where the driver shows 80 GiB "
             "(85.9 GB) do 41 do.",
         ),
@@ -108,7 +89,7 @@ def _sizes() -> tuple[DerivedFigure, ...]:
             f"⌈{states / 1e9:,.1f} / 80⌉ = ⌈{states / GPU_NBYTES:.2f}⌉",
             devices_needed(ModelStates(states), 0.0, GPU_NBYTES) or 0,
             f"{devices_needed(ModelStates(states), 0.0, GPU_NBYTES)}",
-            "they have no room for activations then",
+            "which leaves no memory for activations",
         ),
         DerivedFigure(
             "token_nbytes",
@@ -117,7 +98,7 @@ def _sizes() -> tuple[DerivedFigure, ...]:
             TOKEN_NBYTES,
             f"{TOKEN_NBYTES:,} B",
             "backward needs the input of each linear layer: d_model of the first, d_ff of the second",
-            "17,543,808 is seen elsewhere. It is no multiple of 2 · 126 = 252, so no pair of widths gives it: a slip.",
+            "17,543,808 appears elsewhere. It is not a multiple of 2 · 126 = 252, so no pair of widths gives it.",
         ),
     )
 
@@ -136,7 +117,7 @@ def _devices() -> tuple[DerivedFigure, ...]:
             real = device_nbytes(states, activations, everything, _SHARED) / 1e9
             wrong = (
                 f"(16·N + A)/n, all of A divided by n, gives {everything} devices, and each would hold "
-                f"{real:.1f} GB: the half of A that is not shared is on every device, whatever n is."
+                f"{real:.1f} GB: the half of A that is not divided is on every device, whatever n is."
             )
         found.append(
             DerivedFigure(
@@ -147,7 +128,7 @@ def _devices() -> tuple[DerivedFigure, ...]:
                 f"({memory / 1e9:.0f} − {half:.2f}) = {(states.shared / 1e9 + half) / (memory / 1e9 - half):.2f}",
                 count,
                 f"{count} ({held:.1f} GB each)",
-                "m = (16·N + A/2)/n + A/2: n devices share the states and every second layer's activations, "
+                "m = (16·N + A/2)/n + A/2: n devices divide the states and every second layer's activations, "
                 "and each keeps the other half of its own",
                 wrong,
             )
@@ -162,7 +143,7 @@ def _compute_bound() -> tuple[DerivedFigure, ...]:
     return (
         DerivedFigure(
             "intensity",
-            "FLOP for each byte that is sent",
+            "FLOP per byte sent",
             "α = C/W = 4.6e14 / (2 · 9e10)",
             alpha,
             f"{alpha:,.0f} FLOP/B",
@@ -170,14 +151,14 @@ def _compute_bound() -> tuple[DerivedFigure, ...]:
         ),
         DerivedFigure(
             "tokens_added",
-            "tokens of a FSDP shard from which forward is bound by computing, FSDP and TP one after another",
+            "tokens of an FSDP shard from which forward is compute-bound, FSDP and TP one after another",
             f"b = B/X ≥ (α/Mx)/(1 − Y·α/(F·My)) = {added.formula}",
             added.tokens,
             f"{added.tokens:,.0f} tokens",
             "a block computes 4·b·D·F/(Y·C), gathers 4·D·F/(Y·W·Mx) of weights and exchanges 4·b·D/(W·My) of "
-            "activations; b is where the first is as long as both others",
+            "activations; b is where the first equals the sum of the others",
             f"counting four micro-batches of {added.tokens / 4:,.0f} tokens as {added.tokens:,.0f}. FSDP gathers the "
-            "weights in each of them, so each must be large enough. Only under DDP tokens of a step add up.",
+            "weights in each of them, so each must be large enough. Only under DDP do tokens of a step add up.",
         ),
         DerivedFigure(
             "tokens_overlapped",
@@ -185,7 +166,7 @@ def _compute_bound() -> tuple[DerivedFigure, ...]:
             f"b ≥ α/Mx = {overlapped.formula}, while Y·α/(F·My) = {_Y * alpha / (D_FF * _MY):.3f} ≤ 1",
             overlapped.tokens,
             f"{overlapped.tokens:,.0f} tokens",
-            "they use axes of their own, so the longer one decides",
+            "they use separate axes, so the longer one decides",
         ),
         _whole(added.tokens, "one after another"),
         _whole(overlapped.tokens, "at the same time"),

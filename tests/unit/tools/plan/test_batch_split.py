@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.tools.plan.batch_answer import BatchRequest, plan_batch
+from paceline.tools.plan.batch_plan import BatchRequest, plan_batch
 from paceline.tools.plan.batch_split import (
     ModelStates,
     device_nbytes,
@@ -129,7 +129,7 @@ def test_a_split_of_nothing_is_refused(numbers):
 @pytest.mark.parametrize(("wire", "between"), [("pcie4", "ndr"), ("nvlink4", "ndr")])
 def test_a_threshold_names_the_links_that_it_is_about(wire, between):
     asked = BatchRequest(
-        7_000_000_000,
+        parameters=7_000_000_000,
         devices=64,
         flops=catalog_matmul_rate("h100"),
         wire=catalog_link_rate(wire),

@@ -24,7 +24,7 @@ def memory(monkeypatch):
             tried.append(setting.batch)
             return SimpleNamespace(ledger=SimpleNamespace(nbytes=nbytes_of(setting.batch)))
 
-        monkeypatch.setattr(memory_forecast, "forecast", forecast)
+        monkeypatch.setattr(memory_forecast, "forecast_memory", forecast)
         return tried
 
     return use
@@ -68,7 +68,7 @@ def test_what_is_found_fits_and_hardly_more_would(floor, slope, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             memory_forecast,
-            "forecast",
+            "forecast_memory",
             lambda _s, setting, _r: SimpleNamespace(
                 ledger=SimpleNamespace(nbytes=max(floor, slope * setting.batch + setting.batch**2 // 50))
             ),

@@ -93,7 +93,7 @@ def test_the_table_has_no_error_and_says_so():
         (lambda: catalog_matmul_rate("v100", "bf16"), "no unit for bf16"),
         (
             lambda: intensity(catalog_matmul_rate("t4", "fp16"), RateEstimate(0.0, 0.0, 0.0, "", False)),
-            "none",
+            "C or W is 0",
         ),
     ],
 )

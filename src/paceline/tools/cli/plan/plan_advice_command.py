@@ -245,7 +245,7 @@ def _samples(count: int) -> str:
 
 def _deal(asked: Asked, devices: int, profile: Profile | None, page: Page) -> None:
     """Tell micro-batch and accumulation: as asked, as fits, or as measured."""
-    from paceline.tools.plan.batch_answer import describe_split
+    from paceline.tools.plan.batch_plan import describe_split
     from paceline.tools.plan.batch_split import split_batch
     from paceline.tools.plan.strategy_advice import RankBatch
 

@@ -112,7 +112,7 @@ def memory(
     if model == "xxl":
         from paceline.tools.cli.plan import plan_batch_command
 
-        plan_batch_command.show()
+        plan_batch_command.show_xxl()
     checks = []
     if verify:
         pass  # moved
