@@ -42,7 +42,7 @@ def test_a_page_from_a_profile(call, saved, tmp_path):
 
 def test_without_a_batch_the_measured_one_is_planned(call, saved):
     _, told, _ = call("--model", "net", "--devices", "2", "--profile", saved)
-    assert "Micro-batches of 4 samples without accumulation: 8 in a step of 2 devices." in told
+    assert "Micro-batches of 4 samples without accumulation: 8 per step of 2 devices." in told
 
 
 def test_a_context_that_was_not_measured_is_refused_and_the_measured_one_is_usual(call, saved):
@@ -53,8 +53,14 @@ def test_a_context_that_was_not_measured_is_refused_and_the_measured_one_is_usua
     code, _, told = call(*asked, "--context", "16")
     assert code == 2
     assert "it has: context 8" in told
-    assert plan_advice_command._context(plan_advice_command.Asked("net"), profile()) == 8
-    assert plan_advice_command._context(plan_advice_command.Asked("other"), profile()) == 128
+    assert (
+        plan_advice_command._context_of(plan_advice_command._Training(model="net", devices=(2,)), profile())
+        == 8
+    )
+    assert (
+        plan_advice_command._context_of(plan_advice_command._Training(model="other", devices=(2,)), profile())
+        == 128
+    )
 
 
 def test_what_fits_is_told_without_a_profile(call, tmp_path):
@@ -65,7 +71,7 @@ def test_what_fits_is_told_without_a_profile(call, tmp_path):
     assert code == 0
     assert "bucketed: micro-batches of all of 4 samples; fits:" in told
     assert "sharded: micro-batches of all of 4 samples; fits:" in told
-    assert "Not known without measurements" in told
+    assert "Unknown without measurements" in told
 
 
 def test_a_micro_batch_is_as_asked_at_most_and_no_larger_than_fits(call, tmp_path):
@@ -85,7 +91,7 @@ def test_what_does_not_fit_is_said_and_nothing_else_is_promised(call):
     code, told, _ = call("--model", "mini", "--devices", "2", "--device-memory", "850MiB")
     assert code == 0
     assert "bucketed: not even one sample: does not fit" in told
-    assert "paceline plan memory --model mini --devices 2 tells what would make it fit." in told
+    assert "paceline plan memory --model mini --devices 2 shows what would make it fit." in told
     assert "Which batch?" not in told
 
 

@@ -65,8 +65,13 @@ class PredictionError:
         errors = [each.error for each in checked if each.nbytes >= least_nbytes]
         if not errors:
             return None
-        values = (np.median(errors), np.mean(errors), np.quantile(errors, 0.9), max(errors))
-        return cls(*map(float, values), len(errors))
+        return cls(
+            median=float(np.median(errors)),
+            mean=float(np.mean(errors)),
+            p90=float(np.quantile(errors, 0.9)),
+            maximum=float(max(errors)),
+            points=len(errors),
+        )
 
     def __str__(self) -> str:
         """Return a summary such as ``2.1 % (at most 9.6 %, 12 points)``."""

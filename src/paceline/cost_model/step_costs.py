@@ -206,29 +206,24 @@ def pick_step_costs(
         steps = _select(steps, name, value)
     contentions = [each for each in profile.contentions if each.network == network]
     common = {each.ranks for each in steps} & {each.ranks for each in contentions}
-    ranks = max(common, default=steps[0].ranks) if ranks is None else ranks
-    if ranks < 2:
-        raise UsageError(f"{ranks} ranks exchange nothing", remedy="give 2 or more")
-    step = min(steps, key=lambda each: abs(each.ranks - ranks))
-    engine_contentions = [
-        each for each in contentions if (each.caller, each.backend) == ("paceline", backend)
-    ]
-    engine = {
-        op: _price(costs, engine_contentions, op, ranks) for op in sorted({each.fit.op for each in costs})
-    }
-    torch_key = (
-        "torch",
-        "gloo" if backend == "paceline" else backend,
-    )  # as `paceline bench parts` measures it
-    torch_costs = [
-        each
-        for each in profile.exchanges
-        if (each.caller, each.backend, each.network) == (*torch_key, network)
-    ]
-    torch_contentions = [each for each in contentions if (each.caller, each.backend) == torch_key]
-    torch_ddp = _price(torch_costs, torch_contentions, "all-reduce", ranks) if torch_costs else None
+    count: int = max(common, default=steps[0].ranks) if ranks is None else ranks
+    if count < 2:
+        raise UsageError(f"{count} ranks exchange nothing", remedy="give 2 or more")
+    step = min(steps, key=lambda each: abs(each.ranks - count))
+
+    def entries_of(caller: str, backend: str) -> tuple[list[ExchangeCost], list[Contention]]:
+        return (
+            [e for e in profile.exchanges if (e.caller, e.backend, e.network) == (caller, backend, network)],
+            [e for e in contentions if (e.caller, e.backend) == (caller, backend)],
+        )
+
+    engine_entries = entries_of("paceline", backend)
+    engine = {op: _price(*engine_entries, op, count) for op in sorted({each.fit.op for each in costs})}
+    # `paceline bench parts` measures torch DDP on gloo where Paceline's own backend runs
+    torch_entries = entries_of("torch", "gloo" if backend == "paceline" else backend)
+    torch_ddp = _price(*torch_entries, "all-reduce", count) if torch_entries[0] else None
     note = f"computing was measured with {step.ranks} ranks at the same time"
-    return StepCosts(step, ranks, engine, torch_ddp, () if step.ranks == ranks else (note,))
+    return StepCosts(step, count, engine, torch_ddp, () if step.ranks == count else (note,))
 
 
 def _price(

@@ -251,7 +251,9 @@ def _least_figure(request: BatchRequest, least: int | None) -> DerivedFigure:
     if least is not None and request.shared < 1 and request.sample_activations:
         naive = devices_needed(request.states, request.sample_activations, usable, 1.0)
         if naive is not None and naive != least:
-            wrong = f"(S + A)/n would give {naive}: what is not divided of A is on every device, whatever n is."
+            wrong = (
+                f"(S + A)/n would give {naive}: what is not divided of A is on every device, whatever n is."
+            )
     return DerivedFigure(
         "devices",
         "fewest devices, with a micro-batch of one sample",

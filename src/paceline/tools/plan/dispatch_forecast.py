@@ -1,4 +1,4 @@
-"""All that can be told of an epoch before it runs, for several block and batch sizes; as JSON."""
+"""Forecast of an epoch over dispatched data, for several block and batch sizes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ __all__ = ["SCHEMA", "DispatchForecast", "DispatchRequest", "Imbalance", "foreca
 SCHEMA = 1
 
 LARGEST_BLOCK, LARGEST_BATCH = 10_000, 4096
-"""Up to these all sizes are looked at, whether they are safe."""
+"""All sizes up to these are checked for safety."""
 
 MOST_DRAWN = 200_000
-"""Numbers of ranks that are drawn for one block size, unless other draws are asked for."""
+"""Limit of draws × ranks per block size, unless a number of draws is given."""
 
 
 @dataclass(frozen=True)
 class DispatchRequest:
-    """What is to be forecast.
+    """Data to dispatch, and the sizes to forecast for.
 
     Attributes:
-        samples: to be dealt, 1 or more.
-        shares, scheme, seed: as in `BlockDispatch`.
-        blocks, batch_sizes: every one of the first with every one of the second.
-        drop_last: whether a loader without a policy leaves out the short last batch.
-        draws: at random, beside the closed forms; None: 400, fewer for more than 500 ranks.
+        samples: to dispatch, 1 or more.
+        shares: of the ranks.
+        scheme: as in `BlockDispatch`.
+        seed: of scheme ``"random"``.
+        blocks: block sizes.
+        batch_sizes: each is combined with each block size.
+        drop_last: whether a loader without a policy drops the short last batch.
+        draws: random draws to check the closed forms; None: 400, fewer for more than 500 ranks.
 
     Raises:
-        UsageError: a value that makes no sense, or a block larger than the data.
+        UsageError: a value is out of range, or a block is larger than the data.
     """
 
     samples: int
@@ -64,7 +67,7 @@ class DispatchRequest:
             self.dispatch(block)
 
     def dispatch(self, block: int) -> BlockDispatch:
-        """Return who gets what in blocks of `block`."""
+        """Return the dispatch in blocks of `block`."""
         shares = self.shares
         return dispatch_blocks(
             self.samples, shares.ranks, block=block, scheme=self.scheme, shares=shares, seed=self.seed
@@ -72,7 +75,7 @@ class DispatchRequest:
 
     @property
     def draws_per_block(self) -> int:
-        """How many draws are made for each block size."""
+        """Number of draws for each block size."""
         return min(DRAWS, max(1, MOST_DRAWN // self.shares.ranks)) if self.draws is None else self.draws
 
     def to_json(self) -> dict[str, Any]:
@@ -92,13 +95,13 @@ class DispatchRequest:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """By how much the rank with most samples for its share is above it, as a fraction of the share.
+    """Excess of the rank that is furthest above its share, as a fraction of the share.
 
     Attributes:
-        dealt: as it is dealt here.
-        in_turns: as it would be, dealt in turns.
-        bound_in_turns: what that stays below, whatever the number of samples.
-        random: as it would be at random, over all draws.
+        dealt: of the requested scheme.
+        in_turns: of the same blocks dispatched in turns.
+        bound_in_turns: upper bound of it, for any number of samples.
+        random: of the same blocks dispatched at random, over all draws.
     """
 
     dealt: float
@@ -107,27 +110,27 @@ class Imbalance:
     random: ImbalanceSpread
 
     @classmethod
-    def of(cls, dealing: BlockDispatch, draws: int) -> Imbalance:
-        """Return the imbalance of `dispatch`, and of its blocks dealt otherwise."""
+    def of(cls, dispatch: BlockDispatch, draws: int) -> Imbalance:
+        """Return the imbalance of a dispatch, and of its blocks under the other schemes."""
         return cls(
-            largest_excess(dealing.counts, dealing.shares),
-            largest_excess(replace(dealing, scheme="shares").counts, dealing.shares),
-            excess_bound_in_turns(dealing.shares, dealing.samples, dealing.block),
-            imbalance_spread(replace(dealing, scheme="random"), draws),
+            largest_excess(dispatch.counts, dispatch.shares),
+            largest_excess(replace(dispatch, scheme="shares").counts, dispatch.shares),
+            excess_bound_in_turns(dispatch.shares, dispatch.samples, dispatch.block),
+            imbalance_spread(replace(dispatch, scheme="random"), draws),
         )
 
 
 @dataclass(frozen=True)
 class DispatchForecast:
-    """One block size and one batch size.
+    """Forecast for one block size and one batch size.
 
     Attributes:
-        balance: the dealing, cut into batches.
-        imbalance: how far apart the ranks are.
-        safe_blocks: sizes, dealt in turns, for which all ranks have as many batches.
-        blocks_tried: all sizes up to it were looked at, and those that were asked for.
-        safe_batch_sizes: batch sizes for which all ranks have as many of them.
-        batch_sizes_tried: the same of batch sizes.
+        balance: the dispatch, cut into batches.
+        imbalance: of the ranks.
+        safe_blocks: block sizes, dispatched in turns, for which all ranks have the same number of batches.
+        blocks_tried: all sizes up to it were checked, and the requested ones.
+        safe_batch_sizes: batch sizes for which all ranks have the same number of batches.
+        batch_sizes_tried: all sizes up to it were checked, and the requested ones.
     """
 
     balance: BatchBalance
@@ -148,7 +151,7 @@ class DispatchForecast:
         return self.balance.batch_size
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it for JSON; see ``docs/dispatch.md``."""
+        """Return the forecast for JSON; see ``docs/dispatch.md``."""
         balance = self.balance
         return {
             "block": self.block,
@@ -171,29 +174,29 @@ class DispatchForecast:
         }
 
 
-def forecast_dispatch(asked: DispatchRequest) -> list[DispatchForecast]:
-    """Return the forecast of every block size with every batch size."""
-    samples, shares, drop_last = asked.samples, asked.shares, asked.drop_last
+def forecast_dispatch(request: DispatchRequest) -> list[DispatchForecast]:
+    """Return the forecast for every block size with every batch size."""
+    samples, shares, drop_last = request.samples, request.shares, request.drop_last
     blocks_tried = max(1, min(LARGEST_BLOCK, samples // shares.ranks))
-    safe_blocks_of = {size: _safe_blocks(asked, size, blocks_tried) for size in asked.batch_sizes}
+    safe_blocks_of = {size: _safe_blocks(request, size, blocks_tried) for size in request.batch_sizes}
     found = []
-    for block in asked.blocks:
-        dealing = asked.dispatch(block)
-        imbalance = Imbalance.of(dealing, asked.draws_per_block)
-        tried = min(LARGEST_BATCH, max(dealing.counts))
-        larger = sorted(size for size in asked.batch_sizes if size > tried)
-        safe = safe_batch_sizes(dealing.counts, [*range(1, tried + 1), *larger], drop_last=drop_last)
+    for block in request.blocks:
+        dispatch = request.dispatch(block)
+        imbalance = Imbalance.of(dispatch, request.draws_per_block)
+        tried = min(LARGEST_BATCH, max(dispatch.counts))
+        larger = sorted(size for size in request.batch_sizes if size > tried)
+        safe = safe_batch_sizes(dispatch.counts, [*range(1, tried + 1), *larger], drop_last=drop_last)
         for size, blocks in safe_blocks_of.items():
-            balance = BatchBalance(dealing, size, drop_last)
+            balance = BatchBalance(dispatch, size, drop_last)
             found.append(DispatchForecast(balance, imbalance, blocks, blocks_tried, safe, tried))
     return found
 
 
-def _safe_blocks(asked: DispatchRequest, batch_size: int, tried: int) -> list[int]:
-    """Return which of the block sizes up to `tried`, and of those asked for, are safe if dealt in turns."""
-    found = safe_blocks(asked.samples, asked.shares, batch_size, tried, drop_last=asked.drop_last)
-    for block in sorted(asked.blocks):
-        dealing = replace(asked.dispatch(block), scheme="shares")
-        if block > tried and is_even(dealing.counts, batch_size, drop_last=asked.drop_last):
+def _safe_blocks(request: DispatchRequest, batch_size: int, tried: int) -> list[int]:
+    """Return the block sizes that are safe in turns, of those up to `tried` and the requested ones."""
+    found = safe_blocks(request.samples, request.shares, batch_size, tried, drop_last=request.drop_last)
+    for block in sorted(request.blocks):
+        dispatch = replace(request.dispatch(block), scheme="shares")
+        if block > tried and is_even(dispatch.counts, batch_size, drop_last=request.drop_last):
             found.append(block)
     return found

@@ -130,7 +130,7 @@ def test_predictions_keep_their_order(micro, accumulation, call):
 def test_the_words_say_what_to_do_and_what_to_expect():
     advice = advise_step(slow(), [1, 2, 4], BATCH)
     told = " ".join(advice_sentences(advice, BATCH))
-    assert f"Synchronise with {advice.best.strategy.label}: a step of 4 samples a rank takes" in told
+    assert f"Synchronise with {advice.best.strategy.label}: a step of 4 samples per rank takes" in told
     assert "Limited by communication" in told
     assert "What would help most: agreeing every" in told
     assert "all-reduce was measured with 2 ranks" in told
