@@ -46,14 +46,14 @@ def test_table_best_default_and_buckets(call, saved):
     code, told, error = call("--profile", saved, "--bucket-mib", "1,2,5,100", "--compression", "int4")
     assert (code, error) == (0, "")
     lines = told.splitlines()
-    assert lines[0].startswith("net, 4 samples a rank (context 8), 2 ranks, gloo, lab")
+    assert lines[0].startswith("net, 4 samples per rank (context 8), 2 ranks, gloo, lab")
     assert sum(line.startswith("→") for line in lines) == 1
     (default,) = (line for line in lines if line.startswith("DDP "))
     assert "torch DDP, its default" in default
     for words in ("naive", "bucketed, one bucket", "sharded 5 MiB", "full-shard", "bucketed 25 MiB, int4"):
         assert words in told
     assert "Best bucket for all-reduce:" in told
-    assert "o = 20 ms a call, s/w = 100 ms, backward 1 s, so computing decides" in told
+    assert "o = 20 ms per call, s/w = 100 ms, backward 1 s, so computing decides" in told
     assert "Compressed buckets are lower bounds" in told
     assert "Beyond what was measured" not in told
 
@@ -72,7 +72,7 @@ def test_measured_steps_beside(call, saved, tmp_path):
     )
     assert code == 0
     assert "bucketed 2 MiB" in told, "what was measured is predicted too"
-    assert "Predicted steps beside measured ones: off by" in told
+    assert "Predicted steps compared with measured ones: off by" in told
     assert "3 points" in told
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["command"].startswith("paceline plan step --profile")
@@ -99,7 +99,7 @@ def test_other_numbers_of_ranks_are_said_to_be_beyond(call, saved):
     [
         (["--bucket-mib", "0"], "--bucket-mib '0'"),
         (["--bucket-mib", "five"], "--bucket-mib 'five'"),
-        (["--bucket-mib", ","], "give MiB above 0"),
+        (["--bucket-mib", ","], "--bucket-mib ',' is empty"),
         (["--compression", "int2"], "int2"),
         (["--ranks", "1"], "1 ranks"),
         (["--model", "nett"], "no step with model 'nett'"),

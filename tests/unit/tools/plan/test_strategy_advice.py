@@ -96,8 +96,8 @@ def test_what_would_help_depends_on_what_limits():
     assert "a network twice as fast" in bound
     assert "a network twice as fast" not in free
     assert free["processors twice as fast"] > bound.get("processors twice as fast", 1.0)
-    assert any(what.startswith("agreeing every") for what in bound)
-    assert not any(what.startswith("agreeing every") for what in free)
+    assert any(what.startswith("synchronising every") for what in bound)
+    assert not any(what.startswith("synchronising every") for what in free)
     assert list(bound.values()) == sorted(bound.values(), reverse=True)
 
 
@@ -132,7 +132,7 @@ def test_the_words_say_what_to_do_and_what_to_expect():
     told = " ".join(advice_sentences(advice, BATCH))
     assert f"Synchronise with {advice.best.strategy.label}: a step of 4 samples per rank takes" in told
     assert "Limited by communication" in told
-    assert "What would help most: agreeing every" in told
+    assert "What would help most: synchronising every" in told
     assert "all-reduce was measured with 2 ranks" in told
     rows = scaling_rows(advice)
     assert [row[0] for row in rows] == ["1", "2", "4"]

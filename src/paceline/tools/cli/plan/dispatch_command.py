@@ -1,4 +1,4 @@
-"""``paceline dispatch``: batches per rank of data dispatched in blocks; ``--starve`` runs real processes out of data."""
+"""``paceline dispatch``: batches per rank of data dispatched in blocks, and processes that run out of data."""
 
 from __future__ import annotations
 

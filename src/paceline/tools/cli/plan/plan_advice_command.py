@@ -216,9 +216,9 @@ def _write_json(path: Path, training: _Training, page: _Page) -> bool:
 def _step_facts(steps: StepAdvice) -> dict[str, Any]:
     points = []
     for point in steps.points:
-        record = asdict(point)
-        del record["strategy"]
-        points.append(record | {"way": point.strategy and point.strategy.label})
+        numbers = {name: value for name, value in asdict(point).items() if name not in ("ranks", "strategy")}
+        label = None if point.strategy is None else point.strategy.label
+        points.append({"ranks": point.ranks, "way": label, **numbers})
     return {
         "best": steps.best.strategy.label,
         "limit": steps.limit,
