@@ -1,7 +1,4 @@
-"""A prediction with its answer: the allocator's share, the ledger, whether it fits, what would fit.
-
-The largest micro-batch that fits on a device, for a strategy: predicted, not tried out.
-"""
+"""Forecast of a training's memory: prediction, allocator replay, ledger, verdict, alternatives, largest micro-batch."""
 
 from __future__ import annotations
 
@@ -26,21 +23,17 @@ __all__ = [
 ]
 
 _MOST_DEVICES = 1024
-
-
-_HARDLY = 0.98  # of the memory on half as many devices
-
-
+_HARDLY = 0.98  # of the memory on half the devices: more devices no longer help
 _NOTHING = NonTensorMemory()
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of a device and what is taken of it before a step.
+    """Memory of a device.
 
     Attributes:
-        capacity_nbytes: of the device; None: it is not asked whether anything fits.
-        outside: what no tensor of a step accounts for.
+        capacity_nbytes: total; None: unknown, so there are no verdicts.
+        outside: memory that the tensors of a step don't account for.
     """
 
     capacity_nbytes: int | None = None
@@ -49,14 +42,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """What a training takes, and whether that fits.
+    """Memory of a training, and whether it fits.
 
     Attributes:
         prediction: every block.
-        steps: its blocks that are there when steps run, or are made in them: what is judged.
-        replay: of these by the CUDA allocator; None on the CPU, whose allocator takes what is asked for.
+        steps: the blocks that live during the steps, which the verdict is about.
+        replay: of these by the CUDA allocator; None on the CPU, whose allocator reserves exactly what is requested.
         ledger: of the peak.
-        verdict: None where no capacity is known.
+        verdict: None if the capacity is unknown.
     """
 
     prediction: MemoryPrediction
@@ -67,12 +60,12 @@ class MemoryForecast:
 
     @property
     def setting(self) -> TrainingSetting:
-        """How the model is trained."""
+        """Setting of the training."""
         return self.prediction.setting
 
     @property
     def building_nbytes(self) -> int:
-        """The most that building and wrapping the model takes, or the steps where they take more."""
+        """Peak of the whole program, building and wrapping the model included."""
         return self.prediction.timeline.peak().nbytes
 
     def facts(self) -> dict[str, Any]:
@@ -98,10 +91,7 @@ class MemoryForecast:
 
 
 def forecast_memory(subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory) -> MemoryForecast:
-    """Predict a training and judge it.
-
-    Raises: as `predict_memory`.
-    """
+    """Predict the memory of a training, and compare it with `room`; raises as `predict_memory`."""
     prediction = predict_memory(subject, setting)
     steps = prediction.timeline.steps()
     replayed = replay_allocations(steps.changes()) if setting.device == "cuda" else None
@@ -116,7 +106,7 @@ def forecast_memory(subject: TrainingSubject, setting: TrainingSetting, room: De
 def predict_alternatives(
     subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory
 ) -> list[MemoryAlternative]:
-    """Return what each change of `setting` would take; each has been predicted."""
+    """Return the predicted memory of each change of `setting` that would lower it."""
     if room.capacity_nbytes is None:
         return []
     found = [
@@ -130,7 +120,7 @@ def predict_alternatives(
 
 
 def _changes(setting: TrainingSetting) -> Iterator[tuple[str, TrainingSetting]]:
-    """Yield single changes that take less memory, in words."""
+    """Yield single changes that lower memory, each with its description."""
     if setting.autocast == setting.gather == "off":
         yield "bf16 autocast", replace(setting, autocast="bf16")
     if not setting.checkpointing:
@@ -149,7 +139,7 @@ def _changes(setting: TrainingSetting) -> Iterator[tuple[str, TrainingSetting]]:
 def _fewest_devices(
     subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory
 ) -> MemoryAlternative | None:
-    """Return full-shard on the fewest devices (a power of two) that it fits on; or where more hardly help."""
+    """Return full-shard on the fewest devices that it fits on, or beyond which more hardly help; powers of two."""
     assert room.capacity_nbytes is not None, "the caller has checked that"
     ranks = max(2, setting.ranks * (2 if setting.strategy == "full-shard" else 1))
     found: MemoryAlternative | None = None
@@ -168,12 +158,7 @@ def _fewest_devices(
 
 @dataclass(frozen=True)
 class MicroBatchFit:
-    """What fits under a strategy.
-
-    Attributes:
-        samples: the largest micro-batch that fits; 0: not even one sample does.
-        forecast: of a step with it; with one sample where none fits.
-    """
+    """Largest micro-batch that fits; 0 samples if not even one fits, with the forecast of one sample."""
 
     samples: int
     forecast: MemoryForecast
@@ -182,36 +167,35 @@ class MicroBatchFit:
 def largest_micro_batch(
     subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory, most: int
 ) -> MicroBatchFit:
-    """Return the largest micro-batch that fits into `room`, and what a step takes with it.
+    """Search the largest micro-batch that fits into `room`; raises as `forecast_memory`.
 
-    Memory grows with the micro-batch, about in line once forward and backward take more than the optimizer's step.
-    So the answer is sought between one that fits and one that doesn't, where the line between them meets the margin,
-    until it is known to a thirty-second part.
+    Memory grows about linearly with the micro-batch, once forward and backward need more than the optimizer's step. So
+    the search interpolates between a batch that fits and one that doesn't, until it is known to 1/32.
 
     Args:
-        subject: what is trained. setting: how; its `batch` is what is sought. room: with the memory of a device.
-        most: samples that are wanted at most, 1 or more.
-
-    Raises: as `forecast_memory`.
+        subject: to train.
+        setting: of the training; its `batch` is replaced.
+        room: with a known capacity.
+        most: upper bound of the samples, 1 or more.
     """
-    assert room.capacity_nbytes is not None, "there is something to fit into"
+    assert room.capacity_nbytes is not None, "the capacity is known"
     allowed = SAFE_SHARE * room.capacity_nbytes
 
-    def of(samples: int) -> MemoryForecast:
+    def forecast(samples: int) -> MemoryForecast:
         return forecast_memory(subject, replace(setting, batch=samples), room)
 
-    fits, found = 1, of(1)
+    fits, found = 1, forecast(1)
     if found.ledger.nbytes > allowed:
         return MicroBatchFit(0, found)
     if most == 1:
         return MicroBatchFit(1, found)
-    over, largest = most, of(most)
+    over, largest = most, forecast(most)
     if largest.ledger.nbytes <= allowed:
         return MicroBatchFit(most, largest)
     while over - fits > max(1, fits // 32):
         share = (allowed - found.ledger.nbytes) / (largest.ledger.nbytes - found.ledger.nbytes)
         samples = min(max(fits + 1, fits + int(share * (over - fits))), over - 1)
-        tried = of(samples)
+        tried = forecast(samples)
         if tried.ledger.nbytes <= allowed:
             fits, found = samples, tried
         else:

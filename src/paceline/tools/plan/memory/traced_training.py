@@ -1,4 +1,4 @@
-"""The training loop of predictions and of measurements: what both have in common is all of it."""
+"""The training loop that predictions trace and measurements run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from paceline.tools.plan.memory.training_subject import (
 __all__ = ["STEPS", "SilentObserver", "TrainingObserver", "resolve_optimizer", "train_subject"]
 
 STEPS = 2
-"""The first step has no optimizer state before its end and builds the buckets; all later ones are alike."""
+"""The first step builds the buckets and the optimizer state; all later ones are alike."""
 
 
 class TrainingObserver(Protocol):
-    """Is told what happens in a training."""
+    """Receives the phases of a training, and the purpose of its tensors."""
 
     def begin(self, step: int, phase: str) -> None: ...
 
@@ -66,7 +66,7 @@ class SilentObserver:
 
 @dataclass(frozen=True)
 class _Trained:
-    """A wrapped model with its optimizer and its way to do backward."""
+    """A wrapped model with its optimizer and backward function."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -83,10 +83,10 @@ def train_subject(
     """Build the subject and train it for some steps.
 
     Args:
-        subject: what to train.
-        setting: how.
-        wire: the ranks.
-        observer: is told phases, and what tensors are for.
+        subject: to train.
+        setting: of the training.
+        comm: of the ranks.
+        observer: receives phases and the purpose of tensors.
         steps: optimizer steps.
     """
     observer.begin(0, "build")
@@ -113,7 +113,7 @@ def train_subject(
 def _micro_step(
     built: BuiltSubject, trained: _Trained, setting: TrainingSetting, observer: TrainingObserver, step: int
 ) -> Any:
-    """Run forward and backward of one micro-batch; return it, for a loop keeps it until the next one."""
+    """Run forward and backward of one micro-batch; return it, since a training loop holds it until the next one."""
     observer.begin(step, "forward")
     with observer.label_allocations("inputs"):
         batch = built.draw()
@@ -130,7 +130,7 @@ def _autocast(setting: TrainingSetting) -> AbstractContextManager[object]:
     dtype = torch.bfloat16 if setting.autocast == "bf16" else torch.float16
     return torch.autocast(
         torch.get_default_device().type, dtype
-    )  # a prediction's tensors are on the CPU, of any device
+    )  # predictions run on the CPU, for any device
 
 
 def _wrapped(built: BuiltSubject, setting: TrainingSetting, comm: Comm) -> _Trained:
@@ -148,11 +148,11 @@ def _wrapped(built: BuiltSubject, setting: TrainingSetting, comm: Comm) -> _Trai
 def resolve_optimizer(setting: TrainingSetting) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the optimizer's class and its options.
 
-    On CUDA torch's optimizers update all parameters at once (``foreach``) unless they are told otherwise, which takes
-    temporaries as large as the parameters (torch/optim/optimizer.py, `_default_to_fused_or_foreach`).
+    On CUDA torch's optimizers by default update all parameters at once (``foreach``), which needs temporaries as large as
+    the parameters (torch/optim/optimizer.py, `_default_to_fused_or_foreach`).
 
     Raises:
-        UsageError: it is no optimizer.
+        UsageError: it is not an optimizer.
     """
     at_once = {"foreach": setting.device == "cuda"}
     known: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -165,7 +165,7 @@ def resolve_optimizer(setting: TrainingSetting) -> tuple[type[torch.optim.Optimi
     named = import_named(setting.optimizer) if ":" in setting.optimizer else None
     if not (isinstance(named, type) and issubclass(named, torch.optim.Optimizer)):
         raise UsageError(
-            f"{setting.optimizer!r} is no optimizer",
+            f"{setting.optimizer!r} is not an optimizer",
             remedy=f"valid: {', '.join(known)}, or package.module:Class",
         )
     return named, {"lr": 1e-3}
