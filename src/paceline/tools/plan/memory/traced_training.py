@@ -148,8 +148,8 @@ def _wrapped(built: BuiltSubject, setting: TrainingSetting, comm: Comm) -> _Trai
 def resolve_optimizer(setting: TrainingSetting) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the optimizer's class and its options.
 
-    On CUDA torch's optimizers by default update all parameters at once (``foreach``), which needs temporaries as large as
-    the parameters (torch/optim/optimizer.py, `_default_to_fused_or_foreach`).
+    On CUDA torch's optimizers by default update all parameters at once (``foreach``), which needs temporaries the size
+    of the parameters (torch/optim/optimizer.py, `_default_to_fused_or_foreach`).
 
     Raises:
         UsageError: it is not an optimizer.
