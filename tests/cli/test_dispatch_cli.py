@@ -83,7 +83,7 @@ def test_shares(paceline, tmp_path):
     assert "any sizes: join, and rebalance" in out
 
 
-def test_random_draws_are_told_with_their_seed(paceline, tmp_path):
+def test_random_draws_depend_on_the_seed(paceline, tmp_path):
     for seed, name in ((0, "a"), (1, "b"), (0, "c")):
         code, out, _ = paceline(
             *SEVEN, "--scheme", "random", "--block", 100, "--seed", seed, "--draws", 10, "--json", name
@@ -143,7 +143,7 @@ def test_a_folder_gets_json_table_and_charts(paceline, tmp_path):
     )
 
 
-def test_thousands_of_workers_are_told_in_short(paceline):
+def test_thousands_of_workers_are_summarised(paceline):
     code, out, _ = paceline("--samples", 10**9, "--workers", 4000, "--scheme", "random", "--block", 100)
     assert code == 0
     assert "4000 ranks" in out
@@ -152,7 +152,7 @@ def test_thousands_of_workers_are_told_in_short(paceline):
     assert len(out.splitlines()) < 60
 
 
-def test_starvation_is_played_with_what_was_asked_for(paceline, monkeypatch):
+def test_starvation_runs_with_the_given_data(paceline, monkeypatch):
     played = []
     monkeypatch.setattr(
         dispatch_command, "starve", lambda balance, **options: played.append((balance, options))

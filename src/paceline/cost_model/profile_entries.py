@@ -33,7 +33,7 @@ RATES = {"copy": "B/s", "add": "B/s", "matmul": "FLOP/s"}
 """Kinds of rates and their units: bytes read and written per second, floating-point operations per second."""
 
 CALLERS = ("paceline", "torch")
-"""Who makes an exchange: Paceline's engine (`paceline.parallel.engine.comm`), or torch by one call, as its DDP does."""
+"""Callers of an exchange: Paceline's engine (`paceline.parallel.engine.comm`), or torch in one call, like its DDP."""
 
 
 class ProfileEntry:

@@ -1,4 +1,4 @@
-"""Fits of collectives: parameters, algorithm, held-out errors, and where they must not be asked."""
+"""Fits of collectives: parameters, algorithm, held-out errors, and where they are not valid."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_planted_parameters_and_an_equal_cost_come_back(op, algorithm):
     assert max(fit.sizes_error.maximum, fit.ranks_error.maximum) < 0.04
 
 
-def test_ranks_that_share_a_machine_are_told_from_ranks_with_links_of_their_own():
+def test_ranks_that_share_a_machine_are_distinguished_from_ranks_with_separate_links():
     fit = fit_points(measured(shared=True, noise=0.05), "all-reduce")
     assert str(fit.form) == "ring, shared"
     assert fit.seconds(10**6, 8) == pytest.approx(
@@ -100,7 +100,7 @@ def test_a_form_that_joins_all_ranks_needs_no_segments_of_their_own():
     assert fit_points(points, "all-reduce").segments_of_ranks == ()
 
 
-def test_a_number_of_ranks_is_asked_for_its_own_sizes_only():
+def test_each_number_of_ranks_is_checked_at_its_measured_sizes_only():
     points = [MeasuredPoint(n, 2, crowded(n, 2)) for n in SIZES] + [
         MeasuredPoint(n, 4, crowded(n, 4)) for n in SIZES[2:5]
     ]
@@ -111,7 +111,7 @@ def test_a_number_of_ranks_is_asked_for_its_own_sizes_only():
         fit.predict(SIZES[-1], 4)
 
 
-def test_one_number_of_ranks_cannot_tell_the_algorithm_and_the_usual_one_is_assumed():
+def test_one_number_of_ranks_does_not_identify_the_algorithm_and_the_default_is_assumed():
     fit = fit_points(measured(algorithm="doubling", ranks=(4,)), "all-reduce")
     assert str(fit.form) == "ring"
     assert not fit.identified
@@ -122,7 +122,7 @@ def test_one_number_of_ranks_cannot_tell_the_algorithm_and_the_usual_one_is_assu
     )
 
 
-def test_a_known_algorithm_is_not_asked_for():
+def test_a_known_algorithm_is_not_fitted():
     fit = fit_points(measured(ranks=(4,)), "all-reduce", forms=[CostForm("ring")])
     assert fit.identified
 
@@ -195,7 +195,7 @@ def test_a_prediction_carries_its_error():
         (10**9, 32, "64 MiB were and 2, 4, 6 ranks were"),
     ],
 )
-def test_what_was_not_measured_is_refused_or_said(nbytes, ranks, message):
+def test_unmeasured_values_are_refused_or_noted(nbytes, ranks, message):
     fit = fit_points(measured(), "all-reduce")
     with pytest.raises(UsageError, match="beyond what was measured"):
         fit.predict(nbytes, ranks)
@@ -289,7 +289,7 @@ def test_no_share_is_refused(efficiency):
         fit_points(measured(), "all-reduce").size_at_efficiency(efficiency, 2)
 
 
-def test_errors_are_told_in_percent():
+def test_errors_are_printed_in_percent():
     checked = [CheckedPrediction(10**k, 2, 1.0, 1.0 + 0.01 * k) for k in range(1, 6)]
     accuracy = PredictionError.of(checked)
     assert accuracy is not None

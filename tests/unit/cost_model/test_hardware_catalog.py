@@ -35,7 +35,7 @@ def test_a_link_is_found(written, name):
     assert find_interconnect(written).name == name
 
 
-def test_what_is_not_known_is_told_with_the_nearest():
+def test_unknown_names_are_reported_with_the_nearest():
     with pytest.raises(UsageError, match="did you mean 'h200'"):
         find_device("h201")
     with pytest.raises(UsageError, match="did you mean 'nvlink5'"):

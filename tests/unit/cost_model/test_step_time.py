@@ -202,7 +202,7 @@ def test_the_simulated_bucket_is_at_least_as_good_as_all_that_were_tried():
 # ---------------------------------------------------------------- what a profile has
 
 
-def test_what_is_not_clear_or_not_there_is_said():
+def test_ambiguous_or_missing_entries_are_reported():
     with pytest.raises(UsageError, match="has no training step"):
         pick_step_costs(type(profile())())
     with pytest.raises(UsageError, match="no step with model 'nett'"):

@@ -123,7 +123,7 @@ def test_safe_blocks_are_those_that_a_trial_of_each_finds(samples, given_shares,
 
 @given(samples=st.integers(1, 5000), ranks=st.integers(1, 40), size=SIZES, drop_last=st.booleans())
 @settings(deadline=None)
-def test_of_equal_shares_two_ranks_tell_all(samples, ranks, size, drop_last):
+def test_with_equal_shares_two_ranks_are_enough(samples, ranks, size, drop_last):
     found = safe_blocks(samples, RankShares.equal(ranks), size, drop_last=drop_last, largest=50)
     tried = [
         block

@@ -62,12 +62,12 @@ def test_ddp_does_not_fit_better_on_more_devices():
         (1e9, 0, 1.5, "shared"),
     ],
 )
-def test_numbers_without_sense_are_refused(memory, activations, shared, said):
+def test_numbers_out_of_range_are_refused(memory, activations, shared, said):
     with pytest.raises(UsageError, match=said):
         devices_needed(ModelStates(1.0), activations, memory, shared)
 
 
-def test_unknown_strategy_is_told_with_the_nearest():
+def test_an_unknown_strategy_is_reported_with_the_nearest():
     with pytest.raises(UsageError, match="did you mean 'zero2'"):
         ModelStates.of(1, "zero-2")
 
@@ -128,7 +128,7 @@ def test_a_split_of_nothing_is_refused(numbers):
 
 @pytest.mark.parametrize(("wire", "between"), [("pcie4", "ndr"), ("nvlink4", "ndr")])
 def test_a_threshold_names_the_links_that_it_is_about(wire, between):
-    asked = BatchRequest(
+    options = BatchRequest(
         parameters=7_000_000_000,
         devices=64,
         flops=catalog_matmul_rate("h100"),
@@ -136,7 +136,7 @@ def test_a_threshold_names_the_links_that_it_is_about(wire, between):
         between=catalog_link_rate(between),
         group=8,
     )
-    why = {figure.key: figure.why for figure in plan_batch(asked).figures}
+    why = {figure.key: figure.why for figure in plan_batch(options).figures}
     inside, outside = (f"({catalog_link_rate(name).source})" for name in (wire, between))
     assert inside in why["tokens_hsdp_inside_a_group"]
     assert outside in why["tokens_hsdp_between_groups"]

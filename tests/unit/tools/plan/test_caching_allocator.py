@@ -12,11 +12,11 @@ KIB = 1024
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"),
+    ("requested", "allocated"),
     [(1, 512), (511, 512), (512, 512), (513, 1024), (1000, 1024), (MIB, MIB), (MIB + 1, MIB + 512)],
 )
-def test_requests_are_rounded_to_512_bytes(asked, given):
-    assert round_size(asked) == given
+def test_requests_are_rounded_to_512_bytes(requested, allocated):
+    assert round_size(requested) == allocated
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_a_freed_block_is_used_again():
 
 
 def test_a_large_rest_is_split_off_and_a_small_one_is_given_out_with_the_block():
-    # 12 MiB freed; 11 MiB asked: the rest of exactly 1 MiB is not split off, so it counts as given out
+    # 12 MiB freed; 11 MiB requested: the rest of exactly 1 MiB is not split off, so it counts as given out
     whole = replay_allocations([(12 * MIB, "a"), (-12 * MIB, "a"), (11 * MIB, "b"), (2 * MIB, "c")])
     assert whole.reserved_nbytes == 32 * MIB
-    # 10.5 MiB asked: 1.5 MiB are left and can be given out
+    # 10.5 MiB requested: 1.5 MiB are left and can be given out
     split = replay_allocations(
         [(12 * MIB, "a"), (-12 * MIB, "a"), (10 * MIB + 512 * KIB, "b"), (MIB + 512, "c")]
     )
@@ -92,7 +92,7 @@ def test_segments_that_are_free_are_given_back_where_there_is_no_room():
     assert (found.reserved_nbytes, found.out_at) == (30 * MIB, None)
 
 
-def test_no_room_is_told_with_the_request():
+def test_out_of_memory_is_reported_with_the_request():
     found = replay_allocations([(20 * MIB, "a"), (30 * MIB, "b")], capacity=40 * MIB)
     assert found.out_at == 1
 
@@ -123,7 +123,7 @@ def programs(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(programs())
-def test_more_is_reserved_than_given_out_and_more_given_out_than_asked_for(changes):
+def test_reserved_is_at_least_allocated_and_allocated_at_least_requested(changes):
     found = replay_allocations(changes)
     assert found.requested_nbytes <= found.allocated_nbytes <= found.reserved_nbytes
     assert found.reserved_nbytes % (2 * MIB) == 0

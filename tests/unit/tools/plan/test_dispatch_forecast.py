@@ -1,4 +1,4 @@
-"""What is told of an epoch before it runs, as numbers."""
+"""Forecasts of an epoch over dispatched data, as numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_block_size_with_every_batch_size():
         assert each.batch_sizes_tried == 4096
 
 
-def test_what_is_asked_for_is_looked_at_however_large():
+def test_requested_sizes_are_checked_however_large():
     (found,) = forecast_dispatch(
         DispatchRequest(10**6, RankShares.equal(2), blocks=(500_000,), batch_sizes=(10_000,), draws=1)
     )
@@ -35,14 +35,14 @@ def test_what_is_asked_for_is_looked_at_however_large():
 
 
 def test_a_huge_batch_size_does_not_have_all_smaller_ones_looked_at():
-    asked = DispatchRequest(10**6, RankShares.equal(2), batch_sizes=(64, 10**15), draws=0)
-    small, huge = forecast_dispatch(asked)
+    options = DispatchRequest(10**6, RankShares.equal(2), batch_sizes=(64, 10**15), draws=0)
+    small, huge = forecast_dispatch(options)
     assert small.safe_batch_sizes == huge.safe_batch_sizes
     assert huge.safe_batch_sizes[-1] == 10**15
     assert len(huge.safe_batch_sizes) <= 4097
 
 
-def test_imbalance_is_told_of_each_way_to_deal():
+def test_imbalance_of_each_scheme():
     (found,) = forecast_dispatch(
         DispatchRequest(50_000, RankShares.equal(7), "random", blocks=(1000,), draws=50)
     )
@@ -54,19 +54,19 @@ def test_imbalance_is_told_of_each_way_to_deal():
     assert found.imbalance.random.drawn == pytest.approx(found.imbalance.random.expected, rel=0.2)
 
 
-def test_fewer_draws_are_made_for_many_ranks_unless_asked_for():
+def test_fewer_draws_are_made_for_many_ranks_by_default():
     assert DispatchRequest(100, RankShares.equal(7)).draws_per_block == 400
     assert DispatchRequest(10**6, RankShares.equal(4000)).draws_per_block == 50
     assert DispatchRequest(10**6, RankShares.equal(4000), draws=400).draws_per_block == 400
 
 
 def test_as_json():
-    asked = DispatchRequest(
+    options = DispatchRequest(
         1000, RankShares((5, 5, 2, 8)), "shares", blocks=(10,), batch_sizes=(16,), draws=0
     )
-    (found,) = forecast_dispatch(asked)
+    (found,) = forecast_dispatch(options)
     entry = json.loads(json.dumps(found.to_json(), allow_nan=False))
-    balance = BatchBalance(asked.dispatch(10), 16)
+    balance = BatchBalance(options.dispatch(10), 16)
     assert entry["counts"] == [250, 250, 100, 400]
     assert entry["batches_floor"] == [15, 15, 6, 25]
     assert entry["batches_ceil"] == [16, 16, 7, 25]
@@ -86,7 +86,7 @@ def test_as_json():
     }
     assert entry["policies"]["error"]["steps"] is None
     assert entry["imbalance"]["random"]["drawn"] is None
-    assert asked.to_json()["shares"] == [0.25, 0.25, 0.1, 0.4]
+    assert options.to_json()["shares"] == [0.25, 0.25, 0.1, 0.4]
 
 
 @pytest.mark.parametrize(

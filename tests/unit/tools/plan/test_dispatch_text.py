@@ -72,7 +72,7 @@ def test_many_starving_ranks_are_counted():
     assert "ranks 60–99 (40) after 0" in describe_loop(BatchBalance(dispatch_blocks(600, 100, block=10), 10))
 
 
-def test_the_worst_of_each_policy_is_told():
+def test_the_worst_case_of_each_policy_is_described():
     found = [
         ("here", PolicyOutcome(policy, 10, 100, *amounts))
         for policy, amounts in {
@@ -84,10 +84,10 @@ def test_the_worst_of_each_policy_is_told():
             "error": (0, 0),
         }.items()
     ]
-    told, bias = describe_bias([*found, ("there", PolicyOutcome("truncate", 9, 80, 25, moved=0.1))], 105)
-    assert "truncate never uses up to 25 of 105 samples (23.8%), and moves 10% of" in told
-    assert "(there); pad uses again up to 7 of 105" in told
-    assert "drop never uses up to 9" in told
+    output, bias = describe_bias([*found, ("there", PolicyOutcome("truncate", 9, 80, 25, moved=0.1))], 105)
+    assert "truncate never uses up to 25 of 105 samples (23.8%), and moves 10% of" in output
+    assert "(there); pad uses again up to 7 of 105" in output
+    assert "drop never uses up to 9" in output
     assert "some ranks'" in bias
     clean = [(place, PolicyOutcome(each.policy, 10, 105)) for place, each in found]
     assert describe_bias(clean, 105) == []
@@ -110,8 +110,8 @@ def texts(chart):
 
 
 def test_imbalance_by_block_size():
-    asked = DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 10, 100, 1000), draws=20)
-    said = texts(imbalance_chart(forecast_dispatch(asked), title="seven workers"))
+    options = DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 10, 100, 1000), draws=20)
+    said = texts(imbalance_chart(forecast_dispatch(options), title="seven workers"))
     assert {"seven workers", "at random: expected", "at random: 1 in 1000 above", "in turns: never more"} <= {
         *said
     }
@@ -119,31 +119,33 @@ def test_imbalance_by_block_size():
     assert {"1%", "100%", "1,000"} <= {*said}
 
 
-def test_what_is_nought_is_said_where_it_cannot_be_drawn():
-    asked = DispatchRequest(49_000, RankShares.equal(7), blocks=(1, 10, 900), draws=0)
-    said = texts(imbalance_chart(forecast_dispatch(asked), title=""))
+def test_zeros_are_labelled_where_they_cannot_be_drawn():
+    options = DispatchRequest(49_000, RankShares.equal(7), blocks=(1, 10, 900), draws=0)
+    said = texts(imbalance_chart(forecast_dispatch(options), title=""))
     assert "in turns, exact (0 for blocks of 1, 10)" in said
     assert not any("draws" in each for each in said)
 
 
 def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
-    asked = DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 1000), draws=0)
-    said = texts(end_chart(forecast_dispatch(asked), title="the end"))
+    options = DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 1000), draws=0)
+    said = texts(end_chart(forecast_dispatch(options), title="the end"))
     assert "block 2, batch 64: all ranks make 112 steps" in said
-    told = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
-    assert f"block 1000, batch 64: {told}" in said
+    output = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
+    assert f"block 1000, batch 64: {output}" in said
     assert {"rank 0", "rank 6", "every rank has a batch", "step"} <= {*said}
 
 
-def test_a_policy_that_makes_no_step_is_said():
-    asked = DispatchRequest(100, RankShares((1, 99)), blocks=(1,), draws=0)
-    said = texts(end_chart(forecast_dispatch(asked), title=""))
+def test_a_policy_without_steps_is_labelled():
+    options = DispatchRequest(100, RankShares((1, 99)), blocks=(1,), draws=0)
+    said = texts(end_chart(forecast_dispatch(options), title=""))
     assert "block 1, batch 64: join and pad 2 steps, truncate 1, drop no, rebalance 1 (line)" in said
 
 
 def test_the_most_uneven_are_drawn():
-    asked = DispatchRequest(50_000, RankShares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0)
-    said = [each for each in texts(end_chart(forecast_dispatch(asked), title="")) if each.startswith("block")]
+    options = DispatchRequest(50_000, RankShares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0)
+    said = [
+        each for each in texts(end_chart(forecast_dispatch(options), title="")) if each.startswith("block")
+    ]
     assert len(said) == MOST_PANELS
     assert said[-1].startswith("block 2000")
 

@@ -70,7 +70,7 @@ def test_in_turns_there_is_no_chance():
 
 @given(dealings(least=1))
 @settings(deadline=None)
-def test_nobody_is_a_block_above_the_share_in_turns(dealing):
+def test_no_rank_is_a_block_above_its_share_in_turns(dealing):
     in_turns = BlockDispatch(dealing.samples, dealing.shares, dealing.block)
     found = largest_excess(in_turns.counts, in_turns.shares)
     assert found < excess_bound_in_turns(dealing.shares, dealing.samples, dealing.block)

@@ -47,7 +47,7 @@ def test_not_even_one(memory):
     assert sought(1000, 100) == 0
 
 
-def test_one_is_wanted(memory):
+def test_one_sample_is_the_upper_bound(memory):
     memory(lambda samples: 10)
     assert sought(1000, 1) == 1
 
@@ -58,7 +58,7 @@ def test_a_line_is_met_at_once(memory):
     assert len(tried) <= 6
 
 
-def test_a_floor_below_which_the_batch_does_not_count_misleads_nobody(memory):
+def test_a_constant_floor_does_not_mislead_the_search(memory):
     memory(lambda samples: max(500, 10 * samples))
     assert 78 <= sought(1000, 4096) <= 80
 

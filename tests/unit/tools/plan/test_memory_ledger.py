@@ -141,7 +141,7 @@ def test_categories_add_up_at_every_tick(timeline):
 
 
 @given(st.integers(0, 10**12), st.integers(1, 10**12))
-def test_fits_is_said_only_with_the_margin(nbytes, capacity):
+def test_a_step_fits_only_with_the_margin(nbytes, capacity):
     verdict = judge_fit(nbytes, capacity)
     assert (verdict.answer is FitLevel.FITS) == (nbytes <= SAFE_SHARE * capacity)
     assert (verdict.answer is FitLevel.NOT) == (nbytes > capacity)

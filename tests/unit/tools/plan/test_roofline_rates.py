@@ -56,7 +56,7 @@ def test_what_was_off_when_held_out_are_the_error_bars():
     assert found.high > 1.02 * found.value
 
 
-def test_ranks_that_were_not_measured_are_told():
+def test_unmeasured_numbers_of_ranks_are_noted():
     assert "measured with 2, 4, 8" in measured_link_rate(profile(), "gloo", ranks=16).source
     assert "measured with" not in measured_link_rate(profile(), "gloo", ranks=4).source
 
@@ -66,7 +66,7 @@ def test_the_matrix_rate_is_the_median_between_slowest_and_fastest():
     assert (found.value, found.low, found.high) == (1e11, 0.9e11, 1.05e11)
 
 
-def test_the_worst_of_both_bounds_what_is_asked():
+def test_the_intensity_is_bounded_by_the_worst_of_both_rates():
     found = intensity(RateEstimate(100.0, 80.0, 120.0, "c", True), RateEstimate(10.0, 8.0, 12.5, "w", True))
     assert (found.value, found.low, found.high) == (10.0, 80 / 12.5, 120 / 8)
     assert found.measured
@@ -97,6 +97,6 @@ def test_the_table_has_no_error_and_says_so():
         ),
     ],
 )
-def test_what_is_not_there_is_told(ask, said):
+def test_missing_rates_are_reported(ask, said):
     with pytest.raises(UsageError, match=said):
         ask()

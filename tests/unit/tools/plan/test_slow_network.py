@@ -52,7 +52,7 @@ def test_times_of_the_options():
     share=st.floats(0.01, 1.0),
     layers=st.none() | st.integers(1, 40),
 )
-def test_every_option_can_be_asked_for_and_keeps_the_rule(parameters, ranks, step, rate, share, layers):
+def test_every_option_can_be_selected_and_keeps_the_rule(parameters, ranks, step, rate, share, layers):
     advice = advise_network(parameters, ranks, rate, step, share, layers)
     severities = [option.severity for option in advice.options]
     assert severities == sorted(severities)
@@ -145,6 +145,6 @@ def test_every_compression_has_words_from_every_step_on():
         ((1, 2, 1.0, 1.0, 0.1, -1), "layers=-1"),
     ],
 )
-def test_values_that_make_no_sense(values, said):
+def test_values_out_of_range_are_refused(values, said):
     with pytest.raises(UsageError, match=said):
         advise_network(*values)

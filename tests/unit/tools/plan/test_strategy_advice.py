@@ -25,7 +25,7 @@ def slow(call=20.0):
     return made.profile(call=call)
 
 
-def test_the_best_way_is_the_shortest_of_those_allowed():
+def test_the_best_strategy_is_the_shortest_of_those_allowed():
     profile = made.profile()
     advice = advise_step(profile, [1, 2], BATCH, ["flat", "bucketed"])
     costs = pick_step_costs(profile, ranks=2)
@@ -108,7 +108,7 @@ def test_a_micro_batch_twice_as_large_gains_what_a_plan_with_it_has():
     assert remedy.factor == pytest.approx(rates[1] / rates[0])
 
 
-def test_sharding_is_a_remedy_where_it_is_not_among_the_ways():
+def test_sharding_is_a_remedy_where_it_is_not_among_the_strategies():
     long_update = made.profile(models=(made.model(),))
     advice = advise_step(long_update, [2], BATCH, ["flat"])
     named = [each.what for each in advise_step(slow(1e-4), [2], BATCH, ["flat"]).remedies]
@@ -127,13 +127,13 @@ def test_predictions_keep_their_order(micro, accumulation, call):
     assert all(each.factor > 1.0 for each in advice.remedies)
 
 
-def test_the_words_say_what_to_do_and_what_to_expect():
+def test_the_sentences_say_what_to_do_and_what_to_expect():
     advice = advise_step(slow(), [1, 2, 4], BATCH)
-    told = " ".join(advice_sentences(advice, BATCH))
-    assert f"Synchronise with {advice.best.strategy.label}: a step of 4 samples per rank takes" in told
-    assert "Limited by communication" in told
-    assert "What would help most: synchronising every" in told
-    assert "all-reduce was measured with 2 ranks" in told
+    output = " ".join(advice_sentences(advice, BATCH))
+    assert f"Synchronise with {advice.best.strategy.label}: a step of 4 samples per rank takes" in output
+    assert "Limited by communication" in output
+    assert "What would help most: synchronising every" in output
+    assert "all-reduce was measured with 2 ranks" in output
     rows = scaling_rows(advice)
     assert [row[0] for row in rows] == ["1", "2", "4"]
     assert rows[0][1] == "alone"
@@ -150,7 +150,7 @@ def test_the_words_say_what_to_do_and_what_to_expect():
         ([2], BATCH, [], "strategies"),
     ],
 )
-def test_what_makes_no_sense_is_refused(ranks, batch, strategies, said):
+def test_invalid_values_are_refused(ranks, batch, strategies, said):
     with pytest.raises(UsageError, match=said):
         advise_step(made.profile(), ranks, batch, strategies)
 

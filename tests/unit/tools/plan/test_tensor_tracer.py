@@ -106,7 +106,7 @@ def test_resize_is_torchs_own_again_afterwards():
     assert torch.UntypedStorage.resize_ is before
 
 
-def test_values_are_told_as_one_and_counted():
+def test_values_are_read_as_one_and_counted():
     with FakeTensorMode(), TensorTracer() as tracer:
         value = torch.randn(3).sum().item()
         count = torch.randint(5, (3,)).max().item()

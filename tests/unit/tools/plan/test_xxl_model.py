@@ -45,7 +45,7 @@ def test_the_devices_fit_and_one_less_does_not(tokens, count):
     assert device_nbytes(states, activations, count - 1, 0.5) > 95e9
 
 
-def test_sharing_all_activations_is_told_as_wrong_with_what_it_would_give(figures):
+def test_dividing_all_activations_is_named_a_mistake_with_its_result(figures):
     assert "gives 38 devices" in figures["devices_95_1024"].wrong
     assert "101.8 GB" in figures["devices_95_1024"].wrong
     assert figures["devices_95_0"].wrong == ""

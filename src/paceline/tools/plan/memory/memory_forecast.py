@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.tools.plan.memory.caching_allocator import AllocatorReplay, replay_allocations
@@ -80,10 +80,7 @@ class MemoryForecast:
             "device_nbytes": self.ledger.nbytes,
             "where": self.ledger.where,
             "answer": self.verdict.answer.value if self.verdict else None,
-            "ledger": [
-                {"name": line.name, "nbytes": line.nbytes, "rule": line.rule, "source": line.source}
-                for line in self.ledger.lines
-            ],
+            "ledger": [asdict(line) for line in self.ledger.lines],
             "largest": [list(each) for each in self.ledger.largest],
             "questions": self.prediction.value_reads,
             "seconds": round(self.prediction.seconds, 2),
