@@ -10,7 +10,7 @@ from paceline.errors import UsageError, unknown
 if TYPE_CHECKING:
     from paceline.tools.plan.memory.memory_forecast import DeviceMemory
 
-__all__ = ["CUDA_CONTEXT", "KINDS", "capacity_of", "room_of"]
+__all__ = ["CUDA_CONTEXT", "KINDS", "available_memory", "capacity_of"]
 
 KINDS = ("cuda", "cpu")
 CUDA_CONTEXT = "800MiB"
@@ -46,14 +46,14 @@ def capacity_of(device: str | None, device_memory: str | None) -> int | None:
         raise unknown("device", device, [*KINDS, *hardware_catalog.DEVICES]) from None
 
 
-def room_of(
+def available_memory(
     kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEXT, data: str = "0"
 ) -> DeviceMemory:
-    """Return the room on a device.
+    """Return the memory that a training can use on a device.
 
     Args:
         kind: one of `KINDS`. capacity: bytes, None: not known. cuda_context: what driver and kernels take of a GPU.
-        data: what stays on the device beside the training.
+        data: bytes that stay on the device in addition to the training.
     """
     from paceline.tools.plan.memory.memory_forecast import DeviceMemory
     from paceline.tools.plan.memory.memory_ledger import NonTensorMemory

@@ -15,7 +15,7 @@ from paceline._core.files import write_json
 from paceline._core.format import plural
 from paceline._core.units import parse_list
 from paceline.errors import UsageError
-from paceline.tools.cli.device_memory import capacity_of, room_of
+from paceline.tools.cli.device_memory import available_memory, capacity_of
 from paceline.tools.cli.shared_options import AutocastOption, CheckpointingOption, JsonOption, OptimizerOption
 from paceline.tools.result_files import checked_files
 
@@ -246,7 +246,7 @@ def _add_fit(training: _Training, capacity: int, context: int, page: _Page) -> N
     from paceline.tools.plan.memory.training_subject import ALONE, TrainingSetting, resolve_subject
 
     subject, devices = resolve_subject(training.model), training.devices[-1]
-    room = room_of("cuda", capacity)
+    available = available_memory("cuda", capacity)
     setting = TrainingSetting(
         ranks=devices, context=context, optimizer=training.optimizer, autocast=training.autocast,
         checkpointing=training.checkpointing, device="cuda", backend="nccl",
@@ -256,7 +256,7 @@ def _add_fit(training: _Training, capacity: int, context: int, page: _Page) -> N
     for kind in _STRATEGIES_LIKE if devices > 1 else ("bucketed",):
         strategy = kind if devices > 1 else ALONE
         with Console(stderr=True).status(f"tracing {training.model}, {strategy}, {devices} devices"):
-            fit = largest_micro_batch(subject, replace(setting, strategy=strategy), room, wanted)
+            fit = largest_micro_batch(subject, replace(setting, strategy=strategy), available, wanted)
         page.fits[kind] = fit
         lines.append(f"{strategy}: {_describe_fit(fit, wanted)}")
     if not any(each.samples for each in page.fits.values()):

@@ -12,7 +12,7 @@ import typer
 from paceline._core.format import format_bytes
 from paceline._core.units import parse_list
 from paceline.errors import UsageError
-from paceline.tools.cli.device_memory import CUDA_CONTEXT, KINDS, capacity_of, room_of
+from paceline.tools.cli.device_memory import CUDA_CONTEXT, KINDS, available_memory, capacity_of
 from paceline.tools.cli.shared_options import (
     AccumulateOption,
     AutocastOption,
@@ -85,7 +85,7 @@ def memory(
         )
     capacity = capacity_of(device, device_memory)
     kind = device if device in KINDS else "cuda"
-    room = room_of(kind, capacity, cuda_context, data)
+    available = available_memory(kind, capacity, cuda_context, data)
     settings = _settings(
         strategy, devices, batch=batch, context=context, optimizer=optimizer, autocast=autocast, gather=gather,
         checkpointing=checkpointing, accumulate=accumulate, bucket_mib=bucket_mib, device=kind,
@@ -98,7 +98,7 @@ def memory(
 
     subject = resolve_subject(model, tuple(inputs or ()))
     resolve_optimizer(settings[0])
-    forecasts, alternatives = _trace(subject, settings, room)
+    forecasts, alternatives = _trace(subject, settings, available)
     show_forecasts(model, forecasts, alternatives)
     if model == "xxl":
         from paceline.tools.cli.plan.plan_batch_command import show_xxl
@@ -125,7 +125,7 @@ def _settings(strategies: str, devices: str, **options: Any) -> list[TrainingSet
 
 
 def _trace(
-    subject: TrainingSubject, settings: Sequence[TrainingSetting], room: DeviceMemory
+    subject: TrainingSubject, settings: Sequence[TrainingSetting], available: DeviceMemory
 ) -> tuple[list[MemoryForecast], list[MemoryAlternative]]:
     """Return a forecast per setting, and alternatives to the first one if it does not fit; shows the progress."""
     from rich.console import Console
@@ -136,12 +136,12 @@ def _trace(
     with Console(stderr=True).status("") as status:
         for setting in settings:
             status.update(f"tracing {subject.name}, {setting.name}")
-            forecasts.append(forecast_memory(subject, setting, room))
+            forecasts.append(forecast_memory(subject, setting, available))
         verdict = forecasts[0].verdict
         if verdict is None or not verdict.poor:
             return forecasts, []
         status.update(f"tracing alternatives that would make {subject.name} fit")
-        return forecasts, predict_alternatives(subject, settings[0], room)
+        return forecasts, predict_alternatives(subject, settings[0], available)
 
 
 def verified(

@@ -87,32 +87,39 @@ class MemoryForecast:
         }
 
 
-def forecast_memory(subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory) -> MemoryForecast:
-    """Predict the memory of a training, and compare it with `room`; raises as `predict_memory`."""
+def forecast_memory(
+    subject: TrainingSubject, setting: TrainingSetting, available: DeviceMemory
+) -> MemoryForecast:
+    """Predict the memory of a training, and compare it with `available`; raises as `predict_memory`."""
     prediction = predict_memory(subject, setting)
     steps = prediction.timeline.steps()
     replayed = replay_allocations(steps.changes()) if setting.device == "cuda" else None
     outside = (
-        room.outside if setting.device == "cuda" else NonTensorMemory(data_nbytes=room.outside.data_nbytes)
+        available.outside
+        if setting.device == "cuda"
+        else NonTensorMemory(data_nbytes=available.outside.data_nbytes)
     )
     ledger = make_ledger(steps, replayed, outside)
-    verdict = judge_fit(ledger.nbytes, room.capacity_nbytes) if room.capacity_nbytes is not None else None
+    verdict = (
+        judge_fit(ledger.nbytes, available.capacity_nbytes) if available.capacity_nbytes is not None else None
+    )
     return MemoryForecast(prediction, steps, replayed, ledger, verdict)
 
 
 def predict_alternatives(
-    subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory
+    subject: TrainingSubject, setting: TrainingSetting, available: DeviceMemory
 ) -> list[MemoryAlternative]:
     """Return the predicted memory of each change of `setting` that would lower it."""
-    if room.capacity_nbytes is None:
+    if available.capacity_nbytes is None:
         return []
     found = [
         MemoryAlternative(
-            change, judge_fit(forecast_memory(subject, other, room).ledger.nbytes, room.capacity_nbytes)
+            change,
+            judge_fit(forecast_memory(subject, other, available).ledger.nbytes, available.capacity_nbytes),
         )
         for change, other in _changes(setting)
     ]
-    devices = _fewest_devices(subject, setting, room)
+    devices = _fewest_devices(subject, setting, available)
     return [*found, devices] if devices is not None else found
 
 
@@ -134,15 +141,17 @@ def _changes(setting: TrainingSetting) -> Iterator[tuple[str, TrainingSetting]]:
 
 
 def _fewest_devices(
-    subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory
+    subject: TrainingSubject, setting: TrainingSetting, available: DeviceMemory
 ) -> MemoryAlternative | None:
     """Return full-shard on the fewest devices that it fits on, or beyond which more hardly help; powers of two."""
-    assert room.capacity_nbytes is not None, "the caller has checked that"
+    assert available.capacity_nbytes is not None, "the caller has checked that"
     ranks = max(2, setting.ranks * (2 if setting.strategy == "full-shard" else 1))
     found: MemoryAlternative | None = None
     while ranks <= _MOST_DEVICES:
         other = replace(setting, strategy="full-shard", ranks=ranks)
-        verdict = judge_fit(forecast_memory(subject, other, room).ledger.nbytes, room.capacity_nbytes)
+        verdict = judge_fit(
+            forecast_memory(subject, other, available).ledger.nbytes, available.capacity_nbytes
+        )
         hardly = found is not None and verdict.nbytes > _HARDLY * found.verdict.nbytes
         if hardly and verdict.poor:
             break
@@ -162,9 +171,9 @@ class MicroBatchFit:
 
 
 def largest_micro_batch(
-    subject: TrainingSubject, setting: TrainingSetting, room: DeviceMemory, most: int
+    subject: TrainingSubject, setting: TrainingSetting, available: DeviceMemory, most: int
 ) -> MicroBatchFit:
-    """Search the largest micro-batch that fits into `room`; raises as `forecast_memory`.
+    """Search the largest micro-batch that fits into `available`; raises as `forecast_memory`.
 
     Memory grows about linearly with the micro-batch, once forward and backward need more than the optimizer's step. So
     the search interpolates between a batch that fits and one that doesn't, until it is known to 1/32.
@@ -172,14 +181,14 @@ def largest_micro_batch(
     Args:
         subject: to train.
         setting: of the training; its `batch` is replaced.
-        room: with a known capacity.
+        available: with a known capacity.
         most: upper bound of the samples, 1 or more.
     """
-    assert room.capacity_nbytes is not None, "the capacity is known"
-    allowed = SAFE_SHARE * room.capacity_nbytes
+    assert available.capacity_nbytes is not None, "the capacity is known"
+    allowed = SAFE_SHARE * available.capacity_nbytes
 
     def forecast(samples: int) -> MemoryForecast:
-        return forecast_memory(subject, replace(setting, batch=samples), room)
+        return forecast_memory(subject, replace(setting, batch=samples), available)
 
     fits, found = 1, forecast(1)
     if found.ledger.nbytes > allowed:
