@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from paceline._core.files import write_json
 from paceline._core.json_codec import check_result, read_result
 from paceline.cost_model.cost_forms import OPS
+from paceline.cost_model.profile_diff import Difference, entry_differences
 from paceline.cost_model.profile_entries import (
     CallCost,
     CollectiveCost,
@@ -103,6 +104,16 @@ class Profile:
     def merged(self, other: Profile) -> Profile:
         """Return the profile with the entries of `other`, which win where both have one."""
         return self.with_entries(**vars(other))
+
+    def compare(self, other: Profile) -> list[Difference]:
+        """Return the differences in everything that both profiles measured."""
+        found: list[Difference] = []
+        for name in ("collectives", "calls", "rates", "exchanges"):
+            theirs = {each.key: each for each in getattr(other, name)}
+            for each in getattr(self, name):
+                if each.key in theirs:
+                    found += entry_differences(each, theirs[each.key])
+        return found
 
     def collective(self, op: str, backend: str, network: str | None = None) -> CollectiveCost:
         """Return the cost of an operation.

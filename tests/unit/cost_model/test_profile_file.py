@@ -124,6 +124,23 @@ def test_rates_are_found():
         Profile().rate("copy")
 
 
+def test_two_profiles_are_compared_where_both_measured():
+    twice = Profile(
+        collectives=(collective(scale=2.0),),
+        calls=(call(seconds=3e-4),),
+        rates=(rate(value=1.05e10), rate("add")),
+    )
+    found = PROFILE.compare(twice)
+    times = [each for each in found if each.what.startswith("all-reduce on gloo, loopback, 4 ranks")]
+    assert len(times) == 3
+    assert all(each.ratio == pytest.approx(2.0) and each.clear for each in times)
+    of = {each.what: each for each in found if each not in times}
+    assert set(of) == {"a call of all-reduce on gloo, loopback, 2 ranks", "copy float32 on cpu, 2 threads"}
+    assert of["a call of all-reduce on gloo, loopback, 2 ranks"].ratio == pytest.approx(3.0)
+    assert not of["copy float32 on cpu, 2 threads"].clear
+    assert all(each.ratio == 1 and not each.clear for each in PROFILE.compare(PROFILE))
+
+
 RECORD = PROFILE.to_json()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cost_model.profile import Profile
 from paceline.errors import UsageError
-from step_profile import model, profile
+from step_profile import exchange, model, profile
 
 PROFILE = profile()
 
@@ -32,6 +32,15 @@ def test_a_new_measurement_replaces_the_old_one():
     assert len(merged.models) == 2
     assert merged.models[0] is again
     assert merged.exchanges == PROFILE.exchanges
+
+
+def test_exchanges_are_compared_where_both_have_them():
+    slower = Profile(exchanges=(exchange("all-reduce", False, call=0.1),))
+    found = PROFILE.compare(slower)
+    assert len(found) == 3
+    assert all(each.what.startswith("all-reduce of paceline alone on gloo, lab, 2 ranks") for each in found)
+    assert found[0].ratio > 10
+    assert found[0].clear
 
 
 def change(record, path, value):
