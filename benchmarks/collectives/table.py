@@ -15,9 +15,9 @@ import typer
 
 from bench_harness.markdown import fill, table
 from paceline._core.format import format_size
-from paceline.cost_model.algorithm_terms import MESSAGES, AlgorithmTerms
+from paceline.cost_model.collective_fit import PredictionError
+from paceline.cost_model.cost_forms import MESSAGES_FORM, CostForm
 from paceline.cost_model.fit_measurements import MeasuredPoint, held_out_ranks, held_out_sizes
-from paceline.cost_model.prediction_error import PredictionError
 from paceline.tools.bench.collectives.collectives_rows import (
     CollectiveRow,
     CollectivesResult,
@@ -91,7 +91,7 @@ def model() -> str:
                 if row.backend == backend and row.correct
             ]
             name = backend.removeprefix("schedule:")
-            forms = None if name == backend else (AlgorithmTerms(name), AlgorithmTerms(name, shared=True))
+            forms = None if name == backend else (CostForm(name), CostForm(name, shared=True))
             cells.append([network, backend, *_errors(points, forms)])
     titles = ["sizes", "sizes, 4 ranks", "ranks", "αP + βn: sizes", "αP + βn: ranks"]
     return table(["network", "backend", *titles], cells, words=2)
@@ -115,7 +115,7 @@ def schedules() -> str:
     return table(["network", "ranks", "S", "gloo, ms", "our ring, ms", "ratio"], cells)
 
 
-def _errors(points: Sequence[MeasuredPoint], forms: Sequence[AlgorithmTerms] | None) -> list[str]:
+def _errors(points: Sequence[MeasuredPoint], forms: Sequence[CostForm] | None) -> list[str]:
     """Return median errors of held-out sizes (all, and 4 ranks alone) and of held-out numbers of ranks."""
     four = [point for point in points if point.ranks == 4]
     usual = [
@@ -123,7 +123,7 @@ def _errors(points: Sequence[MeasuredPoint], forms: Sequence[AlgorithmTerms] | N
         PredictionError.of(held_out_sizes(four, "all-reduce", forms=forms)),
         PredictionError.of(held_out_ranks(points, "all-reduce", forms=forms), least_nbytes=LEAST_NBYTES),
     ]
-    simple = {"forms": [MESSAGES], "most_segments": 1, "own": False}
+    simple = {"forms": [MESSAGES_FORM], "max_segments": 1, "per_ranks": False}
     plain = [
         PredictionError.of(held_out_sizes(points, "all-reduce", **simple)),
         PredictionError.of(held_out_ranks(points, "all-reduce", **simple), least_nbytes=LEAST_NBYTES),

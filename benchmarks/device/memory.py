@@ -19,7 +19,7 @@ from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.memory_benchmark import check_prediction
-from paceline.tools.plan.memory.training_subject import Setting, subject_of
+from paceline.tools.plan.memory.training_subject import TrainingSetting, resolve_subject
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ def main(
     os.chdir(HERE)  # where the ranks find `models`
     rows = []
     for name, options in SETTINGS:
-        checked = check_prediction(subject_of(name), Setting(**PLACES, **options), run_ranks)
+        checked = check_prediction(resolve_subject(name), TrainingSetting(**PLACES, **options), run_ranks)
         rows.append(checked.facts())
         print(f"{name}, {checked.setting.name}: {100 * checked.error:+.2f} %", flush=True)
     write_json(out, result_head("device-memory", ["paceline", "torch"]) | {"rows": rows})

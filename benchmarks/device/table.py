@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from bench_harness.markdown import fill, table
-from paceline.tools.plan.memory.training_subject import Setting
+from paceline.tools.plan.memory.training_subject import TrainingSetting
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -29,7 +29,12 @@ def memory(result: Path) -> str:
     for row in json.loads(result.read_text(encoding="utf-8"))["rows"]:
         sizes = [f"{row[name] / MIB:.1f}" for name in ("predicted_nbytes", "measured_nbytes")]
         rows.append(
-            [row["model"], Setting.from_json(row["setting"]).name, *sizes, f"{100 * row['error']:+.2f} %"]
+            [
+                row["model"],
+                TrainingSetting.from_json(row["setting"]).name,
+                *sizes,
+                f"{100 * row['error']:+.2f} %",
+            ]
         )
     return table(["model", "setting", "predicted, MiB", "measured, MiB", "off by"], rows, words=2)
 

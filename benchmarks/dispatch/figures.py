@@ -19,8 +19,8 @@ from paceline._core.keyed_random import derive_key
 from paceline.data.sampling.block_dispatch import draw_block_counts
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import RankPortions
-from paceline.tools.plan.dispatch_text import in_short, percent, ranges
-from paceline.tools.plan.imbalance_statistics import expected_largest, largest_above, unlikely_largest
+from paceline.tools.plan.dispatch_text import format_ranges, percent, summarise_counts
+from paceline.tools.plan.imbalance_statistics import expected_excess, largest_excess, unlikely_excess
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "dispatch.md"
@@ -51,9 +51,9 @@ def beside_draws(block: int) -> dict[str, Any]:
         "seen": list(SEEN[block]),
         "chi_squared": float(chi_squared(seen, mean, block)),
         "draws_as_far": float((chi_squared(drawn, mean, block) >= chi_squared(seen, mean, block)).mean()),
-        "largest": largest_above(SEEN[block], SEVEN),
-        "expected_largest": expected_largest(SEVEN, blocks),
-        "unlikely_largest": unlikely_largest(SEVEN, blocks),
+        "largest": largest_excess(SEEN[block], SEVEN),
+        "expected_largest": expected_excess(SEVEN, blocks),
+        "unlikely_largest": unlikely_excess(SEVEN, blocks),
         "drawn_largest": float(drawn.max(axis=1).mean() / mean - 1),
         "drawn_deviation": float(drawn[:, 0].std() / SAMPLES),
         "deviation": deviation(1 / 7, block),
@@ -90,9 +90,9 @@ def in_turns() -> str:
         rows.append(
             [
                 str(entry["block"]),
-                in_short(entry["counts"]),
-                in_short(entry["batches_floor"]),
-                in_short(entry["batches_ceil"]),
+                summarise_counts(entry["counts"]),
+                summarise_counts(entry["batches_floor"]),
+                summarise_counts(entry["batches_ceil"]),
                 f"in step {min(entry['batches_ceil']) + 1}" if entry["deadlock"] else "no",
                 f"{truncated['dropped']} ({percent(truncated['dropped'] / SAMPLES)})",
             ]
@@ -180,12 +180,16 @@ def safe() -> str:
     """Return which sizes are safe."""
     found = entries("in-turns")
     rows = [
-        ["blocks, batch 64", ranges(found[0]["safe_blocks"], most=16), f"{found[0]['safe_blocks_tried']}"]
+        [
+            "blocks, batch 64",
+            format_ranges(found[0]["safe_blocks"], most=16),
+            f"{found[0]['safe_blocks_tried']}",
+        ]
     ]
     rows += [
         [
             f"batch sizes, block {entry['block']}",
-            ranges(entry["safe_batch_sizes"], most=12),
+            format_ranges(entry["safe_batch_sizes"], most=12),
             f"{entry['safe_batch_sizes_tried']}",
         ]
         for entry in found

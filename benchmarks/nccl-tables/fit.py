@@ -17,9 +17,8 @@ import typer
 from tables import OP, Table, load
 
 from bench_harness.markdown import fill, table
-from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.collective_fit import CheckedPrediction, CollectiveFit, PredictionError
 from paceline.cost_model.fit_measurements import fit_points, held_out_sizes
-from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
 from paceline.tools.report.charts.collective_charts import Series, fit_chart
 
 HERE = Path(__file__).parent
@@ -40,10 +39,7 @@ def row(
     accuracy, plain = PredictionError.of(best), PredictionError.of(line)
     assert accuracy is not None
     assert plain is not None
-    segments = [
-        {"low": each.low, "high": each.high, "points": each.points} | asdict(each.line)
-        for each in fit.segments
-    ]
+    segments = [asdict(each) for each in fit.segments]
     return {
         "name": name,
         "held_out": asdict(accuracy),
@@ -79,7 +75,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Where to write; README.md 
     for each in chosen():
         fit = fit_points(each.points, OP)
         best = held_out_sizes(each.points, OP)
-        rows.append(row(each.name, fit, best, held_out_sizes(each.points, OP, most_segments=1)))
+        rows.append(row(each.name, fit, best, held_out_sizes(each.points, OP, max_segments=1)))
         series.append(Series(each.name, fit, each.points, best))
     result = {
         "kind": "nccl-tables",

@@ -22,45 +22,45 @@ from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.memory_benchmark import check_prediction
-from paceline.tools.plan.memory.memory_fit import MARGIN
-from paceline.tools.plan.memory.memory_prediction import predict
-from paceline.tools.plan.memory.training_subject import Setting, subject_of
+from paceline.tools.plan.memory.memory_fit import SAFE_SHARE
+from paceline.tools.plan.memory.memory_prediction import predict_memory
+from paceline.tools.plan.memory.training_subject import TrainingSetting, resolve_subject
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 _LONG: dict[str, Any] = {"context": 256}
 
-MEASURED: list[tuple[str, Setting]] = [
-    ("tiny", Setting("alone", 1, 8)),
-    ("tiny", Setting("bucketed", 2, 8, autocast="bf16")),
-    ("tiny", Setting("bucketed", 2, 4, accumulate=4)),
-    ("tiny", Setting("sharded", 4, 4)),
-    ("mini", Setting("naive", 2, 4)),
-    ("mini", Setting("sharded", 2, 4, autocast="bf16")),
-    ("mini", Setting("full-shard", 4, 2)),
-    ("mini", Setting("full-shard", 2, 8, checkpointing=True)),
-    ("44m", Setting("alone", 1, 2, **_LONG)),
-    ("44m", Setting("bucketed", 2, 2, **_LONG)),
-    ("44m", Setting("sharded", 2, 2, **_LONG)),
-    ("44m", Setting("full-shard", 2, 2, gather="bf16", **_LONG)),
-    ("small", Setting("alone", 1, 1, optimizer="sgd", **_LONG)),
-    ("small", Setting("full-shard", 2, 1, checkpointing=True, **_LONG)),
-    ("models:mlp", Setting("alone", 1, 256, optimizer="sgd")),
-    ("models:mlp", Setting("flat", 2, 256, optimizer="sgd-momentum")),
-    ("models:mlp", Setting("sharded", 3, 64)),
-    ("models:conv_net", Setting("alone", 1, 16)),
-    ("models:conv_net", Setting("bucketed", 2, 16, autocast="bf16")),
-    ("models:conv_net", Setting("full-shard", 2, 8, optimizer="sgd-momentum")),
-    ("models:encoder", Setting("alone", 1, 4)),
-    ("models:encoder", Setting("bucketed", 2, 4, checkpointing=True)),
-    ("models:encoder", Setting("sharded", 2, 4, autocast="bf16")),
-    ("models:recurrent", Setting("alone", 1, 4, 32)),
-    ("models:gpt2", Setting("bucketed", 2, 4)),
+MEASURED: list[tuple[str, TrainingSetting]] = [
+    ("tiny", TrainingSetting("alone", 1, 8)),
+    ("tiny", TrainingSetting("bucketed", 2, 8, autocast="bf16")),
+    ("tiny", TrainingSetting("bucketed", 2, 4, accumulate=4)),
+    ("tiny", TrainingSetting("sharded", 4, 4)),
+    ("mini", TrainingSetting("naive", 2, 4)),
+    ("mini", TrainingSetting("sharded", 2, 4, autocast="bf16")),
+    ("mini", TrainingSetting("full-shard", 4, 2)),
+    ("mini", TrainingSetting("full-shard", 2, 8, checkpointing=True)),
+    ("44m", TrainingSetting("alone", 1, 2, **_LONG)),
+    ("44m", TrainingSetting("bucketed", 2, 2, **_LONG)),
+    ("44m", TrainingSetting("sharded", 2, 2, **_LONG)),
+    ("44m", TrainingSetting("full-shard", 2, 2, gather="bf16", **_LONG)),
+    ("small", TrainingSetting("alone", 1, 1, optimizer="sgd", **_LONG)),
+    ("small", TrainingSetting("full-shard", 2, 1, checkpointing=True, **_LONG)),
+    ("models:mlp", TrainingSetting("alone", 1, 256, optimizer="sgd")),
+    ("models:mlp", TrainingSetting("flat", 2, 256, optimizer="sgd-momentum")),
+    ("models:mlp", TrainingSetting("sharded", 3, 64)),
+    ("models:conv_net", TrainingSetting("alone", 1, 16)),
+    ("models:conv_net", TrainingSetting("bucketed", 2, 16, autocast="bf16")),
+    ("models:conv_net", TrainingSetting("full-shard", 2, 8, optimizer="sgd-momentum")),
+    ("models:encoder", TrainingSetting("alone", 1, 4)),
+    ("models:encoder", TrainingSetting("bucketed", 2, 4, checkpointing=True)),
+    ("models:encoder", TrainingSetting("sharded", 2, 4, autocast="bf16")),
+    ("models:recurrent", TrainingSetting("alone", 1, 4, 32)),
+    ("models:gpt2", TrainingSetting("bucketed", 2, 4)),
 ]
-PREDICTED: list[tuple[str, Setting]] = [
-    ("medium", Setting(strategy, 64, 8, 1024, autocast="bf16", backend="nccl", device="cuda"))
+PREDICTED: list[tuple[str, TrainingSetting]] = [
+    ("medium", TrainingSetting(strategy, 64, 8, 1024, autocast="bf16", backend="nccl", device="cuda"))
     for strategy in ("bucketed", "sharded", "full-shard")
-] + [("xxl", Setting("full-shard", 64, 1, 1024, gather="bf16", backend="nccl", device="cuda"))]
+] + [("xxl", TrainingSetting("full-shard", 64, 1, 1024, gather="bf16", backend="nccl", device="cuda"))]
 
 
 def main(
@@ -78,7 +78,7 @@ def main(
     os.chdir(HERE)  # where the models are imported from, by ranks too
     checks = []
     for name, setting in chosen:
-        checked = check_prediction(subject_of(name), setting, run_ranks)
+        checked = check_prediction(resolve_subject(name), setting, run_ranks)
         checks.append(checked.facts())
         typer.echo(f"{name:18} {setting.name:48} {100 * checked.error:+8.3f} %")
     result = result_head("plan-memory-accuracy", ("paceline", "torch", "transformers")) | {
@@ -95,8 +95,8 @@ def _is_there(name: str) -> bool:
     return name != "models:gpt2" or importlib.util.find_spec("transformers") is not None
 
 
-def _predicted(name: str, setting: Setting) -> dict[str, Any]:
-    prediction = predict(subject_of(name), setting)
+def _predicted(name: str, setting: TrainingSetting) -> dict[str, Any]:
+    prediction = predict_memory(resolve_subject(name), setting)
     steps = prediction.timeline.steps()
     typer.echo(f"{name:18} {setting.name:48} {steps.peak().nbytes / 2**30:8.3f} GiB")
     return {
@@ -111,7 +111,7 @@ def _predicted(name: str, setting: Setting) -> dict[str, Any]:
 def _summary(checks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the median and the worst error, and how many cases would wrongly be said to fit."""
     errors = [abs(each["error"]) for each in checks]
-    wrong = [each for each in checks if each["measured_nbytes"] > each["predicted_nbytes"] / MARGIN]
+    wrong = [each for each in checks if each["measured_nbytes"] > each["predicted_nbytes"] / SAFE_SHARE]
     return {
         "median_error": median(errors) if errors else None,
         "worst_error": max(errors, default=None),

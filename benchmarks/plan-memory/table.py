@@ -8,7 +8,7 @@ from typing import Any
 
 from bench_harness.markdown import fill, table
 from paceline._core.format import format_bytes
-from paceline.tools.plan.memory.training_subject import Setting
+from paceline.tools.plan.memory.training_subject import TrainingSetting
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "memory.md"
@@ -18,7 +18,7 @@ def accuracy(result: dict[str, Any]) -> str:
     """Return the table of predicted and measured."""
     rows = []
     for row in result["checks"]:
-        setting = Setting.from_json(row["setting"])
+        setting = TrainingSetting.from_json(row["setting"])
         sizes = format_bytes(row["predicted_nbytes"]), format_bytes(row["measured_nbytes"])
         model = row["model"].removeprefix("models:")
         rows.append([model, setting.name, str(setting.batch), *sizes, f"{100 * row['error']:+.2f} %"])
@@ -38,7 +38,7 @@ def many(result: dict[str, Any]) -> str:
     """Return the table of what was only predicted."""
     rows = []
     for row in result["predicted_only"]:
-        setting = Setting.from_json(row["setting"])
+        setting = TrainingSetting.from_json(row["setting"])
         told = format_bytes(row["steps_nbytes"]), f"{row['prediction_seconds']:.0f}"
         rows.append([row["model"], setting.name, f"{setting.batch} × {setting.context}", *told])
     return table(["model", "how", "tokens a device", "a device", "seconds to predict"], rows)

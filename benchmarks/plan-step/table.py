@@ -19,14 +19,20 @@ from bench_harness.markdown import fill, table
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline._core.units import MIB
-from paceline.cost_model.prediction_error import PredictionError
+from paceline.cost_model.bench_results import (
+    MeasuredStep,
+    load_measured_steps,
+    measured_by_strategy,
+    pair_with_measured,
+    step_prediction_error,
+)
+from paceline.cost_model.collective_fit import PredictionError
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.step_costs import StepCosts, pick_step_costs
 from paceline.cost_model.step_strategy import StepStrategy
-from paceline.cost_model.step_time import StepTime, predict_steps, simulated_bucket
+from paceline.cost_model.step_time import StepTime, best_simulated_bucket, predict_steps
 from paceline.tools.bench.step.step_strategies import NO_SYNC
 from paceline.tools.cli.plan.plan_step_command import draw_breakdown, draw_buckets
-from paceline.tools.plan.step_measured import MeasuredStep, accuracy_of, beside, load_measured, ways_measured
 from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent
@@ -47,17 +53,17 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the results and READ
         costs = pick_step_costs(
             profile, name, ranks=ranks, backend=settings["backend"], network=settings["network"]
         )
-        seen = ways_measured(load_measured(path), name, ranks)
+        seen = measured_by_strategy(load_measured_steps(path), name, ranks)
         times = predict_steps(costs, seen)
         setting = f"{ranks} ranks, {settings['network']}, {settings['backend']}"
-        pairs_of[setting], costs_of[setting] = beside(times, seen), costs
+        pairs_of[setting], costs_of[setting] = pair_with_measured(times, seen), costs
         bare = next(row["step_ms"] for row in result["rows"] if row["strategy"] == NO_SYNC) / 1e3
         quiet_of[setting] = bare / costs.bare_seconds
         if path.stem in DRAWN:
             _draw(folder, path.stem, costs, times, seen)
     settings = {setting: _facts(pairs, costs_of[setting].ranks) for setting, pairs in pairs_of.items()}
     counted = [pair for pairs in pairs_of.values() for pair in _counted(pairs)]
-    whole = accuracy_of(counted, 0)
+    whole = step_prediction_error(counted, 0)
     write_json(
         folder / "predicted.json",
         result_head("plan-step-accuracy")
@@ -81,7 +87,7 @@ def accuracy_figures(
     """
     rows = []
     for setting, pairs in pairs_of.items():
-        found = accuracy_of(_counted(pairs), 0)
+        found = step_prediction_error(_counted(pairs), 0)
         if found is not None:
             rows.append([setting, *_error_cells(found, _counted(pairs)), f"{quiet_of[setting]:.2f}"])
     if whole is not None:
@@ -93,12 +99,12 @@ def accuracy_figures(
 
 def step_figures(pairs_of: Mapping[str, Pairs]) -> str:
     """Return the table of steps: a row per way, for each setting measured, predicted and how far that was off."""
-    labels = list(dict.fromkeys(time.way.label for pairs in pairs_of.values() for time, _ in pairs))
+    labels = list(dict.fromkeys(time.name.label for pairs in pairs_of.values() for time, _ in pairs))
     rows = []
     for label in labels:
         cells = [label]
         for pairs in pairs_of.values():
-            found = next(((time, seen) for time, seen in pairs if time.way.label == label), None)
+            found = next(((time, seen) for time, seen in pairs if time.name.label == label), None)
             cells.append("" if found is None else _beside(*found))
         rows.append(cells)
     return table(["", *pairs_of], rows)
@@ -109,9 +115,9 @@ def bucket_figures(pairs_of: Mapping[str, Pairs], costs_of: Mapping[str, StepCos
     rows = []
     for setting, pairs in pairs_of.items():
         costs = costs_of[setting]
-        job, simulated = costs.equal_buckets(), simulated_bucket(costs)
+        job, simulated = costs.equal_buckets(), best_simulated_bucket(costs)
         formula = None if job is None else job.best()
-        tried = [(time, seen) for time, seen in pairs if time.way.strategy == "bucketed"]
+        tried = [(time, seen) for time, seen in pairs if time.name.name == "bucketed"]
         fastest = min(tried, key=lambda pair: pair[1].seconds)
         chosen = min(tried, key=lambda pair: pair[0].seconds)
         rows.append(
@@ -119,8 +125,8 @@ def bucket_figures(pairs_of: Mapping[str, Pairs], costs_of: Mapping[str, StepCos
                 setting,
                 f"{simulated.cap / MIB:.3g}",
                 "" if formula is None else f"{formula.nbytes / MIB:.3g}",
-                f"{fastest[0].way.bucket_mib:g}",
-                f"{chosen[0].way.bucket_mib:g}",
+                f"{fastest[0].strategy.bucket_mib:g}",
+                f"{chosen[0].strategy.bucket_mib:g}",
                 f"{100 * (chosen[1].seconds / fastest[1].seconds - 1):.1f} %",
             ]
         )
@@ -136,7 +142,7 @@ def bucket_figures(pairs_of: Mapping[str, Pairs], costs_of: Mapping[str, StepCos
 
 
 def _counted(pairs: Pairs) -> list[tuple[StepTime, MeasuredStep]]:
-    return [(time, seen) for time, seen in pairs if time.way.strategy != BOUNDS]
+    return [(time, seen) for time, seen in pairs if time.name.name != BOUNDS]
 
 
 def _error_cells(found: PredictionError, pairs: Pairs) -> list[str]:
@@ -151,13 +157,15 @@ def _beside(time: StepTime, seen: MeasuredStep) -> str:
 
 
 def _facts(pairs: Pairs, ranks: int) -> dict[str, Any]:
-    found = accuracy_of(_counted(pairs), ranks)
+    found = step_prediction_error(_counted(pairs), ranks)
     rows = [
         {
-            "way": time.way.label,
-            "predicted": {name: value for name, value in vars(time).items() if name not in ("way", "beyond")},
+            "way": time.name.label,
+            "predicted": {
+                name: value for name, value in vars(time).items() if name not in ("strategy", "beyond")
+            },
             "predicted_seconds": time.seconds,
-            "measured": {name: value for name, value in vars(seen).items() if name != "way"},
+            "measured": {name: value for name, value in vars(seen).items() if name != "strategy"},
             "error": time.seconds / seen.seconds - 1,
         }
         for time, seen in pairs

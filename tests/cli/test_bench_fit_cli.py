@@ -106,7 +106,7 @@ def test_a_schedule_is_fitted_with_its_own_algorithm(monkeypatch, capsys, tmp_pa
     assert paceline(monkeypatch, "bench", "fit", result, "--profile", profile) == 0
     cost = Profile.load(profile).collective("all-reduce", "schedule:doubling")
     assert cost.fit.form.algorithm == "doubling"
-    assert cost.fit.segments[0].line.alpha == pytest.approx(2e-5, rel=0.05)
+    assert cost.fit.segments[0].alpha == pytest.approx(2e-5, rel=0.05)
 
 
 def test_wrong_and_too_few_rows_are_left_out_and_reported(monkeypatch, capsys, tmp_path):
@@ -122,7 +122,7 @@ def test_wrong_and_too_few_rows_are_left_out_and_reported(monkeypatch, capsys, t
     assert "gloo all-gather left out: all-gather: 2 sizes are too few" in shown
     (cost,) = Profile.load(profile).collectives
     assert cost.fit.points == 3 * len(SIZES)
-    assert cost.fit.segments[0].line.beta == pytest.approx(1e-9, rel=0.05)
+    assert cost.fit.segments[0].beta == pytest.approx(1e-9, rel=0.05)
 
 
 def test_one_number_of_ranks_is_fitted_with_the_usual_algorithm(monkeypatch, capsys, tmp_path):

@@ -80,10 +80,10 @@ def test_shares(paceline, tmp_path):
     steps = {name: found["policies"][name]["steps"] for name in ("join", "rebalance", "truncate")}
     assert steps == {"join": 313, "rebalance": 196, "truncate": 79}
     assert found["safe_blocks"] == []
-    assert "any sizes at all: join, and rebalance" in out
+    assert "any sizes: join, and rebalance" in out
 
 
-def test_random_draws_are_told_with_their_seed(paceline, tmp_path):
+def test_random_draws_depend_on_the_seed(paceline, tmp_path):
     for seed, name in ((0, "a"), (1, "b"), (0, "c")):
         code, out, _ = paceline(
             *SEVEN, "--scheme", "random", "--block", 100, "--seed", seed, "--draws", 10, "--json", name
@@ -143,7 +143,7 @@ def test_a_folder_gets_json_table_and_charts(paceline, tmp_path):
     )
 
 
-def test_thousands_of_workers_are_told_in_short(paceline):
+def test_thousands_of_workers_are_summarised(paceline):
     code, out, _ = paceline("--samples", 10**9, "--workers", 4000, "--scheme", "random", "--block", 100)
     assert code == 0
     assert "4000 ranks" in out
@@ -152,7 +152,7 @@ def test_thousands_of_workers_are_told_in_short(paceline):
     assert len(out.splitlines()) < 60
 
 
-def test_starvation_is_played_with_what_was_asked_for(paceline, monkeypatch):
+def test_starvation_runs_with_the_given_data(paceline, monkeypatch):
     played = []
     monkeypatch.setattr(
         dispatch_command, "starve", lambda balance, **options: played.append((balance, options))
@@ -163,7 +163,7 @@ def test_starvation_is_played_with_what_was_asked_for(paceline, monkeypatch):
     assert paceline("--starve", *asked, "--json", "a.json")[0] == 0
     (example, default), (balance, options) = played
     assert (example, default) == (None, {"timeout": 10.0, "backend": "gloo", "json_file": None})
-    assert (balance.dealing.counts, balance.batch_size) == ((250, 250, 100, 400), 16)
+    assert (balance.dispatch.counts, balance.batch_size) == ((250, 250, 100, 400), 16)
     assert options == {"timeout": 3.0, "backend": "paceline", "json_file": Path("a.json")}
 
 
@@ -179,17 +179,17 @@ def test_it_answers_without_torch():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--samples", 100], "how many ranks are there"),
-        (["--workers", 7], "how many samples are there"),
-        ([], "how many samples are there"),
-        ([*SEVEN, "--timeout", 3], "--timeout is of --starve"),
-        ([*SEVEN, "--backend", "gloo"], "--backend is of --starve"),
+        (["--samples", 100], "neither --workers nor --shares"),
+        (["--workers", 7], "no number of samples"),
+        ([], "no number of samples"),
+        ([*SEVEN, "--timeout", 3], "--timeout needs --starve"),
+        ([*SEVEN, "--backend", "gloo"], "--backend needs --starve"),
         (["--starve", "--backend", "globo"], "did you mean 'gloo'?"),
-        (["--starve", *SEVEN, "--block", "1,2"], "--starve plays one block size"),
+        (["--starve", *SEVEN, "--block", "1,2"], "--starve takes one block size"),
         (["--starve", "--out", "folder"], "--starve has no charts"),
-        (["--starve", "--workers", 2], "how many samples are there"),
-        (["--starve", "--block", 50], "plays an example of its own"),
-        (["--starve", "--scheme", "random", "--seed", 1], "plays an example of its own"),
+        (["--starve", "--workers", 2], "no number of samples"),
+        (["--starve", "--block", 50], "runs a built-in example"),
+        (["--starve", "--scheme", "random", "--seed", 1], "runs a built-in example"),
         (
             ["--starve", "--samples", 1100, "--workers", 2, "--block", 100, "--drop-last"],
             "don't drop the last",
@@ -202,16 +202,16 @@ def test_it_answers_without_torch():
         (["--samples", 100, "--workers", 2, "--shares", ".5,.4"], "sum to 0.9, not 1"),
         (["--samples", 100, "--workers", 2, "--shares", "1.5,-.5"], "share -0.5 of rank 1"),
         (["--samples", 100, "--workers", 3, "--shares", ".5,.5"], "2 shares (0.5, 0.5) for 3 ranks"),
-        (["--samples", 100, "--shares", ".5,half"], "--shares .5,half"),
-        (["--samples", 100, "--shares", ","], "--shares names none"),
+        (["--samples", 100, "--shares", ".5,half"], "--shares '.5,half'"),
+        (["--samples", 100, "--shares", ","], "--shares ',' is empty"),
         (["--samples", 100, "--workers", 2, "--scheme", "shares"], "--scheme shares without --shares"),
         ([*SEVEN, "--scheme", "round_robbin"], "did you mean 'round_robin'"),
         ([*SEVEN, "--block", "50001"], "a block of 50001 samples is larger than the data"),
         ([*SEVEN, "--block", "2,0"], "block=0"),
-        ([*SEVEN, "--block", "2,x"], "--block 2,x"),
-        ([*SEVEN, "--block", "2.5"], "pass whole numbers by commas: 2,10,100"),
+        ([*SEVEN, "--block", "2,x"], "--block '2,x'"),
+        ([*SEVEN, "--block", "2.5"], "for example: --block 2,10,100"),
         ([*SEVEN, "--batch-size", "64,0"], "batch_size=0"),
-        ([*SEVEN, "--batch-size", ""], "--batch-size names none"),
+        ([*SEVEN, "--batch-size", ""], "--batch-size '' is empty"),
         ([*SEVEN, "--draws", -1], "draws=-1"),
         ([*SEVEN, "--json", "."], "it is a folder"),
     ],

@@ -24,14 +24,14 @@ def saved(tmp_path):
 
 def test_a_page_from_a_profile(call, saved, tmp_path):
     out = tmp_path / "plan"
-    code, told, _ = call(
+    code, output, _ = call(
         "--model", "net", "--devices", "1,2,4", "--batch", "10", "--profile", saved, "--out", out
     )
     assert code == 0
-    assert "Global batch 10: 4 ranks, 1 micro-batch of up to 3 samples." in told
-    assert "Synchronise with" in told
-    assert "What would help most:" in told
-    assert "Does it fit?" not in told
+    assert "Global batch 10: 4 ranks, 1 micro-batch of up to 3 samples." in output
+    assert "Synchronise with" in output
+    assert "What would help most:" in output
+    assert "Does it fit?" not in output
     facts = json.loads((out / "plan.json").read_text())
     assert [point["ranks"] for point in facts["steps"]["points"]] == [1, 2, 4]
     assert facts["batch"]["micro"] == 3
@@ -41,52 +41,58 @@ def test_a_page_from_a_profile(call, saved, tmp_path):
 
 
 def test_without_a_batch_the_measured_one_is_planned(call, saved):
-    _, told, _ = call("--model", "net", "--devices", "2", "--profile", saved)
-    assert "Micro-batches of 4 samples without accumulation: 8 in a step of 2 devices." in told
+    _, output, _ = call("--model", "net", "--devices", "2", "--profile", saved)
+    assert "Micro-batches of 4 samples without accumulation: 8 per step of 2 devices." in output
 
 
 def test_a_context_that_was_not_measured_is_refused_and_the_measured_one_is_usual(call, saved):
     from paceline.tools.cli.plan import plan_advice_command
 
-    asked = ("--model", "net", "--devices", "2", "--profile", saved)
-    assert call(*asked)[0] == 0
-    code, _, told = call(*asked, "--context", "16")
+    options = ("--model", "net", "--devices", "2", "--profile", saved)
+    assert call(*options)[0] == 0
+    code, _, output = call(*options, "--context", "16")
     assert code == 2
-    assert "it has: context 8" in told
-    assert plan_advice_command._context(plan_advice_command.Asked("net"), profile()) == 8
-    assert plan_advice_command._context(plan_advice_command.Asked("other"), profile()) == 128
+    assert "it has: context 8" in output
+    assert (
+        plan_advice_command._context_of(plan_advice_command._Training(model="net", devices=(2,)), profile())
+        == 8
+    )
+    assert (
+        plan_advice_command._context_of(plan_advice_command._Training(model="other", devices=(2,)), profile())
+        == 128
+    )
 
 
-def test_what_fits_is_told_without_a_profile(call, tmp_path):
-    asked = ("--model", "tiny", "--devices", "2", "--batch", "8", "--device", "rtx-4090")
-    code, told, _ = call(*asked, "--out", tmp_path / "plan")
+def test_the_fit_needs_no_profile(call, tmp_path):
+    options = ("--model", "tiny", "--devices", "2", "--batch", "8", "--device", "rtx-4090")
+    code, output, _ = call(*options, "--out", tmp_path / "plan")
     assert [path.name for path in (tmp_path / "plan").iterdir()] == ["plan.json"]  # nothing to draw
-    assert "scaling" not in told
+    assert "scaling" not in output
     assert code == 0
-    assert "bucketed: micro-batches of all of 4 samples; fits:" in told
-    assert "sharded: micro-batches of all of 4 samples; fits:" in told
-    assert "Not known without measurements" in told
+    assert "bucketed: micro-batches of all of 4 samples; fits:" in output
+    assert "sharded: micro-batches of all of 4 samples; fits:" in output
+    assert "Unknown without measurements" in output
 
 
-def test_a_micro_batch_is_as_asked_at_most_and_no_larger_than_fits(call, tmp_path):
-    measured, told = tmp_path / "profile.json", tmp_path / "plan.json"
+def test_a_micro_batch_is_at_most_as_given_and_as_fits(call, tmp_path):
+    measured, output = tmp_path / "profile.json", tmp_path / "plan.json"
     profile(models=(model(name="mini"),)).save(measured)
-    asked = ("--model", "mini", "--devices", "2", "--device-memory", "1200MiB", "--profile", measured)
+    options = ("--model", "mini", "--devices", "2", "--device-memory", "1200MiB", "--profile", measured)
     for micro in (2, 4000):
-        code, out, err = call(*asked, "--micro", micro, "--json", told)
+        code, out, err = call(*options, "--micro", micro, "--json", output)
         assert code == 0, err
-        fits = max(each["samples"] for each in json.loads(told.read_text())["memory"].values())
+        fits = max(each["samples"] for each in json.loads(output.read_text())["memory"].values())
         assert f"Micro-batches of {min(micro, fits)} samples without accumulation" in out
         assert "Synchronise with" in out
     assert 2 < fits < 4000
 
 
-def test_what_does_not_fit_is_said_and_nothing_else_is_promised(call):
-    code, told, _ = call("--model", "mini", "--devices", "2", "--device-memory", "850MiB")
+def test_a_model_that_does_not_fit_gets_no_further_advice(call):
+    code, output, _ = call("--model", "mini", "--devices", "2", "--device-memory", "850MiB")
     assert code == 0
-    assert "bucketed: not even one sample: does not fit" in told
-    assert "paceline plan memory --model mini --devices 2 tells what would make it fit." in told
-    assert "Which batch?" not in told
+    assert "bucketed: not even one sample: does not fit" in output
+    assert "paceline plan memory --model mini --devices 2 shows what would make it fit." in output
+    assert "Which batch?" not in output
 
 
 @pytest.mark.parametrize(
@@ -112,12 +118,12 @@ def test_wrong_input_is_refused_before_anything_is_computed(call, arguments, sai
 
 def test_a_model_that_was_not_measured_is_named_with_those_that_were(call, saved):
     code, out, err = call("--model", "tiny", "--devices", "2", "--profile", saved)
-    assert (code, out) == (2, ""), "nothing is told before"
+    assert (code, out) == (2, ""), "nothing is printed before"
     assert "no step with model 'tiny'" in err
     assert "net" in err
 
 
 def test_without_a_model_there_is_help(call):
-    code, told, _ = call()
+    code, output, _ = call()
     assert code == 2
-    assert "--model" in told
+    assert "--model" in output

@@ -12,7 +12,7 @@ from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.hardware_catalog import DEVICES, INTERCONNECTS
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, Rate, Source
-from paceline.tools.cli.plan.plan_batch_command import show
+from paceline.tools.cli.plan.plan_batch_command import show_xxl
 from paceline.tools.cli.plan.plan_command import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
 
 ASKED = "--model medium --device rtx-4090 --link 10gbe --devices 8 --batch 500"
@@ -28,12 +28,12 @@ def figures_of(path):
 
 
 def test_figures_sentences_and_json(call, tmp_path):
-    code, told, _ = call(f"{ASKED} --json {tmp_path}/a.json")
+    code, output, _ = call(f"{ASKED} --json {tmp_path}/a.json")
     assert code == 0
-    assert "At least 1 device: each then holds 5.39 GB of the 19.2 GB" in told
-    assert "they have 62 or 63 samples a step, which Paceline weighs exactly" in told
-    assert "All alike are 496 or 504, or 500 as 50 × 2 × 5" in told
-    assert "communication is 7.23 times as long as what could hide it" in told
+    assert "At least 1 device: each then holds 5.39 GB of the 19.2 GB" in output
+    assert "they have 62 or 63 samples per step, which Paceline weights exactly" in output
+    assert "Even splits: 496 or 504, or 500 as 50 × 2 × 5" in output
+    assert "communication takes 7.23× as long as the computing that could hide it" in output
     written = json.loads((tmp_path / "a.json").read_text())
     assert written["command"].startswith("paceline plan batch --model medium")
     assert (written["split"]["micro"], written["split"]["accumulation"], written["split"]["ranks"]) == (
@@ -43,24 +43,24 @@ def test_figures_sentences_and_json(call, tmp_path):
     )
     for figure in written["figures"]:
         assert figure["formula"]
-        assert figure["shown"] in told
-    assert all(sentence in told for sentence in written["sentences"])
+        assert figure["shown"] in output
+    assert all(sentence in output for sentence in written["sentences"])
 
 
 def test_xxl_on_devices_of_95_gb(call, tmp_path):
-    asked = "--model xxl --device v5p --usable 100% --shared 50% --flops 460T --link 180GB/s"
-    assert call(f"{asked} --tokens 1024 --json {tmp_path}/a.json")[0] == 0
+    options = "--model xxl --device v5p --usable 100% --shared 50% --flops 460T --link 180GB/s"
+    assert call(f"{options} --tokens 1024 --json {tmp_path}/a.json")[0] == 0
     found = figures_of(tmp_path / "a.json")
     assert found["devices"]["value"] == 41
     assert "(S + A)/n would give 38" in found["devices"]["wrong"]
     assert found["tokens_fsdp"]["value"] == pytest.approx(460e12 / 180e9 * 40 / 41)
-    assert call(f"{asked} --tokens 4096 --json {tmp_path}/b.json")[0] == 0
+    assert call(f"{options} --tokens 4096 --json {tmp_path}/b.json")[0] == 0
     assert figures_of(tmp_path / "b.json")["devices"]["value"] == 61
 
 
 def test_the_derivation_of_xxl_is_shown_whole(capsys):
-    show()
-    told = capsys.readouterr().out
+    show_xxl()
+    output = capsys.readouterr().out
     for words in (
         "219.85 G",
         "17,547,264",
@@ -70,11 +70,11 @@ def test_the_derivation_of_xxl_is_shown_whole(capsys):
         "1,581 tokens",
         "1,278",
     ):
-        assert words in told
+        assert words in output
 
 
 def test_nodes_with_slower_links_between_them(call, tmp_path):
-    code, told, _ = call(
+    code, output, _ = call(
         "--parameters 7B --activations 4MB --tokens 2048 --device h100 --devices 64 --batch 1024 --between ndr"
         f" --json {tmp_path}/a.json"
     )
@@ -83,7 +83,7 @@ def test_nodes_with_slower_links_between_them(call, tmp_path):
     assert found["tokens_fsdp"]["value"] == pytest.approx(989.4e12 / 50e9 * 63 / 64)
     assert found["tokens_hsdp_inside_a_group"]["value"] == pytest.approx(989.4e12 / 450e9 * 7 / 8)
     assert found["tokens_hsdp_between_groups"]["value"] == pytest.approx(989.4e12 / 50e9 / 8 * 7 / 8)
-    assert "A rank's 16 samples don't divide by 3: micro-batches have 5 or 6" in told
+    assert "A rank's 16 samples don't divide by 3: micro-batches have 5 or 6" in output
 
 
 def test_measured_rates_come_with_their_errors(call, tmp_path):
@@ -94,23 +94,33 @@ def test_measured_rates_come_with_their_errors(call, tmp_path):
         for p in (2, 4)
     ]
     cost = CollectiveCost("gloo", "star", fit_points(points, "all-reduce"), source)
-    rate = Rate("matmul", "cpu", "float32", 2, 1e11, 0.8e11, 1.1e11, "1024", source)
-    Profile((cost,), (), (rate,)).save(tmp_path / "profile.json")
-    code, told, _ = call(
+    rate = Rate(
+        kind="matmul",
+        device="cpu",
+        dtype="float32",
+        threads=2,
+        value=1e11,
+        low=0.8e11,
+        high=1.1e11,
+        shape="1024",
+        source=source,
+    )
+    Profile(collectives=(cost,), rates=(rate,)).save(tmp_path / "profile.json")
+    code, output, _ = call(
         f"--model mini --memory 4GB --devices 4 --batch 64 --dtype fp32 --profile {tmp_path}/profile.json"
     )
     assert code == 0
-    assert "3,000 tokens per micro-batch (2,400 to 3,300)" in told
-    assert "fitted: all-reduce on gloo, star, ring, 4 ranks" in " ".join(told.split())
+    assert "3,000 tokens per micro-batch (2,400 to 3,300)" in output
+    assert "fitted: all-reduce on gloo, star, ring, 4 ranks" in " ".join(output.split())
 
 
 def test_too_few_devices_and_none_that_is_enough(call):
-    code, told, _ = call("--parameters 70B --device a100 --devices 4 --batch 8")
+    code, output, _ = call("--parameters 70B --device a100 --devices 4 --batch 8")
     assert code == 0
-    assert "4 devices are too few for fsdp" in told
-    code, told, _ = call("--parameters 7B --device t4 --strategy ddp")
+    assert "4 devices are too few for fsdp" in output
+    code, output, _ = call("--parameters 7B --device t4 --strategy ddp")
     assert code == 0
-    assert "No number of devices is enough: each would have to hold 112 GB by itself" in told
+    assert "No number of devices is enough: each would have to hold 112 GB whatever their number" in output
 
 
 @pytest.mark.parametrize(
@@ -118,7 +128,7 @@ def test_too_few_devices_and_none_that_is_enough(call):
     [
         ("--device h100", "which model?"),
         ("--device h100 --model tiny --parameters 7B", "which model?"),
-        ("--model tiny", "no memory of a device"),
+        ("--model tiny", "no device memory"),
         ("--model tyni --device h100", "did you mean 'tiny'?"),
         ("--model tiny --device h1oo", "unknown device"),
         ("--model tiny --device h100 --link warp", "unknown link"),
@@ -143,19 +153,19 @@ def test_too_few_devices_and_none_that_is_enough(call):
     ],
 )
 def test_bad_input_is_one_clear_message(call, arguments, said):
-    code, told, error = call(arguments)
+    code, output, error = call(arguments)
     assert code == 2
     assert said in error
-    assert told == ""
+    assert output == ""
     assert "Traceback" not in error
 
 
 def test_every_name_that_is_known_is_listed(command):
-    code, told, _ = command("plan", "hardware", "--sources")
+    code, output, _ = command("plan", "hardware", "--sources")
     assert code == 0
     for row in (*DEVICES.values(), *INTERCONNECTS.values()):
-        assert f"{row.name} " in told
-        assert row.source in told
+        assert f"{row.name} " in output
+        assert row.source in output
 
 
 def test_the_page_has_the_table_as_it_is():

@@ -15,7 +15,7 @@ def call(command):
 
 
 def test_options_advice_and_json(call, tmp_path):
-    code, told, _ = call(f"{ASKED} --json {tmp_path}/advice.json")
+    code, output, _ = call(f"{ASKED} --json {tmp_path}/advice.json")
     assert code == 0
     for words in (
         "float32 gradients every step",
@@ -23,8 +23,8 @@ def test_options_advice_and_json(call, tmp_path):
         "4.8 s",
         "int4 parameters every 2 steps in 2 fragments",
     ):
-        assert words in told
-    assert "Use int4 parameters every 2 steps" in told
+        assert words in output
+    assert "Use int4 parameters every 2 steps" in output
     written = json.loads((tmp_path / "advice.json").read_text())
     assert (written["kind"], written["schema"]) == ("plan-network", 1)
     assert written["command"].startswith("paceline plan network --parameters 20M")
@@ -35,9 +35,9 @@ def test_options_advice_and_json(call, tmp_path):
 
 
 def test_a_fast_network_needs_no_remedy(call):
-    code, told, _ = call("--parameters 20M --ranks 4 --rate 10Gbit/s --step 0.97s")
+    code, output, _ = call("--parameters 20M --ranks 4 --rate 10Gbit/s --step 0.97s")
     assert code == 0
-    assert "no remedy is needed" in told
+    assert "no remedy is needed" in output
 
 
 def test_a_larger_share_may_be_waited_for(call):
@@ -59,8 +59,8 @@ def test_a_larger_share_may_be_waited_for(call):
     ],
 )
 def test_bad_input_is_one_clear_message(call, arguments, said):
-    code, told, error = call(arguments)
+    code, output, error = call(arguments)
     assert code == 2
     assert said in error
-    assert told == ""
+    assert output == ""
     assert "Traceback" not in error

@@ -79,8 +79,8 @@ def test_a_users_model(run, named):
 def test_files_hold_what_is_printed(run, tmp_path):
     pytest.importorskip("matplotlib", reason="charts need matplotlib")
     run("--model", "plannable:build", "--batch", "4", "--json", "all.json", "--out", "drawn")
-    told = json.loads((tmp_path / "all.json").read_text())
-    (forecast,) = told["forecasts"]
+    output = json.loads((tmp_path / "all.json").read_text())
+    (forecast,) = output["forecasts"]
     assert forecast["device_nbytes"] == sum(line["nbytes"] for line in forecast["ledger"])
     assert forecast["peak_nbytes"] <= forecast["allocated_nbytes"] <= forecast["reserved_nbytes"]
     with (tmp_path / "drawn" / "ledger.csv").open() as file:
@@ -88,7 +88,7 @@ def test_files_hold_what_is_printed(run, tmp_path):
     assert (tmp_path / "drawn" / "memory.png").stat().st_size > 10_000
 
 
-def test_verify_prints_predicted_beside_measured(run, tmp_path):
+def test_verify_prints_predicted_and_measured(run, tmp_path):
     printed = run(
         "--model", "tiny", "--devices", "2", "--context", "32", "--verify", "--json", "all.json"
     ).stdout
@@ -98,23 +98,23 @@ def test_verify_prints_predicted_beside_measured(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--model", "smal"], "did you mean 'small'"),
         (["--model", "plannable:nothing"], "name a Module class or a function"),
         (["--model", "plannable:hungry"], "needs depth"),
-        (["--model", "plannable:Net"], "brings no inputs"),
-        (["--model", "plannable:Net", "--inputs", "1xA"], "is no shape"),
+        (["--model", "plannable:Net"], "has no inputs"),
+        (["--model", "plannable:Net", "--inputs", "1xA"], "is not a shape"),
         (["--model", "absent:Net"], "can't import"),
-        (["--devices", "two"], "pass whole numbers"),
+        (["--devices", "two"], "for example: --devices 1,2,4,64"),
         (["--devices", "2,0"], "--devices 2,0\n.*1 or more"),
         (["--model", "tiny", "--inputs", "3x"], "--inputs 3x with --model tiny"),
         (["--strategy", "buckted"], "did you mean 'bucketed'"),
-        (["--optimizer", "adam"], "is no optimizer"),
+        (["--optimizer", "adam"], "is not an optimizer"),
         (["--device-memory", "much"], "is no size"),
         (["--json", "absent/all.json"], "no such folder"),
     ],
 )
-def test_what_is_wrong_is_refused(run, arguments, told):
-    with pytest.raises(UsageError, match=told):
+def test_invalid_options_are_refused(run, arguments, message):
+    with pytest.raises(UsageError, match=message):
         run(*arguments)

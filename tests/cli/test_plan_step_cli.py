@@ -43,37 +43,37 @@ def steps_file(tmp_path):
 
 
 def test_table_best_default_and_buckets(call, saved):
-    code, told, error = call("--profile", saved, "--bucket-mib", "1,2,5,100", "--compression", "int4")
+    code, output, error = call("--profile", saved, "--bucket-mib", "1,2,5,100", "--compression", "int4")
     assert (code, error) == (0, "")
-    lines = told.splitlines()
-    assert lines[0].startswith("net, 4 samples a rank (context 8), 2 ranks, gloo, lab")
+    lines = output.splitlines()
+    assert lines[0].startswith("net, 4 samples per rank (context 8), 2 ranks, gloo, lab")
     assert sum(line.startswith("→") for line in lines) == 1
     (default,) = (line for line in lines if line.startswith("DDP "))
     assert "torch DDP, its default" in default
     for words in ("naive", "bucketed, one bucket", "sharded 5 MiB", "full-shard", "bucketed 25 MiB, int4"):
-        assert words in told
-    assert "Best bucket for all-reduce:" in told
-    assert "o = 20 ms a call, s/w = 100 ms, backward 1 s, so computing decides" in told
-    assert "Compressed buckets are lower bounds" in told
-    assert "Beyond what was measured" not in told
+        assert words in output
+    assert "Best bucket for all-reduce:" in output
+    assert "o = 20 ms per call, s/w = 100 ms, backward 1 s, so computing decides" in output
+    assert "Compressed buckets are lower bounds" in output
+    assert "Beyond what was measured" not in output
 
 
 def test_one_bucket_for_all_is_there_once(call, saved):
-    told = call("--profile", saved, "--bucket-mib", "5,100,200,inf")[1]
-    assert told.count("bucketed, one bucket") == 1
-    assert "100 MiB" not in told
+    output = call("--profile", saved, "--bucket-mib", "5,100,200,inf")[1]
+    assert output.count("bucketed, one bucket") == 1
+    assert "100 MiB" not in output
 
 
-def test_measured_steps_beside(call, saved, tmp_path):
+def test_measured_steps_are_compared(call, saved, tmp_path):
     profile(call=0.15).save(saved)  # few large buckets are best, so the closed form's is on the axis
     measured, out = steps_file(tmp_path), tmp_path / "out"
-    code, told, _ = call(
+    code, output, _ = call(
         "--profile", saved, "--measured", measured, "--json", tmp_path / "plan.json", "--out", out
     )
     assert code == 0
-    assert "bucketed 2 MiB" in told, "what was measured is predicted too"
-    assert "Predicted steps beside measured ones: off by" in told
-    assert "3 points" in told
+    assert "bucketed 2 MiB" in output, "what was measured is predicted too"
+    assert "Predicted steps compared with measured ones: off by" in output
+    assert "3 points" in output
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["command"].startswith("paceline plan step --profile")
     rows = {row["label"]: row for row in written["rows"]}
@@ -89,9 +89,9 @@ def test_measured_steps_beside(call, saved, tmp_path):
     assert "closed form" in (out / "step-buckets.svg").read_text()
 
 
-def test_other_numbers_of_ranks_are_said_to_be_beyond(call, saved):
-    told = call("--profile", saved, "--ranks", 8)[1]
-    assert "Beyond what was measured: computing was measured with 2 ranks at the same time" in told
+def test_other_numbers_of_ranks_are_noted_as_beyond_measurements(call, saved):
+    output = call("--profile", saved, "--ranks", 8)[1]
+    assert "Beyond what was measured: computing was measured with 2 ranks at the same time" in output
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_other_numbers_of_ranks_are_said_to_be_beyond(call, saved):
     [
         (["--bucket-mib", "0"], "--bucket-mib '0'"),
         (["--bucket-mib", "five"], "--bucket-mib 'five'"),
-        (["--bucket-mib", ","], "give MiB above 0"),
+        (["--bucket-mib", ","], "--bucket-mib ',' is empty"),
         (["--compression", "int2"], "int2"),
         (["--ranks", "1"], "1 ranks"),
         (["--model", "nett"], "no step with model 'nett'"),
@@ -111,10 +111,10 @@ def test_other_numbers_of_ranks_are_said_to_be_beyond(call, saved):
     ],
 )
 def test_bad_input_is_one_clear_message(call, saved, arguments, said):
-    code, told, error = call("--profile", saved, *arguments)
+    code, output, error = call("--profile", saved, *arguments)
     assert code == 2
     assert said in error
-    assert told == ""
+    assert output == ""
     assert "Traceback" not in error
 
 
@@ -126,7 +126,7 @@ def test_a_profile_without_steps_says_what_to_do(call, tmp_path):
     assert "--profile" in error
 
 
-def test_models_are_told_apart(call, tmp_path):
+def test_several_models_need_a_name(call, tmp_path):
     profile(models=(model(), model(name="other"))).save(tmp_path / "p.json")
     assert "differ in model: net, other" in call("--profile", tmp_path / "p.json")[2]
     assert call("--profile", tmp_path / "p.json", "--model", "other")[1].startswith("other,")

@@ -96,10 +96,21 @@ def test_a_profile_prices_the_network(call, tmp_path):
     source = Source("paceline bench fit x.json", "2026-01-02T03:04:05+00:00")
     cost = CollectiveCost("gloo", "star", fit_points(points, "all-reduce"), source)
     beside = Contention(
-        "paceline", "gloo", "star", "all-reduce", "cpu", 4, 1, 1 << 20, 0.0, 1.25, 1.5, source
+        caller="paceline",
+        backend="gloo",
+        network="star",
+        op="all-reduce",
+        device="cpu",
+        ranks=4,
+        threads=1,
+        nbytes=1 << 20,
+        launch_seconds=0.0,
+        computing_slows=1.25,
+        calls_slow=1.5,
+        source=source,
     )
     elsewhere = replace(beside, network="another", ranks=64, computing_slows=9.0)
-    Profile((cost,), contentions=(beside, elsewhere)).save(tmp_path / "profile.json")
+    Profile(collectives=(cost,), contentions=(beside, elsewhere)).save(tmp_path / "profile.json")
     asked = "--parameters 20M --step 1s --nodes 8 --strategy flat --algorithm ring"
     assert call(f"{asked} --profile {tmp_path}/profile.json --json {tmp_path}/a.json")[0] == 0
     assert call(f"{BASE} --nodes 8 --strategy flat --algorithm ring --json {tmp_path}/b.json")[0] == 0

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.memory_benchmark import check_prediction
-from paceline.tools.plan.memory.training_subject import Setting, subject_of
+from paceline.tools.plan.memory.training_subject import TrainingSetting, resolve_subject
 
 BAR = 0.05
 
@@ -14,6 +14,8 @@ BAR = 0.05
 @pytest.mark.parametrize("autocast", ["off", "bf16"])
 @pytest.mark.parametrize("strategy", ["alone", "bucketed"])
 def test_a_predicted_peak_is_the_measured_one(strategy, autocast):
-    setting = Setting(strategy, batch=8, context=128, autocast=autocast, backend="nccl", device="cuda")
-    checked = check_prediction(subject_of("small"), setting, run_ranks)
+    setting = TrainingSetting(
+        strategy, batch=8, context=128, autocast=autocast, backend="nccl", device="cuda"
+    )
+    checked = check_prediction(resolve_subject("small"), setting, run_ranks)
     assert abs(checked.error) <= BAR, checked.facts()

@@ -11,11 +11,11 @@ SOURCE = Source(
 )
 MIB = 1 << 20
 CALL, RATE = 1e-3, 100 * MIB
-"""Seconds of every call, bytes per second of all bytes beyond."""
+"""Seconds per call, and bytes per second."""
 
 
 def seconds(op, nbytes, call=CALL):
-    """Return the exact price: an all-reduce moves its bytes twice as long as the others."""
+    """Return the exact price: an all-reduce takes twice as long per byte as the others."""
     return call + nbytes * (2 if op == "all-reduce" else 1) / (2 * RATE)
 
 
@@ -25,17 +25,31 @@ def exchange(op, queued, caller="paceline", backend="gloo", network="lab", ranks
         for p in ranks
         for step in range(8)
     )
-    return ExchangeCost(caller, backend, network, queued, fit_points(points, op, own=False), points, SOURCE)
+    fit = fit_points(points, op, per_ranks=False)
+    return ExchangeCost(caller, backend, network, queued, fit=fit, points=points, source=SOURCE)
 
 
 def contention(
     op, caller="paceline", backend="gloo", network="lab", ranks=2, launch=0.0, computing=1.0, calls=1.0
 ):
-    return Contention(caller, backend, network, op, "cpu", ranks, 1, MIB, launch, computing, calls, SOURCE)
+    return Contention(
+        caller=caller,
+        backend=backend,
+        network=network,
+        op=op,
+        device="cpu",
+        ranks=ranks,
+        threads=1,
+        nbytes=MIB,
+        launch_seconds=launch,
+        computing_slows=computing,
+        calls_slow=calls,
+        source=SOURCE,
+    )
 
 
 def model(ranks=2, batch=4, name="net", parameters=None, shape="context 8"):
-    """A model of 10 parameters of 1 MiB, ready every 0.1 s of a backward of 1 s; forward takes 0.5 s."""
+    """Return a model of 10 parameters of 1 MiB, ready every 0.1 s of a backward of 1 s; forward takes 0.5 s."""
     parameters = parameters or tuple(
         Parameter(f"layers.{9 - at}.weight", MIB, 0.1 * (at + 1), "cpu float32", at // 5) for at in range(10)
     )
@@ -63,8 +77,8 @@ def model(ranks=2, batch=4, name="net", parameters=None, shape="context 8"):
 OPS = ("all-reduce", "reduce-scatter", "all-gather")
 
 
-def profile(call=CALL, models=None, **beside):
-    """Return the profile; `beside` goes to every contention."""
+def profile(call=CALL, models=None, **contended):
+    """Return the profile; `contended` is passed to every contention."""
     return Profile(
         exchanges=(
             *(exchange(op, queued, call=call) for op in OPS for queued in (False, True)),
@@ -72,7 +86,7 @@ def profile(call=CALL, models=None, **beside):
         ),
         models=models or (model(),),
         contentions=(
-            *(contention(op, **beside) for op in OPS),
-            contention("all-reduce", "torch", **beside),
+            *(contention(op, **contended) for op in OPS),
+            contention("all-reduce", "torch", **contended),
         ),
     )

@@ -1,1 +1,1 @@
-"""Planning from measurements: what a collective costs, fitted and predicted with its error."""
+"""Cost model: measured profiles, fitted collectives, hardware rates, and the predicted time of a training step."""

@@ -1,8 +1,7 @@
-"""Which gradients share a bucket, what a backward with these buckets takes, and which bucket size is best (pure).
+"""Bucket layout of gradients, the time of a backward with these buckets, and the best bucket size.
 
-`plan_buckets` is how the engine groups; `simulate_backward` plays a backward with the real sizes and ready
-times of a model;
-`best_bucket` tries bucket sizes. `paceline.cost_model.bucket_closed_form` has what is known without a simulation.
+`plan_buckets` groups as the engine does, `simulate_backward` runs a backward with a model's real sizes and ready times,
+`best_bucket` tries bucket sizes. `paceline.cost_model.bucket_closed_form` has the results that need no simulation.
 """
 
 from __future__ import annotations
@@ -10,19 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from paceline._core.units import MIB
 from paceline.cost_model.step_simulator import Call, Compute, Launch, SimulatedStep, Wait, simulate_step
 from paceline.errors import UsageError
 
 __all__ = [
-    "Backward",
     "BestBucket",
     "CommChannel",
     "ReadyGradient",
+    "SimulatedBackward",
     "best_bucket",
-    "caps_for",
+    "candidate_caps",
     "plan_buckets",
     "simulate_backward",
     "update_parts",
@@ -36,12 +35,12 @@ SecondsOf = Callable[[float], float]
 
 @dataclass(frozen=True)
 class ReadyGradient:
-    """A parameter's gradient.
+    """Gradient of a parameter.
 
     Attributes:
         nbytes: its size.
         seconds: from the beginning of backward until it is ready, with nothing else running.
-        kind: gradients of different kinds (device, dtype) don't share a bucket.
+        kind: device and dtype; gradients of different kinds don't share a bucket.
     """
 
     nbytes: int
@@ -51,63 +50,66 @@ class ReadyGradient:
 
 @dataclass(frozen=True)
 class CommChannel:
-    """What carries the calls of a backward, and what they cost; see the notes in `paceline.cost_model.step_simulator`.
+    """Costs of the calls of a backward; see the notes in `paceline.cost_model.step_simulator`.
 
     Attributes:
-        seconds_of: seconds of a call of so many bytes that runs alone.
-        gap_of: seconds after which the next call can start, as far as there are lanes; None: when it has ended.
-        lanes: calls that can be under way at once.
-        launch_seconds: for which the rank itself is busy with launching a call.
-        computing_slows: how many times longer computing takes while a call is under way.
-        calls_slow: how many times longer calls take while the rank computes.
+        seconds_of: seconds of an isolated call, by its bytes.
+        gap_of: seconds until the next call can start, by the bytes; None: the call must have ended.
+        lanes: limit of concurrent calls.
+        launch_seconds: for which launching a call occupies the rank.
+        computing_slows: factor by which computing is slower while a call runs.
+        calls_slow: factor by which calls are slower while the rank computes.
     """
 
     seconds_of: SecondsOf
     gap_of: SecondsOf | None = None
+    _: KW_ONLY
     lanes: float = 1
     launch_seconds: float = 0.0
     computing_slows: float = 1.0
     calls_slow: float = 1.0
 
     def launch(self, key: int, nbytes: float, phase: str = "") -> Launch:
-        """Return the launch of a call of so many bytes."""
+        """Return the launch of a call of `nbytes`."""
         gap = math.inf if self.gap_of is None else self.gap_of(nbytes)
-        return Launch(key, self.seconds_of(nbytes), gap, self.launch_seconds, nbytes, phase)
+        return Launch(
+            key, self.seconds_of(nbytes), gap=gap, host=self.launch_seconds, nbytes=nbytes, phase=phase
+        )
 
     def run(self, program: Iterable[Compute | Launch | Wait]) -> SimulatedStep:
-        """Return when the steps of a program and its calls begin and end."""
+        """Simulate a program over this channel."""
         return simulate_step(
             program, lanes=self.lanes, computing_slows=self.computing_slows, calls_slow=self.calls_slow
         )
 
 
 @dataclass(frozen=True)
-class Backward:
-    """A backward with its calls.
+class SimulatedBackward:
+    """Timeline of a backward with its calls.
 
     Attributes:
         buckets: indices of the gradients in each bucket, in launch order.
         calls: when each bucket was launched, started and ended.
-        bare: seconds of backward without communication.
-        computed: seconds until the last gradient is computed, with communication beside it.
+        compute_seconds: of backward without communication.
+        computed: seconds until the last gradient is computed, with communication alongside.
         end: seconds until all calls have ended too.
     """
 
     buckets: tuple[tuple[int, ...], ...]
     calls: tuple[Call, ...]
-    bare: float
+    compute_seconds: float
     computed: float
     end: float
 
     @property
     def exposed(self) -> float:
         """Seconds that communication adds to backward."""
-        return self.end - self.bare
+        return self.end - self.compute_seconds
 
 
 @dataclass(frozen=True)
 class BestBucket:
-    """The bucket size with the shortest backward.
+    """Bucket size with the shortest backward.
 
     Attributes:
         cap: bytes of a bucket; 0: one per parameter; infinite: one for all.
@@ -116,24 +118,24 @@ class BestBucket:
     """
 
     cap: float
-    backward: Backward
-    tried: tuple[tuple[float, Backward], ...]
+    backward: SimulatedBackward
+    tried: tuple[tuple[float, SimulatedBackward], ...]
 
 
 def plan_buckets(
     order: Iterable[int], nbytes: Sequence[int], kinds: Sequence[object], cap: float | Sequence[float]
 ) -> list[list[int]]:
-    """Return the parameters of each bucket, buckets in the order in which they fill.
+    """Return the parameters of each bucket, with buckets in the order in which they fill.
 
-    A bucket is full when it reaches `cap`, as in torch's DistributedDataParallel; parameters are not split,
-    so it may hold up to one parameter more.
+    A bucket is full when it reaches `cap`, as in torch's DistributedDataParallel. Parameters are not split, so it may
+    exceed `cap` by up to one parameter.
 
     Args:
         order: parameter indices in the order in which their gradients become ready.
         nbytes: bytes of each parameter's gradient, by parameter index.
-        kinds: what must not be mixed in one buffer (device, dtype), by parameter index.
-        cap: bytes per bucket; 0: one parameter each; ``math.inf``: one bucket per kind. Several: of the first, the
-            second … bucket of a kind, the last one for all that follow (torch's DDP by default: 1 MiB, then 25 MiB).
+        kinds: kind of each parameter, by index; kinds (device, dtype) are not mixed in one bucket.
+        cap: bytes per bucket; 0: one parameter each; ``math.inf``: one bucket per kind. A sequence gives the caps of
+            the first, second … bucket of a kind; the last one repeats (torch's DDP by default: 1 MiB, then 25 MiB).
 
     Example:
         >>> plan_buckets([2, 1, 0], nbytes=[8, 6, 4], kinds=["f", "f", "f"], cap=10)
@@ -157,7 +159,7 @@ def plan_buckets(
 
 
 def update_parts(nbytes: Iterable[float]) -> list[list[int]]:
-    """Return which buckets a sharded optimizer updates together: runs of 4 MiB or more, as every update costs a call.
+    """Group buckets that a sharded optimizer updates together: runs of at least 4 MiB, as updates have a fixed cost.
 
     Example:
         >>> update_parts([3 << 20, 3 << 20, 5 << 20, 1 << 20])
@@ -181,18 +183,18 @@ def simulate_backward(
     *,
     overlap: bool = True,
     backward_seconds: float | None = None,
-) -> Backward:
-    """Return what a backward takes whose gradients travel in buckets.
+) -> SimulatedBackward:
+    """Simulate a backward that sends its gradients in buckets.
 
-    A bucket leaves when its last gradient is ready and all buckets before it have left, the last bucket when backward
-    has ended (it carries what ranks tell one another). Without overlap each leaves when the one before has arrived,
-    after backward.
+    A bucket is launched when its last gradient is ready and all earlier buckets are launched; the last bucket when
+    backward has ended, because it carries the ranks' status. Without overlap, each is launched after backward, when the
+    one before has arrived.
 
     Args:
         ready: the gradients in the order in which they become ready.
         cap: bytes per bucket, as for `plan_buckets`.
-        channel: what calls cost.
-        overlap: whether buckets leave while backward still runs.
+        channel: costs of the calls.
+        overlap: launch buckets while backward runs.
         backward_seconds: of the whole backward without communication; by default until the last gradient is ready.
 
     Raises:
@@ -207,13 +209,13 @@ def simulate_backward(
     whole = _checked(ready, backward_seconds)
     buckets = plan_buckets(range(len(ready)), [each.nbytes for each in ready], [r.kind for r in ready], cap)
     program: list[Compute | Launch | Wait] = []
-    at = 0.0
+    now = 0.0
     for key, members in enumerate(buckets):
         full = max(ready[index].seconds for index in members)
-        leaves = full if overlap and key < len(buckets) - 1 else whole
-        if leaves > at:
-            program.append(Compute(leaves - at))
-            at = leaves
+        launched = full if overlap and key < len(buckets) - 1 else whole
+        if launched > now:
+            program.append(Compute(launched - now))
+            now = launched
         program.append(channel.launch(key, sum(ready[index].nbytes for index in members)))
         if not overlap:
             program.append(Wait(key))
@@ -221,7 +223,7 @@ def simulate_backward(
     timeline = channel.run(program)
     steps = zip(program, timeline.spans, strict=True)
     computed = max((end for step, (_, end) in steps if isinstance(step, Compute)), default=0.0)
-    return Backward(tuple(map(tuple, buckets)), timeline.calls, whole, computed, timeline.end)
+    return SimulatedBackward(tuple(map(tuple, buckets)), timeline.calls, whole, computed, timeline.end)
 
 
 def best_bucket(
@@ -231,11 +233,13 @@ def best_bucket(
     *,
     backward_seconds: float | None = None,
 ) -> BestBucket:
-    """Return the bucket size with the shortest backward; of equally good ones the largest, which has the fewest calls.
+    """Return the bucket size with the shortest backward, the largest of equally good ones (fewest calls).
 
     Args:
-        ready, channel, backward_seconds: as for `simulate_backward`.
-        caps: bytes per bucket to try; by default those of `caps_for`.
+        ready: as for `simulate_backward`.
+        channel: as for `simulate_backward`.
+        caps: bytes per bucket to try; by default those of `candidate_caps`.
+        backward_seconds: as for `simulate_backward`.
 
     Raises:
         UsageError: there is no gradient or no size, or gradients are not in order.
@@ -245,7 +249,7 @@ def best_bucket(
         >>> best_bucket(gradients, CommChannel(lambda nbytes: 0.01 + nbytes / 1e5), [0, 10_000, math.inf]).cap
         10000
     """
-    sizes = sorted(set(caps_for(ready) if caps is None else caps))
+    sizes = sorted(set(candidate_caps(ready) if caps is None else caps))
     if not sizes:
         raise UsageError("no bucket size to try", remedy="give one or more, in bytes")
     tried = [
@@ -258,10 +262,10 @@ def best_bucket(
     return BestBucket(cap, backward, tuple(tried))
 
 
-def caps_for(ready: Sequence[ReadyGradient]) -> list[float]:
-    """Return the bucket sizes worth trying: 0, two to each doubling from 1/4 MiB to the whole, and infinity.
+def candidate_caps(ready: Sequence[ReadyGradient]) -> list[float]:
+    """Return the bucket sizes to try: 0, two per doubling from 1/4 MiB to the whole model, and infinity.
 
-    Sizes that group the gradients alike are there once, as the smallest of them.
+    Of sizes that group the gradients alike, only the smallest is kept.
     """
     whole = sum(each.nbytes for each in ready)
     steps = max(0, math.ceil(2 * math.log2(max(1.0, whole / (MIB / 4)))))
@@ -277,14 +281,16 @@ def caps_for(ready: Sequence[ReadyGradient]) -> list[float]:
 def _checked(ready: Sequence[ReadyGradient], backward_seconds: float | None) -> float:
     """Return the seconds of the whole backward."""
     if not ready:
-        raise UsageError("no gradient to send", remedy="give one or more, in the order of their being ready")
+        raise UsageError(
+            "no gradient to send", remedy="give one or more, in the order in which they are ready"
+        )
     if any(later.seconds < each.seconds for each, later in itertools.pairwise(ready)):
-        raise UsageError("gradients are not in the order of their being ready", remedy="sort them")
+        raise UsageError("gradients are not in the order in which they are ready", remedy="sort them")
     last = ready[-1].seconds
     whole = last if backward_seconds is None else backward_seconds
     if whole < last or ready[0].seconds < 0 or any(each.nbytes < 0 for each in ready):
         raise UsageError(
             f"a backward of {whole} s with gradients from {ready[0].seconds} to {last} s",
-            remedy="give sizes and seconds of 0 or more, the whole as long as the last gradient",
+            remedy="give sizes and seconds of 0 or more, and a backward at least as long as the last gradient",
         )
     return whole

@@ -1,19 +1,17 @@
-"""From measured times to a fit: which algorithm, how many segments, and how well it predicts what it has not seen.
+"""Fits measured times: chooses the algorithm and the segments, and measures how well the fit predicts unseen times.
 
-1. The form (`paceline.cost_model.algorithm_terms`): with two numbers of ranks or more, each is predicted from the
-others by every
-   form, and the one with the least error is taken; the usual algorithm unless another is better by a tenth. Two
-   numbers give one ratio, which a disturbance can turn: there another must halve the error. With one number of ranks
-   all forms fit alike, and the usual algorithm is assumed.
-2. The segments: see [Note: segments] in `paceline.cost_model.piecewise_fit`.
-3. The ranks: no form is quite right, least of all where more ranks than cores run. Numbers of ranks that were measured
-   get segments of their own if these predict sizes that are left out better than the common ones do, by the median;
-   for all other numbers the common ones stay.
-4. The held-out errors: steps 1 to 3 once more without every second size (the first and the last stay), and without
-   each number of ranks in turn; what was left out had no part in any choice.
+1. Form (`paceline.cost_model.cost_forms`): with two or more numbers of ranks, every form predicts each number from the
+   others, and the form with the least error wins; the default algorithm stays unless another is better by a tenth. Two
+   numbers give only one ratio, which a disturbance can turn, so there another form must halve the error. With one
+   number of ranks all forms fit alike, and the default algorithm is assumed.
+2. Segments: see [Note: segments] in `paceline.cost_model.piecewise_fit`.
+3. Ranks: no form is exact, least of all where more ranks than cores run. Numbers of ranks that were measured get their
+   own segments if these predict left-out sizes better than the common ones, by the median. The common segments serve
+   all other numbers.
+4. Held-out errors: steps 1 to 3 again without every second size (the first and the last stay), and without each number
+   of ranks in turn; what is held out takes no part in any choice.
 
-The times are to be medians over iterations: that is where single outliers end. What remains weighs by its relative
-error.
+Times are expected to be medians over iterations, which removes single outliers. The rest counts by its relative error.
 """
 
 from __future__ import annotations
@@ -21,21 +19,34 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from paceline.collectives.closed_form_cost import Terms
-from paceline.cost_model.algorithm_terms import AlgorithmTerms, candidates, terms_of
-from paceline.cost_model.collective_fit import CollectiveFit
-from paceline.cost_model.piecewise_fit import MOST_SEGMENTS, FitSegment, Samples, cut, how_many, left_out
-from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
+from paceline.cost_model.collective_fit import (
+    CheckedPrediction,
+    CollectiveFit,
+    PredictionError,
+    RanksSegments,
+)
+from paceline.cost_model.cost_forms import CostForm, candidate_forms, terms_of
+from paceline.cost_model.piecewise_fit import (
+    MAX_SEGMENTS,
+    FitSamples,
+    choose_segment_count,
+    fit_segments,
+    leave_one_out_errors,
+    piecewise_seconds,
+)
 from paceline.errors import UsageError
 
 __all__ = ["MeasuredPoint", "fit_points", "held_out_ranks", "held_out_sizes"]
 
-_LEAST_SIZES = 3
-_ROUNDING = 1e-9  # relative errors that differ by less are equal, on any processor
+_MIN_SIZES = 3
+_ROUNDING = 1e-9  # relative errors that differ by less count as equal, on any processor
 _GAIN, _GAIN_OF_TWO = 0.9, 0.5
 
 
@@ -52,38 +63,34 @@ def fit_points(
     points: Iterable[MeasuredPoint],
     op: str,
     *,
-    forms: Sequence[AlgorithmTerms] | None = None,
-    most_segments: int = MOST_SEGMENTS,
-    own: bool = True,
+    forms: Sequence[CostForm] | None = None,
+    max_segments: int = MAX_SEGMENTS,
+    per_ranks: bool = True,
 ) -> CollectiveFit:
-    """Return the fit of one operation's times, with its held-out errors.
+    """Fit the times of one operation and return the fit with its held-out errors.
 
     Args:
-        points: at three sizes or more, of two ranks or more.
+        points: at least three sizes, by two or more ranks.
         op: such as ``"all-reduce"``.
-        forms: those to choose from, the usual one first; by default all candidates, and one if it is known.
-        most_segments: at most so many ranges of sizes.
-        own: whether a number of ranks may have segments of its own.
+        forms: to choose from, the default one first; by default all candidates. Pass one if it is known.
+        max_segments: limit of the number of ranges of sizes.
+        per_ranks: whether a number of ranks may have its own segments.
 
     Raises:
-        UsageError: too few sizes, or a size, number of ranks or time that can't be.
+        UsageError: there are too few sizes, or a size, number of ranks or time is invalid.
 
     Example:
         >>> points = [MeasuredPoint(n, 4, 6 * 1e-5 + 1.5e-9 * n) for n in (10**4, 10**5, 10**6, 10**7)]
         >>> fit = fit_points(points, "all-reduce")
-        >>> str(fit.form), round(fit.segments[0].line.alpha * 1e6, 3)
+        >>> str(fit.form), round(fit.segments[0].alpha * 1e6, 3)
         ('ring', 10.0)
     """
     checked = _checked(points, op)
-    fit = _fit(checked, op, forms, most_segments, own)
+    options: dict[str, Any] = {"forms": forms, "max_segments": max_segments, "per_ranks": per_ranks}
     return replace(
-        fit,
-        sizes_error=PredictionError.of(
-            held_out_sizes(checked, op, forms=forms, most_segments=most_segments, own=own)
-        ),
-        ranks_error=PredictionError.of(
-            held_out_ranks(checked, op, forms=forms, most_segments=most_segments, own=own)
-        ),
+        _fit(checked, op, **options),
+        sizes_error=PredictionError.of(held_out_sizes(checked, op, **options)),
+        ranks_error=PredictionError.of(held_out_ranks(checked, op, **options)),
     )
 
 
@@ -91,18 +98,19 @@ def held_out_sizes(
     points: Iterable[MeasuredPoint],
     op: str,
     *,
-    forms: Sequence[AlgorithmTerms] | None = None,
-    most_segments: int = MOST_SEGMENTS,
-    own: bool = True,
+    forms: Sequence[CostForm] | None = None,
+    max_segments: int = MAX_SEGMENTS,
+    per_ranks: bool = True,
 ) -> list[CheckedPrediction]:
-    """Return every second size, the first and the last never, beside its prediction from the other sizes.
+    """Predict every second size, never the first or the last, from the other sizes.
 
     Args, Raises: as for `fit_points`.
     """
     checked = _checked(points, op)
     sizes = sorted({point.nbytes for point in checked})
     held_out = set(sizes[1:-1:2])
-    fit = _fit([point for point in checked if point.nbytes not in held_out], op, forms, most_segments, own)
+    rest = [point for point in checked if point.nbytes not in held_out]
+    fit = _fit(rest, op, forms, max_segments, per_ranks)
     return [_check(fit, point) for point in checked if point.nbytes in held_out]
 
 
@@ -110,28 +118,28 @@ def held_out_ranks(
     points: Iterable[MeasuredPoint],
     op: str,
     *,
-    forms: Sequence[AlgorithmTerms] | None = None,
-    most_segments: int = MOST_SEGMENTS,
-    own: bool = True,
+    forms: Sequence[CostForm] | None = None,
+    max_segments: int = MAX_SEGMENTS,
+    per_ranks: bool = True,
 ) -> list[CheckedPrediction]:
-    """Return every measurement beside its prediction from other numbers of ranks; empty if there is one number.
+    """Predict every measurement from the other numbers of ranks; empty if there is only one number.
 
     Sizes beyond those of the other numbers are left out.
 
     Args, Raises: as for `fit_points`.
     """
-    checked, found = _checked(points, op), []
+    checked, predictions = _checked(points, op), []
     for ranks in sorted({point.ranks for point in checked}):
-        others = [point for point in checked if point.ranks != ranks]
-        if len({point.nbytes for point in others}) < 2:
+        rest = [point for point in checked if point.ranks != ranks]
+        if len({point.nbytes for point in rest}) < 2:
             continue
-        fit = _fit(others, op, forms, most_segments, own)
-        found += [
+        fit = _fit(rest, op, forms, max_segments, per_ranks)
+        predictions += [
             _check(fit, point)
             for point in checked
             if point.ranks == ranks and fit.low <= point.nbytes <= fit.high
         ]
-    return found
+    return predictions
 
 
 def _check(fit: CollectiveFit, point: MeasuredPoint) -> CheckedPrediction:
@@ -148,100 +156,117 @@ def _checked(points: Iterable[MeasuredPoint], op: str) -> list[MeasuredPoint]:
                 remedy="give sizes of 1 byte or more, 2 ranks or more, and times above 0",
             )
     sizes = len({point.nbytes for point in found})
-    if sizes < _LEAST_SIZES:
+    if sizes < _MIN_SIZES:
         raise UsageError(
             f"{op}: {sizes} sizes are too few to fit a line and to check it",
-            remedy=f"measure {_LEAST_SIZES} sizes or more; ten make a good fit",
+            remedy=f"measure {_MIN_SIZES} sizes or more; ten make a good fit",
         )
     return found
 
 
 def _fit(
-    points: Sequence[MeasuredPoint], op: str, forms: Sequence[AlgorithmTerms] | None, most: int, own: bool
+    points: Sequence[MeasuredPoint],
+    op: str,
+    forms: Sequence[CostForm] | None,
+    max_segments: int,
+    per_ranks: bool,
 ) -> CollectiveFit:
     """Return the fit without held-out errors."""
-    forms = candidates(op) if forms is None else forms
-    form, error_of_form = _choose(points, op, forms)
+    forms = candidate_forms(op) if forms is None else forms
+    form, error_of_form = _choose_form(points, op, forms)
     samples = _samples(points, op, form)
-    count = how_many(samples, most)
+    count = choose_segment_count(samples, max_segments)
     ranks = tuple(sorted({point.ranks for point in points}))
+    separate: tuple[RanksSegments, ...] = ()
+    if per_ranks and len(ranks) > 1:
+        separate = _segments_of_ranks(points, op, form, max_segments, leave_one_out_errors(samples, count))
     return CollectiveFit(
         op=op,
-        form=form,
-        told=len(forms) == 1 or bool(error_of_form),
-        segments=tuple(cut(samples, count)),
+        algorithm=str(form),
+        identified=len(forms) == 1 or bool(error_of_form),
         ranks=ranks,
         points=len(points),
+        segments=tuple(fit_segments(samples, count)),
+        segments_of_ranks=separate,
+        sizes_error=None,
+        ranks_error=None,
         error_of_form={str(tried): error for tried, error in error_of_form.items()},
-        own=_own(points, op, form, most, left_out(samples, count)) if own and len(ranks) > 1 else {},
     )
 
 
-def _own(
-    points: Sequence[MeasuredPoint], op: str, form: AlgorithmTerms, most: int, common: dict[float, float]
-) -> dict[int, tuple[FitSegment, ...]]:
-    """Return segments for each number of ranks alone; none if the common ones are better.
+def _segments_of_ranks(
+    points: Sequence[MeasuredPoint], op: str, form: CostForm, max_segments: int, common: dict[float, float]
+) -> tuple[RanksSegments, ...]:
+    """Return segments of each number of ranks alone; none if the common ones predict better.
 
     Args:
-        points, op, form, most: as for `_fit`.
+        points: as for `_fit`.
+        op: as for `_fit`.
+        form: the chosen one.
+        max_segments: as for `_fit`.
         common: relative error of the common segments at each inner size, left out.
     """
-    own, errors_at = {}, defaultdict(list)
+    separate, errors_at = [], defaultdict(list)
     for ranks in sorted({point.ranks for point in points}):
         samples = _samples([point for point in points if point.ranks == ranks], op, form)
-        if len(samples.sizes) < _LEAST_SIZES:
-            return {}
-        count = how_many(samples, most)
-        own[ranks] = tuple(cut(samples, count))
-        for size, error in left_out(samples, count).items():
+        if len(samples.sizes) < _MIN_SIZES:
+            return ()
+        count = choose_segment_count(samples, max_segments)
+        separate.append(RanksSegments(ranks, tuple(fit_segments(samples, count))))
+        for size, error in leave_one_out_errors(samples, count).items():
             errors_at[size].append(error)
     both = [(np.mean(errors), common[size]) for size, errors in errors_at.items() if size in common]
     alone, together = (np.median(column) for column in zip(*both, strict=True))
-    return own if alone < together - _ROUNDING else {}
+    return tuple(separate) if alone < together - _ROUNDING else ()
 
 
-def _samples(points: Sequence[MeasuredPoint], op: str, form: AlgorithmTerms) -> Samples:
+def _samples(points: Sequence[MeasuredPoint], op: str, form: CostForm) -> FitSamples:
     terms = {ranks: terms_of(op, form, ranks) for ranks in {point.ranks for point in points}}
     columns = [
         (point.nbytes, terms[point.ranks].messages, terms[point.ranks].sent, point.seconds)
         for point in points
     ]
-    return Samples(*np.array(columns, dtype=np.float64).T)
+    return FitSamples(*np.array(columns, dtype=np.float64).T)
 
 
-def _choose(
-    points: Sequence[MeasuredPoint], op: str, forms: Sequence[AlgorithmTerms]
-) -> tuple[AlgorithmTerms, dict[AlgorithmTerms, float]]:
-    """Return the form that predicts a number of ranks from the others best, and the error of each form.
+def _choose_form(
+    points: Sequence[MeasuredPoint], op: str, forms: Sequence[CostForm]
+) -> tuple[CostForm, dict[CostForm, float]]:
+    """Return the form that best predicts a number of ranks from the others, and the error of each form.
 
-    Of forms that cost the same on all ranks measured the first stands for all.
+    Of forms that cost the same for all measured ranks, the first stands for all.
     """
     numbers = sorted({point.ranks for point in points})
     if len(numbers) < 2 or len(forms) == 1:
         return forms[0], {}
-    first_of: dict[tuple[Terms, ...], AlgorithmTerms] = {}
+    first_of: dict[tuple[Terms, ...], CostForm] = {}
     for form in forms:
         first_of.setdefault(tuple(terms_of(op, form, ranks) for ranks in numbers), form)
-    error_of = {form: _error_across(points, op, form, numbers) for form in first_of.values()}
-    usual, best = forms[0], min(error_of, key=error_of.__getitem__)
+    error_of = {form: _error_across_ranks(points, op, form, numbers) for form in first_of.values()}
+    default, best = forms[0], min(error_of, key=error_of.__getitem__)
     gain = _GAIN_OF_TWO if len(numbers) == 2 else _GAIN
-    return (best if error_of[best] < gain * error_of[usual] else usual), error_of
+    return (best if error_of[best] < gain * error_of[default] else default), error_of
 
 
-def _error_across(
-    points: Sequence[MeasuredPoint], op: str, form: AlgorithmTerms, numbers: Sequence[int]
+def _error_across_ranks(
+    points: Sequence[MeasuredPoint], op: str, form: CostForm, numbers: Sequence[int]
 ) -> float:
-    """Return the typical relative error of a form: e to the mean of |log(predicted / measured)|, less 1.
+    """Return the typical relative error of a form: e to the mean of |log(predicted / measured)|, minus 1.
 
-    Over two segments at most, which is enough to tell forms apart. In logarithms half and twice are as far off.
+    Two segments at most are enough to distinguish forms. In logarithms, half and twice are equally far off.
     """
     logs = []
     for ranks in numbers:
+        terms = terms_of(op, form, ranks)
         samples = _samples([point for point in points if point.ranks != ranks], op, form)
-        fit = CollectiveFit(op, form, True, tuple(cut(samples, 2)), (), 0, {})
+        segments = fit_segments(samples, 2)
         logs += [
-            abs(math.log(fit.seconds(point.nbytes, ranks) / point.seconds))
+            abs(
+                math.log(
+                    piecewise_seconds(segments, point.nbytes, terms.messages, terms.sent) / point.seconds
+                )
+            )
             for point in points
-            if point.ranks == ranks and fit.low <= point.nbytes <= fit.high
+            if point.ranks == ranks and segments[0].low <= point.nbytes <= segments[-1].high
         ]
     return math.expm1(sum(logs) / len(logs)) if logs else math.inf

@@ -1,12 +1,12 @@
-"""Known devices and links: memory, dense matrix rates and bandwidths of data sheets (pure).
+"""Known devices and links: memory, dense matrix rates and bandwidths from data sheets (pure).
 
-[Note: data sheets] Three habits of data sheets are undone here. Matrix rates are *dense*: those printed "with sparsity"
-are twice as high, and no training reaches them. GeForce cards multiply 16-bit numbers at half rate where they add in
-float32, as training does; that rate is given. Links are *one way*: what is printed for NVLink counts both directions,
-and Ethernet and InfiniBand are printed in bits. Memory is the printed one in decimal GB; a driver shows up to 7 % more
-(80 GB are 80 GiB there) and keeps some for itself.
+[Note: data sheets] Data sheet figures are converted as follows. Matrix rates are *dense*: those published "with
+sparsity" are twice as high, and no training reaches them. GeForce cards multiply 16-bit numbers at half rate if they
+accumulate in float32, as training does; that rate is given. Links are *one way*: NVLink figures count both directions,
+and Ethernet and InfiniBand are published in bits. Memory is as published, in decimal GB; a driver shows up to 7 % more
+(80 GB are 80 GiB there) and reserves some of it.
 
-What is printed is a bound. A measured rate (`paceline bench machine`, `paceline bench fit`) is worth more than a row.
+Published figures are upper bounds. Prefer measured rates (`paceline bench machine`, `paceline bench fit`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["DEVICES", "DTYPES", "INTERCONNECTS", "Device", "Interconnect", "device", "interconnect"]
+__all__ = ["DEVICES", "DTYPES", "INTERCONNECTS", "Device", "Interconnect", "find_device", "find_interconnect"]
 
 DTYPES = ("bf16", "fp16", "tf32", "fp32")
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device as its data sheet has it; see [Note: data sheets].
+    """A device from its data sheet; see [Note: data sheets].
 
     Attributes:
         name: such as ``"h100-sxm"``.
-        memory_nbytes: of its own memory.
-        bf16, fp16, tf32: dense FLOP/s of matrix products in that type, summed in float32; None: no unit for it.
-        fp32: FLOP/s in ordinary units; None: not published.
-        memory_nbytes_per_second: read and written.
-        link: the fastest link among its own kind, a name of `INTERCONNECTS`.
+        memory_nbytes: of device memory.
+        bf16: dense FLOP/s of matrix products, accumulated in float32; None: unsupported.
+        fp16: the same for fp16.
+        tf32: the same for tf32.
+        fp32: FLOP/s without matrix units; None: not published.
+        memory_nbytes_per_second: memory bandwidth.
+        link: the fastest link between two such devices, a name of `INTERCONNECTS`.
         source: data sheet or white paper.
     """
 
@@ -51,10 +53,10 @@ class Device:
             dtype: one of `DTYPES`.
 
         Raises:
-            UsageError: there is no such type, or the device has no unit for it.
+            UsageError: unknown type, or the device does not support it.
 
         Example:
-            >>> device("h100-sxm").flops_per_second() / 1e12
+            >>> find_device("h100-sxm").flops_per_second() / 1e12
             989.4
         """
         if dtype not in DTYPES:
@@ -72,9 +74,10 @@ class Interconnect:
 
     Attributes:
         name: such as ``"nvlink4"``.
-        nbytes_per_second: of a device in one direction, at most.
-        latency_seconds: of one message between two devices; its class, right to a factor of two or so.
-        source: standard or data sheet of the rate. latency_source: where the latency is from.
+        nbytes_per_second: most bytes per second of a device in one direction.
+        latency_seconds: of one message between two devices, within about a factor of two.
+        source: standard or data sheet of the rate.
+        latency_source: of the latency.
     """
 
     name: str
@@ -150,7 +153,7 @@ DEVICES: dict[str, Device] = {row.name: row for row in _ROWS}
 _TUNER = "NCCL's tuner (ncclTunerConstantsDefaults, ring, protocol Simple)"
 _NET = f"{_TUNER}, class NET; a bare message over RDMA takes 1 to 2 µs"
 _TCP = "TCP through two kernels and one switch: the usual 25 to 50 µs"
-_PCIE, _NVLINK = "PCI Express base specification, 128b/130b", "half of what NVIDIA prints"
+_PCIE, _NVLINK = "PCI Express base specification, 128b/130b", "half of NVIDIA's figure"
 _ETHERNET, _INFINIBAND = "IEEE 802.3", "InfiniBand Trade Association roadmap, 4 lanes"
 
 _LINKS = (
@@ -186,20 +189,20 @@ _ALIASES = {
 } | {f"{gbit}gbe": f"ethernet-{gbit}g" for gbit in (1, 10, 25, 100, 200, 400)}
 
 
-_SILENT = {"nvidia", "geforce", "tesla", "sxm2", "sxm4", "sxm5", "hbm3"}
-"""Words of a driver's name that tell no two rows of the table apart."""
+_IGNORED_WORDS = {"nvidia", "geforce", "tesla", "sxm2", "sxm4", "sxm5", "hbm3"}
+"""Words of a driver's device name that distinguish no two rows of the table."""
 
 
-def device(name: str) -> Device:
-    """Return a device by its name; the maker's name, upper case and blanks don't matter.
+def find_device(name: str) -> Device:
+    """Return a device by name; vendor names, case and blanks are ignored.
 
     Raises:
-        UsageError: it is not known; the nearest one is suggested.
+        UsageError: unknown device; the nearest name is suggested.
 
     Example:
-        >>> device("NVIDIA GeForce RTX 4090").memory_nbytes
+        >>> find_device("NVIDIA GeForce RTX 4090").memory_nbytes
         24000000000
-        >>> device("H100").name
+        >>> find_device("H100").name
         'h100-sxm'
     """
     plain = _plain(name)
@@ -208,14 +211,14 @@ def device(name: str) -> Device:
     return DEVICES[plain]
 
 
-def interconnect(name: str) -> Interconnect:
-    """Return a kind of link by its name.
+def find_interconnect(name: str) -> Interconnect:
+    """Return a kind of link by name.
 
     Raises:
-        UsageError: it is not known; the nearest one is suggested.
+        UsageError: unknown link; the nearest name is suggested.
 
     Example:
-        >>> interconnect("1GbE").nbytes_per_second, interconnect("ndr").nbytes_per_second
+        >>> find_interconnect("1GbE").nbytes_per_second, find_interconnect("ndr").nbytes_per_second
         (125000000.0, 50000000000.0)
     """
     plain = _plain(name)
@@ -226,5 +229,5 @@ def interconnect(name: str) -> Interconnect:
 
 def _plain(name: str) -> str:
     words = name.lower().replace("_", " ").replace("-", " ").split()
-    plain = "-".join(word for word in words if word not in _SILENT)
+    plain = "-".join(word for word in words if word not in _IGNORED_WORDS)
     return _ALIASES.get(plain, plain)

@@ -1,108 +1,85 @@
-"""How two profiles differ: what both measured, side by side (pure)."""
+"""Differences between two profiles in everything that both measured (pure)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from paceline._core.format import format_size
 from paceline.cost_model.collective_fit import CollectiveFit
-from paceline.cost_model.profile_entries import RATES, CallCost, CollectiveCost, ExchangeCost, Rate
+from paceline.cost_model.profile_entries import (
+    RATES,
+    CallCost,
+    CollectiveCost,
+    ExchangeCost,
+    ProfileEntry,
+    Rate,
+)
 
-__all__ = ["Difference", "collective_differences", "exchange_differences", "other_differences"]
+__all__ = ["Difference", "entry_differences"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity in two profiles.
+    """A quantity in two profiles.
 
     Attributes:
-        what: in words.
+        what: description.
         unit: ``"s"``, ``"B/s"`` or ``"FLOP/s"``.
-        own, other: its value in each.
-        error: relative error that both together explain: of predictions, the 90th percentiles of both profiles'
-            held-out errors, added; of rates, the spread of both's repetitions, added; 0 where nothing is known.
+        own: value in the first profile.
+        other: value in the second profile.
+        error: relative error that both profiles together explain: the sum of the 90th percentiles of their held-out
+            prediction errors, or of the spreads of their repetitions; 0 if unknown.
     """
 
     what: str
     unit: str
-    own: float
+    segments_of_ranks: float
     other: float
     error: float
 
     @property
     def ratio(self) -> float:
-        """other / own."""
-        return self.other / self.own
+        """Other / own."""
+        return self.other / self.segments_of_ranks
 
     @property
     def clear(self) -> bool:
-        """Whether the two differ by more than their errors explain."""
+        """Whether the values differ by more than their errors explain."""
         return abs(math.log(self.ratio)) > math.log1p(self.error)
 
 
-def collective_differences(
-    own: Iterable[CollectiveCost], other: Iterable[CollectiveCost]
-) -> list[Difference]:
-    """Return the predicted times of operations that both have.
+def entry_differences(own: ProfileEntry, other: Any) -> Iterator[Difference]:
+    """Yield the differences of two entries of the same kind and key; none for entries without comparable values.
 
-    At the smallest and the largest size that both measured and at their geometric mean, by the most ranks that both
-    measured; nothing where sizes or ranks have none in common.
+    Fits are compared at the smallest and the largest size that both measured and at their geometric mean, on the
+    largest number of ranks that both measured; not at all if they have no sizes or ranks in common.
     """
-    theirs, found = {each.key: each for each in other}, []
-    for mine in own:
-        if mine.key in theirs:
-            what = f"{mine.fit.op} on {mine.backend}, {mine.network}"
-            found += _fit_differences(what, mine.fit, theirs[mine.key].fit)
-    return found
+    if isinstance(own, CollectiveCost):
+        yield from _fit_differences(f"{own.fit.op} on {own.backend}, {own.network}", own.fit, other.fit)
+    elif isinstance(own, ExchangeCost):
+        how = "in a row" if own.queued else "alone"
+        what = f"{own.fit.op} of {own.caller} {how} on {own.backend}, {own.network}"
+        yield from _fit_differences(what, own.fit, other.fit)
+    elif isinstance(own, CallCost):
+        what = f"a call of {own.op} on {own.backend}, {own.network}, {own.ranks} ranks"
+        yield Difference(what, "s", own.seconds, other.seconds, 0.0)
+    elif isinstance(own, Rate):
+        threads = f", {own.threads} threads" if own.threads else ""
+        error = own.high / own.low - 1 + other.high / other.low - 1
+        what = f"{own.kind} {own.dtype} on {own.device}{threads}"
+        yield Difference(what, RATES[own.kind], own.value, other.value, error)
 
 
-def exchange_differences(own: Iterable[ExchangeCost], other: Iterable[ExchangeCost]) -> list[Difference]:
-    """Return the predicted times of exchanges that both have, as `collective_differences` does."""
-    theirs, found = {each.key: each for each in other}, []
-    for mine in own:
-        if mine.key in theirs:
-            how = "in a row" if mine.queued else "alone"
-            what = f"{mine.fit.op} of {mine.caller} {how} on {mine.backend}, {mine.network}"
-            found += _fit_differences(what, mine.fit, theirs[mine.key].fit)
-    return found
-
-
-def _fit_differences(what: str, one: CollectiveFit, two: CollectiveFit) -> list[Difference]:
-    """Return the differences of two fits at three sizes; none where sizes or ranks have none in common."""
-    common = set(one.ranks) & set(two.ranks)
-    low, high = max(one.low, two.low), min(one.high, two.high)
+def _fit_differences(what: str, own: CollectiveFit, other: CollectiveFit) -> Iterator[Difference]:
+    common = set(own.ranks) & set(other.ranks)
+    low, high = max(own.low, other.low), min(own.high, other.high)
     if not common or low > high:
-        return []
-    ranks, error = max(common), _p90(one) + _p90(two)
-    return [
-        Difference(
-            f"{what}, {ranks} ranks, {format_size(nbytes)}",
-            "s",
-            one.seconds(nbytes, ranks),
-            two.seconds(nbytes, ranks),
-            error,
-        )
-        for nbytes in sorted({low, math.sqrt(low * high), high})
-    ]
-
-
-def other_differences(own: Iterable[CallCost | Rate], other: Iterable[CallCost | Rate]) -> list[Difference]:
-    """Return the calls and rates that both have."""
-    theirs, found = {each.key: each for each in other}, []
-    for mine in own:
-        match = theirs.get(mine.key)
-        if isinstance(mine, CallCost) and isinstance(match, CallCost):
-            what = f"a call of {mine.op} on {mine.backend}, {mine.network}, {mine.ranks} ranks"
-            found.append(Difference(what, "s", mine.seconds, match.seconds, 0.0))
-        elif isinstance(mine, Rate) and isinstance(match, Rate):
-            threads = f", {mine.threads} threads" if mine.threads else ""
-            what = f"{mine.kind} {mine.dtype} on {mine.device}{threads}"
-            error = mine.high / mine.low - 1 + match.high / match.low - 1
-            found.append(Difference(what, RATES[mine.kind], mine.value, match.value, error))
-    return found
-
-
-def _p90(fit: CollectiveFit) -> float:
-    return fit.sizes_error.p90 if fit.sizes_error else 0.0
+        return
+    ranks = max(common)
+    error = sum(fit.sizes_error.p90 for fit in (own, other) if fit.sizes_error)
+    for nbytes in sorted({low, math.sqrt(low * high), high}):
+        seconds = (fit.seconds(nbytes, ranks) for fit in (own, other))
+        yield Difference(f"{what}, {ranks} ranks, {format_size(nbytes)}", "s", *seconds, error)

@@ -1,15 +1,14 @@
-"""What a profile holds: costs of collectives, what a call costs, and rates of one machine.
-
-What a profile holds of training steps: a model's computing, its exchanges, and how both disturb each other.
-"""
+"""Entries of a profile: costs of collectives and calls, machine rates, and the parts of a model's training step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar
 
+from paceline._core.json_codec import Meta, NonNegative, Positive, Whole
 from paceline.cost_model.bucket_layout import ReadyGradient
-from paceline.cost_model.collective_fit import CollectiveFit, Prediction
+from paceline.cost_model.collective_fit import CollectiveFit, TimePrediction
 from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.errors import UsageError, unknown
 
@@ -22,106 +21,122 @@ __all__ = [
     "ExchangeCost",
     "ModelStep",
     "Parameter",
+    "ProfileEntry",
     "Rate",
     "Source",
 ]
 
+Count = Annotated[int, Meta(ge=1)]
+Slowdown = Annotated[float, Meta(ge=1.0, le=1e308)]
+
 RATES = {"copy": "B/s", "add": "B/s", "matmul": "FLOP/s"}
 """Kinds of rates and their units: bytes read and written per second, floating-point operations per second."""
+
+CALLERS = ("paceline", "torch")
+"""Callers of an exchange: Paceline's engine (`paceline.parallel.comm`), or torch in one call, like its DDP."""
+
+
+class ProfileEntry:
+    """An entry of a profile; a new entry replaces the one with the same key."""
+
+    KEY: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Values that identify the entry."""
+        return attrgetter(*self.KEY)(self)
 
 
 @dataclass(frozen=True)
 class Source:
-    """How an entry was made.
+    """How an entry was measured.
 
     Attributes:
-        command: what reproduces it.
-        date: when, ISO 8601.
-        machine: facts that bear on times, as `paceline.tools.result_files.machine_record` returns them.
+        command: reproduces the measurement.
+        date: ISO 8601.
+        machine: facts that affect times, from `paceline.tools.result_files.machine_record`.
         versions: of the packages that took part, by name.
     """
 
     command: str
     date: str
     machine: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class CollectiveCost:
-    """The fitted cost of one operation on one backend and network.
+class CollectiveCost(ProfileEntry):
+    """Fitted cost of one operation on one backend and network.
 
     Attributes:
         backend: such as ``"gloo"``.
-        network: what carries it, such as ``"loopback"``.
-        fit: α, β, and their errors.
-        source: how it was made.
+        network: such as ``"loopback"``.
+        fit: α and β with their errors.
+        source: how it was measured.
     """
+
+    KEY: ClassVar = ("backend", "fit.op", "network")
 
     backend: str
     network: str
     fit: CollectiveFit
     source: Source
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What makes it one entry of a profile: backend, operation, network."""
-        return self.backend, self.fit.op, self.network
-
-    def predict(self, nbytes: float, ranks: int, *, extrapolate: bool = False) -> Prediction:
-        """Return what the operation will take; see `paceline.cost_model.collective_fit.CollectiveFit.predict`."""
+    def predict(self, nbytes: float, ranks: int, *, extrapolate: bool = False) -> TimePrediction:
+        """Predict the operation's time; see `paceline.cost_model.collective_fit.CollectiveFit.predict`."""
         return self.fit.predict(nbytes, ranks, extrapolate=extrapolate)
 
 
-@dataclass(frozen=True)
-class CallCost:
-    """What a call costs that moves next to nothing.
+@dataclass(frozen=True, kw_only=True)
+class CallCost(ProfileEntry):
+    """Cost of a call that moves next to nothing.
 
     Attributes:
-        backend, network: where.
+        backend: such as ``"gloo"``.
+        network: such as ``"loopback"``.
         op: such as ``"all-reduce"``.
-        ranks: how many took part.
+        ranks: that took part.
         nbytes: size of the message.
         seconds: median.
-        source: how it was made.
+        source: how it was measured.
     """
+
+    KEY: ClassVar = ("backend", "op", "network", "ranks")
 
     backend: str
     network: str
     op: str
-    ranks: int
-    nbytes: int
-    seconds: float
+    ranks: Annotated[int, Meta(ge=2)]
+    nbytes: Count
+    seconds: Positive
     source: Source
 
-    @property
-    def key(self) -> tuple[str, str, str, int]:
-        """What makes it one entry of a profile: backend, operation, network, ranks."""
-        return self.backend, self.op, self.network, self.ranks
 
-
-@dataclass(frozen=True)
-class Rate:
-    """What one machine reaches by itself.
+@dataclass(frozen=True, kw_only=True)
+class Rate(ProfileEntry):
+    """Rate that one machine reaches.
 
     Attributes:
         kind: ``"copy"`` (bytes read and written per second), ``"add"`` (the same, for a += b), ``"matmul"`` (FLOP/s).
         device: ``"cpu"``, or the name of a GPU.
         dtype: such as ``"float32"``.
         threads: of the CPU; 0 on a GPU.
-        value: median of the repetitions, in the unit that `RATES` says.
-        low, high: the slowest and the fastest repetition.
-        shape: what was worked on, such as ``"64 MiB"`` or ``"2048"``.
-        source: how it was made.
+        value: median of the repetitions, in the unit that `RATES` gives.
+        low: the slowest repetition.
+        high: the fastest repetition.
+        shape: of the operands, such as ``"64 MiB"`` or ``"2048"``.
+        source: how it was measured.
     """
+
+    KEY: ClassVar = ("kind", "device", "dtype", "threads")
 
     kind: str
     device: str
     dtype: str
-    threads: int
-    value: float
-    low: float
-    high: float
+    threads: Whole
+    value: Positive
+    low: Positive
+    high: Positive
     shape: str
     source: Source
 
@@ -129,33 +144,24 @@ class Rate:
         if self.kind not in RATES:
             raise unknown("rate", self.kind, RATES)
 
-    @property
-    def key(self) -> tuple[str, str, str, int]:
-        """What makes it one entry of a profile: kind, device, dtype, threads."""
-        return self.kind, self.device, self.dtype, self.threads
-
-
-CALLERS = ("paceline", "torch")
-"""Who makes an exchange: Paceline's engine (`paceline.parallel.comm`), or torch by one call, as its DDP does."""
-
 
 @dataclass(frozen=True)
 class Parameter:
-    """One trained parameter of a model, and when its gradient is ready.
+    """Trained parameter of a model, and when its gradient is ready.
 
     Attributes:
         name: as in ``named_parameters()``.
         nbytes: of its gradient.
-        seconds: from the beginning of backward until its gradient is ready.
+        seconds: from the beginning of backward until the gradient is ready.
         kind: device and dtype; gradients of one kind can share a bucket.
         unit: number of the module with which FSDP2 gathers it; 0: the root.
     """
 
     name: str
-    nbytes: int
-    seconds: float
+    nbytes: Whole
+    seconds: NonNegative
     kind: str = ""
-    unit: int = 0
+    unit: Whole = 0
 
     @property
     def ready(self) -> ReadyGradient:
@@ -163,61 +169,61 @@ class Parameter:
         return ReadyGradient(self.nbytes, self.seconds, self.kind)
 
 
-@dataclass(frozen=True)
-class ModelStep:
-    """What the computing of one model's training step takes where nothing is exchanged.
+@dataclass(frozen=True, kw_only=True)
+class ModelStep(ProfileEntry):
+    """Compute times of a model's training step without any exchange.
 
-    Medians over steps of the rank that was the slowest in each.
+    Medians over steps, each of the rank that was slowest in that step.
 
     Attributes:
         model: its name.
-        fingerprint: of names, shapes and types of its parameters.
-        batch: samples of a rank.
-        shape: what a sample is, such as ``"context 128"``.
+        fingerprint: hash of the names, shapes and types of its parameters.
+        batch: samples per rank.
+        shape: of a sample, such as ``"context 128"``.
         device: ``"cpu"``, or the name of a GPU.
-        backend: of the engine: its group may have memory of its own for buckets.
+        backend: of the engine, whose process group may allocate the buckets.
         ranks: that computed at the same time, in the whole world of the measurement.
         threads: of each rank; 0 on a GPU.
-        forward: seconds. backward: seconds, each gradient kept where autograd made it.
-        buffered: seconds of a backward that adds gradients to buffers, as whoever sends them in buckets needs it.
+        forward: seconds.
+        backward: seconds, with each gradient left where autograd made it.
+        buffered: seconds of a backward that adds gradients to bucket buffers.
         optimizer: seconds of an update of all parameters.
-        update_call, update_byte: an update of parameters of n bytes takes update_call + update_byte · n seconds.
-        spread: how far single steps were from the median: half of the range that holds eight in ten, relative to it.
-        parameters: in the order in which their gradients are ready, in a backward that adds them to buffers.
-        source: how it was made.
+        update_call: fixed seconds of an update; n bytes of parameters take update_call + update_byte · n.
+        update_byte: seconds per byte of an update.
+        spread: half of the range that holds 80 % of the steps, relative to the median.
+        parameters: in the order in which their gradients are ready, in a backward that fills buckets.
+        source: how it was measured.
 
     Raises:
         UsageError: there is no parameter.
     """
 
+    KEY: ClassVar = ("model", "batch", "shape", "device", "backend", "ranks", "threads")
+
     model: str
     fingerprint: str
-    batch: int
+    batch: Count
     shape: str
     device: str
     backend: str
-    ranks: int
-    threads: int
-    forward: float
-    backward: float
-    buffered: float
-    optimizer: float
-    update_call: float
-    update_byte: float
-    spread: float
+    ranks: Count
+    threads: Whole
+    forward: Positive
+    backward: Positive
+    buffered: Positive
+    optimizer: Positive
+    update_call: NonNegative
+    update_byte: NonNegative
+    spread: NonNegative
     parameters: tuple[Parameter, ...]
     source: Source
 
     def __post_init__(self) -> None:
         if not self.parameters:
             raise UsageError(
-                f"the model {self.model!r} has no parameters", remedy="measure one that is trained"
+                f"the model {self.model!r} has no parameters",
+                remedy="measure a model with trained parameters",
             )
-
-    @property
-    def key(self) -> tuple[str, int, str, str, str, int, int]:
-        """What makes it one entry of a profile: model, batch, shape, device, backend, ranks, threads."""
-        return self.model, self.batch, self.shape, self.device, self.backend, self.ranks, self.threads
 
     @property
     def nbytes(self) -> int:
@@ -225,28 +231,32 @@ class ModelStep:
         return sum(each.nbytes for each in self.parameters)
 
     def update_seconds(self, nbytes: float) -> float:
-        """Return what an update of parameters of so many bytes takes, made by itself."""
+        """Return the seconds of a separate update of `nbytes` of parameters."""
         return self.update_call + self.update_byte * nbytes
 
 
 @dataclass(frozen=True)
-class ExchangeCost:
-    """The fitted cost of an exchange as a training makes it.
+class ExchangeCost(ProfileEntry):
+    """Fitted cost of an exchange as training makes it.
 
     Attributes:
-        caller: who makes it, one of `CALLERS`.
-        backend, network: such as ``"gloo"`` and ``"loopback"``.
-        queued: false: seconds of one that is alone; true: seconds from one to the next where several are launched at
-            once, which hides what can be hidden.
-        fit: α, β, and their errors.
-        points: what was fitted; other numbers of ranks join them.
-        source: how it was made.
+        caller: one of `CALLERS`.
+        backend: such as ``"gloo"``.
+        network: such as ``"loopback"``.
+        queued: false: seconds of an isolated exchange; true: seconds from one to the next where several are launched
+            together, which hides latency.
+        fit: α and β with their errors.
+        points: that were fitted; points of other numbers of ranks can join them.
+        source: how it was measured.
     """
+
+    KEY: ClassVar = ("caller", "backend", "fit.op", "network", "queued")
 
     caller: str
     backend: str
     network: str
     queued: bool
+    _: KW_ONLY
     fit: CollectiveFit
     points: tuple[MeasuredPoint, ...]
     source: Source
@@ -255,40 +265,37 @@ class ExchangeCost:
         if self.caller not in CALLERS:
             raise unknown("caller", self.caller, CALLERS)
 
-    @property
-    def key(self) -> tuple[str, str, str, str, bool]:
-        """What makes it one entry of a profile: caller, backend, operation, network, queued."""
-        return self.caller, self.backend, self.fit.op, self.network, self.queued
 
-
-@dataclass(frozen=True)
-class Contention:
-    """What a rank's computing and its exchanges do to each other.
+@dataclass(frozen=True, kw_only=True)
+class Contention(ProfileEntry):
+    """How a rank's computing and its exchanges slow each other down.
 
     Attributes:
-        caller, backend, network, op: whose exchanges.
-        device, ranks, threads: where, as for `ModelStep`.
+        caller: of the exchanges, one of `CALLERS`.
+        backend: of the exchanges.
+        network: of the exchanges.
+        op: of the exchanges.
+        device: that computes, as for `ModelStep`.
+        ranks: as for `ModelStep`.
+        threads: as for `ModelStep`.
         nbytes: of each exchange.
-        launch_seconds: for which the rank itself is busy with launching one.
-        computing_slows: how many times longer computing takes while exchanges are under way.
-        calls_slow: how many times longer exchanges take while the rank computes.
-        source: how it was made.
+        launch_seconds: for which launching an exchange occupies the rank.
+        computing_slows: factor by which computing is slower while exchanges run.
+        calls_slow: factor by which exchanges are slower while the rank computes.
+        source: how it was measured.
     """
+
+    KEY: ClassVar = ("caller", "backend", "network", "op", "device", "ranks", "threads")
 
     caller: str
     backend: str
     network: str
     op: str
     device: str
-    ranks: int
-    threads: int
-    nbytes: int
-    launch_seconds: float
-    computing_slows: float
-    calls_slow: float
+    ranks: Count
+    threads: Whole
+    nbytes: Count
+    launch_seconds: NonNegative
+    computing_slows: Slowdown
+    calls_slow: Slowdown
     source: Source
-
-    @property
-    def key(self) -> tuple[str, str, str, str, str, int, int]:
-        """What makes it one entry of a profile: all but what was measured."""
-        return self.caller, self.backend, self.network, self.op, self.device, self.ranks, self.threads

@@ -1,17 +1,16 @@
-"""When what happens on a rank that computes, launches calls and waits for them (pure).
+"""Event simulation of a rank that computes, launches calls and waits for them.
 
-A rank's *program* is a list of `Compute`, `Launch` and `Wait`, one after another; calls run beside it.
-`simulate_step` finds the
-seconds at which each begins and ends. All ranks are taken to do the same at the same time, so one stands for all.
+A rank's *program* is a sequence of `Compute`, `Launch` and `Wait`; calls run concurrently with it. `simulate_step`
+returns when each step and call begins and ends. All ranks are assumed to do the same at the same time, so one stands
+for all.
 
-[Note: two clocks] Ranks often share cores with what carries their messages. While a call is under way, computing goes
-`computing_slows` times slower; while the rank computes, calls go `calls_slow` times slower. So computing and calls
-have a clock each, and an event on either one changes how fast the other goes.
+[Note: two clocks] Ranks often share cores with what carries their messages. While a call runs, computing is
+`computing_slows` times slower; while the rank computes, calls are `calls_slow` times slower. So computing and calls
+have one clock each, and an event on either changes the speed of the other.
 
-[Note: lanes and gaps] Calls start in the order in which they were launched. At most `lanes` of them are under way,
-and the next one starts a *gap* after the one before, the time in which that one keeps what they share to itself: the
-latency of a call may be hidden behind another, its bytes can't be. (o, L, g and G of LogGP: Alexandrov et al., SPAA
-1995.) One lane is a queue.
+[Note: lanes and gaps] Calls start in the order of their launch. At most `lanes` of them run at once, and the next one
+starts a *gap* after the one before, the time in which that one occupies the shared link: another call can hide its
+latency but not its bytes. (o, L, g and G of LogGP: Alexandrov et al., SPAA 1995.) One lane is a queue.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from paceline.errors import UsageError
 
@@ -29,7 +28,7 @@ __all__ = ["Call", "Compute", "Launch", "SimulatedStep", "Wait", "simulate_step"
 
 @dataclass(frozen=True)
 class Compute:
-    """Computing that takes so many `seconds` while no call is under way."""
+    """Computing that takes `seconds` while no call runs."""
 
     seconds: float
     phase: str = ""
@@ -37,19 +36,21 @@ class Compute:
 
 @dataclass(frozen=True)
 class Launch:
-    """A call handed over to what carries it.
+    """Launch of a call.
 
     Attributes:
-        key: names the call; `Wait` refers to it.
-        seconds: that it takes while the rank does nothing else and no other call is under way.
+        key: identifies the call for `Wait`.
+        seconds: duration of the call if the rank is idle and no other call runs.
         gap: seconds from its start until the next call can start; at most `seconds`.
-        host: seconds for which the rank itself is busy with launching it.
-        nbytes: what it moves, for the record.
+        host: seconds for which the launch occupies the rank.
+        nbytes: size of the message, for the record.
+        phase: whose time it is, for the record.
     """
 
     key: int
     seconds: float
     gap: float = math.inf
+    _: KW_ONLY
     host: float = 0.0
     nbytes: float = 0.0
     phase: str = ""
@@ -57,7 +58,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Wait:
-    """Standing still until call `key` has ended."""
+    """Idle until call `key` has ended."""
 
     key: int
     phase: str = ""
@@ -65,7 +66,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Call:
-    """When a call was launched, started and ended, in seconds since the program began."""
+    """Times of a call in seconds since the program began."""
 
     key: int
     nbytes: float
@@ -76,12 +77,11 @@ class Call:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What `simulate_step` found.
+    """Timeline of a program.
 
     Attributes:
-        calls: in the order of their launch.
-        spans: seconds at which each step of the program began and ended.
-        end: of the program.
+        calls: in launch order.
+        spans: begin and end of each step of the program, in seconds.
     """
 
     calls: tuple[Call, ...]
@@ -100,16 +100,16 @@ def simulate_step(
     computing_slows: float = 1.0,
     calls_slow: float = 1.0,
 ) -> SimulatedStep:
-    """Return when each step of a program and each of its calls begins and ends.
+    """Simulate a program and its calls.
 
     Args:
-        program: what the rank does; keys of calls differ.
-        lanes: calls that can be under way at once, 1 or more; ``math.inf``: all of them.
-        computing_slows: how many times longer computing takes while a call is under way, 1 or more.
-        calls_slow: how many times longer calls take while the rank computes, 1 or more.
+        program: steps of the rank; the keys of calls differ.
+        lanes: limit of concurrent calls, 1 or more; ``math.inf``: none.
+        computing_slows: factor by which computing is slower while a call runs, 1 or more.
+        calls_slow: factor by which calls are slower while the rank computes, 1 or more.
 
     Raises:
-        UsageError: a value is out of range, or a call is waited for that was not launched.
+        UsageError: a value is out of range, a key is used twice, or a `Wait` has no earlier launch.
 
     Example:
         >>> program = [Compute(1.0), Launch(0, seconds=2.0), Compute(1.0), Launch(1, seconds=2.0), Wait(0), Wait(1)]
@@ -118,9 +118,8 @@ def simulate_step(
     """
     for name, value in (("lanes", lanes), ("computing_slows", computing_slows), ("calls_slow", calls_slow)):
         if not value >= 1:
-            raise UsageError(f"{name}={value!r}", remedy="give a number of 1 or more")
-    rank = _Rank(_Carried(lanes), computing_slows, calls_slow)
-    spans = []
+            raise UsageError(f"{name}={value}", remedy="give 1 or more")
+    rank, spans = _Rank(_CallQueue(lanes), computing_slows, calls_slow), []
     for step in program:
         began = rank.now
         match step:
@@ -136,55 +135,52 @@ def simulate_step(
     return SimulatedStep(rank.calls.record(), tuple(spans))
 
 
-class _Carried:
-    """Calls that wait or are under way, on a clock of their own."""
+class _CallQueue:
+    """Pending and running calls, on a clock of their own."""
 
     def __init__(self, lanes: float) -> None:
         self.lanes = lanes
         self.clock = 0.0
         self.times: dict[int, list[float]] = {}  # launched, started, ended, on the rank's clock
         self._nbytes: dict[int, float] = {}
-        self._waiting: deque[Launch] = deque()
-        self._under_way: list[tuple[float, int]] = []  # (end on the clock, key), a heap
+        self._pending: deque[Launch] = deque()
+        self._running: list[tuple[float, int]] = []  # (end on the clock, key), a heap
         self._free = 0.0  # on the clock, when the next call can start
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way."""
-        return bool(self._under_way)
+        return bool(self._running)
 
     def ended(self, key: int) -> bool:
-        """Whether a call has ended."""
         return len(self.times[key]) == 3
 
     def launch(self, call: Launch, now: float) -> None:
-        """Take a call over at second `now`."""
         if call.key in self.times:
-            raise UsageError(f"two calls have the key {call.key}", remedy="give each its own")
+            raise UsageError(f"two calls have the key {call.key}", remedy="give each call its own key")
         self.times[call.key], self._nbytes[call.key] = [now], call.nbytes
-        self._waiting.append(call)
-        self.reach(self.clock, now)
+        self._pending.append(call)
+        self.advance(self.clock, now)
 
     def next_event(self) -> float:
         """Return the time on the clock at which a call ends or starts; infinite if none does."""
-        end = self._under_way[0][0] if self._under_way else math.inf
-        can_start = self._waiting and len(self._under_way) < self.lanes
+        end = self._running[0][0] if self._running else math.inf
+        can_start = self._pending and len(self._running) < self.lanes
         return min(end, max(self._free, self.clock)) if can_start else end
 
-    def reach(self, clock: float, now: float) -> None:
-        """Go on to a time on the clock, which is second `now`: end and start the calls whose time has come."""
+    def advance(self, clock: float, now: float) -> None:
+        """Advance to a time on the clock, which is second `now` of the rank: end and start calls that are due."""
         self.clock = clock
         self._end_calls(now)
-        while self._waiting and len(self._under_way) < self.lanes and self._free <= clock:
-            call = self._waiting.popleft()
+        while self._pending and len(self._running) < self.lanes and self._free <= clock:
+            call = self._pending.popleft()
             self.times[call.key].append(now)
             self._free = clock + min(call.gap, call.seconds)
-            heapq.heappush(self._under_way, (clock + call.seconds, call.key))
+            heapq.heappush(self._running, (clock + call.seconds, call.key))
             self._end_calls(now)  # a call may take no time
 
     def _end_calls(self, now: float) -> None:
-        while self._under_way and self._under_way[0][0] <= self.clock:
-            self.times[heapq.heappop(self._under_way)[1]].append(now)
+        while self._running and self._running[0][0] <= self.clock:
+            self.times[heapq.heappop(self._running)[1]].append(now)
 
     def record(self) -> tuple[Call, ...]:
         """Return all calls, which have ended."""
@@ -192,43 +188,42 @@ class _Carried:
 
 
 class _Rank:
-    """One rank's second, and the calls beside it."""
+    """Clock of the rank."""
 
-    def __init__(self, calls: _Carried, computing_slows: float, calls_slow: float) -> None:
+    def __init__(self, calls: _CallQueue, computing_slows: float, calls_slow: float) -> None:
         self.calls, self._computing_slows, self._calls_slow = calls, computing_slows, calls_slow
         self.now = 0.0
 
     def compute(self, seconds: float) -> None:
-        """Compute for so long; see [Note: two clocks]."""
+        """Compute; see [Note: two clocks]."""
         left = seconds
         while left > 0.0:
-            slowed = self._computing_slows if self.calls.busy else 1.0
+            slowdown = self._computing_slows if self.calls.busy else 1.0
             event = (self.calls.next_event() - self.calls.clock) * self._calls_slow
-            if event < left * slowed:
-                left = max(0.0, left - event / slowed)
-                self._to(self.calls.next_event(), event)
+            if event < left * slowdown:
+                left = max(0.0, left - event / slowdown)
+                self._advance(self.calls.next_event(), event)
             else:
-                self._to(self.calls.clock + left * slowed / self._calls_slow, left * slowed)
+                self._advance(self.calls.clock + left * slowdown / self._calls_slow, left * slowdown)
                 left = 0.0
 
     def wait(self, key: int) -> None:
-        """Stand still until a call has ended."""
         if key not in self.calls.times:
             raise UsageError(f"call {key} is waited for but was not launched", remedy="launch it first")
         while not self.calls.ended(key):
-            self._next()
+            self._advance_to_event()
 
     def drain(self) -> None:
-        """Let the calls end that nobody waits for; the rank's own end stays where it is."""
+        """Let calls end that the program does not wait for; its own end stays."""
         end = self.now
         while self.calls.next_event() < math.inf:
-            self._next()
+            self._advance_to_event()
         self.now = end
 
-    def _next(self) -> None:
+    def _advance_to_event(self) -> None:
         event = self.calls.next_event()
-        self._to(event, event - self.calls.clock)
+        self._advance(event, event - self.calls.clock)
 
-    def _to(self, clock: float, seconds: float) -> None:
+    def _advance(self, clock: float, seconds: float) -> None:
         self.now += seconds
-        self.calls.reach(clock, self.now)
+        self.calls.advance(clock, self.now)

@@ -1,4 +1,4 @@
-"""Ways to synchronise a step whose time can be predicted: strategy, bucket size, compression (pure)."""
+"""Strategies whose step time can be predicted: synchronisation strategy, bucket size, gradient compression."""
 
 from __future__ import annotations
 
@@ -9,117 +9,118 @@ from dataclasses import dataclass
 from paceline._core.units import MIB
 from paceline.errors import UsageError, unknown
 
-__all__ = ["NBYTES_A_NUMBER", "STRATEGIES", "StepStrategy", "usual_strategies"]
+__all__ = ["ELEMENT_NBYTES", "STRATEGIES", "StepStrategy", "standard_strategies"]
 
-NBYTES_A_NUMBER = {"none": 4.0, "bf16": 2.0, "int8": 260 / 256, "int4": 132 / 256}
+ELEMENT_NBYTES = {"none": 4.0, "bf16": 2.0, "int8": 260 / 256, "int4": 132 / 256}
 """Bytes per gradient element, scales included: a block of 256 elements has one scale of 4 bytes."""
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded", "full-shard", "ddp")
 """Paceline's, as `paceline.parallel.strategy.STRATEGIES` names them, and torch's DistributedDataParallel."""
 
-_BUCKETS = ("bucketed", "sharded", "ddp")
+_BUCKETED = ("bucketed", "sharded", "ddp")
 _DDP_FIRST_MIB, _DDP_MIB = 1.0, 25.0
 
 
 @dataclass(frozen=True)
 class StepStrategy:
-    """A way to synchronise the gradients of a step.
+    """How a step synchronises gradients.
 
     Attributes:
-        strategy: one of `STRATEGIES`.
-        bucket_mib: bucket size in MiB, ``math.inf`` for one bucket; None: the strategy's own (25; of torch's DDP 25
-            with a first bucket of 1).
+        name: one of `STRATEGIES`.
+        bucket_mib: bucket size in MiB, ``math.inf`` for one bucket; None: the strategy's default (25; for torch's DDP
+            25 with a first bucket of 1).
         compression: of gradients that Paceline sends in buckets: ``"none"``, ``"bf16"``, ``"int8"``, ``"int4"``.
 
     Raises:
-        UsageError: a value is unknown or makes no sense with the strategy.
+        UsageError: a value is unknown or does not apply to the strategy.
 
     Example:
         >>> StepStrategy("bucketed", 5).label, StepStrategy("ddp").label, StepStrategy("bucketed", 25, "bf16").label
         ('bucketed 5 MiB', 'torch DDP, its default', 'bucketed 25 MiB, bf16')
     """
 
-    strategy: str
+    name: str
     bucket_mib: float | None = None
     compression: str = "none"
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise unknown("strategy", self.strategy, STRATEGIES)
-        if self.compression not in NBYTES_A_NUMBER:
-            raise unknown("compression", self.compression, NBYTES_A_NUMBER)
+        if self.name not in STRATEGIES:
+            raise unknown("strategy", self.name, STRATEGIES)
+        if self.compression not in ELEMENT_NBYTES:
+            raise unknown("compression", self.compression, ELEMENT_NBYTES)
         if self.bucket_mib is not None and not self.bucket_mib > 0:
             raise UsageError(
                 f"bucket_mib={self.bucket_mib}", remedy="give MiB above 0, or inf for one bucket"
             )
-        if self.bucket_mib is not None and self.strategy not in _BUCKETS:
+        if self.bucket_mib is not None and self.name not in _BUCKETED:
+            raise UsageError(f"{self.name} has no bucket size", remedy=f"valid for {', '.join(_BUCKETED)}")
+        if self.compression != "none" and self.name not in ("bucketed", "sharded"):
             raise UsageError(
-                f"{self.strategy} has no bucket size", remedy=f"give one to {', '.join(_BUCKETS)}"
-            )
-        if self.compression != "none" and self.strategy not in ("bucketed", "sharded"):
-            raise UsageError(
-                f"{self.strategy} with {self.compression}: predicted are compressed buckets only",
+                f"{self.name} with {self.compression}: only compressed buckets can be predicted",
                 remedy="use bucketed or sharded",
             )
 
     @property
     def caps(self) -> float | tuple[float, ...]:
         """Bytes per bucket, as `paceline.cost_model.bucket_layout.plan_buckets` takes them."""
-        if self.strategy in ("naive", "overlap"):
+        if self.name in ("naive", "overlap"):
             return 0.0
-        if self.strategy == "flat":
+        if self.name == "flat":
             return math.inf
-        if self.strategy == "ddp" and self.bucket_mib is None:
+        if self.is_default_ddp:
             return _DDP_FIRST_MIB * MIB, _DDP_MIB * MIB
         return (_DDP_MIB if self.bucket_mib is None else self.bucket_mib) * MIB
 
     @property
     def overlaps(self) -> bool:
-        """Whether buckets leave while backward runs."""
-        return self.strategy not in ("naive", "flat", "full-shard")
+        """Whether buckets are launched while backward runs."""
+        return self.name not in ("naive", "flat", "full-shard")
 
     @property
-    def shares(self) -> bool:
-        """Whether each rank updates a part of the parameters only."""
-        return self.strategy in ("sharded", "full-shard")
+    def shards_update(self) -> bool:
+        """Whether each rank updates only its shard of the parameters."""
+        return self.name in ("sharded", "full-shard")
 
     @property
-    def is_torchs(self) -> bool:
-        """Whether torch's own engine makes the calls."""
-        return self.strategy == "ddp"
+    def is_torch_ddp(self) -> bool:
+        """Whether torch's DistributedDataParallel makes the calls."""
+        return self.name == "ddp"
 
     @property
-    def default_ddp(self) -> bool:
-        """Whether it is torch's DistributedDataParallel as it comes."""
-        return self.strategy == "ddp" and self.bucket_mib is None
+    def is_default_ddp(self) -> bool:
+        """Whether it is torch's DistributedDataParallel with default settings."""
+        return self.is_torch_ddp and self.bucket_mib is None
 
     @property
     def label(self) -> str:
-        """The way in words."""
-        name = "torch DDP" if self.is_torchs else self.strategy
-        if self.default_ddp:
+        """Name, bucket size and compression as text."""
+        name = "torch DDP" if self.is_torch_ddp else self.name
+        if self.is_default_ddp:
             return f"{name}, its default"
-        if self.strategy in _BUCKETS:
+        if self.name in _BUCKETED:
             size = _DDP_MIB if self.bucket_mib is None else self.bucket_mib
             name += ", one bucket" if size == math.inf else f" {size:g} MiB"
         return name if self.compression == "none" else f"{name}, {self.compression}"
 
 
-def usual_strategies(
-    bucket_mib: Sequence[float], *, torchs: bool = True, compressions: Iterable[str] = ()
+def standard_strategies(
+    bucket_mib: Sequence[float], *, torch_ddp: bool = True, compressions: Iterable[str] = ()
 ) -> list[StepStrategy]:
-    """Return the ways that a table of points has: all strategies, those with buckets at every size.
+    """Return every strategy, those with buckets at every size.
 
     Args:
-        bucket_mib: sizes in MiB. torchs: torch's DDP too. compressions: of buckets, at the usual 25 MiB.
+        bucket_mib: sizes in MiB.
+        torch_ddp: include torch's DDP.
+        compressions: of buckets of the default 25 MiB.
 
     Example:
-        >>> [way.label for way in usual_strategies([5.0], torchs=False)]
+        >>> [strategy.label for strategy in standard_strategies([5.0], torch_ddp=False)]
         ['naive', 'flat', 'overlap', 'bucketed 5 MiB', 'sharded 5 MiB', 'full-shard']
     """
-    ways = [StepStrategy("naive"), StepStrategy("flat"), StepStrategy("overlap")]
-    ways += [StepStrategy(strategy, size) for strategy in ("bucketed", "sharded") for size in bucket_mib]
-    ways += [StepStrategy("bucketed", None, name) for name in compressions] + [StepStrategy("full-shard")]
-    if torchs:
-        ways += [StepStrategy("ddp"), *(StepStrategy("ddp", size) for size in bucket_mib)]
-    return ways
+    strategies = [StepStrategy("naive"), StepStrategy("flat"), StepStrategy("overlap")]
+    strategies += [StepStrategy(name, size) for name in ("bucketed", "sharded") for size in bucket_mib]
+    strategies += [StepStrategy("bucketed", None, name) for name in compressions]
+    strategies.append(StepStrategy("full-shard"))
+    if torch_ddp:
+        strategies += [StepStrategy("ddp"), *(StepStrategy("ddp", size) for size in bucket_mib)]
+    return strategies

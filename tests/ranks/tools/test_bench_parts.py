@@ -15,7 +15,7 @@ from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import Source
 from paceline.cost_model.step_costs import pick_step_costs
-from paceline.cost_model.step_strategy import StepStrategy, usual_strategies
+from paceline.cost_model.step_strategy import StepStrategy, standard_strategies
 from paceline.cost_model.step_time import predict_step
 from paceline.errors import UsageError
 from paceline.tools.bench.parts.exchange_times import EXCHANGE_OPS, fit_exchange_cost, sizes_up_to
@@ -23,7 +23,7 @@ from paceline.tools.models.gpt_sizes import gpt_size
 
 SIZE = gpt_size("tiny")
 SOURCE = Source("test", "2026-01-02T03:04:05+00:00")
-WAYS = usual_strategies([0.25, 1.0, math.inf], compressions=["bf16"])
+WAYS = standard_strategies([0.25, 1.0, math.inf], compressions=["bf16"])
 
 
 def measure(rank, size, backend):
@@ -107,7 +107,7 @@ def test_predicted_are_the_engines_own_buckets_and_calls(measured, pool):
         StepStrategy("bucketed", 1),
         StepStrategy("sharded", 0.25),
     ]
-    found = pool(2, backend).run(engines, [(way.strategy, way.bucket_mib) for way in ways], timeout=120)[0]
+    found = pool(2, backend).run(engines, [(way.name, way.bucket_mib) for way in ways], timeout=120)[0]
     names, sizes, kinds = zip(*((p.name, p.nbytes, p.kind) for p in costs.step.parameters), strict=True)
     for way, (plan, calls) in zip(ways, found, strict=True):
         grouped = plan_buckets(range(len(names)), sizes, kinds, way.caps)

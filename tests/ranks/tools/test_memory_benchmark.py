@@ -8,7 +8,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.memory_benchmark import check_prediction, measure_memory
-from paceline.tools.plan.memory.training_subject import Setting, subject_of
+from paceline.tools.plan.memory.training_subject import TrainingSetting, resolve_subject
 
 
 def start(argv, ranks, *, env):
@@ -18,16 +18,16 @@ def start(argv, ranks, *, env):
 @pytest.mark.parametrize(
     "setting",
     [
-        Setting("bucketed", 2, 4, 64, autocast="bf16"),
-        Setting("sharded", 2, 2, 64),
-        Setting("full-shard", 2, 2, 64, checkpointing=True),
-        Setting("full-shard", 2, 2, 64, gather="bf16", optimizer="sgd-momentum"),
-        Setting("naive", 3, 2, 32, accumulate=2),
+        TrainingSetting("bucketed", 2, 4, 64, autocast="bf16"),
+        TrainingSetting("sharded", 2, 2, 64),
+        TrainingSetting("full-shard", 2, 2, 64, checkpointing=True),
+        TrainingSetting("full-shard", 2, 2, 64, gather="bf16", optimizer="sgd-momentum"),
+        TrainingSetting("naive", 3, 2, 32, accumulate=2),
     ],
     ids=lambda setting: setting.name,
 )
-def test_a_prediction_equals_the_peak_of_real_ranks(setting):
-    found = check_prediction(subject_of("tiny"), setting, start)
+def test_a_prediction_is_what_ranks_take(setting):
+    found = check_prediction(resolve_subject("tiny"), setting, start)
     assert abs(found.error) < 0.10
     assert (
         found.measured.nbytes <= found.predicted_nbytes / 0.8
@@ -36,17 +36,17 @@ def test_a_prediction_equals_the_peak_of_real_ranks(setting):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("autocast", ["off", "bf16"])
-def test_a_prediction_equals_the_allocation_of_a_gpu(autocast):
-    setting = Setting("alone", 1, 8, 128, autocast=autocast, device="cuda", backend="nccl")
-    assert abs(check_prediction(subject_of("mini"), setting, start).error) < 0.10
+def test_a_prediction_is_what_a_gpu_gives_out(autocast):
+    setting = TrainingSetting("alone", 1, 8, 128, autocast=autocast, device="cuda", backend="nccl")
+    assert abs(check_prediction(resolve_subject("mini"), setting, start).error) < 0.10
 
 
-def test_more_gpus_than_available_are_refused():
-    setting = Setting("bucketed", 1 + torch.cuda.device_count(), 1, 32, device="cuda", backend="nccl")
+def test_more_gpus_than_there_are_can_not_be_measured():
+    setting = TrainingSetting("bucketed", 1 + torch.cuda.device_count(), 1, 32, device="cuda", backend="nccl")
     with pytest.raises(UsageError, match="can't run here"):
         measure_memory("tiny", setting, start)
 
 
 def test_a_training_that_exceeds_memory_is_refused_before_it_runs():
     with pytest.raises(UsageError, match="are available"):
-        check_prediction(subject_of("xl"), Setting("bucketed", 64, 8, 256), start)
+        check_prediction(resolve_subject("xl"), TrainingSetting("bucketed", 64, 8, 256), start)

@@ -17,10 +17,10 @@ from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError
 from paceline.tools.bench.starvation.starvation_cases import STARVATION_CASES, find_cases
 from paceline.tools.bench.starvation.starvation_settings import EXAMPLE_BALANCE, StarvationSettings
-from paceline.tools.plan.balance_report import Balance
+from paceline.tools.plan.balance_report import BatchBalance
 
 SOURCE = str(Path(paceline.__file__).parents[1])
-SHARES = Balance(dispatch_blocks(300, 4, shares=[0.25, 0.25, 0.10, 0.40]), 20)
+SHARES = BatchBalance(dispatch_blocks(300, 4, shares=[0.25, 0.25, 0.10, 0.40]), 20)
 LONG_TIMEOUT, SHORT_TIMEOUT = 60.0, 4.0  # seconds: never reached, and waited for
 
 
@@ -105,7 +105,7 @@ def test_finished_cases_have_these_errors(killable, balance):
         assert outcome["gradient_error"] <= 1e-12, outcome
         assert outcome["parameter_error"] <= 1e-12
         assert outcome["samples_lost"] == 0
-        assert [one["samples"] for one in outcome["ranks"]] == list(balance.dealing.counts)
+        assert [one["samples"] for one in outcome["ranks"]] == list(balance.dispatch.counts)
 
 
 def stuck(fork, folder):
@@ -191,7 +191,7 @@ def test_invalid_requests_are_refused_before_anything_starts(tmp_path, monkeypat
         "paceline.launch.process.local_ranks.run_ranks", lambda *_, **__: pytest.fail("started")
     )
     with pytest.raises(UsageError, match="none starves"):
-        starve(Balance(dispatch_blocks(1000, 2), 64))
+        starve(BatchBalance(dispatch_blocks(1000, 2), 64))
     with pytest.raises(UsageError, match="unknown case 'exit'"):
         starve(scenes=["exit"])
     with pytest.raises(UsageError, match="it is a folder"):

@@ -78,7 +78,7 @@ def test_while_the_disk_fails_nothing_is_merged_and_afterwards_everything_is(cap
     exchange = SimpleNamespace(
         address="here",
         refused=Counter(foreign=2),
-        turned_away=Counter(foreign=1),
+        rejected=Counter(foreign=1),
         sent_nbytes=0,
         received_nbytes=0,
     )

@@ -15,7 +15,7 @@ from paceline.cost_model.bucket_layout import (
     CommChannel,
     ReadyGradient,
     best_bucket,
-    caps_for,
+    candidate_caps,
     plan_buckets,
     simulate_backward,
 )
@@ -234,7 +234,7 @@ def test_of_equal_sizes_the_largest_is_chosen():
 
 def test_sizes_worth_trying_group_differently():
     ready = equal(64, MIB // 4, 1.0)
-    caps = caps_for(ready)
+    caps = candidate_caps(ready)
     assert caps == sorted(caps)
     assert caps[0] == 0
     groupings = [simulate_backward(ready, cap, CommChannel(lambda nbytes: 0.0)).buckets for cap in caps]

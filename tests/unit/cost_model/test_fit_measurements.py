@@ -1,4 +1,4 @@
-"""Fits of collectives: parameters, algorithm, held-out errors, and where they must not be asked."""
+"""Fits of collectives: parameters, algorithm, held-out errors, and where they are not valid."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import random
 import pytest
 
 from paceline.collectives.closed_form_cost import closed_form
-from paceline.cost_model.algorithm_terms import (
-    MESSAGES,
+from paceline.cost_model.collective_fit import CheckedPrediction, PredictionError
+from paceline.cost_model.cost_forms import (
+    MESSAGES_FORM,
     OPS,
-    PLAIN,
-    AlgorithmTerms,
-    candidates,
+    PLAIN_FORM,
+    CostForm,
+    candidate_forms,
     forms_by_name,
     terms_of,
 )
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points, held_out_ranks, held_out_sizes
-from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
 from paceline.errors import UsageError
 
 SIZES = [4**k for k in range(5, 14)]
@@ -37,24 +37,29 @@ def measured(op="all-reduce", algorithm="ring", ranks=(2, 4, 6), *, noise=0.0, s
 
 @pytest.mark.parametrize(
     ("op", "algorithm"),
-    [(op, form.algorithm) for op in OPS for form in candidates(op) if not form.shared and op != "send-recv"],
+    [
+        (op, form.algorithm)
+        for op in OPS
+        for form in candidate_forms(op)
+        if not form.shared and op != "send-recv"
+    ],
 )
 def test_planted_parameters_and_an_equal_cost_come_back(op, algorithm):
     ranks = (2, 3, 5, 8)
     fit = fit_points(measured(op, algorithm, ranks, noise=0.01), op)
-    assert fit.told
+    assert fit.identified
     for p in ranks:
         found, planted = terms_of(op, fit.form, p), closed_form(op, algorithm, p)
         assert (found.messages, found.sent) == (planted.messages, planted.sent)
     (segment,) = fit.segments
-    assert segment.line.alpha == pytest.approx(2e-5, rel=0.03)
-    assert segment.line.beta == pytest.approx(1e-9, rel=0.03)
+    assert segment.alpha == pytest.approx(2e-5, rel=0.03)
+    assert segment.beta == pytest.approx(1e-9, rel=0.03)
     assert fit.sizes_error is not None
     assert fit.ranks_error is not None
     assert max(fit.sizes_error.maximum, fit.ranks_error.maximum) < 0.04
 
 
-def test_ranks_that_share_a_machine_are_told_from_ranks_with_links_of_their_own():
+def test_ranks_that_share_a_machine_are_distinguished_from_ranks_with_separate_links():
     fit = fit_points(measured(shared=True, noise=0.05), "all-reduce")
     assert str(fit.form) == "ring, shared"
     assert fit.seconds(10**6, 8) == pytest.approx(
@@ -70,17 +75,17 @@ def crowded(nbytes, ranks):
 def test_numbers_of_ranks_that_no_form_joins_get_segments_of_their_own():
     points = [MeasuredPoint(n, p, crowded(n, p)) for n in SIZES for p in (2, 3, 4)]
     fit = fit_points(points, "all-reduce")
-    assert set(fit.own) == {2, 3, 4}
+    assert [each.ranks for each in fit.segments_of_ranks] == [2, 3, 4]
     for p in (2, 3, 4):
         assert fit.predict(10**5, p).seconds == pytest.approx(crowded(10**5, p))
     assert fit.sizes_error is not None
     assert fit.sizes_error.maximum < 1e-9
-    common = fit_points(points, "all-reduce", own=False)
-    assert common.own == {}
+    common = fit_points(points, "all-reduce", per_ranks=False)
+    assert common.segments_of_ranks == ()
     assert common.sizes_error is not None
     assert common.sizes_error.median > 0.1
     assert fit.seconds(10**5, 8) == common.seconds(10**5, 8)
-    assert fit.half_size(2) == pytest.approx(2e-5 * 2 / 1e-9)
+    assert fit.half_bandwidth_size(2) == pytest.approx(2e-5 * 2 / 1e-9)
 
 
 def test_a_form_that_joins_all_ranks_needs_no_segments_of_their_own():
@@ -92,24 +97,24 @@ def test_a_form_that_joins_all_ranks_needs_no_segments_of_their_own():
         for n in SIZES[::2]
         for p in range(2, 12)
     ]
-    assert fit_points(points, "all-reduce").own == {}
+    assert fit_points(points, "all-reduce").segments_of_ranks == ()
 
 
-def test_a_number_of_ranks_is_asked_for_its_own_sizes_only():
+def test_each_number_of_ranks_is_checked_at_its_measured_sizes_only():
     points = [MeasuredPoint(n, 2, crowded(n, 2)) for n in SIZES] + [
         MeasuredPoint(n, 4, crowded(n, 4)) for n in SIZES[2:5]
     ]
     fit = fit_points(points, "all-reduce")
-    assert set(fit.own) == {2, 4}
+    assert [each.ranks for each in fit.segments_of_ranks] == [2, 4]
     fit.predict(SIZES[-1], 2)
     with pytest.raises(UsageError, match="sizes from 16 KiB to 256 KiB were"):
         fit.predict(SIZES[-1], 4)
 
 
-def test_one_number_of_ranks_cannot_tell_the_algorithm_and_the_usual_one_is_assumed():
+def test_one_number_of_ranks_does_not_identify_the_algorithm_and_the_default_is_assumed():
     fit = fit_points(measured(algorithm="doubling", ranks=(4,)), "all-reduce")
     assert str(fit.form) == "ring"
-    assert not fit.told
+    assert not fit.identified
     assert fit.error_of_form == {}
     assert fit.ranks_error is None
     assert fit.predict(10**5, 4).seconds == pytest.approx(
@@ -117,16 +122,16 @@ def test_one_number_of_ranks_cannot_tell_the_algorithm_and_the_usual_one_is_assu
     )
 
 
-def test_a_known_algorithm_is_not_asked_for():
-    fit = fit_points(measured(ranks=(4,)), "all-reduce", forms=[AlgorithmTerms("ring")])
-    assert fit.told
+def test_a_known_algorithm_is_not_fitted():
+    fit = fit_points(measured(ranks=(4,)), "all-reduce", forms=[CostForm("ring")])
+    assert fit.identified
 
 
 def test_the_plain_forms_are_too_simple_for_a_ring():
     points = measured(ranks=(2, 3, 4, 8))
     ring, plain, messages = (
-        PredictionError.of(held_out_ranks(points, "all-reduce", forms=[form], most_segments=1))
-        for form in (AlgorithmTerms("ring"), PLAIN, MESSAGES)
+        PredictionError.of(held_out_ranks(points, "all-reduce", forms=[form], max_segments=1))
+        for form in (CostForm("ring"), PLAIN_FORM, MESSAGES_FORM)
     )
     assert ring is not None
     assert plain is not None
@@ -190,7 +195,7 @@ def test_a_prediction_carries_its_error():
         (10**9, 32, "64 MiB were and 2, 4, 6 ranks were"),
     ],
 )
-def test_what_was_not_measured_is_refused_or_said(nbytes, ranks, message):
+def test_unmeasured_values_are_refused_or_noted(nbytes, ranks, message):
     fit = fit_points(measured(), "all-reduce")
     with pytest.raises(UsageError, match="beyond what was measured"):
         fit.predict(nbytes, ranks)
@@ -248,7 +253,7 @@ def test_an_unknown_operation_is_refused_with_those_there_are():
 
 
 def test_forms_are_found_by_how_they_are_written():
-    assert forms_by_name("all-reduce")["ring, shared"] == AlgorithmTerms("ring", shared=True)
+    assert forms_by_name("all-reduce")["ring, shared"] == CostForm("ring", shared=True)
 
 
 def test_three_sizes_are_enough_and_are_checked_by_the_middle_one():
@@ -263,8 +268,8 @@ def test_the_size_for_an_efficiency_has_its_closed_form_on_one_line(efficiency):
     fit = fit_points(measured(), "all-reduce")
     terms = closed_form("all-reduce", "ring", 4)
     expected = efficiency / (1 - efficiency) * (2e-5 * terms.messages) / (1e-9 * terms.sent)
-    assert fit.size_for(efficiency, 4) == pytest.approx(expected, rel=1e-6)
-    assert fit.half_size(4) == fit.size_for(0.5, 4)
+    assert fit.size_at_efficiency(efficiency, 4) == pytest.approx(expected, rel=1e-6)
+    assert fit.half_bandwidth_size(4) == fit.size_at_efficiency(0.5, 4)
 
 
 def test_the_size_for_an_efficiency_follows_the_segments():
@@ -273,7 +278,7 @@ def test_the_size_for_an_efficiency_follows_the_segments():
         for n in (2**k for k in range(8, 28))
     ]
     fit = fit_points(points, "send-recv")
-    size = fit.half_size(2)
+    size = fit.half_bandwidth_size(2)
     assert size / fit.seconds(size, 2) == pytest.approx(0.5e10, rel=1e-6)
     assert size == pytest.approx(3e5, rel=1e-6)
 
@@ -281,10 +286,10 @@ def test_the_size_for_an_efficiency_follows_the_segments():
 @pytest.mark.parametrize("efficiency", [0.0, 1.0, -1.0, math.nan])
 def test_no_share_is_refused(efficiency):
     with pytest.raises(UsageError, match="efficiency"):
-        fit_points(measured(), "all-reduce").size_for(efficiency, 2)
+        fit_points(measured(), "all-reduce").size_at_efficiency(efficiency, 2)
 
 
-def test_errors_are_told_in_percent():
+def test_errors_are_printed_in_percent():
     checked = [CheckedPrediction(10**k, 2, 1.0, 1.0 + 0.01 * k) for k in range(1, 6)]
     accuracy = PredictionError.of(checked)
     assert accuracy is not None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cost_model.collective_fit import PredictionError
 from paceline.cost_model.fit_measurements import MeasuredPoint, held_out_sizes
-from paceline.cost_model.prediction_error import PredictionError
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "nccl-tables"
 TABLES = runpy.run_path(str(FOLDER / "tables.py"))["load"]()
@@ -21,7 +21,7 @@ TABLES = runpy.run_path(str(FOLDER / "tables.py"))["load"]()
 def test_every_second_size_is_predicted_from_the_others(name, least_nbytes, mean):
     points = TABLES[name].at_least(least_nbytes).points
     found, line = (
-        PredictionError.of(held_out_sizes(points, "all-reduce", most_segments=most)) for most in (3, 1)
+        PredictionError.of(held_out_sizes(points, "all-reduce", max_segments=most)) for most in (3, 1)
     )
     assert found is not None
     assert line is not None

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cost_model.hardware_catalog import DEVICES, DTYPES, INTERCONNECTS, device, interconnect
+from paceline.cost_model.hardware_catalog import (
+    DEVICES,
+    DTYPES,
+    INTERCONNECTS,
+    find_device,
+    find_interconnect,
+)
 from paceline.errors import UsageError
 
 
@@ -18,7 +24,7 @@ from paceline.errors import UsageError
     ],
 )  # fmt: skip
 def test_a_device_is_found_as_people_and_drivers_write_it(written, name):
-    assert device(written).name == name
+    assert find_device(written).name == name
 
 
 @pytest.mark.parametrize(
@@ -26,14 +32,14 @@ def test_a_device_is_found_as_people_and_drivers_write_it(written, name):
     [("NVLink4", "nvlink4"), ("10GbE", "ethernet-10g"), ("ndr", "infiniband-400g"), ("PCIe4", "pcie4")],
 )
 def test_a_link_is_found(written, name):
-    assert interconnect(written).name == name
+    assert find_interconnect(written).name == name
 
 
-def test_what_is_not_known_is_told_with_the_nearest():
+def test_unknown_names_are_reported_with_the_nearest():
     with pytest.raises(UsageError, match="did you mean 'h200'"):
-        device("h201")
+        find_device("h201")
     with pytest.raises(UsageError, match="did you mean 'nvlink5'"):
-        interconnect("nvlink 5x")
+        find_interconnect("nvlink 5x")
 
 
 @pytest.mark.parametrize("row", DEVICES.values(), ids=str)
@@ -57,16 +63,18 @@ def test_rows_of_links_are_plausible(row):
 
 
 def test_one_way_and_in_bytes():
-    assert interconnect("nvlink4").nbytes_per_second == 900e9 / 2
-    assert interconnect("400GbE").nbytes_per_second == 400e9 / 8
-    assert interconnect("pcie4").nbytes_per_second == pytest.approx(
-        2 * interconnect("pcie3").nbytes_per_second
+    assert find_interconnect("nvlink4").nbytes_per_second == 900e9 / 2
+    assert find_interconnect("400GbE").nbytes_per_second == 400e9 / 8
+    assert find_interconnect("pcie4").nbytes_per_second == pytest.approx(
+        2 * find_interconnect("pcie3").nbytes_per_second
     )
-    assert interconnect("nvlink3").nbytes_per_second / interconnect("nvlink2").nbytes_per_second == 2
+    assert (
+        find_interconnect("nvlink3").nbytes_per_second / find_interconnect("nvlink2").nbytes_per_second == 2
+    )
 
 
 def test_a_type_that_a_device_lacks_is_refused_with_those_it_has():
     with pytest.raises(UsageError, match="it has: fp16, fp32"):
-        device("v100").flops_per_second("bf16")
+        find_device("v100").flops_per_second("bf16")
     with pytest.raises(UsageError, match="number type"):
-        device("v100").flops_per_second("fp8")
+        find_device("v100").flops_per_second("fp8")

@@ -66,7 +66,7 @@ def test_no_other_line_that_is_allowed_is_better(points):
             assert loss >= line.loss * (1 - 1e-6) - 1e-9
 
 
-def test_one_size_cannot_tell_latency_from_bandwidth_and_still_predicts_itself():
+def test_one_size_does_not_separate_latency_from_bandwidth_and_still_predicts_itself():
     line = fit_line(np.ones(3), numbers(8.0, 8, 8), numbers(2.0, 2, 2))
     assert line.alpha + 8 * line.beta == pytest.approx(2.0)
 

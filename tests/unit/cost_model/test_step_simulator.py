@@ -66,7 +66,7 @@ def test_the_host_is_busy_with_launching():
     assert times(found) == [(0.5, 0.5, 2.5), (1.0, 2.5, 4.5)]
 
 
-def test_calls_that_nobody_waits_for_end_after_the_program():
+def test_calls_without_a_wait_end_after_the_program():
     found = simulate_step([Launch(0, 2.0), Launch(1, 2.0), Compute(1.0)])
     assert found.end == 1.0
     assert [ended for _, _, ended in times(found)] == [2.0, 4.0]
@@ -92,7 +92,7 @@ def test_an_empty_program_ends_at_once():
         ([], {"calls_slow": math.nan}, "calls_slow=nan"),
     ],
 )
-def test_what_makes_no_sense_is_refused(program, options, said):
+def test_invalid_values_are_refused(program, options, said):
     with pytest.raises(UsageError, match=said):
         simulate_step(program, **options)
 

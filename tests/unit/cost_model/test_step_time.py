@@ -13,8 +13,8 @@ from paceline.cost_model.profile_entries import Parameter
 from paceline.cost_model.step_costs import pick_step_costs
 from paceline.cost_model.step_program import step_program
 from paceline.cost_model.step_simulator import Compute, Launch, Wait
-from paceline.cost_model.step_strategy import STRATEGIES, StepStrategy, usual_strategies
-from paceline.cost_model.step_time import best_step, predict_step, predict_steps, simulated_bucket
+from paceline.cost_model.step_strategy import STRATEGIES, StepStrategy, standard_strategies
+from paceline.cost_model.step_time import best_simulated_bucket, fastest_step, predict_step, predict_steps
 from paceline.errors import UsageError
 from step_profile import CALL, MIB, OPS, RATE, contention, exchange, model, profile, seconds
 
@@ -30,8 +30,8 @@ def exposed(way, costs=COSTS):
 
 
 def test_ways_have_the_names_of_the_engines_strategies():
-    from paceline.parallel.strategy import STRATEGIES as ENGINES
-    from paceline.parallel.strategy import Sync
+    from paceline.parallel.name import STRATEGIES as ENGINES
+    from paceline.parallel.name import Sync
 
     assert set(STRATEGIES) - {"ddp"} == set(ENGINES)
     for name in ("naive", "flat", "overlap", "bucketed", "sharded"):
@@ -41,7 +41,7 @@ def test_ways_have_the_names_of_the_engines_strategies():
 
 def test_torchs_default_starts_with_a_small_bucket():
     assert StepStrategy("ddp").caps == (MIB, 25 * MIB)
-    assert StepStrategy("ddp").default_ddp
+    assert StepStrategy("ddp").is_default_ddp
     assert StepStrategy("ddp", 25).caps == 25 * MIB
 
 
@@ -90,7 +90,9 @@ def test_bucketed_is_the_formula_of_equal_buckets():
 
 
 def test_the_steps_parts_add_up_to_it_for_every_way():
-    for time in predict_steps(COSTS, usual_strategies([1.0, 4.0, math.inf], compressions=["bf16", "int4"])):
+    for time in predict_steps(
+        COSTS, standard_strategies([1.0, 4.0, math.inf], compressions=["bf16", "int4"])
+    ):
         parts = time.forward + time.backward + time.exposed + time.optimizer
         assert parts == pytest.approx(time.seconds)
         assert time.low <= time.seconds <= time.high
@@ -169,9 +171,11 @@ def test_launching_costs_the_rank():
 
 
 def test_the_best_sends_gradients_whole():
-    times = predict_steps(COSTS, usual_strategies([1.0, 5.0], compressions=["int4"]))
-    assert best_step(times).way.compression == "none"
-    assert best_step(times).seconds == min(time.seconds for time in times if time.way.compression == "none")
+    times = predict_steps(COSTS, standard_strategies([1.0, 5.0], compressions=["int4"]))
+    assert fastest_step(times).name.compression == "none"
+    assert fastest_step(times).seconds == min(
+        time.seconds for time in times if time.name.compression == "none"
+    )
 
 
 # ---------------------------------------------------------------- buckets
@@ -187,7 +191,7 @@ def test_the_closed_forms_values_are_those_of_the_prices():
 
 def test_the_simulated_bucket_is_at_least_as_good_as_all_that_were_tried():
     slow = pick_step_costs(profile(call=0.15))
-    best = simulated_bucket(slow)
+    best = best_simulated_bucket(slow)
     assert best.backward.end == min(backward.end for _, backward in best.tried)
     at = slow.equal_buckets().best().nbytes
     ready = [each.ready for each in slow.step.parameters]
@@ -198,8 +202,8 @@ def test_the_simulated_bucket_is_at_least_as_good_as_all_that_were_tried():
 # ---------------------------------------------------------------- what a profile has
 
 
-def test_what_is_not_clear_or_not_there_is_said():
-    with pytest.raises(UsageError, match="knows no training step"):
+def test_ambiguous_or_missing_entries_are_reported():
+    with pytest.raises(UsageError, match="has no training step"):
         pick_step_costs(type(profile())())
     with pytest.raises(UsageError, match="no step with model 'nett'"):
         pick_step_costs(profile(), "nett")
@@ -254,15 +258,15 @@ def test_torchs_calls_are_those_of_the_backend_that_torch_has_there():
     both = profile().with_entries(exchanges=nccl, models=[on_nccl], contentions=contentions)
     for backend, call in (("gloo", CALL), ("nccl", 1e-6)):
         costs = pick_step_costs(both, backend=backend)
-        assert costs.torchs.alone.backend == backend
-        assert costs.torchs.seconds(MIB) == pytest.approx(seconds("all-reduce", MIB, call))
+        assert costs.torch_ddp.alone.backend == backend
+        assert costs.torch_ddp.seconds(MIB) == pytest.approx(seconds("all-reduce", MIB, call))
     ours = [exchange(op, queued, backend="paceline") for op in OPS for queued in (False, True)]
     in_memory = both.with_entries(
         exchanges=ours,
         models=[replace(model(), backend="paceline")],
         contentions=[contention(op, backend="paceline") for op in OPS],
     )
-    assert pick_step_costs(in_memory, backend="paceline").torchs.alone.backend == "gloo"
+    assert pick_step_costs(in_memory, backend="paceline").torch_ddp.alone.backend == "gloo"
 
 
 def test_other_numbers_of_ranks_are_predicted_and_noted():

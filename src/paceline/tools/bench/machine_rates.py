@@ -112,7 +112,17 @@ def measure_machine_rate(job: RateJob, settings: MachineSettings, source: Source
     with _threads(job.threads):
         value, low, high, shape = (_matmul if job.kind == "matmul" else _bandwidth)(job, settings)
     device = torch.cuda.get_device_name() if job.device == "cuda" else "cpu"
-    return Rate(job.kind, device, job.dtype, job.threads, value, low, high, shape, source)
+    return Rate(
+        kind=job.kind,
+        device=device,
+        dtype=job.dtype,
+        threads=job.threads,
+        value=value,
+        low=low,
+        high=high,
+        shape=shape,
+        source=source,
+    )
 
 
 def repeat(

@@ -23,10 +23,15 @@ from paceline.errors import UsageError
 from paceline.parallel.comm import Comm
 from paceline.tools.bench.peak_memory import CpuAllocations
 from paceline.tools.bench.rank_jobs import StartRanks, read_job, run_rank_job, write_job_result
-from paceline.tools.plan.memory.caching_allocator import replay
-from paceline.tools.plan.memory.memory_prediction import predict
-from paceline.tools.plan.memory.traced_training import STEPS, Silent, train
-from paceline.tools.plan.memory.training_subject import ALONE, Setting, Subject, subject_of
+from paceline.tools.plan.memory.caching_allocator import replay_allocations
+from paceline.tools.plan.memory.memory_prediction import predict_memory
+from paceline.tools.plan.memory.traced_training import STEPS, SilentObserver, train_subject
+from paceline.tools.plan.memory.training_subject import (
+    ALONE,
+    TrainingSetting,
+    TrainingSubject,
+    resolve_subject,
+)
 from paceline.world import init, shutdown
 
 __all__ = ["MeasuredMemory", "MemoryCheck", "check_prediction", "measure_memory"]
@@ -55,7 +60,7 @@ class MeasuredMemory:
 
 def measure_memory(
     subject: str,
-    setting: Setting,
+    setting: TrainingSetting,
     start: StartRanks,
     *,
     inputs: Sequence[str] = (),
@@ -65,10 +70,10 @@ def measure_memory(
     """Run the steps that a prediction is about and return the memory they took.
 
     Args:
-        subject: as for `subject_of`.
+        subject: as for `resolve_subject`.
         setting: of the training; `ranks` processes are started on this machine.
         start: starts ranks, such as `paceline.launch.process.local_ranks.run_ranks`.
-        inputs: as for `subject_of`.
+        inputs: as for `resolve_subject`.
         steps: optimizer steps.
         threads: of each rank.
 
@@ -104,7 +109,7 @@ class MemoryCheck:
     """A prediction with the measurement of the same steps; `seconds` is the time the prediction took."""
 
     subject: str
-    setting: Setting
+    setting: TrainingSetting
     predicted_nbytes: int
     measured: MeasuredMemory
     seconds: float
@@ -128,13 +133,13 @@ class MemoryCheck:
 
 
 def check_prediction(
-    subject: Subject, setting: Setting, start: StartRanks, *, inputs: Sequence[str] = ()
+    subject: TrainingSubject, setting: TrainingSetting, start: StartRanks, *, inputs: Sequence[str] = ()
 ) -> MemoryCheck:
     """Predict, then measure.
 
     Args:
-        subject: as for `predict`.
-        setting: as for `predict`.
+        subject: as for `predict_memory`.
+        setting: as for `predict_memory`.
         start: as for `measure_memory`.
         inputs: as for `measure_memory`.
 
@@ -142,10 +147,10 @@ def check_prediction(
         UsageError: this machine has less memory than predicted.
         RankFailed: a rank ended with an error.
     """
-    prediction = predict(subject, setting)
+    prediction = predict_memory(subject, setting)
     predicted = prediction.timeline.peak().nbytes
     if setting.device == "cuda":
-        predicted = replay(prediction.timeline.changes()).allocated_nbytes
+        predicted = replay_allocations(prediction.timeline.changes()).allocated_nbytes
     available = psutil.virtual_memory().available
     if setting.device == "cpu" and predicted * setting.ranks > available:
         raise UsageError(
@@ -160,13 +165,13 @@ def check_prediction(
 def _run_as_rank(path: str) -> None:
     """Run the job in the file `path` as one of its ranks."""
     job = read_job(path)
-    setting = decode(job["setting"], Setting, "setting")
+    setting = decode(job["setting"], TrainingSetting, "setting")
     torch.manual_seed(0)
     torch.set_num_threads(job["threads"])
     world = init(setting.backend) if setting.ranks > 1 else None
     if setting.device == "cuda":
         torch.set_default_device("cuda" if world is None else world.device)
-    subject = subject_of(job["subject"], job["inputs"])
+    subject = resolve_subject(job["subject"], job["inputs"])
     found = _measure(subject, setting, job["steps"])
     every: list[Any] = [found]
     if world is not None:
@@ -178,7 +183,7 @@ def _run_as_rank(path: str) -> None:
         shutdown()
 
 
-def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
+def _measure(subject: TrainingSubject, setting: TrainingSetting, steps: int) -> dict[str, Any]:
     """Return the peak of this rank and, on the CPU, the operators that reached it."""
     with torch.autograd.profiler.profile(profile_memory=True):  # load what the first use of torch loads
         torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
@@ -187,11 +192,11 @@ def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
     if setting.device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        train(subject, setting, Comm(), Silent(), steps)
+        train_subject(subject, setting, Comm(), SilentObserver(), steps)
         peak = torch.cuda.max_memory_allocated() - before
         return {"peak_nbytes": peak, "peak_operators": [], "unreported_nbytes": 0}
     with CpuAllocations() as allocated:
-        train(subject, setting, Comm(), Silent(), steps)
+        train_subject(subject, setting, Comm(), SilentObserver(), steps)
     at_peak = allocated.at_peak()
     return {
         "peak_nbytes": allocated.nbytes,

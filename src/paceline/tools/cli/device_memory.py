@@ -8,7 +8,7 @@ from paceline._core.units import parse_bytes
 from paceline.errors import UsageError, unknown
 
 if TYPE_CHECKING:
-    from paceline.tools.plan.memory.memory_forecast import Room
+    from paceline.tools.plan.memory.memory_forecast import DeviceMemory
 
 __all__ = ["CUDA_CONTEXT", "KINDS", "device_room", "parse_device_memory"]
 
@@ -42,12 +42,14 @@ def parse_device_memory(device: str | None, device_memory: str | None) -> int | 
     from paceline.cost_model import hardware_catalog
 
     try:
-        return hardware_catalog.device(device).memory_nbytes
+        return hardware_catalog.find_device(device).memory_nbytes
     except UsageError:
         raise unknown("device", device, [*KINDS, *hardware_catalog.DEVICES]) from None
 
 
-def device_room(kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEXT, data: str = "0") -> Room:
+def device_room(
+    kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEXT, data: str = "0"
+) -> DeviceMemory:
     """Return the memory of a device with what occupies it besides the training.
 
     Args:
@@ -56,13 +58,13 @@ def device_room(kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEX
         cuda_context: memory of driver and kernels on a GPU.
         data: memory of data that stays on the device.
     """
-    from paceline.tools.plan.memory.memory_forecast import Room
-    from paceline.tools.plan.memory.memory_ledger import Outside
+    from paceline.tools.plan.memory.memory_forecast import DeviceMemory
+    from paceline.tools.plan.memory.memory_ledger import NonTensorMemory
 
     is_gpu = kind == "cuda"
-    outside = Outside(
+    outside = NonTensorMemory(
         context_nbytes=parse_bytes(cuda_context) if is_gpu else 0,
         library_nbytes=_CUBLAS_NBYTES if is_gpu else 0,
         data_nbytes=parse_bytes(data),
     )
-    return Room(capacity, outside)
+    return DeviceMemory(capacity, outside)

@@ -1,4 +1,4 @@
-"""What a dealing does to batches, told before anything runs: who starves, what each policy costs, what is safe."""
+"""Batches per rank of dispatched data: starving ranks, the outcome of each uneven-data policy, safe sizes."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from paceline.data.sampling.rank_shares import RankShares, TurnOrder
 from paceline.data.sampling.uneven_policies import RankPortions, UnevenPolicy
 from paceline.errors import UnevenData, UsageError
 
-__all__ = ["Balance", "Outcome", "is_even", "safe_batch_sizes", "safe_blocks"]
+__all__ = ["BatchBalance", "PolicyOutcome", "is_even", "safe_batch_sizes", "safe_blocks"]
 
 Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What an epoch is like under one policy.
+class PolicyOutcome:
+    """An epoch under one policy.
 
     Attributes:
-        policy: its name; ``"none"``: every rank just loops over its own batches.
-        steps: of the epoch; None where there is no epoch.
-        used: different samples that it uses.
-        dropped: samples that it never uses.
-        repeated: samples that it uses again, counted each time.
-        empty: batches, of all ranks, without a sample.
-        moved: how much of the gradient's weight is on other ranks' data than it should be, 0 to 1: half the sum
-            over ranks of |weight - part of the data|. Where ranks' mean gradients differ by at most d, the
-            epoch's mean gradient is off by at most ``moved * d``.
-        deadlock: whether ranks wait for others that will not come.
-        refused: why there is no epoch; empty where there is one.
+        policy: its name; ``"none"``: every rank loops over its own batches.
+        steps: of the epoch; None if it is refused.
+        used: distinct samples that are used.
+        dropped: samples that are never used.
+        repeated: samples that are used again, counted each time.
+        empty: batches of all ranks without a sample.
+        moved: gradient weight on the wrong ranks' data, 0 to 1: half the sum over ranks of
+            |weight − fraction of the data|. Where ranks' mean gradients differ by at most d, the epoch's mean gradient
+            is off by at most ``moved * d``.
+        deadlock: whether ranks wait forever for others.
+        refused: the error; empty if there is none.
     """
 
     policy: str
@@ -55,113 +55,115 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Balance:
-    """A dealing, cut into batches.
+class BatchBalance:
+    """Dispatched data, cut into batches.
 
     Attributes:
-        dealing: who gets what.
+        dispatch: samples of each rank.
         batch_size: samples of a full batch.
-        drop_last: whether a loader without a policy leaves out the short last batch.
+        drop_last: whether a loader without a policy drops the short last batch.
     """
 
-    dealing: BlockDispatch
+    dispatch: BlockDispatch
     batch_size: int
     drop_last: bool = False
 
     @cached_property
     def full_batches(self) -> tuple[int, ...]:
-        """Full batches of each rank: the floor."""
-        return tuple(count // self.batch_size for count in self.dealing.counts)
+        """Full batches of each rank (floor)."""
+        return tuple(count // self.batch_size for count in self.dispatch.counts)
 
     @cached_property
     def all_batches(self) -> tuple[int, ...]:
-        """Batches of each rank with the last one, which may be short: the ceiling."""
-        return tuple(-(-count // self.batch_size) for count in self.dealing.counts)
+        """Batches of each rank including a short last one (ceiling)."""
+        return tuple(-(-count // self.batch_size) for count in self.dispatch.counts)
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Batches that a loader without a policy makes for each rank."""
+        """Batches of each rank from a loader without a policy."""
         return self.full_batches if self.drop_last else self.all_batches
 
     @property
     def starving(self) -> list[tuple[int, int]]:
-        """(rank, steps that it can make) of every rank that has fewer batches than another."""
+        """(rank, its batches) of every rank that has fewer batches than another."""
         most = max(self.batches)
         return [(rank, batches) for rank, batches in enumerate(self.batches) if batches < most]
 
     @property
     def deadlock(self) -> bool:
-        """Whether ranks that each loop over their own batches end up waiting for one another."""
+        """Whether ranks that each loop over their own batches end in a deadlock."""
         return min(self.batches) < max(self.batches)
 
-    def outcome(self, policy: UnevenPolicy) -> Outcome:
-        """Return what an epoch is like under `policy`; every sample weighs the same."""
-        counts = self.dealing.counts
+    def outcome(self, policy: UnevenPolicy) -> PolicyOutcome:
+        """Return the outcome under `policy`; every sample has the same weight."""
+        counts = self.dispatch.counts
         try:
             portions = RankPortions(counts, self.batch_size, policy)
         except (UnevenData, UsageError) as error:
-            return Outcome(policy, None, refused=str(error).partition("\n")[0])
+            return PolicyOutcome(policy, None, refused=str(error).partition("\n")[0])
         served = [portions.bounds(rank, portions.steps - 1)[1] for rank in range(len(counts))]
-        return Outcome(
+        return PolicyOutcome(
             policy,
             portions.steps,
             portions.used,
             portions.dropped,
             portions.repeated,
             portions.empty,
-            moved(served, counts),
+            moved_weight(served, counts),
         )
 
     @property
-    def without_policy(self) -> Outcome:
-        """What becomes of ranks that each loop over their own batches, and weigh every rank the same."""
-        counts, steps = self.dealing.counts, min(self.batches)
+    def without_policy(self) -> PolicyOutcome:
+        """Outcome of ranks that each loop over their own batches, with equal weight per rank."""
+        counts, steps = self.dispatch.counts, min(self.batches)
         used = sum(min(count, steps * self.batch_size) for count in counts)
         weights = [1 if steps else 0] * len(counts)
-        return Outcome(
+        return PolicyOutcome(
             "none",
             steps,
             used,
             sum(counts) - used,
-            moved=moved(weights, counts),
+            moved=moved_weight(weights, counts),
             deadlock=self.deadlock,
         )
 
     @cached_property
-    def outcomes(self) -> list[Outcome]:
-        """Every policy's outcome, that of none first."""
+    def outcomes(self) -> list[PolicyOutcome]:
+        """Outcomes of all policies, that without a policy first."""
         return [self.without_policy, *(self.outcome(policy) for policy in get_args(UnevenPolicy))]
 
 
-def moved(weights: Sequence[int], counts: Sequence[int]) -> float:
-    """Return how far apart two distributions over ranks are, 0 to 1: their distance in total variation."""
+def moved_weight(weights: Sequence[int], counts: Sequence[int]) -> float:
+    """Return the total variation distance of two distributions over ranks, 0 to 1."""
     all_weights, samples = sum(weights), sum(counts)
     if not all_weights or not samples:
         return 0.0
     pairs = zip(weights, counts, strict=True)
-    apart = sum(abs(weight * samples - count * all_weights) for weight, count in pairs)
-    return apart / (2 * all_weights * samples)
+    distance = sum(abs(weight * samples - count * all_weights) for weight, count in pairs)
+    return distance / (2 * all_weights * samples)
 
 
 def is_even(counts: Iterable[int], batch_size: int, *, drop_last: bool = False) -> bool:
-    """Tell whether all ranks have the same number of batches."""
+    """Return whether all ranks have the same number of batches."""
     return bool(safe_batch_sizes(tuple(counts), [batch_size], drop_last=drop_last))
 
 
 def safe_blocks(
     samples: int, shares: RankShares, batch_size: int, largest: int, *, drop_last: bool = False
 ) -> list[int]:
-    """Return the block sizes, dealt in turns, for which all ranks have the same number of batches.
+    """Return the block sizes, dispatched in turns, for which all ranks have the same number of batches.
 
     Args:
-        samples, shares: what is dealt, and to whom.
-        batch_size, drop_last: how it is cut.
-        largest: the largest block to look at.
+        samples: of all ranks.
+        shares: of the ranks.
+        batch_size: samples of a full batch.
+        largest: the largest block size to check.
+        drop_last: whether the short last batch is dropped.
     """
     turns = TurnOrder.of(shares)
     found = np.arange(1, largest + 1, dtype=np.int64)
     expected = None
-    for rank in _telling(shares):
+    for rank in _ranks_to_check(shares):
         batches = _batches(_counts_in_turns(turns, rank, samples, found), batch_size, drop_last)
         if expected is not None:
             same = batches == expected
@@ -170,10 +172,10 @@ def safe_blocks(
     return found.tolist()
 
 
-def _telling(shares: RankShares) -> list[int]:
-    """Return the ranks to look at, those that differ most first.
+def _ranks_to_check(shares: RankShares) -> list[int]:
+    """Return the ranks to compare, those that differ most first.
 
-    Of equal shares the first and the last tell all: no rank has more than the one before it.
+    With equal shares the first and the last are enough: no rank has more than the one before it.
     """
     by_part = sorted(range(shares.ranks), key=lambda rank: shares.parts[rank])
     if shares.parts[by_part[0]] == shares.parts[by_part[-1]]:
@@ -182,7 +184,7 @@ def _telling(shares: RankShares) -> list[int]:
 
 
 def _counts_in_turns(turns: TurnOrder, rank: int, samples: int, sizes: Numbers) -> Numbers:
-    """Return how many samples `rank` gets for each of the block `sizes`."""
+    """Return the samples of `rank` for each of the block `sizes`."""
     blocks = -(-samples // sizes)
     short = np.where(turns.owners[(blocks - 1) % turns.period] == rank, blocks * sizes - samples, 0)
     return turns.counts(rank, blocks) * sizes - short
@@ -195,7 +197,7 @@ def _batches(counts: Numbers, batch_size: int | Numbers, drop_last: bool) -> Num
 def safe_batch_sizes(
     counts: tuple[int, ...], candidates: Iterable[int], *, drop_last: bool = False
 ) -> list[int]:
-    """Return which of the batch sizes `candidates` give all ranks the same number of batches."""
+    """Return those of the batch sizes `candidates` for which all ranks have the same number of batches."""
     sizes = np.fromiter(candidates, dtype=np.int64)
     ends = np.array([[min(counts)], [max(counts)]])  # more samples never make fewer batches
     fewest, most = _batches(ends, sizes, drop_last)

@@ -1,98 +1,112 @@
-"""How many devices a training needs at least, and how a global batch is dealt to them (pure).
+"""Devices that a training needs, and the split of a global batch over them (pure).
 
     m(n) = (S + f·A)/n + R + (1 − f)·A      bytes on each of n devices
     global batch = micro-batch × accumulation × ranks
 
-S is what devices share (weights, gradients, optimizer), R what each of them has whole, A what one micro-batch of a
-device saves for backward, and f the part of A that devices share too. For ZeRO-3 / FSDP with Adam in float32 S is 16
-bytes a parameter and R is 0; for ZeRO-1 S is 8 (Adam's two states) and R is 8 (weights and gradients); for DDP S is 0
-(Rajbhandari et al., arXiv 1910.02054, with master weights and gradients in float32).
+S is divided among the devices (weights, gradients, optimizer state), R is replicated on each of them, A is what a
+device saves for the backward pass of one micro-batch, and f the fraction of A that is divided too. For ZeRO-3 / FSDP
+with Adam in float32 S is 16 bytes per parameter and R is 0; for ZeRO-1 S is 8 (Adam's two moments) and R is 8 (weights
+and gradients); for DDP S is 0 (Rajbhandari et al., arXiv 1910.02054, with master weights and gradients in float32).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.errors import UsageError, unknown
 
 __all__ = [
     "STATES",
     "BatchSplit",
-    "States",
+    "ModelStates",
     "device_nbytes",
-    "devices_for",
-    "most_samples",
+    "devices_needed",
+    "max_micro_batch",
     "split_batch",
-    "token_nbytes",
+    "transformer_token_nbytes",
 ]
 
 STATES = {"ddp": (0, 16), "zero1": (8, 8), "zero2": (12, 4), "fsdp": (16, 0)}
-"""By strategy: bytes a parameter that devices share, and that each has whole; Adam, everything in float32."""
+"""Per strategy, bytes per parameter that are divided among devices and that are replicated; Adam in float32."""
 
 
 @dataclass(frozen=True)
-class States:
-    """Bytes of weights, gradients and optimizer.
+class ModelStates:
+    """Bytes of weights, gradients and optimizer state.
 
     Attributes:
-        shared: S, what n devices have between them.
-        whole: R, what each of them has.
+        shared: S, divided among n devices.
+        whole: R, replicated on each of them.
     """
 
     shared: float
     whole: float = 0.0
 
     @classmethod
-    def of(cls, parameters: int, strategy: str = "fsdp") -> States:
-        """Return those of a model trained with Adam in float32.
+    def of(cls, parameters: int, strategy: str = "fsdp") -> ModelStates:
+        """Return the states of a model that is trained with Adam in float32.
 
         Args:
             parameters: of the model.
             strategy: one of `STATES`.
 
         Raises:
-            UsageError: there is no such strategy.
+            UsageError: unknown strategy.
 
         Example:
-            >>> States.of(1_000_000, "zero1")
-            States(shared=8000000, whole=8000000)
+            >>> ModelStates.of(1_000_000, "zero1")
+            ModelStates(shared=8000000, whole=8000000)
         """
         if strategy not in STATES:
             raise unknown("strategy", strategy, STATES)
         shared, whole = STATES[strategy]
         return cls(shared * parameters, whole * parameters)
 
+    def with_activations(self, activations: float, shared: float) -> ModelStates:
+        """Return these states plus activations, of which the fraction `shared` is divided among devices."""
+        return ModelStates(self.shared + shared * activations, self.whole + (1.0 - shared) * activations)
 
-def device_nbytes(states: States, activations: float, devices: int, shared: float = 0.0) -> float:
+    def nbytes_on(self, devices: int) -> float:
+        """Return the bytes on each of `devices` devices."""
+        return self.shared / devices + self.whole
+
+
+def device_nbytes(states: ModelStates, activations: float, devices: int, shared: float = 0.0) -> float:
     """Return m(n), the bytes that each device holds.
 
     Args:
-        states: S and R. activations: A, bytes. devices: n. shared: f, the part of A that devices share.
+        states: S and R.
+        activations: A, bytes.
+        devices: n.
+        shared: f, the fraction of A that is divided among devices.
 
     Example:
-        >>> device_nbytes(States(1600.0), 100.0, devices=4, shared=0.5)
+        >>> device_nbytes(ModelStates(1600.0), 100.0, devices=4, shared=0.5)
         462.5
     """
-    return (states.shared + shared * activations) / devices + states.whole + (1.0 - shared) * activations
+    return states.with_activations(activations, shared).nbytes_on(devices)
 
 
-def devices_for(states: States, activations: float, memory: float, shared: float = 0.0) -> int | None:
+def devices_needed(states: ModelStates, activations: float, memory: float, shared: float = 0.0) -> int | None:
     """Return the least n with m(n) ≤ memory; None if no number of devices is enough.
 
-    n ≥ (S + f·A) / (memory − R − (1 − f)·A): what every device holds by itself is taken off its memory first.
+    n ≥ (S + f·A) / (memory − R − (1 − f)·A): the replicated part is subtracted from the memory first.
 
     Args:
-        states: S and R. activations: A, bytes. memory: of a device, bytes that may be used.
-        shared: f, the part of A that devices share, 0 to 1.
+        states: S and R.
+        activations: A, bytes.
+        memory: usable bytes per device.
+        shared: f, the fraction of A that is divided among devices, 0 to 1.
 
     Raises:
-        UsageError: a number makes no sense.
+        UsageError: a number is out of range.
 
     Example:
-        >>> devices_for(States(3517.6e9), activations=0.0, memory=80e9)
+        >>> devices_needed(ModelStates(3517.6e9), activations=0.0, memory=80e9)
         44
-        >>> devices_for(States(3517.6e9), activations=300e9, memory=80e9, shared=0.5) is None
+        >>> devices_needed(ModelStates(3517.6e9), activations=300e9, memory=80e9, shared=0.5) is None
         True
     """
     for name, value in (("states", states.shared + states.whole), ("activations", activations)):
@@ -101,63 +115,67 @@ def devices_for(states: States, activations: float, memory: float, shared: float
     if not 0 < memory < math.inf:
         raise UsageError(f"a device with {memory!r} bytes of memory", remedy="give bytes above 0")
     if not 0 <= shared <= 1:
-        raise UsageError(
-            f"{shared!r} of the activations are shared", remedy="give a part of the whole, 0 to 1"
-        )
-    left = memory - states.whole - (1.0 - shared) * activations
-    together = states.shared + shared * activations
-    if left < 0 or (left == 0 and together):
+        raise UsageError(f"{shared!r} of the activations are shared", remedy="give a fraction from 0 to 1")
+    total = states.with_activations(activations, shared)
+    free = memory - total.whole
+    if free < 0 or (free == 0 and total.shared):
         return None
-    return max(1, math.ceil(together / left)) if together else 1
+    return max(1, math.ceil(total.shared / free)) if total.shared else 1
 
 
-def most_samples(
-    states: States, activations_of_sample: float, memory: float, devices: int, shared: float = 0.0
+def max_micro_batch(
+    states: ModelStates, sample_activations: float, memory: float, devices: int, shared: float = 0.0
 ) -> int:
-    """Return the largest micro-batch that fits on each of n devices; 0 if not even one sample does.
+    """Return the largest micro-batch that fits on each of n devices; 0 if not even one sample fits.
 
     Args:
-        states: S and R. activations_of_sample: A of one sample, bytes above 0. memory: of a device, bytes.
-        devices: n. shared: f.
+        states: S and R.
+        sample_activations: A of one sample, bytes above 0.
+        memory: usable bytes per device.
+        devices: n.
+        shared: f, the fraction of A that is divided among devices.
 
     Example:
-        >>> most_samples(States(1600.0), 10.0, memory=500.0, devices=4)
+        >>> max_micro_batch(ModelStates(1600.0), 10.0, memory=500.0, devices=4)
         10
     """
-    left = memory - states.shared / devices - states.whole
-    each = activations_of_sample * (shared / devices + 1.0 - shared)
-    return max(0, math.floor(left / each * (1 + 1e-12)))  # a quotient that rounding put below a whole number
+    free = memory - states.nbytes_on(devices)
+    per_sample = device_nbytes(ModelStates(0.0), sample_activations, devices, shared)
+    return max(
+        0, math.floor(free / per_sample * (1 + 1e-12))
+    )  # against quotients rounded below a whole number
 
 
-def token_nbytes(d_model: int, layers: int, vocabulary: int) -> float:
-    """Return about what a token of a transformer saves for backward in 16 bits, its attention not materialised.
+def transformer_token_nbytes(d_model: int, layers: int, vocabulary: int) -> float:
+    """Return the approximate bytes that a transformer saves for backward per token, in 16 bits with fused attention.
 
-    34·d_model bytes a layer (Korthikanti et al., arXiv 2205.05198, without the scores, which fused attention does not
-    keep) and 6 bytes a logit. ``paceline plan memory`` counts what a given model really saves.
+    34·d_model bytes per layer (Korthikanti et al., arXiv 2205.05198, without the attention scores, which fused
+    attention does not keep) and 6 bytes per logit. ``paceline plan memory`` counts what a given model really saves.
 
     Example:
-        >>> token_nbytes(1024, 24, 50257)
+        >>> transformer_token_nbytes(1024, 24, 50257)
         1137126.0
     """
     return 34.0 * d_model * layers + 6.0 * vocabulary
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchSplit:
     """A global batch as micro-batch × accumulation × ranks.
 
     Attributes:
-        asked: the global batch that was asked for, in samples.
+        samples: the global batch.
         micro: samples of a rank's largest micro-batch.
-        accumulation: micro-batches of a rank in an optimizer step.
+        accumulation: micro-batches per rank and optimizer step.
         ranks: that take part.
-        idle: devices that are there and don't.
-        missing: samples that are short of micro × accumulation × ranks; 0: it divides.
-        below, above: the next global batches that divide by ranks × accumulation; 0: there is none below.
-        exact: the split with the most ranks that divides without rest; None: this one does.
+        idle: devices without samples.
+        missing: samples short of micro × accumulation × ranks; 0: it divides.
+        below: the next smaller global batch that divides by ranks × accumulation; 0: there is none.
+        above: the next larger one.
+        exact: the split with the most ranks that divides; None: this one does.
     """
 
-    asked: int
+    samples: int
     micro: int
     accumulation: int
     ranks: int
@@ -169,24 +187,35 @@ class BatchSplit:
 
     @property
     def rank_samples(self) -> tuple[int, int]:
-        """The least and the most samples of a rank in an optimizer step; both alike where it divides."""
-        return self.asked // self.ranks, -(-self.asked // self.ranks)
+        """The least and the most samples of a rank per optimizer step; equal where the batch divides."""
+        return self.samples // self.ranks, -(-self.samples // self.ranks)
 
     @property
-    def told(self) -> str:
-        """The split as people write it: micro-batch × accumulation × ranks."""
+    def label(self) -> str:
+        """Micro-batch × accumulation × ranks."""
         return f"{self.micro} × {self.accumulation} × {self.ranks}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the split for JSON."""
+        numbers = {name: value for name, value in vars(self).items() if name not in ("samples", "exact")}
+        return {
+            "asked": self.samples,
+            **numbers,
+            "exact": None if self.exact is None else self.exact.facts(),
+        }
 
 
 def split_batch(samples: int, devices: int, most: int) -> BatchSplit:
-    """Return how a global batch is dealt: over as many ranks as there are, then over micro-batches.
+    """Split a global batch over as many ranks as possible, then over micro-batches.
 
-    Ranks come before accumulation, since they work at the same time and micro-batches one after another. Accumulation
-    is as little as memory allows. Where it does not divide, shares differ by one sample, which Paceline counts exactly
-    (`paceline.tools.plan.balance_report`); `below`, `above` and `exact` are the ways to have them all alike.
+    Ranks come before accumulation, because they run in parallel and micro-batches one after another. Accumulation is
+    the least that memory allows. Where the batch does not divide, ranks differ by one sample, which Paceline weights
+    exactly (`paceline.tools.plan.balance_report`); `below`, `above` and `exact` are the even alternatives.
 
     Args:
-        samples: the global batch. devices: how many there are. most: samples of a micro-batch that fit on a device.
+        samples: the global batch.
+        devices: available.
+        most: samples of a micro-batch that fit on a device.
 
     Raises:
         UsageError: one is below 1.
@@ -204,33 +233,26 @@ def split_batch(samples: int, devices: int, most: int) -> BatchSplit:
         if type(value) is not int or value < 1:
             raise UsageError(f"{name}={value!r}", remedy="give a whole number of 1 or more")
     ranks = min(devices, samples)
-    return _with_exact(_split(samples, ranks, devices, -(-samples // (ranks * most))), most)
+    split = _split(samples, ranks, devices, -(-samples // (ranks * most)))
+    if not split.missing:
+        return split
+    # The even split with the most ranks and, of these, the least accumulation.
+    ranks = next(count for count in range(ranks, 0, -1) if samples % count == 0)
+    own = samples // ranks
+    accumulation = next(parts for parts in range(-(-own // most), own + 1) if own % parts == 0)
+    return replace(split, exact=_split(samples, ranks, devices, accumulation))
 
 
 def _split(samples: int, ranks: int, devices: int, accumulation: int) -> BatchSplit:
     unit = ranks * accumulation
     micro = -(-samples // unit)
-    missing = micro * unit - samples
-    below = samples // unit * unit
     return BatchSplit(
-        samples,
-        micro,
-        accumulation,
-        ranks,
-        devices - ranks,
-        missing,
-        below,
-        micro * unit if missing else samples,
+        samples=samples,
+        micro=micro,
+        accumulation=accumulation,
+        ranks=ranks,
+        idle=devices - ranks,
+        missing=micro * unit - samples,
+        below=samples // unit * unit,
+        above=micro * unit,
     )
-
-
-def _with_exact(split: BatchSplit, most: int) -> BatchSplit:
-    """Add the split that divides, with the most ranks, and of these with the least accumulation."""
-    if not split.missing:
-        return split
-    devices = split.ranks + split.idle
-    ranks = next(count for count in range(split.ranks, 0, -1) if split.asked % count == 0)
-    own = split.asked // ranks
-    accumulation = next(parts for parts in range(-(-own // most), own + 1) if own % parts == 0)
-    exact = _split(split.asked, ranks, devices, accumulation)
-    return BatchSplit(**{**vars(split), "exact": exact})

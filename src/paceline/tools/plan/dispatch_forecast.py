@@ -1,4 +1,4 @@
-"""All that can be told of an epoch before it runs, for several block and batch sizes; as JSON."""
+"""Forecast of an epoch over dispatched data, for several block and batch sizes."""
 
 from __future__ import annotations
 
@@ -9,33 +9,42 @@ from paceline.data.sampling.block_dispatch import BlockDispatch, DispatchScheme,
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import check_batching
 from paceline.errors import UsageError
-from paceline.tools.plan.balance_report import Balance, is_even, safe_batch_sizes, safe_blocks
-from paceline.tools.plan.imbalance_statistics import DRAWS, Spread, bound_in_turns, largest_above, spread_of
+from paceline.tools.plan.balance_report import BatchBalance, is_even, safe_batch_sizes, safe_blocks
+from paceline.tools.plan.imbalance_statistics import (
+    DRAWS,
+    ImbalanceSpread,
+    excess_bound_in_turns,
+    imbalance_spread,
+    largest_excess,
+)
 
-__all__ = ["SCHEMA", "Asked", "Forecast", "Imbalance", "forecasts"]
+__all__ = ["SCHEMA", "DispatchForecast", "DispatchRequest", "Imbalance", "forecast_dispatch"]
 
 SCHEMA = 1
 
 LARGEST_BLOCK, LARGEST_BATCH = 10_000, 4096
-"""Up to these all sizes are looked at, whether they are safe."""
+"""All sizes up to these are checked for safety."""
 
 MOST_DRAWN = 200_000
-"""Numbers of ranks that are drawn for one block size, unless other draws are asked for."""
+"""Limit of draws × ranks per block size, unless a number of draws is given."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be forecast.
+class DispatchRequest:
+    """Data to dispatch, and the sizes to forecast for.
 
     Attributes:
-        samples: to be dealt, 1 or more.
-        shares, scheme, seed: as in `BlockDispatch`.
-        blocks, batch_sizes: every one of the first with every one of the second.
-        drop_last: whether a loader without a policy leaves out the short last batch.
-        draws: at random, beside the closed forms; None: 400, fewer for more than 500 ranks.
+        samples: to dispatch, 1 or more.
+        shares: of the ranks.
+        scheme: as in `BlockDispatch`.
+        seed: of scheme ``"random"``.
+        blocks: block sizes.
+        batch_sizes: each is combined with each block size.
+        drop_last: whether a loader without a policy drops the short last batch.
+        draws: random draws to check the closed forms; None: 400, fewer for more than 500 ranks.
 
     Raises:
-        UsageError: a value that makes no sense, or a block larger than the data.
+        UsageError: a value is out of range, or a block is larger than the data.
     """
 
     samples: int
@@ -55,18 +64,18 @@ class Asked:
         if self.draws is not None and self.draws < 0:
             raise UsageError(f"draws={self.draws}", remedy="pass 0 or more")
         for block in self.blocks:
-            self.dealing(block)
+            self.dispatch(block)
 
-    def dealing(self, block: int) -> BlockDispatch:
-        """Return who gets what in blocks of `block`."""
+    def dispatch(self, block: int) -> BlockDispatch:
+        """Return the dispatch in blocks of `block`."""
         shares = self.shares
         return dispatch_blocks(
             self.samples, shares.ranks, block=block, scheme=self.scheme, shares=shares, seed=self.seed
         )
 
     @property
-    def draws_of_block(self) -> int:
-        """How many draws are made for each block size."""
+    def draws_per_block(self) -> int:
+        """Number of draws for each block size."""
         return min(DRAWS, max(1, MOST_DRAWN // self.shares.ranks)) if self.draws is None else self.draws
 
     def to_json(self) -> dict[str, Any]:
@@ -80,51 +89,51 @@ class Asked:
             "blocks": list(self.blocks),
             "batch_sizes": list(self.batch_sizes),
             "drop_last": self.drop_last,
-            "draws": self.draws_of_block,
+            "draws": self.draws_per_block,
         }
 
 
 @dataclass(frozen=True)
 class Imbalance:
-    """By how much the rank with most samples for its share is above it, as a fraction of the share.
+    """Excess of the rank that is furthest above its share, as a fraction of the share.
 
     Attributes:
-        dealt: as it is dealt here.
-        in_turns: as it would be, dealt in turns.
-        bound_in_turns: what that stays below, whatever the number of samples.
-        random: as it would be at random, over all draws.
+        dealt: of the requested scheme.
+        in_turns: of the same blocks dispatched in turns.
+        bound_in_turns: upper bound of it, for any number of samples.
+        random: of the same blocks dispatched at random, over all draws.
     """
 
     dealt: float
     in_turns: float
     bound_in_turns: float
-    random: Spread
+    random: ImbalanceSpread
 
     @classmethod
-    def of(cls, dealing: BlockDispatch, draws: int) -> Imbalance:
-        """Return the imbalance of `dealing`, and of its blocks dealt otherwise."""
+    def of(cls, dispatch: BlockDispatch, draws: int) -> Imbalance:
+        """Return the imbalance of a dispatch, and of its blocks under the other schemes."""
         return cls(
-            largest_above(dealing.counts, dealing.shares),
-            largest_above(replace(dealing, scheme="shares").counts, dealing.shares),
-            bound_in_turns(dealing.shares, dealing.samples, dealing.block),
-            spread_of(replace(dealing, scheme="random"), draws),
+            largest_excess(dispatch.counts, dispatch.shares),
+            largest_excess(replace(dispatch, scheme="shares").counts, dispatch.shares),
+            excess_bound_in_turns(dispatch.shares, dispatch.samples, dispatch.block),
+            imbalance_spread(replace(dispatch, scheme="random"), draws),
         )
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """One block size and one batch size.
+class DispatchForecast:
+    """Forecast for one block size and one batch size.
 
     Attributes:
-        balance: the dealing, cut into batches.
-        imbalance: how far apart the ranks are.
-        safe_blocks: sizes, dealt in turns, for which all ranks have as many batches.
-        blocks_tried: all sizes up to it were looked at, and those that were asked for.
-        safe_batch_sizes: batch sizes for which all ranks have as many of them.
-        batch_sizes_tried: the same of batch sizes.
+        balance: the dispatch, cut into batches.
+        imbalance: of the ranks.
+        safe_blocks: block sizes, dispatched in turns, for which all ranks have the same number of batches.
+        blocks_tried: all sizes up to it were checked, and the requested ones.
+        safe_batch_sizes: batch sizes for which all ranks have the same number of batches.
+        batch_sizes_tried: all sizes up to it were checked, and the requested ones.
     """
 
-    balance: Balance
+    balance: BatchBalance
     imbalance: Imbalance
     safe_blocks: list[int]
     blocks_tried: int
@@ -134,7 +143,7 @@ class Forecast:
     @property
     def block(self) -> int:
         """Samples that go to one rank together."""
-        return self.balance.dealing.block
+        return self.balance.dispatch.block
 
     @property
     def batch_size(self) -> int:
@@ -142,12 +151,12 @@ class Forecast:
         return self.balance.batch_size
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it for JSON; see ``docs/dispatch.md``."""
+        """Return the forecast for JSON; see ``docs/dispatch.md``."""
         balance = self.balance
         return {
             "block": self.block,
             "batch_size": self.batch_size,
-            "counts": list(balance.dealing.counts),
+            "counts": list(balance.dispatch.counts),
             "batches_floor": list(balance.full_batches),
             "batches_ceil": list(balance.all_batches),
             "starving": [{"rank": rank, "after_step": steps} for rank, steps in balance.starving],
@@ -165,29 +174,29 @@ class Forecast:
         }
 
 
-def forecasts(asked: Asked) -> list[Forecast]:
-    """Return the forecast of every block size with every batch size."""
-    samples, shares, drop_last = asked.samples, asked.shares, asked.drop_last
+def forecast_dispatch(request: DispatchRequest) -> list[DispatchForecast]:
+    """Return the forecast for every block size with every batch size."""
+    samples, shares, drop_last = request.samples, request.shares, request.drop_last
     blocks_tried = max(1, min(LARGEST_BLOCK, samples // shares.ranks))
-    safe_blocks_of = {size: _safe_blocks(asked, size, blocks_tried) for size in asked.batch_sizes}
+    safe_blocks_of = {size: _safe_blocks(request, size, blocks_tried) for size in request.batch_sizes}
     found = []
-    for block in asked.blocks:
-        dealing = asked.dealing(block)
-        imbalance = Imbalance.of(dealing, asked.draws_of_block)
-        tried = min(LARGEST_BATCH, max(dealing.counts))
-        larger = sorted(size for size in asked.batch_sizes if size > tried)
-        safe = safe_batch_sizes(dealing.counts, [*range(1, tried + 1), *larger], drop_last=drop_last)
+    for block in request.blocks:
+        dispatch = request.dispatch(block)
+        imbalance = Imbalance.of(dispatch, request.draws_per_block)
+        tried = min(LARGEST_BATCH, max(dispatch.counts))
+        larger = sorted(size for size in request.batch_sizes if size > tried)
+        safe = safe_batch_sizes(dispatch.counts, [*range(1, tried + 1), *larger], drop_last=drop_last)
         for size, blocks in safe_blocks_of.items():
-            balance = Balance(dealing, size, drop_last)
-            found.append(Forecast(balance, imbalance, blocks, blocks_tried, safe, tried))
+            balance = BatchBalance(dispatch, size, drop_last)
+            found.append(DispatchForecast(balance, imbalance, blocks, blocks_tried, safe, tried))
     return found
 
 
-def _safe_blocks(asked: Asked, batch_size: int, tried: int) -> list[int]:
-    """Return which of the block sizes up to `tried`, and of those asked for, are safe if dealt in turns."""
-    found = safe_blocks(asked.samples, asked.shares, batch_size, tried, drop_last=asked.drop_last)
-    for block in sorted(asked.blocks):
-        dealing = replace(asked.dealing(block), scheme="shares")
-        if block > tried and is_even(dealing.counts, batch_size, drop_last=asked.drop_last):
+def _safe_blocks(request: DispatchRequest, batch_size: int, tried: int) -> list[int]:
+    """Return the block sizes that are safe in turns, of those up to `tried` and the requested ones."""
+    found = safe_blocks(request.samples, request.shares, batch_size, tried, drop_last=request.drop_last)
+    for block in sorted(request.blocks):
+        dispatch = replace(request.dispatch(block), scheme="shares")
+        if block > tried and is_even(dispatch.counts, batch_size, drop_last=request.drop_last):
             found.append(block)
     return found

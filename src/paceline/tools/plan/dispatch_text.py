@@ -1,4 +1,4 @@
-"""What a forecast of dispatched data says, in words. Pure functions over numbers."""
+"""Forecasts of dispatched data as text (pure)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from operator import itemgetter
 from typing import get_args
 
 from paceline.data.sampling.uneven_policies import UnevenPolicy
-from paceline.tools.plan.balance_report import Balance, Outcome
+from paceline.tools.plan.balance_report import BatchBalance, PolicyOutcome
 
-__all__ = ["in_short", "of_bias", "of_loop", "of_outcome", "of_safe", "percent", "ranges"]
+__all__ = [
+    "describe_bias",
+    "describe_loop",
+    "describe_outcome",
+    "describe_safe_sizes",
+    "format_ranges",
+    "percent",
+    "summarise_counts",
+]
 
 BIAS = (
-    "What is dropped or repeated is no even part of the data, but some ranks'. Dealt anew every epoch it is another "
-    "part each time; where every rank keeps its own data, the same samples are never seen. On average, an epoch's "
-    "gradient is then off by at most the weight moved × how far the gradients of two ranks' data are apart."
+    "Dropped and repeated samples are not spread evenly over the data, but are some ranks'. If the data are dispatched "
+    "anew every epoch, they differ from epoch to epoch; if every rank keeps its data, the same samples are never seen. "
+    "An epoch's mean gradient is then off by at most the weight moved × the distance between two ranks' gradients."
 )
 
 
-def in_short(numbers: Sequence[int], kinds: int = 4, most: int = 10) -> str:
-    """Return one number a rank, in rank order: equal ones together, few one by one; of many the kinds or the range.
+def summarise_counts(numbers: Sequence[int], kinds: int = 4, most: int = 10) -> str:
+    """Return one number per rank, in short: runs of equal ones, few one by one, of many the kinds or the range.
 
     Example:
-        >>> in_short([7144, 7144, 7144, 7142]), in_short([3, 1, 2, 6, 5]), in_short(range(100, 200))
-        ('7144 ×3, 7142', '3 1 2 6 5', '100 to 199')
+        >>> summarise_counts([7144, 7144, 7144, 7142]), summarise_counts([3, 1, 2])
+        ('7144 ×3, 7142', '3, 1, 2')
     """
     runs = [(number, len(list(group))) for number, group in groupby(numbers)]
     if len(runs) > kinds and len(numbers) <= most:
@@ -37,11 +45,11 @@ def in_short(numbers: Sequence[int], kinds: int = 4, most: int = 10) -> str:
     return ", ".join(f"{number} ×{ranks}" if ranks > 1 else f"{number}" for number, ranks in runs)
 
 
-def ranges(numbers: Sequence[int], most: int = 8) -> str:
-    """Return ascending numbers as ranges, the first ones and the last of many.
+def format_ranges(numbers: Sequence[int], most: int = 8) -> str:
+    """Return ascending numbers as ranges, many of them shortened.
 
     Example:
-        >>> ranges([1, 2, 3, 5, 8, 9])
+        >>> format_ranges([1, 2, 3, 5, 8, 9])
         '1–3, 5, 8–9'
     """
     runs: list[list[int]] = []
@@ -50,14 +58,14 @@ def ranges(numbers: Sequence[int], most: int = 8) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    told = [f"{first}–{last}" if last > first else f"{first}" for first, last in runs]
-    if len(told) > most:
-        told[most - 1 : -1] = ["…"]
-    return ", ".join(told)
+    parts = [f"{first}–{last}" if last > first else f"{first}" for first, last in runs]
+    if len(parts) > most:
+        parts[most - 1 : -1] = ["…"]
+    return ", ".join(parts)
 
 
 def percent(part: float) -> str:
-    """Return a fraction in per cent, with as many digits as tell it from none.
+    """Return a fraction in per cent, three significant digits.
 
     Example:
         >>> percent(0.1234), percent(0.00016), percent(0), percent(1.5)
@@ -66,28 +74,28 @@ def percent(part: float) -> str:
     return f"{100 * part:.3g}%" if abs(part) < 10 else f"{100 * part:.0f}%"
 
 
-def of_loop(balance: Balance) -> str:
-    """Return what happens to ranks that just loop over their own batches."""
+def describe_loop(balance: BatchBalance) -> str:
+    """Return the outcome of ranks that each loop over their own batches: the steps, or the deadlock."""
     steps = min(balance.batches)
     if not balance.deadlock:
         return f"all make {steps} step{'s' * (steps != 1)}"
     after: dict[int, list[int]] = {}
     for rank, own in sorted(balance.starving, key=lambda each: (each[1], each[0])):
         after.setdefault(own, []).append(rank)
-    told = [f"{_ranks(ranks)} after {own}" for own, ranks in after.items()]
-    if len(told) > 3:
-        told[2:] = [f"{len(balance.starving) - sum(map(len, list(after.values())[:2]))} more later"]
-    return f"deadlock in step {steps + 1}; out of data: {', '.join(told)}"
+    parts = [f"{_ranks(ranks)} after {own}" for own, ranks in after.items()]
+    if len(parts) > 3:
+        parts[2:] = [f"{len(balance.starving) - sum(map(len, list(after.values())[:2]))} more later"]
+    return f"deadlock in step {steps + 1}; out of data: {', '.join(parts)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    return f"ranks {ranges(ranks, most=3)}" + f" ({len(ranks)})" * (len(ranks) > 8)
+    return f"ranks {format_ranges(ranks, most=3)}" + f" ({len(ranks)})" * (len(ranks) > 8)
 
 
-def of_outcome(outcome: Outcome) -> str:
-    """Return whether an epoch uses every sample once."""
+def describe_outcome(outcome: PolicyOutcome) -> str:
+    """Return as a table cell whether an epoch uses every sample once."""
     if outcome.deadlock:
         return "no: it hangs"
     if outcome.refused:
@@ -95,41 +103,41 @@ def of_outcome(outcome: Outcome) -> str:
     return "yes" if outcome.exact else "no"
 
 
-def of_bias(found: Sequence[tuple[str, Outcome]], samples: int) -> list[str]:
-    """Return what dropping or repeating samples does to the gradient; nothing where no policy does.
+def describe_bias(found: Sequence[tuple[str, PolicyOutcome]], samples: int) -> list[str]:
+    """Return the effect of dropped or repeated samples on the gradient; empty if no policy drops or repeats any.
 
     Args:
-        found: outcomes, each with its place, such as ``"block 2, batch 64"``.
+        found: outcomes, each with its label, such as ``"block 2, batch 64"``.
         samples: of all ranks.
     """
-    told = []
+    worst_cases = []
     for policy in get_args(UnevenPolicy):
         amount, place, worst = max(
             ((each.dropped + each.repeated, place, each) for place, each in found if each.policy == policy),
             key=itemgetter(0),
         )
         if amount:
-            told.append(
+            worst_cases.append(
                 f"{policy} {'never uses' if worst.dropped else 'uses again'} up to {amount} of {samples} "
                 f"samples ({percent(amount / samples)}), and moves {percent(worst.moved)} of the gradient's "
                 f"weight between ranks ({place})"
             )
-    return [f"In the worst case {'; '.join(told)}.", BIAS] if told else []
+    return [f"In the worst case {'; '.join(worst_cases)}.", BIAS] if worst_cases else []
 
 
-def of_safe(sizes: Sequence[int], tried: int, near: int | None = None) -> str:
-    """Return which sizes are safe, and the nearest ones to another.
+def describe_safe_sizes(sizes: Sequence[int], tried: int, near: int | None = None) -> str:
+    """Return the safe sizes, and those nearest to another size.
 
     Args:
         sizes: ascending.
-        tried: up to which size all were looked at.
-        near: if it is not safe itself, the nearest safe sizes are told.
+        tried: all sizes up to it were checked.
+        near: if it is not safe, the nearest safe sizes are added.
     """
     if not sizes:
         return f"none of {tried}"
-    told = f"{ranges(sizes)} ({sum(size <= tried for size in sizes)} of {tried})"
+    text = f"{format_ranges(sizes)} ({sum(size <= tried for size in sizes)} of {tried})"
     if near is None or near in set(sizes):
-        return told
+        return text
     below = [size for size in sizes if size < near][-1:]
     above = [size for size in sizes if size > near][:1]
-    return f"{told}; nearest to {near}: {' and '.join(map(str, below + above))}"
+    return f"{text}; nearest to {near}: {' and '.join(map(str, below + above))}"

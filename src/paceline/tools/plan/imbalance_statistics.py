@@ -1,8 +1,8 @@
-"""How far apart the ranks' amounts are: closed forms, beside draws that check them.
+"""Statistics of the imbalance between ranks: closed forms, and random draws that check them.
 
-With N samples dealt at random in blocks of k, rank i of chance w gets k times a binomial number of N/k
-blocks. So its share of the data has the standard deviation √(w·(1 - w)·k/N): it grows as the square root of
-the block size. Dealt in turns, nobody is a whole block off.
+With N samples dispatched at random in blocks of k, a rank with share w gets k times a binomial number of N/k blocks.
+So its fraction of the data has the standard deviation √(w·(1 − w)·k/N), which grows with the square root of the block
+size. Dispatched in turns, no rank is off by a whole block.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from paceline.data.sampling.block_dispatch import BlockDispatch, draw_block_coun
 from paceline.data.sampling.rank_shares import RankShares
 
 __all__ = [
-    "Spread",
-    "bound_in_turns",
-    "expected_largest",
-    "largest_above",
+    "ImbalanceSpread",
+    "excess_bound_in_turns",
+    "expected_excess",
+    "imbalance_spread",
+    "largest_excess",
     "share_deviation",
-    "spread_of",
-    "unlikely_largest",
+    "unlikely_excess",
 ]
 
 DRAWS = 400
@@ -34,15 +34,15 @@ NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How far the largest amount may be above its share, as a fraction of that share.
+class ImbalanceSpread:
+    """Distribution of the largest excess over a rank's share, as a fraction of that share.
 
     Attributes:
-        expected: on average over draws: closed form.
-        unlikely: exceeded by one draw in a thousand: closed form; the bound itself where there is no chance.
-        drawn: the mean over draws that were made; None where there is no chance, or no draw.
+        expected: mean over all possible draws, in closed form.
+        unlikely: exceeded by one draw in a thousand, in closed form; the exact value where nothing is random.
+        drawn: mean over actual draws; None without draws.
         drawn_worst: the largest of them.
-        draws: how many.
+        draws: their number.
     """
 
     expected: float
@@ -53,62 +53,62 @@ class Spread:
 
 
 def share_deviation(share: float, samples: int, block: int) -> float:
-    """Return the standard deviation of the part of the data that a rank gets at random.
+    """Return the standard deviation of a rank's fraction of the data under random dispatch.
 
     Args:
-        share: the rank's chance, 0 to 1.
+        share: of the rank, 0 to 1.
         samples: of all ranks.
-        block: samples dealt together.
+        block: samples that go to one rank together.
     """
     return math.sqrt(share * (1 - share) * block / samples)
 
 
-def bound_in_turns(shares: RankShares, samples: int, block: int) -> float:
-    """Return what the largest amount above its share stays below where blocks are dealt in turns.
+def excess_bound_in_turns(shares: RankShares, samples: int, block: int) -> float:
+    """Return an upper bound of the largest excess where blocks are dispatched in turns.
 
-    No rank is a whole block above its share, which for the smallest one is the largest part of it.
+    No rank is a whole block above its share; relative to the share, this is most for the smallest one.
     """
     return block * shares.whole / (min(part for part in shares.parts if part) * samples)
 
 
-def spread_of(dealing: BlockDispatch, draws: int = DRAWS) -> Spread:
-    """Return the spread of `dealing`, whatever its seed: over all draws that there could be.
+def imbalance_spread(dispatch: BlockDispatch, draws: int = DRAWS) -> ImbalanceSpread:
+    """Return the distribution of a dispatch's imbalance over all possible seeds.
 
     Args:
-        dealing: of at least one sample.
-        draws: how many are made beside the closed forms, 0 or more.
+        dispatch: of at least one sample.
+        draws: number of draws that check the closed forms, 0 or more.
     """
-    if dealing.scheme != "random":
-        most = largest_above(dealing.counts, dealing.shares)
-        return Spread(expected=most, unlikely=most)
+    if dispatch.scheme != "random":
+        most = largest_excess(dispatch.counts, dispatch.shares)
+        return ImbalanceSpread(expected=most, unlikely=most)
     found = [
-        largest_above(
-            draw_block_counts(dealing.blocks, dealing.shares, derive_key(number, dealing.block, 4)),
-            dealing.shares,
+        largest_excess(
+            draw_block_counts(dispatch.blocks, dispatch.shares, derive_key(number, dispatch.block, 4)),
+            dispatch.shares,
         )
         for number in range(draws)
     ]
-    return Spread(
-        expected=expected_largest(dealing.shares, dealing.blocks),
-        unlikely=unlikely_largest(dealing.shares, dealing.blocks),
+    return ImbalanceSpread(
+        expected=expected_excess(dispatch.shares, dispatch.blocks),
+        unlikely=unlikely_excess(dispatch.shares, dispatch.blocks),
         drawn=math.fsum(found) / draws if draws else None,
         drawn_worst=max(found, default=None),
         draws=draws,
     )
 
 
-def largest_above(amounts: Sequence[int], shares: RankShares) -> float:
-    """Return by how much the largest of the ranks' `amounts` is above its share, as a fraction of that share."""
+def largest_excess(amounts: Sequence[int], shares: RankShares) -> float:
+    """Return the largest excess of the ranks' `amounts` over their shares, as a fraction of the share."""
     whole, parts = sum(amounts), shares.whole
     pairs = zip(amounts, shares.parts, strict=True)
     return max((amount * parts - part * whole) / (part * whole) for amount, part in pairs if part)
 
 
-def expected_largest(shares: RankShares, blocks: int) -> float:
-    """Return by how much the largest amount is above its share on average, as a fraction of that share.
+def expected_excess(shares: RankShares, blocks: int) -> float:
+    """Return the mean of the largest excess, as a fraction of the share.
 
-    Multinomial counts are independent Poisson ones given their sum. To keep the sum takes the same fraction
-    off every rank's share, and is 0 on average. So the mean is that of the largest of independent counts.
+    Multinomial counts are independent Poisson counts, given their sum. Fixing the sum scales every rank's count by the
+    same factor, which is 1 on average. So the mean is that of the largest of independent counts.
     """
     ranks_of_mean = Counter(share * blocks for share in shares if share)
     if ranks_of_mean.total() == 1:
@@ -123,8 +123,8 @@ def expected_largest(shares: RankShares, blocks: int) -> float:
     return low + step * math.fsum(passed(low + (number + 0.5) * step) for number in range(STEPS))
 
 
-def unlikely_largest(shares: RankShares, blocks: int, chance: float = UNLIKELY) -> float:
-    """Return what the largest amount above its share passes with `chance`: the sum of all ranks' chances."""
+def unlikely_excess(shares: RankShares, blocks: int, chance: float = UNLIKELY) -> float:
+    """Return the excess that is exceeded with probability `chance`, by the union bound over all ranks."""
     ranks_of_share = Counter(share for share in shares if 0 < share < 1)
     if not ranks_of_share:
         return 0.0
@@ -137,12 +137,12 @@ def unlikely_largest(shares: RankShares, blocks: int, chance: float = UNLIKELY) 
 
 
 def _reach(mean: float) -> float:
-    """Return how far above a Poisson `mean` there is nothing any more, as a fraction of it."""
+    """Return the excess, relative to a Poisson `mean`, beyond which the tail is negligible."""
     return (10 * math.sqrt(mean) + 20) / mean
 
 
 def _poisson(mean: float, level: float) -> float:
-    """Return the chance that a Poisson count is at most (1 + level) times its mean, steps smoothed.
+    """Return the probability that a Poisson count is at most (1 + level) × its mean, smoothed.
 
     Source: Wilson and Hilferty's cube root, "The distribution of chi-square", PNAS 1931.
     """
@@ -152,7 +152,7 @@ def _poisson(mean: float, level: float) -> float:
 
 
 def _passed(trials: int, share: float, level: float) -> float:
-    """Return the chance that a binomial count passes (1 + level) times its mean, steps smoothed.
+    """Return the probability that a binomial count exceeds (1 + level) × its mean, smoothed.
 
     Source: Camp's cube root, "Approximation to the point binomial", Annals of Mathematical Statistics 1951.
     """

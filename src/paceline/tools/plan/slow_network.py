@@ -1,15 +1,15 @@
-"""What to send over a slow network, and how often: options with their prices, and the mildest one that will do.
+"""Advice for a slow network: what to send and how often, with the cost of each option (pure).
 
-A rank sends, per direction, 2(N−1)/N × bytes a number × parameters for one exchange; that takes T_comm at the measured
-rate. Gradients that are sent every step overlap with backward, about half of a step. Parameters that are sent every H
-steps wait, unless they are merged τ steps late: then they overlap with these τ steps.
+A rank sends, per direction, 2(N−1)/N × bytes per element × parameters for one exchange, which takes T_comm at the
+measured rate. Gradients that are sent every step overlap with backward, about half of a step. Parameters that are sent
+every H steps don't overlap, unless they are merged τ steps later: then they overlap with these τ steps.
 
-    rule of thumb   T_comm ≤ share × H × T_step     decides H where nothing overlaps
+    rule of thumb   T_comm ≤ share × H × T_step     decides H without overlap
     with a delay    T_comm / P ≤ τ × T_step          decides τ for P fragments, and
                     T_comm ≤ 0.9 × H × T_step        decides H: the network is nearly always busy
 
-Chosen is the option with the least effect on the loss for which ranks wait for at most `share` of a step. What making
-packets costs is left out: see benchmarks/codecs.
+The advice is the option with the least effect on the loss for which ranks wait at most `share` of a step. The time of
+compressing is not included: see benchmarks/codecs.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from paceline._core.format import format_seconds
-from paceline.cost_model.step_strategy import NBYTES_A_NUMBER
+from paceline._core.format import format_percent, format_ratio, format_seconds
+from paceline.cost_model.step_strategy import ELEMENT_NBYTES
 from paceline.errors import UsageError
 
-__all__ = ["EFFECTS", "Advice", "Option", "advise", "nbytes_of"]
+__all__ = ["LOSS_EFFECTS", "NetworkAdvice", "SyncOption", "advise_network", "exchange_nbytes"]
 
 BACKWARD_SHARE = 0.5
-"""Of a step, in which gradients that are ready can be on their way: backward without its beginning."""
+"""Part of a step during which gradients can be sent: backward without its beginning."""
 
 _BUSY = 0.9
 _FRAGMENTS = 4
 _AVERAGED_UP_TO = 10
-"""Beyond it, an outer momentum, which long trainings gain from (see `EFFECTS`); in short ones it lags behind."""
+"""Beyond it, an outer momentum: long trainings gain from it (see `LOSS_EFFECTS`), short ones lose."""
 
 _EVERY = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60, 80, 100, 125, 150, 200, 250, 300, 400, 500)
 
-# What was seen of the held-out loss at an equal number of steps, beside float32 gradients every step, on the reference
-# model `mini` with 4 ranks and 600 steps: benchmarks/slow-networks, loss against bytes. On long trainings see arXiv
-# 2311.08105 and 2501.18512. First what is sent, then the least H (+ τ) that a sentence is about.
-EFFECTS: dict[tuple[str, int], str] = {
+# Held-out loss after the same number of steps, compared with float32 gradients every step, of the reference model
+# `mini` with 4 ranks and 600 steps: benchmarks/slow-networks, loss against bytes. On long trainings see arXiv
+# 2311.08105 and 2501.18512. Keys: compression, and the least H (+ τ) that an entry applies to.
+LOSS_EFFECTS: dict[tuple[str, int], str] = {
     ("none", 1): "none: exact",
     ("bf16", 1): "none visible",
     ("int8", 1): "none visible",
@@ -48,19 +48,21 @@ EFFECTS: dict[tuple[str, int], str] = {
 }
 
 
-@dataclass(frozen=True)
-class Option:
-    """One way to synchronise, and what it is expected to cost.
+@dataclass(frozen=True, kw_only=True)
+class SyncOption:
+    """An option to synchronise, with its expected cost.
 
     Attributes:
         compression: of gradients, or of pseudo-gradients: ``"none"``, ``"bf16"``, ``"int8"``, ``"int4"``.
         every: H; 1: gradients every step.
-        fragments: parts that are sent in turn. delay: τ, steps from sending to merging.
-        nbytes: that a rank sends in one direction, a step on average.
-        comm_seconds: that this takes, a step on average.
-        exposed_seconds: of them, that ranks wait, a step on average.
-        step_seconds: of a step, all in all. speedup: over float32 gradients every step.
-        effect: on the loss, in words.
+        fragments: parts that are sent in turn.
+        delay: τ, steps from sending to merging.
+        nbytes: that a rank sends in one direction, per step on average.
+        comm_seconds: of sending them, per step on average.
+        exposed_seconds: of it that ranks wait, per step on average.
+        step_seconds: of a whole step.
+        effect: on the loss.
+        speedup: over float32 gradients every step.
     """
 
     compression: str
@@ -76,14 +78,14 @@ class Option:
 
     @property
     def severity(self) -> tuple[int, int]:
-        """How much it may hurt the loss: a larger one hurts more. A delay hurts as a larger H does."""
+        """Order of the harm to the loss; a delay counts like a larger H."""
         if self.every == 1:
-            return 1, list(NBYTES_A_NUMBER).index(self.compression)
+            return 1, list(ELEMENT_NBYTES).index(self.compression)
         return 2, self.every + self.delay
 
     @property
     def outer(self) -> str:
-        """What becomes of the mean of parameters that are sent every so many steps."""
+        """Outer update of parameters that are sent every `every` steps."""
         return "average" if self.every <= _AVERAGED_UP_TO else "diloco"
 
     @property
@@ -93,28 +95,24 @@ class Option:
 
     @property
     def gain(self) -> str:
-        """The speed-up in words."""
-        return (
-            f"{self.speedup:.0f} times as fast"
-            if self.speedup >= 9.95
-            else f"{self.speedup:.2g} times as fast"
-        )
+        """The speed-up as text."""
+        return f"{format_ratio(self.speedup)} faster"
 
     @property
     def flags(self) -> str:
-        """Options of ``paceline train`` that ask for it; empty for the usual way."""
-        words = [] if self.compression == "none" else [f"--compression {self.compression}"]
+        """Options of ``paceline train`` that select it; empty for the default."""
+        options = [] if self.compression == "none" else [f"--compression {self.compression}"]
         if self.every > 1:
-            words = [f"--every {self.every} --outer {self.outer}", *words]
+            options = [f"--every {self.every} --outer {self.outer}", *options]
         if self.fragments > 1:
-            words.append(f"--fragments {self.fragments}")
+            options.append(f"--fragments {self.fragments}")
         if self.delay:
-            words.append(f"--delay {self.delay}")
-        return " ".join(words)
+            options.append(f"--delay {self.delay}")
+        return " ".join(options)
 
     @property
     def name(self) -> str:
-        """What is sent, and when, in words."""
+        """Data that are sent, and when, as text."""
         kind = {"none": "float32", "bf16": "bfloat16"}.get(self.compression, self.compression)
         if self.every == 1:
             return f"{kind} gradients every step"
@@ -123,16 +121,20 @@ class Option:
         return f"{kind} parameters every {self.every} steps{parts}{late}"
 
 
-@dataclass(frozen=True)
-class Advice:
-    """What to do on a network of this speed.
+@dataclass(frozen=True, kw_only=True)
+class NetworkAdvice:
+    """Result of `advise_network`.
 
     Attributes:
-        parameters, ranks, bytes_per_second, step_seconds, share: what it was asked for.
-        options: all that were weighed, the mildest first.
-        chosen: the mildest for which ranks wait little enough, or the fastest one if there is none.
-        enough: whether they wait little enough with it.
-        further: the next one that is faster, at more risk for the loss; None: nothing is to be gained.
+        parameters: of the model.
+        ranks: that synchronise.
+        bytes_per_second: of a rank.
+        step_seconds: of a step without synchronisation.
+        share: of a step that ranks may wait.
+        options: all that were compared, the mildest first.
+        chosen: the mildest for which ranks wait at most `share`; if there is none, the fastest.
+        enough: whether ranks wait at most `share` with it.
+        further: the next one that is faster, at more risk for the loss; None: there is none.
     """
 
     parameters: int
@@ -140,41 +142,43 @@ class Advice:
     bytes_per_second: float
     step_seconds: float
     share: float
-    options: tuple[Option, ...]
-    chosen: Option
+    options: tuple[SyncOption, ...]
+    chosen: SyncOption
     enough: bool
-    further: Option | None
+    further: SyncOption | None
 
     def facts(self) -> dict[str, object]:
-        """Return the advice as JSON can say it."""
+        """Return the advice for JSON."""
         options = [
             {"name": option.name, "flags": option.flags, **asdict(option), "chosen": option is self.chosen}
             for option in self.options
         ]
-        asked = ("parameters", "ranks", "bytes_per_second", "step_seconds", "share", "enough")
+        names = ("parameters", "ranks", "bytes_per_second", "step_seconds", "share", "enough")
         return {
-            **{name: getattr(self, name) for name in asked},
+            **{name: getattr(self, name) for name in names},
             "options": options,
             "advice": list(self.sentences),
         }
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The advice in words."""
+        """The advice as text."""
         plain, chosen = self.options[0], self.chosen
         first = (
-            f"{plain.name} take {format_seconds(plain.comm_seconds)} on this network, beside "
-            f"{format_seconds(self.step_seconds)} of computing."
+            f"{plain.name} take {format_seconds(plain.comm_seconds)} on this network, computing "
+            f"takes {format_seconds(self.step_seconds)}."
         )
         if chosen is plain:
-            second = f"Ranks wait {_percent(plain.waiting_share)} of a step for them: no remedy is needed."
+            second = (
+                f"Ranks wait {format_percent(plain.waiting_share)} of a step for them: no remedy is needed."
+            )
         else:
             second = (
-                f"Use {chosen.name} ({chosen.flags}): ranks wait {_percent(chosen.waiting_share)} of a step, which "
-                f"takes {format_seconds(chosen.step_seconds)}, {chosen.gain}. The loss: {chosen.effect}."
+                f"Use {chosen.name} ({chosen.flags}): ranks wait {format_percent(chosen.waiting_share)} of a step, "
+                f"which takes {format_seconds(chosen.step_seconds)}, {chosen.gain}. The loss: {chosen.effect}."
             )
             if not self.enough:
-                second += f" That is more than the {_percent(self.share)} asked for: the network is too slow."
+                second += f" That exceeds the limit of {format_percent(self.share)}: the network is too slow."
         if self.further is None:
             return first, second
         more = self.further
@@ -182,51 +186,51 @@ class Advice:
         return first, second, third
 
 
-def nbytes_of(parameters: int, ranks: int, compression: str = "none") -> float:
-    """Return what a rank sends, in one direction, to exchange all parameters once.
+def exchange_nbytes(parameters: int, ranks: int, compression: str = "none") -> float:
+    """Return the bytes that a rank sends, in one direction, to exchange all parameters once.
 
     Example:
-        >>> nbytes_of(1_000_000, ranks=4), nbytes_of(1_000_000, ranks=4, compression="bf16")
+        >>> exchange_nbytes(1_000_000, ranks=4), exchange_nbytes(1_000_000, ranks=4, compression="bf16")
         (6000000.0, 3000000.0)
     """
-    return 2 * (ranks - 1) / ranks * NBYTES_A_NUMBER[compression] * parameters
+    return 2 * (ranks - 1) / ranks * ELEMENT_NBYTES[compression] * parameters
 
 
-def advise(
+def advise_network(
     parameters: int,
     ranks: int,
     bytes_per_second: float,
     step_seconds: float,
     share: float = 0.1,
     layers: int | None = None,
-) -> Advice:
-    """Return what to send how often, so that ranks wait for at most `share` of a step.
+) -> NetworkAdvice:
+    """Advise what to send and how often, so that ranks wait at most `share` of a step.
 
     Args:
         parameters: of the model.
         ranks: that synchronise over the network.
-        bytes_per_second: that a rank can send, and receive at the same time, while the others do.
+        bytes_per_second: that a rank can send while it receives at the same rate, with all ranks active.
         step_seconds: of a step without synchronisation.
         share: of a step that ranks may wait, above 0, at most 1.
-        layers: into which the model can be cut; None: enough.
+        layers: into which the model can be split; None: enough.
 
     Raises:
-        UsageError: a value makes no sense.
+        UsageError: a value is out of range.
 
     Example:
-        >>> advise(20_000_000, 4, 25e6, 0.97).chosen.flags
+        >>> advise_network(20_000_000, 4, 25e6, 0.97).chosen.flags
         '--every 2 --outer average --compression int4 --fragments 2 --delay 1'
     """
     _check(parameters, ranks, bytes_per_second, step_seconds, share, layers)
 
-    def price(compression: str, every: int = 1, fragments: int = 1, delay: int = 0) -> Option:
-        nbytes = nbytes_of(parameters, ranks, compression)
+    def price(compression: str, every: int = 1, fragments: int = 1, delay: int = 0) -> SyncOption:
+        nbytes = exchange_nbytes(parameters, ranks, compression)
         return _price(compression, every, fragments, delay, nbytes, nbytes / bytes_per_second, step_seconds)
 
-    options = [price(compression) for compression in NBYTES_A_NUMBER]
+    options = [price(compression) for compression in ELEMENT_NBYTES]
     if ranks > 1:
-        smallest = min(NBYTES_A_NUMBER, key=NBYTES_A_NUMBER.__getitem__)
-        steps = nbytes_of(parameters, ranks, smallest) / bytes_per_second / step_seconds
+        smallest = min(ELEMENT_NBYTES, key=ELEMENT_NBYTES.__getitem__)
+        steps = exchange_nbytes(parameters, ranks, smallest) / bytes_per_second / step_seconds
         options += [price(smallest, _rounded_up(steps / share)), price(smallest, *_streamed(steps, layers))]
     options = [
         replace(option, speedup=options[0].step_seconds / option.step_seconds)
@@ -234,16 +238,16 @@ def advise(
     ]
     good = [option for option in options if option.waiting_share <= share and _keeps_up(option)]
     chosen = good[0] if good else min(options, key=lambda option: option.step_seconds)
-    return Advice(
-        parameters,
-        ranks,
-        bytes_per_second,
-        step_seconds,
-        share,
-        tuple(options),
-        chosen,
-        bool(good),
-        _further(options, chosen),
+    return NetworkAdvice(
+        parameters=parameters,
+        ranks=ranks,
+        bytes_per_second=bytes_per_second,
+        step_seconds=step_seconds,
+        share=share,
+        options=tuple(options),
+        chosen=chosen,
+        enough=bool(good),
+        further=_further(options, chosen),
     )
 
 
@@ -255,33 +259,29 @@ def _price(
     nbytes: float,
     seconds: float,
     step_seconds: float,
-) -> Option:
-    """Return an option, given what one exchange of all parameters costs."""
+) -> SyncOption:
+    """Return an option, given the bytes and seconds of one exchange of all parameters."""
     if every == 1:
         exposed = max(0.0, seconds - BACKWARD_SHARE * step_seconds)
     else:
         exposed = fragments / every * max(0.0, seconds / fragments - delay * step_seconds)
     whole = max(step_seconds + exposed, seconds / every)
-    least = max(at for kind, at in EFFECTS if kind == compression and at <= every + delay)
-    return Option(
-        compression,
-        every,
-        fragments,
-        delay,
-        nbytes / every,
-        seconds / every,
-        whole - step_seconds,
-        whole,
-        EFFECTS[compression, least],
+    least = max(at for kind, at in LOSS_EFFECTS if kind == compression and at <= every + delay)
+    return SyncOption(
+        compression=compression,
+        every=every,
+        fragments=fragments,
+        delay=delay,
+        nbytes=nbytes / every,
+        comm_seconds=seconds / every,
+        exposed_seconds=whole - step_seconds,
+        step_seconds=whole,
+        effect=LOSS_EFFECTS[compression, least],
     )
 
 
 def _streamed(steps: float, layers: int | None) -> tuple[int, int, int]:
-    """Return H, fragments and delay that keep the network busy and nobody waiting.
-
-    Args:
-        steps: of computing, in which all parameters could be exchanged once. layers: see `advise`.
-    """
+    """Return H, fragments and delay that keep the network busy without waiting; an exchange takes `steps` steps."""
     every = _rounded_up(steps / _BUSY)
     fragments = min(_FRAGMENTS, every, layers or _FRAGMENTS)
     delay = max(1, math.ceil(steps / fragments))
@@ -291,17 +291,17 @@ def _streamed(steps: float, layers: int | None) -> tuple[int, int, int]:
 
 
 def _rounded_up(every: float) -> int:
-    """Return the least usual H that is at least `every`; the largest one where there is none."""
+    """Return the least H of `_EVERY` that is at least `every`, or the largest."""
     return next((usual for usual in _EVERY if usual >= every), _EVERY[-1])
 
 
-def _keeps_up(option: Option) -> bool:
-    """Tell whether the network carries in a step's time what a step sends."""
+def _keeps_up(option: SyncOption) -> bool:
+    """Return whether the network keeps up with the steps."""
     return option.comm_seconds <= option.step_seconds
 
 
-def _further(options: Sequence[Option], chosen: Option) -> Option | None:
-    """Return the mildest option that hurts more and makes a step at least a twentieth shorter."""
+def _further(options: Sequence[SyncOption], chosen: SyncOption) -> SyncOption | None:
+    """Return the next option that shortens a step by at least 5 %."""
     later = options[options.index(chosen) + 1 :]
     return next((option for option in later if option.step_seconds < 0.95 * chosen.step_seconds), None)
 
@@ -314,13 +314,10 @@ def _check(
     share: float,
     layers: int | None,
 ) -> None:
-    for name, value in (
-        ("parameters", parameters),
-        ("ranks", ranks),
-        ("layers", 1 if layers is None else layers),
-    ):
-        if type(value) is not int or value < 1:
-            raise UsageError(f"{name}={value!r}", remedy="give a whole number of 1 or more")
+    counts = {"parameters": parameters, "ranks": ranks, "layers": 1 if layers is None else layers}
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise UsageError(f"{name}={count!r}", remedy="give a whole number of 1 or more")
     for name, value in (("bytes_per_second", bytes_per_second), ("step_seconds", step_seconds)):
         if not 0 < value < math.inf:
             raise UsageError(f"{name}={value!r}", remedy="give a number above 0")
@@ -328,7 +325,3 @@ def _check(
         raise UsageError(
             f"share={share!r}", remedy="give the share of a step that ranks may wait, such as 10%"
         )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.0995 else f"{100 * share:.0f} %"

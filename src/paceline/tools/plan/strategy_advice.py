@@ -1,8 +1,8 @@
-"""How to synchronise, what a step takes at 1 … N ranks, what limits it and what would help most (pure).
+"""Advice on a training step: how to synchronise, its time on 1 … N ranks, what limits it, what would help most (pure).
 
-Everything follows from `paceline.cost_model.step_time`: the best way is the shortest predicted step of those that
-memory allows, and a remedy is a prediction of the same step with one thing changed. So every figure has the same
-origin, the measured parts in a profile, and the same range.
+Everything follows from `paceline.cost_model.step_time`: the best strategy has the shortest predicted step of those that
+fit into memory, and a remedy is the same prediction with one thing changed. So all figures derive from the measured
+parts in a profile, and have the same range.
 """
 
 from __future__ import annotations
@@ -14,46 +14,58 @@ from dataclasses import dataclass, replace
 from paceline._core.units import MIB
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.step_costs import StepCosts, pick_step_costs
-from paceline.cost_model.step_strategy import StepStrategy, usual_strategies
+from paceline.cost_model.step_strategy import StepStrategy, standard_strategies
 from paceline.cost_model.step_time import StepTime, predict_step, predict_steps
 from paceline.errors import UsageError
-from paceline.tools.plan.slow_network import EFFECTS, advise, nbytes_of
+from paceline.tools.plan.slow_network import LOSS_EFFECTS, advise_network, exchange_nbytes
 
-__all__ = ["Batch", "Point", "Remedy", "StepAdvice", "advise_step", "pick_nearest", "ways_for"]
+__all__ = [
+    "RankBatch",
+    "ScalingPoint",
+    "StepAdvice",
+    "StepRemedy",
+    "advise_step",
+    "candidate_strategies",
+    "pick_nearest_costs",
+]
 
 _SIZES_MIB = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
-_NOTICEABLE = 1.05  # times as many samples per second
-_HARDLY = 1.005  # times as long
+_NOTICEABLE = 1.05  # least factor of samples per second of a remedy
+_HARDLY = 1.005  # steps up to this factor longer count as equally good
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a rank computes in an optimizer step: `accumulation` micro-batches of `micro` samples."""
+class RankBatch:
+    """A rank's part of an optimizer step: `accumulation` micro-batches of `micro` samples."""
 
     micro: int
     accumulation: int = 1
 
     @property
     def samples(self) -> int:
-        """Of a rank, in a step."""
+        """Samples per rank and step."""
         return self.micro * self.accumulation
 
 
-@dataclass(frozen=True)
-class Point:
-    """A training on some ranks.
+@dataclass(frozen=True, kw_only=True)
+class ScalingPoint:
+    """Predicted training on one number of ranks.
 
     Attributes:
-        ranks: that train. way: with the shortest step; None on one rank, which sends nothing.
-        seconds, low, high: of a step, and the range to expect.
+        ranks: that train.
+        strategy: with the shortest step; None on one rank, which sends nothing.
+        seconds: of a step.
+        low: lower end of the range of `seconds`.
+        high: upper end of the range of `seconds`.
         samples_per_second: of all ranks.
-        efficiency, least, most: samples per second a rank beside those of one alone, and its range: how far off
-            exchanges may be; what computing varies by meets both.
-        beyond: what of it was not measured; None if all was.
+        efficiency: samples per second and rank relative to a single rank.
+        least: efficiency if exchanges take longer by the error of their fits; the spread of computing cancels out.
+        most: efficiency if exchanges are shorter by that error.
+        beyond: notes on what was not measured; None if all was.
     """
 
     ranks: int
-    way: StepStrategy | None
+    name: StepStrategy | None
     seconds: float
     low: float
     high: float
@@ -65,47 +77,49 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """One thing changed: samples per second are `factor` times as many; `cost` tells what it takes or does."""
+class StepRemedy:
+    """A single change, the factor by which it raises samples per second, and its cost."""
 
     what: str
     factor: float
     cost: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepAdvice:
-    """How to synchronise, and what that takes.
+    """Result of `advise_step`.
 
     Attributes:
-        best: the shortest step at the number of ranks that was asked for, its times those of `accumulation` 1.
+        best: the shortest step on the largest number of ranks, without accumulation.
         default: torch DDP's default there; None: its calls were not measured.
-        points: at every number of ranks, in ascending order, 1 first.
+        points: one per number of ranks, ascending.
         limit: ``"computing"``, ``"communication"`` or ``"the update"``: the largest part of a step.
         shares: of forward and backward, exposed communication and the update in a step.
-        remedies: that make a difference, the best first.
+        remedies: with a noticeable gain, the best first.
     """
 
     best: StepTime
     default: StepTime | None
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
     limit: str
     shares: dict[str, float]
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[StepRemedy, ...]
 
 
-def ways_for(costs: StepCosts, strategies: Sequence[str], *, torchs: bool = True) -> list[StepStrategy]:
-    """Return the ways to try: these strategies, those with buckets at usual sizes, and torch DDP's default."""
+def candidate_strategies(
+    costs: StepCosts, strategies: Sequence[str], *, torch_ddp: bool = True
+) -> list[StepStrategy]:
+    """Return these strategies, those with buckets at the usual sizes, and torch DDP's default."""
     whole = costs.step.nbytes / MIB
     sizes = [*(size for size in _SIZES_MIB if size < whole), math.inf]
-    ways = [way for way in usual_strategies(sizes, torchs=False) if way.strategy in strategies]
-    return [*ways, StepStrategy("ddp")] if torchs and costs.torchs is not None else ways
+    found = [each for each in standard_strategies(sizes, torch_ddp=False) if each.name in strategies]
+    return [*found, StepStrategy("ddp")] if torch_ddp and costs.torch_ddp is not None else found
 
 
 def advise_step(
     profile: Profile,
     ranks: Sequence[int],
-    batch: Batch,
+    batch: RankBatch,
     strategies: Sequence[str] = ("flat", "overlap", "bucketed", "sharded"),
     *,
     model: str | None = None,
@@ -113,45 +127,50 @@ def advise_step(
     backend: str | None = None,
     network: str | None = None,
 ) -> StepAdvice:
-    """Return how to synchronise on the largest of these numbers of ranks, and what a step takes on each of them.
+    """Advise how to synchronise on the largest of these numbers of ranks, and predict a step on each of them.
 
     Args:
-        profile: with what ``paceline bench parts`` measured.
-        ranks: numbers of ranks, 1 or more; the largest is what the advice is for, 2 or more.
-        batch: of a rank. Computing is taken to grow with the micro-batch, from the nearest that was measured.
-        strategies: that memory allows; names of `paceline.cost_model.step_strategy.STRATEGIES`.
-        model, shape, backend, network: as for `paceline.cost_model.step_costs.pick_step_costs`.
+        profile: with measurements of ``paceline bench parts``.
+        ranks: numbers of ranks, 1 or more; the largest, which the advice is for, 2 or more.
+        batch: of a rank. Computing is scaled with the micro-batch from the nearest measured one.
+        strategies: that fit into memory; names of `paceline.cost_model.step_strategy.STRATEGIES`.
+        model: as for `paceline.cost_model.step_costs.pick_step_costs`, like all that follow.
+        shape: of a sample.
+        backend: of Paceline's exchanges.
+        network: between the ranks.
 
     Raises:
-        UsageError: nothing of it was measured, or a number makes no sense.
+        UsageError: it was not measured, or a number is out of range.
     """
     numbers = sorted(set(ranks))
     if not numbers or numbers[0] < 1 or numbers[-1] < 2:
         raise UsageError(f"ranks {list(ranks)}", remedy="give numbers of 1 or more, the largest 2 or more")
     if min(batch.micro, batch.accumulation) < 1:
         raise UsageError(f"{batch}", remedy="give a micro-batch and an accumulation of 1 or more")
-    sizes = [number for number in numbers if number > 1]
-    place = {"model": model, "shape": shape, "backend": backend, "network": network}
+    keys = {"model": model, "shape": shape, "backend": backend, "network": network}
     costs_of = {
-        number: _computing(pick_nearest(profile, number, batch.micro, **place), micro=batch.micro)
-        for number in sizes
+        number: _scale_computing(pick_nearest_costs(profile, number, batch.micro, **keys), micro=batch.micro)
+        for number in numbers
+        if number > 1
     }
-    target = costs_of[sizes[-1]]
     best_of = {number: _best(costs, strategies) for number, costs in costs_of.items()}
-    best = best_of[sizes[-1]]
+    target, best = costs_of[numbers[-1]], best_of[numbers[-1]]
     shares = _shares(target, best, batch)
-    ways = ways_for(target, strategies)
+    default = None if target.torch_ddp is None else predict_step(target, StepStrategy("ddp"))
+    alone = _alone_point(next(iter(costs_of.values())), batch)
     return StepAdvice(
-        best,
-        next((predict_step(target, way) for way in ways if way.default_ddp), None),
-        tuple(_points(numbers, costs_of, best_of, batch)),
-        max(shares, key=shares.__getitem__),
-        shares,
-        tuple(_remedies(target, best, batch, strategies)),
+        best=best,
+        default=default,
+        points=tuple(
+            alone if number == 1 else _point(costs_of[number], best_of[number], batch) for number in numbers
+        ),
+        limit=max(shares, key=shares.__getitem__),
+        shares=shares,
+        remedies=tuple(_remedies(target, best, batch, strategies)),
     )
 
 
-def pick_nearest(
+def pick_nearest_costs(
     profile: Profile,
     ranks: int,
     micro: int,
@@ -161,13 +180,12 @@ def pick_nearest(
     backend: str | None = None,
     network: str | None = None,
 ) -> StepCosts:
-    """Return what a profile knows of the batch nearest to a micro-batch; else as
-    `paceline.cost_model.step_costs.pick_step_costs`."""
-    asked = ((model, "model"), (shape, "shape"), (backend, "backend"))
+    """Select costs as `paceline.cost_model.step_costs.pick_step_costs` does, of the batch nearest to `micro`."""
+    keys = ((model, "model"), (shape, "shape"), (backend, "backend"))
     batches = [
         each.batch
         for each in profile.models
-        if all(value in (None, getattr(each, name)) for value, name in asked)
+        if all(value in (None, getattr(each, name)) for value, name in keys)
     ]
     nearest = min(batches, key=lambda batch: abs(math.log(batch / micro)), default=None)
     return pick_step_costs(
@@ -175,10 +193,10 @@ def pick_nearest(
     )
 
 
-def _computing(costs: StepCosts, micro: int = 0, factor: float = 1.0) -> StepCosts:
-    """Return costs with forward and backward of another micro-batch (0: the same), or so many times as long.
+def _scale_computing(costs: StepCosts, micro: int = 0, factor: float = 1.0) -> StepCosts:
+    """Return the costs with forward and backward scaled to another micro-batch (0: the same), and by a factor.
 
-    What adding gradients to buckets takes depends on their bytes, not on the batch.
+    Adding gradients to buckets depends on their bytes, not on the batch.
     """
     step = costs.step
     times = factor * (micro / step.batch if micro else 1.0)
@@ -193,62 +211,71 @@ def _computing(costs: StepCosts, micro: int = 0, factor: float = 1.0) -> StepCos
         buffered=buffered,
         parameters=tuple(replace(each, seconds=each.seconds * stretch) for each in step.parameters),
     )
-    noted = costs.noted
+    notes = costs.notes
     if micro and micro != step.batch:
-        told = f"computing was measured with {step.batch} samples, and taken to grow with them"
-        noted = (*noted, f"{told} (better: paceline bench parts --batch-size {micro})")
-    return replace(costs, step=scaled, noted=noted)
+        note = f"computing was measured with {step.batch} samples, and scaled with their number"
+        notes = (*notes, f"{note} (better: paceline bench parts --batch-size {micro})")
+    return replace(costs, step=scaled, notes=notes)
 
 
 def _best(costs: StepCosts, strategies: Sequence[str]) -> StepTime:
-    """Return the shortest step; of those that are hardly longer the usual one, with buckets of 25 MiB."""
-    ways = ways_for(costs, strategies, torchs=False)
-    if not ways:
+    """Return the shortest step; of almost equal ones the default, with buckets of 25 MiB."""
+    candidates = candidate_strategies(costs, strategies, torch_ddp=False)
+    if not candidates:
         raise UsageError(f"strategies {list(strategies)}", remedy="give one or more that have a prediction")
-    times = predict_steps(costs, ways)
+    times = predict_steps(costs, candidates)
     least = min(time.seconds for time in times)
     good = [time for time in times if time.seconds <= _HARDLY * least]
-    usual = [time for time in good if time.way.strategy == "bucketed" and time.way.caps == 25 * MIB]
+    usual = [time for time in good if time.name.name == "bucketed" and time.name.caps == 25 * MIB]
     return usual[0] if usual else min(good, key=lambda time: time.seconds)
 
 
-def _extra(costs: StepCosts, batch: Batch) -> float:
+def _extra(costs: StepCosts, batch: RankBatch) -> float:
     """Return the seconds of the micro-batches that are not synchronised."""
     return (batch.accumulation - 1) * (costs.step.forward + costs.step.backward)
 
 
-def _alone(costs: StepCosts, batch: Batch) -> float:
+def _alone(costs: StepCosts, batch: RankBatch) -> float:
     return batch.accumulation * (costs.step.forward + costs.step.backward) + costs.step.optimizer
 
 
-def _points(
-    numbers: Sequence[int], costs_of: dict[int, StepCosts], best_of: dict[int, StepTime], batch: Batch
-) -> list[Point]:
-    points = []
-    for number in numbers:
-        costs = costs_of.get(number, next(iter(costs_of.values())))
-        alone, extra = _alone(costs, batch), _extra(costs, batch)
-        spread = costs.spread
-        if number == 1:
-            bounds = (alone * (1 - spread), alone * (1 + spread))
-            points.append(Point(1, None, alone, *bounds, batch.samples / alone, 1.0, 1.0, 1.0))
-            continue
-        error = 1.0 + max(price.error for price in costs.engine.values())
-        time = best_of[number]
-        seconds = extra + time.seconds
-        low, high = extra * (1 - spread) + time.low, extra * (1 + spread) + time.high
-        rate = number * batch.samples / seconds
-        cheap, dear = (extra + predict_step(costs, time.way, calls=by).seconds for by in (1 / error, error))
-        points.append(
-            Point(
-                *(number, time.way, seconds, low, high, rate),
-                *(alone / seconds, alone / dear, alone / cheap, time.beyond),
-            )
-        )
-    return points
+def _alone_point(costs: StepCosts, batch: RankBatch) -> ScalingPoint:
+    seconds = _alone(costs, batch)
+    return ScalingPoint(
+        ranks=1,
+        strategy=None,
+        seconds=seconds,
+        low=seconds * (1 - costs.spread),
+        high=seconds * (1 + costs.spread),
+        samples_per_second=batch.samples / seconds,
+        efficiency=1.0,
+        least=1.0,
+        most=1.0,
+    )
 
 
-def _shares(costs: StepCosts, best: StepTime, batch: Batch) -> dict[str, float]:
+def _point(costs: StepCosts, time: StepTime, batch: RankBatch) -> ScalingPoint:
+    alone, extra, spread = _alone(costs, batch), _extra(costs, batch), costs.spread
+    error = 1.0 + max(price.error for price in costs.engine.values())
+    shortest, longest = (
+        extra + predict_step(costs, time.name, calls=factor).seconds for factor in (1 / error, error)
+    )
+    seconds = extra + time.seconds
+    return ScalingPoint(
+        ranks=costs.ranks,
+        strategy=time.name,
+        seconds=seconds,
+        low=extra * (1 - spread) + time.low,
+        high=extra * (1 + spread) + time.high,
+        samples_per_second=costs.ranks * batch.samples / seconds,
+        efficiency=alone / seconds,
+        least=alone / longest,
+        most=alone / shortest,
+        beyond=time.beyond,
+    )
+
+
+def _shares(costs: StepCosts, best: StepTime, batch: RankBatch) -> dict[str, float]:
     extra = _extra(costs, batch)
     whole = best.seconds + extra
     return {
@@ -258,61 +285,63 @@ def _shares(costs: StepCosts, best: StepTime, batch: Batch) -> dict[str, float]:
     }
 
 
-def _remedies(costs: StepCosts, best: StepTime, batch: Batch, strategies: Sequence[str]) -> list[Remedy]:
-    """Return what makes samples per second noticeably more, the best first."""
+def _remedies(
+    costs: StepCosts, best: StepTime, batch: RankBatch, strategies: Sequence[str]
+) -> list[StepRemedy]:
+    """Return the changes that noticeably raise samples per second, the best first."""
     extra = _extra(costs, batch)
     now = best.seconds + extra
 
-    def times(what: str, seconds: float, work: float = 1.0, cost: str = "") -> Remedy:
-        return Remedy(what, work * now / seconds, cost)
+    def remedy(what: str, seconds: float, work: float = 1.0, cost: str = "") -> StepRemedy:
+        return StepRemedy(what, work * now / seconds, cost)
 
-    faster, larger = _computing(costs, factor=0.5), _computing(costs, micro=2 * costs.step.batch)
+    faster, larger = _scale_computing(costs, factor=0.5), _scale_computing(costs, micro=2 * costs.step.batch)
     found = [
-        times("a network twice as fast", predict_step(costs, best.way, calls=0.5).seconds + extra),
-        times("processors twice as fast", predict_step(faster, best.way).seconds + _extra(faster, batch)),
-        times(
+        remedy("a network twice as fast", predict_step(costs, best.name, calls=0.5).seconds + extra),
+        remedy("processors twice as fast", predict_step(faster, best.name).seconds + _extra(faster, batch)),
+        remedy(
             "a micro-batch twice as large",
-            predict_step(larger, best.way).seconds + _extra(larger, batch),
+            predict_step(larger, best.name).seconds + _extra(larger, batch),
             work=2.0,
             cost="fewer updates for the same data, and more memory",
         ),
-        times(
+        remedy(
             "twice the accumulation",
             now + batch.accumulation * (costs.step.forward + costs.step.backward),
             work=2.0,
             cost="fewer updates for the same data",
         ),
     ]
-    if "sharded" not in strategies and best.way.strategy != "sharded":
+    if "sharded" not in strategies and best.name.name != "sharded":
         sharded = _best(costs, ["sharded"])
-        found.append(times("sharding the optimizer", sharded.seconds + extra))
-    if best.way.strategy in ("bucketed", "sharded"):
-        squeezed = predict_step(costs, StepStrategy(best.way.strategy, best.way.bucket_mib, "int8"))
+        found.append(remedy("sharding the optimizer", sharded.seconds + extra))
+    if best.name.name in ("bucketed", "sharded"):
+        squeezed = predict_step(costs, StepStrategy(best.name.name, best.name.bucket_mib, "int8"))
         found.append(
-            times(
+            remedy(
                 'compression="int8"',
                 squeezed.seconds + extra,
-                cost=f"the loss: {EFFECTS['int8', 1]}; making packets is not counted",
+                cost=f"the loss: {LOSS_EFFECTS['int8', 1]}; the time of compressing is not counted",
             )
         )
-    found += _apart(costs, now, batch)
+    found += _less_often(costs, now, batch)
     return sorted(
         (each for each in found if each.factor > _NOTICEABLE),
         key=lambda each: -each.factor,
     )
 
 
-def _apart(costs: StepCosts, now: float, batch: Batch) -> list[Remedy]:
-    """Return what agreeing every few steps gains, where a step is bound by the network."""
+def _less_often(costs: StepCosts, now: float, batch: RankBatch) -> list[StepRemedy]:
+    """Return the gain of synchronising every few steps, where a step is bound by the network."""
     parameters = costs.step.nbytes // 4
     price = costs.price("all-reduce")
-    rate = nbytes_of(parameters, costs.ranks) / price.seconds(costs.step.nbytes)
-    advice = advise(parameters, costs.ranks, rate, _alone(costs, batch))
+    rate = exchange_nbytes(parameters, costs.ranks) / price.seconds(costs.step.nbytes)
+    advice = advise_network(parameters, costs.ranks, rate, _alone(costs, batch))
     if advice.chosen.every == 1:
         return []
     return [
-        Remedy(
-            f"agreeing every {advice.chosen.every} steps ({advice.chosen.flags})",
+        StepRemedy(
+            f"synchronising every {advice.chosen.every} steps ({advice.chosen.flags})",
             now / advice.chosen.step_seconds,
             f"the loss: {advice.chosen.effect}",
         )

@@ -1,35 +1,32 @@
-"""A figure with its derivation: what it is, the formula with numbers put in, why, and what people get wrong.
-
-The XXL model worked out, each figure with its derivation and with what people get wrong (pure).
+"""The XXL model worked out: every figure with its derivation and the mistakes that are usual (pure).
 
 126 blocks of two linear layers, 16384 → 53248 → 16384, nothing else: the problem "communication accounting" of Stanford
 CS336 (spring 2025, assignment 2), in the notation of Austin et al., How to Scale Your Model (2025), "Training".
-Activations and what travels are bfloat16; master weights, accumulated gradients and Adam's states are float32.
+Activations and messages are bfloat16; master weights, accumulated gradients and Adam's states are float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from paceline.tools.plan.batch_split import States, device_nbytes, devices_for
-from paceline.tools.plan.compute_bound_batch import fsdp_tp_tokens
+from paceline.tools.plan.batch_split import ModelStates, device_nbytes, devices_needed
+from paceline.tools.plan.communication_roofline import fsdp_tp_tokens
 
-__all__ = ["BLOCKS", "D_FF", "D_MODEL", "PARAMETERS", "TOKEN_NBYTES", "Derived", "derive"]
+__all__ = ["BLOCKS", "D_FF", "D_MODEL", "PARAMETERS", "TOKEN_NBYTES", "DerivedFigure", "derive_figures"]
 
 
 @dataclass(frozen=True)
-class Derived:
-    """A figure, and where it comes from.
+class DerivedFigure:
+    """A figure with its derivation.
 
     Attributes:
-        key: its name in JSON, with its unit, such as ``"devices"`` or ``"state_nbytes"``.
-        what: in words.
-        formula: with the numbers put in.
+        key: name in JSON, with its unit, such as ``"devices"`` or ``"state_nbytes"``.
+        what: description.
+        formula: with numbers.
         value: the result.
-        shown: the result for people, with its unit.
-        why: the reason for the formula; empty if it says enough.
-        wrong: what is often written instead, and what that would give; empty if nothing is.
+        shown: the result as text, with its unit.
+        why: reason for the formula; empty if it is obvious.
+        wrong: a usual mistake, and its result; empty if there is none.
     """
 
     key: str
@@ -40,48 +37,32 @@ class Derived:
     why: str = ""
     wrong: str = ""
 
-    def facts(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return asdict(self)
-
 
 D_MODEL, D_FF, BLOCKS = 16384, 53248, 126
-
-
 PARAMETERS = 2 * BLOCKS * D_MODEL * D_FF
-
-
 TOKEN_NBYTES = 2 * BLOCKS * (D_MODEL + D_FF)
 """A of one token: the input of each linear layer, in 2 bytes."""
-
-
 GPU_NBYTES, TPU_NBYTES = 80e9, 95e9
-
-
 FLOPS, WIRE = 4.6e14, 2 * 9e10
 """C and W of a TPU v5p as the problem gives them: 459 TFLOP/s rounded, two directions of 9e10 B/s along an axis."""
-
-
 _X, _Y, _MX, _MY = 16, 4, 2, 1
-
-
 _SHARED = 0.5
 
 
-def derive() -> tuple[Derived, ...]:
-    """Return all figures, in the order in which they follow from each other.
+def derive_figures() -> tuple[DerivedFigure, ...]:
+    """Return all figures, in the order of derivation.
 
     Example:
-        >>> {each.key: round(each.value) for each in derive()}["devices_95_1024"]
+        >>> {each.key: round(each.value) for each in derive_figures()}["devices_95_1024"]
         41
     """
     return (*_sizes(), *_devices(), *_compute_bound())
 
 
-def _sizes() -> tuple[Derived, ...]:
+def _sizes() -> tuple[DerivedFigure, ...]:
     states = 16 * PARAMETERS
     return (
-        Derived(
+        DerivedFigure(
             "parameters",
             "parameters",
             "N = 2 · 126 · 16384 · 53248",
@@ -92,54 +73,54 @@ def _sizes() -> tuple[Derived, ...]:
         _bytes("weights_nbytes", "master weights, float32", "4 · N", 4 * PARAMETERS),
         _bytes("gradients_nbytes", "accumulated gradients, float32", "4 · N", 4 * PARAMETERS),
         _bytes("adam_nbytes", "Adam's two moments, float32", "8 · N", 8 * PARAMETERS),
-        Derived(
+        DerivedFigure(
             "state_nbytes",
             "all states",
             "16 · N",
             states,
             _both(states),
-            "every one of them lives from step to step",
+            "all of them persist from step to step",
             "3276 GiB / 80 GB = 41 mixes units; 80 GB and 3518 GB are decimal. Only where the driver shows 80 GiB "
             "(85.9 GB) do 41 do.",
         ),
-        Derived(
+        DerivedFigure(
             "devices_80",
             "devices of 80 GB for the states alone",
             f"⌈{states / 1e9:,.1f} / 80⌉ = ⌈{states / GPU_NBYTES:.2f}⌉",
-            devices_for(States(states), 0.0, GPU_NBYTES) or 0,
-            f"{devices_for(States(states), 0.0, GPU_NBYTES)}",
-            "they have no room for activations then",
+            devices_needed(ModelStates(states), 0.0, GPU_NBYTES) or 0,
+            f"{devices_needed(ModelStates(states), 0.0, GPU_NBYTES)}",
+            "which leaves no memory for activations",
         ),
-        Derived(
+        DerivedFigure(
             "token_nbytes",
             "activations of a token, bfloat16",
             "A₁ = 2 B · 126 · (16384 + 53248)",
             TOKEN_NBYTES,
             f"{TOKEN_NBYTES:,} B",
             "backward needs the input of each linear layer: d_model of the first, d_ff of the second",
-            "17,543,808 is seen elsewhere. It is no multiple of 2 · 126 = 252, so no pair of widths gives it: a slip.",
+            "17,543,808 appears elsewhere. It is not a multiple of 2 · 126 = 252, so no pair of widths gives it.",
         ),
     )
 
 
-def _devices() -> tuple[Derived, ...]:
-    states, found = States(16.0 * PARAMETERS), []
+def _devices() -> tuple[DerivedFigure, ...]:
+    states, found = ModelStates(16.0 * PARAMETERS), []
     for memory, tokens in (*((TPU_NBYTES, each) for each in (0, 1024, 4096)), (GPU_NBYTES, 1024)):
         activations = float(tokens * TOKEN_NBYTES)
-        count = devices_for(states, activations, memory, _SHARED)
+        count = devices_needed(states, activations, memory, _SHARED)
         half = activations / 2e9
         assert count is not None
         held = device_nbytes(states, activations, count, _SHARED) / 1e9
-        everything = devices_for(states, activations, memory, 1.0) or 0
+        everything = devices_needed(states, activations, memory, 1.0) or 0
         wrong = ""
         if everything != count:
             real = device_nbytes(states, activations, everything, _SHARED) / 1e9
             wrong = (
                 f"(16·N + A)/n, all of A divided by n, gives {everything} devices, and each would hold "
-                f"{real:.1f} GB: the half of A that is not shared is on every device, whatever n is."
+                f"{real:.1f} GB: the half of A that is not divided is on every device, whatever n is."
             )
         found.append(
-            Derived(
+            DerivedFigure(
                 f"devices_{memory / 1e9:.0f}_{tokens}",
                 f"devices of {memory / 1e9:.0f} GB, {tokens} tokens" if tokens else
                 f"devices of {memory / 1e9:.0f} GB, few tokens (A → 0)",
@@ -147,7 +128,7 @@ def _devices() -> tuple[Derived, ...]:
                 f"({memory / 1e9:.0f} − {half:.2f}) = {(states.shared / 1e9 + half) / (memory / 1e9 - half):.2f}",
                 count,
                 f"{count} ({held:.1f} GB each)",
-                "m = (16·N + A/2)/n + A/2: n devices share the states and every second layer's activations, "
+                "m = (16·N + A/2)/n + A/2: n devices divide the states and every second layer's activations, "
                 "and each keeps the other half of its own",
                 wrong,
             )
@@ -155,41 +136,41 @@ def _devices() -> tuple[Derived, ...]:
     return tuple(found)
 
 
-def _compute_bound() -> tuple[Derived, ...]:
+def _compute_bound() -> tuple[DerivedFigure, ...]:
     alpha = FLOPS / WIRE
     added = fsdp_tp_tokens(alpha, D_FF, _Y, _MX, _MY)
     overlapped = fsdp_tp_tokens(alpha, D_FF, _Y, _MX, _MY, overlap=True)
     return (
-        Derived(
+        DerivedFigure(
             "intensity",
-            "FLOP for each byte that is sent",
+            "FLOP per byte sent",
             "α = C/W = 4.6e14 / (2 · 9e10)",
             alpha,
             f"{alpha:,.0f} FLOP/B",
             "the time to compute b tokens and the time to send weights are equal at b = α on one axis",
         ),
-        Derived(
+        DerivedFigure(
             "tokens_added",
-            "tokens of a FSDP shard from which forward is bound by computing, FSDP and TP one after another",
+            "tokens of an FSDP shard from which forward is compute-bound, FSDP and TP one after another",
             f"b = B/X ≥ (α/Mx)/(1 − Y·α/(F·My)) = {added.formula}",
             added.tokens,
             f"{added.tokens:,.0f} tokens",
             "a block computes 4·b·D·F/(Y·C), gathers 4·D·F/(Y·W·Mx) of weights and exchanges 4·b·D/(W·My) of "
-            "activations; b is where the first is as long as both others",
+            "activations; b is where the first equals the sum of the others",
             f"counting four micro-batches of {added.tokens / 4:,.0f} tokens as {added.tokens:,.0f}. FSDP gathers the "
-            "weights in each of them, so each must be large enough. Only under DDP tokens of a step add up.",
+            "weights in each of them, so each must be large enough. Only under DDP do tokens of a step add up.",
         ),
-        Derived(
+        DerivedFigure(
             "tokens_overlapped",
             "the same, FSDP and TP at the same time",
             f"b ≥ α/Mx = {overlapped.formula}, while Y·α/(F·My) = {_Y * alpha / (D_FF * _MY):.3f} ≤ 1",
             overlapped.tokens,
             f"{overlapped.tokens:,.0f} tokens",
-            "they use axes of their own, so the longer one decides",
+            "they use separate axes, so the longer one decides",
         ),
         _whole(added.tokens, "one after another"),
         _whole(overlapped.tokens, "at the same time"),
-        Derived(
+        DerivedFigure(
             "tokens_device",
             "tokens of each chip, one after another",
             f"{added.tokens:,.0f} / Y = {added.tokens:,.0f} / {_Y}",
@@ -201,8 +182,8 @@ def _compute_bound() -> tuple[Derived, ...]:
     )  # fmt: skip
 
 
-def _whole(tokens: float, how: str) -> Derived:
-    return Derived(
+def _whole(tokens: float, how: str) -> DerivedFigure:
+    return DerivedFigure(
         f"tokens_global_{how.split()[0]}",
         f"global batch, {how}",
         f"X · {tokens:,.0f} = {_X} · {tokens:,.0f}",
@@ -211,8 +192,8 @@ def _whole(tokens: float, how: str) -> Derived:
     )
 
 
-def _bytes(key: str, what: str, formula: str, nbytes: float) -> Derived:
-    return Derived(key, what, formula, nbytes, _both(nbytes))
+def _bytes(key: str, what: str, formula: str, nbytes: float) -> DerivedFigure:
+    return DerivedFigure(key, what, formula, nbytes, _both(nbytes))
 
 
 def _both(nbytes: float) -> str:

@@ -88,7 +88,7 @@ class Node:
             plan.cadence,
             plan.policy,
             score=self.learner.score if plan.policy.scores or plan.rules.population else None,
-            reset_optimizer=self.learner.forget,
+            reset_optimizer=self.learner.reset_optimizer,
             warmup=plan.warmup,
             stagger=plan.stagger,
         )

@@ -2,7 +2,7 @@
 
     rate    all ranks exchange bytes pairwise, increasingly many until an exchange takes 0.1 s; median of three
     step    a copy of the model trains a few steps without communication; the slowest rank counts
-    choice  `paceline.tools.plan.slow_network.advise`
+    choice  `paceline.tools.plan.slow_network.advise_network`
 
 If gradients are sent uncompressed every step, `paceline.parallel.tuning.tuner` then tunes how while training.
 
@@ -27,7 +27,7 @@ from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import token_loss as loss_of
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.models.token_windows import TrainingWindows
-from paceline.tools.plan.slow_network import Advice, Option, advise
+from paceline.tools.plan.slow_network import NetworkAdvice, SyncOption, advise_network
 from paceline.tools.train.local_sgd_settings import gpt_layers
 from paceline.tools.train.run_folder import original_settings
 from paceline.tools.train.train_settings import CHOSEN_BY_AUTO, TrainSettings
@@ -86,11 +86,12 @@ def choose_strategy(
     rate = measure_rate(Comm(), device)
     step_seconds = _slowest(measure_step(settings, size, batches, device))
     return _choice(
-        advise(size.parameters(), world.size, rate, step_seconds, layers=gpt_layers(size.layers)), settings
+        advise_network(size.parameters(), world.size, rate, step_seconds, layers=gpt_layers(size.layers)),
+        settings,
     )
 
 
-def _choice(advice: Advice, settings: TrainSettings) -> AutoChoice:
+def _choice(advice: NetworkAdvice, settings: TrainSettings) -> AutoChoice:
     measured = (
         f"--sync auto measured {format_decimal(advice.bytes_per_second)}/s from each rank to all others, "
         f"and {format_seconds(advice.step_seconds)} for a step without communication"
@@ -113,7 +114,7 @@ def _choice(advice: Advice, settings: TrainSettings) -> AutoChoice:
     return AutoChoice(_apply_option(advice.chosen, settings), tuple(sentences), facts)
 
 
-def _apply_option(option: Option | None, settings: TrainSettings) -> TrainSettings:
+def _apply_option(option: SyncOption | None, settings: TrainSettings) -> TrainSettings:
     """Return `settings` with the strategy that `option` describes; None: the default one."""
     if option is None or (option.every == 1 and option.compression == "none"):
         return replace(settings, sync="sharded")

@@ -32,7 +32,7 @@ from paceline.tools.bench.starvation.starvation_table import (
     summary_line,
     table_title,
 )
-from paceline.tools.plan.balance_report import Balance
+from paceline.tools.plan.balance_report import BatchBalance
 
 SETTINGS = StarvationSettings(EXAMPLE_BALANCE, timeout=10.0)
 PLACE = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
@@ -185,7 +185,7 @@ def test_the_example_starves_one_rank():
 )
 def test_every_sample_is_in_one_batch(samples, ranks, block, scheme, batch_size, seed):
     dealing = dispatch_blocks(samples, ranks, block=block, scheme=scheme, seed=seed)
-    balance = Balance(dealing, batch_size)
+    balance = BatchBalance(dealing, batch_size)
     if not balance.starving or not min(balance.batches):
         with pytest.raises(UsageError):
             StarvationSettings(balance)
@@ -194,7 +194,7 @@ def test_every_sample_is_in_one_batch(samples, ranks, block, scheme, batch_size,
         json.loads(json.dumps(StarvationSettings(balance, 3.0).to_json()))
     )
     assert bench_settings.balance.batches == balance.batches
-    assert bench_settings.balance.dealing.counts == dealing.counts
+    assert bench_settings.balance.dispatch.counts == dealing.counts
     own = [bench_settings.batches(rank) for rank in range(ranks)]
     assert [len(batches) for batches in own] == list(balance.batches)
     together = np.concatenate([batch for batches in own for batch in batches])
@@ -215,13 +215,21 @@ def test_the_next_epoch_has_other_batches():
     [
         (EXAMPLE_BALANCE, 0.5, "time-out of 0.5 s"),
         (EXAMPLE_BALANCE, float("inf"), "time-out of inf s"),
-        (Balance(dispatch_blocks(100, 1), 7), 10, "1 ranks: each is a process here"),
-        (Balance(dispatch_blocks(1000, MOST_RANKS + 1), 7), 10, f"{MOST_RANKS + 1} ranks"),
-        (Balance(dispatch_blocks(1000, 2), 7), 10, "all ranks have 72 batches, so none starves"),
-        (Balance(dispatch_blocks(3, 4), 7), 10, "rank 3 has no batch at all"),
-        (Balance(dispatch_blocks(1100, 2, block=100), 64, drop_last=True), 10, "including short last ones"),
-        (Balance(dispatch_blocks(30_000_100, 2, block=100), 100_000), 10, "30000100 samples in 151 steps"),
-        (Balance(dispatch_blocks(5001, 2), 1), 10, "5001 samples in 2501 steps"),
+        (BatchBalance(dispatch_blocks(100, 1), 7), 10, "1 ranks: each is a process here"),
+        (BatchBalance(dispatch_blocks(1000, MOST_RANKS + 1), 7), 10, f"{MOST_RANKS + 1} ranks"),
+        (BatchBalance(dispatch_blocks(1000, 2), 7), 10, "all ranks have 72 batches, so none starves"),
+        (BatchBalance(dispatch_blocks(3, 4), 7), 10, "rank 3 has no batch at all"),
+        (
+            BatchBalance(dispatch_blocks(1100, 2, block=100), 64, drop_last=True),
+            10,
+            "including short last ones",
+        ),
+        (
+            BatchBalance(dispatch_blocks(30_000_100, 2, block=100), 100_000),
+            10,
+            "30000100 samples in 151 steps",
+        ),
+        (BatchBalance(dispatch_blocks(5001, 2), 1), 10, "5001 samples in 2501 steps"),
     ],
 )
 def test_invalid_settings_are_refused(balance, timeout, said):

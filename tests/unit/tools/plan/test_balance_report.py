@@ -12,7 +12,13 @@ from dispatch_strategies import dispatches, shares
 from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import EXACT, RankPortions, UnevenPolicy
-from paceline.tools.plan.balance_report import Balance, is_even, moved, safe_batch_sizes, safe_blocks
+from paceline.tools.plan.balance_report import (
+    BatchBalance,
+    is_even,
+    moved_weight,
+    safe_batch_sizes,
+    safe_blocks,
+)
 
 SIZES = st.integers(1, 50)
 
@@ -31,7 +37,7 @@ def batches_of(counts, size, drop_last):
 @given(dealing=dispatches(least=1), size=SIZES, drop_last=st.booleans())
 @settings(deadline=None)
 def test_who_starves_and_whether_that_is_a_deadlock(dealing, size, drop_last):
-    balance = Balance(dealing, size, drop_last)
+    balance = BatchBalance(dealing, size, drop_last)
     steps = batches_of(dealing.counts, size, drop_last)
     assert list(balance.batches) == steps
     assert balance.starving == [(rank, own) for rank, own in enumerate(steps) if own < max(steps)]
@@ -42,7 +48,7 @@ def test_who_starves_and_whether_that_is_a_deadlock(dealing, size, drop_last):
 @given(dealing=dispatches(least=1), size=SIZES, drop_last=st.booleans())
 @settings(deadline=None)
 def test_without_a_policy_what_all_ranks_can_do_together_is_used(dealing, size, drop_last):
-    balance = Balance(dealing, size, drop_last)
+    balance = BatchBalance(dealing, size, drop_last)
     outcome = balance.without_policy
     steps = min(batches_of(dealing.counts, size, drop_last))
     used = sum(
@@ -57,7 +63,7 @@ def test_without_a_policy_what_all_ranks_can_do_together_is_used(dealing, size, 
 @given(dealing=dispatches(least=1), size=SIZES)
 @settings(deadline=None)
 def test_outcomes_are_those_of_the_policies(dealing, size):
-    outcomes = Balance(dealing, size).outcomes
+    outcomes = BatchBalance(dealing, size).outcomes
     assert [outcome.policy for outcome in outcomes] == ["none", *get_args(UnevenPolicy)]
     for outcome in outcomes[1:]:
         if outcome.refused:
@@ -80,7 +86,7 @@ def test_outcomes_are_those_of_the_policies(dealing, size):
 
 def test_the_shares_of_the_gradients_weight():
     dealing = dispatch_blocks(50_000, 7, block=1000)  # 8000, 7000 ×6
-    of = {outcome.policy: outcome for outcome in Balance(dealing, 64).outcomes}
+    of = {outcome.policy: outcome for outcome in BatchBalance(dealing, 64).outcomes}
     assert of["none"].moved == pytest.approx(8000 / 50_000 - 1 / 7)
     assert of["truncate"].moved == pytest.approx(8000 / 50_000 - 110 * 64 / 49_040)
     assert of["pad"].moved == pytest.approx(8000 / 50_000 - 1 / 7)
@@ -94,13 +100,13 @@ def test_the_shares_of_the_gradients_weight():
 @given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
 def test_weight_that_was_moved(counts, data):
     weights = data.draw(st.lists(st.integers(0, 50), min_size=len(counts), max_size=len(counts)))
-    found = moved(weights, counts)
+    found = moved_weight(weights, counts)
     assert 0 <= found <= 1
     if sum(weights) and sum(counts):
         pairs = zip(weights, counts, strict=True)
         expected = sum(abs(own / sum(weights) - count / sum(counts)) for own, count in pairs) / 2
         assert found == pytest.approx(expected, abs=1e-12)
-    assert moved(counts, counts) == moved([3 * count for count in counts], counts) == 0
+    assert moved_weight(counts, counts) == moved_weight([3 * count for count in counts], counts) == 0
 
 
 @given(samples=st.integers(1, 400), given_shares=shares(), size=SIZES, drop_last=st.booleans())
@@ -117,12 +123,12 @@ def test_safe_blocks_are_those_that_a_trial_of_each_finds(samples, given_shares,
 
 @given(samples=st.integers(1, 5000), ranks=st.integers(1, 40), size=SIZES, drop_last=st.booleans())
 @settings(deadline=None)
-def test_of_equal_shares_two_ranks_tell_all(samples, ranks, size, drop_last):
+def test_with_equal_shares_two_ranks_are_enough(samples, ranks, size, drop_last):
     found = safe_blocks(samples, RankShares.equal(ranks), size, drop_last=drop_last, largest=50)
     tried = [
         block
         for block in range(1, 51)
-        if not Balance(BlockDispatch(samples, RankShares.equal(ranks), block), size, drop_last).deadlock
+        if not BatchBalance(BlockDispatch(samples, RankShares.equal(ranks), block), size, drop_last).deadlock
     ]
     assert found == tried
 

@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cost_model.device_rates import matmul_of, wire_of
 from paceline.errors import UsageError
-from paceline.tools.plan.batch_answer import Asked, answer
-from paceline.tools.plan.batch_split import States, device_nbytes, devices_for, most_samples, split_batch
+from paceline.tools.plan.batch_plan import BatchRequest, plan_batch
+from paceline.tools.plan.batch_split import (
+    ModelStates,
+    device_nbytes,
+    devices_needed,
+    max_micro_batch,
+    split_batch,
+)
+from paceline.tools.plan.communication_roofline import catalog_link_rate, catalog_matmul_rate
 
 SIZES = st.integers(0, 10_000)
 
@@ -24,8 +30,8 @@ SIZES = st.integers(0, 10_000)
     part=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
 )
 def test_devices_are_the_least_that_fit(shared, whole, activations, memory, part):
-    states = States(shared, whole)
-    count = devices_for(states, activations, memory, part)
+    states = ModelStates(shared, whole)
+    count = devices_needed(states, activations, memory, part)
     if count is None:
         assert device_nbytes(states, activations, 10**9, part) > memory
         return
@@ -38,12 +44,12 @@ def test_devices_are_the_least_that_fit(shared, whole, activations, memory, part
     ("strategy", "nbytes"), [("ddp", 16.0), ("zero1", 8 + 8 / 4), ("zero2", 4 + 12 / 4), ("fsdp", 16 / 4)]
 )
 def test_states_of_strategies_on_four_devices(strategy, nbytes):
-    assert device_nbytes(States.of(1000, strategy), 0.0, 4) == 1000 * nbytes
+    assert device_nbytes(ModelStates.of(1000, strategy), 0.0, 4) == 1000 * nbytes
 
 
 def test_ddp_does_not_fit_better_on_more_devices():
-    assert devices_for(States.of(10**9, "ddp"), 0.0, 16e9) == 1
-    assert devices_for(States.of(10**9, "ddp"), 0.0, 15.9e9) is None
+    assert devices_needed(ModelStates.of(10**9, "ddp"), 0.0, 16e9) == 1
+    assert devices_needed(ModelStates.of(10**9, "ddp"), 0.0, 15.9e9) is None
 
 
 @pytest.mark.parametrize(
@@ -56,20 +62,20 @@ def test_ddp_does_not_fit_better_on_more_devices():
         (1e9, 0, 1.5, "shared"),
     ],
 )
-def test_numbers_without_sense_are_refused(memory, activations, shared, said):
+def test_numbers_out_of_range_are_refused(memory, activations, shared, said):
     with pytest.raises(UsageError, match=said):
-        devices_for(States(1.0), activations, memory, shared)
+        devices_needed(ModelStates(1.0), activations, memory, shared)
 
 
-def test_unknown_strategy_is_told_with_the_nearest():
+def test_an_unknown_strategy_is_reported_with_the_nearest():
     with pytest.raises(UsageError, match="did you mean 'zero2'"):
-        States.of(1, "zero-2")
+        ModelStates.of(1, "zero-2")
 
 
 @given(memory=st.integers(1, 5000), each=st.integers(1, 50), devices=st.integers(1, 20))
 def test_the_largest_micro_batch_fits_and_one_more_does_not(memory, each, devices):
-    states, part = States(1600.0, 10.0), 0.5
-    most = most_samples(states, each, memory, devices, part)
+    states, part = ModelStates(1600.0, 10.0), 0.5
+    most = max_micro_batch(states, each, memory, devices, part)
     fits = [device_nbytes(states, each * n, devices, part) <= memory * (1 + 1e-12) for n in (most, most + 1)]
     assert fits[1] is False
     assert fits[0] or most == 0
@@ -109,8 +115,8 @@ def test_the_exact_split_has_no_rest_and_the_most_ranks(samples, devices, most):
 
 
 def test_ranks_come_before_accumulation():
-    assert split_batch(64, 8, 100).told == "8 × 1 × 8"
-    assert split_batch(64, 8, 4).told == "4 × 2 × 8"
+    assert split_batch(64, 8, 100).label == "8 × 1 × 8"
+    assert split_batch(64, 8, 4).label == "4 × 2 × 8"
     assert split_batch(3, 8, 4).idle == 5
 
 
@@ -122,16 +128,16 @@ def test_a_split_of_nothing_is_refused(numbers):
 
 @pytest.mark.parametrize(("wire", "between"), [("pcie4", "ndr"), ("nvlink4", "ndr")])
 def test_a_threshold_names_the_links_that_it_is_about(wire, between):
-    asked = Asked(
-        7_000_000_000,
+    options = BatchRequest(
+        parameters=7_000_000_000,
         devices=64,
-        flops=matmul_of("h100"),
-        wire=wire_of(wire),
-        between=wire_of(between),
+        flops=catalog_matmul_rate("h100"),
+        wire=catalog_link_rate(wire),
+        between=catalog_link_rate(between),
         group=8,
     )
-    why = {figure.key: figure.why for figure in answer(asked).figures}
-    inside, outside = (f"({wire_of(name).source})" for name in (wire, between))
+    why = {figure.key: figure.why for figure in plan_batch(options).figures}
+    inside, outside = (f"({catalog_link_rate(name).source})" for name in (wire, between))
     assert inside in why["tokens_hsdp_inside_a_group"]
     assert outside in why["tokens_hsdp_between_groups"]
     assert (inside if wire == "pcie4" else outside) in why["tokens_fsdp"], "the slower of both"

@@ -1,4 +1,4 @@
-"""What is told of an epoch before it runs, as numbers."""
+"""Forecasts of an epoch over dispatched data, as numbers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import pytest
 
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.errors import UsageError
-from paceline.tools.plan.balance_report import Balance
-from paceline.tools.plan.dispatch_forecast import Asked, forecasts
+from paceline.tools.plan.balance_report import BatchBalance
+from paceline.tools.plan.dispatch_forecast import DispatchRequest, forecast_dispatch
 
 
 def test_every_block_size_with_every_batch_size():
-    found = forecasts(Asked(50_000, RankShares.equal(7), blocks=(2, 1000), batch_sizes=(64, 4096), draws=3))
+    found = forecast_dispatch(
+        DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 1000), batch_sizes=(64, 4096), draws=3)
+    )
     assert [(each.block, each.batch_size) for each in found] == [(2, 64), (2, 4096), (1000, 64), (1000, 4096)]
     for each in found:
         assert (each.block in each.safe_blocks) == (not each.balance.deadlock)
@@ -22,8 +24,10 @@ def test_every_block_size_with_every_batch_size():
         assert each.batch_sizes_tried == 4096
 
 
-def test_what_is_asked_for_is_looked_at_however_large():
-    (found,) = forecasts(Asked(10**6, RankShares.equal(2), blocks=(500_000,), batch_sizes=(10_000,), draws=1))
+def test_requested_sizes_are_checked_however_large():
+    (found,) = forecast_dispatch(
+        DispatchRequest(10**6, RankShares.equal(2), blocks=(500_000,), batch_sizes=(10_000,), draws=1)
+    )
     assert found.blocks_tried == 10_000
     assert found.batch_sizes_tried == 4096
     assert 500_000 in found.safe_blocks
@@ -31,16 +35,18 @@ def test_what_is_asked_for_is_looked_at_however_large():
 
 
 def test_a_huge_batch_size_does_not_have_all_smaller_ones_looked_at():
-    asked = Asked(10**6, RankShares.equal(2), batch_sizes=(64, 10**15), draws=0)
-    small, huge = forecasts(asked)
+    options = DispatchRequest(10**6, RankShares.equal(2), batch_sizes=(64, 10**15), draws=0)
+    small, huge = forecast_dispatch(options)
     assert small.safe_batch_sizes == huge.safe_batch_sizes
     assert huge.safe_batch_sizes[-1] == 10**15
     assert len(huge.safe_batch_sizes) <= 4097
 
 
-def test_imbalance_is_told_of_each_way_to_deal():
-    (found,) = forecasts(Asked(50_000, RankShares.equal(7), "random", blocks=(1000,), draws=50))
-    counts = found.balance.dealing.counts
+def test_imbalance_of_each_scheme():
+    (found,) = forecast_dispatch(
+        DispatchRequest(50_000, RankShares.equal(7), "random", blocks=(1000,), draws=50)
+    )
+    counts = found.balance.dispatch.counts
     assert found.imbalance.dealt == pytest.approx(max(counts) / (50_000 / 7) - 1)
     assert found.imbalance.in_turns == pytest.approx(0.12)
     assert found.imbalance.bound_in_turns == pytest.approx(0.14)
@@ -48,17 +54,19 @@ def test_imbalance_is_told_of_each_way_to_deal():
     assert found.imbalance.random.drawn == pytest.approx(found.imbalance.random.expected, rel=0.2)
 
 
-def test_fewer_draws_are_made_for_many_ranks_unless_asked_for():
-    assert Asked(100, RankShares.equal(7)).draws_of_block == 400
-    assert Asked(10**6, RankShares.equal(4000)).draws_of_block == 50
-    assert Asked(10**6, RankShares.equal(4000), draws=400).draws_of_block == 400
+def test_fewer_draws_are_made_for_many_ranks_by_default():
+    assert DispatchRequest(100, RankShares.equal(7)).draws_per_block == 400
+    assert DispatchRequest(10**6, RankShares.equal(4000)).draws_per_block == 50
+    assert DispatchRequest(10**6, RankShares.equal(4000), draws=400).draws_per_block == 400
 
 
 def test_as_json():
-    asked = Asked(1000, RankShares((5, 5, 2, 8)), "shares", blocks=(10,), batch_sizes=(16,), draws=0)
-    (found,) = forecasts(asked)
+    options = DispatchRequest(
+        1000, RankShares((5, 5, 2, 8)), "shares", blocks=(10,), batch_sizes=(16,), draws=0
+    )
+    (found,) = forecast_dispatch(options)
     entry = json.loads(json.dumps(found.to_json(), allow_nan=False))
-    balance = Balance(asked.dealing(10), 16)
+    balance = BatchBalance(options.dispatch(10), 16)
     assert entry["counts"] == [250, 250, 100, 400]
     assert entry["batches_floor"] == [15, 15, 6, 25]
     assert entry["batches_ceil"] == [16, 16, 7, 25]
@@ -78,7 +86,7 @@ def test_as_json():
     }
     assert entry["policies"]["error"]["steps"] is None
     assert entry["imbalance"]["random"]["drawn"] is None
-    assert asked.to_json()["shares"] == [0.25, 0.25, 0.1, 0.4]
+    assert options.to_json()["shares"] == [0.25, 0.25, 0.1, 0.4]
 
 
 @pytest.mark.parametrize(
@@ -95,4 +103,4 @@ def test_as_json():
 )
 def test_bad_input_is_refused(arguments, said):
     with pytest.raises(UsageError, match=said):
-        Asked(**{"samples": 1000, "shares": RankShares.equal(3)} | arguments)
+        DispatchRequest(**{"samples": 1000, "shares": RankShares.equal(3)} | arguments)

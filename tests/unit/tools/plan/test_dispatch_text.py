@@ -8,9 +8,16 @@ import pytest
 
 from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
-from paceline.tools.plan.balance_report import Balance, Outcome
-from paceline.tools.plan.dispatch_forecast import Asked, forecasts
-from paceline.tools.plan.dispatch_text import in_short, of_bias, of_loop, of_safe, percent, ranges
+from paceline.tools.plan.balance_report import BatchBalance, PolicyOutcome
+from paceline.tools.plan.dispatch_forecast import DispatchRequest, forecast_dispatch
+from paceline.tools.plan.dispatch_text import (
+    describe_bias,
+    describe_loop,
+    describe_safe_sizes,
+    format_ranges,
+    percent,
+    summarise_counts,
+)
 from paceline.tools.report.charts.dispatch_charts import MOST_PANELS, end_chart, imbalance_chart
 
 
@@ -27,13 +34,13 @@ from paceline.tools.report.charts.dispatch_charts import MOST_PANELS, end_chart,
     ],
 )
 def test_numbers_in_short(numbers, said):
-    assert in_short(numbers) == said
+    assert summarise_counts(numbers) == said
 
 
 def test_ranges():
-    assert ranges([1, 2, 3, 5, 8, 9]) == "1–3, 5, 8–9"
-    assert ranges(range(1, 40, 2), most=4) == "1, 3, 5, …, 39"
-    assert ranges([]) == ""
+    assert format_ranges([1, 2, 3, 5, 8, 9]) == "1–3, 5, 8–9"
+    assert format_ranges(range(1, 40, 2), most=4) == "1, 3, 5, …, 39"
+    assert format_ranges([]) == ""
 
 
 @pytest.mark.parametrize(
@@ -45,29 +52,29 @@ def test_per_cent(part, said):
 
 def balance(*counts, size=10, drop_last=False):
     """Return a balance with these samples a rank: by shares, one sample a block."""
-    return Balance(BlockDispatch(sum(counts), RankShares(counts)), size, drop_last)
+    return BatchBalance(BlockDispatch(sum(counts), RankShares(counts)), size, drop_last)
 
 
 def test_what_a_loop_over_ones_own_batches_does():
-    assert of_loop(balance(20, 15)) == "all make 2 steps"
-    assert of_loop(balance(20, 15, drop_last=True)) == "deadlock in step 2; out of data: rank 1 after 1"
-    assert of_loop(balance(50, 30, 30, 20, 41)) == (
+    assert describe_loop(balance(20, 15)) == "all make 2 steps"
+    assert describe_loop(balance(20, 15, drop_last=True)) == "deadlock in step 2; out of data: rank 1 after 1"
+    assert describe_loop(balance(50, 30, 30, 20, 41)) == (
         "deadlock in step 3; out of data: rank 3 after 2, ranks 1–2 after 3"
     )
-    assert of_loop(balance(90, 80, 70, 60, 50)) == (
+    assert describe_loop(balance(90, 80, 70, 60, 50)) == (
         "deadlock in step 6; out of data: rank 4 after 5, rank 3 after 6, 2 more later"
     )
-    assert of_loop(balance(5, 0)) == "deadlock in step 1; out of data: rank 1 after 0"
+    assert describe_loop(balance(5, 0)) == "deadlock in step 1; out of data: rank 1 after 0"
 
 
 def test_many_starving_ranks_are_counted():
-    assert of_loop(Balance(dispatch_blocks(990, 100, block=10), 10)).endswith("rank 99 after 0")
-    assert "ranks 60–99 (40) after 0" in of_loop(Balance(dispatch_blocks(600, 100, block=10), 10))
+    assert describe_loop(BatchBalance(dispatch_blocks(990, 100, block=10), 10)).endswith("rank 99 after 0")
+    assert "ranks 60–99 (40) after 0" in describe_loop(BatchBalance(dispatch_blocks(600, 100, block=10), 10))
 
 
-def test_the_worst_of_each_policy_is_told():
+def test_the_worst_case_of_each_policy_is_described():
     found = [
-        ("here", Outcome(policy, 10, 100, *amounts))
+        ("here", PolicyOutcome(policy, 10, 100, *amounts))
         for policy, amounts in {
             "join": (0, 0),
             "rebalance": (0, 0),
@@ -77,21 +84,21 @@ def test_the_worst_of_each_policy_is_told():
             "error": (0, 0),
         }.items()
     ]
-    told, bias = of_bias([*found, ("there", Outcome("truncate", 9, 80, 25, moved=0.1))], 105)
-    assert "truncate never uses up to 25 of 105 samples (23.8%), and moves 10% of" in told
-    assert "(there); pad uses again up to 7 of 105" in told
-    assert "drop never uses up to 9" in told
+    output, bias = describe_bias([*found, ("there", PolicyOutcome("truncate", 9, 80, 25, moved=0.1))], 105)
+    assert "truncate never uses up to 25 of 105 samples (23.8%), and moves 10% of" in output
+    assert "(there); pad uses again up to 7 of 105" in output
+    assert "drop never uses up to 9" in output
     assert "some ranks'" in bias
-    clean = [(place, Outcome(each.policy, 10, 105)) for place, each in found]
-    assert of_bias(clean, 105) == []
+    clean = [(place, PolicyOutcome(each.policy, 10, 105)) for place, each in found]
+    assert describe_bias(clean, 105) == []
 
 
 def test_safe_sizes_and_the_nearest_ones():
-    assert of_safe([1, 2, 3, 9], 10) == "1–3, 9 (4 of 10)"
-    assert of_safe([1, 2, 3, 9], 10, near=3) == "1–3, 9 (4 of 10)"
-    assert of_safe([1, 2, 3, 9], 10, near=5) == "1–3, 9 (4 of 10); nearest to 5: 3 and 9"
-    assert of_safe([9], 10, near=5) == "9 (1 of 10); nearest to 5: 9"
-    assert of_safe([], 10) == "none of 10"
+    assert describe_safe_sizes([1, 2, 3, 9], 10) == "1–3, 9 (4 of 10)"
+    assert describe_safe_sizes([1, 2, 3, 9], 10, near=3) == "1–3, 9 (4 of 10)"
+    assert describe_safe_sizes([1, 2, 3, 9], 10, near=5) == "1–3, 9 (4 of 10); nearest to 5: 3 and 9"
+    assert describe_safe_sizes([9], 10, near=5) == "9 (1 of 10); nearest to 5: 9"
+    assert describe_safe_sizes([], 10) == "none of 10"
 
 
 # ------------------------------------------------------------------ pictures
@@ -103,8 +110,8 @@ def texts(chart):
 
 
 def test_imbalance_by_block_size():
-    asked = Asked(50_000, RankShares.equal(7), blocks=(2, 10, 100, 1000), draws=20)
-    said = texts(imbalance_chart(forecasts(asked), title="seven workers"))
+    options = DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 10, 100, 1000), draws=20)
+    said = texts(imbalance_chart(forecast_dispatch(options), title="seven workers"))
     assert {"seven workers", "at random: expected", "at random: 1 in 1000 above", "in turns: never more"} <= {
         *said
     }
@@ -112,31 +119,33 @@ def test_imbalance_by_block_size():
     assert {"1%", "100%", "1,000"} <= {*said}
 
 
-def test_what_is_nought_is_said_where_it_cannot_be_drawn():
-    asked = Asked(49_000, RankShares.equal(7), blocks=(1, 10, 900), draws=0)
-    said = texts(imbalance_chart(forecasts(asked), title=""))
+def test_zeros_are_labelled_where_they_cannot_be_drawn():
+    options = DispatchRequest(49_000, RankShares.equal(7), blocks=(1, 10, 900), draws=0)
+    said = texts(imbalance_chart(forecast_dispatch(options), title=""))
     assert "in turns, exact (0 for blocks of 1, 10)" in said
     assert not any("draws" in each for each in said)
 
 
 def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
-    asked = Asked(50_000, RankShares.equal(7), blocks=(2, 1000), draws=0)
-    said = texts(end_chart(forecasts(asked), title="the end"))
+    options = DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 1000), draws=0)
+    said = texts(end_chart(forecast_dispatch(options), title="the end"))
     assert "block 2, batch 64: all ranks make 112 steps" in said
-    told = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
-    assert f"block 1000, batch 64: {told}" in said
+    output = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
+    assert f"block 1000, batch 64: {output}" in said
     assert {"rank 0", "rank 6", "every rank has a batch", "step"} <= {*said}
 
 
-def test_a_policy_that_makes_no_step_is_said():
-    asked = Asked(100, RankShares((1, 99)), blocks=(1,), draws=0)
-    said = texts(end_chart(forecasts(asked), title=""))
+def test_a_policy_without_steps_is_labelled():
+    options = DispatchRequest(100, RankShares((1, 99)), blocks=(1,), draws=0)
+    said = texts(end_chart(forecast_dispatch(options), title=""))
     assert "block 1, batch 64: join and pad 2 steps, truncate 1, drop no, rebalance 1 (line)" in said
 
 
 def test_the_most_uneven_are_drawn():
-    asked = Asked(50_000, RankShares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0)
-    said = [each for each in texts(end_chart(forecasts(asked), title="")) if each.startswith("block")]
+    options = DispatchRequest(50_000, RankShares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0)
+    said = [
+        each for each in texts(end_chart(forecast_dispatch(options), title="")) if each.startswith("block")
+    ]
     assert len(said) == MOST_PANELS
     assert said[-1].startswith("block 2000")
 
@@ -144,6 +153,6 @@ def test_the_most_uneven_are_drawn():
 @pytest.mark.parametrize("scheme", ["random", "round_robin"])
 @pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (3, 7), (10**6, 3000)])
 def test_everything_can_be_drawn(samples, ranks, scheme, tmp_path):
-    found = forecasts(Asked(samples, RankShares.equal(ranks), scheme, draws=2))
+    found = forecast_dispatch(DispatchRequest(samples, RankShares.equal(ranks), scheme, draws=2))
     for number, chart in enumerate((imbalance_chart(found, title="x"), end_chart(found, title="x"))):
         assert chart.save(tmp_path / f"{number}.png").stat().st_size > 1000

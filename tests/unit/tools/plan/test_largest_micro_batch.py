@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.tools.plan.memory import memory_forecast
-from paceline.tools.plan.memory.memory_forecast import Room
-from paceline.tools.plan.memory.training_subject import Setting, Subject
+from paceline.tools.plan.memory.memory_forecast import DeviceMemory
+from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def memory(monkeypatch):
             tried.append(setting.batch)
             return SimpleNamespace(ledger=SimpleNamespace(nbytes=nbytes_of(setting.batch)))
 
-        monkeypatch.setattr(memory_forecast, "forecast", forecast)
+        monkeypatch.setattr(memory_forecast, "forecast_memory", forecast)
         return tried
 
     return use
@@ -32,7 +32,7 @@ def memory(monkeypatch):
 
 def sought(capacity, most):
     return memory_forecast.largest_micro_batch(
-        Subject("made up", lambda setting: None), Setting(), Room(capacity), most
+        TrainingSubject("made up", lambda setting: None), TrainingSetting(), DeviceMemory(capacity), most
     ).samples
 
 
@@ -47,7 +47,7 @@ def test_not_even_one(memory):
     assert sought(1000, 100) == 0
 
 
-def test_one_is_wanted(memory):
+def test_one_sample_is_the_upper_bound(memory):
     memory(lambda samples: 10)
     assert sought(1000, 1) == 1
 
@@ -58,7 +58,7 @@ def test_a_line_is_met_at_once(memory):
     assert len(tried) <= 6
 
 
-def test_a_floor_below_which_the_batch_does_not_count_misleads_nobody(memory):
+def test_a_constant_floor_does_not_mislead_the_search(memory):
     memory(lambda samples: max(500, 10 * samples))
     assert 78 <= sought(1000, 4096) <= 80
 
@@ -68,7 +68,7 @@ def test_what_is_found_fits_and_hardly_more_would(floor, slope, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             memory_forecast,
-            "forecast",
+            "forecast_memory",
             lambda _s, setting, _r: SimpleNamespace(
                 ledger=SimpleNamespace(nbytes=max(floor, slope * setting.batch + setting.batch**2 // 50))
             ),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.plan.memory.memory_prediction import predict, states_of
-from paceline.tools.plan.memory.training_subject import Setting, subject_of
+from paceline.tools.plan.memory.memory_prediction import predict_memory, states_of
+from paceline.tools.plan.memory.training_subject import TrainingSetting, resolve_subject
 
 OF_GRADIENTS = ("gradients", "buckets")
 
@@ -31,7 +31,7 @@ def test_unknown_names_are_refused(wrong):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "sgd"])
 @pytest.mark.parametrize("strategy", ["flat", "sharded", "full-shard"])
 def test_what_is_traced_is_what_the_formula_says(strategy, optimizer):
-    found = predict(subject_of("tiny"), Setting(strategy, 8, 1, 16, optimizer=optimizer))
+    found = predict_memory(resolve_subject("tiny"), TrainingSetting(strategy, 8, 1, 16, optimizer=optimizer))
     states = states_of(found.parameter_nbytes, strategy, 8, optimizer)
     tick = next(mark.tick for mark in found.timeline.marks if (mark.step, mark.phase) == (1, "optimizer"))
     alive = found.timeline.alive_at(tick - 1)  # the last backward has ended

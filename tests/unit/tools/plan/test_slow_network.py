@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.plan.slow_network import EFFECTS, advise, nbytes_of
+from paceline.tools.plan.slow_network import LOSS_EFFECTS, advise_network, exchange_nbytes
 
 MEGABIT = 1e6 / 8
 
@@ -23,7 +23,7 @@ def test_bytes_are_those_of_the_packets(name, ranks):
     numel = 256 * ranks * 10
     codec = Compression("bf16").codec(rank=0) if name == "none" else Compression(name).codec(rank=0)
     packet = 4 * numel // ranks if name == "none" else codec.nbytes(numel // ranks)
-    assert nbytes_of(numel, ranks, name) == pytest.approx(2 * (ranks - 1) * packet, rel=0.01)
+    assert exchange_nbytes(numel, ranks, name) == pytest.approx(2 * (ranks - 1) * packet, rel=0.01)
 
 
 def option_of(advice, compression, every_step=True):
@@ -34,7 +34,7 @@ def option_of(advice, compression, every_step=True):
 
 def test_times_of_the_options():
     """20 M parameters on 4 hosts with 200 Mbit/s: 120 MB a step take 4.8 s, of which half a step is hidden."""
-    advice = advise(20_000_000, 4, 200 * MEGABIT, 1.0)
+    advice = advise_network(20_000_000, 4, 200 * MEGABIT, 1.0)
     plain = option_of(advice, "none")
     assert plain.nbytes == 120e6
     assert plain.comm_seconds == pytest.approx(4.8)
@@ -52,8 +52,8 @@ def test_times_of_the_options():
     share=st.floats(0.01, 1.0),
     layers=st.none() | st.integers(1, 40),
 )
-def test_every_option_can_be_asked_for_and_keeps_the_rule(parameters, ranks, step, rate, share, layers):
-    advice = advise(parameters, ranks, rate, step, share, layers)
+def test_every_option_can_be_selected_and_keeps_the_rule(parameters, ranks, step, rate, share, layers):
+    advice = advise_network(parameters, ranks, rate, step, share, layers)
     severities = [option.severity for option in advice.options]
     assert severities == sorted(severities)
     for option in advice.options:
@@ -82,8 +82,8 @@ def test_every_option_can_be_asked_for_and_keeps_the_rule(parameters, ranks, ste
     layers=st.none() | st.integers(1, 12),
 )
 def test_a_slower_network_never_gets_a_milder_remedy(parameters, ranks, step, rate, slower, layers):
-    fast = advise(parameters, ranks, rate, step, layers=layers)
-    slow = advise(parameters, ranks, rate / slower, step, layers=layers)
+    fast = advise_network(parameters, ranks, rate, step, layers=layers)
+    slow = advise_network(parameters, ranks, rate / slower, step, layers=layers)
     assert slow.chosen.severity >= fast.chosen.severity
     assert slow.enough <= fast.enough
 
@@ -100,20 +100,20 @@ def test_a_slower_network_never_gets_a_milder_remedy(parameters, ranks, step, ra
     ],
 )
 def test_the_mildest_that_will_do(rate, flags):
-    advice = advise(20_000_000, 4, rate * MEGABIT, 0.97)
+    advice = advise_network(20_000_000, 4, rate * MEGABIT, 0.97)
     assert advice.chosen.flags == flags
     assert advice.enough
 
 
 def test_too_slow_a_network_is_called_so():
-    advice = advise(20_000_000, 4, 1000, 0.97)
+    advice = advise_network(20_000_000, 4, 1000, 0.97)
     assert not advice.enough
     assert "the network is too slow" in advice.sentences[1]
     assert advice.further is None
 
 
 def test_the_next_faster_one_is_named():
-    advice = advise(20_000_000, 4, 300 * MEGABIT, 0.97, share=0.5)
+    advice = advise_network(20_000_000, 4, 300 * MEGABIT, 0.97, share=0.5)
     assert advice.chosen.compression == "int8"
     assert advice.further is not None
     assert advice.further.speedup > advice.chosen.speedup
@@ -121,14 +121,14 @@ def test_the_next_faster_one_is_named():
 
 
 def test_one_rank_sends_nothing():
-    advice = advise(1000, 1, 1.0, 1.0)
+    advice = advise_network(1000, 1, 1.0, 1.0)
     assert advice.chosen.nbytes == 0
     assert advice.chosen.flags == ""
 
 
 def test_every_compression_has_words_from_every_step_on():
-    assert {kind for kind, _ in EFFECTS} == {"none", "bf16", "int8", "int4"}
-    assert all((kind, 1) in EFFECTS for kind, _ in EFFECTS)
+    assert {kind for kind, _ in LOSS_EFFECTS} == {"none", "bf16", "int8", "int4"}
+    assert all((kind, 1) in LOSS_EFFECTS for kind, _ in LOSS_EFFECTS)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,6 @@ def test_every_compression_has_words_from_every_step_on():
         ((1, 2, 1.0, 1.0, 0.1, -1), "layers=-1"),
     ],
 )
-def test_values_that_make_no_sense(values, said):
+def test_values_out_of_range_are_refused(values, said):
     with pytest.raises(UsageError, match=said):
-        advise(*values)
+        advise_network(*values)

@@ -11,10 +11,15 @@ from paceline.errors import UsageError
 from paceline.parallel.comm import Comm
 from paceline.tools.bench.peak_memory import CpuAllocations
 from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
-from paceline.tools.plan.memory.memory_prediction import Untraceable, predict
-from paceline.tools.plan.memory.tensor_tracer import Tracer
-from paceline.tools.plan.memory.traced_training import Silent, train
-from paceline.tools.plan.memory.training_subject import Built, Setting, Subject, subject_of
+from paceline.tools.plan.memory.memory_prediction import Untraceable, predict_memory
+from paceline.tools.plan.memory.tensor_tracer import TensorTracer
+from paceline.tools.plan.memory.traced_training import SilentObserver, train_subject
+from paceline.tools.plan.memory.training_subject import (
+    BuiltSubject,
+    TrainingSetting,
+    TrainingSubject,
+    resolve_subject,
+)
 
 
 def of_category(timeline):
@@ -31,7 +36,7 @@ def test_an_mlp_takes_what_is_computed_by_hand():
         net = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 32, bias=False))
         tracer.claim("parameters", net.parameters())
         tracer.begin(0, "forward")
-        with tracer.making("inputs"):
+        with tracer.label_allocations("inputs"):
             x = torch.randn(16, 64)
         loss = net(x).sum()
         tracer.begin(0, "backward")
@@ -39,7 +44,7 @@ def test_an_mlp_takes_what_is_computed_by_hand():
         tracer.claim("gradients", [param.grad for param in net.parameters()])
         tracer.end()
 
-    with FakeTensorMode(), Tracer() as tracer:
+    with FakeTensorMode(), TensorTracer() as tracer:
         step()
     timeline = tracer.timeline()
     weights = 4 * (64 * 128 + 128 * 32)
@@ -63,7 +68,7 @@ def test_an_mlp_takes_what_is_computed_by_hand():
 
 
 def test_module_and_operator_of_a_block_are_known_in_both_directions():
-    with FakeTensorMode(), Tracer() as tracer:
+    with FakeTensorMode(), TensorTracer() as tracer:
         net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4)))
         tracer.modules.name(net)
         tracer.begin(0, "forward")
@@ -78,7 +83,7 @@ def test_module_and_operator_of_a_block_are_known_in_both_directions():
 
 def test_views_of_what_was_there_before_are_not_counted():
     x = torch.randn(8, 8)
-    with Tracer() as tracer:
+    with TensorTracer() as tracer:
         y = x.t()
         z = y + 1
     del z
@@ -86,7 +91,7 @@ def test_views_of_what_was_there_before_are_not_counted():
 
 
 def test_a_storage_that_is_resized_is_followed():
-    with Tracer() as tracer:
+    with TensorTracer() as tracer:
         x = torch.empty(256)
         x.untyped_storage().resize_(0)
         x.untyped_storage().resize_(512)
@@ -96,16 +101,16 @@ def test_a_storage_that_is_resized_is_followed():
 
 def test_resize_is_torchs_own_again_afterwards():
     before = torch.UntypedStorage.resize_
-    with Tracer():
+    with TensorTracer():
         assert torch.UntypedStorage.resize_ is not before
     assert torch.UntypedStorage.resize_ is before
 
 
-def test_values_are_told_as_one_and_counted():
-    with FakeTensorMode(), Tracer() as tracer:
+def test_values_are_read_as_one_and_counted():
+    with FakeTensorMode(), TensorTracer() as tracer:
         value = torch.randn(3).sum().item()
         count = torch.randint(5, (3,)).max().item()
-    assert (value, count, tracer.questions) == (1.0, 1, 2)
+    assert (value, count, tracer.value_reads) == (1.0, 1, 2)
 
 
 def test_gradients_are_added_up_in_place_as_autograd_does_with_real_tensors():
@@ -117,7 +122,7 @@ def test_gradients_are_added_up_in_place_as_autograd_does_with_real_tensors():
         observe("backward")
         loss.backward()
 
-    with FakeTensorMode(), Tracer() as tracer:
+    with FakeTensorMode(), TensorTracer() as tracer:
         fan_in(lambda phase: tracer.begin(0, phase))
     fan_in(lambda phase: None)
     with CpuAllocations() as allocated:
@@ -137,7 +142,7 @@ def test_a_convolutions_workspace_is_that_of_the_cpu_kernel(stride, channels):
         net, x = convolution(3, stride, channels)
         net(x).sum().backward()
 
-    with FakeTensorMode(), Tracer(cpu_workspace) as tracer:
+    with FakeTensorMode(), TensorTracer(cpu_workspace) as tracer:
         run()
     run()
     with CpuAllocations() as allocated:
@@ -151,7 +156,7 @@ def test_sparse_gradients_are_their_indices_and_values():
         embedding(torch.arange(16)).sum().backward()
         return embedding
 
-    with FakeTensorMode(), Tracer() as tracer:
+    with FakeTensorMode(), TensorTracer() as tracer:
         run()
     run()
     with CpuAllocations() as allocated:
@@ -169,7 +174,7 @@ def test_tensors_without_memory_of_their_own_do_not_disturb_a_measurement():
 
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"])
 def test_states_are_what_the_strategy_says_on_64_devices(strategy):
-    found = predict(subject_of("tiny"), Setting(strategy, 64, 2, 32))
+    found = predict_memory(resolve_subject("tiny"), TrainingSetting(strategy, 64, 2, 32))
     end = found.timeline.alive_at(found.timeline.ticks - 1)
     held = {
         name: sum(b.nbytes for b in end if b.category == name) for name in ("parameters", "optimizer state")
@@ -182,7 +187,12 @@ def test_states_are_what_the_strategy_says_on_64_devices(strategy):
 
 def test_more_devices_take_less_with_shards_and_as_much_without():
     def peak(strategy, ranks):
-        return predict(subject_of("tiny"), Setting(strategy, ranks, 1, 16)).timeline.steps().peak().nbytes
+        return (
+            predict_memory(resolve_subject("tiny"), TrainingSetting(strategy, ranks, 1, 16))
+            .timeline.steps()
+            .peak()
+            .nbytes
+        )
 
     for strategy in ("sharded", "full-shard"):
         peaks = [peak(strategy, ranks) for ranks in (2, 4, 16)]
@@ -194,7 +204,9 @@ def test_more_devices_take_less_with_shards_and_as_much_without():
 def test_batch_checkpointing_and_precision_matter():
     def peak(**changes):
         return (
-            predict(subject_of("tiny"), Setting("alone", 1, **{"batch": 8, **changes})).timeline.peak().nbytes
+            predict_memory(resolve_subject("tiny"), TrainingSetting("alone", 1, **{"batch": 8, **changes}))
+            .timeline.peak()
+            .nbytes
         )
 
     usual = peak()
@@ -205,11 +217,11 @@ def test_batch_checkpointing_and_precision_matter():
 
 
 def test_a_prediction_is_what_one_process_takes():
-    setting = Setting("alone", 1, 4, 64)
-    train(subject_of("tiny"), setting, Comm(), Silent())
+    setting = TrainingSetting("alone", 1, 4, 64)
+    train_subject(resolve_subject("tiny"), setting, Comm(), SilentObserver())
     with CpuAllocations() as allocated:
-        train(subject_of("tiny"), setting, Comm(), Silent())
-    assert predict(subject_of("tiny"), setting).timeline.peak().nbytes == pytest.approx(
+        train_subject(resolve_subject("tiny"), setting, Comm(), SilentObserver())
+    assert predict_memory(resolve_subject("tiny"), setting).timeline.peak().nbytes == pytest.approx(
         allocated.nbytes, rel=0.01
     )
 
@@ -222,26 +234,26 @@ def low_precision(convert):
         layers = [nn.Linear(64, 96, dtype=dtype), nn.Tanh(), nn.Linear(96, 8, dtype=dtype)]
         net = nn.Sequential(*layers)
         net = net.bfloat16() if convert else net
-        return Built(
+        return BuiltSubject(
             net,
             lambda: torch.zeros(setting.batch, 64, dtype=torch.bfloat16),
             lambda model, x: model(x).mean(),
         )
 
-    return Subject("low", build)
+    return TrainingSubject("low", build)
 
 
 @pytest.mark.parametrize("strategy", ["alone", "sharded"])
 def test_a_model_that_is_converted_takes_what_it_becomes(strategy):
-    setting = Setting(strategy, 1 if strategy == "alone" else 2, batch=32)
-    converted, made = (predict(low_precision(way), setting) for way in (True, False))
+    setting = TrainingSetting(strategy, 1 if strategy == "alone" else 2, batch=32)
+    converted, made = (predict_memory(low_precision(way), setting) for way in (True, False))
     assert converted.parameter_nbytes == made.parameter_nbytes == 2 * (64 * 96 + 96 + 96 * 8 + 8)
     assert converted.timeline.peak().nbytes == made.timeline.peak().nbytes
 
 
 def test_predictions_are_repeatable():
-    setting = Setting("sharded", 4, 2, 32)
-    one, two = (predict(subject_of("tiny"), setting).timeline for _ in range(2))
+    setting = TrainingSetting("sharded", 4, 2, 32)
+    one, two = (predict_memory(resolve_subject("tiny"), setting).timeline for _ in range(2))
     assert one.blocks == two.blocks
 
 
@@ -259,7 +271,7 @@ def test_torchs_tracker_finds_the_same_peak():
             net(x).sum().backward()
     device = torch.device("cpu")
     peak = theirs.get_tracker_snapshot("peak")[device]["Total"]
-    with FakeTensorMode(), Tracer() as tracer:
+    with FakeTensorMode(), TensorTracer() as tracer:
         net, x = build()
         net(x).sum().backward()
     assert tracer.timeline().peak().nbytes == pytest.approx(peak, rel=0.02)  # theirs rounds to 512 bytes
@@ -273,17 +285,17 @@ class Choosy(nn.Module):
 
 
 def test_shapes_that_depend_on_values_are_refused():
-    from paceline.tools.plan.memory.training_subject import Built
+    from paceline.tools.plan.memory.training_subject import BuiltSubject
 
     def build(setting):
-        return Built(
+        return BuiltSubject(
             nn.Sequential(nn.Linear(4, 4), Choosy()),
             lambda: torch.randn(2, 4),
             lambda model, x: model(x).sum(),
         )
 
     with pytest.raises(Untraceable, match="state alone take 320 B"):
-        predict(Subject("choosy", build), Setting("alone"))
+        predict_memory(TrainingSubject("choosy", build), TrainingSetting("alone"))
 
 
 @pytest.mark.parametrize(
@@ -301,9 +313,9 @@ def test_shapes_that_depend_on_values_are_refused():
 )
 def test_settings_that_make_no_sense_are_refused(wrong):
     with pytest.raises(UsageError):
-        Setting(**wrong)
+        TrainingSetting(**wrong)
 
 
 def test_settings_survive_json():
-    setting = Setting("sharded", 4, 2, autocast="bf16", bucket_mib=5.0)
-    assert Setting.from_json(setting.to_json()) == setting
+    setting = TrainingSetting("sharded", 4, 2, autocast="bf16", bucket_mib=5.0)
+    assert TrainingSetting.from_json(setting.to_json()) == setting

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.tools.plan.batch_split import States, device_nbytes
-from paceline.tools.plan.xxl_model import PARAMETERS, TOKEN_NBYTES, derive
+from paceline.tools.plan.batch_split import ModelStates, device_nbytes
+from paceline.tools.plan.xxl_model import PARAMETERS, TOKEN_NBYTES, derive_figures
 
 
 @pytest.fixture(scope="module")
 def figures():
-    return {each.key: each for each in derive()}
+    return {each.key: each for each in derive_figures()}
 
 
 def test_parameters_and_bytes(figures):
@@ -40,12 +40,12 @@ def test_devices(figures, key, count):
 
 @pytest.mark.parametrize(("tokens", "count"), [(1024, 41), (4096, 61)])
 def test_the_devices_fit_and_one_less_does_not(tokens, count):
-    states, activations = States(16.0 * PARAMETERS), float(tokens * TOKEN_NBYTES)
+    states, activations = ModelStates(16.0 * PARAMETERS), float(tokens * TOKEN_NBYTES)
     assert device_nbytes(states, activations, count, 0.5) < 95e9
     assert device_nbytes(states, activations, count - 1, 0.5) > 95e9
 
 
-def test_sharing_all_activations_is_told_as_wrong_with_what_it_would_give(figures):
+def test_dividing_all_activations_is_named_a_mistake_with_its_result(figures):
     assert "gives 38 devices" in figures["devices_95_1024"].wrong
     assert "101.8 GB" in figures["devices_95_1024"].wrong
     assert figures["devices_95_0"].wrong == ""
@@ -62,7 +62,7 @@ def test_tokens_from_which_forward_is_bound_by_computing(figures):
 
 
 def test_every_figure_has_its_derivation(figures):
-    assert len(figures) == len(derive())
+    assert len(figures) == len(derive_figures())
     for figure in figures.values():
         assert figure.what
         assert figure.formula

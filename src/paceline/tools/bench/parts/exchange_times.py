@@ -182,4 +182,6 @@ def fit_exchange_cost(
     same = [each for each in earlier if each.key == (caller, backend, op, network, queued)]
     kept = [point for each in same for point in each.points if point.ranks not in ranks]
     every = sorted([*kept, *points], key=lambda point: (point.ranks, point.nbytes))
-    return ExchangeCost(caller, backend, network, queued, fit_points(every, op), tuple(every), source)
+    return ExchangeCost(
+        caller, backend, network, queued, fit=fit_points(every, op), points=tuple(every), source=source
+    )

@@ -16,14 +16,14 @@ from paceline.data.epoch_plan import EpochPlan, SampleOrder
 from paceline.data.loader_position import DispatchSettings, LoaderPosition
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError, unknown
-from paceline.tools.plan.balance_report import Balance
+from paceline.tools.plan.balance_report import BatchBalance
 
 __all__ = ["EXAMPLE_BALANCE", "MOST_RANKS", "Numbers", "StarvationSettings"]
 
 Numbers = NDArray[np.int64]
 """Indices of samples."""
 
-EXAMPLE_BALANCE = Balance(dispatch_blocks(1100, 2, block=100), batch_size=64)
+EXAMPLE_BALANCE = BatchBalance(dispatch_blocks(1100, 2, block=100), batch_size=64)
 """Eleven blocks for two ranks: 10 batches and 8."""
 
 MOST_RANKS, MOST_STEPS, MOST_SAMPLES = 32, 2000, 1_000_000
@@ -43,7 +43,7 @@ class StarvationSettings:
         UsageError: no rank starves, there is too much to run, or the time-out makes no sense.
     """
 
-    balance: Balance
+    balance: BatchBalance
     timeout: float = 10.0
     backend: str = "gloo"
 
@@ -138,7 +138,9 @@ class StarvationSettings:
     def from_json(cls, record: Mapping[str, Any]) -> StarvationSettings:
         """Return the settings that `to_json` wrote."""
         epoch = LoaderPosition.of(record["position"]).epoch
-        return cls(Balance(epoch.dispatch, epoch.portions.batch_size), record["timeout"], record["backend"])
+        return cls(
+            BatchBalance(epoch.dispatch, epoch.portions.batch_size), record["timeout"], record["backend"]
+        )
 
     def summary(self) -> dict[str, Any]:
         """Return the settings for the JSON of a result: plain values for readers."""

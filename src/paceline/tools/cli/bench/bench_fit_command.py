@@ -18,10 +18,9 @@ from paceline.tools.result_files import check_writable, require_matplotlib
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.cost_model.collective_fit import CollectiveFit
-    from paceline.cost_model.measured_times import Measured, Measurement
+    from paceline.cost_model.bench_results import CollectiveMeasurement, CollectiveTimes
+    from paceline.cost_model.collective_fit import CheckedPrediction, CollectiveFit, PredictionError
     from paceline.cost_model.piecewise_fit import FitSegment
-    from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
     from paceline.cost_model.profile import Profile
 
 __all__ = ["fit"]
@@ -49,7 +48,7 @@ class _FittedGroup:
         plain: error of αP + βn on held-out sizes.
     """
 
-    group: Measured
+    group: CollectiveTimes
     fit: CollectiveFit
     sizes: Sequence[CheckedPrediction]
     ranks: Sequence[CheckedPrediction]
@@ -79,9 +78,9 @@ def fit(
     ] = None,
 ) -> None:
     """Fit latency and bandwidth to measured times, and show how well they predict held-out measurements."""
-    from paceline.cost_model.measured_times import load_measured_times, pooled
+    from paceline.cost_model.bench_results import load_measured_collectives, pool_by_network
 
-    measurements = pooled(load_measured_times(path) for path in results)
+    measurements = pool_by_network(load_measured_collectives(path) for path in results)
     path = profile_file or (None if out is None else out / "profile.json")
     profile = None if path is None else load_or_new_profile(path)
     chart_of = {} if out is None else _plan_charts(measurements, out)
@@ -98,15 +97,15 @@ def fit(
         typer.echo(path)
 
 
-def _fit_groups(measurement: Measurement) -> list[_FittedGroup]:
+def _fit_groups(measurement: CollectiveMeasurement) -> list[_FittedGroup]:
     """Return the fits; report groups that can't be fitted.
 
     Raises:
         UsageError: no operation has enough sizes.
     """
-    from paceline.cost_model.algorithm_terms import MESSAGES
+    from paceline.cost_model.collective_fit import PredictionError
+    from paceline.cost_model.cost_forms import MESSAGES_FORM
     from paceline.cost_model.fit_measurements import fit_points, held_out_ranks, held_out_sizes
-    from paceline.cost_model.prediction_error import PredictionError
 
     found, refused = [], []
     for group in measurement.groups:
@@ -121,7 +120,7 @@ def _fit_groups(measurement: Measurement) -> list[_FittedGroup]:
             continue
         sizes = held_out_sizes(group.points, group.op, forms=group.forms)
         ranks = held_out_ranks(group.points, group.op, forms=group.forms)
-        plain = held_out_sizes(group.points, group.op, forms=[MESSAGES], most_segments=1, own=False)
+        plain = held_out_sizes(group.points, group.op, forms=[MESSAGES_FORM], max_segments=1, own=False)
         found.append(_FittedGroup(group, fit, sizes, ranks, PredictionError.of(plain)))
     if not found:
         raise UsageError(
@@ -131,7 +130,9 @@ def _fit_groups(measurement: Measurement) -> list[_FittedGroup]:
     return found
 
 
-def _add_fits(profile: Profile, measurement: Measurement, fitted: Sequence[_FittedGroup]) -> Profile:
+def _add_fits(
+    profile: Profile, measurement: CollectiveMeasurement, fitted: Sequence[_FittedGroup]
+) -> Profile:
     """Return the profile with the fits, and the costs of calls, of one network."""
     from paceline.cost_model.profile_entries import CollectiveCost
 
@@ -140,7 +141,7 @@ def _add_fits(profile: Profile, measurement: Measurement, fitted: Sequence[_Fitt
     return profile.with_entries(collectives=costs, calls=measurement.calls(source))
 
 
-def _show(measurement: Measurement, fitted: Sequence[_FittedGroup]) -> None:
+def _show(measurement: CollectiveMeasurement, fitted: Sequence[_FittedGroup]) -> None:
     """Print the fits of one network, and the algorithms that they resemble."""
     from paceline.tools.console_table import print_wide
 
@@ -155,7 +156,11 @@ def _algorithm_line(each: _FittedGroup) -> str:
     """Return the algorithm that the times look like, and the next best ones, as text."""
     fit = each.fit
     if not fit.error_of_form:
-        how = "as it is known" if fit.told else "assumed: measure two numbers of ranks or more to identify it"
+        how = (
+            "as it is known"
+            if fit.identified
+            else "assumed: measure two numbers of ranks or more to identify it"
+        )
         return f"{each.name}: {fit.form}, {how}"
     errors = sorted(fit.error_of_form.items(), key=lambda item: item[1])
     own = fit.error_of_form[str(fit.form)]
@@ -166,7 +171,7 @@ def _algorithm_line(each: _FittedGroup) -> str:
 
 def _fit_table(fitted: Sequence[_FittedGroup]) -> Table:
     """Return one row per segment of each fit: α, β and the errors of its predictions."""
-    from paceline.cost_model.prediction_error import PredictionError
+    from paceline.cost_model.collective_fit import PredictionError
     from paceline.tools.console_table import make_table
 
     columns = ("backend", "operation", "algorithm", "sizes", "α", "1/β", "n½")
@@ -174,7 +179,7 @@ def _fit_table(fitted: Sequence[_FittedGroup]) -> Table:
     for each in fitted:
         fit = each.fit
         errors = [
-            format_size(fit.half_size(fit.ranks[-1])) if fit.segments[-1].line.beta else "",
+            format_size(fit.half_bandwidth_size(fit.ranks[-1])) if fit.segments[-1].line.beta else "",
             _format_error(fit.sizes_error),
             _format_error(fit.ranks_error),
             _format_error(PredictionError.of(each.ranks, least_nbytes=_LARGE_NBYTES)),
@@ -184,7 +189,7 @@ def _fit_table(fitted: Sequence[_FittedGroup]) -> Table:
         for at, segment in enumerate(fit.segments):
             names = [each.group.backend, fit.op, algorithm] if at == 0 else [""] * 3
             table.add_row(*names, *_segment_cells(segment), *(errors if at == 0 else [""] * 5))
-        for ranks, segments in fit.own.items():
+        for ranks, segments in fit.segments_of_ranks.items():
             for at, segment in enumerate(segments):
                 alone = f"  {ranks} ranks alone" if at == 0 else ""
                 table.add_row("", "", alone, *_segment_cells(segment), *[""] * 5)
@@ -208,7 +213,9 @@ def _format_error(error: PredictionError | None) -> str:
     return "" if error is None else f"{format_percent(error.median)} ({format_percent(error.maximum)})"
 
 
-def _plan_charts(measurements: Sequence[Measurement], out: Path) -> dict[tuple[str, Measured], Path]:
+def _plan_charts(
+    measurements: Sequence[CollectiveMeasurement], out: Path
+) -> dict[tuple[str, CollectiveTimes], Path]:
     """Return the file of each network's and group's chart, after checking that it can be drawn.
 
     Raises:

@@ -1,7 +1,4 @@
-"""``paceline dispatch``: tells what dealing data in blocks does to batches, before anything runs.
-
-``paceline dispatch --starve``: what happens to ranks with unequal numbers of batches, shown with processes.
-"""
+"""``paceline dispatch``: batches per rank of data dispatched in blocks, and processes that run out of data."""
 
 from __future__ import annotations
 
@@ -14,56 +11,61 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from paceline._core.files import write_json
+from paceline._core.units import parse_list
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import JsonOption, numbers_of
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.tools.plan.balance_report import Balance
-    from paceline.tools.plan.dispatch_forecast import Asked
+    from paceline.data.sampling.block_dispatch import DispatchScheme
+    from paceline.tools.plan.balance_report import BatchBalance
+    from paceline.tools.plan.dispatch_forecast import DispatchRequest
 
 __all__ = ["dispatch", "starve"]
 
-_USUAL = ("round_robin", "1", "64", None, 0, False, None)
-"""Scheme, block, batch size, shares, seed, drop last and draws, where nobody asks for others."""
+_OF_EPOCH = ("scheme", "block", "batch_size", "seed", "drop_last", "draws")
+"""Options that change nothing about the built-in example of ``--starve``."""
 
 
 def dispatch(
-    samples: Annotated[int | None, typer.Option(help="How many there are.")] = None,
+    context: typer.Context,
+    samples: Annotated[int | None, typer.Option(help="Samples of the data set.")] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--workers", "--ranks", help="How many share them; else as many as --shares."),
+        typer.Option("--workers", "--ranks", help="Ranks that share them; default: one per --shares."),
     ] = None,
     scheme: Annotated[str, typer.Option(help="round_robin, random or shares.")] = "round_robin",
     block: Annotated[
-        str, typer.Option(help="Samples that go to one rank together; several by commas.")
+        str, typer.Option(help="Samples that go to one rank together; several separated by commas.")
     ] = "1",
-    batch_size: Annotated[str, typer.Option(help="Samples of a full batch; several by commas.")] = "64",
+    batch_size: Annotated[
+        str, typer.Option(help="Samples of a full batch; several separated by commas.")
+    ] = "64",
     shares: Annotated[
-        str | None, typer.Option(help="One a rank, 1 in all, by commas: .25,.25,.1,.4; else all the same.")
+        str | None, typer.Option(help="Per rank, adding up to 1: .25,.25,.1,.4; default: equal.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of scheme random.")] = 0,
     drop_last: Annotated[
-        bool, typer.Option("--drop-last", help="Loaders without a policy leave out the short last batch.")
+        bool, typer.Option("--drop-last", help="Loaders without a policy drop the short last batch.")
     ] = False,
     draws: Annotated[
         int | None,
         typer.Option(
-            help="Draws at random beside the closed forms; else 400, fewer for more than 500 ranks."
+            help="Random draws to check the closed forms; default: 400, fewer for more than 500 ranks."
         ),
     ] = None,
     starve: Annotated[
         bool,
-        typer.Option("--starve", help="Have real processes run dry, under torch and under Paceline."),
+        typer.Option("--starve", help="Run real processes out of data, under torch and under Paceline."),
     ] = False,
     timeout: Annotated[
-        float | None, typer.Option(help="Of --starve: the process group's, in seconds; else 10.")
+        float | None, typer.Option(help="With --starve: of the process group, in seconds; default: 10.")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Of --starve: the process group's, gloo or paceline; else gloo.")
+        str | None, typer.Option(help="With --starve: of the process group, gloo (default) or paceline.")
     ] = None,
     json_file: JsonOption = None,
     out: Annotated[
@@ -71,7 +73,7 @@ def dispatch(
         typer.Option(metavar="FOLDER", help="Write JSON, the table as CSV, and two charts there."),
     ] = None,
 ) -> None:
-    """Tell who gets what, who starves, what each policy costs and which sizes are safe, before anything runs.
+    """Forecast the samples and batches of every rank, the cost of each policy, and the safe sizes.
 
     Examples: paceline dispatch --samples 50000 --workers 7 --block 2,10,100,1000 --batch-size 64
 
@@ -79,117 +81,125 @@ def dispatch(
 
     paceline dispatch --starve
     """
-    from paceline.tools.cli.plan.dispatch_output import plan_files, show
-    from paceline.tools.plan.dispatch_forecast import forecasts
-
-    settings = (scheme, block, batch_size, shares, seed, drop_last, draws)
+    example = starve and samples is None and ranks is None and shares is None
+    if example and any(_is_given(context, name) for name in _OF_EPOCH):
+        raise UsageError(
+            "--starve without --samples runs a built-in example, which other options don't change",
+            remedy="give --samples and --workers too",
+        )
+    request = None
+    if not example:
+        sizes = (_sizes("--block", block, "2,10,100"), _sizes("--batch-size", batch_size, "64,4096"))
+        request = _request(
+            samples, ranks, scheme, shares, *sizes, seed=seed, drop_last=drop_last, draws=draws
+        )
     if starve:
-        example = samples is None and ranks is None and shares is None
-        if example and settings != _USUAL:
-            raise UsageError(
-                "--starve without --samples plays an example of its own, which other options don't change",
-                remedy="give --samples and --workers too",
-            )
-        _starve(None if example else _asked(samples, ranks, *settings), timeout, backend, json_file, out)
+        if out is not None:
+            raise UsageError("--starve has no charts for --out", remedy="name a file with --json")
+        _starve(request, 10.0 if timeout is None else timeout, backend or "gloo", json_file)
         return
     for option, value in (("--timeout", timeout), ("--backend", backend)):
         if value is not None:
-            raise UsageError(f"{option} is of --starve", remedy="leave it out, or add --starve")
-    asked = _asked(samples, ranks, *settings)
-    writer_of = plan_files(json_file, out)
-    found = forecasts(asked)
-    show(asked, found)
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    for paths, write in writer_of.items():
-        write(paths, asked, found, command)
-        typer.echo("\n".join(map(str, paths)))
+            raise UsageError(f"{option} needs --starve", remedy="leave it out, or add --starve")
+    assert request is not None
+    _forecast(request, json_file, out)
 
 
-def _starve(
-    asked: Asked | None,
-    timeout: float | None,
-    backend: str | None,
-    json_file: Path | None,
-    out: Path | None,
-) -> None:
-    """Show starvation with real processes: of what is asked for, or of an example."""
-    pass  # moved
-    from paceline.tools.plan.balance_report import Balance
-
-    if out is not None:
-        raise UsageError("--starve has no charts for --out", remedy="name a file by --json")
-    balance = None
-    if asked is not None:
-        if asked.blocks[1:] or asked.batch_sizes[1:]:
-            raise UsageError("--starve plays one block size and one batch size", remedy="name one of each")
-        balance = Balance(asked.dealing(asked.blocks[0]), asked.batch_sizes[0], asked.drop_last)
-    group = {"timeout": 10.0 if timeout is None else timeout, "backend": backend or "gloo"}
-    starve(balance, **group, json_file=json_file)
+def _is_given(context: typer.Context, name: str) -> bool:
+    parameter = next(each for each in context.command.params if each.name == name)
+    return context.params[name] != parameter.get_default(context)
 
 
-def _asked(
+def _sizes(option: str, text: str, example: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(parse_list(option, text, int, example=example)))
+
+
+def _request(
     samples: int | None,
     ranks: int | None,
     scheme: str,
-    block: str,
-    batch_size: str,
     shares: str | None,
+    blocks: tuple[int, ...],
+    batch_sizes: tuple[int, ...],
+    *,
     seed: int,
     drop_last: bool,
     draws: int | None,
-) -> Asked:
-    """Return what the options ask for.
+) -> DispatchRequest:
+    """Return the request for a forecast.
 
     Raises:
-        UsageError: one that makes no sense, or two that don't fit.
+        UsageError: an option is not valid, or two contradict each other.
     """
-    from paceline.data.sampling.block_dispatch import DispatchScheme
     from paceline.data.sampling.rank_shares import RankShares
-    from paceline.tools.plan.dispatch_forecast import Asked
+    from paceline.tools.plan.dispatch_forecast import DispatchRequest
 
     if samples is None:
-        raise UsageError("how many samples are there?", remedy="pass for example --samples 50000")
-    given = None if shares is None else numbers_of("--shares", shares, float, ".25,.25,.1,.4")
+        raise UsageError("no number of samples is given", remedy="pass for example --samples 50000")
+    given = None if shares is None else parse_list("--shares", shares, float, example=".25,.25,.1,.4")
     if ranks is None and given is None:
-        raise UsageError(
-            "how many ranks are there? Neither --workers nor --shares says it", remedy="pass --workers 7"
-        )
+        raise UsageError("neither --workers nor --shares is given", remedy="pass for example --workers 7")
     if ranks is not None and ranks < 1:
         raise UsageError(f"--workers {ranks}", remedy="pass 1 or more")
     if scheme == "shares" and given is None:
         raise UsageError("--scheme shares without --shares", remedy="pass for example --shares .25,.25,.1,.4")
-    return Asked(
+    return DispatchRequest(
         samples,
         RankShares.of(given, len(given or ()) if ranks is None else ranks),
-        cast(DispatchScheme, scheme.replace("-", "_")),
-        seed,
-        tuple(dict.fromkeys(numbers_of("--block", block, int, "2,10,100"))),
-        tuple(dict.fromkeys(numbers_of("--batch-size", batch_size, int, "64,4096"))),
-        drop_last,
-        draws,
+        cast("DispatchScheme", scheme.replace("-", "_")),
+        seed=seed,
+        blocks=blocks,
+        batch_sizes=batch_sizes,
+        drop_last=drop_last,
+        draws=draws,
     )
 
 
+def _forecast(request: DispatchRequest, json_file: Path | None, out: Path | None) -> None:
+    """Print the forecast, and write the files."""
+    from paceline.tools.cli.plan.dispatch_output import dispatch_files, show_forecasts
+    from paceline.tools.plan.dispatch_forecast import forecast_dispatch
+
+    writer_of = dispatch_files(json_file, out)
+    forecasts = forecast_dispatch(request)
+    show_forecasts(request, forecasts)
+    for path, write in writer_of.items():
+        write(path, request, forecasts)
+        typer.echo(path)
+
+
+def _starve(request: DispatchRequest | None, timeout: float, backend: str, json_file: Path | None) -> None:
+    """Run the starvation scenes with the requested data, or with the built-in example."""
+    from paceline.tools.plan.balance_report import BatchBalance
+
+    balance = None
+    if request is not None:
+        if request.blocks[1:] or request.batch_sizes[1:]:
+            raise UsageError("--starve takes one block size and one batch size", remedy="give one of each")
+        balance = BatchBalance(request.dispatch(request.blocks[0]), request.batch_sizes[0], request.drop_last)
+    starve(balance, timeout=timeout, backend=backend, json_file=json_file)
+
+
 def starve(
-    balance: Balance | None = None,
+    balance: BatchBalance | None = None,
     *,
     timeout: float = 10.0,
     backend: str = "gloo",
     scenes: Sequence[str] = (),
     json_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Have real processes run dry under torch and under Paceline, print a table, and return the result.
+    """Run real processes out of data under torch and under Paceline, print a table, and return the starvation_result.
 
     Args:
-        balance: who has how many batches; None: an example of two ranks.
+        balance: batches per rank; None: an example of two ranks.
         timeout: of the process group, in seconds; a few scenes wait for it.
         backend: of the process group: ``"gloo"`` or ``"paceline"``.
-        scenes: names of those to show; none: all.
-        json_file: where to write the result; None: nowhere.
+        scenes: names of the scenes to run; empty: all.
+        json_file: where to write the starvation_result; None: nowhere.
 
     Raises:
-        UsageError: nobody starves, there is too much to run, an unknown scene, or a file that can't be written.
-        RankFailed: the process that plays the scenes ended with an error.
+        UsageError: no rank starves, there is too much to run, a scene is unknown, or the file can't be written.
+        RankFailed: the process that runs the scenes ended with an error.
     """
     from paceline.launch.process.local_ranks import run_ranks
     from paceline.tools.bench.starvation.starvation_cases import (
@@ -206,25 +216,24 @@ def starve(
     found = starvation_result(
         setup, measure_starvation(setup, wanted, run_ranks), shlex.join(["paceline", *sys.argv[1:]])
     )
-    _show(found)
+    _show_scenes(found)
     if json_file is not None:
         write_json(json_file, found)
         typer.echo(json_file)
     return found
 
 
-def _show(found: Mapping[str, Any]) -> None:
+def _show_scenes(found: Mapping[str, Any]) -> None:
     from rich.console import Console
 
     from paceline.tools.bench.starvation.starvation_table import STARVATION_FOOTER
 
-    print_wide(table(found))
+    print_wide(_scene_table(found))
     Console(highlight=False, soft_wrap=True).print(STARVATION_FOOTER, style="dim")
 
 
-def table(found: Mapping[str, Any]) -> Table:
-    """Return the scenes as a table; those in which every sample counted as it must are bold."""
-    from rich.table import Table
+def _scene_table(found: Mapping[str, Any]) -> Table:
+    """Return the scenes as a table; those in which every sample counted exactly are bold."""
     from rich.text import Text
 
     from paceline.tools.bench.starvation.starvation_table import (
@@ -233,10 +242,10 @@ def table(found: Mapping[str, Any]) -> Table:
         row_cells,
         table_title,
     )
+    from paceline.tools.console_table import make_table
 
-    made = Table(title=table_title(found["settings"]), title_justify="left", pad_edge=False, box=None)
-    for number, name in enumerate(STARVATION_COLUMNS):
-        made.add_column(name, justify="left" if number < 4 else "right", no_wrap=True)
+    table = make_table(STARVATION_COLUMNS, (), left=4, title=table_title(found["settings"]))
+    table.title_style = ""
     for scene in found["scenes"]:
-        made.add_row(*map(Text, row_cells(scene)), style="bold" if is_exact(scene) else "")
-    return made
+        table.add_row(*map(Text, row_cells(scene)), style="bold" if is_exact(scene) else "")
+    return table

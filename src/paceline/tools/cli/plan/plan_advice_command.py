@@ -1,327 +1,340 @@
-"""``paceline plan``: one page of advice. Does it fit, which batch, how to synchronise, what limits, what would help?"""
+"""``paceline plan``: one page of advice: does it fit, which batch, how to synchronise, what limits, what would help."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline._core.files import write_json
+from paceline._core.format import plural
+from paceline._core.units import parse_list
 from paceline.errors import UsageError
-from paceline.tools.cli.device_memory import device_room, parse_device_memory
+from paceline.tools.cli.device_memory import available_memory, parse_device_memory
+from paceline.tools.cli.shared_options import AutocastOption, CheckpointingOption, JsonOption, OptimizerOption
 from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.table import Table
-
     from paceline.cost_model.profile import Profile
     from paceline.tools.plan.batch_split import BatchSplit
-    from paceline.tools.plan.memory.memory_forecast import Fitting
-    from paceline.tools.plan.strategy_advice import Batch, StepAdvice
+    from paceline.tools.plan.memory.memory_forecast import MicroBatchFit
+    from paceline.tools.plan.strategy_advice import RankBatch, StepAdvice
 
-__all__ = ["Asked", "advise"]
+__all__ = ["plan"]
 
-_KINDS = {
+_STRATEGIES_LIKE = {
     "bucketed": ("naive", "flat", "overlap", "bucketed"),
     "sharded": ("sharded",),
     "full-shard": ("full-shard",),
 }
-"""Strategies whose memory one of them tells."""
+"""Strategies that need the same memory as the one whose memory is predicted."""
+
+_CONTEXT_SHAPE = "context "  # prefix of a sample's shape in a profile
+_DEFAULT_CONTEXT = 128
+_MAX_MICRO_BATCH = 4096
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What ``paceline plan`` is asked, as the command line says it; see its help."""
+@dataclass(frozen=True, kw_only=True)
+class _Training:
+    """The training to plan: options of ``paceline plan``."""
 
     model: str
-    devices: str = "1,2,4,8"
+    devices: tuple[int, ...]
     batch: int | None = None
     micro: int | None = None
     context: int | None = None
     optimizer: str = "adamw"
     autocast: str = "off"
     checkpointing: bool = False
-    device: str | None = None
-    device_memory: str | None = None
-    profile: Path | None = None
     backend: str | None = None
     network: str | None = None
-    json_file: Path | None = None
-    out: Path | None = None
 
     @property
-    def numbers(self) -> list[int]:
-        """The numbers of devices, ascending."""
-        try:
-            numbers = sorted({int(part) for part in self.devices.split(",")})
-        except ValueError:
-            numbers = []
-        if not numbers or numbers[0] < 1:
-            raise UsageError(
-                f"--devices {self.devices!r}", remedy="give numbers of 1 or more, for example 1,2,4,8"
-            )
-        return numbers
+    def profile_keys(self) -> dict[str, str | None]:
+        """What selects the entries of a profile."""
+        shape = None if self.context is None else f"{_CONTEXT_SHAPE}{self.context}"
+        return {"model": self.model, "shape": shape, "backend": self.backend, "network": self.network}
 
 
 @dataclass
-class Page:
-    """What is told: chapters of sentences, and the facts behind them."""
+class _Page:
+    """Chapters of sentences, and the facts behind them."""
 
     chapters: dict[str, list[str]] = field(default_factory=dict)
-    fitting: dict[str, Fitting] = field(default_factory=dict)
+    fits: dict[str, MicroBatchFit] = field(default_factory=dict)
     split: BatchSplit | None = None
-    batch: Batch | None = None
+    batch: RankBatch | None = None
     steps: StepAdvice | None = None
 
-    def tell(self, title: str, lines: Sequence[str]) -> None:
+    def add(self, title: str, *lines: str) -> None:
         """Add a chapter and print it."""
         self.chapters[title] = list(lines)
         typer.echo("\n".join([title, *lines, ""]))
 
-    def facts(self) -> dict[str, Any]:
-        """Return all of it for JSON."""
-        steps = self.steps
-        return {
-            "advice": self.chapters,
-            "memory": {
-                name: {"samples": each.samples, **each.forecast.facts()}
-                for name, each in self.fitting.items()
-            },
-            "batch": None if self.split is None else asdict(self.split),
-            "steps": None
-            if steps is None
-            else {
-                "best": steps.best.way.label,
-                "limit": steps.limit,
-                "shares": steps.shares,
-                "points": [{**asdict(each), "way": each.way and each.way.label} for each in steps.points],
-                "remedies": [asdict(each) for each in steps.remedies],
-            },
-        }
 
+def plan(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A size (tiny … 2.7b), or package.module:name; as named in the profile."),
+    ] = None,
+    devices: Annotated[
+        str, typer.Option(help="Numbers of devices; the advice is for the largest.")
+    ] = "1,2,4,8",
+    samples: Annotated[
+        int | None,
+        typer.Option("--batch", metavar="SAMPLES", help="Global batch; default: what fits or was measured."),
+    ] = None,
+    micro: Annotated[int | None, typer.Option(help="Most samples of a micro-batch.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--context", help="Tokens per sample; default: as measured, or 128.")
+    ] = None,
+    optimizer: OptimizerOption = "adamw",
+    autocast: AutocastOption = "off",
+    checkpointing: CheckpointingOption = False,
+    device: Annotated[
+        str | None, typer.Option(help="A GPU by name (paceline plan hardware), to check whether it fits.")
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Or its memory: 24GB.")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Step times as measured by paceline bench parts."),
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Of the profile, if it has several.")] = None,
+    network: Annotated[str | None, typer.Option(help="Of the profile, if it has several.")] = None,
+    json_file: JsonOption = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write plan.json and the scaling chart there.")
+    ] = None,
+) -> None:
+    """Plan a training: does it fit, which batch, how to synchronise, how long, what limits, what would help most.
 
-def advise(asked: Asked) -> None:
-    """Print the page, and write it where that is asked.
-
-    Raises:
-        UsageError: something makes no sense, or nothing can be answered.
+    Example: paceline plan --model small --device rtx-4090 --devices 1,2,4 --batch 256 --profile profile.json
     """
-    numbers, capacity = asked.numbers, parse_device_memory(asked.device, asked.device_memory)
-    if capacity is None and asked.profile is None:
+    if context.invoked_subcommand is not None:
+        return
+    if model is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+    numbers = parse_list("--devices", devices, int, example="1,2,4,8")
+    if min(numbers) < 1:
+        raise UsageError(f"--devices {devices!r}", remedy="give numbers of 1 or more, for example 1,2,4,8")
+    capacity = parse_device_memory(device, device_memory)
+    if capacity is None and profile is None:
         raise UsageError(
             "paceline plan has nothing to plan with",
             remedy="pass --profile FILE, as paceline bench parts writes it, or --device, or both",
         )
-    for name in ("batch", "micro", "context"):
-        if getattr(asked, name) is not None and getattr(asked, name) < 1:
-            raise UsageError(f"--{name} {getattr(asked, name)}", remedy="give 1 or more")
-    writer_of = _writers(asked)
-    profile = _profile(asked, numbers[-1])
-    page = Page()
+    for name, value in (("batch", samples), ("micro", micro), ("context", tokens)):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value}", remedy="give 1 or more")
+    training = _Training(
+        model=model,
+        devices=tuple(sorted(set(numbers))),
+        batch=samples,
+        micro=micro,
+        context=tokens,
+        optimizer=optimizer,
+        autocast=autocast,
+        checkpointing=checkpointing,
+        backend=backend,
+        network=network,
+    )
+    _advise(training, capacity, profile, json_file, out)
+
+
+def _advise(
+    training: _Training,
+    capacity: int | None,
+    profile_file: Path | None,
+    json_file: Path | None,
+    out: Path | None,
+) -> None:
+    """Print the page and write the files."""
+    in_folder: dict[str, _Writer] = {"plan.json": _write_json, "scaling.png": _draw, "scaling.svg": _draw}
+    writer_of = checked_files(json_file, _write_json, out, in_folder)
+    profile = None if profile_file is None else _load_profile(profile_file, training)
+    page = _Page()
     if capacity is not None:
-        _fit(asked, numbers[-1], capacity, _context(asked, profile), page)
-    _deal(asked, numbers[-1], profile, page)
-    _time(asked, numbers, profile, page)
+        _add_fit(training, capacity, _context_of(training, profile), page)
+    _add_batch(training, profile, page)
+    _add_steps(training, profile, page)
     for path, write in writer_of.items():
-        if write(path, asked, page):
+        if write(path, training, page):
             typer.echo(path)
 
 
-def _context(asked: Asked, profile: Profile | None) -> int:
-    """Return the tokens of a sample: as asked, or as the profile has them of this model."""
-    shapes = () if profile is None else {each.shape for each in profile.models if each.model == asked.model}
-    measured = {shape for shape in shapes if shape.startswith(_OF_TOKENS)}
-    if asked.context is not None or len(measured) != 1:
-        return asked.context or _TOKENS
-    return int(measured.pop().removeprefix(_OF_TOKENS))
+def _load_profile(path: Path, training: _Training) -> Profile:
+    """Return the profile.
 
-
-_OF_TOKENS, _TOKENS = "context ", 128  # how a profile says the shape of a sample, and how many are usual
-
-
-def _profile(asked: Asked, most: int) -> Profile | None:
-    """Return the profile; one that knows nothing of what is asked for is refused."""
-    if asked.profile is None:
-        return None
+    Raises:
+        UsageError: it can't be read, or has no step of this training.
+    """
     from paceline.cost_model.profile import Profile
-    from paceline.tools.plan.strategy_advice import pick_nearest
+    from paceline.tools.plan.strategy_advice import pick_nearest_costs
 
-    profile = Profile.load(asked.profile)
-    if most > 1:
-        pick_nearest(profile, most, asked.micro or 1, **_place(asked))
+    profile = Profile.load(path)
+    if training.devices[-1] > 1:
+        pick_nearest_costs(profile, training.devices[-1], training.micro or 1, **training.profile_keys)
     return profile
 
 
-def _place(asked: Asked) -> dict[str, str | None]:
-    """Return which of a profile's entries are meant."""
-    shape = None if asked.context is None else f"{_OF_TOKENS}{asked.context}"
-    return {"model": asked.model, "shape": shape, "backend": asked.backend, "network": asked.network}
+def _context_of(training: _Training, profile: Profile | None) -> int:
+    """Return the tokens per sample: as given, or as measured if the profile has one length for the model."""
+    if training.context is not None:
+        return training.context
+    models = () if profile is None else profile.models
+    shapes = {each.shape for each in models if each.model == training.model}
+    measured = [shape for shape in shapes if shape.startswith(_CONTEXT_SHAPE)]
+    return int(measured[0].removeprefix(_CONTEXT_SHAPE)) if len(measured) == 1 else _DEFAULT_CONTEXT
 
 
-_Writer = Callable[[Path, Asked, Page], bool]
+_Writer = Callable[[Path, _Training, _Page], bool]
 
 
-def _writers(asked: Asked) -> dict[Path, _Writer]:
-    """Return what writes which files, and whether it did; once it is clear that they can be written."""
-    in_folder: dict[str, _Writer] = {"plan.json": _write_json, "scaling.png": _draw, "scaling.svg": _draw}
-    return checked_files(asked.json_file, _write_json, asked.out, in_folder)
-
-
-def _write_json(path: Path, asked: Asked, page: Page) -> bool:
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    write_json(path, {"kind": "plan", "schema": 1, "command": command, **page.facts()})
+def _write_json(path: Path, training: _Training, page: _Page) -> bool:
+    record: dict[str, Any] = {
+        "kind": "plan",
+        "schema": 1,
+        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "advice": page.chapters,
+        "memory": {
+            name: {"samples": each.samples, **each.forecast.facts()} for name, each in page.fits.items()
+        },
+        "batch": None if page.split is None else page.split.facts(),
+        "steps": None if page.steps is None else _step_facts(page.steps),
+    }
+    write_json(path, record)
     return True
 
 
-def _draw(path: Path, asked: Asked, page: Page) -> bool:
+def _step_facts(steps: StepAdvice) -> dict[str, Any]:
+    points = []
+    for point in steps.points:
+        numbers = {name: value for name, value in asdict(point).items() if name not in ("ranks", "strategy")}
+        label = None if point.strategy is None else point.strategy.label
+        points.append({"ranks": point.ranks, "way": label, **numbers})
+    return {
+        "best": steps.best.strategy.label,
+        "limit": steps.limit,
+        "shares": steps.shares,
+        "points": points,
+        "remedies": [asdict(each) for each in steps.remedies],
+    }
+
+
+def _draw(path: Path, training: _Training, page: _Page) -> bool:
     if page.steps is None:
         return False
     from paceline.tools.report.charts.plan_charts import scaling_chart
 
-    scaling_chart(page.steps.points, f"{asked.model}: {page.steps.best.way.label}").save(path)
+    title = f"{training.model}: {page.steps.best.strategy.label}"
+    scaling_chart(page.steps.points, title).save(path)
     return True
 
 
-# ---------------------------------------------------------------------- does it fit?
-
-
-def _fit(asked: Asked, devices: int, capacity: int, context: int, page: Page) -> None:
-    """Tell the largest micro-batch that fits, by strategy."""
+def _add_fit(training: _Training, capacity: int, context: int, page: _Page) -> None:
+    """Add the largest micro-batch that fits, per strategy."""
     from rich.console import Console
 
     from paceline.tools.plan.memory.memory_forecast import largest_micro_batch
-    from paceline.tools.plan.memory.training_subject import ALONE, Setting, subject_of
+    from paceline.tools.plan.memory.training_subject import ALONE, TrainingSetting, resolve_subject
 
-    subject = subject_of(asked.model)
-    room = device_room("cuda", capacity)
-    setting = Setting(
-        ranks=devices, context=context, optimizer=asked.optimizer, autocast=asked.autocast,
-        checkpointing=asked.checkpointing, device="cuda", backend="nccl",
+    subject, devices = resolve_subject(training.model), training.devices[-1]
+    available = available_memory("cuda", capacity)
+    setting = TrainingSetting(
+        ranks=devices, context=context, optimizer=training.optimizer, autocast=training.autocast,
+        checkpointing=training.checkpointing, device="cuda", backend="nccl",
     )  # fmt: skip
-    wanted = asked.micro or (-(-asked.batch // devices) if asked.batch else _MOST)
+    wanted = training.micro or (-(-training.batch // devices) if training.batch else _MAX_MICRO_BATCH)
     lines = []
-    for kind in _KINDS:
+    for kind in _STRATEGIES_LIKE if devices > 1 else ("bucketed",):
         strategy = kind if devices > 1 else ALONE
-        with Console(stderr=True).status(f"tracing {asked.model}, {strategy}, {devices} devices"):
-            fitting = largest_micro_batch(subject, replace(setting, strategy=strategy), room, wanted)
-        page.fitting[kind] = fitting
-        lines.append(_told(strategy, fitting, wanted))
-        if devices == 1:
-            break
-    if not any(each.samples for each in page.fitting.values()):
+        with Console(stderr=True).status(f"tracing {training.model}, {strategy}, {devices} devices"):
+            fit = largest_micro_batch(subject, replace(setting, strategy=strategy), available, wanted)
+        page.fits[kind] = fit
+        lines.append(f"{strategy}: {_describe_fit(fit, wanted)}")
+    if not any(each.samples for each in page.fits.values()):
         lines.append(
-            f"paceline plan memory --model {asked.model} --devices {devices} tells what would make it fit."
+            f"paceline plan memory --model {training.model} --devices {devices} shows what would make it fit."
         )
-    page.tell("Does it fit?", lines)
+    page.add("Does it fit?", *lines)
 
 
-_MOST = 4096
-
-
-def _told(strategy: str, fitting: Fitting, wanted: int) -> str:
-    verdict = fitting.forecast.verdict
+def _describe_fit(fit: MicroBatchFit, wanted: int) -> str:
+    verdict = fit.forecast.verdict
     assert verdict is not None, "there is a capacity"
-    if not fitting.samples:
-        return f"{strategy}: not even one sample: {verdict.sentence}"
-    up_to = "all of" if fitting.samples == wanted else "up to"
-    return f"{strategy}: micro-batches of {up_to} {fitting.samples} {_samples(fitting.samples)}; {verdict.sentence}"
+    if not fit.samples:
+        return f"not even one sample: {verdict.sentence}"
+    up_to = "all of" if fit.samples == wanted else "up to"
+    return f"micro-batches of {up_to} {_samples(fit.samples)}; {verdict.sentence}"
 
 
 def _samples(count: int) -> str:
-    return "sample" if count == 1 else "samples"
+    return f"{count} sample{'s' * (count != 1)}"
 
 
-# ---------------------------------------------------------------------- which batch?
-
-
-def _deal(asked: Asked, devices: int, profile: Profile | None, page: Page) -> None:
-    """Tell micro-batch and accumulation: as asked, as fits, or as measured."""
-    from paceline.tools.plan.batch_answer import split_words
+def _add_batch(training: _Training, profile: Profile | None, page: _Page) -> None:
+    """Add micro-batch and accumulation: as given, as fits, or as measured."""
+    from paceline.tools.plan.batch_plan import describe_split
     from paceline.tools.plan.batch_split import split_batch
-    from paceline.tools.plan.strategy_advice import Batch
+    from paceline.tools.plan.strategy_advice import RankBatch
 
-    fits = max((each.samples for each in page.fitting.values()), default=None)
+    title, devices = "Which batch?", training.devices[-1]
+    fits = max((each.samples for each in page.fits.values()), default=None)
     if fits == 0:
         return
-    if asked.batch is None:
-        wanted = asked.micro or _measured_batch(asked, profile) or _MOST
+    if training.batch is None:
+        models = () if profile is None else profile.models
+        measured = next((each.batch for each in models if each.model == training.model), None)
+        wanted = training.micro or measured or _MAX_MICRO_BATCH
         micro = wanted if fits is None else min(wanted, fits)
-        page.batch = Batch(micro)
-        told = f"Micro-batches of {micro} {_samples(micro)} without accumulation: {micro * devices} in a step"
-        page.tell(
-            "Which batch?",
-            [
-                f"{told} of {devices} device{'s' * (devices > 1)}. --batch SAMPLES tells how any other is dealt."
-            ],
+        page.batch = RankBatch(micro)
+        page.add(
+            title,
+            f"Micro-batches of {_samples(micro)} without accumulation: {micro * devices} per step of "
+            f"{plural(devices, 'device')}. --batch SAMPLES shows the split of any other.",
         )
         return
-    most = min(asked.micro or asked.batch, fits or asked.batch)
-    page.split = split_batch(asked.batch, devices, most)
-    page.batch = Batch(page.split.micro, page.split.accumulation)
-    page.tell("Which batch?", split_words(page.split))
+    page.split = split_batch(
+        training.batch, devices, min(training.micro or training.batch, fits or training.batch)
+    )
+    page.batch = RankBatch(page.split.micro, page.split.accumulation)
+    page.add(title, *describe_split(page.split))
 
 
-def _measured_batch(asked: Asked, profile: Profile | None) -> int | None:
-    models = () if profile is None else profile.models
-    return next((each.batch for each in models if each.model == asked.model), None)
-
-
-# ---------------------------------------------------------------------- how long does it take?
-
-
-def _time(asked: Asked, numbers: list[int], profile: Profile | None, page: Page) -> None:
-    """Tell how to synchronise, what a step takes, what limits it and what would help."""
-    from paceline.tools.console_table import print_wide
+def _add_steps(training: _Training, profile: Profile | None, page: _Page) -> None:
+    """Add how to synchronise, the time of a step, what limits it and what would help."""
+    from paceline.tools.console_table import make_table, print_wide
     from paceline.tools.plan.strategy_advice import advise_step
-    from paceline.tools.plan.strategy_advice_text import sentences
+    from paceline.tools.plan.strategy_advice_text import SCALING_COLUMNS, advice_sentences, scaling_rows
 
     if page.batch is None:
         return
     title = "How to synchronise, and what it costs"
     if profile is None:
-        page.tell(
+        page.add(
             title,
-            [
-                "Not known without measurements. On the machines that shall train, run paceline bench parts "
-                f"--size {asked.model} --profile profile.json, and pass that file here with --profile."
-            ],
+            "Unknown without measurements. On the machines that will train, run paceline bench parts "
+            f"--size {training.model} --profile profile.json, and pass that file here with --profile.",
         )
         return
-    if numbers[-1] < 2:
-        page.tell(title, ["One device sends nothing."])
+    if training.devices[-1] < 2:
+        page.add(title, "One device sends nothing.")
         return
-    micro = page.batch.micro
-    fitting = [kind for kind, each in page.fitting.items() if each.samples >= micro]
-    kinds = fitting if page.fitting else list(_KINDS)
+    kinds = list(_STRATEGIES_LIKE)
+    if page.fits:
+        kinds = [kind for kind, each in page.fits.items() if each.samples >= page.batch.micro]
     kinds = [
         kind for kind in kinds if kind != "full-shard"
-    ] or kinds  # it gathers parameters: where nothing else fits
-    page.steps = advise_step(
-        profile,
-        numbers,
-        page.batch,
-        [name for kind in kinds for name in _KINDS[kind]],
-        **_place(asked),
-    )
-    page.tell(title, sentences(page.steps, page.batch))
-    print_wide(_table(page.steps))
-
-
-def _table(steps: StepAdvice) -> Table:
-    from rich.table import Table
-
-    from paceline.tools.plan.strategy_advice_text import scaling_rows
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("ranks", "how", "a step", "range", "samples/s", "efficiency", "range"):
-        table.add_column(name, justify="left" if name == "how" else "right", no_wrap=True)
-    for row in scaling_rows(steps):
-        table.add_row(*row)
-    return table
+    ] or kinds  # full-shard only where nothing else fits
+    strategies = [name for kind in kinds for name in _STRATEGIES_LIKE[kind]]
+    page.steps = advise_step(profile, training.devices, page.batch, strategies, **training.profile_keys)
+    page.add(title, *advice_sentences(page.steps, page.batch))
+    rows: Sequence[Sequence[str]] = scaling_rows(page.steps)
+    print_wide(make_table(SCALING_COLUMNS, rows, left=2))

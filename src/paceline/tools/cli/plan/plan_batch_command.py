@@ -1,9 +1,4 @@
-"""``paceline plan batch``: how many devices, which micro-batch, and what a step is bound by.
-
-Options of ``paceline plan batch``.
-
-Shows the XXL model's figures, each with its derivation; ``paceline plan memory --model xxl`` calls it.
-"""
+"""``paceline plan batch``: fewest devices, micro-batch, accumulation, and whether a step is compute-bound."""
 
 from __future__ import annotations
 
@@ -21,66 +16,75 @@ from paceline._core.files import write_json
 from paceline._core.units import parse_bytes, parse_count, parse_rate, parse_share
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import JsonOption, NetworkOption, parse_model_parameters
-from paceline.tools.plan.xxl_model import Derived
+from paceline.tools.plan.xxl_model import DerivedFigure
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.cost_model.device_rates import Quantity
-    from paceline.tools.plan.batch_answer import Answer, Asked
+    from paceline.tools.plan.batch_plan import BatchPlan, BatchRequest
     from paceline.tools.plan.batch_split import BatchSplit
+    from paceline.tools.plan.communication_roofline import RateEstimate
 
-__all__ = [
-    "ActivationsOption",
-    "BackendOption",
-    "BetweenOption",
-    "DeviceOption",
-    "DevicesOption",
-    "DtypeOption",
-    "FlopsOption",
-    "GradientsOption",
-    "GroupOption",
-    "LinkOption",
-    "MemoryOption",
-    "ModelOption",
-    "ParametersOption",
-    "ProfileOption",
-    "SamplesOption",
-    "SharedOption",
-    "StrategyOption",
-    "TokensOption",
-    "UsableOption",
-    "batch",
-    "show",
-    "show_derived",
-]
+__all__ = ["batch", "show_figures", "show_xxl"]
+
+_WIDTH, _INDENT = 112, "    "
 
 
 def batch(
-    model: ModelOption = None,
-    parameters: ParametersOption = None,
-    activations: ActivationsOption = None,
-    tokens: TokensOption = None,
-    strategy: StrategyOption = "fsdp",
-    shared: SharedOption = "0%",
-    device: DeviceOption = None,
-    memory: MemoryOption = None,
-    usable: UsableOption = "80%",
-    devices: DevicesOption = None,
-    samples: SamplesOption = None,
-    dtype: DtypeOption = None,
-    flops: FlopsOption = None,
-    link: LinkOption = None,
-    group: GroupOption = 8,
-    between: BetweenOption = None,
-    gradients: GradientsOption = 2,
-    profile: ProfileOption = None,
-    backend: BackendOption = "gloo",
+    model: Annotated[
+        str | None, typer.Option(help="Name: tiny … 2.7b, or xxl; sets parameters, activations and tokens.")
+    ] = None,
+    parameters: Annotated[str | None, typer.Option(help="Of any other model: 7B, 350M.")] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(help="Saved for backward per token: 4MB; default: estimated for --model, or left out."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Per sample; default: the model's context, or 1.")
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option(help="Sharding: ddp, zero1, zero2, fsdp (everything sharded).")
+    ] = "fsdp",
+    shared: Annotated[
+        str, typer.Option(help="Part of a micro-batch's activations that devices divide.")
+    ] = "0%",
+    device: Annotated[
+        str | None, typer.Option(help="Name: gtx-1660 … b200; sets memory, FLOP/s and link.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Per device: 80GB.")] = None,
+    usable: Annotated[str, typer.Option(help="Part of the memory to plan with.")] = "80%",
+    devices: Annotated[
+        int | None, typer.Option(help="Number of devices; default: the fewest that are enough.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--batch", metavar="SAMPLES", help="Global batch, in samples.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of matrix products: bf16, fp16, tf32, fp32; default: the device's first."),
+    ] = None,
+    flops: Annotated[
+        str | None, typer.Option(help="C, FLOP/s per device: 400T; overrides profile and table.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="W, one way: a name (nvlink4, pcie4, ndr, 10gbe) or a rate (12GB/s)."),
+    ] = None,
+    group: Annotated[int, typer.Option(help="Devices per node, connected by --link; with --between.")] = 8,
+    between: Annotated[
+        str | None, typer.Option(help="Link per device between nodes: a name or a rate; default: --link.")
+    ] = None,
+    gradients: Annotated[int, typer.Option(help="Bytes per gradient on the wire: 1, 2 or 4.")] = 2,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Profile with C and W as measured, with their errors."),
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Of the profile: whose all-reduce.")] = "gloo",
     network: NetworkOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Tell how many devices it takes, how a global batch is dealt, and what a step is then bound by.
+    """Plan how many devices a training needs, how its global batch is split, and what bounds a step.
 
     Examples: paceline plan batch --model medium --device rtx-4090 --link 10gbe --devices 8 --batch 512
 
@@ -89,247 +93,156 @@ def batch(
 
     paceline plan batch --model mini --memory 24GB --devices 4 --batch 64 --profile profile.json --dtype fp32
     """
-    pass  # moved
-    from paceline.tools.console_table import print_wide
-    from paceline.tools.plan.batch_answer import answer
+    from paceline.cost_model.hardware_catalog import find_device
+    from paceline.tools.plan.batch_plan import BatchRequest
 
-    options = dict(locals())
-    asked = _asked(options)
-    found = answer(asked)
+    count, token_nbytes, context = _model_sizes(model, parameters)
+    if memory is None and device is None:
+        raise UsageError("no device memory is given", remedy="pass --device NAME or --memory, such as 24GB")
+    if gradients not in (1, 2, 4):
+        raise UsageError(f"--gradients {gradients}", remedy="pass 1, 2 or 4 bytes")
+    request = BatchRequest(
+        parameters=count,
+        strategy=strategy,
+        memory=parse_bytes(memory) if memory is not None else find_device(device or "").memory_nbytes,
+        usable=parse_share(usable),
+        token_activations=token_nbytes if activations is None else float(parse_bytes(activations)),
+        shared=parse_share(shared),
+        sample_tokens=context if tokens is None else tokens,
+        devices=devices,
+        samples=samples,
+        flops=_matmul_rate(flops, profile, dtype, device),
+        wire=_link_rate(link, profile, backend, network, devices, device),
+        gradient_nbytes=float(gradients),
+        between=None if between is None else _parse_link("--between", between),
+        group=group,
+    )
+    _plan(request, json_file)
+
+
+def _plan(request: BatchRequest, json_file: Path | None) -> None:
+    """Print the plan, and write it to `json_file`."""
+    from paceline.tools.console_table import print_wide
+    from paceline.tools.plan.batch_plan import plan_batch
+
+    plan = plan_batch(request)
     if json_file is not None:
         check_writable(json_file, "--json")
-    show_derived(found.figures)
+    show_figures(plan.figures)
     typer.echo("")
-    if found.split is not None:
-        print_wide(_splits(found.split))
-    typer.echo("\n".join(found.sentences))
+    if plan.split is not None:
+        print_wide(_split_table(plan.split))
+    typer.echo("\n".join(plan.sentences))
     if json_file is not None:
-        write_json(json_file, _facts(asked, found))
+        write_json(json_file, _facts(request, plan))
         typer.echo(json_file)
 
 
-def _asked(options: dict[str, Any]) -> Asked:
-    """Return what the options ask for.
-
-    Raises:
-        UsageError: one makes no sense, or what is needed is missing.
-    """
-    from paceline.cost_model.hardware_catalog import device
-    from paceline.tools.plan.batch_answer import Asked
-
-    count, token, context = _model(options)
-    memory = options["memory"]
-    if memory is None and options["device"] is None:
-        raise UsageError(
-            "no memory of a device is given", remedy="pass --device NAME or --memory, such as 24GB"
-        )
-    if options["gradients"] not in (1, 2, 4):
-        raise UsageError(f"--gradients {options['gradients']}", remedy="pass 1, 2 or 4 bytes")
-    if options["activations"] is not None:
-        token = float(parse_bytes(options["activations"]))
-    return Asked(
-        count,
-        options["strategy"],
-        parse_bytes(memory) if memory is not None else device(options["device"]).memory_nbytes,
-        parse_share(options["usable"]),
-        token,
-        parse_share(options["shared"]),
-        options["tokens"] if options["tokens"] is not None else context,
-        options["devices"],
-        options["samples"],
-        _flops(options),
-        _wire(options),
-        float(options["gradients"]),
-        _link("--between", options["between"]) if options["between"] is not None else None,
-        options["group"],
-    )
-
-
-def _model(options: dict[str, Any]) -> tuple[int, float | None, int]:
-    """Return parameters, activations of a token (None: not known) and tokens of a sample."""
+def _model_sizes(model: str | None, parameters: str | None) -> tuple[int, float | None, int]:
+    """Return parameters, bytes of activations per token (None: unknown) and tokens per sample."""
     from paceline.tools.models.gpt_sizes import SIZES
     from paceline.tools.plan import xxl_model
-    from paceline.tools.plan.batch_split import token_nbytes
+    from paceline.tools.plan.batch_split import transformer_token_nbytes
 
-    name = options["model"]
-    count = parse_model_parameters(name, options["parameters"])
-    if name is None:
+    count = parse_model_parameters(model, parameters)
+    if model is None:
         return count, None, 1
-    if name == "xxl":
+    if model == "xxl":
         return count, float(xxl_model.TOKEN_NBYTES), 1
-    size = SIZES[name]
-    return count, token_nbytes(size.d_model, size.layers, size.vocabulary), size.context
+    size = SIZES[model]
+    return count, transformer_token_nbytes(size.d_model, size.layers, size.vocabulary), size.context
 
 
-def _flops(options: dict[str, Any]) -> Quantity | None:
-    from paceline.cost_model.device_rates import Quantity, matmul_of, matmul_rate
+def _matmul_rate(
+    flops: str | None, profile: Path | None, dtype: str | None, device: str | None
+) -> RateEstimate | None:
+    """Return C: as given, as measured, or of the device; None if unknown."""
     from paceline.cost_model.profile import Profile
+    from paceline.tools.plan.communication_roofline import catalog_matmul_rate, measured_matmul_rate
 
-    if options["flops"] is not None:
-        rate = float(parse_count(options["flops"]))
-        if rate <= 0:
-            raise UsageError(f"--flops {options['flops']}", remedy="pass FLOP/s above 0, such as 400T")
-        return Quantity(rate, rate, rate, "given", measured=False)
-    if options["profile"] is not None:
-        return matmul_rate(
-            Profile.load(options["profile"]), options["dtype"] or "bf16", options["device"] or "cpu"
-        )
-    return matmul_of(options["device"], options["dtype"]) if options["device"] is not None else None
+    if flops is not None:
+        return _given("--flops", flops, float(parse_count(flops)), "FLOP/s above 0, such as 400T")
+    if profile is not None:
+        return measured_matmul_rate(Profile.load(profile), dtype or "bf16", device or "cpu")
+    return None if device is None else catalog_matmul_rate(device, dtype)
 
 
-def _wire(options: dict[str, Any]) -> Quantity | None:
-    from paceline.cost_model.device_rates import wire_of, wire_rate
-    from paceline.cost_model.hardware_catalog import device
+def _link_rate(
+    link: str | None,
+    profile: Path | None,
+    backend: str,
+    network: str | None,
+    devices: int | None,
+    device: str | None,
+) -> RateEstimate | None:
+    """Return W: as given, as measured, or of the device's link; None if unknown."""
+    from paceline.cost_model.hardware_catalog import find_device
     from paceline.cost_model.profile import Profile
+    from paceline.tools.plan.communication_roofline import catalog_link_rate, measured_link_rate
 
-    if options["link"] is not None:
-        return _link("--link", options["link"])
-    if options["profile"] is not None:
-        loaded = Profile.load(options["profile"])
-        return wire_rate(loaded, options["backend"], options["network"], max(2, options["devices"] or 2))
-    return wire_of(device(options["device"]).link) if options["device"] is not None else None
+    if link is not None:
+        return _parse_link("--link", link)
+    if profile is not None:
+        return measured_link_rate(Profile.load(profile), backend, network, max(2, devices or 2))
+    return None if device is None else catalog_link_rate(find_device(device).link)
 
 
-def _link(option: str, text: str) -> Quantity:
-    """Return a rate that is given, or a known link's."""
-    from paceline.cost_model.device_rates import Quantity, wire_of
+def _parse_link(option: str, text: str) -> RateEstimate:
+    """Return a rate such as ``12GB/s``, or that of a known link."""
+    from paceline.tools.plan.communication_roofline import catalog_link_rate
 
     if "/s" not in text:
-        return wire_of(text)
-    rate = parse_rate(text)
+        return catalog_link_rate(text)
+    return _given(option, text, parse_rate(text), "a rate above 0, such as 12GB/s")
+
+
+def _given(option: str, text: str, rate: float, valid: str) -> RateEstimate:
+    from paceline.tools.plan.communication_roofline import RateEstimate
+
     if rate <= 0:
-        raise UsageError(f"{option} {text}", remedy="pass a rate above 0, such as 12GB/s")
-    return Quantity(rate, rate, rate, "given", measured=False)
+        raise UsageError(f"{option} {text}", remedy=f"pass {valid}")
+    return RateEstimate(rate, rate, rate, "given", measured=False)
 
 
-def _splits(split: BatchSplit) -> Table:
-    """Return the global batch that was asked for, and those near it that divide."""
-    from rich.table import Table
+def _split_table(split: BatchSplit) -> Table:
+    """Return the requested global batch, and the nearest ones that divide."""
+    from paceline.tools.console_table import make_table
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("global batch", "micro-batch", "accumulation", "ranks", "short of it"):
-        table.add_column(name, justify="right", no_wrap=True)
     unit = split.ranks * split.accumulation
-    alike = [each for each in (split.below, split.above) if each and split.missing]
-    rows = [(split.asked, split.micro, split.accumulation, split.ranks, split.missing)]
-    rows += [(each, each // unit, split.accumulation, split.ranks, 0) for each in alike]
+    even = [each for each in (split.below, split.above) if each and split.missing]
+    rows = [(split.samples, split.micro, split.accumulation, split.ranks, split.missing)]
+    rows += [(each, each // unit, split.accumulation, split.ranks, 0) for each in even]
     if split.exact is not None:
-        rows.append((split.asked, split.exact.micro, split.exact.accumulation, split.exact.ranks, 0))
-    for row in rows:
-        table.add_row(*map(str, row))
-    return table
+        rows.append((split.samples, split.exact.micro, split.exact.accumulation, split.exact.ranks, 0))
+    columns = ("global batch", "micro-batch", "accumulation", "ranks", "missing")
+    return make_table(columns, [[str(number) for number in row] for row in rows], left=0)
 
 
-def _facts(asked: Asked, found: Answer) -> dict[str, Any]:
-    """Return all of it for JSON."""
-    figures = [figure.facts() for figure in found.figures]
+def _facts(request: BatchRequest, plan: BatchPlan) -> dict[str, Any]:
+    figures = [asdict(figure) for figure in plan.figures]
     for figure in figures:
         figure["value"] = None if figure["value"] == float("inf") else figure["value"]
     return {
         "kind": "plan-batch",
         "schema": 1,
         "command": shlex.join(["paceline", *sys.argv[1:]]),
-        "asked": asdict(asked),
+        "asked": asdict(request),
         "figures": figures,
-        "split": None if found.split is None else asdict(found.split),
-        "sentences": list(found.sentences),
+        "split": None if plan.split is None else plan.split.facts(),
+        "sentences": list(plan.sentences),
     }
 
 
-ModelOption = Annotated[
-    str | None, typer.Option(help="By name: tiny … 2.7b, or xxl; brings its sizes along.")
-]
-
-
-ParametersOption = Annotated[str | None, typer.Option(help="Of a model that is not known by name: 7B, 350M.")]
-
-
-ActivationsOption = Annotated[
-    str | None,
-    typer.Option(help="That a token saves for backward: 4MB. Else estimated with --model, or left out."),
-]
-
-
-TokensOption = Annotated[int | None, typer.Option(help="Of a sample; else the model's context, or 1.")]
-
-
-StrategyOption = Annotated[
-    str, typer.Option(help="Who keeps what: ddp, zero1, zero2, fsdp (everything shared).")
-]
-
-
-SharedOption = Annotated[str, typer.Option(help="Part of a micro-batch's activations that devices share.")]
-
-
-DeviceOption = Annotated[
-    str | None, typer.Option(help="By name: gtx-1660 … b200; brings memory and FLOP/s along.")
-]
-
-
-MemoryOption = Annotated[str | None, typer.Option(help="Of a device: 80GB.")]
-
-
-UsableOption = Annotated[str, typer.Option(help="Part of it to plan with.")]
-
-
-DevicesOption = Annotated[int | None, typer.Option(help="How many there are; else as many as it takes.")]
-
-
-SamplesOption = Annotated[
-    int | None, typer.Option("--batch", metavar="SAMPLES", help="Global batch, in samples.")
-]
-
-
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="Of matrix products: bf16, fp16, tf32, fp32; else the first that the device has."),
-]
-
-
-FlopsOption = Annotated[
-    str | None, typer.Option(help="C, a device's FLOP/s: 400T; before profile and table.")
-]
-
-
-LinkOption = Annotated[
-    str | None,
-    typer.Option(help="W, one way: a name (nvlink4, pcie4, ndr, 10gbe) or a rate (12GB/s)."),
-]
-
-
-GroupOption = Annotated[int, typer.Option(help="Devices of a node, which --link connects; with --between.")]
-
-
-BetweenOption = Annotated[
-    str | None, typer.Option(help="Link of a device between nodes: a name or a rate; else all are alike.")
-]
-
-
-GradientsOption = Annotated[int, typer.Option(help="Bytes of a gradient on the wire: 1, 2 or 4.")]
-
-
-ProfileOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="C and W as measured, with their errors: profile.json."),
-]
-
-
-BackendOption = Annotated[str, typer.Option(help="Of the profile: whose all-reduce.")]
-
-
-_WIDTH, _INDENT = 112, "    "
-
-
-def show() -> None:
-    """Print every figure of the XXL model: what it is, its formula with numbers, why, and what people get wrong."""
-    from paceline.tools.plan.xxl_model import derive
+def show_xxl() -> None:
+    """Print every figure of the XXL model with its derivation."""
+    from paceline.tools.plan.xxl_model import derive_figures
 
     typer.echo("XXL: 126 blocks of two linear layers, 16384 → 53248 → 16384; M is the memory of a device.\n")
-    show_derived(derive())
+    show_figures(derive_figures())
 
 
-def show_derived(figures: Sequence[Derived]) -> None:
-    """Print figures with their derivations, one after another."""
+def show_figures(figures: Sequence[DerivedFigure]) -> None:
+    """Print figures, each with its formula, the reason for it, and the usual mistake."""
     for figure in figures:
         typer.echo(f"{figure.what}: {figure.shown}")
         lines = [

@@ -1,14 +1,7 @@
-"""``paceline plan memory``: what a training step takes on each device, and whether it fits.
-
-Options of ``paceline plan memory``.
-
-``paceline plan memory --verify``: the same steps run here, what they took beside what was predicted.
-"""
+"""``paceline plan memory``: memory of a training step per device, and whether it fits; ``--verify`` measures it."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,238 +10,165 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._core.format import format_bytes
+from paceline._core.units import parse_list
 from paceline.errors import UsageError
-from paceline.tools.cli.device_memory import CUDA_CONTEXT, KINDS, device_room, parse_device_memory
+from paceline.tools.cli.device_memory import CUDA_CONTEXT, KINDS, available_memory, parse_device_memory
 from paceline.tools.cli.shared_options import (
     AccumulateOption,
     AutocastOption,
     CheckpointingOption,
     JsonOption,
     OptimizerOption,
-    numbers_of,
 )
-from paceline.tools.console_table import print_wide
+from paceline.tools.console_table import make_table, print_wide
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from paceline.tools.plan.memory.memory_fit import MemoryAlternative
+    from paceline.tools.plan.memory.memory_forecast import DeviceMemory, MemoryForecast
+    from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject
 
-    from paceline.tools.plan.memory.memory_fit import Alternative
-    from paceline.tools.plan.memory.memory_forecast import Forecast, Room
-    from paceline.tools.plan.memory.training_subject import Setting, Subject
-
-__all__ = [
-    "BackendOption",
-    "BatchOption",
-    "BucketMibOption",
-    "ContextOption",
-    "CudaContextOption",
-    "DataOption",
-    "DeviceMemoryOption",
-    "DeviceOption",
-    "DevicesOption",
-    "GatherOption",
-    "InputsOption",
-    "ModelOption",
-    "OutOption",
-    "StrategyOption",
-    "VerifyOption",
-    "memory",
-    "verified",
-]
+__all__ = ["memory", "verified"]
 
 
 def memory(
-    model: ModelOption = "small",
-    inputs: InputsOption = None,
-    batch: BatchOption = 1,
-    context: ContextOption = 128,
-    devices: DevicesOption = "1",
-    strategy: StrategyOption = "bucketed",
+    model: Annotated[
+        str,
+        typer.Option(help="A size (tiny … 2.7b), xxl, or package.module:name of a Module or a function."),
+    ] = "small",
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(help="Shape and type of a model argument: 8x3x224x224, 8x128:int64."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Samples of a device's micro-batch.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens per sample.")] = 128,
+    devices: Annotated[str, typer.Option(help="Numbers of devices, for example 1,2,4,64.")] = "1",
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="alone, naive, flat, overlap, bucketed, sharded, full-shard; several separated by commas."
+        ),
+    ] = "bucketed",
     optimizer: OptimizerOption = "adamw",
     autocast: AutocastOption = "off",
-    gather: GatherOption = "off",
+    gather: Annotated[str, typer.Option(help="off or bf16: the type in which full-shard gathers.")] = "off",
     checkpointing: CheckpointingOption = False,
     accumulate: AccumulateOption = 1,
-    bucket_mib: BucketMibOption = None,
-    device: DeviceOption = "cuda",
-    backend: BackendOption = None,
-    device_memory: DeviceMemoryOption = None,
-    cuda_context: CudaContextOption = CUDA_CONTEXT,
-    data: DataOption = "0",
-    verify: VerifyOption = False,
+    bucket_mib: Annotated[float | None, typer.Option(help="Default: the strategy's own.")] = None,
+    device: Annotated[
+        str,
+        typer.Option(help="cuda or cpu: whose allocator and optimizer defaults; or a GPU by name."),
+    ] = "cuda",
+    backend: Annotated[
+        str | None, typer.Option(help="nccl, gloo or paceline; default: nccl for cuda, gloo for cpu.")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Per device: 24GiB, 80GB; to check whether it fits.")
+    ] = None,
+    cuda_context: Annotated[str, typer.Option(help="Memory of driver and kernels.")] = CUDA_CONTEXT,
+    data: Annotated[str, typer.Option(help="Bytes of data that stay on the device.")] = "0",
+    verify: Annotated[bool, typer.Option(help="Run it here, on CPUs, and compare.")] = False,
     json_file: JsonOption = None,
-    out: OutOption = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write ledger and chart.")] = None,
 ) -> None:
-    """Tell what a training step takes on each device, where its peak is and why, and whether it fits.
+    """Predict the memory of a training step per device: its peak, the reasons for it, and whether it fits.
 
     Nothing is computed and no GPU is needed: the real engine runs on tensors without memory.
 
     Example: paceline plan memory --model medium --batch 8 --context 1024 --devices 1,8 --device-memory 24GiB
     """
-    from paceline.tools.cli.plan.plan_memory_output import plan_files, show
+    from paceline.tools.cli.plan.plan_memory_output import memory_files, show_forecasts
 
     if inputs and ":" not in model:
         raise UsageError(
-            f"--inputs {inputs[0]} with --model {model}, which brings its own",
-            remedy="leave it out, or name a model of yours: --model package.module:name",
+            f"--inputs {inputs[0]} with --model {model}, which has its own inputs",
+            remedy="leave it out, or name your own model: --model package.module:name",
         )
     capacity = parse_device_memory(device, device_memory)
     kind = device if device in KINDS else "cuda"
-    room = device_room(kind, capacity, cuda_context, data)
+    available = available_memory(kind, capacity, cuda_context, data)
     settings = _settings(
         strategy, devices, batch=batch, context=context, optimizer=optimizer, autocast=autocast, gather=gather,
         checkpointing=checkpointing, accumulate=accumulate, bucket_mib=bucket_mib, device=kind,
         backend=backend or ("nccl" if kind == "cuda" else "gloo"),
     )  # fmt: skip
-    write = plan_files(json_file, out)
+    writer_of = memory_files(json_file, out)
 
-    from paceline.tools.plan.memory.traced_training import optimizer_of
-    from paceline.tools.plan.memory.training_subject import subject_of
+    from paceline.tools.plan.memory.traced_training import resolve_optimizer
+    from paceline.tools.plan.memory.training_subject import resolve_subject
 
-    subject = subject_of(model, tuple(inputs or ()))
-    optimizer_of(settings[0])
-    forecasts, others = _traced(subject, settings, room)
-    show(model, forecasts, others)
+    subject = resolve_subject(model, tuple(inputs or ()))
+    resolve_optimizer(settings[0])
+    forecasts, alternatives = _trace(subject, settings, available)
+    show_forecasts(model, forecasts, alternatives)
     if model == "xxl":
-        from paceline.tools.cli.plan import plan_batch_command
+        from paceline.tools.cli.plan.plan_batch_command import show_xxl
 
-        plan_batch_command.show()
-    checks = []
-    if verify:
-        pass  # moved
-
-        checks = verified(subject, settings, tuple(inputs or ()))
-    for path, writer in write.items():
-        writer(path, model, forecasts, others, checks, shlex.join(["paceline", *sys.argv[1:]]))
+        show_xxl()
+    checks = verified(subject, settings, tuple(inputs or ())) if verify else []
+    for path, write in writer_of.items():
+        write(path, model, forecasts, alternatives, checks)
         typer.echo(path)
 
 
-def _traced(
-    subject: Subject, settings: Sequence[Setting], room: Room
-) -> tuple[list[Forecast], list[Alternative]]:
-    """Return a forecast of each setting, and what would fit where the first one doesn't; shows what is traced."""
+def _settings(strategies: str, devices: str, **options: Any) -> list[TrainingSetting]:
+    """Return every strategy on every number of devices; one device trains alone."""
+    from paceline.tools.plan.memory.training_subject import ALONE, TrainingSetting
+
+    counts = parse_list("--devices", devices, int, example="1,2,4,64")
+    if min(counts) < 1:
+        raise UsageError(f"--devices {devices}", remedy="pass numbers of 1 or more, for example 1,2,4,64")
+    names = [name.strip() for name in strategies.split(",")]
+    for name in names:
+        TrainingSetting(strategy=name)  # rejects unknown names for any number of devices
+    pairs = ((ALONE if count == 1 else name, count) for count in counts for name in names)
+    return [TrainingSetting(strategy=name, ranks=count, **options) for name, count in dict.fromkeys(pairs)]
+
+
+def _trace(
+    subject: TrainingSubject, settings: Sequence[TrainingSetting], available: DeviceMemory
+) -> tuple[list[MemoryForecast], list[MemoryAlternative]]:
+    """Return a forecast per setting, and alternatives to the first one if it does not fit; shows the progress."""
     from rich.console import Console
 
-    from paceline.tools.plan.memory.memory_forecast import alternatives, forecast
+    from paceline.tools.plan.memory.memory_forecast import forecast_memory, predict_alternatives
 
-    forecasts: list[Forecast] = []
+    forecasts: list[MemoryForecast] = []
     with Console(stderr=True).status("") as status:
         for setting in settings:
             status.update(f"tracing {subject.name}, {setting.name}")
-            forecasts.append(forecast(subject, setting, room))
+            forecasts.append(forecast_memory(subject, setting, available))
         verdict = forecasts[0].verdict
         if verdict is None or not verdict.poor:
             return forecasts, []
-        status.update(f"tracing what would make {subject.name} fit")
-        return forecasts, alternatives(subject, settings[0], room)
+        status.update(f"tracing alternatives that would make {subject.name} fit")
+        return forecasts, predict_alternatives(subject, settings[0], available)
 
 
-def _settings(strategies: str, devices: str, **options: object) -> list[Setting]:
-    """Return every strategy on every number of devices; one device trains alone."""
-    from paceline.tools.plan.memory.training_subject import ALONE, Setting
-
-    counts = numbers_of("--devices", devices, int, "1,2,4,64")
-    if min(counts) < 1:
-        raise UsageError(f"--devices {devices}", remedy="pass numbers of 1 or more, for example 1,2,4,64")
-    found: list[Setting] = []
-    for count in counts:
-        for name in strategies.split(","):
-            strategy = ALONE if count == 1 else name.strip()
-            Setting(strategy=name.strip())  # an unknown name is refused whatever the number of devices
-            setting = Setting(strategy=strategy, ranks=count, **options)  # pyright: ignore[reportArgumentType]
-            found += [] if setting in found else [setting]
-    return found
-
-
-ModelOption = Annotated[
-    str, typer.Option(help="A size (tiny … 2.7b), xxl, or package.module:name of a Module or a function.")
-]
-
-
-InputsOption = Annotated[
-    list[str] | None, typer.Option(help="Shape and type of a model's argument: 8x3x224x224, 8x128:int64.")
-]
-
-
-BatchOption = Annotated[int, typer.Option(help="Samples of a device's micro-batch.")]
-
-
-ContextOption = Annotated[int, typer.Option(help="Tokens of a sample.")]
-
-
-DevicesOption = Annotated[str, typer.Option(help="How many, for example 1,2,4,64.")]
-
-
-StrategyOption = Annotated[
-    str,
-    typer.Option(help="alone, naive, flat, overlap, bucketed, sharded, full-shard; several with commas."),
-]
-
-
-GatherOption = Annotated[str, typer.Option(help="off or bf16: the type in which full-shard gathers.")]
-
-
-BucketMibOption = Annotated[float | None, typer.Option(help="Instead of the strategy's own.")]
-
-
-DeviceOption = Annotated[
-    str,
-    typer.Option(help="cuda or cpu: whose allocator and optimizer; or a GPU by name."),
-]
-
-
-BackendOption = Annotated[str | None, typer.Option(help="nccl, gloo or paceline; else what fits the device.")]
-
-
-DeviceMemoryOption = Annotated[
-    str | None, typer.Option(help="Of a device: 24GiB, 80GB. Answers whether it fits.")
-]
-
-
-CudaContextOption = Annotated[str, typer.Option(help="Taken by driver and kernels.")]
-
-
-DataOption = Annotated[str, typer.Option(help="Bytes of data that stay on the device.")]
-
-
-VerifyOption = Annotated[bool, typer.Option(help="Run it here, on processors, and compare.")]
-
-
-OutOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Write ledger and chart.")]
-
-
-def verified(subject: Subject, settings: Sequence[Setting], inputs: Sequence[str]) -> list[dict[str, Any]]:
-    """Measure each setting on this machine, print predicted beside measured, return both.
+def verified(
+    subject: TrainingSubject, settings: Sequence[TrainingSetting], inputs: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Measure each setting on this machine, print predicted and measured memory, and return both.
 
     Raises:
         UsageError: this machine has not enough memory.
         RankFailed: a rank ended with an error.
     """
     import torch
-    from rich.table import Table
 
     from paceline.launch.process.local_ranks import run_ranks
     from paceline.tools.bench.memory_benchmark import check_prediction
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("on this machine", no_wrap=True)
-    for name in ("predicted", "measured", "off by"):
-        table.add_column(name, justify="right", no_wrap=True)
-    found = []
+    rows, found = [], []
     for setting in settings:
         here = setting.device == "cuda" and setting.ranks <= torch.cuda.device_count()
         local = setting if here else replace(setting, device="cpu", backend="gloo")
         checked = check_prediction(subject, local, run_ranks, inputs=inputs)
         found.append(checked.facts())
-        table.add_row(
-            f"{local.name}, {local.device}",
-            format_bytes(checked.predicted_nbytes),
-            format_bytes(checked.measured.nbytes),
-            f"{100 * checked.error:+.2f} %",
-        )
-    print_wide(table)
+        sizes = map(format_bytes, (checked.predicted_nbytes, checked.measured.nbytes))
+        rows.append((f"{local.name}, {local.device}", *sizes, f"{100 * checked.error:+.2f} %"))
+    print_wide(make_table(("on this machine", "predicted", "measured", "off by"), rows))
     typer.echo(
-        "measured: the most that torch's allocator had given out at once, on the rank that took most; on processors\n"
-        "where there are not as many GPUs.\n"
+        "measured: the most that torch's allocator had given out at once, on the rank with the most; on CPUs where\n"
+        "there are not enough GPUs.\n"
     )
     return found

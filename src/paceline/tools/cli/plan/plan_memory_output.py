@@ -1,11 +1,10 @@
-"""What ``paceline plan memory`` prints: the answer, all settings side by side, the ledger of the first.
-
-What ``paceline plan memory`` writes: JSON, the ledgers as CSV, the picture of memory over the steps.
-"""
+"""Output of ``paceline plan memory``: the answer, a comparison of settings, the ledger; JSON, CSV and a chart."""
 
 from __future__ import annotations
 
 import csv
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
@@ -15,80 +14,83 @@ import typer
 
 from paceline._core.files import write_json, write_text
 from paceline._core.format import format_bytes, format_count
-from paceline.tools.console_table import print_wide
-from paceline.tools.plan.memory.memory_fit import advice
-from paceline.tools.result_files import checked_files
+from paceline.tools.console_table import make_table, print_wide
+from paceline.tools.plan.memory.memory_fit import describe_alternatives
+from paceline.tools.result_files import checked_files, versions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.tools.plan.memory.memory_fit import Alternative
-    from paceline.tools.plan.memory.memory_forecast import Forecast
+    from paceline.tools.plan.memory.memory_fit import MemoryAlternative
+    from paceline.tools.plan.memory.memory_forecast import MemoryForecast
     from paceline.tools.report.charts.memory_chart import MemoryCurve
 
-__all__ = ["answer", "curve_of", "plan_files", "show"]
+__all__ = ["answer", "curve_of", "memory_files", "show_forecasts"]
 
 _STATES = ("parameters", "buffers", "gradients", "buckets", "optimizer state")
-
-
 _ACTIVATIONS = ("activations", "autocast copies", "recomputed", "inputs")
+_POINTS = 2000  # most points of a curve
 
 
-def show(model: str, forecasts: Sequence[Forecast], others: Sequence[Alternative]) -> None:
-    """Print the answer first, then why."""
+def show_forecasts(
+    model: str, forecasts: Sequence[MemoryForecast], alternatives: Sequence[MemoryAlternative]
+) -> None:
+    """Print the answer first, then the reasons."""
     first = forecasts[0]
     typer.echo(answer(model, first))
-    if told := advice(others):
-        typer.echo(told)
+    if advice := describe_alternatives(alternatives):
+        typer.echo(advice)
     typer.echo("")
     if len(forecasts) > 1:
         print_wide(_comparison(forecasts))
     typer.echo(f"{model}, {first.setting.name}: the peak is in {first.ledger.where}.\n")
     print_wide(_ledger(first))
-    print_wide(_largest(first))
+    columns = ("most activations and temporaries", "operator", "bytes")
+    rows = [
+        (module or "(outside of modules)", operator, format_bytes(nbytes))
+        for module, operator, nbytes in first.ledger.largest
+    ]
+    print_wide(make_table(columns, rows, left=2))
     if first.building_nbytes > first.steps.peak().nbytes:
         typer.echo(
-            f"Before the first step it takes {format_bytes(first.building_nbytes)}, for every rank builds the whole "
-            "model; where a device has no room for that, build it on the host."
+            f"Before the first step it takes {format_bytes(first.building_nbytes)}, because every rank builds the "
+            "whole model; if that does not fit on the device, build it on the host."
         )
-    if first.prediction.questions:
+    if first.prediction.value_reads:
         typer.echo(
-            f"The program asked {first.prediction.questions} times for a value and was told 1; memory that depends on "
-            "values is not seen."
+            f"The program read {first.prediction.value_reads} tensor values, which were all 1 here; memory that "
+            "depends on values is not counted."
         )
 
 
-def answer(model: str, forecast: Forecast) -> str:
-    """Return the answer in a sentence."""
+def answer(model: str, forecast: MemoryForecast) -> str:
+    """Return the memory of a step, and whether it fits, in a sentence."""
     size = format_count(forecast.prediction.parameters)
-    told = f"{model} ({size} parameters), {forecast.setting.name}, {forecast.setting.batch} samples a device"
+    what = (
+        f"{model} ({size} parameters), {forecast.setting.name}, {forecast.setting.batch} samples per device"
+    )
     if forecast.verdict is None:
-        return f"{told}, takes {format_bytes(forecast.ledger.nbytes)} a device."
-    return f"{told}, {forecast.verdict.sentence}."
+        return f"{what}, takes {format_bytes(forecast.ledger.nbytes)} per device."
+    return f"{what}, {forecast.verdict.sentence}."
 
 
-def _comparison(forecasts: Sequence[Forecast]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
-    for name in ("devices", "states", "activations", "the rest", "a device", ""):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+def _comparison(forecasts: Sequence[MemoryForecast]) -> Table:
+    rows = []
     for each in forecasts:
-        of_line = {line.name: line.nbytes for line in each.ledger.lines}
-        states = sum(of_line.get(name, 0) for name in _STATES)
-        activations = sum(of_line.get(name, 0) for name in _ACTIVATIONS)
-        rest = each.ledger.nbytes - states - activations
-        table.add_row(
-            each.setting.strategy,
-            str(each.setting.ranks),
-            *map(format_bytes, (states, activations, rest, each.ledger.nbytes)),
-            each.verdict.answer.value if each.verdict else "",
+        nbytes_of = {line.name: line.nbytes for line in each.ledger.lines}
+        states, activations = (
+            sum(nbytes_of.get(name, 0) for name in names) for names in (_STATES, _ACTIVATIONS)
         )
+        sizes = (states, activations, each.ledger.nbytes - states - activations, each.ledger.nbytes)
+        level = each.verdict.answer.value if each.verdict else ""
+        rows.append((each.setting.strategy, str(each.setting.ranks), *map(format_bytes, sizes), level))
+    columns = ("strategy", "devices", "states", "activations", "the rest", "per device", "")
+    table = make_table(columns, rows)
+    table.columns[-1].justify = "left"
     return table
 
 
-def _ledger(forecast: Forecast) -> Table:
+def _ledger(forecast: MemoryForecast) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_footer=True)
@@ -98,35 +100,18 @@ def _ledger(forecast: Forecast) -> Table:
     table.add_column("rule", no_wrap=True)
     table.add_column("source", no_wrap=True)
     for line in forecast.ledger.lines:
-        share = line.nbytes / max(forecast.ledger.nbytes, 1)
-        table.add_row(
-            line.name, format_bytes(line.nbytes), f"{share:.0%}".replace("%", " %"), line.rule, line.source
-        )
-    return table
-
-
-def _largest(forecast: Forecast) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("most activations and temporaries", no_wrap=True)
-    table.add_column("operator", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    for module, operator, nbytes in forecast.ledger.largest:
-        table.add_row(module or "(outside of modules)", operator, format_bytes(nbytes))
+        share = f"{100 * line.nbytes / max(forecast.ledger.nbytes, 1):.0f} %"
+        table.add_row(line.name, format_bytes(line.nbytes), share, line.rule, line.source)
     return table
 
 
 _Writer = Callable[
-    [Path, str, "Sequence[Forecast]", "Sequence[Alternative]", Sequence[dict[str, Any]], str], object
+    [Path, str, "Sequence[MemoryForecast]", "Sequence[MemoryAlternative]", Sequence[dict[str, Any]]], object
 ]
 
 
-_POINTS = 2000  # of a curve, beyond which ticks are drawn as their largest
-
-
-def plan_files(json_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
-    """Return what writes which files, once it is clear that they can be written.
+def memory_files(json_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
+    """Return the writer of each output file, once all are known to be writable.
 
     Raises:
         UsageError: a file can't be written, or charts can't be drawn.
@@ -142,70 +127,64 @@ def plan_files(json_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
 def _write_json(
     path: Path,
     model: str,
-    forecasts: Sequence[Forecast],
-    others: Sequence[Alternative],
+    forecasts: Sequence[MemoryForecast],
+    alternatives: Sequence[MemoryAlternative],
     checks: Sequence[dict[str, Any]],
-    command: str,
 ) -> None:
-    from paceline.tools.result_files import versions
-
-    told = {
+    record = {
         "kind": "plan-memory",
         "schema": 1,
-        "command": command,
+        "command": shlex.join(["paceline", *sys.argv[1:]]),
         "versions": versions(("paceline", "torch")),
         "model": model,
         "parameters": forecasts[0].prediction.parameters,
         "forecasts": [each.facts() for each in forecasts],
         "alternatives": [
             {"change": each.change, "nbytes": each.verdict.nbytes, "answer": each.verdict.answer.value}
-            for each in others
+            for each in alternatives
         ],
         "checks": list(checks),
     }
-    write_json(path, told)
+    write_json(path, record)
 
 
-def _write_csv(path: Path, _model: str, forecasts: Sequence[Forecast], *_: object) -> None:
+def _write_csv(path: Path, _model: str, forecasts: Sequence[MemoryForecast], *_: object) -> None:
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["strategy", "devices", "line", "nbytes", "rule", "source"])
     for each in forecasts:
-        for line in each.ledger.lines:
-            writer.writerow(
-                [each.setting.strategy, each.setting.ranks, line.name, line.nbytes, line.rule, line.source]
-            )
+        setting = (each.setting.strategy, each.setting.ranks)
+        writer.writerows(
+            (*setting, line.name, line.nbytes, line.rule, line.source) for line in each.ledger.lines
+        )
     write_text(path, text.getvalue())
 
 
-def _draw(path: Path, model: str, forecasts: Sequence[Forecast], *_: object) -> None:
+def _draw(path: Path, model: str, forecasts: Sequence[MemoryForecast], *_: object) -> None:
     from paceline.tools.report.charts.memory_chart import memory_over_step
 
     memory_over_step(curve_of(model, forecasts[0])).save(path)
 
 
-def curve_of(model: str, forecast: Forecast) -> MemoryCurve:
-    """Return what is drawn of a forecast: its two steps, not what went before."""
-    from paceline._core.format import format_bytes
+def curve_of(model: str, forecast: MemoryForecast) -> MemoryCurve:
+    """Return the curve of a forecast's steps, without building and wrapping."""
     from paceline.tools.plan.memory.memory_timeline import CATEGORIES
     from paceline.tools.report.charts.memory_chart import MemoryCurve
 
     timeline = forecast.steps
     marks = [mark for mark in timeline.marks if mark.phase not in ("build", "wrap")]
-    start = marks[0].tick if marks else 0
     peak = timeline.peak()
-    start = min(start, peak.tick)
+    start = min(marks[0].tick if marks else 0, peak.tick)
     total = timeline.held()[start:]
     stride = -(-len(total) // _POINTS)
     # of every run of ticks, the one with the most memory, so that no peak is lost
     picks = [at + int(total[at : at + stride].argmax()) for at in range(0, len(total), stride)]
-    held = {name: timeline.held(name)[start:][picks].tolist() for name in CATEGORIES}
     verdict = forecast.verdict
     return MemoryCurve(
-        held=held,
+        held={name: timeline.held(name)[start:][picks].tolist() for name in CATEGORIES},
         phases=[((mark.tick - start) // stride, f"{mark.phase} {mark.step + 1}") for mark in marks],
         peak_at=(peak.tick - start) // stride,
         peak_told=f"{format_bytes(peak.nbytes)}: {forecast.ledger.where}",
         capacity_nbytes=verdict.capacity_nbytes if verdict else None,
-        title=f"{model}, {forecast.setting.name}, {forecast.setting.batch} samples a device",
+        title=f"{model}, {forecast.setting.name}, {forecast.setting.batch} samples per device",
     )

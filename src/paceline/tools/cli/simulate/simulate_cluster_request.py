@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._core.units import parse_rate, parse_seconds, parse_share
-from paceline.cost_model.hardware_catalog import interconnect
+from paceline.cost_model.hardware_catalog import find_interconnect
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, ExchangeCost
 from paceline.errors import UsageError
@@ -211,7 +211,7 @@ def _link(option: str, text: str, latency: str | None) -> tuple[float, float]:
         if rate <= 0:
             raise UsageError(f"{option} {text}", remedy="pass a rate above 0, such as 200Mbit/s")
     else:
-        known = interconnect(text)
+        known = find_interconnect(text)
         rate, usual = known.nbytes_per_second, known.latency_seconds
     return rate, usual if latency is None else parse_seconds(latency)
 

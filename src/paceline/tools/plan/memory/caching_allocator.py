@@ -1,14 +1,14 @@
-"""What the CUDA caching allocator makes of a row of allocations and frees: how much it gives out, how much it reserves.
+"""Replay of allocations and frees by the rules of the CUDA caching allocator: bytes allocated and reserved.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13) with its default settings:
 
 - A request is rounded up to 512 bytes (`round_size`).
 - Requests of at most 1 MiB come from segments of 2 MiB, others from segments of 20 MiB, those of 10 MiB and more from
-  a segment of their own, rounded up to 2 MiB (`get_allocation_size`). The two pools are apart.
+  a separate segment, rounded up to 2 MiB (`get_allocation_size`). The two pools are separate.
 - The smallest free block that is large enough is taken (`get_free_block`) and split if enough is left: 512 bytes in the
   small pool, more than 1 MiB in the large one (`should_split`). A freed block is merged with free neighbours in
   its segment (`try_merge_blocks`).
-- Where the device has no room for a new segment, segments that are wholly free are given back first.
+- If the device has no memory for a new segment, completely free segments are released first.
 
 One stream is assumed. Expandable segments are not modelled: with them the reserve is smaller.
 """
@@ -19,7 +19,7 @@ import bisect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["Replay", "replay", "rounded", "segment_nbytes"]
+__all__ = ["AllocatorReplay", "allocation_size", "replay_allocations", "round_size"]
 
 MIB = 1 << 20
 GRAIN = 512
@@ -28,14 +28,14 @@ _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, _SEGMENT_GRAIN = 2 * MIB, 20 * MIB
 
 
 @dataclass(frozen=True)
-class Replay:
-    """What a row of requests came to.
+class AllocatorReplay:
+    """Peaks of a replay.
 
     Attributes:
-        requested_nbytes: the most that was asked for at once.
-        allocated_nbytes: the most that was given out at once: torch's ``max_memory_allocated``.
-        reserved_nbytes: the most that was taken from the device at once: ``max_memory_reserved``.
-        out_at: number of the change (from 0) for which the device had no room; None: it had.
+        requested_nbytes: most bytes requested at once.
+        allocated_nbytes: most bytes allocated at once: torch's ``max_memory_allocated``.
+        reserved_nbytes: most bytes reserved at once: ``max_memory_reserved``.
+        out_at: number of the change (from 0) for which memory ran out; None: it did not.
     """
 
     requested_nbytes: int
@@ -44,21 +44,21 @@ class Replay:
     out_at: int | None = None
 
 
-def rounded(nbytes: int) -> int:
-    """Return the size of the block that a request gets at least.
+def round_size(nbytes: int) -> int:
+    """Return the size of the block for a request.
 
     Example:
-        >>> rounded(1), rounded(512), rounded(513)
+        >>> round_size(1), round_size(512), round_size(513)
         (512, 512, 1024)
     """
     return max(GRAIN, -(-nbytes // GRAIN) * GRAIN)
 
 
-def segment_nbytes(nbytes: int) -> int:
-    """Return the size of the segment that is taken from the device for a block of (rounded) `nbytes`.
+def allocation_size(nbytes: int) -> int:
+    """Return the size of a new segment for a block of (rounded) `nbytes`.
 
     Example:
-        >>> [segment_nbytes(size * MIB) // MIB for size in (1, 2, 10, 11)]
+        >>> [allocation_size(size * MIB) // MIB for size in (1, 2, 10, 11)]
         [2, 20, 10, 12]
     """
     if nbytes <= SMALL:
@@ -70,17 +70,17 @@ def segment_nbytes(nbytes: int) -> int:
 
 @dataclass(eq=False)
 class _Piece:
-    """A stretch of a segment, given out or free, and its neighbours in the segment."""
+    """A block within a segment, allocated or free, with its neighbours."""
 
     nbytes: int
-    number: int  # older segments have smaller ones: a stand-in for the address
+    number: int  # in place of the address: smaller for older segments
     small: bool
     before: _Piece | None = None
     after: _Piece | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether the piece is a segment of its own."""
+        """Whether the piece is a whole segment."""
         return self.before is None and self.after is None
 
 
@@ -110,12 +110,12 @@ class _Pool:
         return self._of_key.get((piece.nbytes, piece.number)) is piece
 
     def whole(self) -> list[_Piece]:
-        """Return the segments that are free from end to end."""
+        """Return the completely free segments."""
         return [piece for piece in self._of_key.values() if piece.whole]
 
 
 class _Device:
-    """Segments, their pieces, and how much of them is given out."""
+    """Segments of a device and their free pieces."""
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
@@ -124,7 +124,7 @@ class _Device:
         self._numbers = 0
 
     def take(self, nbytes: int) -> _Piece | None:
-        """Return a piece for (rounded) `nbytes`; None where there is no room."""
+        """Return a piece for (rounded) `nbytes`; None if memory runs out."""
         small = nbytes <= SMALL
         pool = self._pools[small]
         piece = pool.best(nbytes)
@@ -140,15 +140,15 @@ class _Device:
         return piece
 
     def _segment(self, nbytes: int, small: bool) -> _Piece | None:
-        wanted = segment_nbytes(nbytes)
+        wanted = allocation_size(nbytes)
         if self.reserved + wanted > self.capacity:
-            self._give_back()
+            self._release_free_segments()
         if self.reserved + wanted > self.capacity:
             return None
         self.reserved += wanted
         return _Piece(wanted, self._number(), small)
 
-    def _give_back(self) -> None:
+    def _release_free_segments(self) -> None:
         for pool in self._pools.values():
             for piece in pool.whole():
                 pool.remove(piece)
@@ -163,7 +163,7 @@ class _Device:
         return rest
 
     def free(self, piece: _Piece) -> None:
-        """Take `piece` back and merge it with its free neighbours."""
+        """Free `piece` and merge it with its free neighbours."""
         pool = self._pools[piece.small]
         before, after = piece.before, piece.after
         if before is not None and pool.holds(before):
@@ -186,17 +186,18 @@ class _Device:
         return self._numbers
 
 
-def replay(changes: Iterable[tuple[int, Hashable]], capacity: float = float("inf")) -> Replay:
-    """Return what the allocator makes of `changes`.
+def replay_allocations(
+    changes: Iterable[tuple[int, Hashable]], capacity: float = float("inf")
+) -> AllocatorReplay:
+    """Replay `changes`, and return the peaks.
 
     Args:
-        changes: (bytes, key) in order: an allocation where bytes are positive, the free of the same key where
-            they are negative.
-        capacity: bytes that segments may take.
+        changes: (bytes, key) in order: an allocation if bytes are positive, the free of the same key if negative.
+        capacity: most bytes of all segments.
 
     Example:
-        >>> replay([(600, "a"), (1 << 21, "b"), (-600, "a"), (600, "c")])
-        Replay(requested_nbytes=2097752, allocated_nbytes=2098176, reserved_nbytes=23068672, out_at=None)
+        >>> replay_allocations([(600, "a"), (1 << 21, "b"), (-600, "a"), (600, "c")])
+        AllocatorReplay(requested_nbytes=2097752, allocated_nbytes=2098176, reserved_nbytes=23068672, out_at=None)
     """
     device = _Device(capacity)
     piece_of: dict[Hashable, tuple[_Piece, int]] = {}
@@ -204,14 +205,14 @@ def replay(changes: Iterable[tuple[int, Hashable]], capacity: float = float("inf
     peaks = [0, 0, 0]
     for at, (nbytes, key) in enumerate(changes):
         if nbytes > 0:
-            piece = device.take(rounded(nbytes))
+            piece = device.take(round_size(nbytes))
             if piece is None:
-                return Replay(*peaks, out_at=at)
+                return AllocatorReplay(*peaks, out_at=at)
             piece_of[key] = piece, piece.nbytes
             requested, allocated = requested + nbytes, allocated + piece.nbytes
         elif key in piece_of:
-            piece, given = piece_of.pop(key)
-            requested, allocated = requested + nbytes, allocated - given
+            piece, allocated_size = piece_of.pop(key)
+            requested, allocated = requested + nbytes, allocated - allocated_size
             device.free(piece)
         peaks = [max(pair) for pair in zip(peaks, (requested, allocated, device.reserved), strict=True)]
-    return Replay(*peaks)
+    return AllocatorReplay(*peaks)

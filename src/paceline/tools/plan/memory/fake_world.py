@@ -1,9 +1,8 @@
-"""A world whose other ranks are not there: the engine runs as it would among any number of ranks, alone.
+"""Fake process group and communicator: one process runs the engine as one of any number of ranks.
 
-torch's fake process group takes every message and brings none. What the engine decides by numbers from other ranks
-(the order of gradients, the ledger) is answered here as if all ranks were like this one. Parameters that come out of
-a rehearsal mean nothing; what memory it took does, also on tensors without memory
-(`paceline.tools.plan.memory.tensor_tracer`).
+torch's fake process group accepts every message and delivers none. Where the engine decides by numbers from other ranks
+(order of gradients, round status), they are taken to equal this rank's. The resulting parameters are meaningless; the
+memory is not, also on tensors without memory (`paceline.tools.plan.memory.tensor_tracer`).
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from paceline.errors import UsageError
 from paceline.parallel.comm import Comm
 from paceline.parallel.engine import round_status
 
-__all__ = ["RehearsedWire", "rehearsed_world"]
+__all__ = ["FakeComm", "fake_process_group"]
 
 
-class RehearsedWire(Comm):
-    """A wire of torch's fake process group that does what one of `backend` does.
+class FakeComm(Comm):
+    """Communicator over torch's fake process group with the behaviour of a real backend.
 
     Args:
-        backend: whose ways to rehearse: "gloo" (parts sent point to point), "nccl" or "paceline" (in place).
+        backend: to imitate: "gloo" (parts sent point to point), "nccl" or "paceline" (in place).
     """
 
     def __init__(self, backend: str) -> None:
@@ -39,11 +38,11 @@ class RehearsedWire(Comm):
         self._written: Sequence[float] = ()
 
     def mesh(self, device: str) -> DeviceMesh:
-        """Return the mesh that was made beforehand, of real numbers."""
+        """Return the mesh that was made in advance, of real tensors."""
         return self._mesh
 
     def broadcast_ints(self, numbers: list[list[int]], device: torch.device) -> list[list[int]]:
-        """Return `numbers`: all ranks saw the same."""
+        """Return `numbers`, as if all ranks had the same."""
         super().broadcast(torch.tensor(numbers, dtype=torch.int64, device=device))
         return numbers
 
@@ -52,12 +51,12 @@ class RehearsedWire(Comm):
         return [mine] * self.size
 
     def write_status(self, numbers: list[float], place: torch.Tensor) -> None:
-        """Put the numbers of this rank's ledger into `place`, and remember them."""
+        """Write this rank's round status into `place`, and keep it for `read_status`."""
         super().write_status(numbers, place)
         self._written = numbers
 
     def read_status(self, summed: torch.Tensor) -> list[float]:
-        """Return the ledger as it would be if all ranks had written what this one has."""
+        """Return the round status as if all ranks had written the same."""
         return round_status.replicated_sum(self._written, self.rank, self.size)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
@@ -68,19 +67,19 @@ class RehearsedWire(Comm):
 
 
 @contextmanager
-def rehearsed_world(ranks: int, rank: int = 0) -> Iterator[None]:
-    """Make the default process group one of `ranks` ranks, of which only `rank` is there.
+def fake_process_group(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Set a fake default process group of `ranks` ranks, with this process as `rank`.
 
     Raises:
-        UsageError: there is a process group already.
+        UsageError: a process group is already initialised.
     """
-    # torch keeps it among its tests, in every wheel; importing it registers the backend.
+    # part of every wheel, although among torch's tests; the import registers the backend
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise UsageError(
-            "this process is a rank of a world already",
-            remedy="rehearse in a process without a process group",
+            "this process already has a process group",
+            remedy="predict in a process without one",
         )
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:

@@ -1,12 +1,13 @@
-"""What kernels take for themselves while they run, beside their results: by operator, with its source.
+"""Workspaces of kernels: memory that they allocate and free in addition to their results, per operator.
 
-These are rules for torch's CPU kernels, found by having the allocator report what an operator takes; tests hold them
-against it. On CUDA such memory is cuDNN's, chosen by its heuristics among algorithms; it is not known before.
+The rules are for torch's CPU kernels. They were derived from the allocator's reports, and tests compare them with
+these. On CUDA such memory is cuDNN's, whose heuristics choose among algorithms; it is not known in advance.
 
-[Note: oneDNN's layouts] A convolution on the CPU works in layouts of 8 or 16 channels a block. So its inputs are
-reordered first, and what comes out is reordered back; few channels (a picture's three) are taken as they are
-(aten/src/ATen/native/mkldnn/Conv.cpp, ideep). Backward makes the gradient of the input first, then reorders input and
-gradient for that of the weight. Where a kernel has no direct way back (16-bit types, strides), there is a copy more.
+[Note: oneDNN's layouts] A convolution on the CPU uses layouts with blocks of 8 or 16 channels. So its inputs are
+reordered first, and its result is reordered back; few channels (an image's three) are used as they are
+(aten/src/ATen/native/mkldnn/Conv.cpp, ideep). Backward computes the gradient of the input first, then reorders input
+and gradient for that of the weight. Where a kernel can't reorder back directly (16-bit types, strides), it needs
+another copy.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from typing import Any
 
 __all__ = ["cpu_workspace"]
 
-_UNBLOCKED_CHANNELS = 4  # and fewer: no reordering
+_UNBLOCKED_CHANNELS = 4  # up to this many are not reordered
 
 
 def cpu_workspace(func: Any, args: Sequence[Any], _kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that the CPU kernel of an operator allocates and frees beyond its results.
 
     Args:
-        func: the operator, named as ``aten.convolution.default`` is.
-        args: its arguments. result: what it returned.
+        func: the operator, such as ``aten.convolution.default``.
+        args: its arguments.
+        result: its result.
     """
     rule = _RULES.get(str(func))
     return rule(args, result) if rule is not None else 0
 
 
 def _convolution(args: Sequence[Any], output: Any) -> int:
-    """Reordered input and weight beside a result in blocks; or that and its copies. See [Note: oneDNN's layouts]."""
+    """Reordered input and weight, or the copies of the result; see [Note: oneDNN's layouts]."""
     inputs, weight = args[0], args[1]
     copies = 2 if output.element_size() == 2 else 1
     return max(_blocked(inputs) + weight.nbytes, copies * output.nbytes)
@@ -64,7 +66,7 @@ def _like_first(args: Sequence[Any], _result: Any) -> int:
 
 
 def _gloo_all_gather(args: Sequence[Any], _result: Any) -> int:
-    """The whole result once more, from where it is copied out."""
+    """The whole result once more, before it is copied out."""
     return args[0].nbytes
 
 

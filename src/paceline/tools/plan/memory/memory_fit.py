@@ -1,8 +1,8 @@
-"""Whether what a step takes fits into a device, with how much to spare, and what would make it fit.
+"""Verdict on whether a step fits into a device, and alternatives that do.
 
-The margin: over 454 measured trainings an estimate below 80 % of a GPU's memory never ran out of it (Fujii et al.,
-arXiv 2411.06465). So up to that share it fits, above it is tight: what no estimate sees (fragmentation, kernels that
-another size of input chooses) may take the rest.
+The margin: in 454 measured trainings none with an estimate below 80 % of a GPU's memory ran out of it (Fujii et al.,
+arXiv 2411.06465). So up to that share it fits; above, it is tight: effects that no estimate covers (fragmentation,
+kernels chosen for another input size) may need the rest.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from dataclasses import dataclass
 
 from paceline._core.format import format_bytes
 
-__all__ = ["MARGIN", "Alternative", "Answer", "Verdict", "advice", "judge"]
+__all__ = [
+    "SAFE_SHARE",
+    "FitLevel",
+    "MemoryAlternative",
+    "MemoryVerdict",
+    "describe_alternatives",
+    "judge_fit",
+]
 
-MARGIN = 0.8
+SAFE_SHARE = 0.8
 
 
-class Answer(enum.Enum):
-    """Whether it fits."""
+class FitLevel(enum.Enum):
+    """Levels of fit."""
 
     FITS = "fits"
     TIGHT = "is tight"
@@ -27,66 +34,62 @@ class Answer(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """An answer and the two numbers that it follows from."""
+class MemoryVerdict:
+    """Level of fit, and the two numbers that it follows from."""
 
     nbytes: int
     capacity_nbytes: int
-    answer: Answer
+    answer: FitLevel
 
     @property
     def share(self) -> float:
-        """Of the capacity that is needed."""
+        """Needed share of the capacity."""
         return self.nbytes / self.capacity_nbytes
 
     @property
     def poor(self) -> bool:
-        """Whether another way had better be found."""
-        return self.answer is not Answer.FITS
+        """Whether an alternative should be found."""
+        return self.answer is not FitLevel.FITS
 
     @property
     def sentence(self) -> str:
-        """The answer in words, with the margin."""
+        """The verdict as text, with the margin."""
         needed, there = format_bytes(self.nbytes), format_bytes(self.capacity_nbytes)
-        shares = f"{100 * self.share:.0f} %; up to {100 * MARGIN:.0f} % is safe"
+        shares = f"{100 * self.share:.0f} %; up to {100 * SAFE_SHARE:.0f} % is safe"
         return f"{self.answer.value}: {needed} of {there} ({shares})"
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """Another way to train the same model, and what it takes.
-
-    Attributes:
-        change: what is different, in words.
-        verdict: of that way.
-    """
+class MemoryAlternative:
+    """A change of the training setting, and its verdict."""
 
     change: str
-    verdict: Verdict
+    verdict: MemoryVerdict
 
 
-def judge(nbytes: int, capacity_nbytes: int) -> Verdict:
+def judge_fit(nbytes: int, capacity_nbytes: int) -> MemoryVerdict:
     """Return whether `nbytes` fit into a device of `capacity_nbytes`.
 
     Example:
-        >>> judge(70, 100).answer, judge(90, 100).answer, judge(101, 100).answer
-        (<Answer.FITS: 'fits'>, <Answer.TIGHT: 'is tight'>, <Answer.NOT: 'does not fit'>)
+        >>> [judge_fit(nbytes, 100).answer.value for nbytes in (70, 90, 101)]
+        ['fits', 'is tight', 'does not fit']
     """
-    if nbytes <= MARGIN * capacity_nbytes:
-        return Verdict(nbytes, capacity_nbytes, Answer.FITS)
-    return Verdict(nbytes, capacity_nbytes, Answer.TIGHT if nbytes <= capacity_nbytes else Answer.NOT)
+    if nbytes <= SAFE_SHARE * capacity_nbytes:
+        return MemoryVerdict(nbytes, capacity_nbytes, FitLevel.FITS)
+    return MemoryVerdict(
+        nbytes, capacity_nbytes, FitLevel.TIGHT if nbytes <= capacity_nbytes else FitLevel.NOT
+    )
 
 
-def advice(alternatives: Sequence[Alternative]) -> str:
-    """Return in words which of the alternatives fit; they were all computed.
+def describe_alternatives(alternatives: Sequence[MemoryAlternative]) -> str:
+    """Return the alternatives that fit, as a sentence; if none does, those that were tried.
 
     Example:
-        >>> advice([Alternative("half the batch", judge(70, 100))])
+        >>> describe_alternatives([MemoryAlternative("half the batch", judge_fit(70, 100))])
         'It fits with half the batch (70 B).'
     """
-    good = [each for each in alternatives if each.verdict.answer is Answer.FITS]
-    if not good:
-        tried = "; ".join(f"{each.change} ({format_bytes(each.verdict.nbytes)})" for each in alternatives)
-        return f"It fits with none of: {tried}." if tried else ""
-    told = "; ".join(f"{each.change} ({format_bytes(each.verdict.nbytes)})" for each in good)
-    return f"It fits with {told}."
+    good = [each for each in alternatives if each.verdict.answer is FitLevel.FITS]
+    parts = "; ".join(f"{each.change} ({format_bytes(each.verdict.nbytes)})" for each in good or alternatives)
+    if not parts:
+        return ""
+    return f"It fits with {parts}." if good else f"It fits with none of: {parts}."

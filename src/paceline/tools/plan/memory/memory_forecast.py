@@ -1,71 +1,71 @@
-"""A prediction with its answer: the allocator's share, the ledger, whether it fits, what would fit.
-
-The largest micro-batch that fits on a device, for a strategy: predicted, not tried out.
-"""
+"""Forecast of a training's memory: prediction, allocator replay, ledger, verdict, alternatives, largest micro-batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.tools.plan.memory.caching_allocator import Replay, replay
-from paceline.tools.plan.memory.memory_fit import MARGIN, Alternative, Verdict, judge
-from paceline.tools.plan.memory.memory_ledger import Ledger, Outside, ledger_of
-from paceline.tools.plan.memory.memory_prediction import Prediction, predict
-from paceline.tools.plan.memory.memory_timeline import Timeline
-from paceline.tools.plan.memory.training_subject import Setting, Subject
+from paceline.tools.plan.memory.caching_allocator import AllocatorReplay, replay_allocations
+from paceline.tools.plan.memory.memory_fit import SAFE_SHARE, MemoryAlternative, MemoryVerdict, judge_fit
+from paceline.tools.plan.memory.memory_ledger import MemoryLedger, NonTensorMemory, make_ledger
+from paceline.tools.plan.memory.memory_prediction import MemoryPrediction, predict_memory
+from paceline.tools.plan.memory.memory_timeline import MemoryTimeline
+from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject
 
-__all__ = ["Fitting", "Forecast", "Room", "alternatives", "forecast", "largest_micro_batch"]
+__all__ = [
+    "DeviceMemory",
+    "MemoryForecast",
+    "MicroBatchFit",
+    "forecast_memory",
+    "largest_micro_batch",
+    "predict_alternatives",
+]
 
 _MOST_DEVICES = 1024
-
-
-_HARDLY = 0.98  # of the memory on half as many devices
-
-
-_NOTHING = Outside()
+_HARDLY = 0.98  # of the memory on half the devices: more devices no longer help
+_NOTHING = NonTensorMemory()
 
 
 @dataclass(frozen=True)
-class Room:
-    """The memory of a device and what is taken of it before a step.
+class DeviceMemory:
+    """Memory of a device.
 
     Attributes:
-        capacity_nbytes: of the device; None: it is not asked whether anything fits.
-        outside: what no tensor of a step accounts for.
+        capacity_nbytes: total; None: unknown, so there are no verdicts.
+        outside: memory that the tensors of a step don't account for.
     """
 
     capacity_nbytes: int | None = None
-    outside: Outside = _NOTHING
+    outside: NonTensorMemory = _NOTHING
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """What a training takes, and whether that fits.
+class MemoryForecast:
+    """Memory of a training, and whether it fits.
 
     Attributes:
         prediction: every block.
-        steps: its blocks that are there when steps run, or are made in them: what is judged.
-        replay: of these by the CUDA allocator; None on the CPU, whose allocator takes what is asked for.
+        steps: the blocks that live during the steps, which the verdict is about.
+        replay: of these by the CUDA allocator; None on the CPU, whose allocator reserves exactly what is requested.
         ledger: of the peak.
-        verdict: None where no capacity is known.
+        verdict: None if the capacity is unknown.
     """
 
-    prediction: Prediction
-    steps: Timeline
-    replay: Replay | None
-    ledger: Ledger
-    verdict: Verdict | None
+    prediction: MemoryPrediction
+    steps: MemoryTimeline
+    replay: AllocatorReplay | None
+    ledger: MemoryLedger
+    verdict: MemoryVerdict | None
 
     @property
-    def setting(self) -> Setting:
-        """How the model is trained."""
+    def setting(self) -> TrainingSetting:
+        """Setting of the training."""
         return self.prediction.setting
 
     @property
     def building_nbytes(self) -> int:
-        """The most that building and wrapping the model takes, or the steps where they take more."""
+        """Peak of the whole program, building and wrapping the model included."""
         return self.prediction.timeline.peak().nbytes
 
     def facts(self) -> dict[str, Any]:
@@ -80,44 +80,51 @@ class Forecast:
             "device_nbytes": self.ledger.nbytes,
             "where": self.ledger.where,
             "answer": self.verdict.answer.value if self.verdict else None,
-            "ledger": [
-                {"name": line.name, "nbytes": line.nbytes, "rule": line.rule, "source": line.source}
-                for line in self.ledger.lines
-            ],
+            "ledger": [asdict(line) for line in self.ledger.lines],
             "largest": [list(each) for each in self.ledger.largest],
-            "questions": self.prediction.questions,
+            "questions": self.prediction.value_reads,
             "seconds": round(self.prediction.seconds, 2),
         }
 
 
-def forecast(subject: Subject, setting: Setting, room: Room) -> Forecast:
-    """Predict a training and judge it.
-
-    Raises: as `predict`.
-    """
-    prediction = predict(subject, setting)
+def forecast_memory(
+    subject: TrainingSubject, setting: TrainingSetting, available: DeviceMemory
+) -> MemoryForecast:
+    """Predict the memory of a training, and compare it with `available`; raises as `predict_memory`."""
+    prediction = predict_memory(subject, setting)
     steps = prediction.timeline.steps()
-    replayed = replay(steps.changes()) if setting.device == "cuda" else None
-    outside = room.outside if setting.device == "cuda" else Outside(data_nbytes=room.outside.data_nbytes)
-    ledger = ledger_of(steps, replayed, outside)
-    verdict = judge(ledger.nbytes, room.capacity_nbytes) if room.capacity_nbytes is not None else None
-    return Forecast(prediction, steps, replayed, ledger, verdict)
+    replayed = replay_allocations(steps.changes()) if setting.device == "cuda" else None
+    outside = (
+        available.outside
+        if setting.device == "cuda"
+        else NonTensorMemory(data_nbytes=available.outside.data_nbytes)
+    )
+    ledger = make_ledger(steps, replayed, outside)
+    verdict = (
+        judge_fit(ledger.nbytes, available.capacity_nbytes) if available.capacity_nbytes is not None else None
+    )
+    return MemoryForecast(prediction, steps, replayed, ledger, verdict)
 
 
-def alternatives(subject: Subject, setting: Setting, room: Room) -> list[Alternative]:
-    """Return what each change of `setting` would take; each has been predicted."""
-    if room.capacity_nbytes is None:
+def predict_alternatives(
+    subject: TrainingSubject, setting: TrainingSetting, available: DeviceMemory
+) -> list[MemoryAlternative]:
+    """Return the predicted memory of each change of `setting` that would lower it."""
+    if available.capacity_nbytes is None:
         return []
     found = [
-        Alternative(change, judge(forecast(subject, other, room).ledger.nbytes, room.capacity_nbytes))
+        MemoryAlternative(
+            change,
+            judge_fit(forecast_memory(subject, other, available).ledger.nbytes, available.capacity_nbytes),
+        )
         for change, other in _changes(setting)
     ]
-    devices = _fewest_devices(subject, setting, room)
+    devices = _fewest_devices(subject, setting, available)
     return [*found, devices] if devices is not None else found
 
 
-def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """Yield single changes that take less memory, in words."""
+def _changes(setting: TrainingSetting) -> Iterator[tuple[str, TrainingSetting]]:
+    """Yield single changes that lower memory, each with its description."""
     if setting.autocast == setting.gather == "off":
         yield "bf16 autocast", replace(setting, autocast="bf16")
     if not setting.checkpointing:
@@ -133,18 +140,22 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
         yield "sharded", replace(setting, strategy="sharded")
 
 
-def _fewest_devices(subject: Subject, setting: Setting, room: Room) -> Alternative | None:
-    """Return full-shard on the fewest devices (a power of two) that it fits on; or where more hardly help."""
-    assert room.capacity_nbytes is not None, "the caller has checked that"
+def _fewest_devices(
+    subject: TrainingSubject, setting: TrainingSetting, available: DeviceMemory
+) -> MemoryAlternative | None:
+    """Return full-shard on the fewest devices that it fits on, or beyond which more hardly help; powers of two."""
+    assert available.capacity_nbytes is not None, "the caller has checked that"
     ranks = max(2, setting.ranks * (2 if setting.strategy == "full-shard" else 1))
-    found: Alternative | None = None
+    found: MemoryAlternative | None = None
     while ranks <= _MOST_DEVICES:
         other = replace(setting, strategy="full-shard", ranks=ranks)
-        verdict = judge(forecast(subject, other, room).ledger.nbytes, room.capacity_nbytes)
+        verdict = judge_fit(
+            forecast_memory(subject, other, available).ledger.nbytes, available.capacity_nbytes
+        )
         hardly = found is not None and verdict.nbytes > _HARDLY * found.verdict.nbytes
         if hardly and verdict.poor:
             break
-        found = Alternative(f"full-shard on {ranks} devices", verdict)
+        found = MemoryAlternative(f"full-shard on {ranks} devices", verdict)
         if not verdict.poor:
             break
         ranks *= 2
@@ -152,51 +163,47 @@ def _fewest_devices(subject: Subject, setting: Setting, room: Room) -> Alternati
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """What fits under a strategy.
-
-    Attributes:
-        samples: the largest micro-batch that fits; 0: not even one sample does.
-        forecast: of a step with it; with one sample where none fits.
-    """
+class MicroBatchFit:
+    """Largest micro-batch that fits; 0 samples if not even one fits, with the forecast of one sample."""
 
     samples: int
-    forecast: Forecast
+    forecast: MemoryForecast
 
 
-def largest_micro_batch(subject: Subject, setting: Setting, room: Room, most: int) -> Fitting:
-    """Return the largest micro-batch that fits into `room`, and what a step takes with it.
+def largest_micro_batch(
+    subject: TrainingSubject, setting: TrainingSetting, available: DeviceMemory, most: int
+) -> MicroBatchFit:
+    """Search the largest micro-batch that fits into `available`; raises as `forecast_memory`.
 
-    Memory grows with the micro-batch, about in line once forward and backward take more than the optimizer's step.
-    So the answer is sought between one that fits and one that doesn't, where the line between them meets the margin,
-    until it is known to a thirty-second part.
+    Memory grows about linearly with the micro-batch, once forward and backward need more than the optimizer's step. So
+    the search interpolates between a batch that fits and one that doesn't, until it is known to 1/32.
 
     Args:
-        subject: what is trained. setting: how; its `batch` is what is sought. room: with the memory of a device.
-        most: samples that are wanted at most, 1 or more.
-
-    Raises: as `forecast`.
+        subject: to train.
+        setting: of the training; its `batch` is replaced.
+        available: with a known capacity.
+        most: upper bound of the samples, 1 or more.
     """
-    assert room.capacity_nbytes is not None, "there is something to fit into"
-    allowed = MARGIN * room.capacity_nbytes
+    assert available.capacity_nbytes is not None, "the capacity is known"
+    allowed = SAFE_SHARE * available.capacity_nbytes
 
-    def of(samples: int) -> Forecast:
-        return forecast(subject, replace(setting, batch=samples), room)
+    def forecast(samples: int) -> MemoryForecast:
+        return forecast_memory(subject, replace(setting, batch=samples), available)
 
-    fits, found = 1, of(1)
+    fits, found = 1, forecast(1)
     if found.ledger.nbytes > allowed:
-        return Fitting(0, found)
+        return MicroBatchFit(0, found)
     if most == 1:
-        return Fitting(1, found)
-    over, largest = most, of(most)
+        return MicroBatchFit(1, found)
+    over, largest = most, forecast(most)
     if largest.ledger.nbytes <= allowed:
-        return Fitting(most, largest)
+        return MicroBatchFit(most, largest)
     while over - fits > max(1, fits // 32):
         share = (allowed - found.ledger.nbytes) / (largest.ledger.nbytes - found.ledger.nbytes)
         samples = min(max(fits + 1, fits + int(share * (over - fits))), over - 1)
-        tried = of(samples)
+        tried = forecast(samples)
         if tried.ledger.nbytes <= allowed:
             fits, found = samples, tried
         else:
             over, largest = samples, tried
-    return Fitting(fits, found)
+    return MicroBatchFit(fits, found)

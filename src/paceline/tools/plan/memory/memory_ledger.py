@@ -1,7 +1,7 @@
-"""What a step's memory consists of at its peak, line by line, each with the rule that it follows from.
+"""Ledger of a step's memory at its peak, line by line, each with its rule and source.
 
-Lines of a category are what the blocks that are alive at the peak add up to; lines below come on top: what
-the allocator rounds and keeps, what lies outside of it. The lines add up to the whole.
+The first lines are the sums of the blocks at the peak per category; the others come on top: the allocator's rounding
+and reserve, and memory outside of it. All lines add up to the total.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.tools.plan.memory.caching_allocator import Replay
-from paceline.tools.plan.memory.memory_timeline import CATEGORIES, Timeline
+from paceline.tools.plan.memory.caching_allocator import AllocatorReplay
+from paceline.tools.plan.memory.memory_timeline import CATEGORIES, MemoryTimeline
 
-__all__ = ["Ledger", "Line", "Outside", "ledger_of"]
+__all__ = ["LedgerLine", "MemoryLedger", "NonTensorMemory", "make_ledger"]
 
 _TRACED = "traced"
 _RULES: dict[str, tuple[str, str]] = {
@@ -21,8 +21,8 @@ _RULES: dict[str, tuple[str, str]] = {
         "every parameter, or this rank's shard, in its own type",
         "traced; ZeRO, arXiv 1910.02054 §3",
     ),
-    "buffers": ("tensors that modules register beside parameters", _TRACED),
-    "optimizer state": ("what the optimizer keeps per parameter or shard", "traced; arXiv 1910.02054 §3.1"),
+    "buffers": ("tensors that modules register in addition to parameters", _TRACED),
+    "optimizer state": ("the optimizer's tensors per parameter or shard", "traced; arXiv 1910.02054 §3.1"),
     "buckets": (
         "gradients as views of flat buffers, padded to 64 bytes",
         "paceline/parallel/engine/bucket.py",
@@ -36,7 +36,7 @@ _RULES: dict[str, tuple[str, str]] = {
         "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
     ),
     "communication": (
-        "what collectives send from and receive into",
+        "send and receive buffers of collectives",
         "paceline/parallel/comm.py; torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
     ),
     "inputs": ("the micro-batch that the loop holds", _TRACED),
@@ -49,17 +49,20 @@ _RULES: dict[str, tuple[str, str]] = {
         "aten/src/ATen/autocast_mode.cpp, `cached_cast`",
     ),
     "recomputed": ("activations that checkpointing makes again in backward", "torch/utils/checkpoint.py"),
-    "temporaries": ("made and dropped on the way: gradients of activations, an optimizer's steps", _TRACED),
+    "temporaries": (
+        "made and dropped on the way: gradients of activations, the optimizer's intermediates",
+        _TRACED,
+    ),
     "workspaces": (
-        "what a kernel takes for itself while it runs",
+        "memory that a kernel allocates while it runs",
         "paceline/tools/plan/memory/kernel_workspaces.py",
     ),
 }
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line: bytes, the rule in words, and where the rule stands."""
+class LedgerLine:
+    """One line: bytes, the rule as text, and its source."""
 
     name: str
     nbytes: int
@@ -68,13 +71,13 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Outside:
-    """Memory that no tensor of the step accounts for.
+class NonTensorMemory:
+    """Memory that the tensors of a step don't account for.
 
     Attributes:
         context_nbytes: driver, CUDA context and loaded kernels.
-        library_nbytes: what libraries hold: cuBLAS's workspace.
-        data_nbytes: data that stay on the device.
+        library_nbytes: held by libraries: cuBLAS's workspace.
+        data_nbytes: of data that stay on the device.
     """
 
     context_nbytes: int = 0
@@ -83,84 +86,88 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """The lines, and where the peak is.
+class MemoryLedger:
+    """Memory at the peak.
 
     Attributes:
-        lines: they add up to `nbytes`.
-        where: the peak in words: step, phase, module and operator.
-        largest: (module, operator, bytes) of what holds most activations and temporaries at the peak.
+        lines: that add up to `nbytes`.
+        where: place of the peak as text: step, phase, module and operator.
+        largest: (module, operator, bytes) with the most activations and temporaries at the peak.
     """
 
-    lines: Sequence[Line]
+    lines: Sequence[LedgerLine]
     where: str
     largest: Sequence[tuple[str, str, int]]
 
     @property
     def nbytes(self) -> int:
-        """All lines together."""
+        """Sum of all lines."""
         return sum(line.nbytes for line in self.lines)
 
 
-def ledger_of(timeline: Timeline, replay: Replay | None = None, outside: Outside | None = None) -> Ledger:
+def make_ledger(
+    timeline: MemoryTimeline, replay: AllocatorReplay | None = None, outside: NonTensorMemory | None = None
+) -> MemoryLedger:
     """Return the ledger of a timeline's peak.
 
     Args:
         timeline: of the steps.
-        replay: what the allocator makes of it; None: it takes exactly what is asked for (the CPU's).
-        outside: what comes on top.
+        replay: by the allocator; None: it reserves exactly what is requested (on the CPU).
+        outside: that is added.
     """
     peak = timeline.peak()
     alive = timeline.alive_at(peak.tick)
     sums: Counter[str] = Counter()
     for block in alive:
         sums[block.category] += block.nbytes
-    lines = [Line(name, sums[name], *_RULES[name]) for name in CATEGORIES if sums[name]]
+    lines = [LedgerLine(name, sums[name], *_RULES[name]) for name in CATEGORIES if sums[name]]
     if replay is not None:
-        lines += _allocators(replay, peak.nbytes)
-    lines += _outsides(outside or Outside())
+        lines += _allocator_lines(replay, peak.nbytes)
+    lines += _outside_lines(outside or NonTensorMemory())
     held: Counter[tuple[str, str]] = Counter()
     for block in alive:
         if block.category in ("activations", "autocast copies", "recomputed", "temporaries"):
             held[block.module, block.operator] += block.nbytes
-    return Ledger(lines, _where(timeline), [(*key, nbytes) for key, nbytes in held.most_common(8)])
+    return MemoryLedger(lines, _where(timeline), [(*key, nbytes) for key, nbytes in held.most_common(8)])
 
 
-def _allocators(replay: Replay, requested: int) -> list[Line]:
+def _allocator_lines(replay: AllocatorReplay, requested: int) -> list[LedgerLine]:
     source = "c10/cuda/CUDACachingAllocator.cpp, replayed"
     rounding = replay.allocated_nbytes - requested
     reserve = replay.reserved_nbytes - replay.allocated_nbytes
     return [
-        Line("allocator: rounding", rounding, "blocks of 512 bytes; what is too little to split off", source),
-        Line("allocator: reserve", reserve, "segments of 2 and 20 MiB; holes between blocks", source),
+        LedgerLine(
+            "allocator: rounding", rounding, "blocks of 512 bytes; remainders too small to split off", source
+        ),
+        LedgerLine("allocator: reserve", reserve, "segments of 2 and 20 MiB; holes between blocks", source),
     ]
 
 
-def _outsides(outside: Outside) -> list[Line]:
+def _outside_lines(outside: NonTensorMemory) -> list[LedgerLine]:
     lines = [
-        Line("data on the device", outside.data_nbytes, "as given", "--data"),
-        Line(
+        LedgerLine("data on the device", outside.data_nbytes, "as given", "--data"),
+        LedgerLine(
             "libraries",
             outside.library_nbytes,
             "cuBLAS's workspace as on Hopper; 8.1 MiB before it",
             "aten/src/ATen/cuda/CublasHandlePool.cpp",
         ),
-        Line(
+        LedgerLine(
             "CUDA context",
             outside.context_nbytes,
-            "driver and loaded kernels, as given; 781 MB were seen; NCCL adds its own buffers",
+            "driver and loaded kernels, as given; 781 MB were measured; NCCL adds its own buffers",
             "--cuda-context; github.com/pytorch/pytorch/issues/34323",
         ),
     ]
     return [line for line in lines if line.nbytes]
 
 
-def _where(timeline: Timeline) -> str:
+def _where(timeline: MemoryTimeline) -> str:
     peak = timeline.peak()
     mark = timeline.mark_at(peak.tick)
     made = next((block for block in timeline.blocks if block.born == peak.tick), None)
-    told = f"step {mark.step + 1}, {mark.phase}"
+    text = f"step {mark.step + 1}, {mark.phase}"
     if made is None:
-        return told
+        return text
     operator = made.operator.removeprefix("aten.").removesuffix(".default")
-    return f"{told}, {operator} in {made.module or 'the step itself'}"
+    return f"{text}, {operator} in {made.module or 'the step itself'}"

@@ -1,9 +1,8 @@
-"""Model states in closed form: what is known of a training's memory where its steps can't be traced.
+"""Prediction of a training's memory: the real engine runs on tensors without memory, in a fake process group.
 
-ZeRO's table (Rajbhandari et al., arXiv 1910.02054 §3 and §5; `sharded` is its P_os beside whole gradients, `full-shard`
-its P_os+g+p) in the bytes that torch uses. Activations, gathered units and messages come on top.
-
-Predicts the memory of a training by running it on tensors without memory, among ranks that are not there.
+If the steps can't be traced, model states are still known in closed form: ZeRO's table (Rajbhandari et al., arXiv
+1910.02054 §3 and §5; `sharded` is its P_os with whole gradients, `full-shard` its P_os+g+p) in the bytes that torch
+uses. Activations, gathered units and messages are not included.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from torch._subclasses.fake_tensor import (
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError, unknown
 from paceline.parallel.comm import Comm
-from paceline.tools.plan.memory.fake_world import RehearsedWire, rehearsed_world
+from paceline.tools.plan.memory.fake_world import FakeComm, fake_process_group
 from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
-from paceline.tools.plan.memory.memory_timeline import Timeline
-from paceline.tools.plan.memory.tensor_tracer import Tracer
-from paceline.tools.plan.memory.traced_training import STEPS, train
-from paceline.tools.plan.memory.training_subject import Setting, Subject
+from paceline.tools.plan.memory.memory_timeline import MemoryTimeline
+from paceline.tools.plan.memory.tensor_tracer import TensorTracer
+from paceline.tools.plan.memory.traced_training import STEPS, train_subject
+from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject
 
-__all__ = ["Prediction", "States", "Untraceable", "predict", "states_of"]
+__all__ = ["MemoryPrediction", "States", "Untraceable", "predict_memory", "states_of"]
 
-_NUMBERS_OF_OPTIMIZER = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
+_MOMENTS_OF_OPTIMIZER = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 
-
-_SHARDED = {"alone": (), "naive": (), "flat": (), "overlap": (), "bucketed": (), "sharded": ("optimizer",)}
-
-
-_SHARDED |= {"full-shard": ("parameters", "gradients", "optimizer")}
+_SHARDED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("alone", "naive", "flat", "overlap", "bucketed"), ()),
+    "sharded": ("optimizer",),
+    "full-shard": ("parameters", "gradients", "optimizer"),
+}
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of a device's model states."""
+    """Bytes of the model states on a device."""
 
     parameter_nbytes: float
     gradient_nbytes: float
@@ -53,72 +52,73 @@ class States:
 
     @property
     def nbytes(self) -> float:
-        """All of them."""
+        """Sum of all."""
         return self.parameter_nbytes + self.gradient_nbytes + self.optimizer_nbytes
 
 
 def states_of(parameter_nbytes: int, strategy: str, ranks: int, optimizer: str = "adamw") -> States:
-    """Return a device's model states.
+    """Return the model states on a device.
 
     Args:
-        parameter_nbytes: of the whole model; gradients and the optimizer's numbers are of the same type.
-        strategy: its name. ranks: devices.
+        parameter_nbytes: of the whole model; gradients and optimizer state have the same type.
+        strategy: its name.
+        ranks: devices.
         optimizer: ``adamw``, ``sgd-momentum`` or ``sgd``.
 
     Raises:
-        UsageError: an unknown strategy or optimizer.
+        UsageError: unknown strategy or optimizer.
 
     Example:
-        >>> states_of(4_000_000, "full-shard", 8).nbytes / 1e6  # 16 bytes a parameter, an eighth of them
+        >>> states_of(4_000_000, "full-shard", 8).nbytes / 1e6  # 16 bytes per parameter, on 8 ranks
         2.0
     """
     if strategy not in _SHARDED:
         raise unknown("strategy", strategy, _SHARDED)
-    if optimizer not in _NUMBERS_OF_OPTIMIZER:
-        raise unknown("optimizer", optimizer, _NUMBERS_OF_OPTIMIZER)
+    if optimizer not in _MOMENTS_OF_OPTIMIZER:
+        raise unknown("optimizer", optimizer, _MOMENTS_OF_OPTIMIZER)
 
     def share(kind: str) -> float:
         return parameter_nbytes / (ranks if kind in _SHARDED[strategy] else 1)
 
     return States(
-        share("parameters"), share("gradients"), _NUMBERS_OF_OPTIMIZER[optimizer] * share("optimizer")
+        share("parameters"), share("gradients"), _MOMENTS_OF_OPTIMIZER[optimizer] * share("optimizer")
     )
 
 
 class Untraceable(UsageError):
-    """A model's memory depends on values, which tensors without memory don't have."""
+    """Raised if a model's memory depends on values, which tensors without memory don't have."""
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What a training would take.
+class MemoryPrediction:
+    """Predicted memory of a training.
 
     Attributes:
-        setting: how it is trained.
-        timeline: every block of the build, the wrapping and the steps.
+        setting: of the training.
+        timeline: every block of building, wrapping and the steps.
         parameters: number of the model's parameters.
         parameter_nbytes: bytes of the whole model's parameters.
-        questions: how often the program asked for a value and was told 1.
-        seconds: the prediction took.
+        value_reads: number of values that the program read; each was 1.
+        seconds: duration of the prediction.
     """
 
-    setting: Setting
-    timeline: Timeline
+    setting: TrainingSetting
+    timeline: MemoryTimeline
     parameters: int
     parameter_nbytes: int
-    questions: int
+    value_reads: int
     seconds: float
 
 
 class _FakeTensorMode(FakeTensorMode):
-    """The one mode of a prediction, also of modules that are copied (``nn.TransformerEncoder`` copies its layer)."""
+    """A mode that copied modules share (``nn.TransformerEncoder`` copies its layer)."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> _FakeTensorMode:
         return self
 
 
-class _Watching(Tracer):
-    """A tracer that also learns how large the model is."""
+class _ModelTracer(TensorTracer):
+    """A tracer that also records the size of the model."""
 
     parameters = 0
     parameter_nbytes = 0
@@ -130,39 +130,41 @@ class _Watching(Tracer):
         self.parameter_nbytes = sum(param.nbytes for param in every)
 
 
-def predict(subject: Subject, setting: Setting, steps: int = STEPS) -> Prediction:
-    """Return what training `subject` as `setting` says takes on each rank.
+def predict_memory(
+    subject: TrainingSubject, setting: TrainingSetting, steps: int = STEPS
+) -> MemoryPrediction:
+    """Predict the memory of training `subject` on each rank.
 
     Raises:
-        Untraceable: shapes depend on values (``nonzero``, boolean masks); tells the states, which don't.
-        UsageError: what the subject builds is no model.
+        Untraceable: shapes depend on values (``nonzero``, boolean masks); the message has the model states.
+        UsageError: the subject builds no model.
     """
     began = time.perf_counter()
-    tracer = _Watching(cpu_workspace if setting.device == "cpu" else None)
+    tracer = _ModelTracer(cpu_workspace if setting.device == "cpu" else None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with rehearsed_world(setting.ranks) if setting.ranks > 1 else nullcontext():
-            comm = RehearsedWire(setting.backend) if setting.ranks > 1 else Comm()
+        with fake_process_group(setting.ranks) if setting.ranks > 1 else nullcontext():
+            comm = FakeComm(setting.backend) if setting.ranks > 1 else Comm()
             with _traceable(subject, setting, tracer), _FakeTensorMode(), tracer:
-                train(subject, _shortened(setting), comm, tracer, steps)
-    return Prediction(
+                train_subject(subject, _shortened(setting), comm, tracer, steps)
+    return MemoryPrediction(
         setting,
         tracer.timeline(),
         tracer.parameters,
         tracer.parameter_nbytes,
-        tracer.questions,
+        tracer.value_reads,
         time.perf_counter() - began,
     )
 
 
-def _shortened(setting: Setting) -> Setting:
-    """Return the setting with two micro-batches where there are more: all after the first are alike."""
+def _shortened(setting: TrainingSetting) -> TrainingSetting:
+    """Return the setting with at most two micro-batches: all after the first are alike."""
     return replace(setting, accumulate=min(setting.accumulate, 2))
 
 
 @contextmanager
-def _traceable(subject: Subject, setting: Setting, tracer: _Watching) -> Iterator[None]:
-    """Say of what can't be traced what is known all the same: its states."""
+def _traceable(subject: TrainingSubject, setting: TrainingSetting, tracer: _ModelTracer) -> Iterator[None]:
+    """Add the model states to the error if the subject can't be traced."""
     try:
         yield
     except (
@@ -171,14 +173,14 @@ def _traceable(subject: Subject, setting: Setting, tracer: _Watching) -> Iterato
         UnsupportedFakeTensorException,
     ) as error:
         raise Untraceable(
-            f"the memory of {subject.name} depends on values: {error}{_known(setting, tracer)}",
-            remedy="keep what depends on values out of the step that is planned, or plan it with a stand-in",
+            f"the memory of {subject.name} depends on values: {error}{_states_text(setting, tracer)}",
+            remedy="remove value-dependent shapes from the step, or replace them for planning",
         ) from error
 
 
-def _known(setting: Setting, tracer: _Watching) -> str:
-    """Return the model states in words, by formula; "" for an optimizer without one."""
+def _states_text(setting: TrainingSetting, tracer: _ModelTracer) -> str:
+    """Return the model states as text; "" if the optimizer has no formula."""
     if not tracer.parameter_nbytes or ":" in setting.optimizer:
         return ""
     states = states_of(tracer.parameter_nbytes, setting.strategy, setting.ranks, setting.optimizer)
-    return f"; parameters, gradients and optimizer state alone take {format_bytes(round(states.nbytes))} a device"
+    return f"; parameters, gradients and optimizer state alone take {format_bytes(round(states.nbytes))} per device"

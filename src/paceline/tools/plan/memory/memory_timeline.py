@@ -1,9 +1,7 @@
-"""What a tracer writes down while a program runs: births, deaths and what each block turned out to be for.
+"""Timeline of memory blocks over training steps: when each is allocated and freed, its purpose, and the peak.
 
-The life of every block of memory during some training steps, and where their sum is largest.
-
-A *tick* is one change: a block is born or dies. Ticks are counted from 0, so a timeline needs no clock, and two
-traces of the same program are equal.
+A *tick* is one change: an allocation or a free. Ticks are counted from 0, so a timeline needs no clock, and two traces
+of the same program are equal.
 """
 
 from __future__ import annotations
@@ -14,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CATEGORIES", "Block", "Mark", "Peak", "Recording", "Timeline"]
+__all__ = ["CATEGORIES", "MemoryBlock", "MemoryPeak", "MemoryTimeline", "PhaseMark", "TimelineRecorder"]
 
 
 @dataclass
 class _Life:
-    """A block whose end is not known yet."""
+    """A block while it is recorded."""
 
     nbytes: int
     born: int
@@ -31,63 +29,60 @@ class _Life:
     claimed: bool = False
 
 
-class Recording:
-    """Collects lives of blocks; `timeline` tells them.
+class TimelineRecorder:
+    """Records allocations and frees, and returns them as a `MemoryTimeline`.
 
     Example:
-        >>> recording = Recording()
-        >>> key = recording.birth(8, "temporaries")
-        >>> recording.death(key)
-        >>> recording.timeline().peak().nbytes
+        >>> recorder = TimelineRecorder()
+        >>> block = recorder.allocate(8, "temporaries")
+        >>> recorder.free(block)
+        >>> recorder.timeline().peak().nbytes
         8
     """
 
     def __init__(self) -> None:
         self._lives: list[_Life] = []
-        self._marks: list[Mark] = []
+        self._marks: list[PhaseMark] = []
         self._tick = 0
         self._closed = False
         self.step, self.phase = 0, "build"
 
     def begin(self, step: int, phase: str) -> None:
-        """Begin a phase. What forward made and left behind is held for backward: it is an activation."""
+        """Begin a phase; temporaries that outlive forward become activations, since backward needs them."""
         if self.phase == "forward":
             for life in self._lives:
                 if life.died is None and life.phase == "forward" and life.category == "temporaries":
                     life.category = "activations"
         self.step, self.phase = step, phase
-        self._marks.append(Mark(self._tick, step, phase))
+        self._marks.append(PhaseMark(self._tick, step, phase))
 
-    def birth(self, nbytes: int, category: str, module: str = "", operator: str = "") -> int:
-        """Note a new block; return its number."""
+    def allocate(self, nbytes: int, category: str, module: str = "", operator: str = "") -> int:
+        """Record a new block; return its number."""
         self._lives.append(_Life(nbytes, self._tick, category, self.phase, module, operator))
         self._tick += 1
         return len(self._lives) - 1
 
     def close(self) -> None:
-        """Record no more deaths: what is alive stays alive."""
+        """Ignore all further frees."""
         self._closed = True
 
-    def death(self, number: int) -> None:
-        """Note that block `number` was freed."""
+    def free(self, number: int) -> None:
+        """Record the free of block `number`."""
         if self._closed:
             return
         self._lives[number].died = self._tick
         self._tick += 1
 
     def claim(self, number: int, category: str) -> None:
-        """Say what block `number` is for, over what was supposed when it was born; the first to say so is right."""
+        """Set the category of block `number`, unless an earlier claim did."""
         life = self._lives[number]
         if not life.claimed:
             life.category, life.claimed = category, True
 
-    def take_over(self, heir: int, number: int) -> None:
-        """Let block `heir` have been block `number` all along: what was computed was written in place.
-
-        The death of `number` and the birth of `heir` are forgotten; whoever frees `heir` ends both.
-        """
-        self._lives[heir].born = self._lives[number].born
-        self._lives[heir].category = self._lives[number].category
+    def reuse(self, result: int, number: int) -> None:
+        """Record that block `result` was computed in place, in the memory of block `number`, which it replaces."""
+        self._lives[result].born = self._lives[number].born
+        self._lives[result].category = self._lives[number].category
         self._lives[number].nbytes = 0
 
     def nbytes(self, number: int) -> int:
@@ -95,17 +90,19 @@ class Recording:
         return self._lives[number].nbytes
 
     def alive(self, number: int) -> bool:
-        """Tell whether block `number` has not been freed."""
+        """Return whether block `number` has not been freed."""
         return self._lives[number].died is None
 
-    def timeline(self) -> Timeline:
-        """Return what was recorded so far; ticks at which nothing is left to happen stay."""
+    def timeline(self) -> MemoryTimeline:
+        """Return the timeline so far."""
         blocks = [
-            Block(life.nbytes, life.born, life.died, life.category, life.module, life.operator)
+            MemoryBlock(life.nbytes, life.born, life.died, life.category, life.module, life.operator)
             for life in self._lives
             if life.nbytes
         ]
-        return Timeline(sorted(blocks, key=lambda block: block.born), tuple(self._marks), max(self._tick, 1))
+        return MemoryTimeline(
+            sorted(blocks, key=lambda block: block.born), tuple(self._marks), max(self._tick, 1)
+        )
 
 
 CATEGORIES = (
@@ -123,20 +120,20 @@ CATEGORIES = (
     "temporaries",
     "workspaces",
 )
-"""What a block is for, the most lasting first."""
+"""Purposes of blocks, the longest-lived first."""
 
 
 @dataclass(frozen=True)
-class Block:
+class MemoryBlock:
     """One block of memory.
 
     Attributes:
-        nbytes: as it was asked for, before any rounding.
-        born: tick at which it was allocated.
-        died: tick at which it was freed; None: it is alive at the end.
+        nbytes: as requested, before rounding.
+        born: tick of the allocation.
+        died: tick of the free; None: alive at the end.
         category: one of `CATEGORIES`.
-        module: path of the module in which it was made, "" outside of all.
-        operator: that made it.
+        module: path of the module that allocated it; "" outside of modules.
+        operator: that allocated it.
     """
 
     nbytes: int
@@ -147,13 +144,13 @@ class Block:
     operator: str = ""
 
     def alive_at(self, tick: int) -> bool:
-        """Tell whether the block holds memory right after `tick`."""
+        """Return whether the block is allocated right after `tick`."""
         return self.born <= tick and (self.died is None or tick < self.died)
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Where a phase of a step begins: ``build``, ``wrap``, ``forward``, ``backward`` or ``optimizer``."""
+class PhaseMark:
+    """Beginning of a phase of a step: ``build``, ``wrap``, ``forward``, ``backward`` or ``optimizer``."""
 
     tick: int
     step: int
@@ -161,35 +158,35 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The most bytes at once, and the tick at which they are reached first."""
+class MemoryPeak:
+    """Most bytes at once, and the first tick at which they are reached."""
 
     nbytes: int
     tick: int
 
 
 @dataclass(frozen=True)
-class Timeline:
+class MemoryTimeline:
     """All blocks of a traced program.
 
     Attributes:
-        blocks: in the order of their birth.
+        blocks: in the order of allocation.
         marks: phases in order.
         ticks: number of ticks.
 
     Example:
-        >>> timeline = Timeline([Block(8, 0, 3, "parameters"), Block(4, 1, 2, "temporaries")], [], 4)
-        >>> timeline.peak()
-        Peak(nbytes=12, tick=1)
+        >>> blocks = [MemoryBlock(8, 0, 3, "parameters"), MemoryBlock(4, 1, 2, "temporaries")]
+        >>> MemoryTimeline(blocks, [], 4).peak()
+        MemoryPeak(nbytes=12, tick=1)
     """
 
-    blocks: Sequence[Block]
-    marks: Sequence[Mark]
+    blocks: Sequence[MemoryBlock]
+    marks: Sequence[PhaseMark]
     ticks: int
 
-    def changes(self) -> Iterator[tuple[int, Block]]:
-        """Yield (bytes, block) of every tick in order; bytes are negative where a block dies."""
-        found: list[tuple[int, int, Block]] = []
+    def changes(self) -> Iterator[tuple[int, MemoryBlock]]:
+        """Yield (bytes, block) of every tick in order; bytes are negative for a free."""
+        found: list[tuple[int, int, MemoryBlock]] = []
         for block in self.blocks:
             found.append((block.born, block.nbytes, block))
             if block.died is not None:
@@ -198,7 +195,7 @@ class Timeline:
             yield nbytes, block
 
     def held(self, category: str | None = None) -> NDArray[np.int64]:
-        """Return the bytes that are held after each tick, of one category or of all."""
+        """Return the allocated bytes after each tick, of one category or of all."""
         change = np.zeros(self.ticks, dtype=np.int64)
         for block in self.blocks:
             if category is not None and block.category != category:
@@ -208,25 +205,25 @@ class Timeline:
                 change[block.died] -= block.nbytes
         return np.cumsum(change)
 
-    def peak(self) -> Peak:
-        """Return the largest sum of blocks that are alive at once."""
+    def peak(self) -> MemoryPeak:
+        """Return the peak."""
         held = self.held()
         if not len(held):
-            return Peak(0, 0)
+            return MemoryPeak(0, 0)
         tick = int(held.argmax())
-        return Peak(int(held[tick]), tick)
+        return MemoryPeak(int(held[tick]), tick)
 
-    def alive_at(self, tick: int) -> list[Block]:
-        """Return the blocks that hold memory right after `tick`."""
+    def alive_at(self, tick: int) -> list[MemoryBlock]:
+        """Return the blocks that are allocated right after `tick`."""
         return [block for block in self.blocks if block.alive_at(tick)]
 
-    def mark_at(self, tick: int) -> Mark:
-        """Return the phase that `tick` belongs to."""
+    def mark_at(self, tick: int) -> PhaseMark:
+        """Return the phase of `tick`."""
         before = [mark for mark in self.marks if mark.tick <= tick]
-        return before[-1] if before else Mark(0, 0, "build")
+        return before[-1] if before else PhaseMark(0, 0, "build")
 
-    def steps(self) -> Timeline:
-        """Return the timeline without what was gone when the first step began: building and wrapping the model."""
+    def steps(self) -> MemoryTimeline:
+        """Return the timeline without blocks that were freed before the first step (by building and wrapping)."""
         start = next((mark.tick for mark in self.marks if mark.phase == "forward"), 0)
         lasting = [block for block in self.blocks if block.died is None or block.died > start]
-        return Timeline(lasting, self.marks, self.ticks)
+        return MemoryTimeline(lasting, self.marks, self.ticks)

@@ -1,20 +1,20 @@
-"""Follows every block of memory that a program on torch tensors asks for; no tensor needs to have any memory.
+"""Traces every block of memory that a program on torch tensors allocates, also on tensors without memory.
 
-`Tracer` is a dispatch mode: it sees each operator below autograd, notes the storages that come out of it, and
-is told by weak references when they die. Under a `FakeTensorMode` nothing is computed and nothing allocated, so a
-model of any size can be traced; without one, a real program is followed in the same way.
+`TensorTracer` is a dispatch mode: it sees each operator below autograd, records the storages of its results, and learns
+from weak references when they are freed. Under a `FakeTensorMode` nothing is computed and nothing allocated, so a model
+of any size can be traced; without one, a real program is traced in the same way.
 
-Where fake tensors behave otherwise than real ones, the tracer corrects it:
+Where fake tensors behave differently from real ones, the tracer corrects for it:
 
-- Autograd adds up the gradients that come to one node. It does so in place where it holds the only reference, but never
-  on a tensor subclass (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`). The sum is booked as in place
-  where one of the summands dies with the addition.
-- Kernels take memory of their own and give it back before they return. `workspaces` knows which.
-- Values do not exist. Where a program asks for one (``.item()``), it is told 1, and `questions` counts that.
+- Autograd sums the gradients of a node. It does so in place if it holds the only reference, but never on a tensor
+  subclass (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`). The sum is recorded as in place if one of
+  the summands is freed with the addition.
+- Kernels allocate workspaces and free them before they return; `paceline.tools.plan.memory.kernel_workspaces`.
+- Values do not exist. A program that reads one (``.item()``) gets 1, and `value_reads` counts it.
 
 torch's own `torch.distributed._tools.mem_tracker.MemTracker` follows storages by weak references too. It is not used:
-it takes one forward and backward of a given module, hooks every module for it, and knows neither our buckets nor the
-whole of a step; its copy for FSDP2 labels activations as optimizer state. A test holds the two against each other.
+it covers one forward and backward of a given module, hooks every module, and knows neither Paceline's buckets nor a
+whole step; its variant for FSDP2 labels activations as optimizer state. A test compares the two.
 """
 
 from __future__ import annotations
@@ -32,10 +32,15 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from paceline.tools.plan.memory.memory_timeline import Recording, Timeline
-from paceline.tools.plan.memory.tracer_hooks import ModulePaths, converting, shapes_only, told_of_resizing
+from paceline.tools.plan.memory.memory_timeline import MemoryTimeline, TimelineRecorder
+from paceline.tools.plan.memory.tracer_hooks import (
+    ModulePaths,
+    allow_conversion,
+    ignore_shape_propagation,
+    observe_resizing,
+)
 
-__all__ = ["Tracer", "plain_tensors"]
+__all__ = ["TensorTracer", "plain_tensors"]
 
 _aten = torch.ops.aten
 _ENTER, _LEAVE = (
@@ -59,15 +64,15 @@ _GATHERING = ("FSDP::all_gather", "FSDP::pre_forward", "FSDP::pre_backward", "FS
 Workspace = Callable[[Any, Sequence[Any], dict[str, Any], Any], int]
 
 
-class Tracer(TorchDispatchMode):
-    """Records the life of every storage that operators make while it is active.
+class TensorTracer(TorchDispatchMode):
+    """Records every storage that operators allocate while it is active.
 
     Args:
-        workspace: tells how many bytes an operator's kernel takes for itself: called with the operator, its
-            arguments and its result; None: nothing.
+        workspace: returns the bytes of an operator's workspace, given the operator, its arguments and its result;
+            None: workspaces are ignored.
 
     Example:
-        >>> with Tracer() as tracer:
+        >>> with TensorTracer() as tracer:
         ...     x = torch.zeros(256)
         >>> tracer.timeline().peak().nbytes
         1024
@@ -75,23 +80,25 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self, workspace: Workspace | None = None) -> None:
         super().__init__()
-        self.recording, self.modules = Recording(), ModulePaths()
-        self.questions = 0
-        """How often the program asked for a value."""
+        self.recording, self.modules = TimelineRecorder(), ModulePaths()
+        self.value_reads = 0
+        """Number of values that the program read."""
         self._workspace = workspace
         self._of_storage: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        self._maker: dict[int, int | None] = {}  # the node of autograd that ran when a block was born
+        self._maker: dict[int, int | None] = {}  # autograd's node that ran when a block was allocated
         self._sections: list[str] = []
-        self._sum: tuple[int, list[int]] | None = None  # of gradients: its block, and those of the summands
+        self._sum: tuple[int, list[int]] | None = (
+            None  # of gradients: the block of the sum and those of the summands
+        )
         self._category: str | None = None
         self._ignored = False
         self._within = ExitStack()
 
-    def __enter__(self) -> Tracer:
+    def __enter__(self) -> TensorTracer:
         self._within.enter_context(self.modules)
-        self._within.enter_context(told_of_resizing(self._resized))
-        self._within.enter_context(converting())
-        self._within.enter_context(shapes_only(self._ignoring))
+        self._within.enter_context(observe_resizing(self._resized))
+        self._within.enter_context(allow_conversion())
+        self._within.enter_context(ignore_shape_propagation(self._ignoring))
         super().__enter__()
         return self
 
@@ -99,21 +106,21 @@ class Tracer(TorchDispatchMode):
         super().__exit__(*args)
         self._within.close()
 
-    # ------------------------------------------------------------------ what the program says
+    # ------------------------------------------------------------------ called by the program
 
     def begin(self, step: int, phase: str) -> None:
-        """Begin a phase of a step; see `Mark`."""
-        self._settle_sum()
+        """Begin a phase of a step; see `paceline.tools.plan.memory.memory_timeline.PhaseMark`."""
+        self._resolve_sum()
         self.recording.begin(step, phase)
 
     def end(self) -> None:
-        """Say that the steps are over: what is freed from now on is not part of them."""
-        self._settle_sum()
+        """End the steps: frees from now on are ignored."""
+        self._resolve_sum()
         self.recording.close()
 
     @contextmanager
-    def making(self, category: str) -> Iterator[None]:
-        """Let everything that is made in this block belong to `category`."""
+    def label_allocations(self, category: str) -> Iterator[None]:
+        """Assign all allocations within the context to `category`."""
         before, self._category = self._category, category
         try:
             yield
@@ -121,7 +128,7 @@ class Tracer(TorchDispatchMode):
             self._category = before
 
     def claim(self, category: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Say what the memory of these tensors is for."""
+        """Set the category of the memory of these tensors."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 known = self._of_storage.get(plain.untyped_storage()._cdata)
@@ -136,27 +143,27 @@ class Tracer(TorchDispatchMode):
         finally:
             self._ignored = before
 
-    def timeline(self) -> Timeline:
-        """Return what was recorded so far."""
+    def timeline(self) -> MemoryTimeline:
+        """Return the timeline so far."""
         return self.recording.timeline()
 
-    # ------------------------------------------------------------------ what operators do
+    # ------------------------------------------------------------------ operators
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor unwraps itself; what it does to its parts comes here again
+            return NotImplemented  # a DTensor unwraps itself; operators on its parts are dispatched again
         kwargs = kwargs or {}
         if self._ignored:
             return func(*args, **kwargs)
-        self._settle_sum()
+        self._resolve_sum()
         self._note_section(func, args)
         if func is _aten._local_scalar_dense.default and _valueless(args[0]):
-            self.questions += 1
+            self.value_reads += 1
             return 1 if not args[0].is_floating_point() else 1.0
         if func in _ALIKE and _valueless(args[0]):
-            self.questions += 1
+            self.value_reads += 1
             return True
         result = func(*args, **kwargs)
         parts = [plain for leaf in tree_leaves(result) for plain in plain_tensors(leaf)]
@@ -164,7 +171,7 @@ class Tracer(TorchDispatchMode):
         if self._workspace is not None:
             nbytes = self._workspace(func, args, kwargs, result)
             if nbytes:
-                self._pulse(nbytes, func)
+                self._record_workspace(nbytes, func)
         if func is _aten.add.Tensor and born:
             self._note_sum(born[0], args)
         return result
@@ -176,36 +183,36 @@ class Tracer(TorchDispatchMode):
             return
         if any(storage._cdata == given for given in _storages(args)):
             return  # a view of what was there before the tracer
-        yield self._bear(storage, storage.nbytes(), self._purpose(func, args), str(func))
+        yield self._allocated(storage, storage.nbytes(), self._purpose(func, args), str(func))
 
-    def _bear(self, storage: Any, nbytes: int, category: str, operator: str) -> int:
+    def _allocated(self, storage: Any, nbytes: int, category: str, operator: str) -> int:
         key = storage._cdata
-        number = self.recording.birth(nbytes, category, self.modules.here(), operator)
+        number = self.recording.allocate(nbytes, category, self.modules.here(), operator)
         self._maker[number] = self.modules.node()
-        self._of_storage[key] = number, weakref.ref(storage, lambda _: self._died(key))
+        self._of_storage[key] = number, weakref.ref(storage, lambda _: self._freed(key))
         return number
 
-    def _died(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         number, _ = self._of_storage.pop(key)
-        self.recording.death(number)
+        self.recording.free(number)
 
-    def _pulse(self, nbytes: int, func: Any) -> None:
-        number = self.recording.birth(nbytes, "workspaces", self.modules.here(), str(func))
-        self.recording.death(number)
+    def _record_workspace(self, nbytes: int, func: Any) -> None:
+        number = self.recording.allocate(nbytes, "workspaces", self.modules.here(), str(func))
+        self.recording.free(number)
 
     def _resized(self, storage: Any, nbytes: int) -> None:
-        """Note that a storage was freed or given memory again, as FSDP2 does with gathered parameters."""
+        """Record that a storage was freed or allocated again, as FSDP2 does with gathered parameters."""
         known = self._of_storage.get(storage._cdata)
         if known is not None:
             self._of_storage.pop(storage._cdata)
-            self.recording.death(known[0])
+            self.recording.free(known[0])
         if nbytes:
-            self._bear(storage, nbytes, self._purpose(None, ()), "resize_")
+            self._allocated(storage, nbytes, self._purpose(None, ()), "resize_")
 
-    # ------------------------------------------------------------------ what a block is for
+    # ------------------------------------------------------------------ categories
 
     def _purpose(self, func: Any, args: tuple[Any, ...]) -> str:
-        """Return the category of a new block, as far as it can be told at its birth."""
+        """Return the category of a new block, as far as it is known at its allocation."""
         if self._category is not None:
             return self._category
         if section := next((name for name in reversed(self._sections) if name.startswith("FSDP::")), ""):
@@ -224,7 +231,7 @@ class Tracer(TorchDispatchMode):
         return isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad
 
     def _note_section(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Follow the sections that FSDP2 names for profilers."""
+        """Track the sections that FSDP2 names for profilers."""
         if func is _ENTER:
             self._sections.append(args[0])
         elif getattr(func, "overloadpacket", None) is _LEAVE:
@@ -233,7 +240,7 @@ class Tracer(TorchDispatchMode):
     # ------------------------------------------------------------------ sums of gradients
 
     def _note_sum(self, number: int, args: tuple[Any, ...]) -> None:
-        """Remember an addition that is autograd's own: of what the node that runs has made to what another one had."""
+        """Remember an addition that is autograd's own: of a gradient from the running node to an earlier one."""
         if self.recording.phase != "backward" or torch.is_grad_enabled():
             return
         summands = [self._of_storage[key][0] for key in _storages(args) if key in self._of_storage]
@@ -241,23 +248,23 @@ class Tracer(TorchDispatchMode):
         if len(summands) == 2 and [self._maker.get(each) == here for each in summands].count(True) == 1:
             self._sum = number, summands
 
-    def _settle_sum(self) -> None:
-        """Book the latest sum as in place where a summand of its size died with it."""
+    def _resolve_sum(self) -> None:
+        """Record the latest sum as in place if a summand of its size was freed with it."""
         if self._sum is None:
             return
         (number, summands), self._sum = self._sum, None
         for summand in summands:
             same = self.recording.nbytes(summand) == self.recording.nbytes(number)
             if same and not self.recording.alive(summand):
-                self.recording.take_over(number, summand)
+                self.recording.reuse(number, summand)
                 return
 
 
 def plain_tensors(tensor: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors with memory of their own that `tensor` is made of.
+    """Yield the plain strided tensors that `tensor` consists of.
 
-    Those are the parts of a DTensor, the indices and values of a sparse tensor; none for oneDNN's own layout, whose
-    memory torch does not show.
+    These are the parts of a DTensor, or indices and values of a sparse tensor; none for oneDNN's layout, whose memory
+    torch does not expose.
     """
     if not isinstance(tensor, torch.Tensor):
         return

@@ -1,4 +1,4 @@
-"""The training loop of predictions and of measurements: what both have in common is all of it."""
+"""The training loop that predictions trace and measurements run."""
 
 from __future__ import annotations
 
@@ -16,29 +16,35 @@ from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.parallel.strategy import STRATEGIES, Sync
-from paceline.tools.plan.memory.training_subject import ALONE, Built, Setting, Subject, import_named
+from paceline.tools.plan.memory.training_subject import (
+    ALONE,
+    BuiltSubject,
+    TrainingSetting,
+    TrainingSubject,
+    import_named,
+)
 
-__all__ = ["STEPS", "Observer", "Silent", "optimizer_of", "train"]
+__all__ = ["STEPS", "SilentObserver", "TrainingObserver", "resolve_optimizer", "train_subject"]
 
 STEPS = 2
-"""The first step has no optimizer state before its end and builds the buckets; all later ones are alike."""
+"""The first step builds the buckets and the optimizer state; all later ones are alike."""
 
 
-class Observer(Protocol):
-    """Is told what happens in a training."""
+class TrainingObserver(Protocol):
+    """Receives the phases of a training, and the purpose of its tensors."""
 
     def begin(self, step: int, phase: str) -> None: ...
 
     def claim(self, category: str, tensors: Iterable[Tensor | None]) -> None: ...
 
-    def making(self, category: str) -> AbstractContextManager[None]: ...
+    def label_allocations(self, category: str) -> AbstractContextManager[None]: ...
 
     def model(self, module: torch.nn.Module) -> None: ...
 
     def end(self) -> None: ...
 
 
-class Silent:
+class SilentObserver:
     """Observes nothing."""
 
     def begin(self, step: int, phase: str) -> None:
@@ -47,7 +53,7 @@ class Silent:
     def claim(self, category: str, tensors: Iterable[Tensor | None]) -> None:
         """Do nothing."""
 
-    def making(self, category: str) -> AbstractContextManager[None]:
+    def label_allocations(self, category: str) -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()
 
@@ -60,21 +66,27 @@ class Silent:
 
 @dataclass(frozen=True)
 class _Trained:
-    """A wrapped model with its optimizer and its way to do backward."""
+    """A wrapped model with its optimizer and backward function."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     backward: Callable[[Tensor], None]
 
 
-def train(subject: Subject, setting: Setting, comm: Comm, observer: Observer, steps: int = STEPS) -> None:
+def train_subject(
+    subject: TrainingSubject,
+    setting: TrainingSetting,
+    comm: Comm,
+    observer: TrainingObserver,
+    steps: int = STEPS,
+) -> None:
     """Build the subject and train it for some steps.
 
     Args:
-        subject: what to train.
-        setting: how.
-        wire: the ranks.
-        observer: is told phases, and what tensors are for.
+        subject: to train.
+        setting: of the training.
+        comm: of the ranks.
+        observer: receives phases and the purpose of tensors.
         steps: optimizer steps.
     """
     observer.begin(0, "build")
@@ -98,10 +110,12 @@ def train(subject: Subject, setting: Setting, comm: Comm, observer: Observer, st
     observer.end()
 
 
-def _micro_step(built: Built, trained: _Trained, setting: Setting, observer: Observer, step: int) -> Any:
-    """Run forward and backward of one micro-batch; return it, for a loop keeps it until the next one."""
+def _micro_step(
+    built: BuiltSubject, trained: _Trained, setting: TrainingSetting, observer: TrainingObserver, step: int
+) -> Any:
+    """Run forward and backward of one micro-batch; return it, since a training loop holds it until the next one."""
     observer.begin(step, "forward")
-    with observer.making("inputs"):
+    with observer.label_allocations("inputs"):
         batch = built.draw()
     with _autocast(setting):
         loss = built.loss(trained.model, batch)
@@ -110,17 +124,17 @@ def _micro_step(built: Built, trained: _Trained, setting: Setting, observer: Obs
     return batch
 
 
-def _autocast(setting: Setting) -> AbstractContextManager[object]:
+def _autocast(setting: TrainingSetting) -> AbstractContextManager[object]:
     if setting.autocast == "off":
         return nullcontext()
     dtype = torch.bfloat16 if setting.autocast == "bf16" else torch.float16
     return torch.autocast(
         torch.get_default_device().type, dtype
-    )  # a prediction's tensors are on the CPU, of any device
+    )  # predictions run on the CPU, for any device
 
 
-def _wrapped(built: Built, setting: Setting, comm: Comm) -> _Trained:
-    kind, options = optimizer_of(setting)
+def _wrapped(built: BuiltSubject, setting: TrainingSetting, comm: Comm) -> _Trained:
+    kind, options = resolve_optimizer(setting)
     if setting.strategy == ALONE:
         return _Trained(built.module, kind(built.module.parameters(), **options), Tensor.backward)
     plan = STRATEGIES[setting.strategy]
@@ -131,14 +145,14 @@ def _wrapped(built: Built, setting: Setting, comm: Comm) -> _Trained:
     return _Trained(model, ShardedOptimizer(model, kind, **options), model.backward)
 
 
-def optimizer_of(setting: Setting) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def resolve_optimizer(setting: TrainingSetting) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the optimizer's class and its options.
 
-    On CUDA torch's optimizers update all parameters at once (``foreach``) unless they are told otherwise, which takes
-    temporaries as large as the parameters (torch/optim/optimizer.py, `_default_to_fused_or_foreach`).
+    On CUDA torch's optimizers by default update all parameters at once (``foreach``), which needs temporaries the size
+    of the parameters (torch/optim/optimizer.py, `_default_to_fused_or_foreach`).
 
     Raises:
-        UsageError: it is no optimizer.
+        UsageError: it is not an optimizer.
     """
     at_once = {"foreach": setting.device == "cuda"}
     known: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -151,18 +165,18 @@ def optimizer_of(setting: Setting) -> tuple[type[torch.optim.Optimizer], dict[st
     named = import_named(setting.optimizer) if ":" in setting.optimizer else None
     if not (isinstance(named, type) and issubclass(named, torch.optim.Optimizer)):
         raise UsageError(
-            f"{setting.optimizer!r} is no optimizer",
+            f"{setting.optimizer!r} is not an optimizer",
             remedy=f"valid: {', '.join(known)}, or package.module:Class",
         )
     return named, {"lr": 1e-3}
 
 
-def _claim_states(observer: Observer, module: torch.nn.Module) -> None:
+def _claim_states(observer: TrainingObserver, module: torch.nn.Module) -> None:
     observer.claim("parameters", module.parameters())
     observer.claim("buffers", module.buffers())
 
 
-def _claim_gradients(observer: Observer, model: torch.nn.Module) -> None:
+def _claim_gradients(observer: TrainingObserver, model: torch.nn.Module) -> None:
     engine = model.engine if isinstance(model, DataParallel) else None
     if isinstance(engine, Reducer):
         observer.claim("buckets", [bucket.flat for bucket in engine.buckets])
@@ -170,7 +184,7 @@ def _claim_gradients(observer: Observer, model: torch.nn.Module) -> None:
     observer.claim("gradients", [param.grad for param in model.parameters()])
 
 
-def _claim_optimizer_state(observer: Observer, optimizer: torch.optim.Optimizer) -> None:
+def _claim_optimizer_state(observer: TrainingObserver, optimizer: torch.optim.Optimizer) -> None:
     inner = [part.optimizer for part in getattr(optimizer, "_parts", [])]
     for each in [optimizer, *inner]:
         for state in each.state.values():

@@ -1,9 +1,8 @@
-"""Which module runs: in forward by hooks, in backward by the sequence number of autograd's node.
+"""Hooks of the tensor tracer: the module that runs, and three torch functions that change memory without operators.
 
-Autograd numbers its nodes in the order in which forward makes them. So the numbers at which modules begin and end
-in forward tell, for a node that runs in backward, the module that made it; nothing is hung on any tensor.
-
-What torch does with memory that no operator tells of: three of its functions, replaced while a tracer is active.
+In forward the module is known from module hooks, in backward from the sequence number of autograd's node: autograd
+numbers its nodes in the order in which forward makes them, so the numbers at which modules begin and end in forward
+identify the module of a node in backward. No tensor needs a hook.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-__all__ = ["ModulePaths", "converting", "shapes_only", "told_of_resizing"]
+__all__ = ["ModulePaths", "allow_conversion", "ignore_shape_propagation", "observe_resizing"]
 
 
 class ModulePaths:
-    """Knows the path of the module that is running; a context."""
+    """Context manager that tracks the path of the running module."""
 
     def __init__(self) -> None:
         self._name_of: dict[int, str] = {}
@@ -31,7 +30,7 @@ class ModulePaths:
         self._handles: list[Any] = []
 
     def name(self, root: torch.nn.Module) -> None:
-        """Learn the names of the modules of `root`."""
+        """Register the names of the modules of `root`."""
         self._name_of.update({id(module): name for name, module in root.named_modules()})
 
     def __enter__(self) -> ModulePaths:
@@ -60,34 +59,34 @@ class ModulePaths:
             self._paths.append(stack[-1] if stack else "")
 
     def here(self) -> str:
-        """Return the path of the module that runs now, or whose backward does; "" outside of all."""
+        """Return the path of the module whose forward or backward runs; "" outside of modules."""
         if self._stack:
             return self._stack[-1]
         number = self.node()
         return self._paths[bisect.bisect_right(self._numbers, number) - 1] if number is not None else ""
 
     def node(self) -> int | None:
-        """Return the number of the node whose backward runs; None outside of backward, −1 for those without one."""
+        """Return the number of the node whose backward runs: None outside of backward, −1 for nodes without one."""
         node = torch._C._current_autograd_node()
         return _number(node) if node is not None else None
 
 
 def _number(node: Any) -> int:
-    """Return the sequence number of a node; those that add up gradients have the largest there is."""
+    """Return the sequence number of a node; −1 for those that accumulate gradients, which have the largest one."""
     number = node._sequence_nr()
     return number if number < 2**62 else -1
 
 
 @contextmanager
-def told_of_resizing(tell: Callable[[Any, int], None]) -> Iterator[None]:
-    """Call `tell(storage, nbytes)` for every ``resize_`` of a storage, with which FSDP2 frees what it has gathered."""
+def observe_resizing(callback: Callable[[Any, int], None]) -> Iterator[None]:
+    """Call `callback(storage, nbytes)` for every ``resize_`` of a storage; FSDP2 frees gathered parameters with it."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
         before = storage.nbytes()
         result = original(storage, nbytes)
         if storage.nbytes() != before:
-            tell(storage, storage.nbytes())
+            callback(storage, storage.nbytes())
         return result
 
     torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
@@ -98,11 +97,11 @@ def told_of_resizing(tell: Callable[[Any, int], None]) -> Iterator[None]:
 
 
 @contextmanager
-def converting() -> Iterator[None]:
-    """Let modules be converted: ``net.bfloat16()``, ``net.to(memory_format=…)``.
+def allow_conversion() -> Iterator[None]:
+    """Allow modules to be converted: ``net.bfloat16()``, ``net.to(memory_format=…)``.
 
-    That swaps a parameter with what it becomes, which torch refuses for a tensor that somebody refers to weakly; and a
-    fake mode refers to every tensor that it made, to know it again. So it forgets those two.
+    Conversion swaps a parameter with its new version, which torch refuses for tensors with weak references; and a fake
+    mode keeps weak references to every tensor that it made. So those of the two tensors are removed.
     """
     original = torch.utils.swap_tensors
 
@@ -122,11 +121,11 @@ def converting() -> Iterator[None]:
 
 
 @contextmanager
-def shapes_only(ignoring: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Have `ignoring` around the places where DTensor works out shapes on tensors without memory of its own.
+def ignore_shape_propagation(ignoring: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter `ignoring` where DTensor propagates shapes.
 
-    It does so for the whole tensor of which a rank has a shard (torch/distributed/tensor/_sharding_prop.py), and finds
-    the tracer's fake mode for it. A torch that keeps this elsewhere is left as it is.
+    It does so on fake tensors of the unsharded shape (torch/distributed/tensor/_sharding_prop.py), in the tracer's fake
+    mode. A torch version without this function is left unchanged.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 

@@ -1,18 +1,16 @@
-"""How a model is trained, as far as memory depends on it: plain values for a prediction or a measurement.
+"""Subject and setting of a training whose memory is predicted or measured.
 
-What is trained: a reference model by its size, or what a user's code builds.
-
-A user names ``package.module:name``. What stands there is
+The subject is a reference model by its size, or built by a user's code. ``package.module:name`` names
 
 - a class derived from ``torch.nn.Module`` that needs no arguments, or
-- a function that returns a module, ``(module, inputs)`` or ``(module, inputs, loss)``. It is passed ``batch`` and
+- a function that returns a module, ``(module, inputs)`` or ``(module, inputs, loss)``. It gets ``batch`` and
   ``context`` if it has parameters of these names.
 
-`inputs` is a tensor, a tuple of the model's arguments, or a dict of its keyword arguments; where it is left out, the
-command line says shapes and types. `loss` takes the model's output (and `inputs`, if it has two parameters)
-and returns a scalar; where it is left out, the loss is the mean over everything the model returns.
+`inputs` is a tensor, a tuple of the model's arguments, or a dict of its keyword arguments; if absent, the command line
+gives shapes and types. `loss` takes the model's output (and `inputs`, if it has two parameters) and returns a scalar;
+if absent, the loss is the mean over everything that the model returns.
 
-Under a prediction all of it is called among tensors without memory: what it builds must not read values.
+A prediction runs all of it on tensors without memory: it must not read values.
 """
 
 from __future__ import annotations
@@ -35,37 +33,42 @@ from paceline.errors import UsageError, unknown
 from paceline.tools.models import gpt
 from paceline.tools.models.gpt_sizes import SIZES, gpt_size
 
-__all__ = ["ALONE", "BACKENDS", "STRATEGY_NAMES", "Built", "Setting", "Subject", "import_named", "subject_of"]
+__all__ = [
+    "ALONE",
+    "BACKENDS",
+    "STRATEGY_NAMES",
+    "BuiltSubject",
+    "TrainingSetting",
+    "TrainingSubject",
+    "import_named",
+    "resolve_subject",
+]
 
 ALONE = "alone"
 """Plain torch on one device, without Paceline."""
 
 
 STRATEGY_NAMES = (ALONE, "naive", "flat", "overlap", "bucketed", "sharded", "full-shard")
-
-
 BACKENDS = ("gloo", "nccl", "paceline")
-
-
 _AUTOCASTS = ("off", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """How a model is trained.
+class TrainingSetting:
+    """Setting of a training, as far as memory depends on it.
 
     Attributes:
         strategy: one of `STRATEGY_NAMES`.
-        ranks: devices, each with a whole batch of its own.
+        ranks: devices, each with its own batch.
         batch: samples of a device's micro-batch.
         context: tokens of a sample, for models that read tokens.
         optimizer: ``adamw``, ``sgd``, ``sgd-momentum``, or the import path of an optimizer's class.
         autocast: ``off``, ``bf16`` or ``fp16``.
         gather: ``off`` or ``bf16``: the type in which full-shard gathers parameters and computes.
-        checkpointing: run the members of every ``ModuleList`` or ``Sequential`` again in backward.
-        accumulate: micro-batches of a step.
-        backend: whose collectives: ``gloo``, ``nccl`` or ``paceline``.
-        device: ``cpu`` or ``cuda``: whose defaults the optimizer has.
+        checkpointing: recompute the members of every ``ModuleList`` or ``Sequential`` in backward.
+        accumulate: micro-batches per step.
+        backend: of the collectives: ``gloo``, ``nccl`` or ``paceline``.
+        device: ``cpu`` or ``cuda``, which sets the optimizer's defaults.
         bucket_mib: of strategies with buckets; None: the strategy's own.
 
     Raises:
@@ -109,20 +112,20 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The setting in words."""
-        words = [self.strategy, f"{self.ranks} device{'s' if self.ranks > 1 else ''}", self.optimizer]
-        words += [] if self.autocast == "off" else [f"{self.autocast} autocast"]
-        words += [] if self.gather == "off" else [f"gathered in {self.gather}"]
-        words += ["checkpointing"] if self.checkpointing else []
-        words += [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
-        return ", ".join(words)
+        """The setting as text."""
+        parts = [self.strategy, f"{self.ranks} device{'s' if self.ranks > 1 else ''}", self.optimizer]
+        parts += [] if self.autocast == "off" else [f"{self.autocast} autocast"]
+        parts += [] if self.gather == "off" else [f"gathered in {self.gather}"]
+        parts += ["checkpointing"] if self.checkpointing else []
+        parts += [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
+        return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the setting for JSON."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Setting:
+    def from_json(cls, record: Mapping[str, Any]) -> TrainingSetting:
         """Return the setting that `to_json` wrote."""
         return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
 
@@ -132,13 +135,13 @@ XXL = "xxl"
 
 
 @dataclass(frozen=True)
-class Built:
-    """A model and what a step feeds it.
+class BuiltSubject:
+    """A model with its micro-batches and loss.
 
     Attributes:
         module: the model.
-        draw: returns one micro-batch, new memory each time.
-        loss: from the model (or its wrapper) and a micro-batch to a scalar.
+        draw: returns one micro-batch in new memory.
+        loss: maps the model (or its wrapper) and a micro-batch to a scalar.
     """
 
     module: torch.nn.Module
@@ -147,43 +150,43 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is trained; `build` makes it anew, on whatever tensors are made where it is called.
+class TrainingSubject:
+    """A named subject; `build` makes it anew, on the tensors of the context in which it is called.
 
     Attributes:
-        name: as the user named it.
-        build: makes model and micro-batches for a setting.
+        name: as the user wrote it.
+        build: returns model and micro-batches for a setting.
     """
 
     name: str
-    build: Callable[[Setting], Built]
+    build: Callable[[TrainingSetting], BuiltSubject]
 
 
-def subject_of(name: str, inputs: Sequence[str] = ()) -> Subject:
-    """Return what `name` names.
+def resolve_subject(name: str, inputs: Sequence[str] = ()) -> TrainingSubject:
+    """Return the subject of a name.
 
     Args:
         name: a size of the reference model, ``xxl``, or ``package.module:name``; see the module's docstring.
-        inputs: shapes and types of the model's arguments, as in ``8x3x224x224`` or ``8x128:int64``, where
-            what `name` names brings none.
+        inputs: shapes and types of the model's arguments, as in ``8x3x224x224`` or ``8x128:int64``, if the subject
+            has none.
 
     Raises:
-        UsageError: nothing has that name.
+        UsageError: unknown name.
     """
     if ":" in name:
-        return Subject(name, partial(_users, name, import_named(name), tuple(inputs)))
+        return TrainingSubject(name, partial(_user_subject, name, import_named(name), tuple(inputs)))
     if name == XXL:
-        return Subject(name, _linears)
+        return TrainingSubject(name, _linear_subject)
     if name not in SIZES:
         raise unknown("model", name, [*SIZES, XXL, "package.module:name"])
-    return Subject(name, partial(_reference, name))
+    return TrainingSubject(name, partial(_reference_subject, name))
 
 
 def import_named(path: str) -> Any:
-    """Return what ``package.module:name`` names; the folder that a program was started in is searched too.
+    """Import ``package.module:name``; the current folder is searched too.
 
     Raises:
-        UsageError: there is no such module, or nothing of that name in it.
+        UsageError: the module can't be imported, or has no such name.
     """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -200,7 +203,7 @@ def import_named(path: str) -> Any:
     return getattr(module, name)
 
 
-def _reference(name: str, setting: Setting) -> Built:
+def _reference_subject(name: str, setting: TrainingSetting) -> BuiltSubject:
     size = gpt_size(name)
     if setting.context > size.context:
         size = gpt_size(name, context=setting.context)
@@ -210,7 +213,7 @@ def _reference(name: str, setting: Setting) -> Built:
     def draw() -> tuple[Tensor, Tensor]:
         return torch.randint(size.vocabulary, shape), torch.randint(size.vocabulary, shape)
 
-    return Built(module, draw, lambda model, batch: gpt.token_loss(model(batch[0]), batch[1]))
+    return BuiltSubject(module, draw, lambda model, batch: gpt.token_loss(model(batch[0]), batch[1]))
 
 
 class _Linears(torch.nn.Module):
@@ -231,18 +234,20 @@ class _Linears(torch.nn.Module):
         return x
 
 
-def _linears(setting: Setting) -> Built:
+def _linear_subject(setting: TrainingSetting) -> BuiltSubject:
     module = _Linears(16384, 53248, 126)
     if setting.checkpointing:
         _recompute_members(module)
     low = "bf16" if setting.gather == "bf16" else setting.autocast
     dtype = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[low]
     shape = (setting.batch, setting.context, 16384)
-    return Built(module, lambda: torch.empty(shape, dtype=dtype), lambda model, x: model(x).float().mean())
+    return BuiltSubject(
+        module, lambda: torch.empty(shape, dtype=dtype), lambda model, x: model(x).float().mean()
+    )
 
 
-def _users(name: str, named: Any, shapes: Sequence[str], setting: Setting) -> Built:
-    found = _called(name, named, setting)
+def _user_subject(name: str, named: Any, shapes: Sequence[str], setting: TrainingSetting) -> BuiltSubject:
+    found = _call(name, named, setting)
     parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], torch.nn.Module):
         raise UsageError(
@@ -252,10 +257,10 @@ def _users(name: str, named: Any, shapes: Sequence[str], setting: Setting) -> Bu
     module = parts[0]
     if setting.checkpointing:
         _recompute_members(module)
-    first = parts[1] if len(parts) > 1 else tuple(_made(shape) for shape in shapes)
+    first = parts[1] if len(parts) > 1 else tuple(_make_input(shape) for shape in shapes)
     if not pytree.tree_leaves(first):
         raise UsageError(
-            f"{name} brings no inputs", remedy="return (module, inputs), or give --inputs 8x128:int64"
+            f"{name} has no inputs", remedy="return (module, inputs), or give --inputs 8x128:int64"
         )
     loss_of: Callable[..., Tensor] = parts[2] if len(parts) == 3 else _mean
 
@@ -266,10 +271,10 @@ def _users(name: str, named: Any, shapes: Sequence[str], setting: Setting) -> Bu
     def draw() -> Any:
         return pytree.tree_map_only(Tensor, Tensor.clone, first)
 
-    return Built(module, draw, loss)
+    return BuiltSubject(module, draw, loss)
 
 
-def _called(name: str, named: Any, setting: Setting) -> Any:
+def _call(name: str, named: Any, setting: TrainingSetting) -> Any:
     if not callable(named):
         raise UsageError(f"{name} is a {type(named).__name__}", remedy="name a Module class or a function")
     given = {"batch": setting.batch, "context": setting.context}
@@ -312,7 +317,7 @@ def _mean(output: Any) -> Tensor:
     return torch.stack([tensor.float().mean() for tensor in floating]).mean()
 
 
-def _made(text: str) -> Tensor:
+def _make_input(text: str) -> Tensor:
     """Return a tensor of a shape and type written as ``8x128:int64``."""
     shape, _, kind = text.partition(":")
     try:
@@ -321,12 +326,12 @@ def _made(text: str) -> Tensor:
         return torch.zeros(sizes, dtype=dtype)
     except (ValueError, AttributeError, TypeError, RuntimeError) as error:
         raise UsageError(
-            f"--inputs {text!r} is no shape", remedy="write 8x3x224x224 or 8x128:int64"
+            f"--inputs {text!r} is not a shape", remedy="write 8x3x224x224 or 8x128:int64"
         ) from error
 
 
 def _recompute_members(module: torch.nn.Module) -> None:
-    """Have the outermost members of lists and sequences keep their inputs only."""
+    """Checkpoint the outermost members of module lists and sequences."""
     for child in module.children():
         if isinstance(child, torch.nn.ModuleList | torch.nn.Sequential):
             for member in child:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline._core.format import format_seconds, format_size
-from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.collective_fit import CheckedPrediction, CollectiveFit
 from paceline.cost_model.fit_measurements import MeasuredPoint
-from paceline.cost_model.prediction_error import CheckedPrediction
 from paceline.tools.report.charts.chart_style import (
     COLOURS,
     MARKERS,

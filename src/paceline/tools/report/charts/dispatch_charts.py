@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.data.sampling.uneven_policies import UnevenPolicy
-from paceline.tools.plan.dispatch_forecast import Forecast
+from paceline.tools.plan.dispatch_forecast import DispatchForecast
 from paceline.tools.plan.dispatch_text import percent
-from paceline.tools.plan.imbalance_statistics import bound_in_turns, expected_largest, unlikely_largest
+from paceline.tools.plan.imbalance_statistics import excess_bound_in_turns, expected_excess, unlikely_excess
 from paceline.tools.report.charts.chart_style import (
     COLOURS,
     INK,
@@ -41,12 +41,12 @@ _NAMED = 24  # ranks: more of them get no name each
 
 
 @drawn
-def imbalance_chart(found: Sequence[Forecast], *, title: str) -> Chart:
+def imbalance_chart(found: Sequence[DispatchForecast], *, title: str) -> Chart:
     """Return by how much the largest amount is above its share, against the block size, both logarithmic.
 
     Lines are closed forms, points were drawn or counted at the block sizes that were asked for.
     """
-    dealing = found[0].balance.dealing
+    dealing = found[0].balance.dispatch
     shares, samples = dealing.shares, dealing.samples
     sizes = _sizes(sorted({each.block for each in found}), samples)
     numbers = [-(-samples // size) for size in sizes]
@@ -55,10 +55,15 @@ def imbalance_chart(found: Sequence[Forecast], *, title: str) -> Chart:
             "at random: 1 in 1000 above",
             _RANDOM,
             "--",
-            [unlikely_largest(shares, blocks) for blocks in numbers],
+            [unlikely_excess(shares, blocks) for blocks in numbers],
         ),
-        ("at random: expected", _RANDOM, "-", [expected_largest(shares, blocks) for blocks in numbers]),
-        ("in turns: never more", _TURNS, "--", [bound_in_turns(shares, samples, size) for size in sizes]),
+        ("at random: expected", _RANDOM, "-", [expected_excess(shares, blocks) for blocks in numbers]),
+        (
+            "in turns: never more",
+            _TURNS,
+            "--",
+            [excess_bound_in_turns(shares, samples, size) for size in sizes],
+        ),
     ]
     figure, (axes,) = stacked_panels(width=10, height=4.6)
     axes.set(xscale="log", yscale="log")
@@ -86,7 +91,7 @@ def _sizes(blocks: Sequence[int], samples: int) -> list[int]:
     return sorted({round(low * (high / low) ** (step / _STEPS)) for step in range(_STEPS + 1)})
 
 
-def _points(axes: Axes, found: Sequence[Forecast]) -> None:
+def _points(axes: Axes, found: Sequence[DispatchForecast]) -> None:
     """Mark what was drawn, and what is exact."""
     blocks = [each.block for each in found]
     spreads = [each.imbalance.random for each in found]
@@ -105,12 +110,12 @@ def _points(axes: Axes, found: Sequence[Forecast]) -> None:
 
 
 @drawn
-def end_chart(found: Sequence[Forecast], *, title: str) -> Chart:
+def end_chart(found: Sequence[DispatchForecast], *, title: str) -> Chart:
     """Return the end of the epoch, step by step: which ranks have a batch, and what each policy makes of it."""
     apart = [max(each.balance.batches) - min(each.balance.batches) for each in found]
     most = sorted(range(len(found)), key=lambda number: -apart[number])[:MOST_PANELS]
     panels = [found[number] for number in sorted(most)]
-    ranks = panels[0].balance.dealing.ranks
+    ranks = panels[0].balance.dispatch.ranks
     each_height = min(3.2, max(1.5, 0.22 * ranks + 0.9))
     figure, all_axes = stacked_panels(
         width=10, height=each_height * len(panels) + 1.0, heights=[1.0] * len(panels)
@@ -128,9 +133,9 @@ def end_chart(found: Sequence[Forecast], *, title: str) -> Chart:
     return Chart(figure)
 
 
-def _end(axes: Axes, each: Forecast) -> None:
+def _end(axes: Axes, each: DispatchForecast) -> None:
     """Draw a bar a rank: the batches that all have, its own, and up to those of the longest rank."""
-    own, ranks = each.balance.batches, each.balance.dealing.ranks
+    own, ranks = each.balance.batches, each.balance.dispatch.ranks
     together, longest = min(own), max(own)
     if ranks <= _NAMED:
         axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
@@ -154,7 +159,7 @@ def _end(axes: Axes, each: Forecast) -> None:
         axes.axvline(each.balance.outcome("rebalance").steps or 0, color=INK, linewidth=1.5)
 
 
-def _told(each: Forecast) -> str:
+def _told(each: DispatchForecast) -> str:
     name = f"block {each.block}, batch {each.batch_size}"
     if not each.balance.deadlock:
         return f"{name}: all ranks make {each.balance.batches[0]} steps"

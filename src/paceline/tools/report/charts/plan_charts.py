@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.tools.plan.strategy_advice import Point
+from paceline.tools.plan.strategy_advice import ScalingPoint
 from paceline.tools.report.charts.chart_style import (
     COLOURS,
     MARKERS,
@@ -143,7 +143,7 @@ def _ms(seconds: Sequence[float]) -> list[float]:
 
 
 @drawn
-def scaling_chart(points: Sequence[Point], title: str) -> Chart:
+def scaling_chart(points: Sequence[ScalingPoint], title: str) -> Chart:
     """Return the chart.
 
     Args:

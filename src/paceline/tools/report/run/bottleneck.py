@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from paceline._core.format import format_bytes, format_count, format_decimal, format_seconds
-from paceline.tools.plan.slow_network import Option, advise
+from paceline.tools.plan.slow_network import SyncOption, advise_network
 from paceline.tools.report.run.run_summary import RankTime, Summary
 from paceline.tools.report.run.step_breakdown import Piece, merged
 from paceline.tools.report.run.straggler_text import cause, remedy
@@ -200,7 +200,7 @@ def _smaller(summary: Summary, facts: Mapping[str, object], rate: float | None, 
     alone = step - fmean(rank.seconds["exposed"] for rank in summary.ranks)
     if alone <= 0:
         return []
-    advice = advise(parameters, size, rate, alone)
+    advice = advise_network(parameters, size, rate, alone)
     exact = next(option for option in advice.options if option.compression == "int8")
     options = {option.flags: option for option in (exact, advice.chosen) if option.flags}
     return [
@@ -214,7 +214,7 @@ def _smaller(summary: Summary, facts: Mapping[str, object], rate: float | None, 
     ]
 
 
-def _in_python(option: Option) -> str:
+def _in_python(option: SyncOption) -> str:
     """Return how a loop of one's own asks for it."""
     if option.every == 1:
         return f'paceline.Sync(compression="{option.compression}")'

@@ -44,7 +44,7 @@ def plan_beside(profile: Path, facts: Mapping[str, object], summary: Summary) ->
         ratio = f"{came / plan:.2f}" if plan else "–"
         table.append([name, format_seconds(plan) if plan else "–", format_seconds(came), ratio])
     told = (
-        f"{planned.way.label}, predicted by {profile.name}: a step of {format_seconds(planned.low)} to "
+        f"{planned.strategy.label}, predicted by {profile.name}: a step of {format_seconds(planned.low)} to "
         f"{format_seconds(planned.high)}."
     )
     return Listing("Plan and reality", table, told)

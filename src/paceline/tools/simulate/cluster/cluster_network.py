@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.collectives.closed_form_cost import CLOSED_FORMS
-from paceline.cost_model.algorithm_terms import PLAIN, AlgorithmTerms, terms_of
 from paceline.cost_model.collective_fit import CollectiveFit
-from paceline.cost_model.piecewise_fit import FitSegment, seconds_at
+from paceline.cost_model.cost_forms import PLAIN_FORM, CostForm, terms_of
+from paceline.cost_model.piecewise_fit import FitSegment, piecewise_seconds
 from paceline.errors import UsageError, unknown
 from paceline.tools.simulate.cluster.all_reduce_rounds import ALGORITHMS, NESTED, phases
 
@@ -253,12 +253,12 @@ class FittedNetwork:
         ranks = nodes * self.per_node
         if ranks == 1:
             return Price(algorithm, 0.0, 0.0)
-        form = self.fit.form if algorithm == self.own else AlgorithmTerms(algorithm, self.fit.form.shared)
-        if self.fit.form == PLAIN and algorithm != self.own:
+        form = self.fit.form if algorithm == self.own else CostForm(algorithm, self.fit.form.shared)
+        if self.fit.form == PLAIN_FORM and algorithm != self.own:
             raise UsageError(f"{algorithm}: the fit knows no algorithm", remedy=f"use {self.own}")
         terms, segments = terms_of(self.fit.op, form, ranks), self.fit.segments_for(ranks)
-        whole = seconds_at(segments, nbytes, terms.messages, terms.sent)
-        call = min(whole, _segment(segments, nbytes).line.alpha * terms.messages)
+        whole = piecewise_seconds(segments, nbytes, terms.messages, terms.sent)
+        call = min(whole, _segment(segments, nbytes).alpha * terms.messages)
         error = self.fit.error_at(ranks)
         return Price(algorithm, call, whole - call, error.p90 if error else 0.0)
 

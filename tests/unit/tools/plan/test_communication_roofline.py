@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.collectives.closed_form_cost import closed_form
 from paceline.errors import UsageError
-from paceline.tools.plan.compute_bound_batch import ddp_tokens, fsdp_tokens, fsdp_tp_tokens, hsdp_tokens
+from paceline.tools.plan.communication_roofline import ddp_tokens, fsdp_tokens, fsdp_tp_tokens, hsdp_tokens
 
 C, W, PARAMETERS = 3e14, 4e10, 1.3e9
 RATES = st.floats(1.0, 1e5)

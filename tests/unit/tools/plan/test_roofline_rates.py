@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cost_model.device_rates import Quantity, intensity, matmul_of, matmul_rate, wire_of, wire_rate
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, Rate, Source
 from paceline.errors import UsageError
+from paceline.tools.plan.communication_roofline import (
+    RateEstimate,
+    catalog_link_rate,
+    catalog_matmul_rate,
+    intensity,
+    measured_link_rate,
+    measured_matmul_rate,
+)
 
 SOURCE = Source("paceline bench fit x.json", "2026-01-02T03:04:05+00:00")
 BETA = 1 / 25e6
@@ -21,47 +28,57 @@ def profile(wobble=0.0):
         for p in (2, 4, 8)
     ]
     cost = CollectiveCost("gloo", "star", fit_points(points, "all-reduce"), SOURCE)
-    rate = Rate("matmul", "cpu", "float32", 2, 1e11, 0.9e11, 1.05e11, "1024", SOURCE)
-    return Profile((cost,), (), (rate,))
+    rate = Rate(
+        kind="matmul",
+        device="cpu",
+        dtype="float32",
+        threads=2,
+        value=1e11,
+        low=0.9e11,
+        high=1.05e11,
+        shape="1024",
+        source=SOURCE,
+    )
+    return Profile(collectives=(cost,), rates=(rate,))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_ring_gives_back_the_link_whatever_its_ranks(ranks):
-    found = wire_rate(profile(), "gloo", ranks=ranks)
+    found = measured_link_rate(profile(), "gloo", ranks=ranks)
     assert found.value == pytest.approx(25e6, rel=1e-3)
     assert found.measured
 
 
 def test_what_was_off_when_held_out_are_the_error_bars():
-    found = wire_rate(profile(wobble=0.2), "gloo", ranks=4)
+    found = measured_link_rate(profile(wobble=0.2), "gloo", ranks=4)
     error = profile(wobble=0.2).collectives[0].fit.error_at(4)
     assert found.high / found.value == found.value / found.low == pytest.approx(1 + error.p90)
     assert found.high > 1.02 * found.value
 
 
-def test_ranks_that_were_not_measured_are_told():
-    assert "measured with 2, 4, 8" in wire_rate(profile(), "gloo", ranks=16).source
-    assert "measured with" not in wire_rate(profile(), "gloo", ranks=4).source
+def test_unmeasured_numbers_of_ranks_are_noted():
+    assert "measured with 2, 4, 8" in measured_link_rate(profile(), "gloo", ranks=16).source
+    assert "measured with" not in measured_link_rate(profile(), "gloo", ranks=4).source
 
 
 def test_the_matrix_rate_is_the_median_between_slowest_and_fastest():
-    found = matmul_rate(profile(), "fp32")
+    found = measured_matmul_rate(profile(), "fp32")
     assert (found.value, found.low, found.high) == (1e11, 0.9e11, 1.05e11)
 
 
-def test_the_worst_of_both_bounds_what_is_asked():
-    found = intensity(Quantity(100.0, 80.0, 120.0, "c", True), Quantity(10.0, 8.0, 12.5, "w", True))
+def test_the_intensity_is_bounded_by_the_worst_of_both_rates():
+    found = intensity(RateEstimate(100.0, 80.0, 120.0, "c", True), RateEstimate(10.0, 8.0, 12.5, "w", True))
     assert (found.value, found.low, found.high) == (10.0, 80 / 12.5, 120 / 8)
     assert found.measured
 
 
 def test_a_device_without_bf16_is_counted_in_fp16():
-    assert matmul_of("t4").value == 65e12
-    assert "dense fp16" in matmul_of("t4").source
+    assert catalog_matmul_rate("t4").value == 65e12
+    assert "dense fp16" in catalog_matmul_rate("t4").source
 
 
 def test_the_table_has_no_error_and_says_so():
-    found = intensity(matmul_of("h100"), wire_of("nvlink4"))
+    found = intensity(catalog_matmul_rate("h100"), catalog_link_rate("nvlink4"))
     assert found.low == found.value == found.high
     assert not found.measured
     assert "data sheet" in found.source
@@ -70,13 +87,16 @@ def test_the_table_has_no_error_and_says_so():
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda: wire_rate(Profile(), "gloo"), "no all-reduce on gloo"),
-        (lambda: wire_rate(profile(), "gloo", ranks=1), "1 ranks"),
-        (lambda: matmul_rate(Profile()), "no matmul bfloat16"),
-        (lambda: matmul_of("v100", "bf16"), "no unit for bf16"),
-        (lambda: intensity(matmul_of("t4", "fp16"), Quantity(0.0, 0.0, 0.0, "", False)), "none"),
+        (lambda: measured_link_rate(Profile(), "gloo"), "no all-reduce on gloo"),
+        (lambda: measured_link_rate(profile(), "gloo", ranks=1), "1 ranks"),
+        (lambda: measured_matmul_rate(Profile()), "no matmul bfloat16"),
+        (lambda: catalog_matmul_rate("v100", "bf16"), "no unit for bf16"),
+        (
+            lambda: intensity(catalog_matmul_rate("t4", "fp16"), RateEstimate(0.0, 0.0, 0.0, "", False)),
+            "C or W is 0",
+        ),
     ],
 )
-def test_what_is_not_there_is_told(ask, said):
+def test_missing_rates_are_reported(ask, said):
     with pytest.raises(UsageError, match=said):
         ask()
