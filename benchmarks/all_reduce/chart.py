@@ -36,7 +36,7 @@ def draw(result: Result) -> training_charts.Chart:
             points = [(row.nbytes, row.ratio(BEST, name).median) for row in result.rows]
             ratios.append(training_charts.Line(label, points))
     title = f"All-reduce of float32 between {result.ranks} processes of one machine"
-    return training_charts.against_size(times, ratios, title=title, ratio="times faster than gloo")
+    return training_charts.time_and_ratio_chart(times, ratios, title=title, ratio="times faster than gloo")
 
 
 def main(

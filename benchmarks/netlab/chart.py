@@ -31,7 +31,7 @@ def draw(result: Result) -> training_charts.Chart:
     title = (
         f"All-reduce of float32, {result.hosts} hosts × {result.ranks_per_host} ranks, links of {result.rate}"
     )
-    return training_charts.against_size(times, ratios, title=title, ratio="times faster than gloo")
+    return training_charts.time_and_ratio_chart(times, ratios, title=title, ratio="times faster than gloo")
 
 
 def main(

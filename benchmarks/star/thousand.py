@@ -21,7 +21,7 @@ from paceline._core.files import write_json
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.result_files import check_writable, result_head
-from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
+from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
 
 HERE = Path(__file__).parent
@@ -33,7 +33,7 @@ def run(workers: int, rounds: int, cadence: SyncSchedule) -> dict[str, Any]:
     """Simulate a large star; return what it took and what came out."""
     plan = AsyncPlan([MACHINE] * workers, steps=cadence.every * rounds, cadence=cadence, compression=None)
     begun, used = time.perf_counter(), _processor_seconds()
-    found = simulate(plan, LinearTask())
+    found = simulate_async(plan, LinearTask())
     return {
         "every": cadence.every,
         "delay": cadence.delay,

@@ -29,9 +29,9 @@ from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.models.gpt_sizes import Size
 from paceline.tools.result_files import check_writable, result_head
-from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
+from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate_async
 from paceline.tools.simulate.learning_tasks import GPTTask
-from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
+from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
 from paceline.tools.train.training_job import cosine
 
 HERE = Path(__file__).parent
@@ -129,8 +129,8 @@ def run(way: Way, seed: int) -> dict[str, Any]:
     if way.kind != "star":
         machines = [Machine(step_seconds=1.0)] * (WORKERS if way.kind == "ddp" else 1)
         schedule = SCHEDULES[way.falls]
-        plan = LockstepPlan(machines, steps=STEPS, schedule=schedule, members=WORKERS, score_every=STEPS / 12)
-        done = lockstep(plan, task)
+        plan = DdpPlan(machines, steps=STEPS, schedule=schedule, members=WORKERS, score_every=STEPS / 12)
+        done = simulate_ddp(plan, task)
         curve = [(each.seconds, each.loss) for each in done.points]
         return {"loss": done.loss, "nbytes": 2 * done.nbytes / numel, "curve": curve, "digest": done.digest}
     plan = AsyncPlan(
@@ -149,7 +149,7 @@ def run(way: Way, seed: int) -> dict[str, Any]:
         "paceline.tools.simulate.simulated_worker.FragmentReplica",
         Overwriting if way.overwrite else FragmentReplica,
     ):
-        found = simulate(plan, task)
+        found = simulate_async(plan, task)
     finite = [(each.seconds, each.loss if math.isfinite(each.loss) else None) for each in found.points]
     sent = sum(counts["sent"] for counts in found.counts) / WORKERS
     return {

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from paceline.tools.report.run.run_page import write_report
+from paceline.tools.report.run.run_page import write_run_report
 from recorded_run import write_run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium o
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     folder = write_run(tmp_path_factory.mktemp("page") / "run", ranks=2, steps=30, slow_rank=1)
-    return write_report(folder).resolve().as_uri()
+    return write_run_report(folder).resolve().as_uri()
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from paceline.tools.cli.app import main
 from paceline.tools.models.gpt_sizes import size_of
 from paceline.tools.report.run.run_records import read_run
-from paceline.tools.report.run.trace_reader import read_steps
+from paceline.tools.report.run.trace_reader import read_timeline
 
 TRAIN = ["-m", "paceline", "train"]
 SMALL = ["--context", 16, "--batch-size", 2, "--eval-every", 3, "--checkpoint-every", 3, "--threads", 1]
@@ -84,7 +84,7 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
     assert record.facts["parameters"] == size_of("tiny").parameters()
     assert record.facts["world"]["size"] == 2
     assert sorted(record.spans_of_rank) == [0, 1]
-    steps = read_steps(record.spans_of_rank[1]).steps
+    steps = read_timeline(record.spans_of_rank[1]).steps
     assert [line.step for line in steps] == [0, 1, 2, 3, 4, 5]
     phases = {phase.name for phase in steps[1].phases}
     assert phases == {"forward", "outside", "backward", "exchange", "optimizer", "data"}

@@ -6,7 +6,7 @@ from paceline.async_dp.hub.hub_rules import HubRules
 from paceline.async_dp.hub.population import PopulationRules
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate
+from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate_async
 from paceline.tools.simulate.learning_tasks import GPTTask
 
 ROUND = 10  # steps from one score to the next
@@ -23,7 +23,7 @@ def trained(rules: PopulationRules) -> AsyncResult:
         rules=HubRules(population=rules),
         alike=False,
     )
-    return simulate(plan, task)
+    return simulate_async(plan, task)
 
 
 def test_a_worker_with_a_bad_learning_rate_is_replaced_within_three_rounds_and_the_best_gains() -> None:

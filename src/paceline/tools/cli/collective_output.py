@@ -120,15 +120,15 @@ def ranking(rows: Sequence[Priced], what: str, *, as_priced: bool) -> None:
 
 def draw(rows: Sequence[Priced], what: str, path: Path) -> Path:
     """Draw one algorithm's rounds, or prices beside measured times; return the file."""
-    from paceline.tools.report.charts.schedule_drawing import Compared, price_chart, round_chart
+    from paceline.tools.report.charts.schedule_drawing import CostBar, schedule_chart, schedule_cost_chart
 
     if len(rows) == 1:
         (row,) = rows
         made = row.case.schedule()
         told = f"{made}{_in_segments(row)}: {format_seconds(row.price.seconds)}"
-        chart = round_chart(made, row.price, title=f"{told}\n{what}")
+        chart = schedule_chart(made, row.price, title=f"{told}\n{what}")
     else:
-        bars = [Compared(row.case.label, row.price.seconds, row.seconds) for row in rows]
-        chart = price_chart(bars, title=f"{rows[0].case.op}: {what}")
+        bars = [CostBar(row.case.label, row.price.seconds, row.seconds) for row in rows]
+        chart = schedule_cost_chart(bars, title=f"{rows[0].case.op}: {what}")
     chart.save(path)
     return path

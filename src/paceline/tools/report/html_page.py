@@ -16,9 +16,9 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.tools.report.charts.chart_style import COLOUR_OF_PHASE, Chart
 from paceline.tools.report.run.bucket_timeline import BucketView
-from paceline.tools.report.run.bytes_sent import Sent
+from paceline.tools.report.run.bytes_sent import SentBytes
 
-__all__ = ["Figure", "Listing", "Sheet", "Tile", "drawn_twice", "write_sheet"]
+__all__ = ["PageFigure", "PageTable", "ReportPage", "Tile", "responsive_figure", "write_page"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Figure:
+class PageFigure:
     """A chart as the page shows it: two drawings, what it tells in words, and perhaps a table (head first).
 
     The last column of a table may hold `words`, which are wrapped.
@@ -46,7 +46,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Listing:
+class PageTable:
     """A table of words (head first) with a title, and what it tells."""
 
     title: str
@@ -55,7 +55,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class ReportPage:
     """All that a page shows, from top to bottom.
 
     Attributes:
@@ -72,10 +72,10 @@ class Sheet:
     notes: Sequence[str] = ()
     actions: Sequence[tuple[str, str, str]] = ()
     tiles: Sequence[Tile] = ()
-    figures: Sequence[Figure] = ()
+    figures: Sequence[PageFigure] = ()
     buckets: BucketView | None = None
-    sent: Sent | None = None
-    listings: Sequence[Listing] = ()
+    sent: SentBytes | None = None
+    listings: Sequence[PageTable] = ()
     sample: str = ""
     groups: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -88,20 +88,20 @@ class Sheet:
         return _template().render(page=self, colour_of_phase=COLOUR_OF_PHASE)
 
 
-def drawn_twice(
+def responsive_figure(
     title: str,
     told: str,
     name: str,
     draw: Callable[[bool], Chart],
     table: Sequence[Sequence[str]] = (),
     words: bool = False,
-) -> Figure:
+) -> PageFigure:
     """Return a figure drawn for a desk and for a phone; `name` keeps its ids apart from other figures'."""
     desk, phone = draw(True).inline_svg(f"{name}-desk"), draw(False).inline_svg(f"{name}-phone")
-    return Figure(title, told, desk, phone, table, words)
+    return PageFigure(title, told, desk, phone, table, words)
 
 
-def write_sheet(folder: Path, page: str) -> Path:
+def write_page(folder: Path, page: str) -> Path:
     """Write ``report.html`` into a folder and return its path; the file is whole or not there at all.
 
     Raises:

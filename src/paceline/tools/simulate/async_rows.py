@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["Point", "Row", "beside", "seconds_to"]
+__all__ = ["AsyncRow", "LossPoint", "seconds_to_loss", "with_times_to_target"]
 
 
 @dataclass(frozen=True)
-class Point:
+class LossPoint:
     """What is learnt until a time: virtual seconds, local steps of all workers until then, updates, held-out loss."""
 
     seconds: float
@@ -21,7 +21,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Row:
+class AsyncRow:
     """A setting and what came of it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Row:
     seconds: float
     steps: int
     nbytes: float
-    points: Sequence[Point]
+    points: Sequence[LossPoint]
     digest: str
     initial_loss: float
     staleness_median: float | None = None
@@ -96,14 +96,14 @@ class Row:
         return _finite(told)
 
 
-def seconds_to(points: Sequence[Point], target: float) -> float | None:
+def seconds_to_loss(points: Sequence[LossPoint], target: float) -> float | None:
     """Return when a curve first comes to a loss, straight between its points; None: it never does.
 
     Example:
         >>> seconds_to([Point(0.0, 0, 0, 4.0), Point(10.0, 9, 1, 2.0)], 3.0)
         5.0
     """
-    before: Point | None = None
+    before: LossPoint | None = None
     for point in points:
         if point.loss <= target:
             if before is None or not math.isfinite(before.loss):
@@ -114,7 +114,7 @@ def seconds_to(points: Sequence[Point], target: float) -> float | None:
     return None
 
 
-def beside(rows: Sequence[Row], target: float | None) -> list[Row]:
+def with_times_to_target(rows: Sequence[AsyncRow], target: float | None) -> list[AsyncRow]:
     """Return the rows with their times to a target, and how many times as soon as DDP they are there.
 
     Args:
@@ -122,7 +122,7 @@ def beside(rows: Sequence[Row], target: float | None) -> list[Row]:
     """
     if target is None:
         return list(rows)
-    times = [seconds_to(row.points, target) for row in rows]
+    times = [seconds_to_loss(row.points, target) for row in rows]
     ddp = next((time for row, time in zip(rows, times, strict=True) if row.lockstep), None)
     return [
         replace(row, seconds_to_target=time, speedup=ddp / time if ddp and time else None)

@@ -18,13 +18,22 @@ from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.transport.transport_interface import Envelope
 
-__all__ = ["AsyncPlan", "Churn", "Machine", "Schedule", "Spoil", "churned", "jittered", "paces"]
+__all__ = [
+    "AsyncPlan",
+    "ChurnEvent",
+    "EnvelopeFault",
+    "LrSchedule",
+    "SimulatedMachine",
+    "draw_churn",
+    "jitter_factor",
+    "relative_step_times",
+]
 
-Schedule = Callable[[float], float]
+LrSchedule = Callable[[float], float]
 """From the share of the training that is done to the share of the full learning rate."""
 
 
-Spoil = Callable[[Envelope], list[tuple[float, Envelope]]]
+EnvelopeFault = Callable[[Envelope], list[tuple[float, Envelope]]]
 """From an envelope under way to what arrives in its place, each so many seconds later; see `Network`."""
 
 
@@ -32,7 +41,7 @@ _SPREAD = math.sqrt(12)
 """Of numbers evenly drawn from 0 to 1: their width beside their standard deviation."""
 
 
-def jittered(jitter: float, key: int, step: int) -> float:
+def jitter_factor(jitter: float, key: int, step: int) -> float:
     """Return how many times as long as usual a step takes, 0.1 or more.
 
     Args:
@@ -45,7 +54,7 @@ def jittered(jitter: float, key: int, step: int) -> float:
 
 
 @dataclass(frozen=True)
-class Machine:
+class SimulatedMachine:
     """A worker's machine.
 
     Attributes:
@@ -69,7 +78,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Churn:
+class ChurnEvent:
     """A worker leaves without a word, or comes (back), at a time; worker −1: the hub is killed, or started again."""
 
     seconds: float
@@ -98,7 +107,7 @@ class AsyncPlan:
         UsageError: it has no workers or no end; somebody leaves who is not there, or comes who is.
     """
 
-    machines: Sequence[Machine]
+    machines: Sequence[SimulatedMachine]
     seconds: float = math.inf
     steps: int | None = None
     cadence: SyncSchedule = field(default_factory=lambda: SyncSchedule(10, 1, 5))
@@ -108,14 +117,14 @@ class AsyncPlan:
     stagger: bool = True
     alike: bool = True
     warmup: int = 0
-    schedule: Schedule | None = None
+    schedule: LrSchedule | None = None
     hub_up: float = 125e6
     hub_down: float = 125e6
     latency: float = 1e-4
     score_every: float = 0.0
     parameters: int | None = None
-    churn: Sequence[Churn] = ()
-    spoil: Spoil | None = None
+    churn: Sequence[ChurnEvent] = ()
+    spoil: EnvelopeFault | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -132,7 +141,7 @@ class AsyncPlan:
         for worker in {each.worker for each in self.churn}:
             self._check_turns(worker)
 
-    def comings(self, worker: int) -> list[Churn]:
+    def comings(self, worker: int) -> list[ChurnEvent]:
         """Return when a worker leaves and comes, in order."""
         return sorted((each for each in self.churn if each.worker == worker), key=lambda each: each.seconds)
 
@@ -163,10 +172,10 @@ class AsyncPlan:
 
 
 _PARTS = 10
-"""Of the time, for `churned`."""
+"""Of the time, for `draw_churn`."""
 
 
-def paces(workers: int, speeds: Sequence[float], spread: float = 0.0) -> list[float]:
+def relative_step_times(workers: int, speeds: Sequence[float], spread: float = 0.0) -> list[float]:
     """Return how long each worker's step takes beside the fastest one's.
 
     Args:
@@ -195,7 +204,7 @@ def paces(workers: int, speeds: Sequence[float], spread: float = 0.0) -> list[fl
     return [each / fastest for each in times]
 
 
-def churned(share: float, workers: int, seconds: float, seed: int = 0) -> list[Churn]:
+def draw_churn(share: float, workers: int, seconds: float, seed: int = 0) -> list[ChurnEvent]:
     """Return who leaves and comes back, so that about a share of all is away at a time.
 
     In every tenth of the time but the first and the last two so many workers leave without a word, one at least, drawn
@@ -213,11 +222,11 @@ def churned(share: float, workers: int, seconds: float, seed: int = 0) -> list[C
         return []
     part, many = seconds / _PARTS, math.ceil(share * workers)
     away: set[int] = set()
-    turns: list[Churn] = []
+    turns: list[ChurnEvent] = []
     for number in range(1, _PARTS - 2):
         here = sorted(set(range(workers)) - away, key=lambda worker: derive_key(seed, 6, number, worker))
         away = set(here[: min(many, len(here) - 1)])
         for worker in sorted(away):
             at = part * (number + derive_key(seed, 7, number, worker) / 2**64)
-            turns += [Churn(at, worker, False), Churn(at + part, worker, True)]
+            turns += [ChurnEvent(at, worker, False), ChurnEvent(at + part, worker, True)]
     return turns

@@ -23,15 +23,15 @@ from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.parallel.compression.compression_config import Compression
-from paceline.tools.simulate.async_rows import Point
-from paceline.tools.simulate.async_settings import AsyncPlan, Churn, Machine
-from paceline.tools.simulate.learning_tasks import Task
-from paceline.tools.simulate.simulated_worker import Node
+from paceline.tools.simulate.async_rows import LossPoint
+from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent
+from paceline.tools.simulate.learning_tasks import LearningTask
+from paceline.tools.simulate.simulated_worker import SimulatedWorker
 from paceline.transport.envelope import Bytes
 from paceline.transport.transport_interface import HUB, Envelope
 from paceline.transport.virtual_time import Clock, Link, Network, VirtualExchange
 
-__all__ = ["AsyncPlan", "AsyncResult", "Churn", "Machine", "Point", "Simulation", "simulate"]
+__all__ = ["AsyncPlan", "AsyncResult", "AsyncSimulation", "Churn", "Machine", "Point", "simulate_async"]
 
 _RUN = "simulated"
 _NEVER = 2**62
@@ -56,7 +56,7 @@ class AsyncResult:
         digest: of the centre's numbers.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[LossPoint, ...]
     loss: float
     best: float
     seconds: float
@@ -77,7 +77,7 @@ class AsyncResult:
     digest: str
 
 
-class Simulation:
+class AsyncSimulation:
     """All that happens in one run.
 
     Args:
@@ -87,7 +87,7 @@ class Simulation:
         clock, network: of all. layout: of the model. hub_link: to the network. steps: local ones of all so far.
     """
 
-    def __init__(self, plan: AsyncPlan, task: Task, tick: Callable[[Point], object]) -> None:
+    def __init__(self, plan: AsyncPlan, task: LearningTask, tick: Callable[[LossPoint], object]) -> None:
         self.plan, self.task, self._tick = plan, task, tick
         self.clock = Clock()
         self._journal = _Journal(keep=any(each.worker < 0 for each in plan.churn))
@@ -102,8 +102,8 @@ class Simulation:
         self._refused = Counter[str]()  # by hubs that were killed
         self.hub_link = Link(plan.hub_up, plan.hub_down, plan.latency)
         self._sequence = 0
-        self._nodes = [Node(self, index) for index in range(len(plan.machines))]
-        self._points: list[Point] = []
+        self._nodes = [SimulatedWorker(self, index) for index in range(len(plan.machines))]
+        self._points: list[LossPoint] = []
         self.steps = 0
         self._working = set(range(len(self._nodes)))  # those that have steps to make, or will have
         self._trained_seconds = 0.0
@@ -138,7 +138,7 @@ class Simulation:
 
     # ------------------------------------------------------------------ the course of it
 
-    def ended(self, node: Node) -> None:
+    def ended(self, node: SimulatedWorker) -> None:
         """Note that a worker has made all its steps, or left for good."""
         if node.index not in self._working:
             return
@@ -155,7 +155,7 @@ class Simulation:
         else:
             self.clock.at(now + _DRAIN_LOOK_SECONDS, self._drain, until)
 
-    def share_done(self, node: Node) -> float:
+    def share_done(self, node: SimulatedWorker) -> float:
         """Return which share of the training a worker has done."""
         if self.plan.steps is not None:
             return node.made / self.plan.steps
@@ -175,7 +175,7 @@ class Simulation:
         self.clock.run(plan.seconds)
         return self._result()
 
-    def _churn(self, each: Churn) -> None:
+    def _churn(self, each: ChurnEvent) -> None:
         if each.worker < 0:
             (self._start_hub if each.comes else self._kill_hub)()
         elif each.comes:
@@ -193,9 +193,9 @@ class Simulation:
 
     # ------------------------------------------------------------------ what comes out
 
-    def _point(self) -> Point:
+    def _point(self) -> LossPoint:
         updates = self._hub.updates if self._hub is not None else 0
-        return Point(self.clock.now, self.steps, updates, self._loss())
+        return LossPoint(self.clock.now, self.steps, updates, self._loss())
 
     @torch.no_grad()
     def _loss(self) -> float:
@@ -286,7 +286,9 @@ class _Journal(MemoryJournal):
 _DECISIONS = ("replace", "together", "refuse", "begin", "silent", "join")
 
 
-def simulate(plan: AsyncPlan, task: Task, tick: Callable[[Point], object] = lambda _: None) -> AsyncResult:
+def simulate_async(
+    plan: AsyncPlan, task: LearningTask, tick: Callable[[LossPoint], object] = lambda _: None
+) -> AsyncResult:
     """Return what becomes of a star in virtual time.
 
     Args:
@@ -296,6 +298,6 @@ def simulate(plan: AsyncPlan, task: Task, tick: Callable[[Point], object] = lamb
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return Simulation(plan, task, tick).run()
+        return AsyncSimulation(plan, task, tick).run()
     finally:
         torch.set_num_threads(threads)

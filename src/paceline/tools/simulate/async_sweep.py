@@ -8,27 +8,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.simulate.async_rows import Point, Row
+from paceline.tools.simulate.async_rows import AsyncRow, LossPoint
 from paceline.tools.simulate.async_settings import AsyncPlan
-from paceline.tools.simulate.async_simulation import AsyncResult, simulate
-from paceline.tools.simulate.faulty_network import Spoiling
-from paceline.tools.simulate.learning_tasks import Task
-from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
+from paceline.tools.simulate.async_simulation import AsyncResult, simulate_async
+from paceline.tools.simulate.faulty_network import RandomFaults
+from paceline.tools.simulate.learning_tasks import LearningTask
+from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
 
-__all__ = ["sweep"]
+__all__ = ["sweep_schedules"]
 
-_Tick = Callable[[Point], object]
+_Tick = Callable[[LossPoint], object]
 
 
-def sweep(
+def sweep_schedules(
     plan: AsyncPlan,
     cadences: Sequence[SyncSchedule],
-    task: Task,
+    task: LearningTask,
     *,
     beside: bool = True,
     spoilt: float = 0.0,
     tick: _Tick = lambda _: None,
-) -> Iterator[Row]:
+) -> Iterator[AsyncRow]:
     """Yield a row for each cadence, as soon as it is there.
 
     Args:
@@ -40,16 +40,16 @@ def sweep(
     if beside:
         yield _lockstep_row(plan, task, initial, tick)
     for cadence in cadences:
-        spoil = Spoiling(spoilt, plan.seed) if spoilt else None
-        found = simulate(replace(plan, cadence=cadence, spoil=spoil), task, tick)
+        spoil = RandomFaults(spoilt, plan.seed) if spoilt else None
+        found = simulate_async(replace(plan, cadence=cadence, spoil=spoil), task, tick)
         row = _star_row(cadence, found, len(plan.machines), initial)
         told = {f"spoilt: {name}": count for name, count in sorted(spoil.counts.items())} if spoil else {}
         yield replace(row, counts={**row.counts, **told})
 
 
-def _lockstep_row(plan: AsyncPlan, task: Task, initial: float, tick: _Tick) -> Row:
-    found = lockstep(
-        LockstepPlan(
+def _lockstep_row(plan: AsyncPlan, task: LearningTask, initial: float, tick: _Tick) -> AsyncRow:
+    found = simulate_ddp(
+        DdpPlan(
             plan.machines,
             seconds=plan.seconds,
             steps=plan.steps,
@@ -62,7 +62,7 @@ def _lockstep_row(plan: AsyncPlan, task: Task, initial: float, tick: _Tick) -> R
         task,
         tick,
     )
-    return Row(
+    return AsyncRow(
         "DDP",
         None,
         None,
@@ -79,7 +79,7 @@ def _lockstep_row(plan: AsyncPlan, task: Task, initial: float, tick: _Tick) -> R
     )
 
 
-def _star_row(cadence: SyncSchedule, found: AsyncResult, workers: int, initial: float) -> Row:
+def _star_row(cadence: SyncSchedule, found: AsyncResult, workers: int, initial: float) -> AsyncRow:
     counts: Counter[str] = Counter()
     for each in found.counts:
         counts.update(each)
@@ -88,7 +88,7 @@ def _star_row(cadence: SyncSchedule, found: AsyncResult, workers: int, initial: 
         for each in found.decisions
         if each["kind"] == "replace"
     ]
-    return Row(
+    return AsyncRow(
         f"k {cadence.every}, d {cadence.delay}",
         cadence.every,
         cadence.delay,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline._core.format import format_seconds
-from paceline.tools.simulate.async_rows import Row
+from paceline.tools.simulate.async_rows import AsyncRow
 
-__all__ = ["sentences"]
+__all__ = ["async_findings"]
 
 _BUSY = 0.8
 """Share of the time from which on a hub's link is called full."""
@@ -16,7 +16,9 @@ _LITTLE, _MUCH = 0.01, 0.25
 _EQUAL = 1.05
 
 
-def sentences(rows: Sequence[Row], given: float | None = None, outer: str = "averaging") -> list[str]:
+def async_findings(
+    rows: Sequence[AsyncRow], given: float | None = None, outer: str = "averaging"
+) -> list[str]:
     """Return what follows from the rows, one sentence or two each.
 
     Args:
@@ -33,7 +35,7 @@ def sentences(rows: Sequence[Row], given: float | None = None, outer: str = "ave
     return [line for line in told if line]
 
 
-def _advice(stars: Sequence[Row], ddp: Row | None, given: float | None) -> str:
+def _advice(stars: Sequence[AsyncRow], ddp: AsyncRow | None, given: float | None) -> str:
     aim = "the loss that DDP ends with" if given is None else f"a loss of {given:g}"
     there = [row for row in stars if row.seconds_to_target is not None and not row.diverged]
     if not there:
@@ -58,7 +60,7 @@ def _advice(stars: Sequence[Row], ddp: Row | None, given: float | None) -> str:
     return f"Take {best.name}: it {when}, {best.speedup:.2g} times as soon as DDP. {_cheaper(best, there)}".rstrip()
 
 
-def _cheaper(best: Row, there: Sequence[Row]) -> str:
+def _cheaper(best: AsyncRow, there: Sequence[AsyncRow]) -> str:
     """Return that another setting is nearly as quick with far fewer bytes, if one is."""
     near = [
         row
@@ -72,7 +74,7 @@ def _cheaper(best: Row, there: Sequence[Row]) -> str:
     return f"{least.name} is nearly as quick with {least.nbytes / best.nbytes:.0%} of the bytes."
 
 
-def _bound_of_ddp(ddp: Row) -> str:
+def _bound_of_ddp(ddp: AsyncRow) -> str:
     shares = {
         "the network": ddp.communication,
         "the slowest machine": ddp.waiting,
@@ -83,7 +85,7 @@ def _bound_of_ddp(ddp: Row) -> str:
     return f"DDP waits: of a worker's time {' and '.join(much)}."
 
 
-def _full_links(stars: Sequence[Row]) -> list[str]:
+def _full_links(stars: Sequence[AsyncRow]) -> list[str]:
     full = [row for row in stars if row.hub_busy >= _BUSY]
     if full:
         names = ", ".join(f"{row.name} ({row.hub_busy:.0%})" for row in full)
@@ -100,7 +102,7 @@ def _full_links(stars: Sequence[Row]) -> list[str]:
     return [f"The hub's link is in use for at most {busiest.hub_busy:.0%} of the time ({busiest.name})."]
 
 
-def _mishaps(row: Row, outer: str) -> list[str]:
+def _mishaps(row: AsyncRow, outer: str) -> list[str]:
     told = []
     if row.diverged:
         told.append(f"{row.name} diverged: {_why(outer)}")

@@ -13,13 +13,13 @@ from paceline.errors import EnvelopeError, UsageError
 from paceline.transport.envelope import decode, encode
 from paceline.transport.transport_interface import Envelope
 
-__all__ = ["Spoiling"]
+__all__ = ["RandomFaults"]
 
 _WAYS = ("lost", "repeated", "late", "damaged")
 _MOST_LATE_SECONDS = 5.0
 
 
-class Spoiling:
+class RandomFaults:
     """Spoils a share of all envelopes; made anew for every run, since it counts them.
 
     Args:

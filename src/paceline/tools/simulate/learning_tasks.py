@@ -19,7 +19,7 @@ from paceline.tools.models.gpt import loss as loss_of
 from paceline.tools.models.gpt_sizes import Size
 from paceline.tools.models.token_windows import Batches, HeldOut, summed_loss
 
-__all__ = ["GPTTask", "Learner", "LinearTask", "Task"]
+__all__ = ["GPTTask", "Learner", "LearningTask", "LinearTask"]
 
 
 _BATCH, _BATCHES = 8, 512
@@ -66,7 +66,7 @@ class Learner(Protocol):
         ...
 
 
-class Task(Protocol):
+class LearningTask(Protocol):
     """Makes learners.
 
     Attributes:
@@ -108,7 +108,7 @@ class LinearTask:
         self.moves = lru_cache(_RATES)(self._moves)
 
     def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Linear:
-        """See `Task`."""
+        """See `LearningTask`."""
         return Linear(self, worker, alike, lr)
 
     def _moves(self, rate: float) -> tuple[list[Numbers], list[Numbers]]:
@@ -189,7 +189,7 @@ class GPTTask:
         self.held_out = HeldOut(self.corpus.held_out, 16, size.context, limit=held_out)
 
     def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Learner:
-        """See `Task`."""
+        """See `LearningTask`."""
         return _GPTLearner(self, worker, workers, alike, lr)
 
 

@@ -18,16 +18,16 @@ from xxhash import xxh3_64_hexdigest
 from paceline._core.keyed_random import derive_key
 from paceline.errors import UsageError
 from paceline.tools.plan.slow_network import BACKWARD_SHARE
-from paceline.tools.simulate.async_rows import Point
-from paceline.tools.simulate.async_settings import Machine, Schedule, jittered
-from paceline.tools.simulate.learning_tasks import Learner, Task
+from paceline.tools.simulate.async_rows import LossPoint
+from paceline.tools.simulate.async_settings import LrSchedule, SimulatedMachine, jitter_factor
+from paceline.tools.simulate.learning_tasks import Learner, LearningTask
 from paceline.transport.virtual_time import OVERHEAD
 
-__all__ = ["LockstepPlan", "LockstepResult", "lockstep", "ring_seconds"]
+__all__ = ["DdpPlan", "DdpResult", "ring_all_reduce_seconds", "simulate_ddp"]
 
 
 @dataclass(frozen=True)
-class LockstepPlan:
+class DdpPlan:
     """What is simulated.
 
     Attributes:
@@ -43,13 +43,13 @@ class LockstepPlan:
         UsageError: it has no workers or no end; a number is out of range.
     """
 
-    machines: Sequence[Machine]
+    machines: Sequence[SimulatedMachine]
     seconds: float = math.inf
     steps: int | None = None
     parameters: int | None = None
     latency: float = 1e-4
     overlap: float = BACKWARD_SHARE
-    schedule: Schedule | None = None
+    schedule: LrSchedule | None = None
     score_every: float = 0.0
     seed: int = 0
     members: int | None = None
@@ -64,7 +64,7 @@ class LockstepPlan:
 
 
 @dataclass(frozen=True)
-class LockstepResult:
+class DdpResult:
     """What came out.
 
     Attributes:
@@ -75,7 +75,7 @@ class LockstepResult:
         digest: of the parameters.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[LossPoint, ...]
     loss: float
     seconds: float
     steps: int
@@ -85,7 +85,7 @@ class LockstepResult:
     digest: str
 
 
-def ring_seconds(workers: int, nbytes: float, rate: float, latency: float) -> float:
+def ring_all_reduce_seconds(workers: int, nbytes: float, rate: float, latency: float) -> float:
     """Return how long a ring all-reduce takes.
 
     Args:
@@ -98,9 +98,9 @@ def ring_seconds(workers: int, nbytes: float, rate: float, latency: float) -> fl
     return 2 * (workers - 1) * (nbytes / workers / rate + latency)
 
 
-def lockstep(
-    plan: LockstepPlan, task: Task, tick: Callable[[Point], object] = lambda _: None
-) -> LockstepResult:
+def simulate_ddp(
+    plan: DdpPlan, task: LearningTask, tick: Callable[[LossPoint], object] = lambda _: None
+) -> DdpResult:
     """Return what becomes of DDP on these machines.
 
     Args:
@@ -117,7 +117,7 @@ def lockstep(
 class _Lockstep:
     """All that happens in one run."""
 
-    def __init__(self, plan: LockstepPlan, task: Task, tick: Callable[[Point], object]) -> None:
+    def __init__(self, plan: DdpPlan, task: LearningTask, tick: Callable[[LossPoint], object]) -> None:
         self._plan, self._tick = plan, tick
         workers = len(plan.machines)
         self._keys = [derive_key(plan.seed, worker + 1) for worker in range(workers)]
@@ -126,13 +126,13 @@ class _Lockstep:
         self._params = [list(each.module.parameters()) for each in self._learners]
         numel = plan.parameters or sum(param.numel() for param in self._params[0])
         rate = min(min(each.up, each.down) for each in plan.machines)
-        self._comm_seconds = ring_seconds(workers, OVERHEAD * 4.0 * numel, rate, plan.latency)
+        self._comm_seconds = ring_all_reduce_seconds(workers, OVERHEAD * 4.0 * numel, rate, plan.latency)
         self._nbytes_of_step = 2 * (workers - 1) / workers * OVERHEAD * 4.0 * numel
         self._now = self._exposed = self._waited = 0.0
-        self._points: list[Point] = []
+        self._points: list[LossPoint] = []
         self._next_point = plan.score_every or math.inf
 
-    def run(self) -> LockstepResult:
+    def run(self) -> DdpResult:
         """Go through all of it."""
         plan, step = self._plan, 0
         while plan.steps is None or step < plan.steps:
@@ -152,7 +152,7 @@ class _Lockstep:
         """Return how long a step takes, and note how much of that is waiting."""
         plan = self._plan
         each = [
-            machine.step_seconds * jittered(machine.jitter, key, step)
+            machine.step_seconds * jitter_factor(machine.jitter, key, step)
             for machine, key in zip(plan.machines, self._keys, strict=True)
         ]
         slowest = max(each)
@@ -183,12 +183,12 @@ class _Lockstep:
     def _look(self, seconds: float, step: int) -> None:
         if self._points and self._points[-1].seconds >= seconds:
             return
-        self._points.append(Point(seconds, step * len(self._learners), step, self._learners[0].score()))
+        self._points.append(LossPoint(seconds, step * len(self._learners), step, self._learners[0].score()))
         self._tick(self._points[-1])
 
-    def _result(self, steps: int) -> LockstepResult:
+    def _result(self, steps: int) -> DdpResult:
         seconds = self._now or 1.0
-        return LockstepResult(
+        return DdpResult(
             tuple(self._points),
             self._points[-1].loss,
             self._now,

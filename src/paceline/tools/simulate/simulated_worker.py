@@ -20,20 +20,20 @@ from paceline.async_dp.worker.async_worker import AsyncWorker
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.parallel.compression.compression_config import Compression
-from paceline.tools.simulate.async_settings import jittered
+from paceline.tools.simulate.async_settings import jitter_factor
 from paceline.transport.transport_interface import Envelope
 from paceline.transport.virtual_time import Link, VirtualExchange
 
 if TYPE_CHECKING:
-    from paceline.tools.simulate.async_simulation import Simulation
+    from paceline.tools.simulate.async_simulation import AsyncSimulation
 
-__all__ = ["Node"]
+__all__ = ["SimulatedWorker"]
 
 _TICK = 1e-9
 _SESSIONS_OF_A_LIFE = 1_000_000
 
 
-class Node:
+class SimulatedWorker:
     """A worker in virtual time.
 
     Args:
@@ -45,7 +45,7 @@ class Node:
         link: to the network.
     """
 
-    def __init__(self, simulation: Simulation, index: int) -> None:
+    def __init__(self, simulation: AsyncSimulation, index: int) -> None:
         plan = simulation.plan
         self._simulation, self.index, self.number = simulation, index, index + 1
         self._clock, self._plan = simulation.clock, plan
@@ -144,7 +144,7 @@ class Node:
                 return
             if count > left:
                 count = left
-        seconds = machine.step_seconds * count * jittered(machine.jitter, self._key, self.made)
+        seconds = machine.step_seconds * count * jitter_factor(machine.jitter, self._key, self.made)
         self._clock.at(self._clock.now + seconds, self._computed, self._life, count)
 
     def _computed(self, life: int, count: int) -> None:

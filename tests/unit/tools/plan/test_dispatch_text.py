@@ -11,7 +11,7 @@ from paceline.data.sampling.rank_shares import RankShares
 from paceline.tools.plan.balance_report import Balance, Outcome
 from paceline.tools.plan.dispatch_forecast import Asked, forecasts
 from paceline.tools.plan.dispatch_text import in_short, of_bias, of_loop, of_safe, percent, ranges
-from paceline.tools.report.charts.dispatch_charts import MOST_PANELS, end_chart, imbalance_chart
+from paceline.tools.report.charts.dispatch_charts import MAX_PANELS, epoch_end_chart, imbalance_chart
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_is_nought_is_said_where_it_cannot_be_drawn():
 
 def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
     asked = Asked(50_000, RankShares.equal(7), blocks=(2, 1000), draws=0)
-    said = texts(end_chart(forecasts(asked), title="the end"))
+    said = texts(epoch_end_chart(forecasts(asked), title="the end"))
     assert "block 2, batch 64: all ranks make 112 steps" in said
     told = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
     assert f"block 1000, batch 64: {told}" in said
@@ -130,14 +130,14 @@ def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
 
 def test_a_policy_that_makes_no_step_is_said():
     asked = Asked(100, RankShares((1, 99)), blocks=(1,), draws=0)
-    said = texts(end_chart(forecasts(asked), title=""))
+    said = texts(epoch_end_chart(forecasts(asked), title=""))
     assert "block 1, batch 64: join and pad 2 steps, truncate 1, drop no, rebalance 1 (line)" in said
 
 
 def test_the_most_uneven_are_drawn():
     asked = Asked(50_000, RankShares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0)
-    said = [each for each in texts(end_chart(forecasts(asked), title="")) if each.startswith("block")]
-    assert len(said) == MOST_PANELS
+    said = [each for each in texts(epoch_end_chart(forecasts(asked), title="")) if each.startswith("block")]
+    assert len(said) == MAX_PANELS
     assert said[-1].startswith("block 2000")
 
 
@@ -145,5 +145,5 @@ def test_the_most_uneven_are_drawn():
 @pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (3, 7), (10**6, 3000)])
 def test_everything_can_be_drawn(samples, ranks, scheme, tmp_path):
     found = forecasts(Asked(samples, RankShares.equal(ranks), scheme, draws=2))
-    for number, chart in enumerate((imbalance_chart(found, title="x"), end_chart(found, title="x"))):
+    for number, chart in enumerate((imbalance_chart(found, title="x"), epoch_end_chart(found, title="x"))):
         assert chart.save(tmp_path / f"{number}.png").stat().st_size > 1000

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.tools.report.hub.downsample import Sketch, Thinned
+from paceline.tools.report.hub.downsample import DownsampledCurve, QuantileSketch
 
 
 def thinned(points, most):
-    curve = Thinned(most)
+    curve = DownsampledCurve(most)
     for point in points:
         curve.add(*point)
     return curve
@@ -55,12 +55,12 @@ def test_points_are_kept_all_along_the_curve():
 
 
 def test_a_curve_without_points():
-    assert Thinned().points() == []
+    assert DownsampledCurve().points() == []
 
 
 @given(st.lists(st.integers(0, 999), min_size=1))
 def test_half_of_the_values_do_not_exceed_the_median(values):
-    counted = Sketch()
+    counted = QuantileSketch()
     for value in values:
         counted.add(value / 100)
     assert counted.median == pytest.approx(median_low(values) / 100)
@@ -68,25 +68,25 @@ def test_half_of_the_values_do_not_exceed_the_median(values):
 
 
 def test_values_are_told_apart_by_three_digits_and_the_largest_exactly():
-    counted = Sketch()
+    counted = QuantileSketch()
     for value in (1.00049, 1.0004, 123.456):
         counted.add(value)
     assert (counted.median, counted.largest) == (1.0, 123.456)
 
 
 def test_counting_all_of_another():
-    one, other = Sketch(), Sketch()
+    one, other = QuantileSketch(), QuantileSketch()
     one.add(1.0)
     for value in (5.0, 6.0):
         other.add(value)
     one.add_all(other)
-    one.add_all(Sketch())
+    one.add_all(QuantileSketch())
     assert (one.count, one.median, one.largest) == (3, 5.0, 6.0)
-    assert Sketch().median is None
+    assert QuantileSketch().median is None
 
 
 def test_memory_does_not_grow_with_the_number_of_different_values():
-    counted = Sketch()
+    counted = QuantileSketch()
     for number in range(50_000):
         counted.add(random.Random(number).expovariate(1.0))
     assert len(counted._times) < 5000

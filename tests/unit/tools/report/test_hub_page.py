@@ -16,8 +16,8 @@ from paceline.async_dp.hub.update_screening import ScreeningRules
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.report.hub.hub_page import _bars, write_report
-from paceline.tools.simulate.async_simulation import AsyncPlan, Churn, Machine, simulate
+from paceline.tools.report.hub.hub_page import _bars, write_hub_report
+from paceline.tools.simulate.async_simulation import AsyncPlan, Churn, Machine, simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
 from reported_hub_folder import centre, demo, join, long_run, record, refuse, traffic, update, write
 
@@ -25,7 +25,7 @@ from reported_hub_folder import centre, demo, join, long_run, record, refuse, tr
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """Return the page of a run in which everything happens, for tests that only read it."""
-    return write_report(demo(tmp_path_factory.mktemp("hub"))).read_text()
+    return write_hub_report(demo(tmp_path_factory.mktemp("hub"))).read_text()
 
 
 def test_the_page_tells_what_was_reached_who_gave_what_and_what_was_decided(page):
@@ -72,7 +72,7 @@ def page_of_names(folder, names, reason, run):
         records += [update(1 + number, number, score=2.0), centre(2 + number, number, 1.0)]
         records += [refuse(3 + number, number, f"{reason}: {reason}", until=60.0)]
         records += [record("replace", 4, worker=number, by=0, lr=0.1, why=f"{reason} of 0")]
-    return write_report(write(folder, records, name=run)).read_text()
+    return write_hub_report(write(folder, records, name=run)).read_text()
 
 
 @pytest.mark.parametrize("workers", [5, 30])
@@ -107,14 +107,14 @@ def elements(page):
 
 def test_a_hub_that_has_just_begun_has_a_page_that_says_so(tmp_path):
     with HubJournal.open(tmp_path, resume=True):
-        page = write_report(tmp_path).read_text()
+        page = write_hub_report(tmp_path).read_text()
     parse(page)
     assert "Nothing was noted yet" in page
     assert "<svg" not in page
 
 
 def test_a_run_without_updates_says_so(tmp_path):
-    page = write_report(write(tmp_path, [traffic(5), join(6, 1, "ann"), traffic(10)])).read_text()
+    page = write_hub_report(write(tmp_path, [traffic(5), join(6, 1, "ann"), traffic(10)])).read_text()
     parse(page)
     assert "No update was taken in yet: in 5 s 1 worker came." in page
     assert "<h2>Network</h2>" in page
@@ -124,7 +124,7 @@ def test_a_run_without_updates_says_so(tmp_path):
 def test_training_losses_stand_in_where_no_score_is_told(tmp_path):
     told = {1: {"steps": 1, "speed": 2.0, "loss": 4.0}}
     records = [join(0, 1, "ann"), *(traffic(5 * at, workers=told) for at in range(1, 9)), update(50, 1)]
-    page = write_report(write(tmp_path, records)).read_text()
+    page = write_hub_report(write(tmp_path, records)).read_text()
     assert "<h2>Training loss</h2>" in page
     assert "Training losses as 1 worker told them" in page
 
@@ -133,11 +133,11 @@ def test_what_is_missing_is_noted(tmp_path):
     folder = write(tmp_path, [update(1, 1)])
     with (folder / "ledger.jsonl").open("a") as file:
         file.write("?\n")
-    assert '<p class="note">The ledger is damaged: line 2' in write_report(folder).read_text()
+    assert '<p class="note">The ledger is damaged: line 2' in write_hub_report(folder).read_text()
 
 
 def test_many_lines_of_thirty_workers_are_a_page_of_bounded_size(tmp_path):
-    page = write_report(write(tmp_path, long_run(30_000, workers=30))).read_text()
+    page = write_hub_report(write(tmp_path, long_run(30_000, workers=30))).read_text()
     parse(page)
     assert "<td>10 others</td>" in page
     assert "The largest 20 of 30 workers." in page
@@ -155,7 +155,7 @@ def test_the_histogram_has_no_holes_and_ends_with_its_last_bar():
 
 
 def test_a_run_of_days_tells_dates(tmp_path):
-    page = write_report(
+    page = write_hub_report(
         write(tmp_path, [join(0, 1), update(5 * 86400, 1), record("leave", 5 * 86400, worker=1)])
     ).read_text()
     assert "<td>120 h 0 min</td><td>2026-07-30 17:20:00</td>" in page
@@ -180,11 +180,11 @@ def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
         rules=HubRules(population=PopulationRules(60), screen=ScreeningRules(worse=0.0, strikes=2), silent_after=1.0),
         churn=[Churn(4.0, 1, False), Churn(6.0, 1, True)],
     )  # fmt: skip
-    simulate(plan, LinearTask())
+    simulate_async(plan, LinearTask())
     kinds = {each["kind"] for each in written}
     expected = "join silent score replace together begin update centre refuse"
     assert set(expected.split()) <= kinds
-    page = write_report(write(tmp_path, written)).read_text()
+    page = write_hub_report(write(tmp_path, written)).read_text()
     parse(page)
     assert 'class="note"' not in page
     for text in ("put in quarantine", "update refused", "all join it", "replaced by the best", "fell silent"):

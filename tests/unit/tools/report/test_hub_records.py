@@ -10,8 +10,8 @@ import pytest
 
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.errors import UsageError
-from paceline.tools.report.hub.hub_records import HubRun, holds_hub, read_hub, take_in
-from paceline.tools.report.hub.worker_statistics import Crew, plain
+from paceline.tools.report.hub.hub_records import HubRun, is_hub_folder, read_hub_run, read_records
+from paceline.tools.report.hub.worker_statistics import WorkerTable, printable
 from reported_hub_folder import (
     START,
     begin,
@@ -30,7 +30,7 @@ from reported_hub_folder import (
 
 @pytest.fixture
 def run(tmp_path):
-    return lambda *records: read_hub(write(tmp_path / "hub", records))
+    return lambda *records: read_hub_run(write(tmp_path / "hub", records))
 
 
 def worker(run, number):
@@ -167,7 +167,7 @@ def test_a_ledger_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_pa
     folder = write(tmp_path, [join(0, 1), update(1, 1)])
     with (folder / "ledger.jsonl").open("a") as file:
         file.write(line(2, update(2, 1))[:-9])
-    assert (read_hub(folder).updates, read_hub(folder).notes) == (1, [])
+    assert (read_hub_run(folder).updates, read_hub_run(folder).notes) == (1, [])
 
 
 def test_lines_that_come_while_it_is_read_count(tmp_path):
@@ -182,7 +182,7 @@ def test_lines_that_come_while_it_is_read_count(tmp_path):
             yield values
 
     run = HubRun(folder)
-    take_in(run, growing())
+    read_records(run, growing())
     assert (run.updates, worker(run, 2).updates) == (5010, 10)
 
 
@@ -190,7 +190,7 @@ def test_what_comes_before_a_damaged_line_is_read_and_the_line_is_named(tmp_path
     folder = write(tmp_path, [join(0, 1), update(1, 1)])
     with (folder / "ledger.jsonl").open("a") as file:
         file.write("\0\0\0\n" + line(3, update(2, 1)))
-    told = read_hub(folder)
+    told = read_hub_run(folder)
     assert told.updates == 1
     assert told.notes == [
         "The ledger is damaged: line 3 can't be read, and what follows is left out. A hub that is started again with "
@@ -203,12 +203,12 @@ def test_a_damaged_page_of_facts_is_told_and_a_newer_one_refused(tmp_path):
     page = folder / "run.json"
     newer = json.loads(page.read_text()) | {"format": 99}
     page.write_text("{")
-    assert "run.json is damaged" in read_hub(folder).notes[0]
+    assert "run.json is damaged" in read_hub_run(folder).notes[0]
     page.write_text(json.dumps(newer))
     with pytest.raises(UsageError, match="format 99"):
-        read_hub(folder)
+        read_hub_run(folder)
     page.unlink()
-    assert (read_hub(folder).name, read_hub(folder).notes) == ("", [])
+    assert (read_hub_run(folder).name, read_hub_run(folder).notes) == ("", [])
 
 
 def test_lines_that_make_no_sense_are_counted_and_left_out(run):
@@ -262,7 +262,7 @@ def test_memory_does_not_grow_with_the_ledger():
     run = HubRun(None)  # type: ignore[arg-type]
     tracemalloc.start()
     try:
-        take_in(run, long_run(20_000))
+        read_records(run, long_run(20_000))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -282,14 +282,14 @@ def test_memory_does_not_grow_with_workers_that_come_and_go():
             record("leave", number, worker=number),
         )
     )
-    take_in(run, records)
+    read_records(run, records)
     assert len(run.scores) <= 256
     assert sum(1 for _ in run.crew) <= 5000
     assert len(run.crew) == run.updates == 12_000
 
 
 def test_workers_that_are_one_keep_their_sums():
-    crew = Crew(most=4)
+    crew = WorkerTable(most=4)
     for number in range(10):
         each = crew.hear(number, 0.0)
         each.updates, each.samples = 1, float(number)
@@ -300,16 +300,16 @@ def test_workers_that_are_one_keep_their_sums():
 
 
 def test_a_worker_that_calls_itself_as_another_does_is_told_apart():
-    crew = Crew()
+    crew = WorkerTable()
     for number, name in ((1, "gpu"), (2, "gpu"), (3, "4"), (4, ""), (5, "own")):
         crew.of(number, 0.0).name = name
     assert crew.names() == {1: "gpu #1", 2: "gpu #2", 3: "4 #3", 4: "4", 5: "own"}
 
 
 def test_texts_lose_what_can_not_be_shown():
-    assert plain("a\x00\u202eb\ud800\n c ") == "ab c"
-    assert plain("x" * 100) == "x" * 39 + "…"
-    assert plain(17) == "17"
+    assert printable("a\x00\u202eb\ud800\n c ") == "ab c"
+    assert printable("x" * 100) == "x" * 39 + "…"
+    assert printable(17) == "17"
 
 
 def test_the_last_name_that_a_worker_gave_counts(run):
@@ -318,16 +318,16 @@ def test_the_last_name_that_a_worker_gave_counts(run):
 
 
 def test_a_hub_s_folder_is_told_from_others(tmp_path):
-    assert not holds_hub(tmp_path)
-    assert not holds_hub(tmp_path / "nowhere")
+    assert not is_hub_folder(tmp_path)
+    assert not is_hub_folder(tmp_path / "nowhere")
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "steps.jsonl").write_text("")
-    assert not holds_hub(tmp_path)
+    assert not is_hub_folder(tmp_path)
     with HubJournal.open(tmp_path / "hub", resume=True):
-        assert holds_hub(tmp_path / "hub")
-        assert read_hub(tmp_path / "hub").records == 0
-    assert holds_hub(demo(tmp_path / "other"))
+        assert is_hub_folder(tmp_path / "hub")
+        assert read_hub_run(tmp_path / "hub").records == 0
+    assert is_hub_folder(demo(tmp_path / "other"))
 
 
 def test_the_name_of_the_run_is_that_of_its_page(tmp_path):
-    assert read_hub(write(tmp_path, [], name="night \x1b[31mrun")).name == "night [31mrun"
+    assert read_hub_run(write(tmp_path, [], name="night \x1b[31mrun")).name == "night [31mrun"

@@ -5,30 +5,30 @@ from __future__ import annotations
 import pytest
 
 from paceline._core.format import format_number, format_percent, plural
-from paceline.tools.report.hub.hub_records import HubRun, take_in
-from paceline.tools.report.hub.hub_summary import ddp_nbytes, local_steps, rows_of
+from paceline.tools.report.hub.hub_records import HubRun, read_records
+from paceline.tools.report.hub.hub_summary import contribution_rows, ddp_nbytes, local_steps
 from paceline.tools.report.hub.hub_text import (
-    headline,
-    reasons,
-    told_contributions,
-    told_decisions,
-    told_link,
-    told_scores,
-    told_staleness,
+    contributions_caption,
+    decisions_caption,
+    format_refusals,
+    hub_headline,
+    scores_caption,
+    staleness_caption,
+    traffic_caption,
 )
-from paceline.tools.report.hub.worker_statistics import Crew
+from paceline.tools.report.hub.worker_statistics import WorkerTable
 from reported_hub_folder import begin, centre, join, record, refuse, traffic, update
 
 
 def run_of(*records):
     run = HubRun(None)  # type: ignore[arg-type]
-    take_in(run, records)
+    read_records(run, records)
     return run
 
 
 def said(*records):
     run = run_of(*records)
-    return headline(run, rows_of(run))
+    return hub_headline(run, contribution_rows(run))
 
 
 def two_workers(**changes):
@@ -139,19 +139,19 @@ def test_a_full_reservation_is_named_as_what_limits():
 
 def test_more_than_twenty_workers_are_the_largest_and_others():
     run = run_of(*(update(1, each, samples=float(each), weight=0.1) for each in range(1, 51)))
-    rows = rows_of(run, 20)
+    rows = contribution_rows(run, 20)
     assert [row.name for row in rows[:2]] == ["50", "49"]
     assert (len(rows), rows[-1].name, rows[-1].worker.updates) == (21, "30 others", 30)
     assert sum(row.share for row in rows) == pytest.approx(1)
     assert sum(row.weight for row in rows) == pytest.approx(1)
-    assert "The largest 20 of 50 workers." in told_contributions(run, rows)
-    assert len(rows_of(run_of(*(update(1, each) for each in range(20))), 20)) == 20
+    assert "The largest 20 of 50 workers." in contributions_caption(run, rows)
+    assert len(contribution_rows(run_of(*(update(1, each) for each in range(20))), 20)) == 20
 
 
 def test_workers_that_were_folded_together_are_among_the_others():
-    run = HubRun(None, crew=Crew(most=10))  # type: ignore[arg-type]
-    take_in(run, [update(1, each, samples=float(each)) for each in range(1, 51)])
-    rows = rows_of(run, 3)
+    run = HubRun(None, crew=WorkerTable(most=10))  # type: ignore[arg-type]
+    read_records(run, [update(1, each, samples=float(each)) for each in range(1, 51)])
+    rows = contribution_rows(run, 3)
     assert (len(rows), rows[0].name, rows[-1].name) == (4, "50", "47 others")
     assert sum(row.worker.updates for row in rows) == 50
     assert sum(row.share for row in rows) == pytest.approx(1)
@@ -159,66 +159,68 @@ def test_workers_that_were_folded_together_are_among_the_others():
 
 def test_shares_are_of_updates_where_no_samples_are_told():
     run = run_of(update(1, 1, samples=0.0), *(update(1, 2, samples=0.0) for _ in range(3)))
-    assert [(row.name, row.share) for row in rows_of(run)] == [("2", 0.75), ("1", 0.25)]
-    assert "Share of all updates" in told_contributions(run, rows_of(run))
+    assert [(row.name, row.share) for row in contribution_rows(run)] == [("2", 0.75), ("1", 0.25)]
+    assert "Share of all updates" in contributions_caption(run, contribution_rows(run))
 
 
 def test_shares_are_numbers_whatever_samples_were_told():
     run = run_of(*(update(1, each, samples=1.7e308) for each in (1, 2)))
-    assert [row.share for row in rows_of(run)] == [0.5, 0.5]
-    assert headline(run, rows_of(run))
+    assert [row.share for row in contribution_rows(run)] == [0.5, 0.5]
+    assert hub_headline(run, contribution_rows(run))
 
 
 def test_samples_that_are_steps_are_called_so():
     run = run_of(update(1, 1, samples=20.0, steps=20))
-    assert "count every step as one sample" in told_contributions(run, rows_of(run))
-    assert "count every step" not in told_contributions(run_of(update(1, 1)), ())
+    assert "count every step as one sample" in contributions_caption(run, contribution_rows(run))
+    assert "count every step" not in contributions_caption(run_of(update(1, 1)), ())
 
 
 def test_the_chart_of_scores_is_told_with_its_marks():
     run = run_of(
         *two_workers(), record("replace", 1, worker=1, by=2, why=""), record("together", 2, worker=2, why="")
     )
-    told = told_scores(run, 1, losses=False)
+    told = scores_caption(run, 1, losses=False)
     assert "own ones of 1 worker. 1 more worker is not drawn." in told
     assert told.endswith(
         "Dashed where all joined the best worker, a cross where a worker was replaced by the best."
     )
-    assert "grey" in told_scores(run_of(traffic(5), traffic(50)), 0, losses=False).lower()
-    assert told_scores(run, 2, losses=True).startswith(
+    assert "grey" in scores_caption(run_of(traffic(5), traffic(50)), 0, losses=False).lower()
+    assert scores_caption(run, 2, losses=True).startswith(
         "Training losses as 2 workers told them; none told a score"
     )
 
 
 def test_old_updates_are_told():
-    assert "none was as old as 4." in told_staleness(run_of(update(1, 1)))
-    assert "50\u00a0% were 4 rounds old or more." in told_staleness(
+    assert "none was as old as 4." in staleness_caption(run_of(update(1, 1)))
+    assert "50\u00a0% were 4 rounds old or more." in staleness_caption(
         run_of(update(1, 1), update(1, 1, staleness=9.0))
     )
 
 
 def test_the_reservation_is_told_with_what_was_used_of_it():
-    assert "Nothing is reserved" in told_link(run_of(traffic(5), traffic(10)))
-    told = told_link(run_of(traffic(5, 4000, 100, bandwidth=1000), traffic(10, 100, 2000, bandwidth=1000)))
+    assert "Nothing is reserved" in traffic_caption(run_of(traffic(5), traffic(10)))
+    told = traffic_caption(
+        run_of(traffic(5, 4000, 100, bandwidth=1000), traffic(10, 100, 2000, bandwidth=1000))
+    )
     assert "at most 400 B/s came in and 800 B/s went out" in told
     assert "Reserved are 1 kB/s each way (dashed), of which at most 80\u00a0% were in use." in told
-    assert told_link(run_of(traffic(5, 9000, bandwidth=1000))).endswith(
+    assert traffic_caption(run_of(traffic(5, 9000, bandwidth=1000))).endswith(
         "at most 180\u00a0% were in use: more than that."
     )
-    assert "changed on the way, the last time" in told_link(
+    assert "changed on the way, the last time" in traffic_caption(
         run_of(traffic(5, bandwidth=10), traffic(10, bandwidth=20))
     )
 
 
 def test_how_many_decisions_are_not_shown_is_told():
-    assert "more are not shown" not in told_decisions(run_of(join(0, 1)))
-    assert told_decisions(run_of(*(join(0, each) for each in range(1500)))).endswith(
+    assert "more are not shown" not in decisions_caption(run_of(join(0, 1)))
+    assert decisions_caption(run_of(*(join(0, each) for each in range(1500)))).endswith(
         "1,300 more are not shown."
     )
 
 
 def test_numbers_in_words():
-    assert reasons({"a": 1, "b": 3, "c": 2, "d": 1, "e": 1, "f": 4}) == "f 4, b 3, c 2, a 1, others 2"
+    assert format_refusals({"a": 1, "b": 3, "c": 2, "d": 1, "e": 1, "f": 4}) == "f 4, b 3, c 2, a 1, others 2"
     assert (format_number(1234.5), format_number(float("nan"))) == ("1234", "not a number")
     assert (format_percent(0), format_percent(0.0123), format_percent(0.5)) == (
         "0 %",

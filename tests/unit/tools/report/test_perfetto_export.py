@@ -10,14 +10,14 @@ from test_rank_arrivals import timelines
 
 from paceline.tools.report.run.perfetto_export import trace_events
 from paceline.tools.report.run.run_records import read_run
-from paceline.tools.report.run.trace_reader import read_steps
+from paceline.tools.report.run.trace_reader import read_timeline
 from recorded_run import write_run
 
 
 @pytest.fixture
 def events(tmp_path):
     run = read_run(write_run(tmp_path / "r", ranks=2, steps=6))
-    told = trace_events({rank: read_steps(spans) for rank, spans in run.spans_of_rank.items()})
+    told = trace_events({rank: read_timeline(spans) for rank, spans in run.spans_of_rank.items()})
     return json.loads(json.dumps(told))["traceEvents"]
 
 

@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.report.run.run_page import write_report
-from paceline.tools.report.run.run_text import caveats
+from paceline.tools.report.run.run_page import write_run_report
+from paceline.tools.report.run.run_text import timing_caveats
 from recorded_run import write_run
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -56,7 +56,7 @@ def folder(tmp_path):
 
 
 def test_the_page_tells_what_ran_where_time_went_and_what_limits(folder):
-    path = write_report(folder)
+    path = write_run_report(folder)
     assert path == folder / "report.html"
     page = path.read_text()
     for text in (
@@ -77,7 +77,7 @@ def test_the_page_tells_what_ran_where_time_went_and_what_limits(folder):
 
 
 def test_the_page_is_whole_and_loads_nothing(folder):
-    page = write_report(folder).read_text()
+    page = write_run_report(folder).read_text()
     tags = parse(page)
     assert tags.loads == []
     assert "<script src" not in page
@@ -88,7 +88,7 @@ def test_the_page_is_whole_and_loads_nothing(folder):
 
 
 def test_each_chart_is_there_for_desk_and_phone(folder):
-    page = write_report(folder).read_text()
+    page = write_run_report(folder).read_text()
     assert page.count('<div class="desk">') == page.count('<div class="phone">') == 5
     assert page.count('<div class="desk"><svg') == page.count('<div class="phone"><svg') == 5
 
@@ -100,7 +100,7 @@ def test_the_page_of_a_loop_of_ones_own_shows_what_it_logged(folder):
         for line in lines
     ]
     (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own))
-    page = write_report(folder).read_text()
+    page = write_run_report(folder).read_text()
     parse(page)
     assert "<h2>accuracy</h2>" in page
     assert "samples, all ranks, median" in page
@@ -110,10 +110,12 @@ def test_the_page_of_a_loop_of_ones_own_shows_what_it_logged(folder):
 
 
 def test_the_loss_of_a_loop_of_ones_own_is_not_called_cross_entropy(folder):
-    assert "Loss of the training batches, as it was logged." in write_report(folder).read_text()
+    assert "Loss of the training batches, as it was logged." in write_run_report(folder).read_text()
     facts = json.loads((folder / "run.json").read_text()) | {"model": {"name": "mini"}}
     (folder / "run.json").write_text(json.dumps(facts))
-    assert "Cross-entropy of the training batches and of held-out text." in write_report(folder).read_text()
+    assert (
+        "Cross-entropy of the training batches and of held-out text." in write_run_report(folder).read_text()
+    )
 
 
 def test_what_a_run_holds_is_text_never_markup(folder):
@@ -121,7 +123,7 @@ def test_what_a_run_holds_is_text_never_markup(folder):
     facts["settings"]["data"] = "<script>alert(1)</script>"
     (folder / "run.json").write_text(json.dumps(facts))
     (folder / "sample.txt").write_text("</pre><img src=x>")
-    page = write_report(folder).read_text()
+    page = write_run_report(folder).read_text()
     assert parse(page).loads == []
     assert "&lt;script&gt;" in page
     assert "&lt;/pre&gt;&lt;img src=x&gt;" in page
@@ -130,12 +132,12 @@ def test_what_a_run_holds_is_text_never_markup(folder):
 def test_notes_about_a_killed_run_are_shown(folder):
     with (folder / "steps.jsonl").open("a") as file:
         file.write('{"step": 31')
-    assert "The last line of steps.jsonl is cut" in write_report(folder).read_text()
+    assert "The last line of steps.jsonl is cut" in write_run_report(folder).read_text()
 
 
 def test_a_run_that_has_just_begun_still_has_a_page(tmp_path):
     (tmp_path / "run.json").write_text("{}")
-    page = write_report(tmp_path).read_text()
+    page = write_run_report(tmp_path).read_text()
     parse(page)
     assert "No step was finished." in page
     assert "<svg" not in page
@@ -145,13 +147,13 @@ def test_one_step_and_no_trace(tmp_path):
     folder = write_run(tmp_path / "r", steps=1)
     for path in (folder / "trace").iterdir():
         path.unlink()
-    page = write_report(folder).read_text()
+    page = write_run_report(folder).read_text()
     parse(page)
     assert "1 step of" in page
 
 
 def test_many_ranks_are_cut_and_said(tmp_path):
-    page = write_report(write_run(tmp_path / "r", ranks=20, steps=3)).read_text()
+    page = write_run_report(write_run(tmp_path / "r", ranks=20, steps=3)).read_text()
     assert "The first 16 of 20 ranks." in page
     assert "rank 15" in page
     assert "rank 16" not in page
@@ -160,13 +162,13 @@ def test_many_ranks_are_cut_and_said(tmp_path):
 def test_writing_again_replaces_and_leaves_nothing_beside(folder):
     before = sorted(path.name for path in folder.iterdir())
     (folder / "report.html").write_text("old")
-    write_report(folder)
+    write_run_report(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "report.html"])
     assert "old" not in (folder / "report.html").read_text()[:10]
 
 
 def test_a_failure_leaves_the_old_page(folder, monkeypatch):
-    write_report(folder)
+    write_run_report(folder)
     old = (folder / "report.html").read_text()
     names = sorted(path.name for path in folder.iterdir())
 
@@ -175,7 +177,7 @@ def test_a_failure_leaves_the_old_page(folder, monkeypatch):
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(UsageError, match="No space left"):
-        write_report(folder)
+        write_run_report(folder)
     assert (folder / "report.html").read_text() == old
     assert sorted(path.name for path in folder.iterdir()) == names
 
@@ -183,14 +185,14 @@ def test_a_failure_leaves_the_old_page(folder, monkeypatch):
 def test_without_jinja2_the_remedy_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UsageError, match=r"(?s)jinja2.*pip install 'paceline\[report\]'"):
-        write_report(folder)
+        write_run_report(folder)
     assert not (folder / "report.html").exists()
 
 
 def with_facts(folder, **facts):
     path = folder / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | facts))
-    return write_report(folder).read_text()
+    return write_run_report(folder).read_text()
 
 
 def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
@@ -231,6 +233,6 @@ def test_bytes_that_are_not_counted_are_called_so(folder):
     ],
 )
 def test_the_page_says_what_its_times_do_not_tell(facts, said):
-    told = " ".join(caveats(facts))
+    told = " ".join(timing_caveats(facts))
     assert said in told
     assert bool(told) is bool(said)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.report.run.run_records import Span, read_run
+from paceline.tools.report.run.run_records import TraceSpan, read_run
 from recorded_run import write_run
 
 
@@ -39,7 +39,7 @@ def test_spans_keep_their_own_fields(folder):
     assert spans[0].rank == 2
     assert spans[0].fields["step"] == 0
     assert len(spans[0].fields["calls"]) == 7
-    assert Span("a", 2.0, 0.5, 0).end == 2.5
+    assert TraceSpan("a", 2.0, 0.5, 0).end == 2.5
 
 
 @pytest.mark.parametrize("cut", ["", '{"step": 13, "lo', '{"step": 13, "loss": 2.0', "\n"])

@@ -18,7 +18,7 @@ from paceline.tools.bench.collectives.collectives_rows import Result, Row, insta
 from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
 from paceline.tools.bench.collectives.measurement_journal import Journal
 from paceline.tools.report.charts.chart_style import Chart
-from paceline.tools.report.charts.collective_charts import SizeLine, bandwidth_by_size, time_by_size
+from paceline.tools.report.charts.collective_charts import BackendSeries, bandwidth_by_size, time_by_size
 from paceline.tools.result_files import check_writable, machine_record, require_matplotlib
 
 __all__ = ["Files", "bandwidth", "check", "plan_files", "times", "write_files", "writers"]
@@ -164,8 +164,8 @@ def bandwidth(rows: Sequence[Row], title: str) -> Chart:
     return bandwidth_by_size(_lines(rows, lambda row: row.busbw), title=title, bandwidth="busbw")
 
 
-def _lines(rows: Sequence[Row], value_of: Callable[[Row], float]) -> list[SizeLine]:
+def _lines(rows: Sequence[Row], value_of: Callable[[Row], float]) -> list[BackendSeries]:
     points: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: row.nbytes):
         points.setdefault((row.backend, row.ranks), []).append((row.nbytes, value_of(row)))
-    return [SizeLine(backend, ranks, found) for (backend, ranks), found in sorted(points.items())]
+    return [BackendSeries(backend, ranks, found) for (backend, ranks), found in sorted(points.items())]

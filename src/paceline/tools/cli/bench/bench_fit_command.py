@@ -177,13 +177,13 @@ def _charts(measurements: Sequence[Measurement], out: Path) -> dict[tuple[str, M
 
 def _draw(each: _Fitted, path: Path, network: str) -> Path:
     """Draw one fit beside its points, with as many numbers of ranks as there are colours."""
-    from paceline.tools.report.charts.collective_charts import MOST_SERIES, Series, fit_chart
+    from paceline.tools.report.charts.collective_charts import MAX_FIT_SERIES, FitSeries, fit_chart
 
     series = []
-    for ranks in each.fit.ranks[:MOST_SERIES]:
+    for ranks in each.fit.ranks[:MAX_FIT_SERIES]:
         points = [point for point in each.group.points if point.ranks == ranks]
         checked = [found for found in each.sizes if found.ranks == ranks]
-        series.append(Series(f"{ranks} ranks", each.fit, points, checked))
+        series.append(FitSeries(f"{ranks} ranks", each.fit, points, checked))
     title = f"{each.fit.op} on {each.group.backend}, {network}, as {each.fit.form}; hollow: held out and predicted"
     return fit_chart(series, title).save(path)
 

@@ -33,10 +33,10 @@ def breakdown(path: Path, rows: Sequence[Row]) -> None:
     panels = {}
     for model, group in _by_model(rows).items():
         panels[_title(model, group)] = [
-            training_charts.Bar(row.entry.label, vars(row.split_ms), f"{row.ratio_to_ddp:.2f} × DDP")
+            training_charts.StackedBar(row.entry.label, vars(row.split_ms), f"{row.ratio_to_ddp:.2f} × DDP")
             for row in fastest_of_each(group)
         ]
-    training_charts.breakdown(panels).save(path)
+    training_charts.breakdown_chart(panels).save(path)
 
 
 def buckets(path: Path, rows: Sequence[Row]) -> None:
@@ -49,7 +49,7 @@ def buckets(path: Path, rows: Sequence[Row]) -> None:
         bare = next(row.step_ms for row in group if row.entry.strategy == NO_SYNC)
         ends = [(min(sizes), bare), (max(sizes), bare)]
         panels[_title(model, group)] = [*lines, training_charts.Line(TITLES[NO_SYNC], ends, faint=True)]
-    training_charts.bucket_curve(panels).save(path)
+    training_charts.bucket_size_chart(panels).save(path)
 
 
 def fastest_of_each(rows: Sequence[Row]) -> list[Row]:

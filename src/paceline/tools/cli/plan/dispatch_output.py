@@ -230,9 +230,9 @@ def _draw_imbalance(paths: Sequence[Path], asked: Asked, found: Sequence[Forecas
 
 
 def _draw_end(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], command: str) -> None:
-    from paceline.tools.report.charts.dispatch_charts import end_chart
+    from paceline.tools.report.charts.dispatch_charts import epoch_end_chart
 
-    _save(paths, end_chart(found, title=f"The end of an epoch: {title(asked)}"))
+    _save(paths, epoch_end_chart(found, title=f"The end of an epoch: {title(asked)}"))
 
 
 def _save(paths: Sequence[Path], chart: Chart) -> None:

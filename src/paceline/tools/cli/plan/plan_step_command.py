@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.cost_model.step_strategy import StepStrategy
     from paceline.cost_model.step_time import StepTime
     from paceline.tools.plan.step_measured import MeasuredStep
-    from paceline.tools.report.charts.plan_charts import BucketLine
+    from paceline.tools.report.charts.plan_charts import PredictedBucketLine
 
 __all__ = [
     "Writer",
@@ -217,14 +217,16 @@ def _finite(value: Any) -> Any:
 
 def draw_breakdown(path: Path, costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> None:
     """Draw where the time of each way's step goes, measured bars below predicted ones."""
-    from paceline.tools.report.charts.plan_charts import StepBar, step_chart
+    from paceline.tools.report.charts.plan_charts import PredictedStepBar, step_chart
 
     bars = []
     for time in times:
         seen = measured.get(time.way)
         told = None if seen is None else (seen.forward, seen.backward, seen.exposed, seen.optimizer)
         bars.append(
-            StepBar(time.way.label, (time.forward, time.backward, time.exposed, time.optimizer), told)
+            PredictedStepBar(
+                time.way.label, (time.forward, time.backward, time.exposed, time.optimizer), told
+            )
         )
     step_chart(bars, title=_title(costs)).save(path)
 
@@ -244,11 +246,11 @@ def _title(costs: StepCosts) -> str:
     return f"{costs.step.model}, {costs.ranks} ranks, {costs.backend}, {costs.network}"
 
 
-def _lines(costs: StepCosts, measured: Seen) -> list[BucketLine]:
+def _lines(costs: StepCosts, measured: Seen) -> list[PredictedBucketLine]:
     """Return a line for each way with buckets, from 1/4 MiB to the whole model; measured sizes beside."""
     from paceline.cost_model.step_strategy import StepStrategy
     from paceline.cost_model.step_time import predict_step
-    from paceline.tools.report.charts.plan_charts import BucketLine
+    from paceline.tools.report.charts.plan_charts import PredictedBucketLine
 
     whole = max(costs.step.nbytes / MIB, 2 * _LEAST_MIB)
     sizes = [_LEAST_MIB * (whole / _LEAST_MIB) ** (at / (_POINTS - 1)) for at in range(_POINTS)]
@@ -265,7 +267,7 @@ def _lines(costs: StepCosts, measured: Seen) -> list[BucketLine]:
             for way, each in measured.items()
             if way.strategy == strategy and way.bucket_mib is not None and way.compression == "none"
         ]
-        lines.append(BucketLine(label, points, sorted(seen)))
+        lines.append(PredictedBucketLine(label, points, sorted(seen)))
     return lines
 
 

@@ -18,8 +18,8 @@ from paceline._core.format import format_decimal, format_seconds
 from paceline.tools.cli.simulate.simulate_async_request import Asked
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import checked_files, versions
-from paceline.tools.simulate.async_rows import Row
-from paceline.tools.simulate.async_text import sentences
+from paceline.tools.simulate.async_rows import AsyncRow
+from paceline.tools.simulate.async_text import async_findings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,17 +32,17 @@ FOOTER = (
 )
 
 
-def show(asked: Asked, rows: Sequence[Row]) -> None:
+def show(asked: Asked, rows: Sequence[AsyncRow]) -> None:
     """Print the table and the sentences."""
     print_wide(_table(asked, rows))
     typer.echo(f"{FOOTER}\n")
     for line in (*asked.notes, *(f"left out: {each}" for each in asked.left_out)):
         typer.echo(line)
     typer.echo("")
-    typer.echo("\n".join(sentences(rows, asked.target, asked.plan.rules.outer.name)))
+    typer.echo("\n".join(async_findings(rows, asked.target, asked.plan.rules.outer.name)))
 
 
-def _table(asked: Asked, rows: Sequence[Row]) -> Table:
+def _table(asked: Asked, rows: Sequence[AsyncRow]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -55,7 +55,7 @@ def _table(asked: Asked, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: AsyncRow) -> list[str]:
     stale = row.staleness_median, row.staleness_max
     ages = "" if None in stale else f"{stale[0]:.2g} / {stale[1]:.2g}"
     return [
@@ -71,7 +71,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-_Writer = Callable[[Path, Asked, Sequence[Row], str], object]
+_Writer = Callable[[Path, Asked, Sequence[AsyncRow], str], object]
 
 
 _SCHEMA = 1
@@ -98,7 +98,7 @@ def plan_files(json_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
     return checked_files(json_file, _write_json, out, in_folder)
 
 
-def result(asked: Asked, rows: Sequence[Row], command: str) -> dict[str, Any]:
+def result(asked: Asked, rows: Sequence[AsyncRow], command: str) -> dict[str, Any]:
     """Return all of it for JSON."""
     return {
         "kind": "simulate-async",
@@ -110,15 +110,15 @@ def result(asked: Asked, rows: Sequence[Row], command: str) -> dict[str, Any]:
         "left_out": list(asked.left_out),
         "notes": list(asked.notes),
         "rows": [row.facts() for row in rows],
-        "sentences": sentences(rows, asked.target, asked.plan.rules.outer.name),
+        "sentences": async_findings(rows, asked.target, asked.plan.rules.outer.name),
     }
 
 
-def _write_json(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
+def _write_json(path: Path, asked: Asked, rows: Sequence[AsyncRow], command: str) -> None:
     write_json(path, result(asked, rows, command), indent=None)
 
 
-def _write_csv(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
+def _write_csv(path: Path, asked: Asked, rows: Sequence[AsyncRow], command: str) -> None:
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_COLUMNS, "refused"])
@@ -128,17 +128,17 @@ def _write_csv(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> N
     write_text(path, text.getvalue())
 
 
-def _draw_loss(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
-    from paceline.tools.report.charts.simulation_charts import losses
+def _draw_loss(path: Path, asked: Asked, rows: Sequence[AsyncRow], command: str) -> None:
+    from paceline.tools.report.charts.simulation_charts import loss_chart
 
-    losses(rows, title=_title(asked)).save(path)
+    loss_chart(rows, title=_title(asked)).save(path)
 
 
-def _draw_times(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
-    from paceline.tools.report.charts.simulation_charts import times
+def _draw_times(path: Path, asked: Asked, rows: Sequence[AsyncRow], command: str) -> None:
+    from paceline.tools.report.charts.simulation_charts import time_to_loss_chart
 
     aim = "the loss that DDP ends with" if asked.target is None else f"a loss of {asked.target:g}"
-    times(rows, aim=aim).save(path)
+    time_to_loss_chart(rows, aim=aim).save(path)
 
 
 def _title(asked: Asked) -> str:

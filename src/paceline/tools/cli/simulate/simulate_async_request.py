@@ -17,7 +17,7 @@ from paceline.tools.cli.shared_options import numbers_of
 if TYPE_CHECKING:
     from paceline.async_dp.hub.hub_rules import HubRules
     from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-    from paceline.tools.simulate.async_settings import AsyncPlan, Churn, Machine
+    from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine
 
 __all__ = ["POINTS", "TASKS", "Asked", "asked_of"]
 
@@ -117,8 +117,8 @@ def _check_numbers(options: Mapping[str, Any]) -> None:
             raise UsageError(f"--{name} {value}", remedy="pass a number above 0")
 
 
-def _machines(options: Mapping[str, Any]) -> list[Machine]:
-    from paceline.tools.simulate.async_settings import Machine, paces
+def _machines(options: Mapping[str, Any]) -> list[SimulatedMachine]:
+    from paceline.tools.simulate.async_settings import SimulatedMachine, relative_step_times
 
     speeds = numbers_of("--speeds", options["speeds"], float, "1:1:2:4", ":")
     if not all(0 < each < math.inf for each in speeds):
@@ -130,8 +130,8 @@ def _machines(options: Mapping[str, Any]) -> list[Machine]:
     jitter = _share("--jitter", options["jitter"], "10%")
     rates = _bad_rates(options["bad_lr"], options["workers"])
     return [
-        Machine(step * pace, jitter, rate, rate, rates.get(worker + 1))
-        for worker, pace in enumerate(paces(options["workers"], speeds, options["spread"]))
+        SimulatedMachine(step * pace, jitter, rate, rate, rates.get(worker + 1))
+        for worker, pace in enumerate(relative_step_times(options["workers"], speeds, options["spread"]))
     ]
 
 
@@ -176,7 +176,9 @@ def _cadences(options: Mapping[str, Any]) -> tuple[list[SyncSchedule], list[str]
     return list(dict.fromkeys(found)), left_out
 
 
-def _plan(options: Mapping[str, Any], machines: Sequence[Machine], seconds: float, about: float) -> AsyncPlan:
+def _plan(
+    options: Mapping[str, Any], machines: Sequence[SimulatedMachine], seconds: float, about: float
+) -> AsyncPlan:
     from paceline.async_dp.worker.selection_policy import SelectionPolicy
     from paceline.tools.simulate.async_settings import AsyncPlan
 
@@ -221,13 +223,13 @@ def _rules(options: Mapping[str, Any]) -> HubRules:
     )
 
 
-def _churn(text: str | None, workers: int, seconds: float, seed: int) -> list[Churn]:
-    from paceline.tools.simulate.async_settings import Churn, churned
+def _churn(text: str | None, workers: int, seconds: float, seed: int) -> list[ChurnEvent]:
+    from paceline.tools.simulate.async_settings import ChurnEvent, draw_churn
 
     if text is None:
         return []
     if ":" not in text:
-        return churned(_share("--churn", text, "5%"), workers, seconds, seed)
+        return draw_churn(_share("--churn", text, "5%"), workers, seconds, seed)
     turns = []
     for part in text.split(","):
         when, _, who = part.strip().partition(":")
@@ -239,7 +241,7 @@ def _churn(text: str | None, workers: int, seconds: float, seed: int) -> list[Ch
                 f"--churn {text}: there is no worker {name}", remedy=f"they are counted 1 to {workers}"
             )
         worker = -1 if name == "hub" else int(name) - 1
-        turns.append(Churn(_told("--churn", when, parse_seconds), worker, sign == "+"))
+        turns.append(ChurnEvent(_told("--churn", when, parse_seconds), worker, sign == "+"))
     return turns
 
 

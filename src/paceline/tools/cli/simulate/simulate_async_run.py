@@ -13,9 +13,9 @@ from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.cli.simulate.simulate_async_request import POINTS, Asked
 from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.simulate.async_rows import Row, beside
-from paceline.tools.simulate.async_sweep import sweep
-from paceline.tools.simulate.learning_tasks import GPTTask, LinearTask, Task
+from paceline.tools.simulate.async_rows import AsyncRow, with_times_to_target
+from paceline.tools.simulate.async_sweep import sweep_schedules
+from paceline.tools.simulate.learning_tasks import GPTTask, LearningTask, LinearTask
 
 __all__ = ["run"]
 
@@ -25,7 +25,7 @@ _GPT = Size("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
 _LINEAR = {"width": 64, "steepness": 100.0, "noise": 0.5}
 
 
-def run(asked: Asked) -> list[Row]:
+def run(asked: Asked) -> list[AsyncRow]:
     """Return the rows, DDP's first.
 
     Raises:
@@ -36,18 +36,18 @@ def run(asked: Asked) -> list[Row]:
     target = asked.target
     if target is None and asked.beside and not rows[0].diverged:
         target = rows[0].loss
-    return beside(rows, target)
+    return with_times_to_target(rows, target)
 
 
-def _rows(asked: Asked, task: Task) -> list[Row]:
+def _rows(asked: Asked, task: LearningTask) -> list[AsyncRow]:
     module = task.learner(0, len(asked.plan.machines)).module
     for fragments in {each.fragments for each in asked.cadences}:
         ParameterLayout.of(module, fragments, Compression.of(asked.plan.compression))
     settings = len(asked.cadences) + asked.beside
-    rows: list[Row] = []
+    rows: list[AsyncRow] = []
     with _calmly(), TurnBar("simulated", POINTS * settings) as tick:
         turns = _Turns(tick)
-        for row in sweep(
+        for row in sweep_schedules(
             asked.plan, asked.cadences, task, beside=asked.beside, spoilt=asked.spoilt, tick=turns.point
         ):
             turns.end()
@@ -55,7 +55,7 @@ def _rows(asked: Asked, task: Task) -> list[Row]:
     return rows
 
 
-def _task(asked: Asked) -> Task:
+def _task(asked: Asked) -> LearningTask:
     if asked.task == "gpt":
         return GPTTask(_GPT, lr=asked.lr or 3e-3, seed=asked.seed)
     return LinearTask(lr=asked.lr or 0.05, seed=asked.seed, **_LINEAR)

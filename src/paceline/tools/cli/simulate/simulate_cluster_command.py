@@ -110,11 +110,11 @@ def cluster(
     _check_network(context)
     from paceline.tools.cli.simulate.simulate_cluster_output import plan_files, show
     from paceline.tools.cli.simulate.simulate_cluster_request import asked_of
-    from paceline.tools.simulate.cluster.cluster_simulation import sweep
+    from paceline.tools.simulate.cluster.cluster_simulation import sweep_nodes
 
     asked = asked_of(context.params)
     writer_of = plan_files(json_file, out, len(asked.nodes))
-    rows = list(sweep(asked.plan, asked.nodes))
+    rows = list(sweep_nodes(asked.plan, asked.nodes))
     show(asked, rows)
     command = shlex.join(["paceline", *sys.argv[1:]])
     for path, write in writer_of.items():

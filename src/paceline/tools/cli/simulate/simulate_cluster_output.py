@@ -20,7 +20,7 @@ from paceline.tools.cli.simulate.simulate_cluster_request import Asked
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import checked_files, versions
 from paceline.tools.simulate.cluster.cluster_simulation import LOSSES, ClusterRow
-from paceline.tools.simulate.cluster.cluster_text import sentences, times
+from paceline.tools.simulate.cluster.cluster_text import cluster_findings, times
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +37,7 @@ def show(asked: Asked, rows: Sequence[ClusterRow]) -> None:
     """Print the table and the sentences."""
     print_wide(_table(asked, rows))
     typer.echo(f"{FOOTER}\n")
-    typer.echo("\n".join(sentences(rows)))
+    typer.echo("\n".join(cluster_findings(rows)))
 
 
 def _table(asked: Asked, rows: Sequence[ClusterRow]) -> Table:
@@ -119,7 +119,7 @@ def result(asked: Asked, rows: Sequence[ClusterRow], command: str) -> dict[str, 
         "computing_slows": asked.plan.computing_slows,
         "calls_slow": asked.plan.calls_slow,
         "rows": [row.facts() for row in rows],
-        "sentences": sentences(rows),
+        "sentences": cluster_findings(rows),
     }
 
 
@@ -151,10 +151,10 @@ def _write_csv(path: Path, asked: Asked, rows: Sequence[ClusterRow], command: st
 
 
 def _draw(path: Path, asked: Asked, rows: Sequence[ClusterRow], command: str) -> None:
-    from paceline.tools.report.charts.simulation_charts import by_nodes
+    from paceline.tools.report.charts.simulation_charts import cluster_chart
 
     how = f"{asked.settings['batch']} batch, {asked.plan.strategy}"
     title = f"{format_count(asked.parameters)} parameters, {how}, links of {asked.settings['link']}"
     if asked.settings["profile"] is not None:
         title = f"{format_count(asked.parameters)} parameters, {how}, {asked.settings['backend']} as measured"
-    by_nodes(rows, title=title, price=asked.plan.price).save(path)
+    cluster_chart(rows, title=title, price=asked.plan.price).save(path)

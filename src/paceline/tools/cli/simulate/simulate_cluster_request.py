@@ -15,9 +15,9 @@ from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, ExchangeCost
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import numbers_of, parameters_of
-from paceline.tools.simulate.cluster.cluster_network import Carrier, FittedNetwork, Network
+from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork, FittedNetwork, NetworkModel
 from paceline.tools.simulate.cluster.cluster_simulation import MOST_NODES, ClusterPlan
-from paceline.tools.simulate.cluster.compute_times import Machines
+from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 
 __all__ = ["Asked", "asked_of", "measured_steps", "parse_nodes"]
 
@@ -65,7 +65,7 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
         _carrier(options, cost),
         seconds,
         float(options["gradients"] * parameters),
-        Machines(
+        ClusterMachines(
             tuple(numbers_of("--speeds", options["speeds"], float, "1:1:2:4", ":")),
             parse_share(options["spread"]),
             parse_share(options["jitter"]),
@@ -180,7 +180,7 @@ def _step(text: str | None) -> tuple[float, tuple[float, ...]]:
     return _time("--step", text), ()
 
 
-def _carrier(options: Mapping[str, Any], cost: CollectiveCost | ExchangeCost | None) -> Carrier:
+def _carrier(options: Mapping[str, Any], cost: CollectiveCost | ExchangeCost | None) -> NetworkModel:
     per_node = options["ranks_per_node"]
     if cost is not None:
         return FittedNetwork(cost.fit, per_node)
@@ -194,7 +194,7 @@ def _carrier(options: Mapping[str, Any], cost: CollectiveCost | ExchangeCost | N
             f"{per_node} ranks in a node, and no link between them", remedy="pass --inside, such as nvlink4"
         )
     switch = math.inf if options["switch"] is None else parse_rate(options["switch"])
-    return Network(options["topology"], link, latency, per_node, inside, inside_latency, switch)
+    return ClusterNetwork(options["topology"], link, latency, per_node, inside, inside_latency, switch)
 
 
 def _all_reduce(profile: Profile, backend: str, network: str | None) -> CollectiveCost | ExchangeCost:

@@ -37,15 +37,15 @@ __all__ = [
     "MUTED",
     "PAPER",
     "Chart",
-    "End",
-    "Line",
-    "drawn",
-    "log_ticks",
-    "name_lines",
+    "ChartLine",
+    "LineEnd",
+    "in_paceline_style",
+    "label_line_ends",
+    "legend_patch",
     "running_mean",
-    "spread",
+    "set_log_ticks",
+    "space_apart",
     "stacked_panels",
-    "swatch",
 ]
 
 INK, MUTED, _GRID, PAPER = "#1f2430", "#5c6370", "#e4e7eb", "#fefefe"
@@ -94,11 +94,11 @@ _STYLE: dict[str, Any] = {
 P = ParamSpec("P")
 
 
-End = tuple[float, float, str, str]  # x, y, label and colour of a line's last point
+LineEnd = tuple[float, float, str, str]  # x, y, label and colour of a line's last point
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A named row of points ``(x, y)``; `faint` draws it as a reference, dashed and without markers."""
 
     label: str
@@ -155,7 +155,7 @@ def _style(salt: str) -> AbstractContextManager[object]:
     return require_matplotlib().rc_context({**_STYLE, "svg.hashsalt": salt})
 
 
-def drawn(draw: Callable[P, Chart]) -> Callable[P, Chart]:
+def in_paceline_style(draw: Callable[P, Chart]) -> Callable[P, Chart]:
     """Let `draw` work in Paceline's style, and leave the caller's own settings as they are."""
 
     @functools.wraps(draw)
@@ -178,21 +178,21 @@ def stacked_panels(
     return figure, list(grid[:, 0])
 
 
-def log_ticks(axes: Axes, subs: Sequence[float]) -> None:
+def set_log_ticks(axes: Axes, subs: Sequence[float]) -> None:
     """Put the ticks of a logarithmic vertical axis at these multiples of every power of ten."""
     from matplotlib.ticker import LogLocator
 
     axes.yaxis.set_major_locator(LogLocator(subs=subs))
 
 
-def swatch(label: str, colour: str) -> Patch:
+def legend_patch(label: str, colour: str) -> Patch:
     """Return the sample of a colour for a legend."""
     from matplotlib.patches import Patch
 
     return Patch(color=colour, label=label)
 
 
-def name_lines(axes: Axes, ends: Sequence[End], wide: bool) -> None:
+def label_line_ends(axes: Axes, ends: Sequence[LineEnd], wide: bool) -> None:
     """Write each line's name at its right end, apart from each other; on a phone, in a legend above."""
     if not wide and ends:
         handles = [
@@ -205,7 +205,7 @@ def name_lines(axes: Axes, ends: Sequence[End], wide: bool) -> None:
     inches = axes.bbox.height / axes.figure.dpi  # about: the layout follows
     axes.autoscale_view()  # else limits are settled too late
     to_fraction = axes.transScale + axes.transLimits
-    heights = spread([to_fraction.transform(end[:2])[1] for end in ends], gap=0.2 / inches)
+    heights = space_apart([to_fraction.transform(end[:2])[1] for end in ends], gap=0.2 / inches)
     above = max(0.0, max(heights, default=0.0) - 1)  # what would stand beside the title
     heights = [height - above for height in heights]
     for (at, value, label, colour), height in zip(ends, heights, strict=True):
@@ -231,7 +231,7 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
     return [(sums[at + r + 1] - sums[at - r]) / (2 * r + 1) for at, r in enumerate(reaches)]
 
 
-def spread(positions: Sequence[float], gap: float) -> list[float]:
+def space_apart(positions: Sequence[float], gap: float) -> list[float]:
     """Return the positions, moved as little as needed for neighbours to be `gap` apart, in the same order.
 
     Positions that are too close become a group around their mean; groups that touch become one.

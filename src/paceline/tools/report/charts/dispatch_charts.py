@@ -16,11 +16,11 @@ from paceline.tools.report.charts.chart_style import (
     MUTED,
     PAPER,
     Chart,
-    End,
-    drawn,
-    name_lines,
+    LineEnd,
+    in_paceline_style,
+    label_line_ends,
+    legend_patch,
     stacked_panels,
-    swatch,
 )
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from paceline.tools.report.charts.chart_style import Axes
 
-__all__ = ["MOST_PANELS", "end_chart", "imbalance_chart"]
+__all__ = ["MAX_PANELS", "epoch_end_chart", "imbalance_chart"]
 
-MOST_PANELS = 6
+MAX_PANELS = 6
 """Block and batch sizes that are drawn below each other: those whose ranks differ most."""
 
 _RANDOM, _TURNS = COLOURS[0], COLOURS[1]
@@ -40,7 +40,7 @@ _STEPS = 48
 _NAMED = 24  # ranks: more of them get no name each
 
 
-@drawn
+@in_paceline_style
 def imbalance_chart(found: Sequence[Forecast], *, title: str) -> Chart:
     """Return by how much the largest amount is above its share, against the block size, both logarithmic.
 
@@ -62,7 +62,7 @@ def imbalance_chart(found: Sequence[Forecast], *, title: str) -> Chart:
     ]
     figure, (axes,) = stacked_panels(width=10, height=4.6)
     axes.set(xscale="log", yscale="log")
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     for label, colour, dash, values in lines:
         if not all(values):  # one rank: there is nothing to be above
             continue
@@ -76,7 +76,7 @@ def imbalance_chart(found: Sequence[Forecast], *, title: str) -> Chart:
     axes.grid(axis="y")
     axes.legend(loc="upper left", frameon=False, fontsize=9)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    name_lines(axes, ends, wide=True)
+    label_line_ends(axes, ends, wide=True)
     return Chart(figure)
 
 
@@ -104,11 +104,11 @@ def _points(axes: Axes, found: Sequence[Forecast]) -> None:
     axes.plot(blocks, exact, "s", color=_TURNS, markersize=7, label=label)
 
 
-@drawn
-def end_chart(found: Sequence[Forecast], *, title: str) -> Chart:
+@in_paceline_style
+def epoch_end_chart(found: Sequence[Forecast], *, title: str) -> Chart:
     """Return the end of the epoch, step by step: which ranks have a batch, and what each policy makes of it."""
     apart = [max(each.balance.batches) - min(each.balance.batches) for each in found]
-    most = sorted(range(len(found)), key=lambda number: -apart[number])[:MOST_PANELS]
+    most = sorted(range(len(found)), key=lambda number: -apart[number])[:MAX_PANELS]
     panels = [found[number] for number in sorted(most)]
     ranks = panels[0].balance.dealing.ranks
     each_height = min(3.2, max(1.5, 0.22 * ranks + 0.9))
@@ -120,9 +120,9 @@ def end_chart(found: Sequence[Forecast], *, title: str) -> Chart:
     all_axes[-1].set_xlabel("step")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     handles = [
-        swatch("every rank has a batch", _TOGETHER),
-        swatch("join uses it; truncate and drop never do", _ALONE),
-        swatch("join: takes part without data; pad: its first samples again", _WITHOUT),
+        legend_patch("every rank has a batch", _TOGETHER),
+        legend_patch("join uses it; truncate and drop never do", _ALONE),
+        legend_patch("join: takes part without data; pad: its first samples again", _WITHOUT),
     ]
     figure.legend(handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     return Chart(figure)

@@ -16,29 +16,29 @@ from paceline.tools.report.charts.chart_style import (
     INK,
     MUTED,
     Chart,
-    End,
-    Line,
-    drawn,
-    name_lines,
+    ChartLine,
+    LineEnd,
+    in_paceline_style,
+    label_line_ends,
     running_mean,
     stacked_panels,
 )
 from paceline.tools.report.hub.downsample import Point
-from paceline.tools.report.hub.link_usage import Away, Reserved
+from paceline.tools.report.hub.link_usage import HubDowntime, ReservedRate
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
 
 __all__ = [
-    "Scores",
-    "Share",
-    "ages",
-    "any_letters",
-    "contributions",
-    "scores",
-    "shown",
+    "ScoreCurves",
+    "ShareBar",
+    "contribution_chart",
+    "escape_mathtext",
+    "ignore_missing_glyphs",
+    "score_chart",
+    "staleness_histogram",
     "time_unit",
-    "traffic",
+    "traffic_chart",
 ]
 
 _NAMED = 5  # workers with a colour each; more are all grey
@@ -47,7 +47,7 @@ _SMOOTHED = 60
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreCurves:
     """What the chart of scores shows; times in seconds since the beginning.
 
     Attributes:
@@ -57,14 +57,14 @@ class Scores:
     """
 
     centre: Sequence[Point]
-    workers: Sequence[Line]
+    workers: Sequence[ChartLine]
     together: float | None = None
     replaced: Sequence[Point] = ()
-    away: Sequence[Away] = ()
+    away: Sequence[HubDowntime] = ()
 
 
 @dataclass(frozen=True)
-class Share:
+class ShareBar:
     """A bar: of whom, 0 to 1, what is written behind it, and whether it is several workers together."""
 
     name: str
@@ -73,7 +73,7 @@ class Share:
     several: bool = False
 
 
-def shown(text: str) -> str:
+def escape_mathtext(text: str) -> str:
     """Return a text of others as matplotlib draws it letter by letter: no formula, and never left out of a legend.
 
     Example:
@@ -84,15 +84,15 @@ def shown(text: str) -> str:
 
 
 @contextmanager
-def any_letters() -> Iterator[None]:
+def ignore_missing_glyphs() -> Iterator[None]:
     """Let names have letters that matplotlib's font lacks: the reader's browser has them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*missing from.*")
         yield
 
 
-@drawn
-def scores(told: Scores, seconds: float, *, y: str, wide: bool = True) -> Chart:
+@in_paceline_style
+def score_chart(told: ScoreCurves, seconds: float, *, y: str, wide: bool = True) -> Chart:
     """Return scores over wall time: the centre's strong, those of workers faint, with marks for what happened.
 
     Args:
@@ -102,7 +102,7 @@ def scores(told: Scores, seconds: float, *, y: str, wide: bool = True) -> Chart:
     figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=3.8 if wide else 3.2)
     scale = _time_axis(axes, seconds, told.away)
     few = len(told.workers) <= _NAMED
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     for line, colour in zip(told.workers, [*COLOURS[1:], *[MUTED] * len(told.workers)], strict=False):
         colour = colour if few else MUTED
         faint = bool(told.centre)
@@ -115,7 +115,12 @@ def scores(told: Scores, seconds: float, *, y: str, wide: bool = True) -> Chart:
         )
         if few and line.points:
             ends.append(
-                (line.points[-1][0] / scale, line.points[-1][1], shown(_short(line.label, 18)), colour)
+                (
+                    line.points[-1][0] / scale,
+                    line.points[-1][1],
+                    escape_mathtext(_short(line.label, 18)),
+                    colour,
+                )
             )
     if told.centre:
         _plot_centre(axes, told.centre, told.away, scale)
@@ -135,11 +140,11 @@ def scores(told: Scores, seconds: float, *, y: str, wide: bool = True) -> Chart:
     )
     axes.set_ylabel(y)
     axes.grid(axis="y")
-    name_lines(axes, ends, wide)
+    label_line_ends(axes, ends, wide)
     return Chart(figure)
 
 
-def _plot_centre(axes: Axes, points: Sequence[Point], away: Sequence[Away], scale: float) -> None:
+def _plot_centre(axes: Axes, points: Sequence[Point], away: Sequence[HubDowntime], scale: float) -> None:
     at, values = _broken(points, away, scale)
     colour = COLOURS[0]
     if len(points) <= _SMOOTHED:
@@ -153,8 +158,8 @@ def _plot_centre(axes: Axes, points: Sequence[Point], away: Sequence[Away], scal
     axes.plot(*_broken(smoothed, away, scale), color=colour, linewidth=2.2)
 
 
-@drawn
-def contributions(shares: Sequence[Share], *, wide: bool = True) -> Chart:
+@in_paceline_style
+def contribution_chart(shares: Sequence[ShareBar], *, wide: bool = True) -> Chart:
     """Return a bar for each worker's share, from top to bottom; on a page of a desk `wide`, or for a phone."""
     figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=0.3 * len(shares) + 0.7)
     places, values = range(len(shares)), [100 * each.share for each in shares]
@@ -162,10 +167,15 @@ def contributions(shares: Sequence[Share], *, wide: bool = True) -> Chart:
     axes.barh(places, values, color=colours, height=0.68)
     for place, (value, each) in enumerate(zip(values, shares, strict=True)):
         axes.annotate(
-            shown(each.remark), (value, place), (5, 0), textcoords="offset points", va="center", fontsize=9.5
+            escape_mathtext(each.remark),
+            (value, place),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9.5,
         )
     length = 24 if wide else 14
-    axes.set_yticks(places, [shown(_short(each.name, length)) for each in shares])
+    axes.set_yticks(places, [escape_mathtext(_short(each.name, length)) for each in shares])
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.set_xlim(0, max([*values, 1.0]) * (1.45 if wide else 1.6))
     axes.set_ylim(len(shares) - 0.4, -0.6)
@@ -174,8 +184,8 @@ def contributions(shares: Sequence[Share], *, wide: bool = True) -> Chart:
     return Chart(figure)
 
 
-@drawn
-def ages(rows: Sequence[tuple[float, float, int]], *, wide: bool = True) -> Chart:
+@in_paceline_style
+def staleness_histogram(rows: Sequence[tuple[float, float, int]], *, wide: bool = True) -> Chart:
     """Return a histogram of staleness.
 
     Args:
@@ -198,12 +208,12 @@ def ages(rows: Sequence[tuple[float, float, int]], *, wide: bool = True) -> Char
     return Chart(figure)
 
 
-@drawn
-def traffic(
+@in_paceline_style
+def traffic_chart(
     into: Sequence[Point],
     out: Sequence[Point],
-    reserved: Sequence[Reserved],
-    away: Sequence[Away],
+    reserved: Sequence[ReservedRate],
+    away: Sequence[HubDowntime],
     seconds: float,
     *,
     wide: bool = True,
@@ -216,7 +226,7 @@ def traffic(
     """
     figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=2.8)
     scale = _time_axis(axes, seconds, away)
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     for label, points, colour in (("in", into, COLOURS[0]), ("out", out, COLOURS[1])):
         axes.plot(
             *_broken(points, away, scale), color=colour, linewidth=1.5, marker="." if len(points) < 25 else ""
@@ -232,11 +242,11 @@ def traffic(
     )
     axes.yaxis.set_major_formatter(lambda rate, _: f"{format_decimal(rate)}/s")
     axes.grid(axis="y")
-    name_lines(axes, ends, wide)
+    label_line_ends(axes, ends, wide)
     return Chart(figure)
 
 
-def _time_axis(axes: Axes, seconds: float, away: Sequence[Away]) -> float:
+def _time_axis(axes: Axes, seconds: float, away: Sequence[HubDowntime]) -> float:
     """Label the axis of wall time, mark when the hub was away, and return the seconds of its unit."""
     unit, scale = time_unit(seconds)
     axes.set_xlabel(f"wall time ({unit})")
@@ -259,7 +269,9 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return "s", 1.0
 
 
-def _broken(points: Sequence[Point], away: Sequence[Away], scale: float) -> tuple[list[float], list[float]]:
+def _broken(
+    points: Sequence[Point], away: Sequence[HubDowntime], scale: float
+) -> tuple[list[float], list[float]]:
     """Return times and values of a line that has a gap where the hub was away."""
     at, values, gaps = [], [], [each.until for each in away]
     passed = 0

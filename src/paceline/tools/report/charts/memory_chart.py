@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline._core.format import format_bytes
-from paceline.tools.report.charts.chart_style import INK, MUTED, Chart, drawn, stacked_panels, swatch
+from paceline.tools.report.charts.chart_style import (
+    INK,
+    MUTED,
+    Chart,
+    in_paceline_style,
+    legend_patch,
+    stacked_panels,
+)
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
@@ -51,7 +58,7 @@ class MemoryCurve:
     title: str
 
 
-@drawn
+@in_paceline_style
 def memory_over_step(curve: MemoryCurve, wide: bool = True) -> Chart:
     """Draw the memory of a step; the horizontal axis counts allocations and frees, not seconds."""
     figure, (axes,) = stacked_panels(10 if wide else 4.5, 5)
@@ -76,7 +83,7 @@ def memory_over_step(curve: MemoryCurve, wide: bool = True) -> Chart:
     axes.set_ylabel(f"memory, {name}")
     axes.set_xlabel("allocations and frees of two steps, in order")
     axes.set_title(curve.title, loc="left", fontsize=11, fontweight="bold")
-    handles: list[Any] = [swatch(each, _COLOURS[each]) for each in reversed(rows)]
+    handles: list[Any] = [legend_patch(each, _COLOURS[each]) for each in reversed(rows)]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
     return Chart(figure)
 

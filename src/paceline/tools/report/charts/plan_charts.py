@@ -18,21 +18,21 @@ from paceline.tools.report.charts.chart_style import (
     MARKERS,
     MUTED,
     Chart,
-    End,
-    drawn,
-    name_lines,
+    LineEnd,
+    in_paceline_style,
+    label_line_ends,
     stacked_panels,
 )
-from paceline.tools.report.charts.training_charts import Bar, breakdown
+from paceline.tools.report.charts.training_charts import StackedBar, breakdown_chart
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
 
-__all__ = ["BucketLine", "StepBar", "bucket_chart", "scaling_chart", "step_chart"]
+__all__ = ["PredictedBucketLine", "PredictedStepBar", "bucket_chart", "scaling_chart", "step_chart"]
 
 
 @dataclass(frozen=True)
-class StepBar:
+class PredictedStepBar:
     """A way to synchronise: seconds of its predicted parts, and of the measured ones where there are any.
 
     Parts are (forward, backward, exposed, optimizer).
@@ -44,7 +44,7 @@ class StepBar:
 
 
 @dataclass(frozen=True)
-class BucketLine:
+class PredictedBucketLine:
     """A way with buckets.
 
     Attributes:
@@ -61,25 +61,25 @@ class BucketLine:
 _PHASES = ("forward", "backward", "exposed", "optimizer")
 
 
-def step_chart(bars: Sequence[StepBar], *, title: str) -> Chart:
+def step_chart(bars: Sequence[PredictedStepBar], *, title: str) -> Chart:
     """Return where the time of each way's step goes: predicted, with the measured bar below where there is one."""
     rows = []
     for bar in bars:
-        rows.append(Bar(bar.label, _milliseconds(bar.predicted), "predicted" if bar.measured else ""))
+        rows.append(StackedBar(bar.label, _milliseconds(bar.predicted), "predicted" if bar.measured else ""))
         if bar.measured:
             off = 100 * (sum(bar.predicted) / sum(bar.measured) - 1)
             told = f"measured; predicted {off:+.0f} %".replace("-", "−")
-            rows.append(Bar("", _milliseconds(bar.measured), told))
-    return breakdown({title: rows})
+            rows.append(StackedBar("", _milliseconds(bar.measured), told))
+    return breakdown_chart({title: rows})
 
 
 def _milliseconds(parts: Sequence[float]) -> dict[str, float]:
     return {phase: 1e3 * seconds for phase, seconds in zip(_PHASES, parts, strict=True)}
 
 
-@drawn
+@in_paceline_style
 def bucket_chart(
-    lines: Sequence[BucketLine], *, title: str, bare: float, marked: Sequence[tuple[str, float]]
+    lines: Sequence[PredictedBucketLine], *, title: str, bare: float, marked: Sequence[tuple[str, float]]
 ) -> Chart:
     """Return the time of a step against the bucket size: lines predicted, with their range; markers measured.
 
@@ -89,7 +89,7 @@ def bucket_chart(
         marked: names of bucket sizes, in MiB, that are marked on the axis.
     """
     figure, (axes,) = stacked_panels(width=10, height=4.6)
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     for line, colour, marker in zip(lines, COLOURS, MARKERS, strict=False):
         sizes, times, low, high = zip(*line.points, strict=True)
         axes.fill_between(sizes, _ms(low), _ms(high), color=colour, alpha=0.1, linewidth=0)
@@ -113,7 +113,7 @@ def bucket_chart(
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=22 if marked else 8)
     axes.set(xlabel="bucket size (MiB)", ylabel="milliseconds of one step", ylim=(0, None))
     axes.grid(axis="y")
-    name_lines(axes, ends, wide=True)
+    label_line_ends(axes, ends, wide=True)
     return Chart(figure)
 
 
@@ -142,7 +142,7 @@ def _ms(seconds: Sequence[float]) -> list[float]:
     return [1e3 * each for each in seconds]
 
 
-@drawn
+@in_paceline_style
 def scaling_chart(points: Sequence[Point], title: str) -> Chart:
     """Return the chart.
 

@@ -16,23 +16,23 @@ from paceline.tools.report.charts.chart_style import (
     MUTED,
     PAPER,
     Chart,
-    drawn,
+    in_paceline_style,
+    legend_patch,
     stacked_panels,
-    swatch,
 )
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
 
-__all__ = ["Compared", "price_chart", "round_chart"]
+__all__ = ["CostBar", "schedule_chart", "schedule_cost_chart"]
 
 _COPY, _ADD = COLOURS[0], COLOURS[1]
 _LABELLED, _ARROWED = 64, 700  # messages: more of them get no names, still more no heads
 _NAMED_SHARE = 0.07  # of the whole time: a shorter arrow has no room for a name
 
 
-@drawn
-def round_chart(schedule: Schedule, price: ScheduleCost, *, title: str) -> Chart:
+@in_paceline_style
+def schedule_chart(schedule: Schedule, price: ScheduleCost, *, title: str) -> Chart:
     """Return a picture of all messages: time to the right, ranks downwards, an arrow for each message.
 
     An arrow leaves its sender when the message starts and reaches its receiver when it is there. Blue replaces what
@@ -54,7 +54,8 @@ def round_chart(schedule: Schedule, price: ScheduleCost, *, title: str) -> Chart
             _name(axes, timed)
     kinds = {any(send.add for send in timed.message.sends) for timed in price.messages}
     handles = [
-        swatch("added", _ADD) if add else swatch("replaces", _COPY) for add in sorted(kinds, reverse=True)
+        legend_patch("added", _ADD) if add else legend_patch("replaces", _COPY)
+        for add in sorted(kinds, reverse=True)
     ]
     if len(kinds) > 1:
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False)
@@ -95,8 +96,8 @@ def _name(axes: Axes, timed: TimedMessage) -> None:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A bar of `price_chart`.
+class CostBar:
+    """A bar of `schedule_cost_chart`.
 
     Attributes:
         label: what was run.
@@ -109,8 +110,8 @@ class Compared:
     measured: Sequence[float] = ()
 
 
-@drawn
-def price_chart(rows: Sequence[Compared], *, title: str) -> Chart:
+@in_paceline_style
+def schedule_cost_chart(rows: Sequence[CostBar], *, title: str) -> Chart:
     """Return a bar for each price, with a dot for each time that was measured and its ratio to the price."""
     figure, (axes,) = stacked_panels(width=10, height=0.42 * len(rows) + 1.3)
     longest = max(max([row.priced, *row.measured]) for row in rows)

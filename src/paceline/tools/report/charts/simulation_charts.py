@@ -15,20 +15,20 @@ from paceline.tools.report.charts.chart_style import (
     INK,
     MUTED,
     Chart,
-    End,
-    drawn,
-    name_lines,
+    LineEnd,
+    in_paceline_style,
+    label_line_ends,
+    legend_patch,
     stacked_panels,
-    swatch,
 )
 from paceline.tools.report.charts.hub_charts import time_unit
-from paceline.tools.simulate.async_rows import Point, Row
+from paceline.tools.simulate.async_rows import AsyncRow, LossPoint
 from paceline.tools.simulate.cluster.cluster_simulation import LOSSES, ClusterRow
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
 
-__all__ = ["by_nodes", "losses", "times"]
+__all__ = ["cluster_chart", "loss_chart", "time_to_loss_chart"]
 
 _COLOUR_OF: dict[str, str] = dict(zip(("useful", *LOSSES), [COLOURS[0], *COLOURS[1:], MUTED], strict=True))
 
@@ -40,8 +40,8 @@ _FEW = 11
 """Numbers of nodes that are all written at the axis."""
 
 
-@drawn
-def by_nodes(rows: Sequence[ClusterRow], *, title: str, price: float | None = None) -> Chart:
+@in_paceline_style
+def cluster_chart(rows: Sequence[ClusterRow], *, title: str, price: float | None = None) -> Chart:
     """Return efficiency and its losses over nodes, and below it the cost of useful work.
 
     Efficiency has a band in which nine in ten jobs lie. The cost of an hour of useful work of a node is the price of an
@@ -93,7 +93,7 @@ def _shares(axes: Axes, rows: Sequence[ClusterRow], nodes: Sequence[int]) -> Non
     axes.set_ylim(0, 100)
     axes.set_ylabel("% of all time")
     told = {"useful": "useful (line: mean;\nband: nine in ten jobs)"}
-    labels = [swatch(told.get(name, name), colour) for name, colour in zip(names, colours, strict=True)]
+    labels = [legend_patch(told.get(name, name), colour) for name, colour in zip(names, colours, strict=True)]
     for label in labels:
         label.set_alpha(0.55)
     axes.legend(
@@ -122,8 +122,8 @@ _TALLEST = 3.0
 """Times the loss at the beginning above which nothing is drawn: what diverges would hide all else."""
 
 
-@drawn
-def losses(rows: Sequence[Row], *, title: str) -> Chart:
+@in_paceline_style
+def loss_chart(rows: Sequence[AsyncRow], *, title: str) -> Chart:
     """Return held-out loss over virtual time: a line for each setting, DDP dashed.
 
     Args:
@@ -132,7 +132,7 @@ def losses(rows: Sequence[Row], *, title: str) -> Chart:
     figure, (axes,) = stacked_panels(width=10, height=max(4.4, 1.6 + 0.21 * len(rows)))
     unit, scale = time_unit(max(row.seconds for row in rows))
     most = _TALLEST * rows[0].initial_loss
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     number = 0
     for row in rows:
         points = _drawable(row.points, most)
@@ -152,12 +152,12 @@ def losses(rows: Sequence[Row], *, title: str) -> Chart:
     axes.set_ylabel("held-out loss")
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(axis="y")
-    name_lines(axes, ends, wide=True)
+    label_line_ends(axes, ends, wide=True)
     return Chart(figure)
 
 
-@drawn
-def times(rows: Sequence[Row], *, aim: str) -> Chart:
+@in_paceline_style
+def time_to_loss_chart(rows: Sequence[AsyncRow], *, aim: str) -> Chart:
     """Return the virtual time to a loss as bars, with how many times as soon as DDP that is.
 
     Args:
@@ -185,7 +185,7 @@ def times(rows: Sequence[Row], *, aim: str) -> Chart:
     return Chart(figure)
 
 
-def _remark(row: Row) -> str:
+def _remark(row: AsyncRow) -> str:
     if row.diverged:
         return "diverged"
     if row.seconds_to_target is None:
@@ -194,7 +194,7 @@ def _remark(row: Row) -> str:
     return format_seconds(row.seconds_to_target) + faster
 
 
-def _drawable(points: Sequence[Point], most: float) -> list[Point]:
+def _drawable(points: Sequence[LossPoint], most: float) -> list[LossPoint]:
     """Return the points up to the first that is not finite or too high."""
     found = []
     for point in points:

@@ -19,14 +19,14 @@ from paceline.tools.report.charts.chart_style import (
     MUTED,
     PAPER,
     Chart,
-    End,
-    Line,
-    drawn,
-    log_ticks,
-    name_lines,
+    ChartLine,
+    LineEnd,
+    in_paceline_style,
+    label_line_ends,
+    legend_patch,
     running_mean,
+    set_log_ticks,
     stacked_panels,
-    swatch,
 )
 from paceline.tools.result_files import require_matplotlib
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLOUR_OF_PHASE",
-    "Bar",
     "Chart",
     "Line",
-    "against_size",
-    "breakdown",
-    "bucket_curve",
-    "curve",
+    "StackedBar",
+    "breakdown_chart",
+    "bucket_size_chart",
     "require_matplotlib",
+    "step_curve_chart",
+    "time_and_ratio_chart",
 ]
 
 _NAME_OF_PHASE = {"backward": "backward (computing)", "exposed": "exposed communication"}
@@ -50,7 +50,7 @@ _LIGHT_PHASES = {"forward", "data", "other"}  # too light for white numbers
 
 
 @dataclass(frozen=True)
-class Bar:
+class StackedBar:
     """One stacked bar: `milliseconds_of_phase` in drawing order, and a remark that follows its total."""
 
     label: str
@@ -63,8 +63,10 @@ class Bar:
         return sum(self.milliseconds_of_phase.values())
 
 
-@drawn
-def curve(lines: Sequence[Line], *, x: str, y: str, wide: bool = True, from_zero: bool = False) -> Chart:
+@in_paceline_style
+def step_curve_chart(
+    lines: Sequence[ChartLine], *, x: str, y: str, wide: bool = True, from_zero: bool = False
+) -> Chart:
     """Return lines over steps, each named at its end; long ones as their running mean over the faint values.
 
     Args:
@@ -77,7 +79,7 @@ def curve(lines: Sequence[Line], *, x: str, y: str, wide: bool = True, from_zero
     figure, (axes,) = stacked_panels(
         width=10 if wide else 4.2, height=2.3 if from_zero else 3.5 if wide else 3.0
     )
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     for line, colour in zip(lines, COLOURS, strict=False):
         points = [(at, value) for at, value in line.points if math.isfinite(value)]
         if not points:
@@ -95,12 +97,12 @@ def curve(lines: Sequence[Line], *, x: str, y: str, wide: bool = True, from_zero
         axes.set_ylim(0, 1.05 * max(axes.get_ylim()[1], 1e-9))
     if axes.get_ylim()[1] >= 10_000:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    name_lines(axes, [end for end in ends if end[2]], wide)
+    label_line_ends(axes, [end for end in ends if end[2]], wide)
     return Chart(figure)
 
 
-@drawn
-def breakdown(panels: Mapping[str, Sequence[Bar]], *, wide: bool = True) -> Chart:
+@in_paceline_style
+def breakdown_chart(panels: Mapping[str, Sequence[StackedBar]], *, wide: bool = True) -> Chart:
     """Return where the time of a step goes: one stacked horizontal bar per entry, one panel per title.
 
     Args:
@@ -117,7 +119,7 @@ def breakdown(panels: Mapping[str, Sequence[Bar]], *, wide: bool = True) -> Char
         _stack(axes, bars, phases, wide)
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     all_axes[-1].set_xlabel("milliseconds of one step")
-    handles = [swatch(_NAME_OF_PHASE.get(phase, phase), COLOUR_OF_PHASE[phase]) for phase in phases]
+    handles = [legend_patch(_NAME_OF_PHASE.get(phase, phase), COLOUR_OF_PHASE[phase]) for phase in phases]
     columns = len(phases) if wide else 2
     figure.legend(
         handles=handles,
@@ -131,8 +133,8 @@ def breakdown(panels: Mapping[str, Sequence[Bar]], *, wide: bool = True) -> Char
     return Chart(figure)
 
 
-@drawn
-def bucket_curve(panels: Mapping[str, Sequence[Line]]) -> Chart:
+@in_paceline_style
+def bucket_size_chart(panels: Mapping[str, Sequence[ChartLine]]) -> Chart:
     """Return the time of a step against the bucket size, on a logarithmic axis, one panel per title.
 
     Args:
@@ -140,7 +142,7 @@ def bucket_curve(panels: Mapping[str, Sequence[Line]]) -> Chart:
     """
     figure, all_axes = stacked_panels(width=10, height=3.3 * len(panels), heights=[1.0] * len(panels))
     for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
-        ends: list[End] = []
+        ends: list[LineEnd] = []
         looks = zip(COLOURS * 2, MARKERS * 2, strict=True)
         for line in lines:
             colour, marker = (MUTED, "") if line.faint else next(looks)
@@ -152,12 +154,14 @@ def bucket_curve(panels: Mapping[str, Sequence[Line]]) -> Chart:
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
         axes.set(xlabel="bucket size (MiB)", ylabel="milliseconds of one step")
         axes.grid(axis="y")
-        name_lines(axes, ends, wide=True)
+        label_line_ends(axes, ends, wide=True)
     return Chart(figure)
 
 
-@drawn
-def against_size(times: Sequence[Line], ratios: Sequence[Line], *, title: str, ratio: str) -> Chart:
+@in_paceline_style
+def time_and_ratio_chart(
+    times: Sequence[ChartLine], ratios: Sequence[ChartLine], *, title: str, ratio: str
+) -> Chart:
     """Return what a call takes by the size of its message, and below how many times faster than another one it is.
 
     All axes are logarithmic. A line has the same colour in both panels, found by its label.
@@ -173,7 +177,7 @@ def against_size(times: Sequence[Line], ratios: Sequence[Line], *, title: str, r
     below.axhline(1.0, color=MUTED, linewidth=1)
     for axes, lines in ((above, times), (below, ratios)):
         axes.set(xscale="log", yscale="log")
-        ends: list[End] = []
+        ends: list[LineEnd] = []
         for line in lines:
             colour, marker = (MUTED, "") if line.faint else looks[line.label]
             style, width = ("--", 1.3) if line.faint else ("-", 2)
@@ -183,17 +187,17 @@ def against_size(times: Sequence[Line], ratios: Sequence[Line], *, title: str, r
         axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
         axes.minorticks_off()
         axes.grid(axis="y")
-        name_lines(axes, ends, wide=True)
+        label_line_ends(axes, ends, wide=True)
     above.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
     above.set_title(title, loc="left", fontsize=11, fontweight="bold")
     low, high = below.get_ylim()
-    log_ticks(below, (1, 2, 5) if high > 5 * low else (1, 1.2, 1.5, 2, 3, 5))
+    set_log_ticks(below, (1, 2, 5) if high > 5 * low else (1, 1.2, 1.5, 2, 3, 5))
     below.yaxis.set_major_formatter(lambda times, _: f"{times:g}×")
     below.set(xlabel="bytes", ylabel=ratio)
     return Chart(figure)
 
 
-def _stack(axes: Axes, bars: Sequence[Bar], phases: Sequence[str], wide: bool) -> None:
+def _stack(axes: Axes, bars: Sequence[StackedBar], phases: Sequence[str], wide: bool) -> None:
     """Draw the bars of one panel, with times inside of the parts that have room and totals behind them."""
     longest = max((bar.total for bar in bars), default=0.0) or 1.0
     room = 0.055 if wide else 0.14  # share of the longest bar that a number needs

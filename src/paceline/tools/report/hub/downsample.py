@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-__all__ = ["Point", "Sketch", "Thinned"]
+__all__ = ["DownsampledCurve", "Point", "QuantileSketch"]
 
 Point = tuple[float, float]
 
 
-class Thinned:
+class DownsampledCurve:
     """A curve of which at most `most` points are kept: the first, the last, each stretch's lowest and highest.
 
     A stretch is a number of points that came one after the other. When there are too many stretches, each two of them
@@ -72,7 +72,7 @@ def _both(one: tuple[Point, Point], other: tuple[Point, Point]) -> tuple[Point, 
     return low, high
 
 
-class Sketch:
+class QuantileSketch:
     """How often values came, to three digits.
 
     Attributes:
@@ -96,7 +96,7 @@ class Sketch:
         self.count += 1
         self._times[float(f"{value:.3g}")] += 1
 
-    def add_all(self, other: Sketch) -> None:
+    def add_all(self, other: QuantileSketch) -> None:
         """Count all that another one has."""
         if other.count:
             self.largest = other.largest if not self.count else max(self.largest, other.largest)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["HUB", "Decision", "Decisions"]
+__all__ = ["HUB_ITSELF", "DecisionLog", "HubDecision"]
 
-HUB = -1
+HUB_ITSELF = -1
 """Stands for the hub itself where workers have numbers."""
 
 
 @dataclass
-class Decision:
+class HubDecision:
     """A row.
 
     Attributes:
@@ -37,7 +37,7 @@ class Decision:
     order: int = 0
 
 
-class Decisions:
+class DecisionLog:
     """Takes in decisions in their order, and keeps the newest.
 
     Args:
@@ -50,11 +50,11 @@ class Decisions:
     def __init__(self, most: int = 200) -> None:
         self.rows = 0
         self._most = most
-        self._weighty: deque[Decision] = deque(maxlen=most)
-        self._others: deque[Decision] = deque()
-        self._latest: dict[int, Decision] = {}
+        self._weighty: deque[HubDecision] = deque(maxlen=most)
+        self._others: deque[HubDecision] = deque()
+        self._latest: dict[int, HubDecision] = {}
 
-    def note(self, decision: Decision, *, weighty: bool = False) -> None:
+    def note(self, decision: HubDecision, *, weighty: bool = False) -> None:
         """Take in a decision; one that repeats the latest of its worker is counted there."""
         latest = self._latest.get(decision.worker)
         if latest and (latest.what, latest.reason) == (decision.what, decision.reason) and decision.reason:
@@ -74,7 +74,7 @@ class Decisions:
         self._others.append(decision)
         self._latest[decision.worker] = decision
 
-    def shown(self) -> list[Decision]:
+    def shown(self) -> list[HubDecision]:
         """Return the newest, in the order of their times."""
         weighty, others = list(self._weighty), list(self._others)
         half = self._most // 2

@@ -15,62 +15,69 @@ from paceline._core.format import (
     plural,
 )
 from paceline.async_dp.hub.update_screening import Histogram
-from paceline.tools.report.charts.chart_style import Chart, Line
+from paceline.tools.report.charts.chart_style import Chart, ChartLine
 from paceline.tools.report.charts.hub_charts import (
-    Scores,
-    Share,
-    ages,
-    any_letters,
-    contributions,
-    scores,
-    traffic,
+    ScoreCurves,
+    ShareBar,
+    contribution_chart,
+    ignore_missing_glyphs,
+    score_chart,
+    staleness_histogram,
+    traffic_chart,
 )
-from paceline.tools.report.html_page import Figure, Listing, Sheet, Tile, drawn_twice, write_sheet
-from paceline.tools.report.hub.downsample import Point, Thinned
-from paceline.tools.report.hub.hub_decisions import HUB, Decision
-from paceline.tools.report.hub.hub_records import HubRun, read_hub
-from paceline.tools.report.hub.hub_summary import Row, ddp_nbytes, local_steps, rows_of
+from paceline.tools.report.html_page import (
+    PageFigure,
+    PageTable,
+    ReportPage,
+    Tile,
+    responsive_figure,
+    write_page,
+)
+from paceline.tools.report.hub.downsample import DownsampledCurve, Point
+from paceline.tools.report.hub.hub_decisions import HUB_ITSELF, HubDecision
+from paceline.tools.report.hub.hub_records import HubRun, read_hub_run
+from paceline.tools.report.hub.hub_summary import ContributionRow, contribution_rows, ddp_nbytes, local_steps
 from paceline.tools.report.hub.hub_text import (
-    headline,
-    reasons,
-    told_contributions,
-    told_decisions,
-    told_link,
-    told_scores,
-    told_staleness,
+    contributions_caption,
+    decisions_caption,
+    format_refusals,
+    hub_headline,
+    scores_caption,
+    staleness_caption,
+    traffic_caption,
 )
-from paceline.tools.report.hub.link_usage import Away, Reserved
-from paceline.tools.report.hub.worker_statistics import Worker
+from paceline.tools.report.hub.link_usage import HubDowntime, ReservedRate
+from paceline.tools.report.hub.worker_statistics import WorkerStatistics
 
-__all__ = ["render", "write_report"]
+__all__ = ["render_hub_page", "write_hub_report"]
 
 _WORKERS_SHOWN = 20
 
 
-def write_report(folder: Path) -> Path:
+def write_hub_report(folder: Path) -> Path:
     """Write ``report.html`` into the folder of a hub and return its path; the file is whole or not there at all.
 
     Raises:
         UsageError: the folder can't be written, a newer version of Paceline wrote it, or the ``report`` extra is not
             installed.
     """
-    return write_sheet(folder, render(read_hub(folder)))
+    return write_page(folder, render_hub_page(read_hub_run(folder)))
 
 
-def render(run: HubRun) -> str:
+def render_hub_page(run: HubRun) -> str:
     """Return the page about `run` as HTML.
 
     Raises:
         UsageError: the ``report`` extra is not installed.
     """
-    rows = rows_of(run, _WORKERS_SHOWN)
-    with any_letters():
+    rows = contribution_rows(run, _WORKERS_SHOWN)
+    with ignore_missing_glyphs():
         figures = _figures(run, rows)
-    return Sheet(
+    return ReportPage(
         title=f"Asynchronous run {run.name or run.folder.resolve().name}",
         subtitle=_subtitle(run),
         notes=run.notes,
-        sentences=headline(run, rows),
+        sentences=hub_headline(run, rows),
         tiles=_tiles(run),
         figures=figures,
         listings=_decisions(run),
@@ -127,27 +134,29 @@ def _tiles(run: HubRun) -> list[Tile]:
 # ---------------------------------------------------------------------- charts
 
 
-def _figures(run: HubRun, rows: Sequence[Row]) -> list[Figure]:
+def _figures(run: HubRun, rows: Sequence[ContributionRow]) -> list[PageFigure]:
     """Return the charts for which there is anything to be drawn."""
     figures = [_scores(run)]
     if run.updates or run.refused:
         figures.append(_contributions(run, rows))
     if run.updates:
         bars = _bars(run.ages.rows())
-        told = told_staleness(run)
-        figures.append(drawn_twice("Staleness", told, "ages", lambda wide: ages(bars, wide=wide)))
+        told = staleness_caption(run)
+        figures.append(
+            responsive_figure("Staleness", told, "ages", lambda wide: staleness_histogram(bars, wide=wide))
+        )
     if run.link.notes > 1:
         figures.append(_traffic(run))
     return [figure for figure in figures if figure is not None]
 
 
-def _scores(run: HubRun) -> Figure | None:
+def _scores(run: HubRun) -> PageFigure | None:
     losses = not run.centre.count and not run.scores
     curves = run.losses if losses else run.scores
     lines = _lines(run, curves)
     if not lines and not run.centre.count:
         return None
-    told = Scores(
+    told = ScoreCurves(
         _since(run, run.centre.points()),
         lines,
         None if run.together is None else run.together - run.begin,
@@ -156,20 +165,20 @@ def _scores(run: HubRun) -> Figure | None:
     )
 
     def draw(wide: bool) -> Chart:
-        return scores(told, run.seconds, y="training loss" if losses else "score", wide=wide)
+        return score_chart(told, run.seconds, y="training loss" if losses else "score", wide=wide)
 
     title = "Training loss" if losses else "Score"
-    return drawn_twice(title, told_scores(run, len(lines), losses=losses), "scores", draw)
+    return responsive_figure(title, scores_caption(run, len(lines), losses=losses), "scores", draw)
 
 
-def _lines(run: HubRun, curves: dict[int, Thinned]) -> list[Line]:
+def _lines(run: HubRun, curves: dict[int, DownsampledCurve]) -> list[ChartLine]:
     """Return the curves of the workers that gave most."""
     names = run.crew.names()
     ranked = [each.number for each in run.crew.ranked() if each.number in curves][:_WORKERS_SHOWN]
-    return [Line(names[each], _since(run, curves[each].points())) for each in ranked]
+    return [ChartLine(names[each], _since(run, curves[each].points())) for each in ranked]
 
 
-def _contributions(run: HubRun, rows: Sequence[Row]) -> Figure:
+def _contributions(run: HubRun, rows: Sequence[ContributionRow]) -> PageFigure:
     head = [
         "worker",
         "updates",
@@ -184,20 +193,22 @@ def _contributions(run: HubRun, rows: Sequence[Row]) -> Figure:
     table = [[*head, "refused"], *(_cells(row) for row in rows)]
 
     def draw(wide: bool) -> Chart:
-        bars = [Share(row.name, row.share, _remark(row, wide), row.worker.count > 1) for row in rows]
-        return contributions(bars, wide=wide)
+        bars = [ShareBar(row.name, row.share, _remark(row, wide), row.worker.count > 1) for row in rows]
+        return contribution_chart(bars, wide=wide)
 
-    return drawn_twice("Who gave what", told_contributions(run, rows), "gave", draw, table, words=True)
+    return responsive_figure(
+        "Who gave what", contributions_caption(run, rows), "gave", draw, table, words=True
+    )
 
 
-def _remark(row: Row, wide: bool) -> str:
+def _remark(row: ContributionRow, wide: bool) -> str:
     text, refused = format_percent(row.share), sum(row.worker.refused.values())
     if wide:
         text += f", {plural(row.worker.updates, 'update')}"
     return text + (f", {refused:,} refused" if refused else "")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ContributionRow) -> list[str]:
     worker = row.worker
     median = worker.staleness.median
     return [
@@ -210,26 +221,26 @@ def _cells(row: Row) -> list[str]:
         "–" if median is None else f"{worker.staleness.largest:.3g}",
         "–" if worker.speed is None or worker.count > 1 else f"{worker.speed:.3g}",
         _there(worker),
-        reasons(worker.refused) or "–",
+        format_refusals(worker.refused) or "–",
     ]
 
 
-def _there(worker: Worker) -> str:
+def _there(worker: WorkerStatistics) -> str:
     if not worker.alive:
         return "–"
     mean = worker.alive / worker.count
     return format_seconds(mean) if worker.count == 1 else f"{format_seconds(mean)} each"
 
 
-def _traffic(run: HubRun) -> Figure:
+def _traffic(run: HubRun) -> PageFigure:
     link, begin = run.link, run.begin
     into, out = _since(run, link.into.points()), _since(run, link.out.points())
-    reserved = [Reserved(each.begin - begin, each.end - begin, each.rate) for each in link.reserved]
+    reserved = [ReservedRate(each.begin - begin, each.end - begin, each.rate) for each in link.reserved]
 
     def draw(wide: bool) -> Chart:
-        return traffic(into, out, reserved, _away(run), run.seconds, wide=wide)
+        return traffic_chart(into, out, reserved, _away(run), run.seconds, wide=wide)
 
-    return drawn_twice("Network", told_link(run), "traffic", draw)
+    return responsive_figure("Network", traffic_caption(run), "traffic", draw)
 
 
 def _bars(rows: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
@@ -244,30 +255,30 @@ def _since(run: HubRun, points: Iterable[Point]) -> list[Point]:
     return [(at - run.begin, value) for at, value in points]
 
 
-def _away(run: HubRun) -> list[Away]:
-    return [Away(each.since - run.begin, each.until - run.begin) for each in run.link.away]
+def _away(run: HubRun) -> list[HubDowntime]:
+    return [HubDowntime(each.since - run.begin, each.until - run.begin) for each in run.link.away]
 
 
 # ---------------------------------------------------------------------- words
 
 
-def _decisions(run: HubRun) -> list[Listing]:
+def _decisions(run: HubRun) -> list[PageTable]:
     shown, names = run.decisions.shown(), run.crew.names()
     if not shown:
         return []
     head = ["after", "time (UTC)", "who", "what", "why"]
     rows = [_decision(run, each, names) for each in shown]
-    return [Listing("What the hub decided", [head, *rows], told_decisions(run))]
+    return [PageTable("What the hub decided", [head, *rows], decisions_caption(run))]
 
 
-def _decision(run: HubRun, each: Decision, names: dict[int, str]) -> list[str]:
+def _decision(run: HubRun, each: HubDecision, names: dict[int, str]) -> list[str]:
     why, what = each.why, each.what
     if each.other is not None and each.other in names:
         why = f"{why.removesuffix(str(each.other))}{names[each.other]}"
     if each.times > 1:
         what += f", {each.times:,} times"
         why += f" (the first; the last {format_seconds(max(0.0, each.last - each.at))} later)"
-    who = "the hub" if each.worker == HUB else names.get(each.worker, str(each.worker))
+    who = "the hub" if each.worker == HUB_ITSELF else names.get(each.worker, str(each.worker))
     clock = _clock(each.at)
     if _clock(run.begin)[:10] == _clock(run.end)[:10]:
         clock = clock[11:] or clock  # the date is on top

@@ -19,12 +19,12 @@ from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_folder import LEDGER
 from paceline.async_dp.wal.json_values import read_checked_file
 from paceline.errors import DamagedCheckpoint
-from paceline.tools.report.hub.downsample import Sketch, Thinned
-from paceline.tools.report.hub.hub_decisions import HUB, Decision, Decisions
-from paceline.tools.report.hub.link_usage import Link
-from paceline.tools.report.hub.worker_statistics import Crew, Worker, plain
+from paceline.tools.report.hub.downsample import DownsampledCurve, QuantileSketch
+from paceline.tools.report.hub.hub_decisions import HUB_ITSELF, DecisionLog, HubDecision
+from paceline.tools.report.hub.link_usage import HubTraffic
+from paceline.tools.report.hub.worker_statistics import WorkerStatistics, WorkerTable, printable
 
-__all__ = ["Best", "HubRun", "Mark", "holds_hub", "read_hub"]
+__all__ = ["CentreScore", "HubRun", "WorkerReplacement", "is_hub_folder", "read_hub_run"]
 
 _CURVES = 256
 _POINTS, _WORKER_POINTS = 2000, 200
@@ -33,7 +33,7 @@ _WHY = 200
 
 
 @dataclass(frozen=True)
-class Best:
+class CentreScore:
     """A score of the centre and when it was told."""
 
     score: float
@@ -41,7 +41,7 @@ class Best:
 
 
 @dataclass(frozen=True)
-class Mark:
+class WorkerReplacement:
     """A worker was replaced at a time, when its score was this one."""
 
     at: float
@@ -72,7 +72,7 @@ class HubRun:
     begin: float = math.nan
     end: float = math.nan
     records: int = 0
-    crew: Crew = field(default_factory=Crew)
+    crew: WorkerTable = field(default_factory=WorkerTable)
     most_alive: int = 0
     numbers: float | None = None
     first: int | None = None
@@ -81,19 +81,19 @@ class HubRun:
     weight: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
     fragments: set[int] = field(default_factory=set)
-    staleness: Sketch = field(default_factory=Sketch)
+    staleness: QuantileSketch = field(default_factory=QuantileSketch)
     ages: Histogram = field(default_factory=Histogram)
     exchanged: float = 0.0
-    centre: Thinned = field(default_factory=lambda: Thinned(_POINTS))
-    firstly: Best | None = None
-    lastly: Best | None = None
-    best: Best | None = None
-    scores: dict[int, Thinned] = field(default_factory=dict)
-    losses: dict[int, Thinned] = field(default_factory=dict)
+    centre: DownsampledCurve = field(default_factory=lambda: DownsampledCurve(_POINTS))
+    firstly: CentreScore | None = None
+    lastly: CentreScore | None = None
+    best: CentreScore | None = None
+    scores: dict[int, DownsampledCurve] = field(default_factory=dict)
+    losses: dict[int, DownsampledCurve] = field(default_factory=dict)
     together: float | None = None
-    replaced: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS))
-    link: Link = field(default_factory=Link)
-    decisions: Decisions = field(default_factory=Decisions)
+    replaced: deque[WorkerReplacement] = field(default_factory=lambda: deque(maxlen=_MARKS))
+    link: HubTraffic = field(default_factory=HubTraffic)
+    decisions: DecisionLog = field(default_factory=DecisionLog)
 
     @property
     def seconds(self) -> float:
@@ -101,12 +101,12 @@ class HubRun:
         return self.end - self.begin if self.records else 0.0
 
 
-def holds_hub(folder: Path) -> bool:
+def is_hub_folder(folder: Path) -> bool:
     """Tell whether a folder is one that a hub keeps."""
     return any((folder / name).exists() for name in (LEDGER, "hub.lock"))
 
 
-def read_hub(folder: Path) -> HubRun:
+def read_hub_run(folder: Path) -> HubRun:
     """Return the run of the hub that keeps `folder`.
 
     Raises:
@@ -114,13 +114,13 @@ def read_hub(folder: Path) -> HubRun:
     """
     run = HubRun(folder)
     try:
-        run.name = plain(read_checked_file(folder / "run.json").get("run", ""))
+        run.name = printable(read_checked_file(folder / "run.json").get("run", ""))
     except FileNotFoundError:
         pass
     except DamagedCheckpoint:
         run.notes.append("run.json is damaged, so the name of the run is not known.")
     try:
-        take_in(run, read_ledger(folder))
+        read_records(run, read_ledger(folder))
     except DamagedCheckpoint as error:
         told = str(error).partition(": ")[0].partition(" of ")[0]
         run.notes.append(
@@ -130,7 +130,7 @@ def read_hub(folder: Path) -> HubRun:
     return run
 
 
-def take_in(run: HubRun, records: Iterable[Mapping[str, Any]]) -> None:
+def read_records(run: HubRun, records: Iterable[Mapping[str, Any]]) -> None:
     """Take records of a ledger into `run`, and end it."""
     fold, odd = _Fold(run), 0
     try:
@@ -148,7 +148,7 @@ class _Fold:
     def __init__(self, run: HubRun) -> None:
         self._run = run
         self._latest: dict[int, float] = {}  # score of workers
-        self._of_worker: dict[str, Callable[[Mapping[str, Any], Worker, float], None]] = {
+        self._of_worker: dict[str, Callable[[Mapping[str, Any], WorkerStatistics, float], None]] = {
             "join": self._join,
             "back": self._back,
             "silent": self._gone,
@@ -182,25 +182,25 @@ class _Fold:
             self._traffic(values, t)
         return True
 
-    def _decide(self, t: float, worker: Worker, what: str, why: str = "", **more: Any) -> None:
+    def _decide(self, t: float, worker: WorkerStatistics, what: str, why: str = "", **more: Any) -> None:
         weighty = more.pop("weighty", False)
-        self._run.decisions.note(Decision(t, worker.number, what, why, **more), weighty=weighty)
+        self._run.decisions.note(HubDecision(t, worker.number, what, why, **more), weighty=weighty)
 
     # ------------------------------------------------------------------ who is there
 
-    def _join(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
-        worker.name = plain(values.get("name") or "") or worker.name
+    def _join(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
+        worker.name = printable(values.get("name") or "") or worker.name
         worker.come(t)
         every, delay = _real(values, "every"), _real(values, "delay")
         told = every is not None and delay is not None
         why = f"it sends every {every:g} steps and takes in {delay:g} steps later" if told else ""
         self._decide(t, worker, "joined", why)
 
-    def _back(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _back(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         worker.come(t)
         self._decide(t, worker, "came back", "it was heard again after a silence")
 
-    def _gone(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _gone(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         worker.go(t)
         silent = values["kind"] == "silent"
         why = "nothing was heard of it" if silent else "it said so"
@@ -208,12 +208,12 @@ class _Fold:
 
     # ------------------------------------------------------------------ what is learnt
 
-    def _begin(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _begin(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run = self._run
         run.numbers, run.first = _real(values, "numbers"), worker.number
         self._decide(t, worker, "all share its parameters", "training together begins", weighty=True)
 
-    def _update(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _update(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run = self._run
         samples, weight, steps, workers, age = (
             _real(values, name) or 0.0 for name in ("samples", "weight", "steps", "workers", "staleness")
@@ -233,8 +233,8 @@ class _Fold:
         run.crew.hear(worker.number, t)
         self._own_score(values, worker, t)
 
-    def _refuse(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
-        why = plain(values.get("why") or "no reason told", _WHY)
+    def _refuse(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
+        why = printable(values.get("why") or "no reason told", _WHY)
         reason = _reason(why)
         worker.refused[reason] += 1
         self._run.refused[reason] += 1
@@ -247,11 +247,11 @@ class _Fold:
 
     # ------------------------------------------------------------------ scores
 
-    def _score(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _score(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         self._run.crew.hear(worker.number, t)
         self._own_score(values, worker, t)
 
-    def _own_score(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _own_score(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         score = _real(values, "score")
         if score is not None:
             self._latest[worker.number] = score
@@ -259,27 +259,27 @@ class _Fold:
             if len(self._latest) > 2 * len(self._run.scores) + _CURVES:
                 self._latest = {key: self._latest[key] for key in self._run.scores if key in self._latest}
 
-    def _centre(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _centre(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run, score = self._run, _real(values, "score")
         run.crew.hear(worker.number, t)
         if score is None:
             return
         run.centre.add(t, score)
-        run.lastly = Best(score, t)
+        run.lastly = CentreScore(score, t)
         run.firstly = run.firstly or run.lastly
         run.best = run.lastly if run.best is None or score < run.best.score else run.best
 
-    def _replace(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _replace(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run = self._run
         worker.replaced += 1
-        run.replaced.append(Mark(t, worker.number, self._latest.get(worker.number)))
-        by, why = values.get("by"), plain(values.get("why") or "", _WHY)
+        run.replaced.append(WorkerReplacement(t, worker.number, self._latest.get(worker.number)))
+        by, why = values.get("by"), printable(values.get("why") or "", _WHY)
         other = by if type(by) is int else None
         self._decide(t, worker, "replaced by the best", why, weighty=True, other=other)
 
-    def _together(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _together(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         self._run.together = t
-        why = plain(values.get("why") or "", _WHY)
+        why = printable(values.get("why") or "", _WHY)
         self._decide(t, worker, "all join it", why, weighty=True)
 
     # ------------------------------------------------------------------ traffic
@@ -293,7 +293,7 @@ class _Fold:
         if away is not None:
             run.crew.away(away.since)
             why = f"for about {format_seconds(max(0.1, away.until - away.since))}, then it was started again"
-            hub = Decision(away.until, HUB, "was away", why)
+            hub = HubDecision(away.until, HUB_ITSELF, "was away", why)
             run.decisions.note(hub, weighty=True)
         run.most_alive = max(run.most_alive, int(_real(values, "alive") or 0))
         workers = values.get("workers")
@@ -310,14 +310,14 @@ class _Fold:
             _curve_of(self._run.losses, number).add(t, loss)
 
 
-def _curve_of(curves: dict[int, Thinned], number: int) -> Thinned:
+def _curve_of(curves: dict[int, DownsampledCurve], number: int) -> DownsampledCurve:
     """Return a worker's curve; of too many the half that has fewest points is dropped."""
     curve = curves.get(number)
     if curve is None:
         if len(curves) >= _CURVES:
             for short in sorted(curves, key=lambda each: curves[each].count)[: _CURVES // 2]:
                 del curves[short]
-        curve = curves[number] = Thinned(_WORKER_POINTS)
+        curve = curves[number] = DownsampledCurve(_WORKER_POINTS)
     return curve
 
 

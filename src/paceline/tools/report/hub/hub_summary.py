@@ -13,13 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.tools.report.hub.hub_records import HubRun
-from paceline.tools.report.hub.worker_statistics import Worker
+from paceline.tools.report.hub.worker_statistics import WorkerStatistics
 
-__all__ = ["Row", "ddp_nbytes", "local_steps", "rows_of", "share_of", "standing_out"]
+__all__ = [
+    "ContributionRow",
+    "contribution_rows",
+    "ddp_nbytes",
+    "dominant_row",
+    "finite_ratio",
+    "local_steps",
+]
 
 
 @dataclass(frozen=True)
-class Row:
+class ContributionRow:
     """What a worker, or several together, gave.
 
     Attributes:
@@ -28,30 +35,32 @@ class Row:
     """
 
     name: str
-    worker: Worker
+    worker: WorkerStatistics
     share: float
     weight: float
 
 
-def rows_of(run: HubRun, most: int = 20) -> list[Row]:
+def contribution_rows(run: HubRun, most: int = 20) -> list[ContributionRow]:
     """Return the workers that gave most, first the largest; what is over `most` is one row at the end."""
     names, ranked = run.crew.names(), run.crew.ranked()
-    rest = Worker(0, "others", count=0)
+    rest = WorkerStatistics(0, "others", count=0)
     for each in [run.crew.others, *ranked[most:]]:
         rest.add(each)
     rows = [_row(run, names[each.number], each) for each in ranked[:most]]
     return [*rows, _row(run, f"{rest.count} others", rest)] if rest.count else rows
 
 
-def _row(run: HubRun, name: str, worker: Worker) -> Row:
+def _row(run: HubRun, name: str, worker: WorkerStatistics) -> ContributionRow:
     by_samples = 0 < run.samples < math.inf
     share = (
-        share_of(worker.samples, run.samples) if by_samples else share_of(float(worker.updates), run.updates)
+        finite_ratio(worker.samples, run.samples)
+        if by_samples
+        else finite_ratio(float(worker.updates), run.updates)
     )
-    return Row(name, worker, share, share_of(worker.weight, run.weight))
+    return ContributionRow(name, worker, share, finite_ratio(worker.weight, run.weight))
 
 
-def share_of(part: float, whole: float) -> float:
+def finite_ratio(part: float, whole: float) -> float:
     """Return part / whole, 0 where that is no number."""
     share = part / whole if whole else 0.0
     return share if math.isfinite(share) else 0.0
@@ -71,7 +80,7 @@ def ddp_nbytes(run: HubRun) -> float | None:
     return nbytes if math.isfinite(nbytes) else None
 
 
-def standing_out(rows: Sequence[Row]) -> Row | None:
+def dominant_row(rows: Sequence[ContributionRow]) -> ContributionRow | None:
     """Return the worker that gave more than half of all, and more than twice its part; None: there is none."""
     alone = [row for row in rows if row.worker.count == 1]
     if len(rows) < 2 or not alone:

@@ -7,26 +7,26 @@ from collections.abc import Mapping, Sequence
 
 from paceline._core.format import format_count, format_decimal, format_seconds
 from paceline.tools.report.hub.hub_records import HubRun
-from paceline.tools.report.hub.hub_summary import Row, ddp_nbytes, share_of, standing_out
+from paceline.tools.report.hub.hub_summary import ContributionRow, ddp_nbytes, dominant_row, finite_ratio
 
 __all__ = [
-    "headline",
+    "contributions_caption",
+    "decisions_caption",
+    "format_refusals",
+    "hub_headline",
     "number",
     "percent",
     "plural",
-    "reasons",
-    "told_contributions",
-    "told_decisions",
-    "told_link",
-    "told_scores",
-    "told_staleness",
+    "scores_caption",
+    "staleness_caption",
+    "traffic_caption",
 ]
 
 _MOSTLY_REFUSED = 0.5
 _KEPT = 1.1  # of what is reserved, at most: see `paceline.transport.token_bucket`
 
 
-def headline(run: HubRun, rows: Sequence[Row]) -> tuple[str, ...]:
+def hub_headline(run: HubRun, rows: Sequence[ContributionRow]) -> tuple[str, ...]:
     """Return a few sentences: what the run reached, how old updates were, what was sent, what stands out.
 
     Example:
@@ -64,7 +64,7 @@ def _reached(run: HubRun) -> str:
     refused, share = sum(run.refused.values()), 0.0
     told = "none was refused"
     if refused:
-        share = share_of(refused, refused + run.updates)
+        share = finite_ratio(refused, refused + run.updates)
         told = f"{refused} {_was(refused)} refused ({percent(share)})"
     return (
         f"In {format_seconds(run.seconds)} the hub took in {plural(run.updates, 'update')} of "
@@ -111,7 +111,7 @@ def _sent(run: HubRun) -> str:
     return f"{text}; for the same steps torch DDP would have sent {format_decimal(ddp)}, {than}."
 
 
-def _refused_workers(rows: Sequence[Row]) -> list[str]:
+def _refused_workers(rows: Sequence[ContributionRow]) -> list[str]:
     """Return one sentence about workers of which most is refused."""
     bad = [
         row
@@ -122,23 +122,23 @@ def _refused_workers(rows: Sequence[Row]) -> list[str]:
     if not bad:
         return []
     first = bad[0]
-    text = f"Most of what {first.name} sent was refused ({reasons(first.worker.refused)})"
+    text = f"Most of what {first.name} sent was refused ({format_refusals(first.worker.refused)})"
     if len(bad) > 1:
         text += f", and so it is with {plural(len(bad) - 1, 'more worker')}"
     return [f"{text}: look there first."]
 
 
-def _refusals(row: Row) -> int:
+def _refusals(row: ContributionRow) -> int:
     return sum(row.worker.refused.values())
 
 
-def _dominant(rows: Sequence[Row]) -> str:
-    row = standing_out(rows)
+def _dominant(rows: Sequence[ContributionRow]) -> str:
+    row = dominant_row(rows)
     return "" if row is None else f"{row.name} alone gave {percent(row.share)} of all that was learnt."
 
 
 def _full(run: HubRun) -> str:
-    share = share_of(run.link.full, run.link.reserving)
+    share = finite_ratio(run.link.full, run.link.reserving)
     if share < 0.5:
         return ""
     return (
@@ -150,7 +150,7 @@ def _full(run: HubRun) -> str:
 # ---------------------------------------------------------------------- below the charts
 
 
-def told_scores(run: HubRun, drawn: int, *, losses: bool) -> str:
+def scores_caption(run: HubRun, drawn: int, *, losses: bool) -> str:
     """Return what the chart of scores or losses means.
 
     Args:
@@ -174,7 +174,7 @@ def told_scores(run: HubRun, drawn: int, *, losses: bool) -> str:
     return f"{text} {_sentence(marks)}".strip()
 
 
-def told_contributions(run: HubRun, rows: Sequence[Row]) -> str:
+def contributions_caption(run: HubRun, rows: Sequence[ContributionRow]) -> str:
     """Return what the bars of workers mean."""
     of = "samples" if run.samples > 0 else "updates"
     text = (
@@ -192,18 +192,18 @@ def _counts_steps(run: HubRun) -> bool:
     return run.samples > 0 and run.samples == sum(each.steps for each in [*run.crew, run.crew.others])
 
 
-def told_staleness(run: HubRun) -> str:
+def staleness_caption(run: HubRun) -> str:
     """Return what the histogram of staleness means."""
     old = sum(count for begin, _, count in run.ages.rows() if begin >= 4)
     text = (
         "Rounds by which the centre had gone on when an update came: how many others it took in since the one "
         "that the worker began from, divided by the workers; "
     )
-    share = share_of(old, run.updates)
+    share = finite_ratio(old, run.updates)
     return text + (f"{percent(share)} were 4 rounds old or more." if old else "none was as old as 4.")
 
 
-def told_link(run: HubRun) -> str:
+def traffic_caption(run: HubRun) -> str:
     """Return what the chart of traffic means."""
     link = run.link
     text = (
@@ -222,7 +222,7 @@ def told_link(run: HubRun) -> str:
     )
 
 
-def told_decisions(run: HubRun) -> str:
+def decisions_caption(run: HubRun) -> str:
     """Return what the table of decisions holds."""
     text = "Who came and went, what was refused and what the hub decided; the newest is last."
     unseen = run.decisions.unseen
@@ -232,7 +232,7 @@ def told_decisions(run: HubRun) -> str:
 # ---------------------------------------------------------------------- numbers
 
 
-def reasons(refused: Mapping[str, int], most: int = 4) -> str:
+def format_refusals(refused: Mapping[str, int], most: int = 4) -> str:
     """Return reasons of refusals with their counts, the commonest first.
 
     Example:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from paceline.tools.report.hub.downsample import Thinned
+from paceline.tools.report.hub.downsample import DownsampledCurve
 
-__all__ = ["Away", "Link", "Peak", "Reserved"]
+__all__ = ["HubDowntime", "HubTraffic", "PeakRate", "ReservedRate"]
 
 _UNSEEN_SECONDS = 0.5  # a clock of the day is set now and then
 _SILENT_SECONDS = 0.05
@@ -21,7 +21,7 @@ _FULL = 0.9
 
 
 @dataclass(frozen=True)
-class Away:
+class HubDowntime:
     """The hub was not there; both in seconds of the day."""
 
     since: float
@@ -29,7 +29,7 @@ class Away:
 
 
 @dataclass(frozen=True)
-class Reserved:
+class ReservedRate:
     """What was reserved from a time on up to another, in bytes per second, each way."""
 
     begin: float
@@ -38,7 +38,7 @@ class Reserved:
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakRate:
     """The most that passed in one note: bytes per second, and when it was noted."""
 
     rate: float = 0.0
@@ -46,7 +46,7 @@ class Peak:
 
 
 @dataclass
-class Link:
+class HubTraffic:
     """Follows the notes on traffic.
 
     Attributes:
@@ -60,15 +60,15 @@ class Link:
 
     sent: float = 0.0
     received: float = 0.0
-    out: Thinned = field(default_factory=Thinned)
-    into: Thinned = field(default_factory=Thinned)
-    peak_out: Peak = Peak()
-    peak_in: Peak = Peak()
-    reserved: deque[Reserved] = field(default_factory=lambda: deque(maxlen=_MOST))
+    out: DownsampledCurve = field(default_factory=DownsampledCurve)
+    into: DownsampledCurve = field(default_factory=DownsampledCurve)
+    peak_out: PeakRate = PeakRate()
+    peak_in: PeakRate = PeakRate()
+    reserved: deque[ReservedRate] = field(default_factory=lambda: deque(maxlen=_MOST))
     notes: int = 0
     full: int = 0
     reserving: int = 0
-    away: deque[Away] = field(default_factory=lambda: deque(maxlen=_MOST))
+    away: deque[HubDowntime] = field(default_factory=lambda: deque(maxlen=_MOST))
     aways: int = 0
     _covered: float | None = None  # up to when notes tell of the time
     _before: float | None = None  # when the record before was noted
@@ -84,7 +84,7 @@ class Link:
 
     def note(
         self, t: float, sent: float, received: float, seconds: float, reserved: float | None
-    ) -> Away | None:
+    ) -> HubDowntime | None:
         """Take in a note on traffic; return when the hub was away before it, if it was.
 
         Args:
@@ -100,19 +100,21 @@ class Link:
             out, into = sent / seconds, received / seconds
             self.out.add(t, out)
             self.into.add(t, into)
-            self.peak_out = max(self.peak_out, Peak(out, t), key=lambda peak: peak.rate)
-            self.peak_in = max(self.peak_in, Peak(into, t), key=lambda peak: peak.rate)
+            self.peak_out = max(self.peak_out, PeakRate(out, t), key=lambda peak: peak.rate)
+            self.peak_in = max(self.peak_in, PeakRate(into, t), key=lambda peak: peak.rate)
             if reserved is not None and reserved > 0:
                 self._reserve(t - seconds, t, reserved)
                 self.reserving += 1
                 self.full += max(out, into) >= _FULL * reserved
         return away
 
-    def _gap(self, begin: float) -> Away | None:
+    def _gap(self, begin: float) -> HubDowntime | None:
         """Return when the hub was away if this note, which tells of the time since `begin`, says so."""
         if self._covered is None or begin - self._covered <= _UNSEEN_SECONDS:
             return None
-        away = Away(next((since for since, until in self._silences if since <= begin <= until), begin), begin)
+        away = HubDowntime(
+            next((since for since, until in self._silences if since <= begin <= until), begin), begin
+        )
         self.away.append(away)
         self.aways += 1
         return away
@@ -120,6 +122,6 @@ class Link:
     def _reserve(self, begin: float, end: float, rate: float) -> None:
         last = self.reserved[-1] if self.reserved else None
         if last is not None and last.rate == rate:
-            self.reserved[-1] = Reserved(last.begin, end, rate)
+            self.reserved[-1] = ReservedRate(last.begin, end, rate)
         else:
-            self.reserved.append(Reserved(begin, end, rate))
+            self.reserved.append(ReservedRate(begin, end, rate))

@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paceline.tools.report.hub.downsample import Sketch
+from paceline.tools.report.hub.downsample import QuantileSketch
 
-__all__ = ["Crew", "Worker", "plain"]
+__all__ = ["WorkerStatistics", "WorkerTable", "printable"]
 
 _NAME_LENGTH = 40
 
 
 @dataclass
-class Worker:
+class WorkerStatistics:
     """A worker, or several together.
 
     Attributes:
@@ -38,7 +38,7 @@ class Worker:
     steps: float = 0.0
     weight: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
-    staleness: Sketch = field(default_factory=Sketch)
+    staleness: QuantileSketch = field(default_factory=QuantileSketch)
     replaced: int = 0
     speeds: tuple[float, int] = (0.0, 0)
     alive: float = 0.0
@@ -62,7 +62,7 @@ class Worker:
             self.alive += max(0.0, t - self.since)
             self.since = None
 
-    def add(self, other: Worker) -> None:
+    def add(self, other: WorkerStatistics) -> None:
         """Count another one with this one."""
         self.count += other.count
         self.updates += other.updates
@@ -76,7 +76,7 @@ class Worker:
         self.alive += other.alive
 
 
-class Crew:
+class WorkerTable:
     """All workers.
 
     Args:
@@ -88,16 +88,16 @@ class Crew:
 
     def __init__(self, most: int = 5000) -> None:
         self._most = most
-        self._workers: dict[int, Worker] = {}
-        self.others = Worker(0, "others", count=0)
+        self._workers: dict[int, WorkerStatistics] = {}
+        self.others = WorkerStatistics(0, "others", count=0)
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[WorkerStatistics]:
         return iter(self._workers.values())
 
     def __len__(self) -> int:
         return len(self._workers) + self.others.count
 
-    def hear(self, number: int, t: float) -> Worker:
+    def hear(self, number: int, t: float) -> WorkerStatistics:
         """Return a worker of which the ledger tells at `t`, and which is there."""
         worker = self.of(number, t)
         if worker.since is None:
@@ -105,16 +105,16 @@ class Crew:
         worker.heard = t
         return worker
 
-    def of(self, number: int, t: float) -> Worker:
+    def of(self, number: int, t: float) -> WorkerStatistics:
         """Return a worker, known from now on."""
         worker = self._workers.get(number)
         if worker is None:
             if len(self._workers) >= self._most:
                 self._fold()
-            worker = self._workers[number] = Worker(number, heard=t)
+            worker = self._workers[number] = WorkerStatistics(number, heard=t)
         return worker
 
-    def get(self, number: int) -> Worker | None:
+    def get(self, number: int) -> WorkerStatistics | None:
         """Return a worker, None if it is not known."""
         return self._workers.get(number)
 
@@ -129,7 +129,7 @@ class Crew:
         for worker in self:
             worker.go(t)
 
-    def ranked(self) -> list[Worker]:
+    def ranked(self) -> list[WorkerStatistics]:
         """Return the workers, those that gave most first."""
         return sorted(self, key=_given, reverse=True)
 
@@ -149,7 +149,7 @@ class Crew:
             self.others.add(self._workers.pop(worker.number))
 
 
-def plain(text: object, length: int = _NAME_LENGTH) -> str:
+def printable(text: object, length: int = _NAME_LENGTH) -> str:
     """Return what a worker calls itself, or another text of the ledger, as one that can be shown.
 
     Example:
@@ -160,5 +160,5 @@ def plain(text: object, length: int = _NAME_LENGTH) -> str:
     return shown if len(shown) <= length else f"{shown[: length - 1]}…"
 
 
-def _given(worker: Worker) -> tuple[float, int, int, str]:
+def _given(worker: WorkerStatistics) -> tuple[float, int, int, str]:
     return worker.samples, worker.updates, sum(worker.refused.values()), worker.name

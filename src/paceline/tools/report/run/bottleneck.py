@@ -11,12 +11,12 @@ from statistics import fmean
 
 from paceline._core.format import format_bytes, format_count, format_decimal, format_seconds
 from paceline.tools.plan.slow_network import Option, advise
-from paceline.tools.report.run.run_summary import RankTime, Summary
-from paceline.tools.report.run.step_breakdown import Piece, merged
-from paceline.tools.report.run.straggler_text import cause, remedy
-from paceline.tools.report.run.trace_reader import RankSteps, StepLine
+from paceline.tools.report.run.run_summary import RankTime, RunSummary
+from paceline.tools.report.run.step_breakdown import Piece, merge_intervals
+from paceline.tools.report.run.straggler_text import straggler_cause, straggler_remedy
+from paceline.tools.report.run.trace_reader import RankTrace, TracedStep
 
-__all__ = ["Limit", "Remedy", "limit_of", "mean_share", "percent", "transfer_rate"]
+__all__ = ["Bottleneck", "Remedy", "find_bottleneck", "mean_share", "percent", "transfer_rate"]
 
 _LEAST_SHARE = {
     "tasks": 0.20,
@@ -39,7 +39,7 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class Limit:
+class Bottleneck:
     """What limits a run.
 
     Attributes:
@@ -53,7 +53,7 @@ class Limit:
     remedies: tuple[Remedy, ...] = ()
 
 
-def limit_of(summary: Summary, facts: Mapping[str, object]) -> Limit:
+def find_bottleneck(summary: RunSummary, facts: Mapping[str, object]) -> Bottleneck:
     """Return what limits a run.
 
     Args:
@@ -78,7 +78,7 @@ def limit_of(summary: Summary, facts: Mapping[str, object]) -> Limit:
     return _computing(summary)
 
 
-def _shares(summary: Summary) -> dict[str, float]:
+def _shares(summary: RunSummary) -> dict[str, float]:
     """Return the share of the step that each limit takes, by kind; of what nothing is known, 0.
 
     Where one rank waits for its data, the others wait for it: that is a straggler, and no limit of the data.
@@ -101,8 +101,8 @@ def mean_share(ranks: Sequence[RankTime], phase: str) -> float:
     return fmean(rank.share(phase) for rank in ranks)
 
 
-def _tasks(between: float) -> Limit:
-    return Limit(
+def _tasks(between: float) -> Bottleneck:
+    return Bottleneck(
         "tasks",
         (
             f"Work outside of the training step limits this run: {percent(between)} of the time goes into held-out "
@@ -115,8 +115,8 @@ def _tasks(between: float) -> Limit:
     )
 
 
-def _data(data: float) -> Limit:
-    return Limit(
+def _data(data: float) -> Bottleneck:
+    return Bottleneck(
         "data",
         (f"Data limits this run: ranks wait {percent(data)} of the time for their next batch.",),
         (
@@ -128,30 +128,35 @@ def _data(data: float) -> Limit:
     )
 
 
-def _other(other: float) -> Limit:
-    return Limit(
+def _other(other: float) -> Bottleneck:
+    return Bottleneck(
         "other", (f"Other work inside of the step limits this run: {percent(other)} are in no phase.",)
     )
 
 
-def _straggler(summary: Summary) -> Limit:
+def _straggler(summary: RunSummary) -> Bottleneck:
     found = summary.arrivals.straggler
     assert found is not None, "there is one"
     waits = fmean(each.imbalance for each in summary.arrivals.ranks if each.rank != found.rank)
     step = _step(summary)
-    return Limit(
+    return Bottleneck(
         "straggler",
         (
             f"Rank {found.rank} limits this run: it comes last to the exchange in {percent(found.last)} of the steps, "
             f"{format_seconds(found.late)} after the others, who wait {percent(waits / step)} of the time for it.",
-            cause(found),
+            straggler_cause(found),
         ),
-        (Remedy(*remedy(found), f"steps of {format_seconds(max(0.0, step - found.late))}, if it kept up"),),
+        (
+            Remedy(
+                *straggler_remedy(found),
+                f"steps of {format_seconds(max(0.0, step - found.late))}, if it kept up",
+            ),
+        ),
     )
 
 
-def _uneven(uneven: float, exposed: float) -> Limit:
-    return Limit(
+def _uneven(uneven: float, exposed: float) -> Bottleneck:
+    return Bottleneck(
         "uneven",
         (
             f"Ranks wait for each other: of the {percent(exposed)} of the time in which they stand still, "
@@ -166,11 +171,11 @@ def _uneven(uneven: float, exposed: float) -> Limit:
     )
 
 
-def _step(summary: Summary) -> float:
+def _step(summary: RunSummary) -> float:
     return fmean(rank.total for rank in summary.ranks)
 
 
-def _communication(summary: Summary, exposed: float, facts: Mapping[str, object]) -> Limit:
+def _communication(summary: RunSummary, exposed: float, facts: Mapping[str, object]) -> Bottleneck:
     step = _step(summary)
     rate = transfer_rate(summary.timelines)
     one_host = _on_one_host(facts)
@@ -181,7 +186,7 @@ def _communication(summary: Summary, exposed: float, facts: Mapping[str, object]
         f"Communication limits this run: ranks stand still {percent(exposed)} of the time{sent}{through}."
     )
     smaller = [] if one_host else _smaller(summary, facts, rate, step)
-    return Limit("communication", (sentence,), (*smaller, *_rarer(step, exposed)))
+    return Bottleneck("communication", (sentence,), (*smaller, *_rarer(step, exposed)))
 
 
 def _on_one_host(facts: Mapping[str, object]) -> bool:
@@ -190,7 +195,9 @@ def _on_one_host(facts: Mapping[str, object]) -> bool:
     return isinstance(world, Mapping) and world.get("nodes") == 1
 
 
-def _smaller(summary: Summary, facts: Mapping[str, object], rate: float | None, step: float) -> list[Remedy]:
+def _smaller(
+    summary: RunSummary, facts: Mapping[str, object], rate: float | None, step: float
+) -> list[Remedy]:
     """Return ways to send less, each with the step that is expected of it; none where too little is known."""
     parameters, size = facts.get("parameters"), len(summary.ranks)
     if not isinstance(parameters, int) or not rate or summary.nbytes is None:
@@ -241,9 +248,9 @@ def _rarer(step: float, exposed: float) -> list[Remedy]:
     ]
 
 
-def _computing(summary: Summary) -> Limit:
+def _computing(summary: RunSummary) -> Bottleneck:
     pace = "" if summary.speed is None else f" at {format_count(summary.speed[0])} {summary.speed[1]}/s"
-    return Limit(
+    return Bottleneck(
         "computing",
         (f"Computing limits this run{pace}: more ranks or faster ones would help, a faster network hardly.",),
         (
@@ -260,7 +267,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}\u00a0%"
 
 
-def transfer_rate(timelines: Mapping[int, RankSteps]) -> float | None:
+def transfer_rate(timelines: Mapping[int, RankTrace]) -> float | None:
     """Return the bytes a second that a rank sent while calls were under way; None where nothing was, or nobody knows.
 
     A call is under way from the moment at which the last rank has launched it until it is through.
@@ -278,7 +285,7 @@ def transfer_rate(timelines: Mapping[int, RankSteps]) -> float | None:
     return nbytes / seconds if seconds else None
 
 
-def _busy(lines: Sequence[StepLine]) -> float:
+def _busy(lines: Sequence[TracedStep]) -> float:
     """Return for how long calls of the first rank were under way in a step."""
     launched: dict[tuple[str, int], float] = {}
     for line in lines:
@@ -289,4 +296,4 @@ def _busy(lines: Sequence[StepLine]) -> float:
     for call in first.calls:
         begin = launched[call.kind, call.bucket] - first.start
         busy.append(Piece("call", begin, max(begin, call.end)))
-    return sum(piece.end - piece.start for piece in merged(busy))
+    return sum(piece.end - piece.start for piece in merge_intervals(busy))

@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from paceline._core.format import format_bytes, format_seconds
-from paceline.tools.report.run.step_breakdown import pieces_of
-from paceline.tools.report.run.trace_reader import Bucket, Call, RankSteps, StepLine
+from paceline.tools.report.run.step_breakdown import step_intervals
+from paceline.tools.report.run.trace_reader import RankTrace, TracedBucket, TracedCall, TracedStep
 
-__all__ = ["BucketView", "bucket_view"]
+__all__ = ["BucketView", "make_bucket_view"]
 
 _RANKS_SHOWN = 8
 _ROWS_SHOWN = 24
@@ -34,7 +34,7 @@ class BucketView:
     table: Sequence[Sequence[str]]
 
 
-def bucket_view(timelines: Mapping[int, RankSteps], straggler: int | None = None) -> BucketView | None:
+def make_bucket_view(timelines: Mapping[int, RankTrace], straggler: int | None = None) -> BucketView | None:
     """Return the view of a few steps; None where no rank has recorded calls.
 
     Args:
@@ -65,7 +65,7 @@ def _chosen(ranks: Sequence[int], straggler: int | None) -> list[int]:
     return shown
 
 
-def _steps_shown(timelines: Mapping[int, RankSteps]) -> list[tuple[str, int]]:
+def _steps_shown(timelines: Mapping[int, RankTrace]) -> list[tuple[str, int]]:
     """Return the steps to look at, of those that all ranks know: a usual one, the slowest, the latest."""
     lines_of_rank = [
         {line.step: line for line in each.warm if line.calls and not line.quiet}
@@ -84,7 +84,7 @@ def _steps_shown(timelines: Mapping[int, RankSteps]) -> list[tuple[str, int]]:
     ]
 
 
-def _step(name: str, number: int, timelines: Mapping[int, RankSteps]) -> dict[str, Any]:
+def _step(name: str, number: int, timelines: Mapping[int, RankTrace]) -> dict[str, Any]:
     lines = {
         rank: next(line for line in each.steps if line.step == number) for rank, each in timelines.items()
     }
@@ -101,8 +101,8 @@ def _step(name: str, number: int, timelines: Mapping[int, RankSteps]) -> dict[st
 
 def _lane(
     rank: int,
-    line: StepLine,
-    timeline: RankSteps,
+    line: TracedStep,
+    timeline: RankTrace,
     begin: float,
     last: Mapping[tuple[str, int], tuple[float, int]],
 ) -> dict[str, Any]:
@@ -128,15 +128,15 @@ def _lane(
                 "waits": [[at(w.start), at(w.end)] for w in line.waits if _waits_for(w.bucket, call)],
             }
         )
-    pieces = [[piece.name, at(piece.start), at(piece.end)] for piece in pieces_of(line)]
+    pieces = [[piece.name, at(piece.start), at(piece.end)] for piece in step_intervals(line)]
     return {"rank": rank, "pieces": pieces, "calls": calls}
 
 
-def _waits_for(bucket: int, call: Call) -> bool:
+def _waits_for(bucket: int, call: TracedCall) -> bool:
     return call.kind == "reduce" and bucket == call.bucket
 
 
-def _name(call: Call, buckets: Sequence[Bucket]) -> str:
+def _name(call: TracedCall, buckets: Sequence[TracedBucket]) -> str:
     if call.kind == "gather":
         return f"parameters {call.bucket}"
     if call.bucket < len(buckets):
@@ -148,7 +148,7 @@ def _name(call: Call, buckets: Sequence[Bucket]) -> str:
     return f"bucket {call.bucket}"
 
 
-def _table(line: StepLine, buckets: Sequence[Bucket]) -> list[list[str]]:
+def _table(line: TracedStep, buckets: Sequence[TracedBucket]) -> list[list[str]]:
     rows = [["call", "bytes", "ready", "launched", "through", "under way"]]
     for call in line.calls[:_ROWS_SHOWN]:
         ready = "–" if call.ready is None else format_seconds(call.ready)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from paceline._core.format import format_decimal
 
-__all__ = ["Sent", "what_was_sent"]
+__all__ = ["SentBytes", "summarise_sent_bytes"]
 
 _BUCKETS_SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """What the page shows.
 
     Attributes:
@@ -29,7 +29,7 @@ class Sent:
     buckets: Sequence[Sequence[str]]
 
 
-def what_was_sent(facts: Mapping[str, object]) -> Sent | None:
+def summarise_sent_bytes(facts: Mapping[str, object]) -> SentBytes | None:
     """Return what the facts of a run tell of bytes; None: nothing, or there was nothing to be sent."""
     told = facts.get("sent")
     if not isinstance(told, Mapping):
@@ -40,7 +40,7 @@ def what_was_sent(facts: Mapping[str, object]) -> Sent | None:
     rows = [["rank 0's exchanges", format_decimal(sent) if sent is not None else "not counted"]]
     rows += [["float32 gradients every step would have been", format_decimal(would_be)]]
     rows += _interface_rows(told.get("interface bytes"))
-    return Sent(_sentence(sent, would_be), [["", "bytes"], *rows], _bucket_rows(told.get("buckets")))
+    return SentBytes(_sentence(sent, would_be), [["", "bytes"], *rows], _bucket_rows(told.get("buckets")))
 
 
 def _sentence(sent: float | None, would_be: float) -> str:

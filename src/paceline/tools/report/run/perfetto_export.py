@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.tools.report.run.step_breakdown import pieces_of
-from paceline.tools.report.run.trace_reader import Bucket, Call, RankSteps, StepLine
+from paceline.tools.report.run.step_breakdown import step_intervals
+from paceline.tools.report.run.trace_reader import RankTrace, TracedBucket, TracedCall, TracedStep
 
 __all__ = ["trace_events"]
 
 _PHASES, _WAITS, _CALLS = 0, 1, 2
 
 
-def trace_events(timelines: Mapping[int, RankSteps]) -> dict[str, Any]:
+def trace_events(timelines: Mapping[int, RankTrace]) -> dict[str, Any]:
     """Return the timelines of all ranks as an object that JSON can hold; the earliest step begins at 0.
 
     Args:
@@ -38,13 +38,13 @@ def _names(rank: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
 
 
-def _step(line: StepLine, buckets: Sequence[Bucket], offset: float) -> Iterator[dict[str, Any]]:
+def _step(line: TracedStep, buckets: Sequence[TracedBucket], offset: float) -> Iterator[dict[str, Any]]:
     def event(name: str, row: int, start: float, end: float, **args: object) -> dict[str, Any]:
         times = {"ts": round(1e6 * (offset + start), 3), "dur": round(1e6 * (end - start), 3)}
         return {"ph": "X", "name": name, "pid": line.rank, "tid": row, **times, "args": args}
 
     yield event(f"step {line.step + 1}", _PHASES, 0.0, line.seconds, samples=line.samples, cpu=line.cpu)
-    for piece in pieces_of(line):
+    for piece in step_intervals(line):
         yield event(piece.name, _PHASES, piece.start, piece.end)
     for wait in line.waits:
         yield event(
@@ -66,7 +66,7 @@ def _step(line: StepLine, buckets: Sequence[Bucket], offset: float) -> Iterator[
         )
 
 
-def _in_rows(calls: Sequence[Call]) -> Iterator[tuple[int, Call]]:
+def _in_rows(calls: Sequence[TracedCall]) -> Iterator[tuple[int, TracedCall]]:
     """Yield each call with a row in which nothing else is under way, as bars of a row must not cross."""
     ends: list[float] = []
     for call in calls:

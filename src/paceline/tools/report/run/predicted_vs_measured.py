@@ -12,13 +12,13 @@ from paceline.cost_model.step_costs import pick_step_costs
 from paceline.cost_model.step_strategy import STRATEGIES, StepStrategy
 from paceline.cost_model.step_time import StepTime, predict_step
 from paceline.errors import UsageError
-from paceline.tools.report.html_page import Listing
-from paceline.tools.report.run.run_summary import Summary
+from paceline.tools.report.html_page import PageTable
+from paceline.tools.report.run.run_summary import RunSummary
 
-__all__ = ["plan_beside", "predicted_step"]
+__all__ = ["compare_with_prediction", "predict_run_step"]
 
 
-def plan_beside(profile: Path, facts: Mapping[str, object], summary: Summary) -> Listing:
+def compare_with_prediction(profile: Path, facts: Mapping[str, object], summary: RunSummary) -> PageTable:
     """Return the table of predicted and measured parts of a step.
 
     Args:
@@ -29,7 +29,7 @@ def plan_beside(profile: Path, facts: Mapping[str, object], summary: Summary) ->
     """
     if not summary.ranks:
         raise UsageError("the run has no timeline to hold a plan against", remedy="leave --profile out")
-    planned = predicted_step(Profile.load(profile), facts)
+    planned = predict_run_step(Profile.load(profile), facts)
     mean = {phase: fmean(rank.seconds[phase] for rank in summary.ranks) for phase in summary.ranks[0].seconds}
     rows = [
         ("forward", planned.forward, mean["forward"]),
@@ -47,10 +47,10 @@ def plan_beside(profile: Path, facts: Mapping[str, object], summary: Summary) ->
         f"{planned.way.label}, predicted by {profile.name}: a step of {format_seconds(planned.low)} to "
         f"{format_seconds(planned.high)}."
     )
-    return Listing("Plan and reality", table, told)
+    return PageTable("Plan and reality", table, told)
 
 
-def predicted_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
+def predict_run_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
     """Return the step that a profile predicts for a run of ``paceline train``.
 
     Raises:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.tools.report.run.step_breakdown import PHASES, exposed_intervals, parts_of
-from paceline.tools.report.run.trace_reader import RankSteps, StepLine
+from paceline.tools.report.run.step_breakdown import PHASES, exposed_intervals, step_parts
+from paceline.tools.report.run.trace_reader import RankTrace, TracedStep
 
-__all__ = ["Arrivals", "RankArrivals", "Straggler", "arrivals_of"]
+__all__ = ["Arrivals", "RankArrivals", "Straggler", "compare_arrivals"]
 
 _OFTEN = 0.5
 """Of the steps in which a straggler is the last one."""
@@ -85,13 +85,13 @@ class Arrivals:
     clock_error: float = 0.0
 
 
-def arrivals_of(ranks: Mapping[int, RankSteps]) -> Arrivals:
+def compare_arrivals(ranks: Mapping[int, RankTrace]) -> Arrivals:
     """Return who arrives when, over all steps that all ranks have a line of; nothing for fewer than two ranks."""
     lines_of_rank = {rank: {line.step: line for line in each.warm} for rank, each in ranks.items()}
     if len(lines_of_rank) < 2:
         return Arrivals()
     common = sorted(set.intersection(*(set(lines) for lines in lines_of_rank.values())))
-    compared: list[tuple[dict[int, StepLine], dict[int, float]]] = []
+    compared: list[tuple[dict[int, TracedStep], dict[int, float]]] = []
     for step in common:
         lines = {rank: each[step] for rank, each in lines_of_rank.items()}
         moments = {rank: _arrival(line) for rank, line in lines.items()}
@@ -105,13 +105,13 @@ def arrivals_of(ranks: Mapping[int, RankSteps]) -> Arrivals:
     return Arrivals(len(compared), told, _straggler(told, compared, error), error)
 
 
-def _arrival(line: StepLine) -> float | None:
+def _arrival(line: TracedStep) -> float | None:
     """Return when a rank came to the last reduction of a step, in unix seconds; None: it had none."""
     launched = [call.launched for call in line.calls if call.kind == "reduce"]
     return line.start + max(launched) if launched else None
 
 
-def _rank(rank: int, compared: Sequence[tuple[dict[int, StepLine], dict[int, float]]]) -> RankArrivals:
+def _rank(rank: int, compared: Sequence[tuple[dict[int, TracedStep], dict[int, float]]]) -> RankArrivals:
     late, last, imbalance, transfer = [], 0, 0.0, 0.0
     for lines, moments in compared:
         others = [moment for other, moment in moments.items() if other != rank]
@@ -125,7 +125,7 @@ def _rank(rank: int, compared: Sequence[tuple[dict[int, StepLine], dict[int, flo
     return RankArrivals(rank, last / steps, median(late), often, imbalance / steps, transfer / steps)
 
 
-def _split(line: StepLine, last: float) -> tuple[float, float]:
+def _split(line: TracedStep, last: float) -> tuple[float, float]:
     """Return the exposed seconds of a step before and after the last rank has come to its last reduction."""
     before = after = 0.0
     for piece in exposed_intervals(line):
@@ -136,7 +136,7 @@ def _split(line: StepLine, last: float) -> tuple[float, float]:
 
 def _straggler(
     ranks: Sequence[RankArrivals],
-    compared: Sequence[tuple[dict[int, StepLine], dict[int, float]]],
+    compared: Sequence[tuple[dict[int, TracedStep], dict[int, float]]],
     error: float,
 ) -> Straggler | None:
     """Return the rank that is last most often and late enough for others to wait, None if no rank is."""
@@ -162,6 +162,6 @@ def _straggler(
 _COUNTED = ("cpu", "preempted", "samples")
 
 
-def _medians(lines: Sequence[StepLine]) -> dict[str, float]:
-    parts = [parts_of(line) for line in lines]
+def _medians(lines: Sequence[TracedStep]) -> dict[str, float]:
+    parts = [step_parts(line) for line in lines]
     return {name: median(each[name] for each in parts) for name in (*PHASES, "between")}

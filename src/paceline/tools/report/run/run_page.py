@@ -7,25 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from paceline._core.format import format_bytes, format_count, format_seconds
-from paceline.tools.report.charts.training_charts import Bar, Line, breakdown, curve
-from paceline.tools.report.html_page import Figure, Listing, Sheet, Tile, drawn_twice, write_sheet
-from paceline.tools.report.run.bottleneck import limit_of
-from paceline.tools.report.run.bucket_timeline import bucket_view
-from paceline.tools.report.run.bytes_sent import what_was_sent
-from paceline.tools.report.run.predicted_vs_measured import plan_beside
-from paceline.tools.report.run.run_records import Restart, Run, read_run
-from paceline.tools.report.run.run_summary import PHASES, RankTime, Summary, summarize
-from paceline.tools.report.run.run_text import caveats, headline
-from paceline.tools.report.run.straggler_text import who_waits
+from paceline.tools.report.charts.training_charts import Line, StackedBar, breakdown_chart, step_curve_chart
+from paceline.tools.report.html_page import (
+    PageFigure,
+    PageTable,
+    ReportPage,
+    Tile,
+    responsive_figure,
+    write_page,
+)
+from paceline.tools.report.run.bottleneck import find_bottleneck
+from paceline.tools.report.run.bucket_timeline import make_bucket_view
+from paceline.tools.report.run.bytes_sent import summarise_sent_bytes
+from paceline.tools.report.run.predicted_vs_measured import compare_with_prediction
+from paceline.tools.report.run.run_records import RecordedRun, RestartRecord, read_run
+from paceline.tools.report.run.run_summary import PHASES, RankTime, RunSummary, summarise_run
+from paceline.tools.report.run.run_text import run_headline, timing_caveats
+from paceline.tools.report.run.straggler_text import arrivals_table
 
-__all__ = ["render", "write_report"]
+__all__ = ["render_run_page", "write_run_report"]
 
 _RANKS_SHOWN = 16
 _NUMBERS_SHOWN = 8
 _OWN_SECTION = ("sent",)
 
 
-def write_report(run_dir: Path, profile: Path | None = None) -> Path:
+def write_run_report(run_dir: Path, profile: Path | None = None) -> Path:
     """Write ``report.html`` into the run folder and return its path; the file is whole or not there at all.
 
     Args:
@@ -35,37 +42,37 @@ def write_report(run_dir: Path, profile: Path | None = None) -> Path:
         UsageError: `run_dir` is no run folder or can't be written, the ``report`` extra is not installed, or the
             profile does not know the run's steps.
     """
-    return write_sheet(run_dir, render(read_run(run_dir), profile))
+    return write_page(run_dir, render_run_page(read_run(run_dir), profile))
 
 
-def render(run: Run, profile: Path | None = None) -> str:
-    """Return the page about `run` as HTML; see `write_report`.
+def render_run_page(run: RecordedRun, profile: Path | None = None) -> str:
+    """Return the page about `run` as HTML; see `write_run_report`.
 
     Raises:
         UsageError: the ``report`` extra is not installed, or the profile does not know the run's steps.
     """
-    summary = summarize(run)
-    limit = limit_of(summary, run.facts) if summary.ranks else None
+    summary = summarise_run(run)
+    limit = find_bottleneck(summary, run.facts) if summary.ranks else None
     straggler = summary.arrivals.straggler
-    planned = [] if profile is None else [plan_beside(profile, run.facts, summary)]
-    return Sheet(
+    planned = [] if profile is None else [compare_with_prediction(profile, run.facts, summary)]
+    return ReportPage(
         title=f"Run {run.folder.resolve().name}",
         subtitle=_subtitle(run, summary),
         command=str(run.facts.get("command", "")),
-        notes=[*run.notes, *caveats(run.facts)],
-        sentences=headline(summary, limit),
+        notes=[*run.notes, *timing_caveats(run.facts)],
+        sentences=run_headline(summary, limit),
         actions=[(each.what, each.how, each.expected) for each in (limit.remedies if limit else ())],
         tiles=_tiles(summary),
         figures=_figures(run, summary),
-        buckets=bucket_view(summary.timelines, straggler.rank if straggler else None),
-        sent=what_was_sent(run.facts),
-        listings=[*who_waits(summary), *planned, *_restarts(run.restarts), *_memory(summary)],
+        buckets=make_bucket_view(summary.timelines, straggler.rank if straggler else None),
+        sent=summarise_sent_bytes(run.facts),
+        listings=[*arrivals_table(summary), *planned, *_restarts(run.restarts), *_memory(summary)],
         sample=run.sample.strip("\n"),
         groups=_groups(run.facts),
     ).html()
 
 
-def _subtitle(run: Run, summary: Summary) -> str:
+def _subtitle(run: RecordedRun, summary: RunSummary) -> str:
     world = run.facts.get("world")
     size = world.get("size") if isinstance(world, Mapping) else None
     ranks = size if isinstance(size, int) else len(run.spans_of_rank)
@@ -79,7 +86,7 @@ def _subtitle(run: Run, summary: Summary) -> str:
     return " · ".join(parts)
 
 
-def _tiles(summary: Summary) -> list[Tile]:
+def _tiles(summary: RunSummary) -> list[Tile]:
     """Return the numbers that stand on top, those that the run recorded."""
     tiles = []
     if summary.speed is not None:
@@ -106,7 +113,7 @@ def _tiles(summary: Summary) -> list[Tile]:
     return tiles
 
 
-def _figures(run: Run, summary: Summary) -> list[Figure]:
+def _figures(run: RecordedRun, summary: RunSummary) -> list[PageFigure]:
     figures = []
     if summary.ranks:
         figures.append(_where_time_goes(summary.ranks))
@@ -126,13 +133,13 @@ def _figures(run: Run, summary: Summary) -> list[Figure]:
     return figures
 
 
-def _restarts(restarts: Sequence[Restart]) -> list[Listing]:
+def _restarts(restarts: Sequence[RestartRecord]) -> list[PageTable]:
     """Return the table of failures; none where there were none."""
     head = ["restart", "when", "what failed first", "ranks"]
-    return [Listing("Restarts", [head, *map(_restart_row, restarts)])] if restarts else []
+    return [PageTable("Restarts", [head, *map(_restart_row, restarts)])] if restarts else []
 
 
-def _memory(summary: Summary) -> list[Listing]:
+def _memory(summary: RunSummary) -> list[PageTable]:
     """Return the table of the most memory that each rank has used; none where no rank told."""
     told = {rank: each.memory for rank, each in summary.timelines.items() if each.memory}
     if not told:
@@ -143,20 +150,21 @@ def _memory(summary: Summary) -> list[Listing]:
         for rank, memory in list(told.items())[:_RANKS_SHOWN]
     ]
     names = {"resident": "of the process, resident", "allocated": "allocated on its GPU"}
-    return [Listing("Memory", [["at most", *(names.get(kind, kind) for kind in kinds)], *rows])]
+    return [PageTable("Memory", [["at most", *(names.get(kind, kind) for kind in kinds)], *rows])]
 
 
-def _restart_row(restart: Restart) -> list[str]:
+def _restart_row(restart: RestartRecord) -> list[str]:
     """Return the cells of a restart: number, when, why, world size."""
     after = str(restart.ranks_after) if restart.ranks_after else "ended"
     when = restart.time[:19].replace("T", " ")
     return [str(restart.number), when, restart.reason, f"{restart.ranks_before} → {after}"]
 
 
-def _where_time_goes(ranks: Sequence[RankTime]) -> Figure:
+def _where_time_goes(ranks: Sequence[RankTime]) -> PageFigure:
     shown = ranks[:_RANKS_SHOWN]
     bars = [
-        Bar(f"rank {rank.rank}", {phase: 1e3 * rank.seconds[phase] for phase in PHASES}) for rank in shown
+        StackedBar(f"rank {rank.rank}", {phase: 1e3 * rank.seconds[phase] for phase in PHASES})
+        for rank in shown
     ]
     table = [["rank", *PHASES, "a step"]]
     for rank in shown:
@@ -165,8 +173,8 @@ def _where_time_goes(ranks: Sequence[RankTime]) -> Figure:
     told = "Mean time of a step on each rank. Exposed: the rank stands still for communication."
     if len(ranks) > len(shown):
         told += f" The first {len(shown)} of {len(ranks)} ranks."
-    return drawn_twice(
-        "Where the time goes", told, "time", lambda wide: breakdown({"": bars}, wide=wide), table
+    return responsive_figure(
+        "Where the time goes", told, "time", lambda wide: breakdown_chart({"": bars}, wide=wide), table
     )
 
 
@@ -174,7 +182,7 @@ def _points(pairs: Iterable[tuple[int, float | None]]) -> list[tuple[float, floa
     return [(at, value) for at, value in pairs if value is not None]
 
 
-def _loss(run: Run) -> list[Figure]:
+def _loss(run: RecordedRun) -> list[PageFigure]:
     """Return the curve of the loss; none where none was logged."""
     training = _points((step.step, step.loss) for step in run.steps)
     held_out = _points((step.step, step.val_loss) for step in run.steps)
@@ -186,16 +194,16 @@ def _loss(run: Run) -> list[Figure]:
         told = "Cross-entropy of the training batches" + (" and of held-out text." if held_out else ".")
         unit = "loss (nats per token)"
     return [
-        drawn_twice(
+        responsive_figure(
             "Loss",
             told,
             "loss",
-            lambda wide: curve(lines, x="optimizer step", y=unit, wide=wide),
+            lambda wide: step_curve_chart(lines, x="optimizer step", y=unit, wide=wide),
         )
     ]
 
 
-def _others(run: Run) -> list[Figure]:
+def _others(run: RecordedRun) -> list[PageFigure]:
     """Return a curve for each other number that was logged; of a great many the first ones."""
     names = list(dict.fromkeys(name for step in run.steps for name in step.numbers))[:_NUMBERS_SHOWN]
     return [
@@ -220,16 +228,16 @@ def _over_steps(
     *,
     key: str = "",
     from_zero: bool = True,
-) -> list[Figure]:
+) -> list[PageFigure]:
     """Return a curve over the steps; none of fewer than two points. `key` keeps its ids apart, else its title does."""
     if len(points) < 2:
         return []
     return [
-        drawn_twice(
+        responsive_figure(
             title,
             told,
             key or title.split()[0].lower(),
-            lambda wide: curve(
+            lambda wide: step_curve_chart(
                 [Line("", points)], x="optimizer step", y=unit, wide=wide, from_zero=from_zero
             ),
         )

@@ -1,7 +1,7 @@
 """What a run folder holds, read back: `run.json`, `steps.jsonl`, `trace/rank<k>.jsonl` and `logs/restarts.jsonl`.
 
 A run may have been killed, or may still be running, so nothing here expects a file to be whole: a line
-that is cut or damaged is left out and said in `Run.notes`. A folder without a readable ``run.json`` is
+that is cut or damaged is left out and said in `RecordedRun.notes`. A folder without a readable ``run.json`` is
 no run.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-__all__ = ["Restart", "Run", "Span", "Step", "read_run"]
+__all__ = ["LoggedStep", "RecordedRun", "RestartRecord", "TraceSpan", "read_run"]
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _SPEAKER = re.compile(r"^\[rank\d+\]: ")  # torch says who raised
@@ -37,7 +37,7 @@ _OF_A_STEP = (
 
 
 @dataclass(frozen=True)
-class Step:
+class LoggedStep:
     """One logged optimizer step, as rank 0 saw it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """One line of a rank's trace; `start` in unix seconds, `fields` whatever else the line holds."""
 
     name: str
@@ -79,7 +79,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Restart:
+class RestartRecord:
     """A failure, after which the ranks were started again, or the run ended.
 
     Attributes:
@@ -97,7 +97,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A run, read from its folder.
 
     Attributes:
@@ -112,14 +112,14 @@ class Run:
 
     folder: Path
     facts: Mapping[str, object]
-    steps: tuple[Step, ...]
-    spans_of_rank: Mapping[int, tuple[Span, ...]]
+    steps: tuple[LoggedStep, ...]
+    spans_of_rank: Mapping[int, tuple[TraceSpan, ...]]
     sample: str
     notes: tuple[str, ...]
-    restarts: tuple[Restart, ...] = ()
+    restarts: tuple[RestartRecord, ...] = ()
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """Return the run that `folder` holds.
 
     Raises:
@@ -136,7 +136,7 @@ def read_run(folder: Path) -> Run:
     sample = folder / "sample.txt"
     text = sample.read_text(encoding="utf-8", errors="replace") if sample.is_file() else ""
     restarts = tuple(_restarts(folder / "logs" / "restarts.jsonl", notes))
-    return Run(folder, facts, steps, spans_of_rank, text, tuple(notes), restarts)
+    return RecordedRun(folder, facts, steps, spans_of_rank, text, tuple(notes), restarts)
 
 
 def _read_facts(folder: Path) -> dict[str, object]:
@@ -171,7 +171,7 @@ def _trace_files(folder: Path) -> Iterator[tuple[int, Path]]:
                 yield int(match[1]), path
 
 
-def _read_steps(path: Path, notes: list[str]) -> tuple[Step, ...]:
+def _read_steps(path: Path, notes: list[str]) -> tuple[LoggedStep, ...]:
     steps = (_step(record) for record in _records(path, notes, needed=("step",)))
     step_of_number = {step.step: step for step in steps}
     if not step_of_number:
@@ -179,7 +179,7 @@ def _read_steps(path: Path, notes: list[str]) -> tuple[Step, ...]:
     return tuple(step_of_number[number] for number in sorted(step_of_number))
 
 
-def _step(record: Mapping[str, object]) -> Step:
+def _step(record: Mapping[str, object]) -> LoggedStep:
     """Return the step that a line holds; a loss that JSON couldn't say (null) is NaN."""
     known = {name: value for name, value in record.items() if isinstance(value, int | float)}
     own = {name: float(known[name]) for name in _OF_A_STEP if name in known}
@@ -189,7 +189,7 @@ def _step(record: Mapping[str, object]) -> Step:
         name: float(value) for name, value in known.items() if name not in (*_OF_A_STEP, *_SHOWN_ELSEWHERE)
     }
     samples = known.get("samples")
-    return Step(
+    return LoggedStep(
         int(_number(record, "step")),
         **own,
         samples=None if samples is None else int(samples),
@@ -197,9 +197,9 @@ def _step(record: Mapping[str, object]) -> Step:
     )
 
 
-def _spans(path: Path, notes: list[str]) -> Iterator[Span]:
+def _spans(path: Path, notes: list[str]) -> Iterator[TraceSpan]:
     for record in _records(path, notes, needed=("start", "seconds", "rank")):
-        yield Span(
+        yield TraceSpan(
             name=str(record.get("name")),
             start=_number(record, "start"),
             seconds=_number(record, "seconds"),
@@ -208,11 +208,11 @@ def _spans(path: Path, notes: list[str]) -> Iterator[Span]:
         )
 
 
-def _restarts(path: Path, notes: list[str]) -> Iterator[Restart]:
+def _restarts(path: Path, notes: list[str]) -> Iterator[RestartRecord]:
     for record in _records(path, notes, needed=("restart", "ranks_before", "ranks_after")):
         after = 0 if record.get("event") == "end" else int(_number(record, "ranks_after"))
         number, before = int(_number(record, "restart")), int(_number(record, "ranks_before"))
-        yield Restart(number, str(record.get("time", "")), _reason(record), before, after)
+        yield RestartRecord(number, str(record.get("time", "")), _reason(record), before, after)
 
 
 def _reason(record: Mapping[str, object]) -> str:

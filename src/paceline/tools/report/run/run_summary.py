@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from paceline.tools.report.run.rank_arrivals import Arrivals, arrivals_of
-from paceline.tools.report.run.run_records import Run
-from paceline.tools.report.run.step_breakdown import PHASES, mean_parts, slowed_seconds
-from paceline.tools.report.run.trace_reader import Call, RankSteps, read_steps
+from paceline.tools.report.run.rank_arrivals import Arrivals, compare_arrivals
+from paceline.tools.report.run.run_records import RecordedRun
+from paceline.tools.report.run.step_breakdown import PHASES, backward_slowdown, mean_parts
+from paceline.tools.report.run.trace_reader import RankTrace, TracedCall, read_timeline
 
-__all__ = ["PHASES", "RankTime", "Summary", "rank_time", "summarize"]
+__all__ = ["PHASES", "RankTime", "RunSummary", "rank_time", "summarise_run"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RankTime:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """The numbers of a run; None where the run did not record them.
 
     Attributes:
@@ -87,7 +87,7 @@ class Summary:
     calls: float | None
     nbytes: float | None
     arrivals: Arrivals = field(default_factory=Arrivals)
-    timelines: Mapping[int, RankSteps] = field(default_factory=dict)
+    timelines: Mapping[int, RankTrace] = field(default_factory=dict)
     samples_per_second: float | None = None
 
     @property
@@ -98,15 +98,15 @@ class Summary:
         return None if self.samples_per_second is None else (self.samples_per_second, "samples")
 
 
-def summarize(run: Run) -> Summary:
+def summarise_run(run: RecordedRun) -> RunSummary:
     """Return the numbers of `run`."""
     steps = run.steps
-    timelines = {rank: read_steps(spans) for rank, spans in run.spans_of_rank.items()}
+    timelines = {rank: read_timeline(spans) for rank, spans in run.spans_of_rank.items()}
     timed = tuple(rank_time(rank, each) for rank, each in timelines.items() if each.steps)
     held_out = [step.val_loss for step in steps if step.val_loss is not None]
     losses = [step.loss for step in steps if step.loss is not None]
     exposed = [rank.share("exposed") for rank in timed]
-    return Summary(
+    return RunSummary(
         steps=max(steps[-1].step if steps else 0, _steps_done(timelines)),
         step_seconds=_median(step.step_seconds for step in steps) or _step_seconds(timed),
         tokens_per_second=_median(step.tokens_per_second for step in steps),
@@ -118,24 +118,24 @@ def summarize(run: Run) -> Summary:
         ranks=timed,
         calls=_per_step(timelines.get(0), lambda call: 1.0),
         nbytes=_per_step(timelines.get(0), lambda call: float(call.nbytes)),
-        arrivals=arrivals_of(timelines),
+        arrivals=compare_arrivals(timelines),
         timelines=timelines,
         samples_per_second=_median(step.samples_per_second for step in steps),
     )
 
 
-def rank_time(rank: int, timeline: RankSteps) -> RankTime:
+def rank_time(rank: int, timeline: RankTrace) -> RankTime:
     """Return where the time of one rank went."""
     mean = mean_parts(timeline.warm)
     seconds = {phase: mean[phase] for phase in PHASES}
-    return RankTime(rank, len(timeline.warm), seconds, mean["between"], slowed_seconds(timeline.warm))
+    return RankTime(rank, len(timeline.warm), seconds, mean["between"], backward_slowdown(timeline.warm))
 
 
 def _step_seconds(ranks: Sequence[RankTime]) -> float | None:
     return median(rank.total for rank in ranks) if ranks else None
 
 
-def _steps_done(timelines: Mapping[int, RankSteps]) -> int:
+def _steps_done(timelines: Mapping[int, RankTrace]) -> int:
     return max((each.steps[-1].step + 1 for each in timelines.values() if each.steps), default=0)
 
 
@@ -144,7 +144,7 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _per_step(timeline: RankSteps | None, count: Callable[[Call], float]) -> float | None:
+def _per_step(timeline: RankTrace | None, count: Callable[[TracedCall], float]) -> float | None:
     """Return the mean per step of what is counted of each call; None where nothing was called."""
     lines = timeline.warm if timeline is not None else ()
     counted = [sum(count(call) for call in line.calls) for line in lines]

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from paceline._core.format import format_seconds
-from paceline.tools.report.run.bottleneck import Limit, mean_share, percent
-from paceline.tools.report.run.run_summary import RankTime, Summary
+from paceline.tools.report.run.bottleneck import Bottleneck, mean_share, percent
+from paceline.tools.report.run.run_summary import RankTime, RunSummary
 
-__all__ = ["caveats", "headline"]
+__all__ = ["run_headline", "timing_caveats"]
 
 
-def headline(summary: Summary, limit: Limit | None = None) -> tuple[str, ...]:
+def run_headline(summary: RunSummary, limit: Bottleneck | None = None) -> tuple[str, ...]:
     """Return a few sentences: what the run reached, where its time went and what limits it.
 
     Example:
@@ -33,7 +33,7 @@ def headline(summary: Summary, limit: Limit | None = None) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _what_was_reached(summary: Summary) -> str:
+def _what_was_reached(summary: RunSummary) -> str:
     if not summary.steps:
         return "No step was finished."
     each = f" of {format_seconds(summary.step_seconds)}" if summary.step_seconds else ""
@@ -63,7 +63,7 @@ def _where_time_went(ranks: Sequence[RankTime]) -> str:
     return f"Of each step {text}."
 
 
-def caveats(facts: Mapping[str, object]) -> Iterator[str]:
+def timing_caveats(facts: Mapping[str, object]) -> Iterator[str]:
     """Yield a sentence for each thing that the times of this run can't tell.
 
     Args:

@@ -23,73 +23,73 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
-from paceline.tools.report.run.trace_reader import Interval, StepLine
+from paceline.tools.report.run.trace_reader import StepInterval, TracedStep
 
 __all__ = [
     "PHASES",
     "Piece",
+    "backward_slowdown",
     "exposed_intervals",
     "mean_parts",
-    "merged",
-    "parts_of",
-    "pieces_of",
-    "slowed_seconds",
+    "merge_intervals",
+    "step_intervals",
+    "step_parts",
 ]
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer", "other")
 
-Piece = Interval
+Piece = StepInterval
 """Of a step, named by its part."""
 
 _FEWEST_QUIET = 3
 """Quiet steps without which nothing is said of them."""
 
 
-def parts_of(line: StepLine) -> dict[str, float]:
+def step_parts(line: TracedStep) -> dict[str, float]:
     """Return the seconds of each part of a step, ``"between"`` too; they add up to the step's."""
     parts: dict[str, float] = dict.fromkeys((*PHASES, "between"), 0.0)
-    for piece in pieces_of(line):
+    for piece in step_intervals(line):
         parts[piece.name] += piece.end - piece.start
     return parts
 
 
-def mean_parts(lines: Sequence[StepLine]) -> dict[str, float]:
+def mean_parts(lines: Sequence[TracedStep]) -> dict[str, float]:
     """Return the mean seconds of each part of a rank's steps; what slows backward is exposed too.
 
     Steps that were quiet are not what is usual, so they only tell what backward takes by itself; unless all are.
     """
     usual = [line for line in lines if not line.quiet] or list(lines)
-    parts = [parts_of(line) for line in usual]
+    parts = [step_parts(line) for line in usual]
     mean = {name: fmean(each[name] for each in parts) for name in (*PHASES, "between")}
-    slowed = slowed_seconds(lines)
+    slowed = backward_slowdown(lines)
     return mean | {"backward": mean["backward"] - slowed, "exposed": mean["exposed"] + slowed}
 
 
-def slowed_seconds(lines: Sequence[StepLine]) -> float:
+def backward_slowdown(lines: Sequence[TracedStep]) -> float:
     """Return by how much calls that were under way slowed backward, median of a rank's steps; 0: not known."""
-    told = [(line.quiet, parts_of(line)["backward"]) for line in lines if line.calls]
+    told = [(line.quiet, step_parts(line)["backward"]) for line in lines if line.calls]
     quiet = [seconds for is_quiet, seconds in told if is_quiet]
     usual = [seconds for is_quiet, seconds in told if not is_quiet]
     return max(0.0, median(usual) - median(quiet)) if len(quiet) >= _FEWEST_QUIET and usual else 0.0
 
 
-def pieces_of(line: StepLine) -> list[Piece]:
+def step_intervals(line: TracedStep) -> list[Piece]:
     """Return the parts of a step in the order of time, without gaps."""
     pieces = list(_phases(line))
     pieces = _over(pieces, exposed_intervals(line))
     tasks = [Piece("between", max(0.0, task.start), min(task.end, line.seconds)) for task in line.tasks]
-    return _over(pieces, merged(tasks))
+    return _over(pieces, merge_intervals(tasks))
 
 
-def exposed_intervals(line: StepLine) -> list[Piece]:
+def exposed_intervals(line: TracedStep) -> list[Piece]:
     """Return when this rank communicated and did nothing else, in order and apart from each other."""
     found = [Piece("exposed", phase.start, phase.end) for phase in line.phases if phase.name == "exchange"]
     found += [Piece("exposed", wait.start, wait.end) for wait in line.waits]
     found += [Piece("exposed", call.launched, call.posted) for call in line.calls]
-    return merged(found)
+    return merge_intervals(found)
 
 
-def _phases(line: StepLine) -> Iterator[Piece]:
+def _phases(line: TracedStep) -> Iterator[Piece]:
     """Yield the phases by their part: what lies between forward and backward belongs to forward."""
     after = ""
     named: list[Piece] = []
@@ -126,7 +126,7 @@ def _over(pieces: Sequence[Piece], upper: Sequence[Piece]) -> list[Piece]:
     return result
 
 
-def merged(pieces: Sequence[Piece]) -> list[Piece]:
+def merge_intervals(pieces: Sequence[Piece]) -> list[Piece]:
     """Return pieces of one name in order, those that touch or overlap as one."""
     merged: list[Piece] = []
     for piece in sorted(pieces, key=lambda each: each.start):

@@ -6,11 +6,11 @@ Who comes when to the exchange of a step, as a table.
 from __future__ import annotations
 
 from paceline._core.format import format_seconds
-from paceline.tools.report.html_page import Listing
+from paceline.tools.report.html_page import PageTable
 from paceline.tools.report.run.rank_arrivals import Straggler
-from paceline.tools.report.run.run_summary import Summary
+from paceline.tools.report.run.run_summary import RunSummary
 
-__all__ = ["cause", "remedy", "who_waits"]
+__all__ = ["arrivals_table", "straggler_cause", "straggler_remedy"]
 
 _COMPUTING = ("forward", "backward", "optimizer")
 
@@ -18,7 +18,7 @@ _COMPUTING = ("forward", "backward", "optimizer")
 _MORE = 1.15  # times as many of something: beyond it, it is told as a difference
 
 
-def cause(straggler: Straggler) -> str:
+def straggler_cause(straggler: Straggler) -> str:
     """Return one sentence: what of its step takes longer than on the other ranks, and what that comes from."""
     part = max(straggler.longer, key=lambda name: straggler.longer[name])
     mine, theirs = straggler.parts[part], straggler.others[part]
@@ -46,7 +46,7 @@ def cause(straggler: Straggler) -> str:
     )
 
 
-def remedy(straggler: Straggler) -> tuple[str, str]:
+def straggler_remedy(straggler: Straggler) -> tuple[str, str]:
     """Return what to do and how."""
     part = max(straggler.longer, key=lambda name: straggler.longer[name])
     rank = straggler.rank
@@ -94,7 +94,7 @@ def _times(mine: float, theirs: float) -> str:
 _RANKS_SHOWN = 16
 
 
-def who_waits(summary: Summary) -> list[Listing]:
+def arrivals_table(summary: RunSummary) -> list[PageTable]:
     """Return the table of arrivals; none for fewer than two ranks that have recorded their steps."""
     arrivals = summary.arrivals
     if not arrivals.ranks:
@@ -131,7 +131,7 @@ def who_waits(summary: Summary) -> list[Listing]:
         told += f" Clocks of hosts are known to {format_seconds(arrivals.clock_error)}."
     if len(arrivals.ranks) > len(shown):
         told += f" The latest {len(shown)} of {len(arrivals.ranks)} ranks."
-    return [Listing("Who waits for whom", [head, *rows], told)]
+    return [PageTable("Who waits for whom", [head, *rows], told)]
 
 
 def _signed(seconds: float) -> str:

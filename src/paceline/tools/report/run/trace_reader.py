@@ -12,13 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.tools.report.run.run_records import Span
+from paceline.tools.report.run.run_records import TraceSpan
 
-__all__ = ["Bucket", "Call", "Interval", "RankSteps", "StepLine", "Task", "Wait", "offset_at", "read_steps"]
+__all__ = [
+    "RankTrace",
+    "StepInterval",
+    "Task",
+    "TracedBucket",
+    "TracedCall",
+    "TracedStep",
+    "TracedWait",
+    "clock_offset_at",
+    "read_timeline",
+]
 
 
 @dataclass(frozen=True)
-class Interval:
+class StepInterval:
     """A phase of a step, from and until when, in seconds since the step began."""
 
     name: str
@@ -27,7 +37,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Wait:
+class TracedWait:
     """Standing still for other ranks; `bucket` −1: for what is no bucket. Seconds since the step began."""
 
     bucket: int
@@ -35,11 +45,11 @@ class Wait:
     end: float
 
 
-Task = Interval
+Task = StepInterval
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """A call of the engine; times in seconds since the step began, None where nobody knows.
 
     Attributes:
@@ -66,7 +76,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class StepLine:
+class TracedStep:
     """One step of one rank.
 
     Attributes:
@@ -81,10 +91,10 @@ class StepLine:
     rank: int
     start: float
     seconds: float
-    phases: tuple[Interval, ...] = ()
-    waits: tuple[Wait, ...] = ()
+    phases: tuple[StepInterval, ...] = ()
+    waits: tuple[TracedWait, ...] = ()
     tasks: tuple[Task, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[TracedCall, ...] = ()
     samples: float = 0.0
     cpu: float = 0.0
     preempted: int = 0
@@ -97,7 +107,7 @@ class StepLine:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class TracedBucket:
     """What a bucket is: the call that reduces it, its bytes, how many parameters, the name of the first."""
 
     call: str
@@ -107,7 +117,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class RankSteps:
+class RankTrace:
     """What one rank's trace tells of its steps.
 
     Attributes:
@@ -117,22 +127,22 @@ class RankSteps:
         memory: the most bytes that were used, by what kind.
     """
 
-    steps: tuple[StepLine, ...] = ()
-    warm: tuple[StepLine, ...] = ()
-    buckets: tuple[tuple[int, tuple[Bucket, ...]], ...] = ()
+    steps: tuple[TracedStep, ...] = ()
+    warm: tuple[TracedStep, ...] = ()
+    buckets: tuple[tuple[int, tuple[TracedBucket, ...]], ...] = ()
     clock_error: float = 0.0
     memory: Mapping[str, int] = field(default_factory=dict)
 
-    def buckets_at(self, step: int) -> tuple[Bucket, ...]:
+    def buckets_at(self, step: int) -> tuple[TracedBucket, ...]:
         """Return the buckets as they were in a step; none where that is not known."""
         at = bisect_right([first for first, _ in self.buckets], step) - 1
         return self.buckets[at][1] if at >= 0 else ()
 
 
-def read_steps(spans: Sequence[Span]) -> RankSteps:
+def read_timeline(spans: Sequence[TraceSpan]) -> RankTrace:
     """Return what a rank's trace tells of its steps; lines that make no sense are left out."""
-    steps: dict[int, StepLine] = {}
-    buckets: dict[int, tuple[Bucket, ...]] = {}
+    steps: dict[int, TracedStep] = {}
+    buckets: dict[int, tuple[TracedBucket, ...]] = {}
     cold: set[int] = set()
     memory: dict[str, int] = {}
     error = 0.0
@@ -155,12 +165,12 @@ def read_steps(spans: Sequence[Span]) -> RankSteps:
                 }
     every = tuple(steps[step] for step in sorted(steps))
     settled = tuple(line for line in every if line.step not in cold)
-    return RankSteps(every, settled or every, tuple(sorted(buckets.items())), error, memory)
+    return RankTrace(every, settled or every, tuple(sorted(buckets.items())), error, memory)
 
 
-def _sessions(spans: Sequence[Span]) -> list[list[Span]]:
+def _sessions(spans: Sequence[TraceSpan]) -> list[list[TraceSpan]]:
     """Return the spans of each session; each begins with a mark."""
-    sessions: list[list[Span]] = [[]]
+    sessions: list[list[TraceSpan]] = [[]]
     for span in spans:
         if span.name == "session":
             sessions.append([])
@@ -168,7 +178,7 @@ def _sessions(spans: Sequence[Span]) -> list[list[Span]]:
     return sessions
 
 
-def _step(span: Span, marks: Sequence[tuple[float, float]]) -> list[StepLine]:
+def _step(span: TraceSpan, marks: Sequence[tuple[float, float]]) -> list[TracedStep]:
     """Return the step of a line, on rank 0's clock; nothing where the line makes no sense."""
     told: Mapping[str, Any] = span.fields
     try:
@@ -178,13 +188,18 @@ def _step(span: Span, marks: Sequence[tuple[float, float]]) -> list[StepLine]:
         if all(name != "backward" for name, _ in phases):
             return []  # a forward alone: a held-out loss after the last step
         return [
-            StepLine(
+            TracedStep(
                 int(told["step"]),
                 span.rank,
-                span.start - offset_at(marks, span.start),
+                span.start - clock_offset_at(marks, span.start),
                 span.seconds,
-                tuple(Interval(name, since, end) for (name, since), end in zip(phases, ends, strict=True)),
-                tuple(Wait(int(bucket), since / 1e6, until / 1e6) for bucket, since, until in told["waits"]),
+                tuple(
+                    StepInterval(name, since, end) for (name, since), end in zip(phases, ends, strict=True)
+                ),
+                tuple(
+                    TracedWait(int(bucket), since / 1e6, until / 1e6)
+                    for bucket, since, until in told["waits"]
+                ),
                 tuple(Task(str(name), since / 1e6, until / 1e6) for name, since, until in told["tasks"]),
                 tuple(calls),
                 float(told.get("samples") or 0.0),
@@ -197,15 +212,15 @@ def _step(span: Span, marks: Sequence[tuple[float, float]]) -> list[StepLine]:
         return []
 
 
-def _call(kind: str, bucket: int, nbytes: int, sent: int, *moments: float | None) -> Call:
+def _call(kind: str, bucket: int, nbytes: int, sent: int, *moments: float | None) -> TracedCall:
     """Return the call of a line's list; its moments are microseconds."""
     ready, launched, posted, done, seen = (None if moment is None else moment / 1e6 for moment in moments)
     if launched is None or posted is None:
         raise ValueError("every call is launched")
-    return Call(str(kind), int(bucket), int(nbytes), int(sent), ready, launched, posted, done, seen)
+    return TracedCall(str(kind), int(bucket), int(nbytes), int(sent), ready, launched, posted, done, seen)
 
 
-def offset_at(marks: Sequence[tuple[float, float]], moment: float) -> float:
+def clock_offset_at(marks: Sequence[tuple[float, float]], moment: float) -> float:
     """Return how far a clock was ahead at a moment of its own: between two measurements on a line, beyond as there.
 
     Example:
@@ -223,11 +238,11 @@ def offset_at(marks: Sequence[tuple[float, float]], moment: float) -> float:
     return low + (high - low) * (moment - begin) / (end - begin)
 
 
-def _buckets(span: Span) -> tuple[Bucket, ...]:
+def _buckets(span: TraceSpan) -> tuple[TracedBucket, ...]:
     told = span.fields.get("buckets")
     known = [each for each in told if isinstance(each, Mapping)] if isinstance(told, list) else []
     return tuple(
-        Bucket(
+        TracedBucket(
             str(each.get("call")),
             int(each.get("nbytes") or 0),
             int(each.get("parameters") or 0),
@@ -237,6 +252,6 @@ def _buckets(span: Span) -> tuple[Bucket, ...]:
     )
 
 
-def _number(span: Span, key: str) -> float:
+def _number(span: TraceSpan, key: str) -> float:
     value = span.fields.get(key)
     return float(value) if isinstance(value, int | float) else 0.0

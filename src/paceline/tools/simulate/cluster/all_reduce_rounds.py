@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 
 from paceline.errors import unknown
 
-__all__ = ["ALGORITHMS", "HALVED", "NESTED", "Phase", "phases"]
+__all__ = ["ALGORITHMS", "SPLIT_ALGORITHMS", "TWO_LEVEL_ALGORITHMS", "AllReduceRounds", "all_reduce_rounds"]
 
 Ranks = NDArray[np.int64]
 
-NESTED = ("two-level", "two-level-halving")
+TWO_LEVEL_ALGORITHMS = ("two-level", "two-level-halving")
 """Algorithms for nodes of several ranks."""
 
-ALGORITHMS = ("ring", "tree", "doubling", "halving-doubling", *NESTED)
+ALGORITHMS = ("ring", "tree", "doubling", "halving-doubling", *TWO_LEVEL_ALGORITHMS)
 
-HALVED = ("ring", "halving-doubling", *NESTED)
+SPLIT_ALGORITHMS = ("ring", "halving-doubling", *TWO_LEVEL_ALGORITHMS)
 """Those whose first half is a reduce-scatter and whose second half is an all-gather."""
 
 
 @dataclass(frozen=True)
-class Phase:
+class AllReduceRounds:
     """Rounds that are alike.
 
     Attributes:
@@ -43,7 +43,7 @@ class Phase:
     repeats: int
 
 
-def phases(algorithm: str, ranks: int, per_node: int = 1) -> list[Phase]:
+def all_reduce_rounds(algorithm: str, ranks: int, per_node: int = 1) -> list[AllReduceRounds]:
     """Return the rounds of an all-reduce.
 
     Args:
@@ -62,45 +62,45 @@ def phases(algorithm: str, ranks: int, per_node: int = 1) -> list[Phase]:
         raise unknown("algorithm", algorithm, ALGORITHMS)
     if ranks == 1:
         return []
-    if algorithm in NESTED:
+    if algorithm in TWO_LEVEL_ALGORITHMS:
         return _nested(ranks // per_node, per_node, halving=algorithm == "two-level-halving")
     every = np.arange(ranks)
     if algorithm == "ring":
-        return [Phase(every, (every + 1) % ranks, 1 / ranks, 2 * (ranks - 1))]
+        return [AllReduceRounds(every, (every + 1) % ranks, 1 / ranks, 2 * (ranks - 1))]
     if algorithm == "tree":
         return _tree(ranks)
     return _halves(ranks, whole=algorithm == "doubling")
 
 
-def _tree(ranks: int) -> list[Phase]:
+def _tree(ranks: int) -> list[AllReduceRounds]:
     found, apart = [], 1
     while apart < ranks:
         parents = np.arange(0, ranks - apart, 2 * apart)
-        found.append(Phase(parents + apart, parents, 1.0, 2))
+        found.append(AllReduceRounds(parents + apart, parents, 1.0, 2))
         apart *= 2
     return found
 
 
-def _halves(ranks: int, whole: bool) -> list[Phase]:
+def _halves(ranks: int, whole: bool) -> list[AllReduceRounds]:
     """Exchange with partners 1, 2, 4 … apart: whole vectors once, or halves there and back."""
     core = 1 << (ranks.bit_length() - 1)
     beyond, every = np.arange(core, ranks), np.arange(core)
-    found = [Phase(beyond, beyond - core, 1.0, 2)] if core < ranks else []
+    found = [AllReduceRounds(beyond, beyond - core, 1.0, 2)] if core < ranks else []
     apart = 1
     while apart < core:
-        found.append(Phase(every, every ^ apart, *((1.0, 1) if whole else (apart / core, 2))))
+        found.append(AllReduceRounds(every, every ^ apart, *((1.0, 1) if whole else (apart / core, 2))))
         apart *= 2
     return found
 
 
-def _nested(nodes: int, per_node: int, halving: bool) -> list[Phase]:
+def _nested(nodes: int, per_node: int, halving: bool) -> list[AllReduceRounds]:
     """Sum inside nodes, then each place with its like in the other nodes, then give out inside nodes."""
     found = []
     if per_node > 1:  # every node does the same, and no link is shared by two: one stands for all
         src, dst = np.divmod(np.arange(per_node * per_node), per_node)
-        found.append(Phase(src[src != dst], dst[src != dst], 1 / per_node, 2))
+        found.append(AllReduceRounds(src[src != dst], dst[src != dst], 1 / per_node, 2))
     places = np.arange(per_node)
-    for phase in phases("halving-doubling" if halving else "ring", nodes):
+    for phase in all_reduce_rounds("halving-doubling" if halving else "ring", nodes):
         src, dst = ((of[:, None] * per_node + places).ravel() for of in (phase.src, phase.dst))
-        found.append(Phase(src, dst, phase.share / per_node, phase.repeats))
+        found.append(AllReduceRounds(src, dst, phase.share / per_node, phase.repeats))
     return found

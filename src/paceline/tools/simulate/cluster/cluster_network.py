@@ -22,16 +22,20 @@ from paceline.cost_model.algorithm_terms import PLAIN, AlgorithmTerms, terms_of
 from paceline.cost_model.collective_fit import CollectiveFit
 from paceline.cost_model.piecewise_fit import FitSegment, seconds_at
 from paceline.errors import UsageError, unknown
-from paceline.tools.simulate.cluster.all_reduce_rounds import ALGORITHMS, NESTED, phases
+from paceline.tools.simulate.cluster.all_reduce_rounds import (
+    ALGORITHMS,
+    TWO_LEVEL_ALGORITHMS,
+    all_reduce_rounds,
+)
 
-__all__ = ["TOPOLOGIES", "Carrier", "FittedNetwork", "Network", "Price"]
+__all__ = ["TOPOLOGIES", "AllReduceTime", "ClusterNetwork", "FittedNetwork", "NetworkModel"]
 
 TOPOLOGIES = ("star", "ring", "tree")
 """How nodes are linked: each to one switch, in a circle, or as a binary tree."""
 
 
 @dataclass(frozen=True)
-class Price:
+class AllReduceTime:
     """What one call costs.
 
     Attributes:
@@ -52,7 +56,7 @@ class Price:
         return self.call + self.transfer
 
 
-class Carrier(Protocol):
+class NetworkModel(Protocol):
     """Whatever tells what an all-reduce costs: a described network, or a measured one."""
 
     @property
@@ -68,13 +72,13 @@ class Carrier(Protocol):
         """Return those that are chosen from where none is named."""
         ...
 
-    def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
+    def price(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
         """Return what one all-reduce costs."""
         ...
 
 
 @dataclass(frozen=True)
-class Network:
+class ClusterNetwork:
     """Nodes and their links, each full duplex.
 
     Attributes:
@@ -119,13 +123,15 @@ class Network:
 
     def algorithms(self) -> tuple[str, ...]:
         """Return the algorithms that can run on it."""
-        return ALGORITHMS if self.per_node > 1 else tuple(x for x in ALGORITHMS if x not in NESTED)
+        return (
+            ALGORITHMS if self.per_node > 1 else tuple(x for x in ALGORITHMS if x not in TWO_LEVEL_ALGORITHMS)
+        )
 
     def usual(self) -> tuple[str, ...]:
         """Return the algorithms that are chosen from where none is named: all."""
         return self.algorithms()
 
-    def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
+    def price(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
         """Return what one all-reduce costs.
 
         Args:
@@ -144,16 +150,16 @@ class Network:
                 remedy=f"valid: {', '.join(self.algorithms())}",
             )
         call, per_byte = _terms(self, algorithm, nodes)
-        return Price(algorithm, call, per_byte * nbytes)
+        return AllReduceTime(algorithm, call, per_byte * nbytes)
 
 
 @lru_cache(maxsize=4096)
-def _terms(network: Network, algorithm: str, nodes: int) -> tuple[float, float]:
+def _terms(network: ClusterNetwork, algorithm: str, nodes: int) -> tuple[float, float]:
     """Return seconds, and seconds per byte of the vector."""
     ranks = nodes * network.per_node
     crowd = {"star": _star, "ring": _ring, "tree": _tree}[network.topology]
     call = per_byte = 0.0
-    for phase in phases(algorithm, ranks, network.per_node):
+    for phase in all_reduce_rounds(algorithm, ranks, network.per_node):
         latency, seconds_per_byte = crowd(network, phase.src, phase.dst, ranks)
         call += phase.repeats * latency
         per_byte += phase.repeats * phase.share * seconds_per_byte
@@ -163,7 +169,7 @@ def _terms(network: Network, algorithm: str, nodes: int) -> tuple[float, float]:
 Ends = NDArray[np.int64]
 
 
-def _star(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
+def _star(network: ClusterNetwork, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
     """Return the latency of a round, and how long a byte of each message takes: nodes around a switch."""
     del ranks
     if network.per_node == 1:
@@ -179,7 +185,7 @@ def _star(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, fl
     return network.inside_latency + network.latency, max(inside, float(between))
 
 
-def _ring(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
+def _ring(network: ClusterNetwork, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
     """The same in a circle: a message takes the shorter way, and every link on it."""
     forth = (dst - src) % ranks
     shorter = forth <= ranks - forth
@@ -198,7 +204,7 @@ def _most_crowded(first: Ends, hops: Ends, ranks: int) -> int:
     return int((over[:ranks] + over[ranks : 2 * ranks]).max())
 
 
-def _tree(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
+def _tree(network: ClusterNetwork, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
     """The same in a binary tree with rank 0 at its root: up to the common parent, and down."""
     up, down = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     src, dst, hops = src.copy(), dst.copy(), np.zeros(len(src), np.int64)
@@ -244,15 +250,15 @@ class FittedNetwork:
         """Return the fit's own algorithm: the others never ran."""
         return (self.own,)
 
-    def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
-        """Return what one all-reduce costs; arguments and errors as for `Network.price`."""
+    def price(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
+        """Return what one all-reduce costs; arguments and errors as for `ClusterNetwork.price`."""
         if algorithm not in self.algorithms():
             raise UsageError(
                 f"{algorithm} on a measured network", remedy=f"valid: {', '.join(self.algorithms())}"
             )
         ranks = nodes * self.per_node
         if ranks == 1:
-            return Price(algorithm, 0.0, 0.0)
+            return AllReduceTime(algorithm, 0.0, 0.0)
         form = self.fit.form if algorithm == self.own else AlgorithmTerms(algorithm, self.fit.form.shared)
         if self.fit.form == PLAIN and algorithm != self.own:
             raise UsageError(f"{algorithm}: the fit knows no algorithm", remedy=f"use {self.own}")
@@ -260,7 +266,7 @@ class FittedNetwork:
         whole = seconds_at(segments, nbytes, terms.messages, terms.sent)
         call = min(whole, _segment(segments, nbytes).line.alpha * terms.messages)
         error = self.fit.error_at(ranks)
-        return Price(algorithm, call, whole - call, error.p90 if error else 0.0)
+        return AllReduceTime(algorithm, call, whole - call, error.p90 if error else 0.0)
 
 
 def _segment(segments: tuple[FitSegment, ...], nbytes: float) -> FitSegment:

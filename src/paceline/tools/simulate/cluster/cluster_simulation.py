@@ -23,16 +23,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError, unknown
-from paceline.tools.simulate.cluster.cluster_network import Carrier, Price
-from paceline.tools.simulate.cluster.compute_times import Machines, Steps, sample_steps
+from paceline.tools.simulate.cluster.cluster_network import AllReduceTime, NetworkModel
+from paceline.tools.simulate.cluster.compute_times import ClusterMachines, StepSamples, sample_steps
 from paceline.tools.simulate.cluster.exposed_communication import (
     STRATEGIES,
-    Traffic,
-    cheapest,
+    MessageGroup,
     exposed_seconds,
-    traffic_of,
+    fastest_all_reduce,
+    step_messages,
 )
-from paceline.tools.simulate.cluster.failure_cost import Risk, best_interval, course, daly, young
+from paceline.tools.simulate.cluster.failure_cost import (
+    FailureModel,
+    best_interval,
+    daly_interval,
+    simulate_jobs,
+    young_interval,
+)
 
 __all__ = [
     "BACKWARD",
@@ -40,12 +46,12 @@ __all__ = [
     "DAY",
     "LOSSES",
     "MOST_NODES",
-    "Band",
+    "CheckpointIntervals",
     "ClusterPlan",
     "ClusterRow",
-    "Intervals",
-    "simulate",
-    "sweep",
+    "Percentiles",
+    "simulate_cluster",
+    "sweep_nodes",
 ]
 
 BACKWARD = 2 / 3
@@ -86,10 +92,10 @@ class ClusterPlan:
         UsageError: a number makes no sense.
     """
 
-    carrier: Carrier
+    carrier: NetworkModel
     step_seconds: float
     nbytes: float
-    machines: Machines = field(default_factory=Machines)
+    machines: ClusterMachines = field(default_factory=ClusterMachines)
     batch: str = "per-rank"
     strategy: str = "bucketed"
     bucket_nbytes: float = 25 * 2**20
@@ -164,7 +170,7 @@ _P90 = 1.6449
 
 
 @dataclass(frozen=True)
-class Band:
+class Percentiles:
     """A number of several jobs or steps: their mean, and what 5 %, 50 % and 95 % are below."""
 
     mean: float
@@ -173,14 +179,14 @@ class Band:
     p95: float
 
     @classmethod
-    def of(cls, values: Numbers) -> Band:
+    def of(cls, values: Numbers) -> Percentiles:
         """Return the band of some values."""
         low, middle, high = np.percentile(values, [5, 50, 95])
         return cls(float(values.mean()), float(low), float(middle), float(high))
 
 
 @dataclass(frozen=True)
-class Intervals:
+class CheckpointIntervals:
     """Seconds of training between two checkpoints.
 
     Attributes:
@@ -219,15 +225,15 @@ class ClusterRow:
     algorithm: str
     compute_seconds: float
     comm_seconds: float
-    step: Band
-    efficiency: Band
+    step: Percentiles
+    efficiency: Percentiles
     ledger: dict[str, float]
     speedup: float
     mtbf_seconds: float | None
     failures: float
-    intervals: Intervals | None
-    job_seconds: Band | None
-    cost: Band | None
+    intervals: CheckpointIntervals | None
+    job_seconds: Percentiles | None
+    cost: Percentiles | None
     stuck: bool
 
     def facts(self) -> dict[str, Any]:
@@ -240,7 +246,7 @@ class ClusterRow:
         return max(LOSSES, key=lambda name: self.ledger[name])
 
 
-def sweep(plan: ClusterPlan, nodes: Sequence[int]) -> Iterator[ClusterRow]:
+def sweep_nodes(plan: ClusterPlan, nodes: Sequence[int]) -> Iterator[ClusterRow]:
     """Yield a row for each number of nodes.
 
     Args:
@@ -250,10 +256,10 @@ def sweep(plan: ClusterPlan, nodes: Sequence[int]) -> Iterator[ClusterRow]:
         UsageError: a number of nodes is out of range; the network lacks the algorithm.
     """
     for count in nodes:
-        yield simulate(plan, count)
+        yield simulate_cluster(plan, count)
 
 
-def simulate(plan: ClusterPlan, nodes: int) -> ClusterRow:
+def simulate_cluster(plan: ClusterPlan, nodes: int) -> ClusterRow:
     """Return what becomes of a training on so many nodes.
 
     Args:
@@ -282,22 +288,22 @@ def simulate(plan: ClusterPlan, nodes: int) -> ClusterRow:
     return _row(plan, nodes, price, compute, sum(each.seconds for each in traffic), steps, exposed, whole)
 
 
-def _traffic(plan: ClusterPlan, nodes: int) -> tuple[list[Traffic], Price]:
+def _traffic(plan: ClusterPlan, nodes: int) -> tuple[list[MessageGroup], AllReduceTime]:
     """Return what a step sends, per step on average, and the price of one call."""
 
-    def price(nbytes: float, halved: bool) -> Price:
-        return cheapest(plan.carrier, nodes, nbytes, plan.algorithm, halved=halved)
+    def price(nbytes: float, halved: bool) -> AllReduceTime:
+        return fastest_all_reduce(plan.carrier, nodes, nbytes, plan.algorithm, halved=halved)
 
     if plan.every == 1:
-        return traffic_of(plan.strategy, plan.nbytes, plan.bucket_nbytes, plan.backward, price)
-    (all_at_once,), one = traffic_of("flat", plan.nbytes, plan.bucket_nbytes, plan.backward, price)
+        return step_messages(plan.strategy, plan.nbytes, plan.bucket_nbytes, plan.backward, price)
+    (all_at_once,), one = step_messages("flat", plan.nbytes, plan.bucket_nbytes, plan.backward, price)
     return [
-        Traffic(all_at_once.calls / plan.every, all_at_once.transfer / plan.every, 1, all_at_once.window)
+        MessageGroup(all_at_once.calls / plan.every, all_at_once.transfer / plan.every, 1, all_at_once.window)
     ], one
 
 
 def _exposed(
-    plan: ClusterPlan, nodes: int, traffic: Sequence[Traffic], price: Price, computing: Numbers
+    plan: ClusterPlan, nodes: int, traffic: Sequence[MessageGroup], price: AllReduceTime, computing: Numbers
 ) -> Numbers:
     """Return how long each step waits for communication, a measured price off by its error in each job."""
     off = np.ones((plan.jobs, 1))
@@ -320,10 +326,10 @@ def _exposed(
 def _row(
     plan: ClusterPlan,
     nodes: int,
-    price: Price,
+    price: AllReduceTime,
     compute: float,
     comm: float,
-    steps: Steps,
+    steps: StepSamples,
     exposed: Numbers,
     whole: Numbers,
 ) -> ClusterRow:
@@ -337,9 +343,9 @@ def _row(
     }
     ideal = (plan.work or 7 * DAY * nodes) / nodes
     work = ideal * mean / compute
-    risk = Risk(plan.node_mtbf / nodes, plan.write, plan.restart)
+    risk = FailureModel(plan.node_mtbf / nodes, plan.write, plan.restart)
     intervals = _intervals(plan, risk, nodes)
-    took = course(risk, intervals.used if intervals else np.inf, work, [plan.seed, nodes, 3])
+    took = simulate_jobs(risk, intervals.used if intervals else np.inf, work, [plan.seed, nodes, 3])
     total = took.seconds
     ledger = {name: part / mean * work / total for name, part in parts.items()}
     ledger |= {
@@ -357,31 +363,31 @@ def _row(
         price.algorithm,
         compute,
         comm,
-        Band.of(whole.ravel()),
-        Band.of(efficiency),
+        Percentiles.of(whole.ravel()),
+        Percentiles.of(efficiency),
         {name: float(part.mean()) for name, part in ledger.items()},
         float((efficiency * nodes * plan.carrier.per_node / steps.useful).mean()),
         None if risk.mtbf == np.inf else risk.mtbf,
         float(took.failures.mean()),
         intervals,
-        None if took.stuck else Band.of(total),
-        None if plan.price is None or took.stuck else Band.of(hours * plan.price),
+        None if took.stuck else Percentiles.of(total),
+        None if plan.price is None or took.stuck else Percentiles.of(hours * plan.price),
         took.stuck,
     )
 
 
-def _intervals(plan: ClusterPlan, risk: Risk, nodes: int) -> Intervals | None:
+def _intervals(plan: ClusterPlan, risk: FailureModel, nodes: int) -> CheckpointIntervals | None:
     """Return the intervals between checkpoints; None where none are written."""
     if risk.mtbf == np.inf:
-        return None if plan.interval is None else Intervals(plan.interval)
+        return None if plan.interval is None else CheckpointIntervals(plan.interval)
     if not plan.write and plan.interval is None:
         raise UsageError(
             "failures, and checkpoints that take no time: they would be written all the time",
             remedy="give the time of a checkpoint, or the interval between two",
         )
-    return Intervals(
-        plan.interval or daly(risk),
-        young(risk),
-        daly(risk),
+    return CheckpointIntervals(
+        plan.interval or daly_interval(risk),
+        young_interval(risk),
+        daly_interval(risk),
         best_interval(risk, max(_ENOUGH_JOBS, plan.jobs), [plan.seed, nodes, 4]),
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline._core.format import format_count, format_seconds
 from paceline.tools.simulate.cluster.cluster_simulation import LOSSES, ClusterRow
 
-__all__ = ["duration", "percent", "sentences", "times"]
+__all__ = ["cluster_findings", "duration", "percent", "times"]
 
 _GOOD = 0.8
 _OF = {
@@ -28,7 +28,7 @@ _REMEDY = {
 }
 
 
-def sentences(rows: Sequence[ClusterRow]) -> list[str]:
+def cluster_findings(rows: Sequence[ClusterRow]) -> list[str]:
     """Return what follows from the rows, the ones with fewer nodes first.
 
     Args:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["SHARES", "Crew", "Machines", "Steps", "longest_of", "sample_steps"]
+__all__ = ["SHARES", "ClusterMachines", "NodeTimes", "StepSamples", "draw_longest", "sample_steps"]
 
 Numbers = NDArray[np.float64]
 
@@ -35,7 +35,7 @@ _CHUNK = 4_000_000
 
 
 @dataclass(frozen=True)
-class Machines:
+class ClusterMachines:
     """What machines are like.
 
     Attributes:
@@ -80,7 +80,7 @@ class Machines:
 
 
 @dataclass(frozen=True)
-class Crew:
+class NodeTimes:
     """The ranks of one job.
 
     Attributes:
@@ -98,7 +98,7 @@ class Crew:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepSamples:
     """Steps of several jobs; 1 is the time of a step.
 
     Attributes:
@@ -112,7 +112,7 @@ class Steps:
     longest: Numbers
 
 
-def crew(machines: Machines, nodes: int, rng: np.random.Generator) -> Crew:
+def draw_nodes(machines: ClusterMachines, nodes: int, rng: np.random.Generator) -> NodeTimes:
     """Return the machines of one job.
 
     Args:
@@ -125,12 +125,18 @@ def crew(machines: Machines, nodes: int, rng: np.random.Generator) -> Crew:
         slowness = slowness * np.exp(rng.normal(-(sigma**2) / 2, sigma, nodes))
     useful = float(1.0 / np.mean(1.0 / slowness))
     times = np.full(nodes, useful) if machines.shares == "speed" else slowness
-    return Crew(times, useful)
+    return NodeTimes(times, useful)
 
 
 def sample_steps(
-    machines: Machines, nodes: int, per_node: int, every: int, jobs: int, draws: int, seed: Sequence[int]
-) -> Steps:
+    machines: ClusterMachines,
+    nodes: int,
+    per_node: int,
+    every: int,
+    jobs: int,
+    draws: int,
+    seed: Sequence[int],
+) -> StepSamples:
     """Return steps of several jobs.
 
     Args:
@@ -142,21 +148,21 @@ def sample_steps(
     rounds = min(_MOST_DRAWN, max(_LEAST_DRAWN, draws // (ranks * every * jobs)))
     varies = bool(machines.jitter or machines.measured)
     at_once = machines.alike and every == 1 and ranks >= _ALIKE_FROM
-    crews = [crew(machines, nodes, rng) for _ in range(jobs)]
+    crews = [draw_nodes(machines, nodes, rng) for _ in range(jobs)]
     longest = np.empty((jobs, _MOST_DRAWN if at_once else rounds if varies else 1))
     for job, each in enumerate(crews):
         if not varies:
             longest[job] = each.slowest
         elif at_once:
-            longest[job] = each.slowest * longest_of(machines, ranks, longest.shape[1], rng)
+            longest[job] = each.slowest * draw_longest(machines, ranks, longest.shape[1], rng)
         else:
             longest[job] = _drawn(machines, np.repeat(each.times, per_node), every, rounds, rng)
-    return Steps(
+    return StepSamples(
         np.array([each.useful for each in crews]), np.array([each.slowest for each in crews]), longest
     )
 
 
-def longest_of(machines: Machines, ranks: int, count: int, rng: np.random.Generator) -> Numbers:
+def draw_longest(machines: ClusterMachines, ranks: int, count: int, rng: np.random.Generator) -> Numbers:
     """Return the longest of so many ranks' variation, in each of `count` steps; see [Note: the longest].
 
     Args:
@@ -175,13 +181,15 @@ def longest_of(machines: Machines, ranks: int, count: int, rng: np.random.Genera
     return np.exp(sigma * quantile - sigma**2 / 2)
 
 
-def _scaled(machines: Machines) -> Numbers:
+def _scaled(machines: ClusterMachines) -> Numbers:
     """Return measured steps with the mean 1."""
     steps = np.array(machines.measured)
     return steps / steps.mean()
 
 
-def _drawn(machines: Machines, times: Numbers, every: int, rounds: int, rng: np.random.Generator) -> Numbers:
+def _drawn(
+    machines: ClusterMachines, times: Numbers, every: int, rounds: int, rng: np.random.Generator
+) -> Numbers:
     """Return the longest of all ranks in each round, every step of every rank drawn."""
     ranks, chunk = len(times), max(1, _CHUNK // len(times))
     measured = _scaled(machines) if machines.measured else None

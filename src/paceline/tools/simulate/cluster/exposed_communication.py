@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError, unknown
-from paceline.tools.simulate.cluster.all_reduce_rounds import HALVED
-from paceline.tools.simulate.cluster.cluster_network import Carrier, Price
+from paceline.tools.simulate.cluster.all_reduce_rounds import SPLIT_ALGORITHMS
+from paceline.tools.simulate.cluster.cluster_network import AllReduceTime, NetworkModel
 
-__all__ = ["STRATEGIES", "Traffic", "cheapest", "exposed_seconds", "traffic_of"]
+__all__ = ["STRATEGIES", "MessageGroup", "exposed_seconds", "fastest_all_reduce", "step_messages"]
 
 Seconds = NDArray[np.float64]
 
@@ -59,7 +59,7 @@ def exposed_seconds(
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MessageGroup:
     """Messages of a step that share a window.
 
     Attributes:
@@ -78,9 +78,9 @@ class Traffic:
         return self.buckets * self.calls + self.transfer
 
 
-def cheapest(
-    carrier: Carrier, nodes: int, nbytes: float, algorithm: str = "auto", *, halved: bool = False
-) -> Price:
+def fastest_all_reduce(
+    carrier: NetworkModel, nodes: int, nbytes: float, algorithm: str = "auto", *, halved: bool = False
+) -> AllReduceTime:
     """Return the price of an all-reduce, by the cheapest algorithm unless one is named.
 
     Args:
@@ -92,18 +92,22 @@ def cheapest(
     """
     names = carrier.usual() if algorithm == "auto" else (algorithm,)
     if halved:
-        names = tuple(name for name in names if name.split(",")[0] in HALVED)
+        names = tuple(name for name in names if name.split(",")[0] in SPLIT_ALGORITHMS)
         if not names:
             raise UsageError(
                 f"{algorithm} is no reduce-scatter followed by an all-gather, which sharding needs",
-                remedy=f"valid: {', '.join(HALVED)}",
+                remedy=f"valid: {', '.join(SPLIT_ALGORITHMS)}",
             )
     return min((carrier.price(name, nodes, nbytes) for name in names), key=lambda price: price.seconds)
 
 
-def traffic_of(
-    strategy: str, nbytes: float, bucket: float, backward: float, price: Callable[[float, bool], Price]
-) -> tuple[list[Traffic], Price]:
+def step_messages(
+    strategy: str,
+    nbytes: float,
+    bucket: float,
+    backward: float,
+    price: Callable[[float, bool], AllReduceTime],
+) -> tuple[list[MessageGroup], AllReduceTime]:
     """Return what a step sends, and the price of one of its buckets.
 
     flat: one all-reduce after backward. bucketed: in buckets beside backward. sharded: gradients are reduce-scattered
@@ -124,8 +128,8 @@ def traffic_of(
     halved = strategy in ("sharded", "full-shard")
     one = price(nbytes / buckets, halved)
 
-    def part(halves: int, window: float) -> Traffic:
-        return Traffic(halves / 2 * one.call, halves / 2 * one.transfer * buckets, buckets, window)
+    def part(halves: int, window: float) -> MessageGroup:
+        return MessageGroup(halves / 2 * one.call, halves / 2 * one.transfer * buckets, buckets, window)
 
     found = {
         "flat": [part(2, 0.0)],

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 
-__all__ = ["Course", "Risk", "best_interval", "course", "daly", "expected_ratio", "young"]
+__all__ = [
+    "FailureModel",
+    "JobTimes",
+    "best_interval",
+    "daly_interval",
+    "expected_slowdown",
+    "simulate_jobs",
+    "young_interval",
+]
 
 Numbers = NDArray[np.float64]
 
@@ -35,7 +43,7 @@ _NEAR, _ENOUGH = 1.02, 5
 
 
 @dataclass(frozen=True)
-class Risk:
+class FailureModel:
     """What can go wrong, and what it costs.
 
     Attributes:
@@ -58,7 +66,7 @@ class Risk:
                 raise UsageError(f"{name}={getattr(self, name)!r} seconds", remedy="give a time of 0 or more")
 
 
-def young(risk: Risk) -> float:
+def young_interval(risk: FailureModel) -> float:
     """Return Young's interval in seconds; infinite without failures.
 
     Example:
@@ -68,7 +76,7 @@ def young(risk: Risk) -> float:
     return math.sqrt(2 * risk.write * risk.mtbf)
 
 
-def daly(risk: Risk) -> float:
+def daly_interval(risk: FailureModel) -> float:
     """Return Daly's interval in seconds, of higher order; infinite without failures.
 
     Example:
@@ -80,10 +88,10 @@ def daly(risk: Risk) -> float:
     if risk.write >= 2 * risk.mtbf:
         return risk.mtbf
     part = risk.write / (2 * risk.mtbf)
-    return young(risk) * (1 + math.sqrt(part) / 3 + part / 9) - risk.write
+    return young_interval(risk) * (1 + math.sqrt(part) / 3 + part / 9) - risk.write
 
 
-def expected_ratio(risk: Risk, interval: float) -> float:
+def expected_slowdown(risk: FailureModel, interval: float) -> float:
     """Return how many times as long as its computing a job takes on average; infinite where it never ends.
 
     Args:
@@ -98,7 +106,7 @@ def expected_ratio(risk: Risk, interval: float) -> float:
 
 
 @dataclass(frozen=True)
-class Course:
+class JobTimes:
     """What became of jobs, each an element: seconds.
 
     Attributes:
@@ -120,7 +128,7 @@ class Course:
         return self.work + self.writing + self.lost + self.restarting
 
 
-def course(risk: Risk, interval: float, work: Numbers, seed: Sequence[int]) -> Course:
+def simulate_jobs(risk: FailureModel, interval: float, work: Numbers, seed: Sequence[int]) -> JobTimes:
     """Return what becomes of jobs with failures drawn one by one.
 
     Args:
@@ -134,9 +142,9 @@ def course(risk: Risk, interval: float, work: Numbers, seed: Sequence[int]) -> C
     segments = np.maximum(0, np.ceil(work / interval - 1e-9).astype(np.int64) - 1)
     writing = segments * risk.write
     if risk.mtbf == math.inf:
-        return Course(work, writing, zero, zero, none)
-    if expected_ratio(risk, interval) > _STUCK:
-        return Course(work, zero, zero, zero, none, stuck=True)
+        return JobTimes(work, writing, zero, zero, none)
+    if expected_slowdown(risk, interval) > _STUCK:
+        return JobTimes(work, zero, zero, zero, none, stuck=True)
     rng = np.random.default_rng(list(seed))
     period = interval + risk.write
     done, failures = none.copy(), none.copy()
@@ -156,10 +164,10 @@ def course(risk: Risk, interval: float, work: Numbers, seed: Sequence[int]) -> C
         seconds, more = _restart(risk, len(running), rng)
         restarting[running] += seconds
         failures[running] += more
-    return Course(work, writing, lost, restarting, failures)
+    return JobTimes(work, writing, lost, restarting, failures)
 
 
-def _restart(risk: Risk, count: int, rng: np.random.Generator) -> tuple[Numbers, NDArray[np.int64]]:
+def _restart(risk: FailureModel, count: int, rng: np.random.Generator) -> tuple[Numbers, NDArray[np.int64]]:
     """Return how long so many restarts take, and how often they fail themselves."""
     seconds, failures = np.zeros(count), np.zeros(count, np.int64)
     if not risk.restart:
@@ -174,7 +182,7 @@ def _restart(risk: Risk, count: int, rng: np.random.Generator) -> tuple[Numbers,
     return seconds, failures
 
 
-def best_interval(risk: Risk, jobs: int, seed: Sequence[int]) -> float:
+def best_interval(risk: FailureModel, jobs: int, seed: Sequence[int]) -> float:
     """Return the interval with which simulated jobs take least, in seconds; infinite without failures.
 
     Jobs long enough for many failures are tried with intervals around Daly's and the same failures each, and a parabola
@@ -184,14 +192,14 @@ def best_interval(risk: Risk, jobs: int, seed: Sequence[int]) -> float:
         risk: what can go wrong. jobs: simulated with each interval. seed: of the failures.
     """
     if risk.mtbf == math.inf or not risk.write:
-        return daly(risk)
+        return daly_interval(risk)
     work = np.full(jobs, _MANY * risk.mtbf)
-    at = np.array([daly(risk) * _REACH ** (2 * step / (_GRID - 1) - 1) for step in range(_GRID)])
-    courses = [course(risk, float(interval), work, seed) for interval in at]
+    at = np.array([daly_interval(risk) * _REACH ** (2 * step / (_GRID - 1) - 1) for step in range(_GRID)])
+    courses = [simulate_jobs(risk, float(interval), work, seed) for interval in at]
     took = np.array([math.inf if found.stuck else float(found.seconds.mean()) for found in courses])
     least = took.min()
     if least == math.inf:
-        return daly(risk)
+        return daly_interval(risk)
     near = took <= _NEAR * least
     if near.sum() < _ENOUGH:
         near = np.isin(np.arange(_GRID), np.argsort(took)[:_ENOUGH])
