@@ -23,10 +23,10 @@ def draw(result: Result) -> training_charts.Chart:
     rows = [row.times for row in result.rows]
     times, ratios = [], []
     for name, label in LABEL_OF_NAME.items():
-        times.append(training_charts.Line(label, [(row.nbytes, row.seconds[name]) for row in rows]))
+        times.append(training_charts.ChartLine(label, [(row.nbytes, row.seconds[name]) for row in rows]))
         if name != BEST:
             ratios.append(
-                training_charts.Line(label, [(row.nbytes, row.ratio(BEST, name).median) for row in rows])
+                training_charts.ChartLine(label, [(row.nbytes, row.ratio(BEST, name).median) for row in rows])
             )
     title = (
         f"All-reduce of float32, {result.hosts} hosts × {result.ranks_per_host} ranks, links of {result.rate}"

@@ -21,11 +21,12 @@ from paceline._core.files import write_json
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.result_files import check_writable, result_head
-from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate_async
+from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
 
 HERE = Path(__file__).parent
-MACHINE = Machine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
+MACHINE = SimulatedMachine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
 CADENCES = (SyncSchedule(1), SyncSchedule(4, 1, 1))
 
 

@@ -29,7 +29,8 @@ from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.models.gpt_sizes import Size
 from paceline.tools.result_files import check_writable, result_head
-from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate_async
+from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import GPTTask
 from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
 from paceline.tools.train.training_job import cosine
@@ -127,14 +128,14 @@ def run(way: Way, seed: int) -> dict[str, Any]:
     task = GPTTask(SIZE, batch=BATCH, lr=way.lr, seed=seed, held_out=HELD_OUT)
     numel = sum(param.numel() for param in task.learner(0, 1).module.parameters())
     if way.kind != "star":
-        machines = [Machine(step_seconds=1.0)] * (WORKERS if way.kind == "ddp" else 1)
+        machines = [SimulatedMachine(step_seconds=1.0)] * (WORKERS if way.kind == "ddp" else 1)
         schedule = SCHEDULES[way.falls]
         plan = DdpPlan(machines, steps=STEPS, schedule=schedule, members=WORKERS, score_every=STEPS / 12)
         done = simulate_ddp(plan, task)
         curve = [(each.seconds, each.loss) for each in done.points]
         return {"loss": done.loss, "nbytes": 2 * done.nbytes / numel, "curve": curve, "digest": done.digest}
     plan = AsyncPlan(
-        [Machine(step_seconds=1.0) for _ in range(WORKERS)],
+        [SimulatedMachine(step_seconds=1.0) for _ in range(WORKERS)],
         steps=STEPS,
         cadence=SyncSchedule(way.every, 1, way.delay),
         rules=HubRules(outer=way.outer, population=way.population, down=way.down),

@@ -11,7 +11,8 @@ from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate_async
+from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_simulation import AsyncResult, simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
 
 
@@ -44,7 +45,7 @@ def run(
 ) -> AsyncResult:
     return simulate_async(
         AsyncPlan(
-            [Machine(step_seconds=1.0)] * workers,
+            [SimulatedMachine(step_seconds=1.0)] * workers,
             steps=steps,
             cadence=cadence,
             compression=None,

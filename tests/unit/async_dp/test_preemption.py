@@ -6,7 +6,8 @@ from paceline.async_dp.hub.hub_rules import HubRules
 from paceline.async_dp.hub.population import PopulationRules
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate_async
+from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_simulation import AsyncResult, simulate_async
 from paceline.tools.simulate.learning_tasks import GPTTask
 
 ROUND = 10  # steps from one score to the next
@@ -15,7 +16,7 @@ ROUND = 10  # steps from one score to the next
 def trained(rules: PopulationRules) -> AsyncResult:
     """Four workers from different parameters, the last with a learning rate that ruins it."""
     task = GPTTask(Size("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=4, lr=1e-2, held_out=32)
-    machines = [Machine(step_seconds=1.0, lr=lr) for lr in (None, None, None, 1.0)]
+    machines = [SimulatedMachine(step_seconds=1.0, lr=lr) for lr in (None, None, None, 1.0)]
     plan = AsyncPlan(
         machines,
         steps=160,

@@ -100,7 +100,7 @@ def seconds_to_loss(points: Sequence[LossPoint], target: float) -> float | None:
     """Return when a curve first comes to a loss, straight between its points; None: it never does.
 
     Example:
-        >>> seconds_to([Point(0.0, 0, 0, 4.0), Point(10.0, 9, 1, 2.0)], 3.0)
+        >>> seconds_to_loss([LossPoint(0.0, 0, 0, 4.0), LossPoint(10.0, 9, 1, 2.0)], 3.0)
         5.0
     """
     before: LossPoint | None = None

@@ -31,7 +31,7 @@ from paceline.transport.envelope import Bytes
 from paceline.transport.transport_interface import HUB, Envelope
 from paceline.transport.virtual_time import Clock, Link, Network, VirtualExchange
 
-__all__ = ["AsyncPlan", "AsyncResult", "AsyncSimulation", "Churn", "Machine", "Point", "simulate_async"]
+__all__ = ["AsyncResult", "AsyncSimulation", "simulate_async"]
 
 _RUN = "simulated"
 _NEVER = 2**62

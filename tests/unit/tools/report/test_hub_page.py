@@ -17,7 +17,8 @@ from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.report.hub.hub_page import _bars, write_hub_report
-from paceline.tools.simulate.async_simulation import AsyncPlan, Churn, Machine, simulate_async
+from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine
+from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
 from reported_hub_folder import centre, demo, join, long_run, record, refuse, traffic, update, write
 
@@ -171,14 +172,14 @@ def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Hub, "_note", noted)
     machines = [
-        *(Machine(0.01 * (1 + each)) for each in range(4)),
-        Machine(0.02, lr=1e-6),
-        Machine(0.02, lr=1e-5),
+        *(SimulatedMachine(0.01 * (1 + each)) for each in range(4)),
+        SimulatedMachine(0.02, lr=1e-6),
+        SimulatedMachine(0.02, lr=1e-5),
     ]
     plan = AsyncPlan(
         machines, steps=600, cadence=SyncSchedule(20, 1, 5), policy=SelectionPolicy(scored=True), alike=False,
         rules=HubRules(population=PopulationRules(60), screen=ScreeningRules(worse=0.0, strikes=2), silent_after=1.0),
-        churn=[Churn(4.0, 1, False), Churn(6.0, 1, True)],
+        churn=[ChurnEvent(4.0, 1, False), ChurnEvent(6.0, 1, True)],
     )  # fmt: skip
     simulate_async(plan, LinearTask())
     kinds = {each["kind"] for each in written}

@@ -10,8 +10,8 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.tools.report.charts import training_charts
+from paceline.tools.report.charts.chart_style import ChartLine
 from paceline.tools.report.charts.training_charts import (
-    Line,
     StackedBar,
     breakdown_chart,
     bucket_size_chart,
@@ -22,21 +22,24 @@ from paceline.tools.report.charts.training_charts import (
 PARTS = {"forward": 9.0, "backward": 17.0, "exposed": 5.0, "optimizer": 4.0}
 KINDS = {
     "curve": lambda: step_curve_chart(
-        [Line("training", [(1, 5.0), (2, 4.0)])], x="optimizer step", y="loss (nats)"
+        [ChartLine("training", [(1, 5.0), (2, 4.0)])], x="optimizer step", y="loss (nats)"
     ),
     "long": lambda: step_curve_chart(
-        [Line("training", [(at, 1 / (at + 1)) for at in range(200)])], x="step", y="loss"
+        [ChartLine("training", [(at, 1 / (at + 1)) for at in range(200)])], x="step", y="loss"
     ),
     "phone": lambda: step_curve_chart(
-        [Line("training", [(1, 5.0), (2, 4.0)])], x="step", y="loss", wide=False
+        [ChartLine("training", [(1, 5.0), (2, 4.0)])], x="step", y="loss", wide=False
     ),
     "breakdown": lambda: breakdown_chart(
         {"tiny": [StackedBar("naive", PARTS, "1.20 × DDP")], "mini": [StackedBar("flat", PARTS)]}
     ),
-    "buckets": lambda: bucket_size_chart({"tiny": [Line("bucketed", [(0.25, 30.0), (25, 28.0)])]}),
+    "buckets": lambda: bucket_size_chart({"tiny": [ChartLine("bucketed", [(0.25, 30.0), (25, 28.0)])]}),
     "sizes": lambda: time_and_ratio_chart(
-        [Line("ours", [(4e3, 6e-5), (1e9, 0.3)]), Line("a copy", [(4e3, 1e-6), (1e9, 0.2)], faint=True)],
-        [Line("ours", [(4e3, 4.0), (1e9, 3.0)])],
+        [
+            ChartLine("ours", [(4e3, 6e-5), (1e9, 0.3)]),
+            ChartLine("a copy", [(4e3, 1e-6), (1e9, 0.2)], faint=True),
+        ],
+        [ChartLine("ours", [(4e3, 4.0), (1e9, 3.0)])],
         title="all-reduce",
         ratio="times faster than theirs",
     ),
@@ -94,7 +97,7 @@ def test_lines_are_named_at_their_end_or_on_a_phone_above():
 def test_values_that_are_no_numbers_are_left_out():
     points = [(1, 5.0), (2, float("nan")), (3, float("inf"))]
     assert "loss" in texts(
-        step_curve_chart([Line("a", points), Line("b", [])], x="step", y="loss").inline_svg("x")
+        step_curve_chart([ChartLine("a", points), ChartLine("b", [])], x="step", y="loss").inline_svg("x")
     )
 
 

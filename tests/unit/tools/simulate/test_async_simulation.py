@@ -14,21 +14,14 @@ from paceline.async_dp.hub.update_screening import Staleness
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.simulate.async_settings import draw_churn
-from paceline.tools.simulate.async_simulation import (
-    AsyncPlan,
-    AsyncResult,
-    AsyncSimulation,
-    Churn,
-    Machine,
-    simulate_async,
-)
+from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine, draw_churn
+from paceline.tools.simulate.async_simulation import AsyncResult, AsyncSimulation, simulate_async
 from paceline.tools.simulate.faulty_network import RandomFaults
 from paceline.tools.simulate.learning_tasks import LinearTask
 from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
 
-FOUR = tuple(Machine(step_seconds=seconds, jitter=0.1) for seconds in (0.1, 0.1, 0.2, 0.4))
-EQUAL = (Machine(step_seconds=1.0),) * 4
+FOUR = tuple(SimulatedMachine(step_seconds=seconds, jitter=0.1) for seconds in (0.1, 0.1, 0.2, 0.4))
+EQUAL = (SimulatedMachine(step_seconds=1.0),) * 4
 PLAN = AsyncPlan(FOUR, seconds=40.0, cadence=SyncSchedule(10, 1, 5), score_every=10.0)
 BARE = {"compression": None, "rules": HubRules(down="fp32"), "stagger": False}
 
@@ -109,7 +102,12 @@ def test_equal_workers_that_send_every_step_come_to_what_ddp_comes_to():
 
 def test_a_hub_that_is_killed_and_started_again_loses_nothing():
     plan = replace(PLAN, seconds=math.inf, steps=300, machines=FOUR[:3])
-    churn = (Churn(5.0, -1, False), Churn(6.0, -1, True), Churn(12.0, -1, False), Churn(12.5, -1, True))
+    churn = (
+        ChurnEvent(5.0, -1, False),
+        ChurnEvent(6.0, -1, True),
+        ChurnEvent(12.0, -1, False),
+        ChurnEvent(12.5, -1, True),
+    )
     found = simulate_async(replace(plan, churn=churn), LinearTask())
     whole = simulate_async(plan, LinearTask())
     assert found.updates == total(found, "sent") == total(found, "acknowledged")
@@ -120,7 +118,7 @@ def test_a_hub_that_is_killed_and_started_again_loses_nothing():
 
 
 def test_of_a_hub_that_stays_away_its_journal_is_left():
-    found = simulate_async(replace(PLAN, churn=(Churn(20.0, -1, False),)), LinearTask())
+    found = simulate_async(replace(PLAN, churn=(ChurnEvent(20.0, -1, False),)), LinearTask())
     assert 0 < found.updates < simulate_async(PLAN, LinearTask()).updates
     assert math.isfinite(found.loss)
 
@@ -156,14 +154,19 @@ def test_workers_that_come_and_go(usual):
 
 
 def test_a_worker_that_leaves_for_good_does_not_keep_the_others_from_ending():
-    plan = replace(PLAN, seconds=math.inf, steps=60, churn=(Churn(2.0, 1, False),))
+    plan = replace(PLAN, seconds=math.inf, steps=60, churn=(ChurnEvent(2.0, 1, False),))
     found = simulate_async(plan, LinearTask())
     assert found.trained_seconds == pytest.approx(60 * 0.4, rel=0.1)
     assert 3 * 60 < found.steps < 4 * 60
 
 
 def test_a_worker_that_comes_back_after_its_last_step_ends_once():
-    turns = (Churn(1.0, 0, False), Churn(1.5, 0, True), Churn(8.0, 0, False), Churn(9.0, 0, True))
+    turns = (
+        ChurnEvent(1.0, 0, False),
+        ChurnEvent(1.5, 0, True),
+        ChurnEvent(8.0, 0, False),
+        ChurnEvent(9.0, 0, True),
+    )
     found = simulate_async(replace(PLAN, seconds=math.inf, steps=40, churn=turns), LinearTask())
     assert found.trained_seconds >= 40 * 0.4 * 0.8
 
@@ -186,7 +189,7 @@ def test_nesterov_at_every_arrival_diverges_and_has_to_be_asked_for():
 
 
 def test_policies_for_stale_updates_show():
-    machines = [Machine(step_seconds=0.1)] * 5 + [Machine(step_seconds=2.0)]
+    machines = [SimulatedMachine(step_seconds=0.1)] * 5 + [SimulatedMachine(step_seconds=2.0)]
     plan = AsyncPlan(machines, seconds=60.0, cadence=SyncSchedule(5, 1, 0))
 
     def under(policy: str) -> AsyncResult:
@@ -205,7 +208,7 @@ def test_policies_for_stale_updates_show():
 
 
 def test_a_worker_with_a_bad_learning_rate_is_replaced():
-    machines = [*FOUR[:3], Machine(step_seconds=0.1, lr=20.0)]
+    machines = [*FOUR[:3], SimulatedMachine(step_seconds=0.1, lr=20.0)]
     rules = HubRules(population=PopulationRules(steps=60, margin=0.05))
     found = simulate_async(replace(PLAN, machines=machines, rules=rules, alike=False), LinearTask())
     replaced = [each["worker"] for each in found.decisions if each["kind"] == "replace"]
@@ -249,7 +252,7 @@ def test_fragments_are_sent_in_turns():
 
 
 def test_a_thousand_workers_for_five_rounds():
-    machine = Machine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
+    machine = SimulatedMachine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
     found = simulate_async(
         AsyncPlan([machine] * 1000, steps=20, cadence=SyncSchedule(4, 1, 1), compression=None), LinearTask()
     )
@@ -264,4 +267,4 @@ def test_plans_that_make_no_sense():
     with pytest.raises(UsageError, match="parameters=0"):
         replace(PLAN, parameters=0)
     with pytest.raises(UsageError, match="never killed"):
-        replace(PLAN, churn=(Churn(1.0, -1, True),))
+        replace(PLAN, churn=(ChurnEvent(1.0, -1, True),))

@@ -43,12 +43,12 @@ def buckets(path: Path, rows: Sequence[Row]) -> None:
     """Draw the time of a step against the bucket size, one panel per model; torch DDP with or without static graph."""
     panels = {}
     for model, group in _by_model(rows).items():
-        lines = [training_charts.Line(label, _points(group, names)) for label, names in _LINES.items()]
+        lines = [training_charts.ChartLine(label, _points(group, names)) for label, names in _LINES.items()]
         lines = [line for line in lines if line.points]
         sizes = [size for line in lines for size, _ in line.points]
         bare = next(row.step_ms for row in group if row.entry.strategy == NO_SYNC)
         ends = [(min(sizes), bare), (max(sizes), bare)]
-        panels[_title(model, group)] = [*lines, training_charts.Line(TITLES[NO_SYNC], ends, faint=True)]
+        panels[_title(model, group)] = [*lines, training_charts.ChartLine(TITLES[NO_SYNC], ends, faint=True)]
     training_charts.bucket_size_chart(panels).save(path)
 
 

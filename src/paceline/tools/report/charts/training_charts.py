@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COLOUR_OF_PHASE",
     "Chart",
-    "Line",
+    "ChartLine",
     "StackedBar",
     "breakdown_chart",
     "bucket_size_chart",

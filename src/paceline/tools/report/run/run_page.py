@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline._core.format import format_bytes, format_count, format_seconds
-from paceline.tools.report.charts.training_charts import Line, StackedBar, breakdown_chart, step_curve_chart
+from paceline.tools.report.charts.chart_style import ChartLine
+from paceline.tools.report.charts.training_charts import StackedBar, breakdown_chart, step_curve_chart
 from paceline.tools.report.html_page import (
     PageFigure,
     PageTable,
@@ -21,8 +22,9 @@ from paceline.tools.report.run.bucket_timeline import make_bucket_view
 from paceline.tools.report.run.bytes_sent import summarise_sent_bytes
 from paceline.tools.report.run.predicted_vs_measured import compare_with_prediction
 from paceline.tools.report.run.run_records import RecordedRun, RestartRecord, read_run
-from paceline.tools.report.run.run_summary import PHASES, RankTime, RunSummary, summarise_run
+from paceline.tools.report.run.run_summary import RankTime, RunSummary, summarise_run
 from paceline.tools.report.run.run_text import run_headline, timing_caveats
+from paceline.tools.report.run.step_breakdown import PHASES
 from paceline.tools.report.run.straggler_text import arrivals_table
 
 __all__ = ["render_run_page", "write_run_report"]
@@ -188,7 +190,7 @@ def _loss(run: RecordedRun) -> list[PageFigure]:
     held_out = _points((step.step, step.val_loss) for step in run.steps)
     if not training:
         return []
-    lines = [Line("training", training)] + ([Line("held out", held_out)] if held_out else [])
+    lines = [ChartLine("training", training)] + ([ChartLine("held out", held_out)] if held_out else [])
     told, unit = "Loss of the training batches, as it was logged.", "loss"
     if "model" in run.facts:  # the reference model's
         told = "Cross-entropy of the training batches" + (" and of held-out text." if held_out else ".")
@@ -238,7 +240,7 @@ def _over_steps(
             told,
             key or title.split()[0].lower(),
             lambda wide: step_curve_chart(
-                [Line("", points)], x="optimizer step", y=unit, wide=wide, from_zero=from_zero
+                [ChartLine("", points)], x="optimizer step", y=unit, wide=wide, from_zero=from_zero
             ),
         )
     ]
