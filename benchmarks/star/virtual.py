@@ -72,7 +72,7 @@ class Way:
     overwrite: bool = False
     outer: HubOptimizer = field(default_factory=lambda: HALF)
     population: PopulationRules | None = None
-    alike: bool = True
+    same_init: bool = True
 
 
 WAYS = [
@@ -98,7 +98,7 @@ WAYS = [
     Way("Nesterov at every arrival 0.7, 0.9", outer=HubOptimizer("nesterov", 0.7, 0.9, unstable=True)),
     Way("all take the best at step 100, then warm up", population=SELECT, warmup=194),
     Way("different beginnings, all take the best at step 100, then warm up",
-        population=SELECT, warmup=194, alike=False),
+        population=SELECT, warmup=194, same_init=False),
 ]  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def run(way: Way, seed: int) -> dict[str, Any]:
         cadence=SyncSchedule(way.every, 1, way.delay),
         rules=HubRules(outer=way.outer, population=way.population, down=way.down),
         compression=way.up,
-        alike=way.alike,
+        same_init=way.same_init,
         warmup=way.warmup,
         stagger=False,
         schedule=SCHEDULES[way.falls],

@@ -198,8 +198,8 @@ def test_a_slow_rank_is_found_by_when_it_arrives(pool, tmp_path):
     pool(2).run(drags, tmp_path)
     found = compare_arrivals(timelines(tmp_path)).straggler
     assert found.rank == 1
-    assert found.late > 0.015
-    assert max(found.longer, key=found.longer.__getitem__) == "other"
+    assert found.lateness > 0.015
+    assert max(found.excess, key=found.excess.__getitem__) == "other"
 
 
 def refuses(rank, size, folder):

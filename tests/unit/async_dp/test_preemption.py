@@ -22,7 +22,7 @@ def trained(rules: PopulationRules) -> AsyncResult:
         steps=160,
         cadence=SyncSchedule(ROUND, 1, 3),
         rules=HubRules(population=rules),
-        alike=False,
+        same_init=False,
     )
     return simulate_async(plan, task)
 

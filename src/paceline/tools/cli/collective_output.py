@@ -120,7 +120,7 @@ def ranking(rows: Sequence[Priced], what: str, *, as_priced: bool) -> None:
 
 def draw(rows: Sequence[Priced], what: str, path: Path) -> Path:
     """Draw one algorithm's rounds, or prices beside measured times; return the file."""
-    from paceline.tools.report.charts.schedule_drawing import CostBar, schedule_chart, schedule_cost_chart
+    from paceline.tools.report.charts.schedule_charts import CostBar, schedule_chart, schedule_cost_chart
 
     if len(rows) == 1:
         (row,) = rows

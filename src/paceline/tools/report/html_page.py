@@ -34,15 +34,15 @@ class Tile:
 class PageFigure:
     """A chart as the page shows it: two drawings, what it tells in words, and perhaps a table (head first).
 
-    The last column of a table may hold `words`, which are wrapped.
+    The last column of a table may hold `wrap_last`, which are wrapped.
     """
 
     title: str
-    told: str
-    desk: str
-    phone: str
+    caption: str
+    wide_svg: str
+    narrow_svg: str
     table: Sequence[Sequence[str]] = ()
-    words: bool = False
+    wrap_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PageTable:
 
     title: str
     table: Sequence[Sequence[str]]
-    told: str = ""
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ class ReportPage:
 
 def responsive_figure(
     title: str,
-    told: str,
+    caption: str,
     name: str,
     draw: Callable[[bool], Chart],
     table: Sequence[Sequence[str]] = (),
-    words: bool = False,
+    wrap_last: bool = False,
 ) -> PageFigure:
     """Return a figure drawn for a desk and for a phone; `name` keeps its ids apart from other figures'."""
-    desk, phone = draw(True).inline_svg(f"{name}-desk"), draw(False).inline_svg(f"{name}-phone")
-    return PageFigure(title, told, desk, phone, table, words)
+    wide_svg, narrow_svg = draw(True).inline_svg(f"{name}-desk"), draw(False).inline_svg(f"{name}-phone")
+    return PageFigure(title, caption, wide_svg, narrow_svg, table, wrap_last)
 
 
 def write_page(folder: Path, page: str) -> Path:

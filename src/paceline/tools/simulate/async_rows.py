@@ -64,7 +64,7 @@ class AsyncRow:
     speedup: float | None = None
 
     @property
-    def lockstep(self) -> bool:
+    def is_ddp(self) -> bool:
         """Whether gradients are averaged at every step."""
         return self.every is None
 
@@ -89,11 +89,11 @@ class AsyncRow:
         """Local steps of all workers in a virtual second."""
         return self.steps / self.seconds if self.seconds else 0.0
 
-    def facts(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Return all of it for JSON; a number that is not finite is None."""
-        told = asdict(self) | {"diverged": self.diverged, "steps_per_second": self.steps_per_second}
-        told["points"] = [[each.seconds, each.steps, each.updates, each.loss] for each in self.points]
-        return _finite(told)
+        record = asdict(self) | {"diverged": self.diverged, "steps_per_second": self.steps_per_second}
+        record["points"] = [[each.seconds, each.steps, each.updates, each.loss] for each in self.points]
+        return _finite(record)
 
 
 def seconds_to_loss(points: Sequence[LossPoint], target: float) -> float | None:
@@ -123,7 +123,7 @@ def with_times_to_target(rows: Sequence[AsyncRow], target: float | None) -> list
     if target is None:
         return list(rows)
     times = [seconds_to_loss(row.points, target) for row in rows]
-    ddp = next((time for row, time in zip(rows, times, strict=True) if row.lockstep), None)
+    ddp = next((time for row, time in zip(rows, times, strict=True) if row.is_ddp), None)
     return [
         replace(row, seconds_to_target=time, speedup=ddp / time if ddp and time else None)
         for row, time in zip(rows, times, strict=True)

@@ -83,7 +83,7 @@ class ChurnEvent:
 
     seconds: float
     worker: int
-    comes: bool
+    joins: bool
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class AsyncPlan:
     policy: SelectionPolicy = field(default_factory=SelectionPolicy)
     compression: str | None = "int4"
     stagger: bool = True
-    alike: bool = True
+    same_initinit: bool = True
     warmup: int = 0
     schedule: LrSchedule | None = None
     hub_up: float = 125e6
@@ -124,7 +124,7 @@ class AsyncPlan:
     score_every: float = 0.0
     parameters: int | None = None
     churn: Sequence[ChurnEvent] = ()
-    spoil: EnvelopeFault | None = None
+    fault: EnvelopeFault | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -141,14 +141,14 @@ class AsyncPlan:
         for worker in {each.worker for each in self.churn}:
             self._check_turns(worker)
 
-    def comings(self, worker: int) -> list[ChurnEvent]:
+    def churn_of(self, worker: int) -> list[ChurnEvent]:
         """Return when a worker leaves and comes, in order."""
         return sorted((each for each in self.churn if each.worker == worker), key=lambda each: each.seconds)
 
-    def begins(self, worker: int) -> bool:
+    def starts_present(self, worker: int) -> bool:
         """Tell whether a worker is there from the beginning: one that first comes is not."""
-        turns = self.comings(worker)
-        return not turns or not turns[0].comes
+        turns = self.churn_of(worker)
+        return not turns or not turns[0].joins
 
     def _check_turns(self, worker: int) -> None:
         who = "the hub" if worker < 0 else f"worker {worker}"
@@ -156,15 +156,15 @@ class AsyncPlan:
             raise UsageError(
                 f"{who} comes or leaves; there are {len(self.machines)}", remedy="workers are counted from 0"
             )
-        turns = self.comings(worker)
+        turns = self.churn_of(worker)
         for before, after in pairwise(turns):
-            if before.comes == after.comes:
-                what = "comes" if after.comes else "leaves"
+            if before.joins == after.joins:
+                what = "comes" if after.joins else "leaves"
                 raise UsageError(
                     f"{who} {what} at {before.seconds:g} s and again at {after.seconds:g} s",
                     remedy="have it leave and come in turns",
                 )
-        if worker < 0 and turns[0].comes:
+        if worker < 0 and turns[0].joins:
             raise UsageError(
                 f"the hub is started at {turns[0].seconds:g} s, and was never killed",
                 remedy="it is there from the beginning: kill it first",

@@ -91,21 +91,21 @@ class AsyncSimulation:
         self.plan, self.task, self._tick = plan, task, tick
         self.clock = Clock()
         self._journal = _Journal(keep=any(each.worker < 0 for each in plan.churn))
-        self._judge = task.learner(0, 1)
-        self._initial_loss = self._judge.score()
+        self._evaluator = task.learner(0, 1)
+        self._initial_loss = self._evaluator.score()
         self.layout = ParameterLayout.of(
-            self._judge.module, plan.cadence.fragments, Compression.of(plan.compression)
+            self._evaluator.module, plan.cadence.fragments, Compression.of(plan.compression)
         )
         scale = 1.0 if plan.parameters is None else plan.parameters / self.layout.numel
-        self.network = Network(self.clock, plan.spoil, scale)
+        self.network = Network(self.clock, plan.fault, scale)
         self._hub: Hub | None = None
         self._refused = Counter[str]()  # by hubs that were killed
         self.hub_link = Link(plan.hub_up, plan.hub_down, plan.latency)
         self._sequence = 0
-        self._nodes = [SimulatedWorker(self, index) for index in range(len(plan.machines))]
+        self._workers = [SimulatedWorker(self, index) for index in range(len(plan.machines))]
         self._points: list[LossPoint] = []
         self.steps = 0
-        self._working = set(range(len(self._nodes)))  # those that have steps to make, or will have
+        self._working = set(range(len(self._workers)))  # those that have steps to make, or will have
         self._trained_seconds = 0.0
 
     # ------------------------------------------------------------------ the hub
@@ -116,7 +116,7 @@ class AsyncSimulation:
         if not self._journal.keeps:
             rules = replace(rules, snapshot_every=_NEVER)  # nobody will read them
         self._hub = Hub(_RUN, rules, self._journal, lambda: self.clock.now)
-        self._exchange = VirtualExchange(HUB, self.network, self.hub_link, self._arrive)
+        self._exchange = VirtualExchange(HUB, self.network, self.hub_link, self._receive)
 
     def _kill_hub(self) -> None:
         """End it without a word: what was not committed is gone."""
@@ -126,7 +126,7 @@ class AsyncSimulation:
             self._refused.update(self._hub.refused)
         self._hub = None
 
-    def _arrive(self, envelope: Envelope) -> None:
+    def _receive(self, envelope: Envelope) -> None:
         hub, now = self._hub, self.clock.now
         if hub is None:
             return
@@ -138,11 +138,11 @@ class AsyncSimulation:
 
     # ------------------------------------------------------------------ the course of it
 
-    def ended(self, node: SimulatedWorker) -> None:
+    def worker_finished(self, worker: SimulatedWorker) -> None:
         """Note that a worker has made all its steps, or left for good."""
-        if node.index not in self._working:
+        if worker.index not in self._working:
             return
-        self._working.discard(node.index)
+        self._working.discard(worker.index)
         if not self._working:
             self._trained_seconds = self.clock.now
             self._drain(self.clock.now + _DRAIN_SECONDS)
@@ -150,46 +150,46 @@ class AsyncSimulation:
     def _drain(self, until: float) -> None:
         """End once nothing is under way any more, or the time for that is up."""
         now = self.clock.now
-        if now >= until or not any(node.alive and node.busy for node in self._nodes):
+        if now >= until or not any(worker.alive and worker.has_pending for worker in self._workers):
             self.clock.stop()
         else:
             self.clock.at(now + _DRAIN_LOOK_SECONDS, self._drain, until)
 
-    def share_done(self, node: SimulatedWorker) -> float:
+    def progress(self, worker: SimulatedWorker) -> float:
         """Return which share of the training a worker has done."""
         if self.plan.steps is not None:
-            return node.made / self.plan.steps
+            return worker.steps_done / self.plan.steps
         return min(1.0, self.clock.now / self.plan.seconds)
 
     def run(self) -> AsyncResult:
         """Go through all of it."""
         plan = self.plan
         self._start_hub()
-        for node in self._nodes:
-            if plan.begins(node.index):
-                node.start()
+        for worker in self._workers:
+            if plan.starts_present(worker.index):
+                worker.start()
         for each in plan.churn:
             self.clock.at(each.seconds, self._churn, each)
         if plan.score_every:
-            self.clock.at(plan.score_every, self._look)
+            self.clock.at(plan.score_every, self._evaluate)
         self.clock.run(plan.seconds)
         return self._result()
 
     def _churn(self, each: ChurnEvent) -> None:
         if each.worker < 0:
-            (self._start_hub if each.comes else self._kill_hub)()
-        elif each.comes:
-            self._nodes[each.worker].begin_again()
+            (self._start_hub if each.joins else self._kill_hub)()
+        elif each.joins:
+            self._workers[each.worker].restart()
         else:
-            node = self._nodes[each.worker]
-            node.stop()
-            if not any(later.seconds > each.seconds for later in self.plan.comings(each.worker)):
-                self.ended(node)
+            worker = self._workers[each.worker]
+            worker.stop()
+            if not any(later.seconds > each.seconds for later in self.plan.churn_of(each.worker)):
+                self.worker_finished(worker)
 
-    def _look(self) -> None:
+    def _evaluate(self) -> None:
         self._points.append(self._point())
         self._tick(self._points[-1])
-        self.clock.at(self.clock.now + self.plan.score_every, self._look)
+        self.clock.at(self.clock.now + self.plan.score_every, self._evaluate)
 
     # ------------------------------------------------------------------ what comes out
 
@@ -209,13 +209,13 @@ class AsyncSimulation:
             return self._best()
         if hub is None or hub.centres is None or hub.phase != "together":
             return self._initial_loss
-        module = self._judge.module
+        module = self._evaluator.module
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         for number, fragment in enumerate(self.layout.fragments):
             theta = hub.centres.of_fragment[number].theta
             for place in fragment.places:
                 tensors[place.name].copy_(place.of(theta))
-        return self._judge.score()
+        return self._evaluator.score()
 
     def theta(self) -> Tensor:
         """Return the centre's numbers, one fragment after the other, 1-D float32; none while there is no centre."""
@@ -226,7 +226,7 @@ class AsyncSimulation:
 
     def _best(self) -> float:
         """Return the best score of a worker's own parameters; NaN if none has one."""
-        scores = [node.learner.score() for node in self._nodes]
+        scores = [worker.learner.score() for worker in self._workers]
         return min((score for score in scores if math.isfinite(score)), default=math.nan)
 
     def _busy(self) -> float:
@@ -257,11 +257,11 @@ class AsyncSimulation:
             hub.tally.histogram.rows(),
             median(journal.staleness) if journal.staleness else None,
             max(journal.staleness, default=None),
-            sum(node.link.sent_nbytes for node in self._nodes),
+            sum(worker.link.sent_nbytes for worker in self._workers),
             link.sent_nbytes,
             self._busy(),
             self.network.messages,
-            [node.counts for node in self._nodes],
+            [worker.counts for worker in self._workers],
             journal.decisions,
             xxh3_64_hexdigest(self.theta().numpy().tobytes()),
         )

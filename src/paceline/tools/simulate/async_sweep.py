@@ -26,7 +26,7 @@ def sweep_schedules(
     task: LearningTask,
     *,
     beside: bool = True,
-    spoilt: float = 0.0,
+    fault_share: float = 0.0,
     tick: _Tick = lambda _: None,
 ) -> Iterator[AsyncRow]:
     """Yield a row for each cadence, as soon as it is there.
@@ -40,11 +40,11 @@ def sweep_schedules(
     if beside:
         yield _lockstep_row(plan, task, initial, tick)
     for cadence in cadences:
-        spoil = RandomFaults(spoilt, plan.seed) if spoilt else None
-        found = simulate_async(replace(plan, cadence=cadence, spoil=spoil), task, tick)
+        fault = RandomFaults(fault_share, plan.seed) if fault_share else None
+        found = simulate_async(replace(plan, cadence=cadence, fault=fault), task, tick)
         row = _star_row(cadence, found, len(plan.machines), initial)
-        told = {f"spoilt: {name}": count for name, count in sorted(spoil.counts.items())} if spoil else {}
-        yield replace(row, counts={**row.counts, **told})
+        fault_counts = {f"spoilt: {name}": count for name, count in sorted(fault.counts.items())} if fault else {}
+        yield replace(row, counts={**row.counts, **fault_counts})
 
 
 def _lockstep_row(plan: AsyncPlan, task: LearningTask, initial: float, tick: _Tick) -> AsyncRow:

@@ -25,14 +25,14 @@ def async_findings(
         rows: DDP's may be among them. given: the loss that times are told to, None if it is the one that DDP ends with.
         outer: optimizer of the hub.
     """
-    ddp = next((row for row in rows if row.lockstep), None)
-    stars = [row for row in rows if not row.lockstep]
-    told = [_advice(stars, ddp, given)]
+    ddp = next((row for row in rows if row.is_ddp), None)
+    stars = [row for row in rows if not row.is_ddp]
+    findings = [_advice(stars, ddp, given)]
     if ddp is not None:
-        told.append(_bound_of_ddp(ddp))
-    told += _full_links(stars)
-    told += [line for row in stars for line in _mishaps(row, outer)]
-    return [line for line in told if line]
+        findings.append(_bound_of_ddp(ddp))
+    findings += _full_links(stars)
+    findings += [line for row in stars for line in _mishaps(row, outer)]
+    return [line for line in findings if line]
 
 
 def _advice(stars: Sequence[AsyncRow], ddp: AsyncRow | None, given: float | None) -> str:
@@ -103,19 +103,19 @@ def _full_links(stars: Sequence[AsyncRow]) -> list[str]:
 
 
 def _mishaps(row: AsyncRow, outer: str) -> list[str]:
-    told = []
+    findings = []
     if row.diverged:
-        told.append(f"{row.name} diverged: {_why(outer)}")
+        findings.append(f"{row.name} diverged: {_why(outer)}")
     elif row.regressed:
-        told.append(f"{row.name} got worse again, from {row.lowest:.3g} to {row.loss:.3g}: {_why(outer)}")
+        findings.append(f"{row.name} got worse again, from {row.lowest:.3g} to {row.loss:.3g}: {_why(outer)}")
     refused = {why: count for why, count in row.refused.items() if why not in ("repeated", "not in session")}
     if refused:
         reasons = ", ".join(f"{count} {why}" for why, count in refused.items())
-        told.append(f"{row.name}: the hub refused {reasons}.")
-    told += [f"{row.name}: replaced {each}." for each in row.replaced]
+        findings.append(f"{row.name}: the hub refused {reasons}.")
+    findings += [f"{row.name}: replaced {each}." for each in row.replaced]
     skipped, sent = row.counts.get("skipped", 0), row.counts.get("sent", 0)
     if skipped > _MUCH * sent and skipped > 1:
-        told.append(
+        findings.append(
             f"{row.name}: {skipped:.0f} sendings were left out, since what was sent before was still under way: "
             "the links are too slow for this k, messages were lost, or the hub was away."
         )
@@ -126,8 +126,8 @@ def _mishaps(row: AsyncRow, outer: str) -> list[str]:
     }
     if spoilt:
         what = ", ".join(f"{count} {name}" for name, count in spoilt.items())
-        told.append(f"{row.name}: of the messages {what}; {row.counts.get('resent', 0):.0f} were said again.")
-    return told
+        findings.append(f"{row.name}: of the messages {what}; {row.counts.get('resent', 0):.0f} were said again.")
+    return findings
 
 
 def _why(outer: str) -> str:

@@ -75,8 +75,8 @@ class LearningTask(Protocol):
 
     lr: float
 
-    def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Learner:
-        """Return the learner of a worker, counted from 0; `alike`: all begin from the same parameters."""
+    def learner(self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None) -> Learner:
+        """Return the learner of a worker, counted from 0; `same_init`: all begin from the same parameters."""
         ...
 
 
@@ -107,9 +107,9 @@ class LinearTask:
         self.held_out = scales * drawn.standard_normal((256, width), dtype=np.float32)
         self.moves = lru_cache(_RATES)(self._moves)
 
-    def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Linear:
+    def learner(self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None) -> Linear:
         """See `LearningTask`."""
-        return Linear(self, worker, alike, lr)
+        return Linear(self, worker, same_init, lr)
 
     def _moves(self, rate: float) -> tuple[list[Numbers], list[Numbers]]:
         """Return what a step at a rate is with each batch: w ← w·move + shift."""
@@ -120,10 +120,10 @@ class LinearTask:
 class Linear:
     """See `Learner`; a worker goes through the same batches as all others, and begins at another one."""
 
-    def __init__(self, task: LinearTask, worker: int, alike: bool, lr: float | None) -> None:
+    def __init__(self, task: LinearTask, worker: int, same_init: bool, lr: float | None) -> None:
         self._task, self._lr = task, task.lr if lr is None else lr
         self.module = nn.Linear(task.truth.shape[1], task.truth.shape[0], bias=False)
-        drawn = np.random.default_rng(derive_key(task.seed, 2, 0 if alike else worker + 1))
+        drawn = np.random.default_rng(derive_key(task.seed, 2, 0 if same_init else worker + 1))
         with torch.no_grad():
             self.module.weight.copy_(torch.from_numpy(0.1 * drawn.standard_normal(task.truth.shape)).float())
         self._weight = (
@@ -188,16 +188,16 @@ class GPTTask:
         self.corpus = corpora.load(None)
         self.held_out = HeldOut(self.corpus.held_out, 16, size.context, limit=held_out)
 
-    def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Learner:
+    def learner(self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None) -> Learner:
         """See `LearningTask`."""
-        return _GPTLearner(self, worker, workers, alike, lr)
+        return _GPTLearner(self, worker, workers, same_init, lr)
 
 
 class _GPTLearner:
-    def __init__(self, task: GPTTask, worker: int, workers: int, alike: bool, lr: float | None) -> None:
+    def __init__(self, task: GPTTask, worker: int, workers: int, same_init: bool, lr: float | None) -> None:
         self._task, self._lr = task, task.lr if lr is None else lr
         state = torch.get_rng_state()
-        torch.manual_seed(derive_key(task.seed, 0 if alike else worker + 1) % 2**31)
+        torch.manual_seed(derive_key(task.seed, 0 if same_init else worker + 1) % 2**31)
         self.module = GPT(task.size)
         torch.set_rng_state(state)
         self.params: Sequence[Tensor] = list(self.module.parameters())

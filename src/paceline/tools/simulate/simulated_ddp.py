@@ -138,14 +138,14 @@ class _Lockstep:
         while plan.steps is None or step < plan.steps:
             seconds = self._seconds(step)
             if self._now + seconds > plan.seconds:
-                self._look_until(plan.seconds, step)
+                self._evaluate_until(plan.seconds, step)
                 self._now = plan.seconds
                 break
-            self._look_until(self._now + seconds, step)
+            self._evaluate_until(self._now + seconds, step)
             self._now += seconds
             self._train(step)
             step += 1
-        self._look(self._now, step)
+        self._evaluate(self._now, step)
         return self._result(step)
 
     def _seconds(self, step: int) -> float:
@@ -174,13 +174,13 @@ class _Lockstep:
         for learner in self._learners:
             learner.apply(share)
 
-    def _look_until(self, seconds: float, step: int) -> None:
+    def _evaluate_until(self, seconds: float, step: int) -> None:
         """Note the points that are due before a time: nothing changes until then."""
         while self._next_point <= seconds:
-            self._look(self._next_point, step)
+            self._evaluate(self._next_point, step)
             self._next_point += self._plan.score_every
 
-    def _look(self, seconds: float, step: int) -> None:
+    def _evaluate(self, seconds: float, step: int) -> None:
         if self._points and self._points[-1].seconds >= seconds:
             return
         self._points.append(LossPoint(seconds, step * len(self._learners), step, self._learners[0].score()))

@@ -50,18 +50,18 @@ class SimulatedWorker:
         self._simulation, self.index, self.number = simulation, index, index + 1
         self._clock, self._plan = simulation.clock, plan
         self._machine = machine = plan.machines[index]
-        self.learner = simulation.task.learner(index, len(plan.machines), alike=plan.alike, lr=machine.lr)
+        self.learner = simulation.task.learner(index, len(plan.machines), same_init=plan.same_initinit, lr=machine.lr)
         self._lr = machine.lr if machine.lr is not None else simulation.task.lr
         self._key = derive_key(plan.seed, self.number)
-        self.made, self.alive = 0, False
+        self.steps_dones_done, self.alive = 0, False
         self.link = Link(machine.up, machine.down, plan.latency)
         self._outbox = Outbox(None, self.number)
-        self._life = 0
-        self._past = Counter[str]()  # what was counted in lives that are over
-        self._alarms: list[float] = []  # when it is to be woken, the next one last
-        self.spoke, self.worker = self._born()
+        self._incarnation = 0
+        self._earlier_counts = Counter[str]()  # what was counted in lives that are over
+        self._wakeups: list[float] = []  # when it is to be woken, the next one last
+        self.sessionon, self.worker = self._connect()
 
-    def _born(self) -> tuple[HubSession, AsyncWorker]:
+    def _connect(self) -> tuple[HubSession, AsyncWorker]:
         """Return what talks and decides for this worker, from the beginning of a life."""
         plan, layout = self._plan, self._simulation.layout
         compression, module = Compression.of(plan.compression), self.learner.module
@@ -70,9 +70,9 @@ class SimulatedWorker:
             FragmentReplica(fragment, tensors, UpdateCodec.with_compression(fragment, compression))
             for fragment in layout.fragments
         ]
-        self._life += 1
-        sessions = iter(range(self._life * _SESSIONS_OF_A_LIFE, 2**53))
-        spoke = HubSession(
+        self._incarnation += 1
+        sessions = iter(range(self._incarnation * _SESSIONS_OF_A_LIFE, 2**53))
+        session = HubSession(
             self.number,
             f"worker{self.number}",
             layout,
@@ -81,10 +81,10 @@ class SimulatedWorker:
             facts={"every": plan.cadence.every, "delay": plan.cadence.delay},
             new_session=lambda: next(sessions),
         )
-        spoke.beat_seconds = plan.rules.silent_after / 3
+        session.beat_seconds = plan.rules.silent_after / 3
         worker = AsyncWorker(
             sides,
-            [spoke],
+            [session],
             plan.cadence,
             plan.policy,
             score=self.learner.score if plan.policy.scores or plan.rules.population else None,
@@ -92,7 +92,7 @@ class SimulatedWorker:
             warmup=plan.warmup,
             stagger=plan.stagger,
         )
-        return spoke, worker
+        return session, worker
 
     @property
     def counts(self) -> Mapping[str, Any]:
@@ -100,56 +100,56 @@ class SimulatedWorker:
         return dict(self._counted())
 
     @property
-    def busy(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether something is under way, or not told yet."""
-        return not self.spoke.idle
+        return not self.sessionon.idle
 
     def _counted(self) -> Counter[str]:
-        spoke = self.spoke
-        told = {"acknowledged": spoke.acknowledged, "refused": spoke.refused, "resent": spoke.resent}
-        told |= vars(self.worker.counts)
-        return Counter({name: count + self._past[name] for name, count in told.items()})
+        session = self.sessionon
+        counts = {"acknowledged": session.acknowledged, "refused": session.refused, "resent": session.resent}
+        counts |= vars(self.worker.counts)
+        return Counter({name: count + self._earlier_counts[name] for name, count in counts.items()})
 
     # ------------------------------------------------------------------ coming and leaving
 
     def start(self) -> None:
         """Begin to train, and to talk."""
         self.alive = True
-        self._exchange = VirtualExchange(self.number, self._simulation.network, self.link, self._arrive)
-        self._clock.at(self._clock.now, self._pump, self._life)
-        self._go_on()
+        self._exchange = VirtualExchange(self.number, self._simulation.network, self.link, self._receive)
+        self._clock.at(self._clock.now, self._pump, self._incarnation)
+        self._schedule_steps()
 
     def stop(self) -> None:
         """End without a word."""
         self.alive = False
         self._exchange.close()
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Come back as a new process would: with its outbox, and without what it had not sent."""
-        self._past = self._counted()
-        self.spoke, self.worker = self._born()
-        self._alarms = []
+        self._earlier_counts = self._counted()
+        self.sessionon, self.worker = self._connect()
+        self._wakeups = []
         self.start()
 
     # ------------------------------------------------------------------ computing
 
-    def _go_on(self) -> None:
+    def _schedule_steps(self) -> None:
         """Plan the next steps, up to the one after which something may be due."""
         plan, machine = self._plan, self._machine
         count = self.worker.steps_until_due()
         if plan.steps is not None:
-            left = plan.steps - self.made
+            left = plan.steps - self.steps_dones_done
             if left <= 0:
-                self._simulation.ended(self)
+                self._simulation.worker_finished(self)
                 return
             if count > left:
                 count = left
-        seconds = machine.step_seconds * count * jitter_factor(machine.jitter, self._key, self.made)
-        self._clock.at(self._clock.now + seconds, self._computed, self._life, count)
+        seconds = machine.step_seconds * count * jitter_factor(machine.jitter, self._key, self.steps_dones_done)
+        self._clock.at(self._clock.now + seconds, self._computed, self._incarnation, count)
 
-    def _computed(self, life: int, count: int) -> None:
+    def _computed(self, incarnation: int, count: int) -> None:
         """Compute the steps whose time has passed, and do what is due."""
-        if life != self._life or not self.alive:
+        if incarnation != self._incarnation or not self.alive:
             return
         if count > 1 and (self._plan.schedule is not None or self.worker.steps_until_due() < count):
             for _ in range(count):
@@ -157,54 +157,54 @@ class SimulatedWorker:
         else:
             self._compute(count)
         self._simulation.steps += count
-        if self.spoke.orders:
-            self._pump(life)
-        self._go_on()
+        if self.sessionon.orders:
+            self._pump(incarnation)
+        self._schedule_steps()
 
     def _compute(self, count: int) -> None:
         worker, schedule = self.worker, self._plan.schedule
         share = worker.lr_scale
         if schedule is not None:
-            share *= schedule(self._simulation.share_done(self))
-        samples = self.learner.steps(self.made, count, share)
-        self.made += count
+            share *= schedule(self._simulation.progress(self))
+        samples = self.learner.steps(self.steps_dones_done, count, share)
+        self.steps_dones_done += count
         worker.step(samples, self._lr, self._clock.now, self._machine.step_seconds, count)
 
     # ------------------------------------------------------------------ talking
 
-    def _pump(self, life: int) -> None:
+    def _pump(self, incarnation: int) -> None:
         """Say what the conversation has to say, and come back when it wants to say more."""
-        if life != self._life or not self.alive:
+        if incarnation != self._incarnation or not self.alive:
             return
-        spoke, now = self.spoke, self._clock.now
-        for message in spoke.pump(now):
-            for envelope in split_message(message, spoke.terms.run, spoke.sequence, spoke.session):
-                spoke.sequence += 1
+        session, now = self.sessionon, self._clock.now
+        for message in session.pump(now):
+            for envelope in split_message(message, session.terms.run, session.sequence, session.session):
+                session.sequence += 1
                 if not self._exchange.send(envelope):
-                    spoke.lost(now)
+                    session.lost(now)
                     break
             else:
-                spoke.left(message, max(now, self.link.up_free, self._simulation.hub_link.down_free))
-        self._set_alarm(now)
+                session.left(message, max(now, self.link.up_free, self._simulation.hub_link.down_free))
+        self._schedule_wakeup(now)
 
-    def _set_alarm(self, now: float) -> None:
+    def _schedule_wakeup(self, now: float) -> None:
         """See to it that this worker is woken when something is due."""
-        when, alarms = self.spoke.wants(), self._alarms
+        when, alarms = self.sessionon.wants(), self._wakeups
         if not alarms or when < alarms[-1]:
             when = max(when, now + _TICK)
             alarms.append(when)
-            self._clock.at(when, self._woken, self._life)
+            self._clock.at(when, self._wake, self._incarnation)
 
-    def _woken(self, life: int) -> None:
-        if life != self._life or not self.alive:
+    def _wake(self, incarnation: int) -> None:
+        if incarnation != self._incarnation or not self.alive:
             return
-        self._alarms.pop()
+        self._wakeups.pop()
         now = self._clock.now
-        if now < self.spoke.wants():  # what was due has become due later
-            self._set_alarm(now)
+        if now < self.sessionon.wants():  # what was due has become due later
+            self._schedule_wakeup(now)
         else:
-            self._pump(life)
+            self._pump(incarnation)
 
-    def _arrive(self, envelope: Envelope) -> None:
-        self.spoke.receive(envelope, self._clock.now)
-        self._pump(self._life)
+    def _receive(self, envelope: Envelope) -> None:
+        self.sessionon.receive(envelope, self._clock.now)
+        self._pump(self._incarnation)

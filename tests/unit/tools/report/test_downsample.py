@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from paceline.tools.report.hub.downsample import DownsampledCurve, QuantileSketch
 
 
-def thinned(points, most):
-    curve = DownsampledCurve(most)
+def thinned(points, limit):
+    curve = DownsampledCurve(limit)
     for point in points:
         curve.add(*point)
     return curve
@@ -26,12 +26,12 @@ def test_few_points_are_all_kept():
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=400), st.integers(6, 50))
-def test_of_many_points_the_extremes_the_first_and_the_last_are_kept_in_order(values, most):
+def test_of_many_points_the_extremes_the_first_and_the_last_are_kept_in_order(values, limit):
     points = list(enumerate(values))
-    curve = thinned(points, most)
+    curve = thinned(points, limit)
     kept = curve.points()
     assert curve.count == len(points)
-    assert len(kept) <= most
+    assert len(kept) <= limit
     assert kept == sorted(kept, key=lambda point: point[0])
     assert set(kept) <= set(points)
     if points:
@@ -79,8 +79,8 @@ def test_counting_all_of_another():
     one.add(1.0)
     for value in (5.0, 6.0):
         other.add(value)
-    one.add_all(other)
-    one.add_all(QuantileSketch())
+    one.merge(other)
+    one.merge(QuantileSketch())
     assert (one.count, one.median, one.largest) == (3, 5.0, 6.0)
     assert QuantileSketch().median is None
 

@@ -177,7 +177,7 @@ def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
         SimulatedMachine(0.02, lr=1e-5),
     ]
     plan = AsyncPlan(
-        machines, steps=600, cadence=SyncSchedule(20, 1, 5), policy=SelectionPolicy(scored=True), alike=False,
+        machines, steps=600, cadence=SyncSchedule(20, 1, 5), policy=SelectionPolicy(scored=True), same_init=False,
         rules=HubRules(population=PopulationRules(60), screen=ScreeningRules(worse=0.0, strikes=2), silent_after=1.0),
         churn=[ChurnEvent(4.0, 1, False), ChurnEvent(6.0, 1, True)],
     )  # fmt: skip

@@ -34,7 +34,7 @@ def run(tmp_path):
 
 
 def worker(run, number):
-    found = run.crew.get(number)
+    found = run.workersers.get(number)
     assert found is not None
     return found
 
@@ -46,7 +46,7 @@ def test_updates_are_counted_for_all_and_for_each(run):
         update(2, 2, samples=30.0, weight=0.25, staleness=3.5, steps=4, fragment=1),
         update(3, 2, samples=30.0, weight=0.25, staleness=0.75, steps=5),
     )
-    assert (told.updates, told.samples, told.weight, told.numbers, told.fragments) == (
+    assert (told.updates, told.samples, told.weight, told.parameters, told.fragments) == (
         3,
         70.0,
         1.0,
@@ -54,7 +54,7 @@ def test_updates_are_counted_for_all_and_for_each(run):
         {0, 1},
     )
     assert (told.staleness.median, told.staleness.largest) == (0.75, 3.5)
-    assert [count for *_, count in told.ages.rows()] == [1, 1, 1]
+    assert [count for *_, count in told.staleness_bars.rows()] == [1, 1, 1]
     two = worker(told, 2)
     assert (two.updates, two.samples, two.steps, two.weight, two.staleness.largest) == (
         2,
@@ -81,12 +81,12 @@ def test_a_quarantine_is_told_when_it_begins_and_not_again(run):
     told = run(
         refuse(0, 5), refuse(1, 5, until=60.0), refuse(2, 5, "in quarantine for 59 s more", until=59.0)
     )
-    assert [each.what for each in told.decisions.shown()] == [
+    assert [each.what for each in told.decisions.newest()] == [
         "update refused",
         "put in quarantine",
         "update refused",
     ]
-    assert "1 min 0 s" in told.decisions.shown()[1].why
+    assert "1 min 0 s" in told.decisions.newest()[1].why
 
 
 def test_the_time_that_workers_were_there_leaves_out_silence_and_absence(run):
@@ -94,7 +94,7 @@ def test_the_time_that_workers_were_there_leaves_out_silence_and_absence(run):
         join(0, 1), join(0, 2), join(0, 3),
         record("silent", 10, worker=1), record("back", 15, worker=1), record("leave", 20, worker=2), update(30, 3),
     )  # fmt: skip
-    assert [worker(told, number).alive for number in (1, 2, 3)] == pytest.approx([25, 20, 30])
+    assert [worker(told, number).present_seconds for number in (1, 2, 3)] == pytest.approx([25, 20, 30])
 
 
 def test_a_hub_that_was_away_is_seen_where_its_notes_on_traffic_leave_a_gap(run):
@@ -102,20 +102,20 @@ def test_a_hub_that_was_away_is_seen_where_its_notes_on_traffic_leave_a_gap(run)
         join(0, 1), join(0, 2), *(traffic(at) for at in (5, 10.2, 15.3)), update(18, 1), update(18.5, 2),
         join(40, 1), update(41, 1), traffic(44), update(50, 1),
     )  # fmt: skip
-    (away,) = told.link.away
+    (away,) = told.traffic.downtimes
     assert (away.since - START, away.until - START) == pytest.approx((18.5, 39))
-    assert [worker(told, number).alive for number in (1, 2)] == pytest.approx([18 + 10, 18.5])
-    assert "was away" in [each.what for each in told.decisions.shown()]
+    assert [worker(told, number).present_seconds for number in (1, 2)] == pytest.approx([18 + 10, 18.5])
+    assert "was away" in [each.what for each in told.decisions.newest()]
 
 
 def test_a_hub_that_was_started_again_at_once_is_seen_all_the_same(run):
     told = run(traffic(5), traffic(10), update(13, 1), join(14, 1), traffic(19), traffic(24))
-    assert [(each.since - START, each.until - START) for each in told.link.away] == [(13, 14)]
+    assert [(each.since - START, each.until - START) for each in told.traffic.downtimes] == [(13, 14)]
 
 
 def test_a_hub_that_is_never_away_has_no_gap(run):
     told = run(*(traffic(5.1 * at, seconds=5.1) for at in range(1, 200)))
-    assert (told.link.aways, list(told.link.away)) == (0, [])
+    assert (told.traffic.downtime_count, list(told.traffic.downtimes)) == (0, [])
 
 
 def test_traffic_is_added_up_and_its_peaks_kept(run):
@@ -124,14 +124,14 @@ def test_traffic_is_added_up_and_its_peaks_kept(run):
         traffic(10, 5000, 100, bandwidth=300),
         traffic(15, 10, 20, bandwidth=900),
     )
-    link = told.link
+    link = told.traffic
     assert (link.sent, link.received, link.notes) == (6010, 620, 3)
-    assert (link.peak_out.rate, link.peak_in.rate, link.peak_out.at - START) == (1000, 100, 10)
+    assert (link.peak_sent.rate, link.peak_received.rate, link.peak_sent.at - START) == (1000, 100, 10)
     assert [(each.begin - START, each.end - START, each.rate) for each in link.reserved] == [
         (0, 10, 300),
         (10, 15, 900),
     ]
-    assert (link.full, link.reserving) == (1, 3)
+    assert (link.saturated, link.with_reservation) == (1, 3)
 
 
 def test_scores_of_the_centre_and_of_workers_become_curves(run):
@@ -141,13 +141,13 @@ def test_scores_of_the_centre_and_of_workers_become_curves(run):
         record("replace", 2, worker=1, by=2, lr=0.1, why="bad"), record("together", 3, worker=2, why="now"),
         centre(4, 1, 5.0), update(5, 1, score=4.0), centre(6, 2, 2.0), centre(7, 2, None), centre(8, 2, 3.0),
     )  # fmt: skip
-    assert [(at - START, score) for at, score in told.centre.points()] == [(4, 5.0), (6, 2.0), (8, 3.0)]
-    assert told.best is not None
-    assert (told.best.score, told.best.at - START) == (2.0, 6)
+    assert [(at - START, score) for at, score in told.centre_scores.points()] == [(4, 5.0), (6, 2.0), (8, 3.0)]
+    assert told.best_score is not None
+    assert (told.best_score.score, told.best_score.at - START) == (2.0, 6)
     assert [score for _, score in told.scores[1].points()] == [9.0, 4.0]
     assert 2 not in told.scores
-    assert [(mark.worker, mark.score) for mark in told.replaced] == [(1, 9.0)]
-    assert told.together == START + 3
+    assert [(mark.worker, mark.score) for mark in told.replacements] == [(1, 9.0)]
+    assert told.merged_at == START + 3
 
 
 def test_speeds_and_losses_are_those_of_the_notes_on_traffic(run):
@@ -160,7 +160,7 @@ def test_speeds_and_losses_are_those_of_the_notes_on_traffic(run):
     )
     assert (worker(told, 1).speed, worker(told, 2).speed) == (3.0, None)
     assert [loss for _, loss in told.losses[1].points()] == [4.0, 3.0]
-    assert told.most_alive == 2
+    assert told.max_present == 2
 
 
 def test_a_ledger_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path):
@@ -268,7 +268,7 @@ def test_memory_does_not_grow_with_the_ledger():
         tracemalloc.stop()
     assert run.records > 20_000
     assert peak < 3e6  # the records themselves take several times as much
-    assert len(run.centre.points()) <= 2000
+    assert len(run.centre_scores.points()) <= 2000
 
 
 def test_memory_does_not_grow_with_workers_that_come_and_go():
@@ -284,26 +284,26 @@ def test_memory_does_not_grow_with_workers_that_come_and_go():
     )
     read_records(run, records)
     assert len(run.scores) <= 256
-    assert sum(1 for _ in run.crew) <= 5000
-    assert len(run.crew) == run.updates == 12_000
+    assert sum(1 for _ in run.workersers) <= 5000
+    assert len(run.workersers) == run.updates == 12_000
 
 
 def test_workers_that_are_one_keep_their_sums():
-    crew = WorkerTable(most=4)
+    workers = WorkerTable(most=4)
     for number in range(10):
-        each = crew.hear(number, 0.0)
+        each = workers.mark_seen(number, 0.0)
         each.updates, each.samples = 1, float(number)
         each.staleness.add(number)
-    assert (len(crew), sum(each.samples for each in crew) + crew.others.samples) == (10, 45.0)
-    assert crew.ranked()[0].number == 9
-    assert crew.others.staleness.count == crew.others.count == crew.others.updates
+    assert (len(workers), sum(each.samples for each in workers) + workers.others.samples) == (10, 45.0)
+    assert workers.ranked()[0].number == 9
+    assert workers.others.staleness.count == workers.others.count == workers.others.updates
 
 
 def test_a_worker_that_calls_itself_as_another_does_is_told_apart():
-    crew = WorkerTable()
+    workers = WorkerTable()
     for number, name in ((1, "gpu"), (2, "gpu"), (3, "4"), (4, ""), (5, "own")):
-        crew.of(number, 0.0).name = name
-    assert crew.names() == {1: "gpu #1", 2: "gpu #2", 3: "4 #3", 4: "4", 5: "own"}
+        workers.get_or_add(number, 0.0).name = name
+    assert workers.names() == {1: "gpu #1", 2: "gpu #2", 3: "4 #3", 4: "4", 5: "own"}
 
 
 def test_texts_lose_what_can_not_be_shown():
@@ -314,7 +314,7 @@ def test_texts_lose_what_can_not_be_shown():
 
 def test_the_last_name_that_a_worker_gave_counts(run):
     told = run(join(0, 1, "old"), join(1, 1, "new"), join(2, 1, ""))
-    assert told.crew.names() == {1: "new"}
+    assert told.workersers.names() == {1: "new"}
 
 
 def test_a_hub_s_folder_is_told_from_others(tmp_path):

@@ -149,7 +149,7 @@ def test_more_than_twenty_workers_are_the_largest_and_others():
 
 
 def test_workers_that_were_folded_together_are_among_the_others():
-    run = HubRun(None, crew=WorkerTable(most=10))  # type: ignore[arg-type]
+    run = HubRun(None, workers=WorkerTable(most=10))  # type: ignore[arg-type]
     read_records(run, [update(1, each, samples=float(each)) for each in range(1, 51)])
     rows = contribution_rows(run, 3)
     assert (len(rows), rows[0].name, rows[-1].name) == (4, "50", "47 others")

@@ -65,8 +65,8 @@ def summary_of(told):
 def test_the_late_rank_is_found_though_all_steps_take_the_same_time():
     arrivals = compare_arrivals(timelines(slow=2))
     found = arrivals.straggler
-    assert (found.rank, found.last) == (2, 1.0)
-    assert found.late == pytest.approx(0.05)
+    assert (found.rank, found.last_share) == (2, 1.0)
+    assert found.lateness == pytest.approx(0.05)
     others, own = arrivals.ranks[0], arrivals.ranks[2]
     assert (others.imbalance, others.transfer) == (pytest.approx(0.05), pytest.approx(NETWORK))
     assert (own.imbalance, own.transfer) == (pytest.approx(0.0, abs=1e-9), pytest.approx(NETWORK))

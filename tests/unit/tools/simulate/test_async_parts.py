@@ -57,8 +57,8 @@ def test_what_diverges_or_gets_worse_again_is_known():
     assert not row().diverged
     assert row(losses_=(8.0, 1.0, 3.0)).regressed
     assert not row(losses_=(8.0, 0.001, 0.003)).regressed
-    assert json.dumps(row(losses_=(8.0, math.inf)).facts(), allow_nan=False)
-    assert row(losses_=(8.0, math.inf)).facts()["loss"] is None
+    assert json.dumps(row(losses_=(8.0, math.inf)).to_record(), allow_nan=False)
+    assert row(losses_=(8.0, math.inf)).to_record()["loss"] is None
 
 
 def test_paces_repeat_and_spread():
@@ -80,7 +80,7 @@ def test_who_comes_and_goes_makes_a_plan_and_somebody_is_always_there(share, wor
     assert turns == draw_churn(share, workers, 100.0, seed=3) != draw_churn(share, workers, 100.0, seed=4)
     away: set[int] = set()
     for each in sorted(turns, key=lambda each: each.seconds):
-        (away.discard if each.comes else away.add)(each.worker)
+        (away.discard if each.joins else away.add)(each.worker)
         assert 10 <= each.seconds < 100
     assert not away
     most = max(Counter(each.worker for each in turns).values())

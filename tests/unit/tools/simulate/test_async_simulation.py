@@ -126,20 +126,20 @@ def test_of_a_hub_that_stays_away_its_journal_is_left():
 def test_spoilt_messages_cost_next_to_nothing_and_no_round_counts_twice():
     spoiling = RandomFaults(0.05)
     plan = replace(PLAN, seconds=math.inf, steps=1500, machines=FOUR[:2])
-    found = simulate_async(replace(plan, spoil=spoiling), LinearTask())
+    found = simulate_async(replace(plan, fault=spoiling), LinearTask())
     whole = simulate_async(plan, LinearTask())
     assert {"lost", "repeated", "late", "damaged"} <= spoiling.counts.keys()
     assert spoiling.counts["let through"] == 0
     assert found.updates == total(found, "sent") == total(found, "acknowledged")
     assert found.refused["repeated"] > 0
     assert found.loss == pytest.approx(whole.loss, abs=1e-3)
-    assert found.digest == simulate_async(replace(plan, spoil=RandomFaults(0.05)), LinearTask()).digest
+    assert found.digest == simulate_async(replace(plan, fault=RandomFaults(0.05)), LinearTask()).digest
 
 
 @pytest.mark.parametrize("seed", [1, 3, 7, 8])
 def test_what_is_lost_before_all_share_a_centre_keeps_nobody_out(seed):
     """In turn: the ask or what it asks for, and what tells that all share one."""
-    plan = replace(PLAN, seconds=math.inf, steps=600, machines=FOUR, spoil=RandomFaults(0.2, seed))
+    plan = replace(PLAN, seconds=math.inf, steps=600, machines=FOUR, fault=RandomFaults(0.2, seed))
     found = simulate_async(plan, LinearTask())
     assert all(each["taken"] > 5 for each in found.counts)
 
@@ -210,7 +210,7 @@ def test_policies_for_stale_updates_show():
 def test_a_worker_with_a_bad_learning_rate_is_replaced():
     machines = [*FOUR[:3], SimulatedMachine(step_seconds=0.1, lr=20.0)]
     rules = HubRules(population=PopulationRules(steps=60, margin=0.05))
-    found = simulate_async(replace(PLAN, machines=machines, rules=rules, alike=False), LinearTask())
+    found = simulate_async(replace(PLAN, machines=machines, rules=rules, same_init=False), LinearTask())
     replaced = [each["worker"] for each in found.decisions if each["kind"] == "replace"]
     assert replaced[0] == 4
     assert found.loss < 0.01

@@ -218,16 +218,16 @@ def test_a_measured_network_brings_its_error_into_the_band():
 @pytest.mark.parametrize("machines", [ClusterMachines(jitter=0.1), ClusterMachines(spread=0.05, jitter=0.1)])
 def test_the_same_seed_gives_the_same_to_the_bit(machines):
     options = {"machines": machines, "node_mtbf": 10 * DAY, "write": 10.0}
-    first, again, other = (simulate_cluster(plan(seed=seed, **options), 50).facts() for seed in (1, 1, 2))
+    first, again, other = (simulate_cluster(plan(seed=seed, **options), 50).to_record() for seed in (1, 1, 2))
     assert first == again != other
-    alone = simulate_cluster(plan(seed=1, **options), 50).facts()
-    among = list(sweep_nodes(plan(seed=1, **options), [2, 50, 60]))[1].facts()
+    alone = simulate_cluster(plan(seed=1, **options), 50).to_record()
+    among = list(sweep_nodes(plan(seed=1, **options), [2, 50, 60]))[1].to_record()
     assert alone == among, "a row does not depend on the others"
 
 
 def test_rows_are_plain_values():
     row = simulate_cluster(plan(node_mtbf=10 * DAY, write=10.0, price=1.0), 3)
-    assert json.loads(json.dumps(row.facts(), allow_nan=False)) == row.facts()
+    assert json.loads(json.dumps(row.to_record(), allow_nan=False)) == row.to_record()
 
 
 def test_words_name_what_limits():

@@ -67,7 +67,7 @@ def _cells(row: AsyncRow) -> list[str]:
         f"{row.steps_per_second:.3g}",
         format_decimal(row.nbytes),
         ages,
-        "" if row.lockstep else str(sum(row.refused.values())),
+        "" if row.is_ddp else str(sum(row.refused.values())),
     ]
 
 
@@ -109,7 +109,7 @@ def result(asked: Asked, rows: Sequence[AsyncRow], command: str) -> dict[str, An
         "step_seconds": [machine.step_seconds for machine in asked.plan.machines],
         "left_out": list(asked.left_out),
         "notes": list(asked.notes),
-        "rows": [row.facts() for row in rows],
+        "rows": [row.to_record() for row in rows],
         "sentences": async_findings(rows, asked.target, asked.plan.rules.outer.name),
     }
 
@@ -123,8 +123,8 @@ def _write_csv(path: Path, asked: Asked, rows: Sequence[AsyncRow], command: str)
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_COLUMNS, "refused"])
     for row in rows:
-        facts = row.facts()
-        writer.writerow([*(facts[name] for name in _COLUMNS), sum(row.refused.values())])
+        to_record = row.to_record()
+        writer.writerow([*(to_record[name] for name in _COLUMNS), sum(row.refused.values())])
     write_text(path, text.getvalue())
 
 

@@ -51,7 +51,7 @@ class Asked:
     lr: float | None
     seed: int
     beside: bool
-    spoilt: float
+    fault_share: float
     target: float | None
     notes: Sequence[str]
     settings: Mapping[str, Any]
@@ -78,7 +78,7 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
     cadences, left_out = _cadences(options)
     plan = _plan(options, machines, seconds, about)
     plan.policy.check(True, options["fragments"])
-    spoilt = _share("--spoil", options["spoil"], "1%")
+    fault_share = _share("--spoil", options["spoil"], "1%")
     return Asked(
         plan,
         cadences,
@@ -87,7 +87,7 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
         options["lr"],
         options["seed"],
         options["beside"],
-        spoilt,
+        fault_share,
         options["target"],
         _notes(options, about),
         {
@@ -192,7 +192,7 @@ def _plan(
         rules=_rules(options),
         policy=SelectionPolicy(options["send"], options["receive"]),
         compression=None if options["compression"] == "none" else options["compression"],
-        alike=not options["different"],
+        same_init=not options["different"],
         warmup=options["warmup"],
         hub_up=hub_rate,
         hub_down=hub_rate,

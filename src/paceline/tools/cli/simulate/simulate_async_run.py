@@ -48,7 +48,7 @@ def _rows(asked: Asked, task: LearningTask) -> list[AsyncRow]:
     with _calmly(), TurnBar("simulated", POINTS * settings) as tick:
         turns = _Turns(tick)
         for row in sweep_schedules(
-            asked.plan, asked.cadences, task, beside=asked.beside, spoilt=asked.spoilt, tick=turns.point
+            asked.plan, asked.cadences, task, beside=asked.beside, fault_share=asked.fault_share, tick=turns.point
         ):
             turns.end()
             rows.append(row)

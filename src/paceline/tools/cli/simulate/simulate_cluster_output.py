@@ -45,7 +45,7 @@ def _table(asked: Asked, rows: Sequence[ClusterRow]) -> Table:
 
     losses = [name for name in LOSSES if any(row.ledger[name] >= 5e-4 for row in rows)]
     table = Table(box=None, pad_edge=False)
-    ranks = ["ranks"] * (asked.plan.carrier.per_node > 1)
+    ranks = ["ranks"] * (asked.plan.network.per_node > 1)
     columns = ["nodes", *ranks, "all-reduce", "step", "1 in 20", "efficiency", "jobs", *losses, "× one rank"]
     columns += ["checkpoint every"] * any(row.intervals for row in rows)
     columns += ["the job"] * (asked.plan.work is not None) + ["cost"] * (asked.plan.price is not None)
@@ -59,7 +59,7 @@ def _table(asked: Asked, rows: Sequence[ClusterRow]) -> Table:
 def _cells(asked: Asked, row: ClusterRow, losses: Sequence[str]) -> list[str]:
     """Return a row's cells, in the order of the columns."""
     plan = asked.plan
-    cells = [f"{row.nodes:,}", *([f"{row.ranks:,}"] * (plan.carrier.per_node > 1))]
+    cells = [f"{row.nodes:,}", *([f"{row.ranks:,}"] * (plan.network.per_node > 1))]
     cells += [
         "" if row.ranks == 1 else row.algorithm,
         format_seconds(row.step.p50),
@@ -118,7 +118,7 @@ def result(asked: Asked, rows: Sequence[ClusterRow], command: str) -> dict[str, 
         "step_seconds": asked.plan.step_seconds,
         "computing_slows": asked.plan.computing_slows,
         "calls_slow": asked.plan.calls_slow,
-        "rows": [row.facts() for row in rows],
+        "rows": [row.to_record() for row in rows],
         "sentences": cluster_findings(rows),
     }
 
@@ -143,10 +143,10 @@ def _write_csv(path: Path, asked: Asked, rows: Sequence[ClusterRow], command: st
     parts = ("mean", "p5", "p50", "p95")
     writer.writerow([*plain, *(f"{band}_{part}" for band in _BANDS for part in parts), "useful", *LOSSES])
     for row in rows:
-        facts = row.facts()
-        bands = [(facts[band] or {}).get(part) for band in _BANDS for part in parts]
-        ledger = [facts["ledger"][name] for name in ("useful", *LOSSES)]
-        writer.writerow([*(facts[name] for name in plain), *bands, *ledger])
+        to_record = row.to_record()
+        bands = [(to_record[band] or {}).get(part) for band in _BANDS for part in parts]
+        ledger = [to_record["ledger"][name] for name in ("useful", *LOSSES)]
+        writer.writerow([*(to_record[name] for name in plain), *bands, *ledger])
     write_text(path, text.getvalue())
 
 

@@ -1,8 +1,6 @@
-"""Two charts of collectives: time, and bandwidth, against the size of the message.
+"""Charts of collectives: time and bandwidth by message size, and fits next to measurements.
 
-A colour stands for a backend, a marker and a dash for a number of processes, so that either can be followed.
-
-A fit beside what was measured: times against size, and what was held out as predicted ÷ measured.
+Colours stand for backends; markers and dashes stand for numbers of processes.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from paceline.tools.report.charts.chart_style import (
     Chart,
     LineEnd,
     in_paceline_style,
+    set_title,
     label_line_ends,
     set_log_ticks,
     stacked_panels,
@@ -40,7 +39,13 @@ _DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 @dataclass(frozen=True)
 class BackendSeries:
-    """What one backend did with one number of processes: points are (bytes, seconds) or (bytes, bytes per second)."""
+    """Measurements of one backend with one number of processes.
+
+    Attributes:
+        backend: name of the backend.
+        ranks: number of processes.
+        points: (bytes, seconds) or (bytes, bytes per second).
+    """
 
     backend: str
     ranks: int
@@ -48,17 +53,17 @@ class BackendSeries:
 
     @property
     def label(self) -> str:
-        """The name at the line's end."""
+        """Label at the end of the line."""
         return f"{self.backend}, {self.ranks} ranks"
 
 
 @in_paceline_style
 def time_by_size(lines: Sequence[BackendSeries], *, title: str) -> Chart:
-    """Return the time of a call against the bytes of its message, both logarithmic.
+    """Return a chart of call time over message size, both logarithmic.
 
     Args:
-        lines: one for each backend and number of processes; points are (bytes, seconds).
-        title: what is measured, and on what.
+        lines: one per backend and number of processes; points are (bytes, seconds).
+        title: the measurement and its machine.
     """
     chart, axes = _chart(lines, title, scale="log")
     axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
@@ -68,12 +73,12 @@ def time_by_size(lines: Sequence[BackendSeries], *, title: str) -> Chart:
 
 @in_paceline_style
 def bandwidth_by_size(lines: Sequence[BackendSeries], *, title: str, bandwidth: str) -> Chart:
-    """Return the bandwidth of a call against the bytes of its message, which are logarithmic.
+    """Return a chart of bandwidth over message size (logarithmic).
 
     Args:
-        lines: one for each backend and number of processes; points are (bytes, bytes per second).
-        title: what is measured, and on what.
-        bandwidth: which one it is, such as ``"busbw"``.
+        lines: one per backend and number of processes; points are (bytes, bytes per second).
+        title: the measurement and its machine.
+        bandwidth: name of the bandwidth, such as ``"busbw"``.
     """
     scaled = [
         BackendSeries(line.backend, line.ranks, [(size, rate / 1e9) for size, rate in line.points])
@@ -85,7 +90,6 @@ def bandwidth_by_size(lines: Sequence[BackendSeries], *, title: str, bandwidth: 
 
 
 def _chart(lines: Sequence[BackendSeries], title: str, scale: str) -> tuple[Chart, Axes]:
-    """Return the chart of the lines, and its axes."""
     figure, (axes,) = stacked_panels(width=10, height=max(4.2, 0.24 * len(lines) + 1.2))
     backends = list(dict.fromkeys(line.backend for line in lines))
     ranks = sorted({line.ranks for line in lines})
@@ -110,7 +114,7 @@ def _chart(lines: Sequence[BackendSeries], title: str, scale: str) -> tuple[Char
     axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
     axes.minorticks_off()
     axes.grid(axis="y")
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    set_title(axes, title)
     axes.set(xlabel="bytes (S)")
     label_line_ends(axes, ends, wide=True)
     return Chart(figure), axes
@@ -124,13 +128,13 @@ _STEPS = 200
 
 @dataclass(frozen=True)
 class FitSeries:
-    """What is drawn in one colour.
+    """A fit and its measurements, drawn in one colour.
 
     Attributes:
-        label: its name, such as ``"4 ranks"``.
+        label: such as ``"4 ranks"``.
         fit: the curve.
-        points: measurements by one number of ranks, at least one.
-        checked: those of them that were held out, with their predictions.
+        points: one or more measurements with the same number of ranks.
+        checked: the held-out points among them, with their predictions.
     """
 
     label: str
@@ -141,11 +145,13 @@ class FitSeries:
 
 @in_paceline_style
 def fit_chart(series: Sequence[FitSeries], title: str) -> Chart:
-    """Return the chart: filled points were measured, hollow ones are predictions for sizes that were held out.
+    """Return a chart of fits: filled markers are measurements, hollow ones predictions for held-out sizes.
+
+    The lower panel shows predicted / measured of the held-out sizes.
 
     Args:
         series: at most `MAX_FIT_SERIES`.
-        title: what was measured, on what.
+        title: the measurement and its machine.
     """
     figure, (above, below) = stacked_panels(width=10, height=7.2, heights=(1.8, 1.0))
     below.axhline(1.0, color=MUTED, linewidth=1)
@@ -163,7 +169,7 @@ def fit_chart(series: Sequence[FitSeries], title: str) -> Chart:
         axes.grid(axis="y")
     label_line_ends(above, ends, wide=True)
     above.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
-    above.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    set_title(above, title)
     low, high = below.get_ylim()
     below.set_ylim(min(low, 0.85), max(high, 1.18))
     set_log_ticks(below, (1, 2, 5) if high > 5 * low else (1, 1.1, 1.2, 1.5, 2, 3, 5, 6, 7, 8, 9))
@@ -173,7 +179,7 @@ def fit_chart(series: Sequence[FitSeries], title: str) -> Chart:
 
 
 def _curve(axes: Axes, series: FitSeries, colour: str) -> LineEnd:
-    """Draw the fit over the sizes that it was made from, and return its end."""
+    """Draw a fit over the sizes that it was fitted to; return its end."""
     ranks = series.points[0].ranks
     sizes = [float(size) for size in np.geomspace(series.fit.low, series.fit.high, _STEPS)]
     seconds = [series.fit.seconds(size, ranks) for size in sizes]

@@ -1,8 +1,6 @@
-"""The two figures of a predicted step: where its time goes, and its time against the bucket size, measured beside.
+"""Charts of predicted steps: time by phase, time over bucket size, and throughput over ranks.
 
-They are those of the DDP paper (Li et al., PyTorch Distributed, arXiv 2006.15704, latency break-down and bucket size).
-
-Chart of a plan: samples per second over ranks beside what they would do alone, and the efficiency with its range.
+The first two follow the DDP paper (Li et al., PyTorch Distributed, arXiv 2006.15704: latency breakdown, bucket size).
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from paceline.tools.report.charts.chart_style import (
     Chart,
     LineEnd,
     in_paceline_style,
+    set_title,
     label_line_ends,
     stacked_panels,
 )
@@ -33,10 +32,7 @@ __all__ = ["PredictedBucketLine", "PredictedStepBar", "bucket_chart", "scaling_c
 
 @dataclass(frozen=True)
 class PredictedStepBar:
-    """A way to synchronise: seconds of its predicted parts, and of the measured ones where there are any.
-
-    Parts are (forward, backward, exposed, optimizer).
-    """
+    """Predicted and, where known, measured seconds of a step: (forward, backward, exposed, optimizer)."""
 
     label: str
     predicted: tuple[float, float, float, float]
@@ -45,11 +41,11 @@ class PredictedStepBar:
 
 @dataclass(frozen=True)
 class PredictedBucketLine:
-    """A way with buckets.
+    """Step times of a strategy by bucket size.
 
     Attributes:
-        label: its name.
-        points: (MiB, predicted seconds, least, most), ascending.
+        label: name of the strategy.
+        points: (MiB, predicted seconds, low, high), ascending.
         measured: (MiB, seconds).
     """
 
@@ -62,14 +58,14 @@ _PHASES = ("forward", "backward", "exposed", "optimizer")
 
 
 def step_chart(bars: Sequence[PredictedStepBar], *, title: str) -> Chart:
-    """Return where the time of each way's step goes: predicted, with the measured bar below where there is one."""
+    """Return a chart of a step's time by phase for each strategy: predicted bars, measured ones below them."""
     rows = []
     for bar in bars:
         rows.append(StackedBar(bar.label, _milliseconds(bar.predicted), "predicted" if bar.measured else ""))
         if bar.measured:
             off = 100 * (sum(bar.predicted) / sum(bar.measured) - 1)
-            told = f"measured; predicted {off:+.0f} %".replace("-", "−")
-            rows.append(StackedBar("", _milliseconds(bar.measured), told))
+            remark = f"measured; predicted {off:+.0f} %".replace("-", "−")
+            rows.append(StackedBar("", _milliseconds(bar.measured), remark))
     return breakdown_chart({title: rows})
 
 
@@ -81,12 +77,13 @@ def _milliseconds(parts: Sequence[float]) -> dict[str, float]:
 def bucket_chart(
     lines: Sequence[PredictedBucketLine], *, title: str, bare: float, marked: Sequence[tuple[str, float]]
 ) -> Chart:
-    """Return the time of a step against the bucket size: lines predicted, with their range; markers measured.
+    """Return a chart of step time over bucket size: predicted lines with their range, measured markers.
 
     Args:
-        lines: at least one. title: what is trained, on what.
+        lines: at least one.
+        title: the model and the machine.
         bare: seconds of a step without synchronisation.
-        marked: names of bucket sizes, in MiB, that are marked on the axis.
+        marked: (name, MiB) of bucket sizes to mark on the axis.
     """
     figure, (axes,) = stacked_panels(width=10, height=4.6)
     ends: list[LineEnd] = []
@@ -118,7 +115,7 @@ def bucket_chart(
 
 
 def _axis(axes: Axes, low: float, high: float, marked: Sequence[tuple[str, float]]) -> None:
-    """Put ticks at powers of two or four, and a named line at each size that is marked."""
+    """Set ticks at powers of two or four, and draw a named line at each marked size."""
     axes.set_xscale("log")
     step = 2 if math.log2(high / low) <= 9 else 4
     ticks = [step**power for power in range(-4, 12) if low <= step**power <= high]
@@ -144,10 +141,11 @@ def _ms(seconds: Sequence[float]) -> list[float]:
 
 @in_paceline_style
 def scaling_chart(points: Sequence[Point], title: str) -> Chart:
-    """Return the chart.
+    """Return a chart of samples per second and scaling efficiency over ranks.
 
     Args:
-        points: two or more, by ranks, one rank among them or not. title: what is planned.
+        points: two or more, in order of ranks.
+        title: the planned training.
     """
     figure, (top, below) = stacked_panels(width=9, height=6.4, heights=(1.4, 1.0))
     ranks = [point.ranks for point in points]
@@ -158,12 +156,12 @@ def scaling_chart(points: Sequence[Point], title: str) -> Chart:
         [rate * (1 - point.seconds / point.high) for rate, point in zip(rates, points, strict=True)],
         [rate * (point.seconds / point.low - 1) for rate, point in zip(rates, points, strict=True)],
     ]
-    top.plot(ranks, alone, color=MUTED, linestyle=(0, (4, 3)), label="each as fast as alone")
+    top.plot(ranks, alone, color=MUTED, linestyle=(0, (4, 3)), label="linear scaling")
     top.errorbar(
         ranks, rates, yerr=off, color=COLOURS[0], marker="o", capsize=4, linewidth=2, label="predicted"
     )
     top.set_ylabel("samples per second")
-    top.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    set_title(top, title)
     top.set_ylim(bottom=0)
     top.legend(frameon=False, loc="upper left")
     bars = [
@@ -172,7 +170,7 @@ def scaling_chart(points: Sequence[Point], title: str) -> Chart:
     ]
     shares = [100 * share for share in reached]
     below.errorbar(ranks, shares, yerr=bars, color=COLOURS[1], marker="s", capsize=4, linewidth=2)
-    below.set_ylabel("% of alone")
+    below.set_ylabel("efficiency (%)")
     below.set_ylim(0, max(105, max(high + low for high, low in zip(shares, bars[1], strict=True)) + 5))
     below.set_xlabel("ranks")
     for axes in (top, below):

@@ -10,7 +10,7 @@ Point = tuple[float, float]
 
 
 class DownsampledCurve:
-    """A curve of which at most `most` points are kept: the first, the last, each stretch's lowest and highest.
+    """A curve of which at most `limit` points are kept: the first, the last, each stretch's lowest and highest.
 
     A stretch is a number of points that came one after the other. When there are too many stretches, each two of them
     become one.
@@ -29,11 +29,11 @@ class DownsampledCurve:
         (True, 7.0)
     """
 
-    def __init__(self, most: int = 2000) -> None:
+    def __init__(self, limit: int = 2000) -> None:
         self.count = 0
         self._first: Point | None = None
         self._last: Point | None = None
-        self._most = max(2, (most - 2) // 2 // 2 * 2)  # stretches, an even number of them
+        self._most = max(2, (limit - 2) // 2 // 2 * 2)  # stretches, an even number of them
         self._whole: list[tuple[Point, Point]] = []
         self._open: tuple[Point, Point] | None = None
         self._each, self._in_open = 1, 0
@@ -96,7 +96,7 @@ class QuantileSketch:
         self.count += 1
         self._times[float(f"{value:.3g}")] += 1
 
-    def add_all(self, other: QuantileSketch) -> None:
+    def merge(self, other: QuantileSketch) -> None:
         """Count all that another one has."""
         if other.count:
             self.largest = other.largest if not self.count else max(self.largest, other.largest)

@@ -32,7 +32,7 @@ class HubDecision:
     why: str = ""
     reason: str = ""
     other: int | None = None
-    times: int = 1
+    repeats: int = 1
     last: float = 0.0
     order: int = 0
 
@@ -47,23 +47,23 @@ class DecisionLog:
         rows: that there were, repeated ones counted once.
     """
 
-    def __init__(self, most: int = 200) -> None:
+    def __init__(self, limit: int = 200) -> None:
         self.rows = 0
-        self._most = most
-        self._weighty: deque[HubDecision] = deque(maxlen=most)
+        self._most = limit
+        self._weighty: deque[HubDecision] = deque(maxlen=limit)
         self._others: deque[HubDecision] = deque()
         self._latest: dict[int, HubDecision] = {}
 
-    def note(self, decision: HubDecision, *, weighty: bool = False) -> None:
+    def add(self, decision: HubDecision, *, important: bool = False) -> None:
         """Take in a decision; one that repeats the latest of its worker is counted there."""
         latest = self._latest.get(decision.worker)
         if latest and (latest.what, latest.reason) == (decision.what, decision.reason) and decision.reason:
-            latest.times += 1
+            latest.repeats += 1
             latest.last = decision.at
             return
         self.rows += 1
         decision.last, decision.order = decision.at, self.rows
-        if weighty:
+        if important:
             self._weighty.append(decision)
             self._latest.pop(decision.worker, None)
             return
@@ -74,16 +74,16 @@ class DecisionLog:
         self._others.append(decision)
         self._latest[decision.worker] = decision
 
-    def shown(self) -> list[HubDecision]:
+    def newest(self) -> list[HubDecision]:
         """Return the newest, in the order of their times."""
-        weighty, others = list(self._weighty), list(self._others)
+        important, others = list(self._weighty), list(self._others)
         half = self._most // 2
         room = max(half, self._most - len(others))
-        weighty = weighty[-room:]
-        others = others[-(self._most - len(weighty)) :] if len(weighty) < self._most else []
-        return sorted([*weighty, *others], key=lambda each: (each.at, each.order))
+        important = important[-room:]
+        others = others[-(self._most - len(important)) :] if len(important) < self._most else []
+        return sorted([*important, *others], key=lambda each: (each.at, each.order))
 
     @property
-    def unseen(self) -> int:
+    def hidden(self) -> int:
         """How many rows are not shown."""
-        return self.rows - len(self.shown())
+        return self.rows - len(self.newest())

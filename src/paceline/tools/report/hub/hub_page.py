@@ -16,7 +16,7 @@ from paceline._core.format import (
 )
 from paceline.async_dp.hub.update_screening import Histogram
 from paceline.tools.report.charts.chart_style import Chart, ChartLine
-from paceline.tools.report.charts.hub_charts import (
+from paceline.tools.report.hub.hub_charts import (
     ScoreCurves,
     ShareBar,
     contribution_chart,
@@ -86,8 +86,8 @@ def render_hub_page(run: HubRun) -> str:
 
 
 def _subtitle(run: HubRun) -> str:
-    parts = [plural(len(run.crew), "worker")]
-    if run.numbers is not None:
+    parts = [plural(len(run.workers), "worker")]
+    if run.parameters is not None:
         parts.append(f"{format_count(run.numbers)} parameters")
     if run.records:
         parts += [plural(run.updates, "update"), f"from {_clock(run.begin)} UTC"]
@@ -101,7 +101,7 @@ def _tiles(run: HubRun) -> list[Tile]:
     """Return the numbers that stand on top, those that are known."""
     if not run.records:
         return []
-    at_a_time = f"at most {run.most_alive} at a time" if run.most_alive else "none was there"
+    at_a_time = f"at most {run.most_alive} at a time" if run.max_present else "none was there"
     tiles = [
         Tile("time", format_seconds(run.seconds), "from the first to the last record"),
         Tile("workers", f"{len(run.crew):,}", at_a_time),
@@ -116,16 +116,16 @@ def _tiles(run: HubRun) -> list[Tile]:
         tiles.append(Tile("samples", format_count(run.samples), steps))
         oldest = f"rounds, median; the oldest {run.staleness.largest:.3g}"
         tiles.append(Tile("staleness", f"{run.staleness.median or 0:.2g}", oldest))
-    if run.link.notes:
-        both = format_decimal(run.link.received), format_decimal(run.link.sent)
+    if run.traffic.notes:
+        both = format_decimal(run.traffic.received), format_decimal(run.traffic.sent)
         tiles += [Tile("bytes in", both[0], "from workers"), Tile("bytes out", both[1], "to workers")]
     ddp = ddp_nbytes(run)
     if ddp is not None:
         tiles.append(Tile("torch DDP", format_decimal(ddp), "would have sent for the same steps"))
-    if run.firstly is not None and run.lastly is not None:
+    if run.first_score is not None and run.last_score is not None:
         tiles.append(
             Tile(
-                "centre's score", format_number(run.lastly.score), f"from {format_number(run.firstly.score)}"
+                "centre's score", format_number(run.last_score.score), f"from {format_number(run.firstly.score)}"
             )
         )
     return tiles
@@ -140,32 +140,32 @@ def _figures(run: HubRun, rows: Sequence[ContributionRow]) -> list[PageFigure]:
     if run.updates or run.refused:
         figures.append(_contributions(run, rows))
     if run.updates:
-        bars = _bars(run.ages.rows())
-        told = staleness_caption(run)
+        bars = _bars(run.staleness_bars.rows())
+        caption = staleness_caption(run)
         figures.append(
-            responsive_figure("Staleness", told, "ages", lambda wide: staleness_histogram(bars, wide=wide))
+            responsive_figure("Staleness", caption, "ages", lambda wide: staleness_histogram(bars, wide=wide))
         )
-    if run.link.notes > 1:
+    if run.traffic.notes > 1:
         figures.append(_traffic(run))
     return [figure for figure in figures if figure is not None]
 
 
 def _scores(run: HubRun) -> PageFigure | None:
-    losses = not run.centre.count and not run.scores
+    losses = not run.centre_scores.count and not run.scores
     curves = run.losses if losses else run.scores
     lines = _lines(run, curves)
-    if not lines and not run.centre.count:
+    if not lines and not run.centre_scores.count:
         return None
-    told = ScoreCurves(
-        _since(run, run.centre.points()),
+    caption = ScoreCurves(
+        _since(run, run.centre_scores.points()),
         lines,
-        None if run.together is None else run.together - run.begin,
-        [(mark.at - run.begin, mark.score) for mark in run.replaced if mark.score is not None and not losses],
+        None if run.merged_at is None else run.merged_at - run.begin,
+        [(mark.at - run.begin, mark.score) for mark in run.replacements if mark.score is not None and not losses],
         _away(run),
     )
 
     def draw(wide: bool) -> Chart:
-        return score_chart(told, run.seconds, y="training loss" if losses else "score", wide=wide)
+        return score_chart(caption, run.seconds, y="training loss" if losses else "score", wide=wide)
 
     title = "Training loss" if losses else "Score"
     return responsive_figure(title, scores_caption(run, len(lines), losses=losses), "scores", draw)
@@ -173,8 +173,8 @@ def _scores(run: HubRun) -> PageFigure | None:
 
 def _lines(run: HubRun, curves: dict[int, DownsampledCurve]) -> list[ChartLine]:
     """Return the curves of the workers that gave most."""
-    names = run.crew.names()
-    ranked = [each.number for each in run.crew.ranked() if each.number in curves][:_WORKERS_SHOWN]
+    names = run.workers.names()
+    ranked = [each.number for each in run.workers.ranked() if each.number in curves][:_WORKERS_SHOWN]
     return [ChartLine(names[each], _since(run, curves[each].points())) for each in ranked]
 
 
@@ -197,7 +197,7 @@ def _contributions(run: HubRun, rows: Sequence[ContributionRow]) -> PageFigure:
         return contribution_chart(bars, wide=wide)
 
     return responsive_figure(
-        "Who gave what", contributions_caption(run, rows), "gave", draw, table, words=True
+        "Who gave what", contributions_caption(run, rows), "gave", draw, table, wrap_last=True
     )
 
 
@@ -226,15 +226,15 @@ def _cells(row: ContributionRow) -> list[str]:
 
 
 def _there(worker: WorkerStatistics) -> str:
-    if not worker.alive:
+    if not worker.present_seconds:
         return "–"
-    mean = worker.alive / worker.count
+    mean = worker.present_seconds / worker.count
     return format_seconds(mean) if worker.count == 1 else f"{format_seconds(mean)} each"
 
 
 def _traffic(run: HubRun) -> PageFigure:
-    link, begin = run.link, run.begin
-    into, out = _since(run, link.into.points()), _since(run, link.out.points())
+    link, begin = run.traffic, run.begin
+    into, out = _since(run, link.received_rates.points()), _since(run, link.sent_rates.points())
     reserved = [ReservedRate(each.begin - begin, each.end - begin, each.rate) for each in link.reserved]
 
     def draw(wide: bool) -> Chart:
@@ -256,14 +256,14 @@ def _since(run: HubRun, points: Iterable[Point]) -> list[Point]:
 
 
 def _away(run: HubRun) -> list[HubDowntime]:
-    return [HubDowntime(each.since - run.begin, each.until - run.begin) for each in run.link.away]
+    return [HubDowntime(each.since - run.begin, each.until - run.begin) for each in run.traffic.downtimes]
 
 
 # ---------------------------------------------------------------------- words
 
 
 def _decisions(run: HubRun) -> list[PageTable]:
-    shown, names = run.decisions.shown(), run.crew.names()
+    shown, names = run.decisions.newest(), run.workers.names()
     if not shown:
         return []
     head = ["after", "time (UTC)", "who", "what", "why"]
@@ -275,7 +275,7 @@ def _decision(run: HubRun, each: HubDecision, names: dict[int, str]) -> list[str
     why, what = each.why, each.what
     if each.other is not None and each.other in names:
         why = f"{why.removesuffix(str(each.other))}{names[each.other]}"
-    if each.times > 1:
+    if each.repeats > 1:
         what += f", {each.times:,} times"
         why += f" (the first; the last {format_seconds(max(0.0, each.last - each.at))} later)"
     who = "the hub" if each.worker == HUB_ITSELF else names.get(each.worker, str(each.worker))
@@ -287,16 +287,16 @@ def _decision(run: HubRun, each: HubDecision, names: dict[int, str]) -> list[str
 
 def _groups(run: HubRun) -> dict[str, dict[str, str]]:
     facts = {"name": run.name or "–", "folder": run.folder.resolve().name}
-    if run.numbers is not None:
+    if run.parameters is not None:
         facts["parameters"] = f"{run.numbers:,.0f}"
     if run.fragments:
         facts["fragments"] = str(len(run.fragments))
-    if run.first is not None:
-        facts["began from"] = run.crew.names().get(run.first, str(run.first))
+    if run.initial_worker is not None:
+        facts["began from"] = run.workers.names().get(run.initial_worker, str(run.initial_worker))
     facts["records"] = f"{run.records:,}"
     if run.records:
         facts |= {"first record": f"{_clock(run.begin)} UTC", "last record": f"{_clock(run.end)} UTC"}
-        facts["hub away"] = plural(run.link.aways, "time")
+        facts["hub away"] = plural(run.traffic.downtime_count, "time")
     groups = {"run": facts}
     if run.refused:
         groups["refused"] = {why: f"{count:,}" for why, count in run.refused.most_common(12)}

@@ -72,27 +72,27 @@ class HubRun:
     begin: float = math.nan
     end: float = math.nan
     records: int = 0
-    crew: WorkerTable = field(default_factory=WorkerTable)
-    most_alive: int = 0
-    numbers: float | None = None
-    first: int | None = None
+    workersers: WorkerTable = field(default_factory=WorkerTable)
+    max_present: int = 0
+    parameters: float | None = None
+    initial_worker: int | None = None
     updates: int = 0
     samples: float = 0.0
     weight: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
     fragments: set[int] = field(default_factory=set)
     staleness: QuantileSketch = field(default_factory=QuantileSketch)
-    ages: Histogram = field(default_factory=Histogram)
-    exchanged: float = 0.0
-    centre: DownsampledCurve = field(default_factory=lambda: DownsampledCurve(_POINTS))
-    firstly: CentreScore | None = None
-    lastly: CentreScore | None = None
-    best: CentreScore | None = None
+    staleness_bars: Histogram = field(default_factory=Histogram)
+    ddp_steps: float = 0.0
+    centre_scores: DownsampledCurve = field(default_factory=lambda: DownsampledCurve(_POINTS))
+    first_score: CentreScore | None = None
+    last_score: CentreScore | None = None
+    best_score: CentreScore | None = None
     scores: dict[int, DownsampledCurve] = field(default_factory=dict)
     losses: dict[int, DownsampledCurve] = field(default_factory=dict)
-    together: float | None = None
-    replaced: deque[WorkerReplacement] = field(default_factory=lambda: deque(maxlen=_MARKS))
-    link: HubTraffic = field(default_factory=HubTraffic)
+    merged_at: float | None = None
+    replacements: deque[WorkerReplacement] = field(default_factory=lambda: deque(maxlen=_MARKS))
+    traffic: HubTraffic = field(default_factory=HubTraffic)
     decisions: DecisionLog = field(default_factory=DecisionLog)
 
     @property
@@ -137,7 +137,7 @@ def read_records(run: HubRun, records: Iterable[Mapping[str, Any]]) -> None:
         for values in records:
             odd += not fold.take(values)
     finally:
-        run.crew.end(run.end)
+        run.workersers.end(run.end)
         if odd:
             run.notes.append(f"{odd} line(s) of the ledger tell no time or worker and are left out.")
 
@@ -175,33 +175,33 @@ class _Fold:
             run.begin = run.end = t
         run.records += 1
         run.begin, run.end = min(run.begin, t), max(run.end, t)
-        run.link.record(t)
+        run.traffic.add_time(t)
         if handle is not None:
-            handle(values, run.crew.of(number, t), t)  # type: ignore[arg-type]
+            handle(values, run.workersers.get_or_add(number, t), t)  # type: ignore[arg-type]
         elif kind == "traffic":
             self._traffic(values, t)
         return True
 
     def _decide(self, t: float, worker: WorkerStatistics, what: str, why: str = "", **more: Any) -> None:
-        weighty = more.pop("weighty", False)
-        self._run.decisions.note(HubDecision(t, worker.number, what, why, **more), weighty=weighty)
+        important = more.pop("weighty", False)
+        self._run.decisions.add(HubDecision(t, worker.number, what, why, **more), important=important)
 
     # ------------------------------------------------------------------ who is there
 
     def _join(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         worker.name = printable(values.get("name") or "") or worker.name
-        worker.come(t)
+        worker.mark_present(t)
         every, delay = _real(values, "every"), _real(values, "delay")
         told = every is not None and delay is not None
         why = f"it sends every {every:g} steps and takes in {delay:g} steps later" if told else ""
         self._decide(t, worker, "joined", why)
 
     def _back(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
-        worker.come(t)
+        worker.mark_present(t)
         self._decide(t, worker, "came back", "it was heard again after a silence")
 
     def _gone(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
-        worker.go(t)
+        worker.mark_gone(t)
         silent = values["kind"] == "silent"
         why = "nothing was heard of it" if silent else "it said so"
         self._decide(t, worker, "fell silent" if silent else "left", why)
@@ -210,8 +210,8 @@ class _Fold:
 
     def _begin(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run = self._run
-        run.numbers, run.first = _real(values, "numbers"), worker.number
-        self._decide(t, worker, "all share its parameters", "training together begins", weighty=True)
+        run.parameters, run.initial_worker = _real(values, "numbers"), worker.number
+        self._decide(t, worker, "all share its parameters", "training together begins", important=True)
 
     def _update(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run = self._run
@@ -224,13 +224,13 @@ class _Fold:
             taken.weight += weight
             taken.staleness.add(age)
         worker.steps += steps
-        run.ages.add(age)
-        run.exchanged += steps * 2 * (workers - 1) / workers if workers > 1 else 0.0
-        run.most_alive = max(run.most_alive, int(workers))
+        run.staleness_bars.add(age)
+        run.ddp_steps += steps * 2 * (workers - 1) / workers if workers > 1 else 0.0
+        run.max_present = max(run.max_present, int(workers))
         fragment = values.get("fragment")
         if type(fragment) is int:
             run.fragments.add(fragment)
-        run.crew.hear(worker.number, t)
+        run.workersers.mark_seen(worker.number, t)
         self._own_score(values, worker, t)
 
     def _refuse(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
@@ -238,17 +238,17 @@ class _Fold:
         reason = _reason(why)
         worker.refused[reason] += 1
         self._run.refused[reason] += 1
-        self._run.crew.hear(worker.number, t)
+        self._run.workersers.mark_seen(worker.number, t)
         self._decide(t, worker, "update refused", why, reason=reason)
         until = _real(values, "until") or 0.0
         if until > 0 and reason != "in quarantine":
             told = f"for {format_seconds(until)}; the last of several refusals: {why}"
-            self._decide(t, worker, "put in quarantine", told, weighty=True)
+            self._decide(t, worker, "put in quarantine", told, important=True)
 
     # ------------------------------------------------------------------ scores
 
     def _score(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
-        self._run.crew.hear(worker.number, t)
+        self._run.workersers.mark_seen(worker.number, t)
         self._own_score(values, worker, t)
 
     def _own_score(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
@@ -261,26 +261,26 @@ class _Fold:
 
     def _centre(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run, score = self._run, _real(values, "score")
-        run.crew.hear(worker.number, t)
+        run.workersers.mark_seen(worker.number, t)
         if score is None:
             return
-        run.centre.add(t, score)
-        run.lastly = CentreScore(score, t)
-        run.firstly = run.firstly or run.lastly
-        run.best = run.lastly if run.best is None or score < run.best.score else run.best
+        run.centre_scores.add(t, score)
+        run.last_score = CentreScore(score, t)
+        run.first_score = run.first_score or run.last_score
+        run.best_score = run.last_score if run.best_score is None or score < run.best_score.score else run.best_score
 
     def _replace(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run = self._run
-        worker.replaced += 1
-        run.replaced.append(WorkerReplacement(t, worker.number, self._latest.get(worker.number)))
+        worker.replacements += 1
+        run.replacements.append(WorkerReplacement(t, worker.number, self._latest.get(worker.number)))
         by, why = values.get("by"), printable(values.get("why") or "", _WHY)
         other = by if type(by) is int else None
-        self._decide(t, worker, "replaced by the best", why, weighty=True, other=other)
+        self._decide(t, worker, "replaced by the best", why, important=True, other=other)
 
     def _together(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
-        self._run.together = t
+        self._run.merged_at = t
         why = printable(values.get("why") or "", _WHY)
-        self._decide(t, worker, "all join it", why, weighty=True)
+        self._decide(t, worker, "all join it", why, important=True)
 
     # ------------------------------------------------------------------ traffic
 
@@ -289,20 +289,20 @@ class _Fold:
         sent, received, seconds = (
             max(0.0, _real(values, name) or 0.0) for name in ("sent", "received", "seconds")
         )
-        away = run.link.note(t, sent, received, seconds, _real(values, "bandwidth"))
+        away = run.traffic.add(t, sent, received, seconds, _real(values, "bandwidth"))
         if away is not None:
-            run.crew.away(away.since)
+            run.workersers.downtimes(away.since)
             why = f"for about {format_seconds(max(0.1, away.until - away.since))}, then it was started again"
             hub = HubDecision(away.until, HUB_ITSELF, "was away", why)
-            run.decisions.note(hub, weighty=True)
-        run.most_alive = max(run.most_alive, int(_real(values, "alive") or 0))
+            run.decisions.add(hub, important=True)
+        run.max_present = max(run.max_present, int(_real(values, "alive") or 0))
         workers = values.get("workers")
         for key, told in workers.items() if isinstance(workers, Mapping) else ():
             if isinstance(told, Mapping) and str(key).isdecimal() and len(str(key)) < 20:
                 self._speed(told, int(key), t)
 
     def _speed(self, told: Mapping[str, Any], number: int, t: float) -> None:
-        worker = self._run.crew.hear(number, t)
+        worker = self._run.workersers.mark_seen(number, t)
         speed, loss = _real(told, "speed"), _real(told, "loss")
         if speed:
             worker.speeds = worker.speeds[0] + speed, worker.speeds[1] + 1

@@ -35,16 +35,16 @@ class ContributionRow:
     """
 
     name: str
-    worker: WorkerStatistics
+    statistics: WorkerStatistics
     share: float
     weight: float
 
 
 def contribution_rows(run: HubRun, most: int = 20) -> list[ContributionRow]:
     """Return the workers that gave most, first the largest; what is over `most` is one row at the end."""
-    names, ranked = run.crew.names(), run.crew.ranked()
+    names, ranked = run.workers.names(), run.workers.ranked()
     rest = WorkerStatistics(0, "others", count=0)
-    for each in [run.crew.others, *ranked[most:]]:
+    for each in [run.workers.others, *ranked[most:]]:
         rest.add(each)
     rows = [_row(run, names[each.number], each) for each in ranked[:most]]
     return [*rows, _row(run, f"{rest.count} others", rest)] if rest.count else rows
@@ -68,23 +68,23 @@ def finite_ratio(part: float, whole: float) -> float:
 
 def local_steps(run: HubRun) -> float:
     """Return how many steps of workers the centre was learnt from."""
-    told = sum(each.steps for each in [*run.crew, run.crew.others])
+    told = sum(each.steps for each in [*run.workers, run.workers.others])
     return told / max(1, len(run.fragments))
 
 
 def ddp_nbytes(run: HubRun) -> float | None:
     """Return what torch DDP would have sent for the same steps, see [Note: what DDP sends]; None: it can't be told."""
-    if run.numbers is None or not run.exchanged:
+    if run.parameters is None or not run.ddp_steps:
         return None
-    nbytes = 4 * run.numbers * run.exchanged / max(1, len(run.fragments))
+    nbytes = 4 * run.parameters * run.ddp_steps / max(1, len(run.fragments))
     return nbytes if math.isfinite(nbytes) else None
 
 
 def dominant_row(rows: Sequence[ContributionRow]) -> ContributionRow | None:
     """Return the worker that gave more than half of all, and more than twice its part; None: there is none."""
-    alone = [row for row in rows if row.worker.count == 1]
+    alone = [row for row in rows if row.statistics.count == 1]
     if len(rows) < 2 or not alone:
         return None
     first = max(alone, key=lambda row: row.share)
-    workers = sum(row.worker.count for row in rows)
+    workers = sum(row.statistics.count for row in rows)
     return first if first.share > 0.5 and first.share * workers > 2 else None

@@ -43,7 +43,7 @@ def hub_headline(run: HubRun, rows: Sequence[ContributionRow]) -> tuple[str, ...
 def _nothing_yet(run: HubRun) -> str:
     if not run.records:
         return "Nothing was noted yet: no worker came, and the hub has just begun."
-    who = f"{plural(len(run.crew), 'worker')} came" if len(run.crew) else "no worker came"
+    who = f"{plural(len(run.crew), 'worker')} came" if len(run.workers) else "no worker came"
     refused = sum(run.refused.values())
     more = f"; {plural(refused, 'update')} {_was(refused)} refused" if refused else ""
     return f"No update was taken in yet: in {format_seconds(run.seconds)} {who}{more}."
@@ -52,10 +52,10 @@ def _nothing_yet(run: HubRun) -> str:
 def _apart(run: HubRun) -> list[str]:
     """Return what workers told that train apart."""
     told = {number: curve.points()[-1][1] for number, curve in run.scores.items()}
-    if not told or run.together is not None:
+    if not told or run.merged_at is not None:
         return []
     best = min(told, key=lambda each: told[each])
-    name = run.crew.names().get(best, str(best))
+    name = run.workers.names().get(best, str(best))
     verb = "trains" if len(told) == 1 else "train"
     return [f"{plural(len(told), 'worker')} {verb} apart; the best score is {number(told[best])}, of {name}."]
 
@@ -73,19 +73,19 @@ def _reached(run: HubRun) -> str:
 
 
 def _giving(run: HubRun) -> int:
-    others = run.crew.others
-    return sum(each.updates > 0 for each in run.crew) + (others.count if others.updates else 0)
+    others = run.workers.others
+    return sum(each.updates > 0 for each in run.workers) + (others.count if others.updates else 0)
 
 
 def _score(run: HubRun) -> str:
-    if run.firstly is None or run.lastly is None or run.best is None:
+    if run.first_score is None or run.last_score is None or run.best_score is None:
         return "No worker told a score of the centre, so how good it is can't be seen here."
-    if run.centre.count == 1:
+    if run.centre_scores.count == 1:
         return f"The centre's score was told once: {number(run.lastly.score)} (lower is better)."
     text = f"The centre's score went from {number(run.firstly.score)} to {number(run.lastly.score)}"
-    if run.lastly.score > run.firstly.score:
+    if run.last_score.score > run.first_score.score:
         text += ", worse than it began"
-    if number(run.best.score) != number(run.lastly.score):
+    if number(run.best_score.score) != number(run.last_score.score):
         text += f"; its best was {number(run.best.score)} after {format_seconds(run.best.at - run.begin)}"
     return f"{text} (lower is better)."
 
@@ -99,7 +99,7 @@ def _age(run: HubRun) -> str:
 
 
 def _sent(run: HubRun) -> str:
-    link, ddp = run.link, ddp_nbytes(run)
+    link, ddp = run.traffic, ddp_nbytes(run)
     if not link.notes:
         return ""
     whole = link.sent + link.received
@@ -138,7 +138,7 @@ def _dominant(rows: Sequence[ContributionRow]) -> str:
 
 
 def _full(run: HubRun) -> str:
-    share = finite_ratio(run.link.full, run.link.reserving)
+    share = finite_ratio(run.traffic.saturated, run.traffic.with_reservation)
     if share < 0.5:
         return ""
     return (
@@ -162,13 +162,13 @@ def scores_caption(run: HubRun, drawn: int, *, losses: bool) -> str:
         text = "Scores on held-out data, lower is better: the centre's, as workers measured it"
         text += f", and the own ones of {plural(drawn, 'worker')}." if drawn else "."
     marks = []
-    if run.together is not None:
+    if run.merged_at is not None:
         marks.append("dashed where all joined the best worker")
-    if run.replaced:
+    if run.replacements:
         marks.append("a cross where a worker was replaced by the best")
-    if run.link.away:
+    if run.traffic.downtimes:
         marks.append("grey where the hub was away")
-    more = len(run.crew) - drawn
+    more = len(run.workers) - drawn
     if drawn and more > 0:
         text += f" {plural(more, 'more worker')} {'is' if more == 1 else 'are'} not drawn."
     return f"{text} {_sentence(marks)}".strip()
@@ -189,12 +189,12 @@ def contributions_caption(run: HubRun, rows: Sequence[ContributionRow]) -> str:
 
 
 def _counts_steps(run: HubRun) -> bool:
-    return run.samples > 0 and run.samples == sum(each.steps for each in [*run.crew, run.crew.others])
+    return run.samples > 0 and run.samples == sum(each.steps for each in [*run.workers, run.workers.others])
 
 
 def staleness_caption(run: HubRun) -> str:
     """Return what the histogram of staleness means."""
-    old = sum(count for begin, _, count in run.ages.rows() if begin >= 4)
+    old = sum(count for begin, _, count in run.staleness_bars.rows() if begin >= 4)
     text = (
         "Rounds by which the centre had gone on when an update came: how many others it took in since the one "
         "that the worker began from, divided by the workers; "
@@ -205,7 +205,7 @@ def staleness_caption(run: HubRun) -> str:
 
 def traffic_caption(run: HubRun) -> str:
     """Return what the chart of traffic means."""
-    link = run.link
+    link = run.traffic
     text = (
         f"Bytes of messages per second at the hub, noted every few seconds: at most "
         f"{format_decimal(link.peak_in.rate)}/s came in and {format_decimal(link.peak_out.rate)}/s went out."
@@ -216,7 +216,7 @@ def traffic_caption(run: HubRun) -> str:
     if len(link.reserved) > 1:
         changed = max(0.0, link.reserved[-1].begin - run.begin)
         return f"{text}; that changed on the way, the last time after {format_seconds(changed)}."
-    most = max(link.peak_in.rate, link.peak_out.rate) / link.reserved[-1].rate
+    most = max(link.peak_received.rate, link.peak_sent.rate) / link.reserved[-1].rate
     return (
         f"{text}, of which at most {percent(most)} were in use{': more than that' if most > _KEPT else ''}."
     )
@@ -225,7 +225,7 @@ def traffic_caption(run: HubRun) -> str:
 def decisions_caption(run: HubRun) -> str:
     """Return what the table of decisions holds."""
     text = "Who came and went, what was refused and what the hub decided; the newest is last."
-    unseen = run.decisions.unseen
+    unseen = run.decisions.hidden
     return text + (f" {unseen:,} more are not shown." if unseen else "")
 
 

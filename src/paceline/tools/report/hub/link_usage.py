@@ -60,29 +60,29 @@ class HubTraffic:
 
     sent: float = 0.0
     received: float = 0.0
-    out: DownsampledCurve = field(default_factory=DownsampledCurve)
-    into: DownsampledCurve = field(default_factory=DownsampledCurve)
-    peak_out: PeakRate = PeakRate()
-    peak_in: PeakRate = PeakRate()
+    sent_rates: DownsampledCurve = field(default_factory=DownsampledCurve)
+    received_rates: DownsampledCurve = field(default_factory=DownsampledCurve)
+    peak_sent: PeakRate = PeakRate()
+    peak_received: PeakRate = PeakRate()
     reserved: deque[ReservedRate] = field(default_factory=lambda: deque(maxlen=_MOST))
     notes: int = 0
-    full: int = 0
-    reserving: int = 0
-    away: deque[HubDowntime] = field(default_factory=lambda: deque(maxlen=_MOST))
-    aways: int = 0
+    saturated: int = 0
+    with_reservation: int = 0
+    downtimes: deque[HubDowntime] = field(default_factory=lambda: deque(maxlen=_MOST))
+    downtime_count: int = 0
     _covered: float | None = None  # up to when notes tell of the time
     _before: float | None = None  # when the record before was noted
     _silences: deque[tuple[float, float]] = field(
         default_factory=lambda: deque(maxlen=_MOST)
     )  # since that note
 
-    def record(self, t: float) -> None:
+    def add_time(self, t: float) -> None:
         """Note that anything was noted at `t`."""
         if self._before is not None and t - self._before > _SILENT_SECONDS:
             self._silences.append((self._before, t))
         self._before = t
 
-    def note(
+    def add(
         self, t: float, sent: float, received: float, seconds: float, reserved: float | None
     ) -> HubDowntime | None:
         """Take in a note on traffic; return when the hub was away before it, if it was.
@@ -98,14 +98,14 @@ class HubTraffic:
         self.notes += 1
         if seconds > 0:
             out, into = sent / seconds, received / seconds
-            self.out.add(t, out)
-            self.into.add(t, into)
-            self.peak_out = max(self.peak_out, PeakRate(out, t), key=lambda peak: peak.rate)
-            self.peak_in = max(self.peak_in, PeakRate(into, t), key=lambda peak: peak.rate)
+            self.sent_rates.add(t, out)
+            self.received_rates.add(t, into)
+            self.peak_sent = max(self.peak_sent, PeakRate(out, t), key=lambda peak: peak.rate)
+            self.peak_received = max(self.peak_received, PeakRate(into, t), key=lambda peak: peak.rate)
             if reserved is not None and reserved > 0:
                 self._reserve(t - seconds, t, reserved)
-                self.reserving += 1
-                self.full += max(out, into) >= _FULL * reserved
+                self.with_reservation += 1
+                self.saturated += max(out, into) >= _FULL * reserved
         return away
 
     def _gap(self, begin: float) -> HubDowntime | None:
@@ -115,8 +115,8 @@ class HubTraffic:
         away = HubDowntime(
             next((since for since, until in self._silences if since <= begin <= until), begin), begin
         )
-        self.away.append(away)
-        self.aways += 1
+        self.downtimes.append(away)
+        self.downtime_count += 1
         return away
 
     def _reserve(self, begin: float, end: float, rate: float) -> None:

@@ -39,11 +39,11 @@ class WorkerStatistics:
     weight: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
     staleness: QuantileSketch = field(default_factory=QuantileSketch)
-    replaced: int = 0
+    replacements: int = 0
     speeds: tuple[float, int] = (0.0, 0)
-    alive: float = 0.0
+    present_seconds: float = 0.0
     since: float | None = None
-    heard: float = 0.0
+    last_seen: float = 0.0
 
     @property
     def speed(self) -> float | None:
@@ -51,15 +51,15 @@ class WorkerStatistics:
         total, count = self.speeds
         return total / count if count else None
 
-    def come(self, t: float) -> None:
+    def mark_present(self, t: float) -> None:
         """Note that it is there from now on; one that was there already has been away since it was heard."""
-        self.go(self.heard)
-        self.since = self.heard = t
+        self.mark_gone(self.last_seen)
+        self.since = self.last_seen = t
 
-    def go(self, t: float) -> None:
+    def mark_gone(self, t: float) -> None:
         """Note that it is not there any more since `t`."""
         if self.since is not None:
-            self.alive += max(0.0, t - self.since)
+            self.present_seconds += max(0.0, t - self.since)
             self.since = None
 
     def add(self, other: WorkerStatistics) -> None:
@@ -70,10 +70,10 @@ class WorkerStatistics:
         self.steps += other.steps
         self.weight += other.weight
         self.refused.update(other.refused)
-        self.staleness.add_all(other.staleness)
-        self.replaced += other.replaced
+        self.staleness.merge(other.staleness)
+        self.replacements += other.replacements
         self.speeds = self.speeds[0] + other.speeds[0], self.speeds[1] + other.speeds[1]
-        self.alive += other.alive
+        self.present_seconds += other.present_seconds
 
 
 class WorkerTable:
@@ -86,8 +86,8 @@ class WorkerTable:
         others: those that are counted together.
     """
 
-    def __init__(self, most: int = 5000) -> None:
-        self._most = most
+    def __init__(self, limit: int = 5000) -> None:
+        self._most = limit
         self._workers: dict[int, WorkerStatistics] = {}
         self.others = WorkerStatistics(0, "others", count=0)
 
@@ -97,15 +97,15 @@ class WorkerTable:
     def __len__(self) -> int:
         return len(self._workers) + self.others.count
 
-    def hear(self, number: int, t: float) -> WorkerStatistics:
+    def mark_seen(self, number: int, t: float) -> WorkerStatistics:
         """Return a worker of which the ledger tells at `t`, and which is there."""
-        worker = self.of(number, t)
+        worker = self.get_or_add(number, t)
         if worker.since is None:
             worker.since = t
-        worker.heard = t
+        worker.last_seen = t
         return worker
 
-    def of(self, number: int, t: float) -> WorkerStatistics:
+    def get_or_add(self, number: int, t: float) -> WorkerStatistics:
         """Return a worker, known from now on."""
         worker = self._workers.get(number)
         if worker is None:
@@ -118,16 +118,16 @@ class WorkerTable:
         """Return a worker, None if it is not known."""
         return self._workers.get(number)
 
-    def away(self, since: float) -> None:
+    def downtimes(self, since: float) -> None:
         """Note that the hub was away: who has not come again by now went when it was heard last."""
         for worker in self:
             if worker.since is not None and worker.since <= since:
-                worker.go(worker.heard)
+                worker.mark_gone(worker.last_seen)
 
     def end(self, t: float) -> None:
         """Note that the ledger ends."""
         for worker in self:
-            worker.go(t)
+            worker.mark_gone(t)
 
     def ranked(self) -> list[WorkerStatistics]:
         """Return the workers, those that gave most first."""
@@ -145,7 +145,7 @@ class WorkerTable:
     def _fold(self) -> None:
         """Count half of all workers together: those that gave least."""
         for worker in self.ranked()[self._most // 2 :]:
-            worker.go(worker.heard)
+            worker.mark_gone(worker.last_seen)
             self.others.add(self._workers.pop(worker.number))
 
 

@@ -85,7 +85,7 @@ def _shares(summary: RunSummary) -> dict[str, float]:
     """
     ranks, arrivals, step = summary.ranks, summary.arrivals, _step(summary)
     imbalance = fmean(each.imbalance for each in arrivals.ranks) / step if arrivals.ranks and step else 0.0
-    late = arrivals.straggler.late / step if arrivals.straggler is not None else 0.0
+    late = arrivals.straggler.lateness / step if arrivals.straggler is not None else 0.0
     return {
         "tasks": fmean(rank.between / (rank.between + rank.total) for rank in ranks if rank.total),
         "data": min(rank.share("data") for rank in ranks),

@@ -30,7 +30,7 @@ class BucketView:
 
     data: str
     script: str
-    told: str
+    caption: str
     table: Sequence[Sequence[str]]
 
 
@@ -48,14 +48,14 @@ def make_bucket_view(timelines: Mapping[int, RankTrace], straggler: int | None =
     text = json.dumps({"steps": shown}, separators=(",", ":")).replace("<", "\\u003c")
     first = timelines[ranks[0]]
     usual = next(line for line in first.steps if line.step == steps[0][1])
-    told = (
+    caption = (
         "One step on each rank: above its phases, below its buckets from the moment they are ready, hollow while they "
         "wait for their turn or for other ranks, full while they are under way."
     )
     if len(timelines) > len(ranks):
-        told += f" {len(ranks)} of {len(timelines)} ranks."
+        caption += f" {len(ranks)} of {len(timelines)} ranks."
     script = files("paceline.tools.report").joinpath("bucket_view.js").read_text(encoding="utf-8")
-    return BucketView(text, script, told, _table(usual, first.buckets_at(usual.step)))
+    return BucketView(text, script, caption, _table(usual, first.buckets_at(usual.step)))
 
 
 def _chosen(ranks: Sequence[int], straggler: int | None) -> list[int]:
@@ -89,7 +89,7 @@ def _step(name: str, number: int, timelines: Mapping[int, RankTrace]) -> dict[st
         rank: next(line for line in each.steps if line.step == number) for rank, each in timelines.items()
     }
     begin = min(line.start for line in lines.values())
-    last: dict[tuple[str, int], tuple[float, int]] = {}
+    last_share: dict[tuple[str, int], tuple[float, int]] = {}
     for rank, line in lines.items():
         for call in line.calls:
             key = (call.kind, call.bucket)
@@ -104,7 +104,7 @@ def _lane(
     line: TracedStep,
     timeline: RankTrace,
     begin: float,
-    last: Mapping[tuple[str, int], tuple[float, int]],
+    last_share: Mapping[tuple[str, int], tuple[float, int]],
 ) -> dict[str, Any]:
     """Return what one rank did, in seconds since the first rank began."""
     offset, buckets = line.start - begin, timeline.buckets_at(line.step)
@@ -140,10 +140,10 @@ def _name(call: TracedCall, buckets: Sequence[TracedBucket]) -> str:
     if call.kind == "gather":
         return f"parameters {call.bucket}"
     if call.bucket < len(buckets):
-        told = buckets[call.bucket]
-        if not told.parameters:
+        caption = buckets[call.bucket]
+        if not caption.parameters:
             return "ledger"
-        more = f" and {told.parameters - 1} more" if told.parameters > 1 else ""
+        more = f" and {told.parameters - 1} more" if caption.parameters > 1 else ""
         return f"bucket {call.bucket}: {told.first}{more}"
     return f"bucket {call.bucket}"
 

@@ -43,11 +43,11 @@ def compare_with_prediction(profile: Path, facts: Mapping[str, object], summary:
     for name, plan, came in rows:
         ratio = f"{came / plan:.2f}" if plan else "–"
         table.append([name, format_seconds(plan) if plan else "–", format_seconds(came), ratio])
-    told = (
+    caption = (
         f"{planned.way.label}, predicted by {profile.name}: a step of {format_seconds(planned.low)} to "
         f"{format_seconds(planned.high)}."
     )
-    return PageTable("Plan and reality", table, told)
+    return PageTable("Plan and reality", table, caption)
 
 
 def predict_run_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
@@ -75,12 +75,12 @@ def predict_run_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
 
 def _strategy(facts: Mapping[str, object], settings: Mapping[str, object]) -> str:
     """Return the name of the strategy that a run used."""
-    for told in (
+    for caption in (
         settings.get("sync"),
         str(facts.get("synchronised", "")).partition(",")[0].partition(" ")[0],
     ):
-        if isinstance(told, str) and told in STRATEGIES:
-            return told
+        if isinstance(caption, str) and caption in STRATEGIES:
+            return caption
     raise UsageError(
         f"how the run synchronised ({facts.get('synchronised', 'not told')}) has no predicted step",
         remedy="leave --profile out",

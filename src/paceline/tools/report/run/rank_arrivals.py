@@ -36,9 +36,9 @@ class RankArrivals:
     """
 
     rank: int
-    last: float
-    late: float
-    late_often: float
+    last_share: float
+    lateness: float
+    lateness_p95: float
     imbalance: float
     transfer: float
 
@@ -56,11 +56,11 @@ class Straggler:
     """
 
     rank: int
-    last: float
-    late: float
-    longer: Mapping[str, float]
+    last_share: float
+    lateness: float
+    excess: Mapping[str, float]
     parts: Mapping[str, float]
-    others: Mapping[str, float]
+    other_parts: Mapping[str, float]
     cpu: float
     others_cpu: float
     preempted: float
@@ -140,9 +140,9 @@ def _straggler(
     error: float,
 ) -> Straggler | None:
     """Return the rank that is last most often and late enough for others to wait, None if no rank is."""
-    slowest = max(ranks, key=lambda each: each.late)
+    slowest = max(ranks, key=lambda each: each.lateness)
     step = median(line.seconds for lines, _ in compared for line in lines.values())
-    if slowest.last < _OFTEN or slowest.late < max(_CONSIDERABLE * step, error):
+    if slowest.last_share < _OFTEN or slowest.lateness < max(_CONSIDERABLE * step, error):
         return None
     rank = slowest.rank
     own = [lines[rank] for lines, _ in compared]
@@ -150,8 +150,8 @@ def _straggler(
     parts, theirs = _medians(own), _medians(others)
     return Straggler(
         rank,
-        slowest.last,
-        slowest.late,
+        slowest.last_share,
+        slowest.lateness,
         {name: parts[name] - theirs[name] for name in parts if name != "exposed"},
         parts,
         theirs,

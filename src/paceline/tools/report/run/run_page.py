@@ -124,13 +124,13 @@ def _figures(run: RecordedRun, summary: RunSummary) -> list[PageFigure]:
         what = summary.speed[1] if summary.speed else ""
         later = run.steps[1:]  # the first step pays for what happens once
         speed = _points((step.step, getattr(step, f"{what}_per_second", None)) for step in later)
-        told = f"{what.capitalize()} per second of all ranks together."
-        figures += _over_steps("Speed", told, f"{what}/s", speed)
+        caption = f"{what.capitalize()} per second of all ranks together."
+        figures += _over_steps("Speed", caption, f"{what}/s", speed)
         exposed = _points(
             (step.step, None if step.exposed_share is None else 100 * step.exposed_share) for step in later
         )
-        told = "Share of each step in which rank 0 stood still for communication."
-        figures += _over_steps("Exposed communication", told, "% of the step", exposed)
+        caption = "Share of each step in which rank 0 stood still for communication."
+        figures += _over_steps("Exposed communication", caption, "% of the step", exposed)
         figures += _others(run)
     return figures
 
@@ -143,13 +143,13 @@ def _restarts(restarts: Sequence[RestartRecord]) -> list[PageTable]:
 
 def _memory(summary: RunSummary) -> list[PageTable]:
     """Return the table of the most memory that each rank has used; none where no rank told."""
-    told = {rank: each.memory for rank, each in summary.timelines.items() if each.memory}
-    if not told:
+    caption = {rank: each.memory for rank, each in summary.timelines.items() if each.memory}
+    if not caption:
         return []
-    kinds = sorted({kind for memory in told.values() for kind in memory}, reverse=True)
+    kinds = sorted({kind for memory in caption.values() for kind in memory}, reverse=True)
     rows = [
         [f"rank {rank}", *(format_bytes(memory[kind]) if kind in memory else "–" for kind in kinds)]
-        for rank, memory in list(told.items())[:_RANKS_SHOWN]
+        for rank, memory in list(caption.items())[:_RANKS_SHOWN]
     ]
     names = {"resident": "of the process, resident", "allocated": "allocated on its GPU"}
     return [PageTable("Memory", [["at most", *(names.get(kind, kind) for kind in kinds)], *rows])]
@@ -172,11 +172,11 @@ def _where_time_goes(ranks: Sequence[RankTime]) -> PageFigure:
     for rank in shown:
         shares = (_percent(rank.share(phase)) for phase in PHASES)
         table.append([str(rank.rank), *shares, format_seconds(rank.total)])
-    told = "Mean time of a step on each rank. Exposed: the rank stands still for communication."
+    caption = "Mean time of a step on each rank. Exposed: the rank stands still for communication."
     if len(ranks) > len(shown):
-        told += f" The first {len(shown)} of {len(ranks)} ranks."
+        caption += f" The first {len(shown)} of {len(ranks)} ranks."
     return responsive_figure(
-        "Where the time goes", told, "time", lambda wide: breakdown_chart({"": bars}, wide=wide), table
+        "Where the time goes", caption, "time", lambda wide: breakdown_chart({"": bars}, wide=wide), table
     )
 
 
@@ -191,14 +191,14 @@ def _loss(run: RecordedRun) -> list[PageFigure]:
     if not training:
         return []
     lines = [ChartLine("training", training)] + ([ChartLine("held out", held_out)] if held_out else [])
-    told, unit = "Loss of the training batches, as it was logged.", "loss"
+    caption, unit = "Loss of the training batches, as it was logged.", "loss"
     if "model" in run.facts:  # the reference model's
-        told = "Cross-entropy of the training batches" + (" and of held-out text." if held_out else ".")
+        caption = "Cross-entropy of the training batches" + (" and of held-out text." if held_out else ".")
         unit = "loss (nats per token)"
     return [
         responsive_figure(
             "Loss",
-            told,
+            caption,
             "loss",
             lambda wide: step_curve_chart(lines, x="optimizer step", y=unit, wide=wide),
         )
@@ -224,7 +224,7 @@ def _others(run: RecordedRun) -> list[PageFigure]:
 
 def _over_steps(
     title: str,
-    told: str,
+    caption: str,
     unit: str,
     points: Sequence[tuple[float, float]],
     *,
@@ -237,7 +237,7 @@ def _over_steps(
     return [
         responsive_figure(
             title,
-            told,
+            caption,
             key or title.split()[0].lower(),
             lambda wide: step_curve_chart(
                 [ChartLine("", points)], x="optimizer step", y=unit, wide=wide, from_zero=from_zero

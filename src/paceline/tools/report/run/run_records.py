@@ -217,7 +217,7 @@ def _restarts(path: Path, notes: list[str]) -> Iterator[RestartRecord]:
 
 def _reason(record: Mapping[str, object]) -> str:
     """Return what failed first, by whatever of it the line holds."""
-    first, told = record.get("first"), []
+    first, parts = record.get("first"), []
     if isinstance(first, Mapping):
         who = (
             f"rank {first['rank']} on {first.get('host')}"
@@ -225,13 +225,13 @@ def _reason(record: Mapping[str, object]) -> str:
             else first.get("host")
         )
         lines = [line for line in first.get("lines") or () if isinstance(line, str)]
-        told.append(f"{who} {first.get('how')}" + (f": {_SPEAKER.sub('', lines[-1])}" if lines else ""))
+        parts.append(f"{who} {first.get('how')}" + (f": {_SPEAKER.sub('', lines[-1])}" if lines else ""))
     for names, word in (("lost", "lost"), ("joined", "joined")):
         if isinstance(hosts := record.get(names), list) and hosts:
-            told.append(f"{', '.join(map(str, hosts))} {word}")
+            parts.append(f"{', '.join(map(str, hosts))} {word}")
     if record.get("why"):
-        told.append(str(record["why"]))
-    return "; ".join(told) or "unknown"
+        parts.append(str(record["why"]))
+    return "; ".join(parts) or "unknown"
 
 
 def _number(record: Mapping[str, object], key: str) -> float:

@@ -20,8 +20,8 @@ _MORE = 1.15  # times as many of something: beyond it, it is told as a differenc
 
 def straggler_cause(straggler: Straggler) -> str:
     """Return one sentence: what of its step takes longer than on the other ranks, and what that comes from."""
-    part = max(straggler.longer, key=lambda name: straggler.longer[name])
-    mine, theirs = straggler.parts[part], straggler.others[part]
+    part = max(straggler.excess, key=lambda name: straggler.excess[name])
+    mine, theirs = straggler.parts[part], straggler.other_parts[part]
     beside = f"{format_seconds(mine)} a step, {format_seconds(theirs)} on the others"
     if _more_samples(straggler):
         return f"It has more to do: {straggler.samples:g} samples a step, the others {straggler.others_samples:g}."
@@ -48,7 +48,7 @@ def straggler_cause(straggler: Straggler) -> str:
 
 def straggler_remedy(straggler: Straggler) -> tuple[str, str]:
     """Return what to do and how."""
-    part = max(straggler.longer, key=lambda name: straggler.longer[name])
+    part = max(straggler.excess, key=lambda name: straggler.excess[name])
     rank = straggler.rank
     if _more_samples(straggler):
         return (
@@ -83,7 +83,7 @@ def straggler_remedy(straggler: Straggler) -> tuple[str, str]:
 
 
 def _more_samples(straggler: Straggler) -> bool:
-    computing = sum(straggler.longer[part] for part in _COMPUTING)
+    computing = sum(straggler.excess[part] for part in _COMPUTING)
     return computing > 0 and straggler.samples > _MORE * straggler.others_samples > 0
 
 
@@ -99,7 +99,7 @@ def arrivals_table(summary: RunSummary) -> list[PageTable]:
     arrivals = summary.arrivals
     if not arrivals.ranks:
         return []
-    shown = sorted(arrivals.ranks, key=lambda each: -each.late)[:_RANKS_SHOWN]
+    shown = sorted(arrivals.ranks, key=lambda each: -each.lateness)[:_RANKS_SHOWN]
     slowed = {rank.rank: rank.slowed for rank in summary.ranks}
     head = [
         "rank",
@@ -114,24 +114,24 @@ def arrivals_table(summary: RunSummary) -> list[PageTable]:
         [
             str(each.rank),
             f"{100 * each.last:.0f}\u00a0%",
-            _signed(each.late),
-            _signed(each.late_often),
+            _signed(each.lateness),
+            _signed(each.lateness_p95),
             format_seconds(each.imbalance),
             format_seconds(each.transfer),
             format_seconds(slowed.get(each.rank, 0.0)),
         ]
         for each in shown
     ]
-    told = (
+    caption = (
         f"When each rank comes to the last exchange of a step, over {arrivals.steps} steps. Exposed communication is "
         "waiting until the last rank is there, waiting for the network after that, and backward that goes slower "
         "while calls are under way; per step, mean."
     )
     if arrivals.clock_error:
-        told += f" Clocks of hosts are known to {format_seconds(arrivals.clock_error)}."
+        caption += f" Clocks of hosts are known to {format_seconds(arrivals.clock_error)}."
     if len(arrivals.ranks) > len(shown):
-        told += f" The latest {len(shown)} of {len(arrivals.ranks)} ranks."
-    return [PageTable("Who waits for whom", [head, *rows], told)]
+        caption += f" The latest {len(shown)} of {len(arrivals.ranks)} ranks."
+    return [PageTable("Who waits for whom", [head, *rows], caption)]
 
 
 def _signed(seconds: float) -> str:

@@ -152,7 +152,7 @@ def read_timeline(spans: Sequence[TraceSpan]) -> RankTrace:
         if found:
             first = min(line.step for line in found)
             steps = {step: line for step, line in steps.items() if step < first}
-            buckets = {step: told for step, told in buckets.items() if step < first}
+            buckets = {step: fields for step, fields in buckets.items() if step < first}
             steps |= {line.step: line for line in found}
             cold.add(first)
         buckets |= {int(_number(span, "step")): _buckets(span) for span in session if span.name == "plan"}
@@ -180,16 +180,16 @@ def _sessions(spans: Sequence[TraceSpan]) -> list[list[TraceSpan]]:
 
 def _step(span: TraceSpan, marks: Sequence[tuple[float, float]]) -> list[TracedStep]:
     """Return the step of a line, on rank 0's clock; nothing where the line makes no sense."""
-    told: Mapping[str, Any] = span.fields
+    fields: Mapping[str, Any] = span.fields
     try:
-        phases = [(str(name), since / 1e6) for name, since in told["phases"]]
+        phases = [(str(name), since / 1e6) for name, since in fields["phases"]]
         ends = [*(since for _, since in phases[1:]), span.seconds]
-        calls = [_call(*call) for call in told["calls"]]
+        calls = [_call(*call) for call in fields["calls"]]
         if all(name != "backward" for name, _ in phases):
             return []  # a forward alone: a held-out loss after the last step
         return [
             TracedStep(
-                int(told["step"]),
+                int(fields["step"]),
                 span.rank,
                 span.start - clock_offset_at(marks, span.start),
                 span.seconds,
@@ -198,14 +198,14 @@ def _step(span: TraceSpan, marks: Sequence[tuple[float, float]]) -> list[TracedS
                 ),
                 tuple(
                     TracedWait(int(bucket), since / 1e6, until / 1e6)
-                    for bucket, since, until in told["waits"]
+                    for bucket, since, until in fields["waits"]
                 ),
-                tuple(Task(str(name), since / 1e6, until / 1e6) for name, since, until in told["tasks"]),
+                tuple(Task(str(name), since / 1e6, until / 1e6) for name, since, until in fields["tasks"]),
                 tuple(calls),
-                float(told.get("samples") or 0.0),
-                float(told.get("cpu") or 0.0),
-                int(told.get("preempted") or 0),
-                told.get("quiet") is True,
+                float(fields.get("samples") or 0.0),
+                float(fields.get("cpu") or 0.0),
+                int(fields.get("preempted") or 0),
+                fields.get("quiet") is True,
             )
         ]
     except (KeyError, TypeError, ValueError):
@@ -239,8 +239,8 @@ def clock_offset_at(marks: Sequence[tuple[float, float]], moment: float) -> floa
 
 
 def _buckets(span: TraceSpan) -> tuple[TracedBucket, ...]:
-    told = span.fields.get("buckets")
-    known = [each for each in told if isinstance(each, Mapping)] if isinstance(told, list) else []
+    fields = span.fields.get("buckets")
+    known = [each for each in fields if isinstance(each, Mapping)] if isinstance(fields, list) else []
     return tuple(
         TracedBucket(
             str(each.get("call")),

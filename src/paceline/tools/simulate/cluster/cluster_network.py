@@ -68,11 +68,11 @@ class NetworkModel(Protocol):
         """Return those that it can price."""
         ...
 
-    def usual(self) -> tuple[str, ...]:
+    def default_algorithms(self) -> tuple[str, ...]:
         """Return those that are chosen from where none is named."""
         ...
 
-    def price(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
+    def time_all_reduce(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
         """Return what one all-reduce costs."""
         ...
 
@@ -127,11 +127,11 @@ class ClusterNetwork:
             ALGORITHMS if self.per_node > 1 else tuple(x for x in ALGORITHMS if x not in TWO_LEVEL_ALGORITHMS)
         )
 
-    def usual(self) -> tuple[str, ...]:
+    def default_algorithms(self) -> tuple[str, ...]:
         """Return the algorithms that are chosen from where none is named: all."""
         return self.algorithms()
 
-    def price(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
+    def time_all_reduce(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
         """Return what one all-reduce costs.
 
         Args:
@@ -237,20 +237,20 @@ class FittedNetwork:
     per_node: int = 1
 
     @property
-    def own(self) -> str:
+    def fitted_algorithm(self) -> str:
         """The algorithm that the times look like."""
         return str(self.fit.form)
 
     def algorithms(self) -> tuple[str, ...]:
         """Return the fit's own algorithm first, then those that have a closed form."""
         names = [name for op, name in CLOSED_FORMS if op == self.fit.op]
-        return (self.own, *(name for name in names if name != self.own))
+        return (self.fitted_algorithm, *(name for name in names if name != self.fitted_algorithm))
 
-    def usual(self) -> tuple[str, ...]:
+    def default_algorithms(self) -> tuple[str, ...]:
         """Return the fit's own algorithm: the others never ran."""
-        return (self.own,)
+        return (self.fitted_algorithm,)
 
-    def price(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
+    def time_all_reduce(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
         """Return what one all-reduce costs; arguments and errors as for `ClusterNetwork.price`."""
         if algorithm not in self.algorithms():
             raise UsageError(
@@ -259,8 +259,8 @@ class FittedNetwork:
         ranks = nodes * self.per_node
         if ranks == 1:
             return AllReduceTime(algorithm, 0.0, 0.0)
-        form = self.fit.form if algorithm == self.own else AlgorithmTerms(algorithm, self.fit.form.shared)
-        if self.fit.form == PLAIN and algorithm != self.own:
+        form = self.fit.form if algorithm == self.fitted_algorithm else AlgorithmTerms(algorithm, self.fit.form.shared)
+        if self.fit.form == PLAIN and algorithm != self.fitted_algorithm:
             raise UsageError(f"{algorithm}: the fit knows no algorithm", remedy=f"use {self.own}")
         terms, segments = terms_of(self.fit.op, form, ranks), self.fit.segments_for(ranks)
         whole = seconds_at(segments, nbytes, terms.messages, terms.sent)

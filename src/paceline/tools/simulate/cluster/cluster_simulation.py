@@ -92,7 +92,7 @@ class ClusterPlan:
         UsageError: a number makes no sense.
     """
 
-    carrier: NetworkModel
+    network: NetworkModel
     step_seconds: float
     nbytes: float
     machines: ClusterMachines = field(default_factory=ClusterMachines)
@@ -236,7 +236,7 @@ class ClusterRow:
     cost: Percentiles | None
     stuck: bool
 
-    def facts(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Return it for JSON."""
         return asdict(self)
 
@@ -276,11 +276,11 @@ def simulate_cluster(plan: ClusterPlan, nodes: int) -> ClusterRow:
     """
     if type(nodes) is not int or not 1 <= nodes <= MOST_NODES:
         raise UsageError(f"{nodes!r} nodes", remedy=f"give a whole number from 1 to {MOST_NODES}")
-    ranks = nodes * plan.carrier.per_node
+    ranks = nodes * plan.network.per_node
     compute = plan.step_seconds / (ranks if plan.batch == "fixed" else 1)
     traffic, price = _traffic(plan, nodes)
     steps = sample_steps(
-        plan.machines, nodes, plan.carrier.per_node, plan.every, plan.jobs, plan.draws, [plan.seed, nodes, 1]
+        plan.machines, nodes, plan.network.per_node, plan.every, plan.jobs, plan.draws, [plan.seed, nodes, 1]
     )
     waiting = compute * steps.longest
     exposed = _exposed(plan, nodes, traffic, price, waiting)
@@ -292,7 +292,7 @@ def _traffic(plan: ClusterPlan, nodes: int) -> tuple[list[MessageGroup], AllRedu
     """Return what a step sends, per step on average, and the price of one call."""
 
     def price(nbytes: float, halved: bool) -> AllReduceTime:
-        return fastest_all_reduce(plan.carrier, nodes, nbytes, plan.algorithm, halved=halved)
+        return fastest_all_reduce(plan.network, nodes, nbytes, plan.algorithm, halved=halved)
 
     if plan.every == 1:
         return step_messages(plan.strategy, plan.nbytes, plan.bucket_nbytes, plan.backward, price)
@@ -359,14 +359,14 @@ def _row(
     hours = total / 3600.0 * nodes
     return ClusterRow(
         nodes,
-        nodes * plan.carrier.per_node,
+        nodes * plan.network.per_node,
         price.algorithm,
         compute,
         comm,
         Percentiles.of(whole.ravel()),
         Percentiles.of(efficiency),
         {name: float(part.mean()) for name, part in ledger.items()},
-        float((efficiency * nodes * plan.carrier.per_node / steps.useful).mean()),
+        float((efficiency * nodes * plan.network.per_node / steps.useful).mean()),
         None if risk.mtbf == np.inf else risk.mtbf,
         float(took.failures.mean()),
         intervals,

@@ -35,17 +35,17 @@ def cluster_findings(rows: Sequence[ClusterRow]) -> list[str]:
         rows: one or more, by nodes.
     """
     last = rows[-1]
-    told = [_reach(rows), _limit(last)]
+    findings = [_reach(rows), _limit(last)]
     fastest = max(rows, key=lambda row: row.speedup)
     if fastest is not last:
-        told.append(
+        findings.append(
             f"Beyond {_nodes(fastest)} it gets slower: there it is {times(fastest.speedup)} × one rank."
         )
     if last.intervals is not None and last.intervals.daly is not None:
-        told.append(_checkpoints(last))
+        findings.append(_checkpoints(last))
     if last.cost is not None and len(rows) > 1:
-        told.append(_cheapest(rows))
-    return told
+        findings.append(_cheapest(rows))
+    return findings
 
 
 def duration(seconds: float) -> str:
@@ -91,9 +91,9 @@ def _reach(rows: Sequence[ClusterRow]) -> str:
         return (
             f"{_nodes(last)} are used to {percent(last.efficiency.mean)}: {times(last.speedup)} × one rank."
         )
-    told = f"{_nodes(last)} are used to {percent(last.efficiency.mean)}: {times(last.speedup)} × one rank"
+    findings = f"{_nodes(last)} are used to {percent(last.efficiency.mean)}: {times(last.speedup)} × one rank"
     if last.stuck:
-        told = f"On {_nodes(last)} the job never ends: it fails again before it has a checkpoint"
+        findings = f"On {_nodes(last)} the job never ends: it fails again before it has a checkpoint"
     if not good:
         return f"{told}; none of these numbers reaches {percent(_GOOD)}."
     return f"{told}; {percent(_GOOD)} is reached up to {_nodes(good[-1])}."

@@ -79,7 +79,7 @@ class MessageGroup:
 
 
 def fastest_all_reduce(
-    carrier: NetworkModel, nodes: int, nbytes: float, algorithm: str = "auto", *, halved: bool = False
+    network: NetworkModel, nodes: int, nbytes: float, algorithm: str = "auto", *, halved: bool = False
 ) -> AllReduceTime:
     """Return the price of an all-reduce, by the cheapest algorithm unless one is named.
 
@@ -90,7 +90,7 @@ def fastest_all_reduce(
     Raises:
         UsageError: the carrier has no such algorithm, or it has no such halves.
     """
-    names = carrier.usual() if algorithm == "auto" else (algorithm,)
+    names = network.default_algorithms() if algorithm == "auto" else (algorithm,)
     if halved:
         names = tuple(name for name in names if name.split(",")[0] in SPLIT_ALGORITHMS)
         if not names:
@@ -98,7 +98,7 @@ def fastest_all_reduce(
                 f"{algorithm} is no reduce-scatter followed by an all-gather, which sharding needs",
                 remedy=f"valid: {', '.join(SPLIT_ALGORITHMS)}",
             )
-    return min((carrier.price(name, nodes, nbytes) for name in names), key=lambda price: price.seconds)
+    return min((network.price(name, nodes, nbytes) for name in names), key=lambda price: price.seconds)
 
 
 def step_messages(

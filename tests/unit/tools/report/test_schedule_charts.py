@@ -9,7 +9,7 @@ import pytest
 from paceline.collectives.alpha_beta_cost import cost
 from paceline.collectives.catalogue import ALGORITHMS, schedule
 from paceline.collectives.topology import star
-from paceline.tools.report.charts.schedule_drawing import CostBar, schedule_chart, schedule_cost_chart
+from paceline.tools.report.charts.schedule_charts import CostBar, schedule_chart, schedule_cost_chart
 
 
 def picture(op, name, ranks):

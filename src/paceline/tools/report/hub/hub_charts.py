@@ -22,6 +22,7 @@ from paceline.tools.report.charts.chart_style import (
     label_line_ends,
     running_mean,
     stacked_panels,
+    time_unit,
 )
 from paceline.tools.report.hub.downsample import Point
 from paceline.tools.report.hub.link_usage import HubDowntime, ReservedRate
@@ -37,7 +38,6 @@ __all__ = [
     "ignore_missing_glyphs",
     "score_chart",
     "staleness_histogram",
-    "time_unit",
     "traffic_chart",
 ]
 
@@ -58,9 +58,9 @@ class ScoreCurves:
 
     centre: Sequence[Point]
     workers: Sequence[ChartLine]
-    together: float | None = None
-    replaced: Sequence[Point] = ()
-    away: Sequence[HubDowntime] = ()
+    merged_at: float | None = None
+    replacementsents: Sequence[Point] = ()
+    downtimestimes: Sequence[HubDowntime] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def ignore_missing_glyphs() -> Iterator[None]:
 
 
 @in_paceline_style
-def score_chart(told: ScoreCurves, seconds: float, *, y: str, wide: bool = True) -> Chart:
+def score_chart(curves: ScoreCurves, seconds: float, *, y: str, wide: bool = True) -> Chart:
     """Return scores over wall time: the centre's strong, those of workers faint, with marks for what happened.
 
     Args:
@@ -100,14 +100,14 @@ def score_chart(told: ScoreCurves, seconds: float, *, y: str, wide: bool = True)
         wide: for a page of a desk, rather than for a phone.
     """
     figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=3.8 if wide else 3.2)
-    scale = _time_axis(axes, seconds, told.away)
-    few = len(told.workers) <= _NAMED
+    scale = _time_axis(axes, seconds, curves.downtimestimes)
+    few = len(curves.workers) <= _NAMED
     ends: list[LineEnd] = []
-    for line, colour in zip(told.workers, [*COLOURS[1:], *[MUTED] * len(told.workers)], strict=False):
+    for line, colour in zip(curves.workers, [*COLOURS[1:], *[MUTED] * len(curves.workers)], strict=False):
         colour = colour if few else MUTED
-        faint = bool(told.centre)
+        faint = bool(curves.centre)
         axes.plot(
-            *_broken(line.points, told.away, scale),
+            *_broken(line.points, curves.downtimestimes, scale),
             color=colour,
             linewidth=1.2 if faint else 1.8,
             alpha=(0.75 if few else 0.4) if faint else 1.0,
@@ -122,21 +122,21 @@ def score_chart(told: ScoreCurves, seconds: float, *, y: str, wide: bool = True)
                     colour,
                 )
             )
-    if told.centre:
-        _plot_centre(axes, told.centre, told.away, scale)
-        ends.insert(0, (told.centre[-1][0] / scale, told.centre[-1][1], "centre", COLOURS[0]))
-    if told.replaced:
+    if curves.centre:
+        _plot_centre(axes, curves.centre, curves.downtimestimes, scale)
+        ends.insert(0, (curves.centre[-1][0] / scale, curves.centre[-1][1], "centre", COLOURS[0]))
+    if curves.replacementsents:
         axes.plot(
-            [at / scale for at, _ in told.replaced], [score for _, score in told.replaced], "x", color=INK
+            [at / scale for at, _ in curves.replacementsents], [score for _, score in curves.replacementsents], "x", color=INK
         )
-    if told.together is not None:
-        axes.axvline(told.together / scale, color=INK, linewidth=1, linestyle="--")
+    if curves.merged_at is not None:
+        axes.axvline(curves.merged_at / scale, color=INK, linewidth=1, linestyle="--")
         axes.annotate(
-            "all join the best", (told.together / scale, 1), (4, -4), xycoords=("data", "axes fraction"),
+            "all join the best", (curves.merged_at / scale, 1), (4, -4), xycoords=("data", "axes fraction"),
             textcoords="offset points", va="top", fontsize=9, color=MUTED,
         )  # fmt: skip
     _vertical(
-        axes, [value for line in told.workers for _, value in line.points] + [v for _, v in told.centre]
+        axes, [value for line in curves.workers for _, value in line.points] + [v for _, v in curves.centre]
     )
     axes.set_ylabel(y)
     axes.grid(axis="y")
@@ -144,8 +144,8 @@ def score_chart(told: ScoreCurves, seconds: float, *, y: str, wide: bool = True)
     return Chart(figure)
 
 
-def _plot_centre(axes: Axes, points: Sequence[Point], away: Sequence[HubDowntime], scale: float) -> None:
-    at, values = _broken(points, away, scale)
+def _plot_centre(axes: Axes, points: Sequence[Point], downtimes: Sequence[HubDowntime], scale: float) -> None:
+    at, values = _broken(points, downtimes, scale)
     colour = COLOURS[0]
     if len(points) <= _SMOOTHED:
         axes.plot(
@@ -155,7 +155,7 @@ def _plot_centre(axes: Axes, points: Sequence[Point], away: Sequence[HubDowntime
     axes.plot(at, values, color=colour, alpha=0.3, linewidth=1)
     smooth = running_mean([value for _, value in points], len(points) // 80)
     smoothed = [(x, value) for (x, _), value in zip(points, smooth, strict=True)]
-    axes.plot(*_broken(smoothed, away, scale), color=colour, linewidth=2.2)
+    axes.plot(*_broken(smoothed, downtimes, scale), color=colour, linewidth=2.2)
 
 
 @in_paceline_style
@@ -210,10 +210,10 @@ def staleness_histogram(rows: Sequence[tuple[float, float, int]], *, wide: bool 
 
 @in_paceline_style
 def traffic_chart(
-    into: Sequence[Point],
-    out: Sequence[Point],
+    received_rates: Sequence[Point],
+    sent_rates: Sequence[Point],
     reserved: Sequence[ReservedRate],
-    away: Sequence[HubDowntime],
+    downtimestimes: Sequence[HubDowntime],
     seconds: float,
     *,
     wide: bool = True,
@@ -225,11 +225,11 @@ def traffic_chart(
         seconds: how long the run lasted. wide: for a page of a desk, rather than for a phone.
     """
     figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=2.8)
-    scale = _time_axis(axes, seconds, away)
+    scale = _time_axis(axes, seconds, downtimes)
     ends: list[LineEnd] = []
     for label, points, colour in (("in", into, COLOURS[0]), ("out", out, COLOURS[1])):
         axes.plot(
-            *_broken(points, away, scale), color=colour, linewidth=1.5, marker="." if len(points) < 25 else ""
+            *_broken(points, downtimes, scale), color=colour, linewidth=1.5, marker="." if len(points) < 25 else ""
         )
         if points:
             ends.append((points[-1][0] / scale, points[-1][1], label, colour))
@@ -246,34 +246,21 @@ def traffic_chart(
     return Chart(figure)
 
 
-def _time_axis(axes: Axes, seconds: float, away: Sequence[HubDowntime]) -> float:
+def _time_axis(axes: Axes, seconds: float, downtimes: Sequence[HubDowntime]) -> float:
     """Label the axis of wall time, mark when the hub was away, and return the seconds of its unit."""
     unit, scale = time_unit(seconds)
     axes.set_xlabel(f"wall time ({unit})")
     axes.set_xlim(-0.02 * max(seconds, 1.0) / scale, 1.01 * max(seconds, 1.0) / scale)
-    for each in away:
+    for each in downtimes:
         axes.axvspan(each.since / scale, each.until / scale, color=MUTED, alpha=0.22, linewidth=0)
     return scale
 
 
-def time_unit(seconds: float) -> tuple[str, float]:
-    """Return the unit in which so long a time is told on an axis, and its seconds.
-
-    Example:
-        >>> time_unit(90.0), time_unit(7200.0)
-        (('s', 1.0), ('min', 60.0))
-    """
-    for unit, scale, least in (("days", 86400.0, 4.0), ("h", 3600.0, 3.0), ("min", 60.0, 3.0)):
-        if seconds >= least * scale:
-            return unit, scale
-    return "s", 1.0
-
-
 def _broken(
-    points: Sequence[Point], away: Sequence[HubDowntime], scale: float
+    points: Sequence[Point], downtimes: Sequence[HubDowntime], scale: float
 ) -> tuple[list[float], list[float]]:
     """Return times and values of a line that has a gap where the hub was away."""
-    at, values, gaps = [], [], [each.until for each in away]
+    at, values, gaps = [], [], [each.until for each in downtimes]
     passed = 0
     for x, value in points:
         while passed < len(gaps) and gaps[passed] <= x:
