@@ -115,7 +115,7 @@ class AsyncPlan:
     policy: SelectionPolicy = field(default_factory=SelectionPolicy)
     compression: str | None = "int4"
     stagger: bool = True
-    same_initinit: bool = True
+    same_init: bool = True
     warmup: int = 0
     schedule: LrSchedule | None = None
     hub_up: float = 125e6

@@ -50,10 +50,10 @@ class SimulatedWorker:
         self._simulation, self.index, self.number = simulation, index, index + 1
         self._clock, self._plan = simulation.clock, plan
         self._machine = machine = plan.machines[index]
-        self.learner = simulation.task.learner(index, len(plan.machines), same_init=plan.same_initinit, lr=machine.lr)
+        self.learner = simulation.task.learner(index, len(plan.machines), same_init=plan.same_init, lr=machine.lr)
         self._lr = machine.lr if machine.lr is not None else simulation.task.lr
         self._key = derive_key(plan.seed, self.number)
-        self.steps_dones_done, self.alive = 0, False
+        self.steps_done, self.alive = 0, False
         self.link = Link(machine.up, machine.down, plan.latency)
         self._outbox = Outbox(None, self.number)
         self._incarnation = 0
@@ -138,13 +138,13 @@ class SimulatedWorker:
         plan, machine = self._plan, self._machine
         count = self.worker.steps_until_due()
         if plan.steps is not None:
-            left = plan.steps - self.steps_dones_done
+            left = plan.steps - self.steps_done
             if left <= 0:
                 self._simulation.worker_finished(self)
                 return
             if count > left:
                 count = left
-        seconds = machine.step_seconds * count * jitter_factor(machine.jitter, self._key, self.steps_dones_done)
+        seconds = machine.step_seconds * count * jitter_factor(machine.jitter, self._key, self.steps_done)
         self._clock.at(self._clock.now + seconds, self._computed, self._incarnation, count)
 
     def _computed(self, incarnation: int, count: int) -> None:
@@ -166,8 +166,8 @@ class SimulatedWorker:
         share = worker.lr_scale
         if schedule is not None:
             share *= schedule(self._simulation.progress(self))
-        samples = self.learner.steps(self.steps_dones_done, count, share)
-        self.steps_dones_done += count
+        samples = self.learner.steps(self.steps_done, count, share)
+        self.steps_done += count
         worker.step(samples, self._lr, self._clock.now, self._machine.step_seconds, count)
 
     # ------------------------------------------------------------------ talking

@@ -7,10 +7,19 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from paceline.tools.report.charts.chart_style import ChartLine
-from paceline.tools.report.hub.hub_charts import ScoreCurves, ShareBar, _broken, contribution_chart, escape_mathtext, ignore_missing_glyphs, score_chart, staleness_histogram, traffic_chart
-from paceline.tools.report.charts.chart_style import time_unit
-from paceline.tools.report.hub.link_usage import HubDowntime, ReservedRate
+from paceline.tools.report.charts.chart_style import ChartLine, time_unit
+from paceline.tools.report.hub.hub_charts import (
+    ScoreCurves,
+    ShareBar,
+    _broken,
+    contribution_chart,
+    escape_mathtext,
+    ignore_missing_glyphs,
+    score_chart,
+    staleness_histogram,
+    traffic_chart,
+)
+from paceline.tools.report.hub.hub_traffic import HubDowntime, ReservedRate
 
 
 def texts(chart):
@@ -21,7 +30,10 @@ def texts(chart):
 @pytest.mark.parametrize("wide", [True, False])
 def test_the_chart_of_scores_names_the_centre_and_few_workers(wide):
     told = ScoreCurves(
-        [(5, 4.0), (60, 2.0)], [ChartLine("ann", [(1, 5.0), (50, 3.0)])], together=4.0, replacements=[(3, 6.0)]
+        [(5, 4.0), (60, 2.0)],
+        [ChartLine("ann", [(1, 5.0), (50, 3.0)])],
+        together=4.0,
+        replacements=[(3, 6.0)],
     )
     found = texts(score_chart(told, 60, y="score", wide=wide))
     assert {"centre", "ann", "score", "wall time (s)", "all join the best"} <= set(found)

@@ -34,7 +34,7 @@ def run(tmp_path):
 
 
 def worker(run, number):
-    found = run.workersers.get(number)
+    found = run.workers.get(number)
     assert found is not None
     return found
 
@@ -125,7 +125,7 @@ def test_traffic_is_added_up_and_its_peaks_kept(run):
         traffic(15, 10, 20, bandwidth=900),
     )
     link = told.traffic
-    assert (link.sent, link.received, link.notes) == (6010, 620, 3)
+    assert (link.sent, link.received, link.record_count) == (6010, 620, 3)
     assert (link.peak_sent.rate, link.peak_received.rate, link.peak_sent.at - START) == (1000, 100, 10)
     assert [(each.begin - START, each.end - START, each.rate) for each in link.reserved] == [
         (0, 10, 300),
@@ -141,7 +141,11 @@ def test_scores_of_the_centre_and_of_workers_become_curves(run):
         record("replace", 2, worker=1, by=2, lr=0.1, why="bad"), record("together", 3, worker=2, why="now"),
         centre(4, 1, 5.0), update(5, 1, score=4.0), centre(6, 2, 2.0), centre(7, 2, None), centre(8, 2, 3.0),
     )  # fmt: skip
-    assert [(at - START, score) for at, score in told.centre_scores.points()] == [(4, 5.0), (6, 2.0), (8, 3.0)]
+    assert [(at - START, score) for at, score in told.centre_scores.points()] == [
+        (4, 5.0),
+        (6, 2.0),
+        (8, 3.0),
+    ]
     assert told.best_score is not None
     assert (told.best_score.score, told.best_score.at - START) == (2.0, 6)
     assert [score for _, score in told.scores[1].points()] == [9.0, 4.0]
@@ -284,8 +288,8 @@ def test_memory_does_not_grow_with_workers_that_come_and_go():
     )
     read_records(run, records)
     assert len(run.scores) <= 256
-    assert sum(1 for _ in run.workersers) <= 5000
-    assert len(run.workersers) == run.updates == 12_000
+    assert sum(1 for _ in run.workers) <= 5000
+    assert len(run.workers) == run.updates == 12_000
 
 
 def test_workers_that_are_one_keep_their_sums():
@@ -314,7 +318,7 @@ def test_texts_lose_what_can_not_be_shown():
 
 def test_the_last_name_that_a_worker_gave_counts(run):
     told = run(join(0, 1, "old"), join(1, 1, "new"), join(2, 1, ""))
-    assert told.workersers.names() == {1: "new"}
+    assert told.workers.names() == {1: "new"}
 
 
 def test_a_hub_s_folder_is_told_from_others(tmp_path):

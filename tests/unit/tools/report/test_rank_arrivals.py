@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.tools.report.run.bottleneck import find_bottleneck, transfer_rate
+from paceline.tools.report.run.bottleneck import (
+    find_bottleneck,
+    straggler_cause,
+    straggler_remedy,
+    transfer_rate,
+)
 from paceline.tools.report.run.rank_arrivals import compare_arrivals
 from paceline.tools.report.run.run_summary import RunSummary, rank_time
-from paceline.tools.report.run.straggler_text import straggler_cause, straggler_remedy
 from paceline.tools.report.run.trace_reader import (
     RankTrace,
     StepInterval,
@@ -141,14 +145,14 @@ def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
     limit = find_bottleneck(slow_network(), {"parameters": 250_000, "world": {"nodes": 2}})
     assert limit.kind == "communication"
     assert "go through the network at 5" in limit.sentences[0]
-    assert limit.remedies[0].what == "Send int8 gradients every step"
+    assert limit.remedies[0].action == "Send int8 gradients every step"
     assert limit.remedies[0].how == '--compression int8, or paceline.Sync(compression="int8")'
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
 
 
 def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
     remedies = find_bottleneck(slow_network(seconds=2.0), {"parameters": 250_000}).remedies
-    assert remedies[1].what == "Send int4 parameters every 3 steps in 3 fragments, 1 step late"
+    assert remedies[1].action == "Send int4 parameters every 3 steps in 3 fragments, 1 step late"
     assert remedies[1].how == (
         "--every 3 --outer average --compression int4 --fragments 3 --delay 1, or "
         'paceline.LocalSGD(model, optim, every=3, compression="int4", fragments=3, delay=1)'
@@ -159,7 +163,7 @@ def test_nobody_is_told_to_pack_what_goes_through_the_memory_of_one_host():
     limit = find_bottleneck(slow_network(), {"parameters": 250_000, "world": {"nodes": 1}})
     assert limit.kind == "communication"
     assert "go between processes of this host at 5" in limit.sentences[0]
-    assert not any("Send int" in remedy.what for remedy in limit.remedies)
+    assert not any("Send int" in remedy.action for remedy in limit.remedies)
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
 
 

@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.report.run.run_page import write_run_report
-from paceline.tools.report.run.run_text import timing_caveats
+from paceline.tools.report.run.run_page import timing_caveats, write_run_report
 from recorded_run import write_run
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}

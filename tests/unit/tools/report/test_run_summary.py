@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.tools.report.run.bottleneck import find_bottleneck
+from paceline.tools.report.run.run_page import run_headline
 from paceline.tools.report.run.run_records import LoggedStep, read_run
 from paceline.tools.report.run.run_summary import RankTime, RunSummary, summarise_run
-from paceline.tools.report.run.run_text import run_headline
 from paceline.tools.report.run.step_breakdown import PHASES
 from recorded_run import write_run
 

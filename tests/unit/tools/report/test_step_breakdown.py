@@ -19,7 +19,6 @@ from paceline.tools.report.run.step_breakdown import (
 )
 from paceline.tools.report.run.trace_reader import (
     StepInterval,
-    Task,
     TracedCall,
     TracedStep,
     TracedWait,
@@ -66,7 +65,7 @@ def test_waits_launches_and_tasks_are_taken_out_of_where_they_lie():
         10.0,
         waits=(TracedWait(0, 7.2, 7.6), TracedWait(-1, 8.6, 9.1)),
         calls=(TracedCall("reduce", 0, 8, 8, 3.9, 4.0, 4.5, None, 7.6),),
-        tasks=(Task("eval", 9.5, 9.7),),
+        tasks=(StepInterval("eval", 9.5, 9.7),),
     )
     parts = step_parts(told)
     assert parts["backward"] == pytest.approx(3.5)
@@ -92,7 +91,7 @@ def test_parts_add_up_to_the_step_and_pieces_leave_no_gap(kinds, starts, waits, 
         10.0,
         waits=tuple(TracedWait(0, *pair) for pair in pairs),
         calls=tuple(TracedCall("reduce", 0, 1, 1, None, *pair, None, None) for pair in sent),
-        tasks=tuple(Task("eval", *pair) for pair in done),
+        tasks=tuple(StepInterval("eval", *pair) for pair in done),
     )
     assert sum(step_parts(told).values()) == pytest.approx(10.0)
     pieces = step_intervals(told)

@@ -23,9 +23,9 @@ from paceline.tools.report.charts.chart_style import (
     Chart,
     LineEnd,
     in_paceline_style,
-    set_title,
     label_line_ends,
     set_log_ticks,
+    set_title,
     stacked_panels,
 )
 

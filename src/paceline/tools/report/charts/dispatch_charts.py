@@ -18,9 +18,9 @@ from paceline.tools.report.charts.chart_style import (
     Chart,
     LineEnd,
     in_paceline_style,
-    set_title,
     label_line_ends,
     legend_patch,
+    set_title,
     stacked_panels,
 )
 

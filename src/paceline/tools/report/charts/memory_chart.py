@@ -12,8 +12,8 @@ from paceline.tools.report.charts.chart_style import (
     MUTED,
     Chart,
     in_paceline_style,
-    set_title,
     legend_patch,
+    set_title,
     stacked_panels,
 )
 

@@ -18,8 +18,8 @@ from paceline.tools.report.charts.chart_style import (
     Chart,
     LineEnd,
     in_paceline_style,
-    set_title,
     label_line_ends,
+    set_title,
     stacked_panels,
 )
 from paceline.tools.report.charts.training_charts import StackedBar, breakdown_chart
@@ -107,7 +107,7 @@ def bucket_chart(
     axes.plot([min(every), max(every)], _ms((bare, bare)), "--", color=MUTED, linewidth=1.3)
     ends.append((max(every), 1e3 * bare, "no synchronisation", MUTED))
     _axis(axes, min(every), max(every), [each for each in marked if min(every) <= each[1] <= max(every)])
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=22 if marked else 8)
+    set_title(axes, title, pad=22 if marked else 8)
     axes.set(xlabel="bucket size (MiB)", ylabel="milliseconds of one step", ylim=(0, None))
     axes.grid(axis="y")
     label_line_ends(axes, ends, wide=True)

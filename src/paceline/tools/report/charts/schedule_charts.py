@@ -17,8 +17,8 @@ from paceline.tools.report.charts.chart_style import (
     PAPER,
     Chart,
     in_paceline_style,
-    set_title,
     legend_patch,
+    set_title,
     stacked_panels,
 )
 
@@ -60,7 +60,7 @@ def schedule_chart(schedule: Schedule, price: ScheduleCost, *, title: str) -> Ch
     ]
     if len(kinds) > 1:
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=26 if len(kinds) > 1 else 8)
+    set_title(axes, title, pad=26 if len(kinds) > 1 else 8)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     return Chart(figure)
@@ -122,7 +122,7 @@ def schedule_cost_chart(rows: Sequence[CostBar], *, title: str) -> Chart:
         text = format_seconds(row.predicted)
         if row.measured:
             middle = median(row.measured)
-            text = f"priced {told}, measured {format_seconds(middle)} ({middle / row.predicted:.2f} ×)"
+            text = f"predicted {text}, measured {format_seconds(middle)} ({middle / row.predicted:.2f}×)"
         edge = max([row.predicted, *row.measured])
         axes.annotate(text, (edge, place), (8, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(places, [row.label for row in rows])

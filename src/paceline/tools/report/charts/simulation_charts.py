@@ -15,12 +15,12 @@ from paceline.tools.report.charts.chart_style import (
     Chart,
     LineEnd,
     in_paceline_style,
-    set_title,
     label_line_ends,
     legend_patch,
+    set_title,
     stacked_panels,
+    time_unit,
 )
-from paceline.tools.report.charts.chart_style import time_unit
 from paceline.tools.simulate.async_rows import AsyncRow, LossPoint
 from paceline.tools.simulate.cluster.cluster_simulation import LOSSES, ClusterRow
 
@@ -91,7 +91,10 @@ def _shares(axes: Axes, rows: Sequence[ClusterRow], nodes: Sequence[int]) -> Non
     axes.set_ylim(0, 100)
     axes.set_ylabel("% of all time")
     legend_names = {"useful": "useful (line: mean;\nband: 90 % of jobs)"}
-    labels = [legend_patch(legend_names.get(name, name), colour) for name, colour in zip(names, colours, strict=True)]
+    labels = [
+        legend_patch(legend_names.get(name, name), colour)
+        for name, colour in zip(names, colours, strict=True)
+    ]
     for label in labels:
         label.set_alpha(0.55)
     axes.legend(

@@ -19,11 +19,11 @@ from paceline.tools.report.charts.chart_style import (
     ChartLine,
     LineEnd,
     in_paceline_style,
-    set_title,
     label_line_ends,
     legend_patch,
     running_mean,
     set_log_ticks,
+    set_title,
     stacked_panels,
 )
 from paceline.tools.result_files import require_matplotlib

@@ -1,4 +1,4 @@
-"""Charts of an asynchronous run: scores and traffic over wall time, who gave what, how old it was."""
+"""Charts of an asynchronous run: scores, contributions of workers, staleness and traffic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.tools.report.charts.chart_style import (
     time_unit,
 )
 from paceline.tools.report.hub.downsample import Point
-from paceline.tools.report.hub.link_usage import HubDowntime, ReservedRate
+from paceline.tools.report.hub.hub_traffic import HubDowntime, ReservedRate
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
@@ -41,17 +41,18 @@ __all__ = [
     "traffic_chart",
 ]
 
-_NAMED = 5  # workers with a colour each; more are all grey
-_SPREAD = 30.0  # times the median from which on an axis is logarithmic
-_SMOOTHED = 60
+_MAX_COLOURED = 5  # workers up to which each has a colour; more are all grey
+_LOG_FROM = 30.0  # largest value / median from which an axis is logarithmic
+_SMOOTH_FROM = 60  # points
 
 
 @dataclass(frozen=True)
 class ScoreCurves:
-    """What the chart of scores shows; times in seconds since the beginning.
+    """Data of the score chart; times in seconds since the beginning.
 
     Attributes:
-        centre: of what all share. workers: own ones, the largest first.
+        centre: scores of the centre.
+        workers: scores of workers, largest contribution first.
         together: when all joined one; None: never. replaced: where a worker was replaced by the best.
         away: when the hub was not there.
     """
@@ -59,13 +60,13 @@ class ScoreCurves:
     centre: Sequence[Point]
     workers: Sequence[ChartLine]
     merged_at: float | None = None
-    replacementsents: Sequence[Point] = ()
-    downtimestimes: Sequence[HubDowntime] = ()
+    replacements: Sequence[Point] = ()
+    downtimes: Sequence[HubDowntime] = ()
 
 
 @dataclass(frozen=True)
 class ShareBar:
-    """A bar: of whom, 0 to 1, what is written behind it, and whether it is several workers together."""
+    """A bar: worker, share from 0 to 1, text behind the bar, and whether it stands for several workers."""
 
     name: str
     share: float
@@ -74,7 +75,7 @@ class ShareBar:
 
 
 def escape_mathtext(text: str) -> str:
-    """Return a text of others as matplotlib draws it letter by letter: no formula, and never left out of a legend.
+    """Return a text that matplotlib draws literally: no formula, and not hidden from legends by an underscore.
 
     Example:
         >>> shown("_a $x$")
@@ -85,7 +86,7 @@ def escape_mathtext(text: str) -> str:
 
 @contextmanager
 def ignore_missing_glyphs() -> Iterator[None]:
-    """Let names have letters that matplotlib's font lacks: the reader's browser has them."""
+    """Silence warnings about glyphs missing in matplotlib's font; the browser that shows the SVG has them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*missing from.*")
         yield
@@ -93,51 +94,49 @@ def ignore_missing_glyphs() -> Iterator[None]:
 
 @in_paceline_style
 def score_chart(curves: ScoreCurves, seconds: float, *, y: str, wide: bool = True) -> Chart:
-    """Return scores over wall time: the centre's strong, those of workers faint, with marks for what happened.
+    """Return a chart of scores over wall time: centre, workers (faint), replacements and downtimes.
 
     Args:
-        told: what is shown. seconds: how long the run lasted. y: label of the vertical axis.
-        wide: for a page of a desk, rather than for a phone.
+        curves: the data.
+        seconds: length of the run.
+        y: label of the y axis.
+        wide: draw for a desktop page instead of a phone.
     """
     figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=3.8 if wide else 3.2)
-    scale = _time_axis(axes, seconds, curves.downtimestimes)
-    few = len(curves.workers) <= _NAMED
+    scale = _time_axis(axes, seconds, curves.downtimes)
+    few = len(curves.workers) <= _MAX_COLOURED
     ends: list[LineEnd] = []
     for line, colour in zip(curves.workers, [*COLOURS[1:], *[MUTED] * len(curves.workers)], strict=False):
         colour = colour if few else MUTED
         faint = bool(curves.centre)
         axes.plot(
-            *_broken(line.points, curves.downtimestimes, scale),
+            *_broken(line.points, curves.downtimes, scale),
             color=colour,
             linewidth=1.2 if faint else 1.8,
             alpha=(0.75 if few else 0.4) if faint else 1.0,
             marker="." if len(line.points) < 25 else "",
         )
         if few and line.points:
-            ends.append(
-                (
-                    line.points[-1][0] / scale,
-                    line.points[-1][1],
-                    escape_mathtext(_short(line.label, 18)),
-                    colour,
-                )
-            )
+            at, value = line.points[-1]
+            ends.append((at / scale, value, escape_mathtext(_short(line.label, 18)), colour))
     if curves.centre:
-        _plot_centre(axes, curves.centre, curves.downtimestimes, scale)
+        _plot_centre(axes, curves.centre, curves.downtimes, scale)
         ends.insert(0, (curves.centre[-1][0] / scale, curves.centre[-1][1], "centre", COLOURS[0]))
-    if curves.replacementsents:
+    if curves.replacements:
         axes.plot(
-            [at / scale for at, _ in curves.replacementsents], [score for _, score in curves.replacementsents], "x", color=INK
+            [at / scale for at, _ in curves.replacements],
+            [score for _, score in curves.replacements],
+            "x",
+            color=INK,
         )
     if curves.merged_at is not None:
         axes.axvline(curves.merged_at / scale, color=INK, linewidth=1, linestyle="--")
         axes.annotate(
-            "all join the best", (curves.merged_at / scale, 1), (4, -4), xycoords=("data", "axes fraction"),
+            "all adopt the best", (curves.merged_at / scale, 1), (4, -4), xycoords=("data", "axes fraction"),
             textcoords="offset points", va="top", fontsize=9, color=MUTED,
         )  # fmt: skip
-    _vertical(
-        axes, [value for line in curves.workers for _, value in line.points] + [v for _, v in curves.centre]
-    )
+    all_points = [*curves.centre, *(point for line in curves.workers for point in line.points)]
+    _log_if_skewed(axes, [value for _, value in all_points])
     axes.set_ylabel(y)
     axes.grid(axis="y")
     label_line_ends(axes, ends, wide)
@@ -147,7 +146,7 @@ def score_chart(curves: ScoreCurves, seconds: float, *, y: str, wide: bool = Tru
 def _plot_centre(axes: Axes, points: Sequence[Point], downtimes: Sequence[HubDowntime], scale: float) -> None:
     at, values = _broken(points, downtimes, scale)
     colour = COLOURS[0]
-    if len(points) <= _SMOOTHED:
+    if len(points) <= _SMOOTH_FROM:
         axes.plot(
             at, values, color=colour, linewidth=2.2, marker="o" if len(points) < 25 else "", markersize=4
         )
@@ -160,7 +159,7 @@ def _plot_centre(axes: Axes, points: Sequence[Point], downtimes: Sequence[HubDow
 
 @in_paceline_style
 def contribution_chart(shares: Sequence[ShareBar], *, wide: bool = True) -> Chart:
-    """Return a bar for each worker's share, from top to bottom; on a page of a desk `wide`, or for a phone."""
+    """Return a bar chart of workers' shares, from top to bottom; `wide` for a desktop page instead of a phone."""
     figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=0.3 * len(shares) + 0.7)
     places, values = range(len(shares)), [100 * each.share for each in shares]
     colours = [MUTED if each.several else COLOURS[0] for each in shares]
@@ -189,7 +188,8 @@ def staleness_histogram(rows: Sequence[tuple[float, float, int]], *, wide: bool 
     """Return a histogram of staleness.
 
     Args:
-        rows: from, below and count of each bar. wide: for a page of a desk, rather than for a phone.
+        rows: lower edge, upper edge and count of each bar.
+        wide: draw for a desktop page instead of a phone.
     """
     figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=2.6)
     whole = sum(count for _, _, count in rows) or 1
@@ -210,26 +210,33 @@ def staleness_histogram(rows: Sequence[tuple[float, float, int]], *, wide: bool 
 
 @in_paceline_style
 def traffic_chart(
-    received_rates: Sequence[Point],
-    sent_rates: Sequence[Point],
+    received: Sequence[Point],
+    sent: Sequence[Point],
     reserved: Sequence[ReservedRate],
-    downtimestimes: Sequence[HubDowntime],
+    downtimes: Sequence[HubDowntime],
     seconds: float,
     *,
     wide: bool = True,
 ) -> Chart:
-    """Return bytes per second over wall time, with what is reserved as a dashed line.
+    """Return a chart of bytes per second over wall time, with the reserved rate dashed.
 
     Args:
-        into, out: over seconds since the beginning. reserved, away: in the same seconds.
-        seconds: how long the run lasted. wide: for a page of a desk, rather than for a phone.
+        received: (seconds since the beginning, bytes per second) received by the hub.
+        sent: the same for sent bytes.
+        reserved: periods with a reserved rate, since the beginning.
+        downtimes: downtimes of the hub, since the beginning.
+        seconds: length of the run.
+        wide: draw for a desktop page instead of a phone.
     """
     figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=2.8)
     scale = _time_axis(axes, seconds, downtimes)
     ends: list[LineEnd] = []
-    for label, points, colour in (("in", into, COLOURS[0]), ("out", out, COLOURS[1])):
+    for label, points, colour in (("in", received, COLOURS[0]), ("out", sent, COLOURS[1])):
         axes.plot(
-            *_broken(points, downtimes, scale), color=colour, linewidth=1.5, marker="." if len(points) < 25 else ""
+            *_broken(points, downtimes, scale),
+            color=colour,
+            linewidth=1.5,
+            marker="." if len(points) < 25 else "",
         )
         if points:
             ends.append((points[-1][0] / scale, points[-1][1], label, colour))
@@ -237,9 +244,8 @@ def traffic_chart(
         axes.hlines(each.rate, each.begin / scale, each.end / scale, color=INK, linewidth=1.2, linestyle="--")
     if reserved:
         ends.append((reserved[-1].end / scale, reserved[-1].rate, "reserved", INK))
-    axes.set_ylim(
-        0, 1.08 * max([rate for _, rate in [*into, *out]] + [each.rate for each in reserved] + [1.0])
-    )
+    rates = [rate for _, rate in [*received, *sent]] + [each.rate for each in reserved]
+    axes.set_ylim(0, 1.08 * max([*rates, 1.0]))
     axes.yaxis.set_major_formatter(lambda rate, _: f"{format_decimal(rate)}/s")
     axes.grid(axis="y")
     label_line_ends(axes, ends, wide)
@@ -247,7 +253,7 @@ def traffic_chart(
 
 
 def _time_axis(axes: Axes, seconds: float, downtimes: Sequence[HubDowntime]) -> float:
-    """Label the axis of wall time, mark when the hub was away, and return the seconds of its unit."""
+    """Label the time axis, shade downtimes of the hub, and return the seconds per unit."""
     unit, scale = time_unit(seconds)
     axes.set_xlabel(f"wall time ({unit})")
     axes.set_xlim(-0.02 * max(seconds, 1.0) / scale, 1.01 * max(seconds, 1.0) / scale)
@@ -259,7 +265,7 @@ def _time_axis(axes: Axes, seconds: float, downtimes: Sequence[HubDowntime]) -> 
 def _broken(
     points: Sequence[Point], downtimes: Sequence[HubDowntime], scale: float
 ) -> tuple[list[float], list[float]]:
-    """Return times and values of a line that has a gap where the hub was away."""
+    """Return times and values of a line with gaps at downtimes of the hub."""
     at, values, gaps = [], [], [each.until for each in downtimes]
     passed = 0
     for x, value in points:
@@ -273,9 +279,9 @@ def _broken(
     return at, values
 
 
-def _vertical(axes: Axes, values: Sequence[float]) -> None:
-    """Make the vertical axis logarithmic where a few values would hide all others."""
-    if values and min(values) > 0 and max(values) > _SPREAD * median(values):
+def _log_if_skewed(axes: Axes, values: Sequence[float]) -> None:
+    """Make the y axis logarithmic if a few large values would flatten the rest."""
+    if values and min(values) > 0 and max(values) > _LOG_FROM * median(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_minor_formatter(lambda value, _: "")

@@ -1,9 +1,9 @@
-"""The numbers of an asynchronous run: who gave how much of it, and what torch DDP would have sent. Pure functions.
+"""Contributions of workers to an asynchronous run, and the traffic of torch DDP for the same steps.
 
-[Note: what DDP sends] Each of N ranks sends 2 (N − 1) / N × 4 bytes for every parameter and step (a ring, float32). For
-the same samples the ranks make the local steps that the workers made, so each local step of a worker counts that much,
-with N as it was when the step was taken in. Every fragment tells of the steps that it was learnt in, so where a model
-has F fragments each step is told F times. What was learnt but not taken in is left out, as its samples are.
+[Note: traffic of DDP] Each of N ranks sends 2 (N − 1) / N × 4 bytes per parameter and step (ring all-reduce, float32).
+For the same samples, the ranks take the local steps of the workers, so each local step of a worker counts that much,
+with the N at the time its update was accepted. Every fragment reports the steps it was trained for, so with F fragments
+each step is reported F times. Steps whose updates were not accepted are excluded, like their samples.
 """
 
 from __future__ import annotations
@@ -27,53 +27,51 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ContributionRow:
-    """What a worker, or several together, gave.
+    """The contribution of a worker, or of several together.
 
     Attributes:
-        name: of it. worker: its counts. share: of all samples, or where none are told of all updates, 0 to 1.
-        weight: its share of all weights that updates were given.
+        name: its name.
+        worker: its counts.
+        share: its share of all samples, or of all updates if samples are unknown; 0 to 1.
+        weight: its share of the weights of all updates.
     """
 
     name: str
-    statistics: WorkerStatistics
+    worker: WorkerStatistics
     share: float
     weight: float
 
 
-def contribution_rows(run: HubRun, most: int = 20) -> list[ContributionRow]:
-    """Return the workers that gave most, first the largest; what is over `most` is one row at the end."""
+def contribution_rows(run: HubRun, limit: int = 20) -> list[ContributionRow]:
+    """Return a row per worker, largest contribution first; workers beyond `limit` share the last row."""
     names, ranked = run.workers.names(), run.workers.ranked()
     rest = WorkerStatistics(0, "others", count=0)
-    for each in [run.workers.others, *ranked[most:]]:
+    for each in [run.workers.others, *ranked[limit:]]:
         rest.add(each)
-    rows = [_row(run, names[each.number], each) for each in ranked[:most]]
+    rows = [_row(run, names[each.number], each) for each in ranked[:limit]]
     return [*rows, _row(run, f"{rest.count} others", rest)] if rest.count else rows
 
 
 def _row(run: HubRun, name: str, worker: WorkerStatistics) -> ContributionRow:
     by_samples = 0 < run.samples < math.inf
-    share = (
-        finite_ratio(worker.samples, run.samples)
-        if by_samples
-        else finite_ratio(float(worker.updates), run.updates)
-    )
-    return ContributionRow(name, worker, share, finite_ratio(worker.weight, run.weight))
+    part, whole = (worker.samples, run.samples) if by_samples else (float(worker.updates), run.updates)
+    return ContributionRow(name, worker, finite_ratio(part, whole), finite_ratio(worker.weight, run.weight))
 
 
 def finite_ratio(part: float, whole: float) -> float:
-    """Return part / whole, 0 where that is no number."""
-    share = part / whole if whole else 0.0
-    return share if math.isfinite(share) else 0.0
+    """Return part / whole, or 0 if that is not finite."""
+    ratio = part / whole if whole else 0.0
+    return ratio if math.isfinite(ratio) else 0.0
 
 
 def local_steps(run: HubRun) -> float:
-    """Return how many steps of workers the centre was learnt from."""
-    told = sum(each.steps for each in [*run.workers, run.workers.others])
-    return told / max(1, len(run.fragments))
+    """Return the number of local steps behind all accepted updates."""
+    steps = sum(each.steps for each in [*run.workers, run.workers.others])
+    return steps / max(1, len(run.fragments))
 
 
 def ddp_nbytes(run: HubRun) -> float | None:
-    """Return what torch DDP would have sent for the same steps, see [Note: what DDP sends]; None: it can't be told."""
+    """Return the bytes torch DDP sends for the same steps ([Note: traffic of DDP]); None if unknown."""
     if run.parameters is None or not run.ddp_steps:
         return None
     nbytes = 4 * run.parameters * run.ddp_steps / max(1, len(run.fragments))
@@ -81,10 +79,10 @@ def ddp_nbytes(run: HubRun) -> float | None:
 
 
 def dominant_row(rows: Sequence[ContributionRow]) -> ContributionRow | None:
-    """Return the worker that gave more than half of all, and more than twice its part; None: there is none."""
-    alone = [row for row in rows if row.statistics.count == 1]
-    if len(rows) < 2 or not alone:
+    """Return the worker with more than half of all contributions and more than twice its fair share, if any."""
+    single = [row for row in rows if row.worker.count == 1]
+    if len(rows) < 2 or not single:
         return None
-    first = max(alone, key=lambda row: row.share)
-    workers = sum(row.statistics.count for row in rows)
+    first = max(single, key=lambda row: row.share)
+    workers = sum(row.worker.count for row in rows)
     return first if first.share > 0.5 and first.share * workers > 2 else None

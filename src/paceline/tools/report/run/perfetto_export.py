@@ -1,7 +1,7 @@
-"""A run's timeline in the Trace Event Format, for Perfetto and chrome://tracing.
+"""Export of a run's timeline to the Trace Event Format of Perfetto and chrome://tracing.
 
-A rank is a process with a row of phases, a row of what it waits for, and as many rows of calls as are under way at a
-time. Format: "Trace Event Format", Google, 2016; times in microseconds.
+Each rank is a process with a track of phases, a track of waits, and one track per concurrent call.
+Format: "Trace Event Format", Google, 2016; times in microseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PHASES, _WAITS, _CALLS = 0, 1, 2
 
 
 def trace_events(timelines: Mapping[int, RankTrace]) -> dict[str, Any]:
-    """Return the timelines of all ranks as an object that JSON can hold; the earliest step begins at 0.
+    """Return the timelines of all ranks as a JSON object; the earliest step begins at 0.
 
     Args:
         timelines: each rank's steps.
@@ -54,20 +54,20 @@ def _step(line: TracedStep, buckets: Sequence[TracedBucket], offset: float) -> I
             wait.end,
         )
     for row, call in _in_rows(line.calls):
-        told = buckets[call.bucket].first if call.kind == "reduce" and call.bucket < len(buckets) else ""
+        known = call.kind == "reduce" and call.bucket < len(buckets)
         yield event(
             f"{call.kind} {call.bucket}",
             _CALLS + row,
             call.launched,
             call.end,
             bytes=call.nbytes,
-            first_parameter=told,
+            first_parameter=buckets[call.bucket].first if known else "",
             ready=None if call.ready is None else round(1e6 * (offset + call.ready), 3),
         )
 
 
 def _in_rows(calls: Sequence[TracedCall]) -> Iterator[tuple[int, TracedCall]]:
-    """Yield each call with a row in which nothing else is under way, as bars of a row must not cross."""
+    """Yield each call with a track in which no other call overlaps it."""
     ends: list[float] = []
     for call in calls:
         row = next((index for index, end in enumerate(ends) if end <= call.launched), len(ends))

@@ -91,12 +91,12 @@ def _reach(rows: Sequence[ClusterRow]) -> str:
         return (
             f"{_nodes(last)} are used to {percent(last.efficiency.mean)}: {times(last.speedup)} × one rank."
         )
-    findings = f"{_nodes(last)} are used to {percent(last.efficiency.mean)}: {times(last.speedup)} × one rank"
+    text = f"{_nodes(last)} are used to {percent(last.efficiency.mean)}: {times(last.speedup)} × one rank"
     if last.stuck:
-        findings = f"On {_nodes(last)} the job never ends: it fails again before it has a checkpoint"
+        text = f"On {_nodes(last)} the job never ends: it fails again before it has a checkpoint"
     if not good:
-        return f"{told}; none of these numbers reaches {percent(_GOOD)}."
-    return f"{told}; {percent(_GOOD)} is reached up to {_nodes(good[-1])}."
+        return f"{text}; none of these numbers reaches {percent(_GOOD)}."
+    return f"{text}; {percent(_GOOD)} is reached up to {_nodes(good[-1])}."
 
 
 def _limit(row: ClusterRow) -> str:
