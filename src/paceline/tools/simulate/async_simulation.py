@@ -1,7 +1,7 @@
-"""A star in virtual time: the hub and workers that run over a network, on simulated clocks, speeds, links and churn.
+"""Simulation of asynchronous training: hub and workers of `paceline.async_dp` on virtual clocks, links and churn.
 
-Every worker computes real gradients; how long a step takes, and a message on its way, is simulated. Whatever decides
-is the code of `paceline.async_dp`. Two runs of the same plan are the same to the bit.
+Workers compute real gradients; the durations of steps and messages are simulated. The same plan gives bitwise
+identical results.
 """
 
 from __future__ import annotations
@@ -35,25 +35,34 @@ __all__ = ["AsyncResult", "AsyncSimulation", "simulate_async"]
 
 _RUN = "simulated"
 _NEVER = 2**62
-_DRAIN_SECONDS, _DRAIN_LOOK_SECONDS = 30.0, 0.1
-"""The most for what is under way when the last worker has made its last step, and how often it is looked after."""
+_DRAIN_SECONDS, _DRAIN_POLL_SECONDS = 30.0, 0.1
+"""Longest wait for pending messages after the last step, and the interval of checks."""
 
 
 @dataclass(frozen=True)
 class AsyncResult:
-    """What came out.
+    """Result of an asynchronous simulation.
 
     Attributes:
-        points: the centre over time. loss: of the centre at the end. best: the best score of a worker then.
-        seconds: of virtual time. trained_seconds: of it, until the last worker's last step.
-        steps, samples: of all workers.
-        updates: taken in; refused: by reason. staleness: (from, below, count), in rounds.
-        staleness_median, staleness_max: of the same, exactly; None: nothing was taken in.
-        nbytes: sent by workers, and by the hub, headers included.
-        hub_busy: share of the time in which the busier direction of the hub's link was in use.
-        messages: that were sent, in both directions, as envelopes.
-        counts: of each worker, in all its lives. decisions: what the hub wrote down of its decisions.
-        digest: of the centre's numbers.
+        points: loss of the centre over time.
+        loss: loss of the centre at the end.
+        best: best loss of a worker's own parameters at the end.
+        seconds: virtual time.
+        trained_seconds: virtual time until the last worker's last step.
+        steps: local steps of all workers.
+        samples: samples of all accepted updates.
+        updates: number of accepted updates.
+        refused: refused updates by reason.
+        staleness: histogram (lower edge, upper edge, count), in rounds.
+        staleness_median: exact median in rounds; None without updates.
+        staleness_max: exact maximum in rounds; None without updates.
+        nbytes_up: bytes sent by workers, headers included.
+        nbytes_down: bytes sent by the hub, headers included.
+        hub_busy: utilisation of the busier direction of the hub's link.
+        messages: envelopes sent in both directions.
+        counts: counters of each worker.
+        decisions: decisions in the hub's journal.
+        digest: hash of the centre's parameters.
     """
 
     points: tuple[LossPoint, ...]
@@ -78,13 +87,12 @@ class AsyncResult:
 
 
 class AsyncSimulation:
-    """All that happens in one run.
+    """One run of a simulation; see `WorkerEnvironment` for its attributes.
 
     Args:
-        plan: machines, links and rules. task: what is learnt. tick: called with every point of the curve.
-
-    Attributes:
-        clock, network: of all. layout: of the model. hub_link: to the network. steps: local ones of all so far.
+        plan: settings.
+        task: the task to train.
+        tick: called with every point of the loss curve.
     """
 
     def __init__(self, plan: AsyncPlan, task: LearningTask, tick: Callable[[LossPoint], object]) -> None:
@@ -99,27 +107,26 @@ class AsyncSimulation:
         scale = 1.0 if plan.parameters is None else plan.parameters / self.layout.numel
         self.network = Network(self.clock, plan.fault, scale)
         self._hub: Hub | None = None
-        self._refused = Counter[str]()  # by hubs that were killed
+        self._refused = Counter[str]()  # by killed hubs
         self.hub_link = Link(plan.hub_up, plan.hub_down, plan.latency)
         self._sequence = 0
         self._workers = [SimulatedWorker(self, index) for index in range(len(plan.machines))]
         self._points: list[LossPoint] = []
         self.steps = 0
-        self._working = set(range(len(self._workers)))  # those that have steps to make, or will have
+        self._working = set(range(len(self._workers)))  # with steps left
         self._trained_seconds = 0.0
 
     # ------------------------------------------------------------------ the hub
 
     def _start_hub(self) -> None:
-        """Start it, or its heir."""
         rules = self.plan.rules
         if not self._journal.keeps:
-            rules = replace(rules, snapshot_every=_NEVER)  # nobody will read them
+            rules = replace(rules, snapshot_every=_NEVER)  # never read
         self._hub = Hub(_RUN, rules, self._journal, lambda: self.clock.now)
         self._exchange = VirtualExchange(HUB, self.network, self.hub_link, self._receive)
 
     def _kill_hub(self) -> None:
-        """End it without a word: what was not committed is gone."""
+        """Crash the hub: uncommitted records are lost."""
         self._exchange.close()
         self._journal.crash()
         if self._hub is not None:
@@ -136,10 +143,10 @@ class AsyncSimulation:
                 self._sequence += 1
                 self._exchange.send(out)
 
-    # ------------------------------------------------------------------ the course of it
+    # ------------------------------------------------------------------ events
 
     def worker_finished(self, worker: SimulatedWorker) -> None:
-        """Note that a worker has made all its steps, or left for good."""
+        """Register that a worker has completed all its steps or left for good."""
         if worker.index not in self._working:
             return
         self._working.discard(worker.index)
@@ -148,21 +155,21 @@ class AsyncSimulation:
             self._drain(self.clock.now + _DRAIN_SECONDS)
 
     def _drain(self, until: float) -> None:
-        """End once nothing is under way any more, or the time for that is up."""
+        """Stop once no messages are pending, or at `until`."""
         now = self.clock.now
         if now >= until or not any(worker.alive and worker.has_pending for worker in self._workers):
             self.clock.stop()
         else:
-            self.clock.at(now + _DRAIN_LOOK_SECONDS, self._drain, until)
+            self.clock.at(now + _DRAIN_POLL_SECONDS, self._drain, until)
 
     def progress(self, worker: SimulatedWorker) -> float:
-        """Return which share of the training a worker has done."""
+        """Return the share of the training that a worker has completed."""
         if self.plan.steps is not None:
             return worker.steps_done / self.plan.steps
         return min(1.0, self.clock.now / self.plan.seconds)
 
     def run(self) -> AsyncResult:
-        """Go through all of it."""
+        """Run the simulation."""
         plan = self.plan
         self._start_hub()
         for worker in self._workers:
@@ -191,7 +198,7 @@ class AsyncSimulation:
         self._tick(self._points[-1])
         self.clock.at(self.clock.now + self.plan.score_every, self._evaluate)
 
-    # ------------------------------------------------------------------ what comes out
+    # ------------------------------------------------------------------ results
 
     def _point(self) -> LossPoint:
         updates = self._hub.updates if self._hub is not None else 0
@@ -199,8 +206,10 @@ class AsyncSimulation:
 
     @torch.no_grad()
     def _loss(self) -> float:
-        """Return the held-out loss of the centre: the last one while its hub is away, the best worker's while workers
-        train apart, that of the beginning before.
+        """Return the held-out loss of the centre.
+
+        While the hub is down, this is the previous loss; while workers train separately, the best worker's; before
+        training, the initial one.
         """
         hub = self._hub
         if hub is None and self._points:
@@ -218,25 +227,25 @@ class AsyncSimulation:
         return self._evaluator.score()
 
     def theta(self) -> Tensor:
-        """Return the centre's numbers, one fragment after the other, 1-D float32; none while there is no centre."""
+        """Return the centre's parameters as 1-D float32, fragment by fragment; empty without a centre."""
         centres = self._hub.centres if self._hub is not None else None
         if centres is None:
             return torch.empty(0)
         return torch.cat([each.theta for each in centres.of_fragment.values()])
 
     def _best(self) -> float:
-        """Return the best score of a worker's own parameters; NaN if none has one."""
+        """Return the best finite loss of a worker's own parameters, or NaN."""
         scores = [worker.learner.score() for worker in self._workers]
         return min((score for score in scores if math.isfinite(score)), default=math.nan)
 
     def _busy(self) -> float:
-        """Return in which share of the time the hub's link was in use, in its busier direction."""
+        """Return the utilisation of the busier direction of the hub's link."""
         seconds, link = self._trained_seconds or self.clock.now, self.hub_link
         busy = max(link.sent_nbytes / link.up, link.received_nbytes / link.down)
         return min(1.0, busy / seconds) if seconds else 0.0
 
     def _result(self) -> AsyncResult:
-        if self._hub is None:  # what its heir would find
+        if self._hub is None:  # as its successor would recover
             self._start_hub()
         hub, link, journal = self._hub, self.hub_link, self._journal
         assert hub is not None
@@ -268,7 +277,7 @@ class AsyncSimulation:
 
 
 class _Journal(MemoryJournal):
-    """Keeps decisions and the staleness of updates, whether or not it keeps all."""
+    """Journal that always keeps decisions and the staleness of updates."""
 
     def __init__(self, *, keep: bool) -> None:
         super().__init__(keep=keep)
@@ -289,11 +298,12 @@ _DECISIONS = ("replace", "together", "refuse", "begin", "silent", "join")
 def simulate_async(
     plan: AsyncPlan, task: LearningTask, tick: Callable[[LossPoint], object] = lambda _: None
 ) -> AsyncResult:
-    """Return what becomes of a star in virtual time.
+    """Simulate asynchronous training.
 
     Args:
-        plan: machines, links and rules. task: what is learnt.
-        tick: called with every point of the curve.
+        plan: settings.
+        task: the task to train.
+        tick: called with every point of the loss curve.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

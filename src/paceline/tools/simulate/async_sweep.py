@@ -1,4 +1,4 @@
-"""The same machines with one setting after the other, DDP first: a row for each."""
+"""Simulates the same machines with one schedule after another, DDP first."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ def sweep_schedules(
     fault_share: float = 0.0,
     tick: _Tick = lambda _: None,
 ) -> Iterator[AsyncRow]:
-    """Yield a row for each cadence, as soon as it is there.
+    """Yield a row per schedule as soon as it is simulated.
 
     Args:
-        plan: of all but the cadence. cadences: of the rows. task: what is learnt.
-        beside: DDP on the same machines and links, which nobody leaves and nothing spoils, is the first row.
-        spoilt: share of envelopes that are lost, repeated, late or damaged. tick: called with every point of a curve.
+        plan: settings except the schedule.
+        cadences: schedules of the rows.
+        task: the task to train.
+        beside: start with DDP on the same machines and links, without churn and faults.
+        fault_share: share of envelopes that are lost, repeated, late or damaged.
+        tick: called with every point of a curve.
     """
     initial = task.learner(0, len(plan.machines)).score()
     if beside:
@@ -43,7 +46,9 @@ def sweep_schedules(
         fault = RandomFaults(fault_share, plan.seed) if fault_share else None
         found = simulate_async(replace(plan, cadence=cadence, fault=fault), task, tick)
         row = _star_row(cadence, found, len(plan.machines), initial)
-        fault_counts = {f"spoilt: {name}": count for name, count in sorted(fault.counts.items())} if fault else {}
+        fault_counts = (
+            {f"spoilt: {name}": count for name, count in sorted(fault.counts.items())} if fault else {}
+        )
         yield replace(row, counts={**row.counts, **fault_counts})
 
 

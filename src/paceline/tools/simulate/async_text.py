@@ -126,7 +126,9 @@ def _mishaps(row: AsyncRow, outer: str) -> list[str]:
     }
     if spoilt:
         what = ", ".join(f"{count} {name}" for name, count in spoilt.items())
-        findings.append(f"{row.name}: of the messages {what}; {row.counts.get('resent', 0):.0f} were said again.")
+        findings.append(
+            f"{row.name}: of the messages {what}; {row.counts.get('resent', 0):.0f} were said again."
+        )
     return findings
 
 

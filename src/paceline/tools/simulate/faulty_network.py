@@ -1,7 +1,7 @@
-"""A bad network in virtual time: envelopes that are lost, repeated, held back or damaged, drawn by seed and count.
+"""Fault injection for virtual networks: lost, repeated, late and damaged envelopes, drawn by seed and count.
 
-A damaged envelope is laid out as it travels, one bit of it is flipped, and it is read as a receiver reads it: marks and
-checksums find the damage, and it is dropped.
+A damaged envelope is encoded, has one bit flipped, and is decoded as by a receiver: markers and checksums detect the
+damage, and the envelope is dropped.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from paceline.transport.transport_interface import Envelope
 
 __all__ = ["RandomFaults"]
 
-_WAYS = ("lost", "repeated", "late", "damaged")
+_KINDS = ("lost", "repeated", "late", "damaged")
 _MOST_LATE_SECONDS = 5.0
 
 
 class RandomFaults:
-    """Spoils a share of all envelopes; made anew for every run, since it counts them.
+    """Injects faults into a share of all envelopes; counts them, so create one per run.
 
     Args:
-        share: of envelopes, from 0 to below 1; a quarter each is lost, repeated, late by up to 5 s, and damaged.
-        seed: of what is drawn.
+        share: share of envelopes, 0 to below 1; a quarter each is lost, repeated, late by up to 5 s, and damaged.
+        seed: seed of the random choices.
 
     Attributes:
-        counts: what was done, by its name; "let through": damaged ones that no checksum found.
+        counts: faults by kind; "let through": damaged envelopes that no checksum detected.
 
     Raises:
         UsageError: the share is out of range.
@@ -36,26 +36,26 @@ class RandomFaults:
     def __init__(self, share: float, seed: int = 0) -> None:
         if not 0 <= share < 1:
             raise UsageError(
-                f"{share!r} of all messages spoilt", remedy="give a share from 0 to below 1, or 1%"
+                f"faults in {share!r} of all messages", remedy="give a share from 0 to below 1, or 1%"
             )
         self._share, self._key, self._seen = share, derive_key(seed, 5), 0
         self.counts: Counter[str] = Counter()
 
     def __call__(self, envelope: Envelope) -> list[tuple[float, Envelope]]:
-        """Return what arrives in the envelope's place, each so many seconds later."""
+        """Return (delay in seconds, envelope) of each envelope that arrives instead."""
         self._seen += 1
         drawn = derive_key(self._seen, after=self._key)
         if (drawn >> 11) / 2**53 >= self._share:
             return [(0.0, envelope)]
         drawn = derive_key(1, after=drawn)
-        way = _WAYS[drawn % len(_WAYS)]
-        self.counts[way] += 1
+        kind = _KINDS[drawn % len(_KINDS)]
+        self.counts[kind] += 1
         later = _MOST_LATE_SECONDS * (drawn >> 32) / 2**32
-        if way == "lost":
+        if kind == "lost":
             return []
-        if way == "repeated":
+        if kind == "repeated":
             return [(0.0, envelope), (later, envelope)]
-        if way == "late":
+        if kind == "late":
             return [(later, envelope)]
         return self._damaged(envelope, drawn >> 3)
 

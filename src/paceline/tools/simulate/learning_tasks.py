@@ -75,7 +75,9 @@ class LearningTask(Protocol):
 
     lr: float
 
-    def learner(self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None) -> Learner:
+    def learner(
+        self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None
+    ) -> Learner:
         """Return the learner of a worker, counted from 0; `same_init`: all begin from the same parameters."""
         ...
 
@@ -107,7 +109,9 @@ class LinearTask:
         self.held_out = scales * drawn.standard_normal((256, width), dtype=np.float32)
         self.moves = lru_cache(_RATES)(self._moves)
 
-    def learner(self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None) -> Linear:
+    def learner(
+        self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None
+    ) -> Linear:
         """See `LearningTask`."""
         return Linear(self, worker, same_init, lr)
 
@@ -188,7 +192,9 @@ class GPTTask:
         self.corpus = corpora.load(None)
         self.held_out = HeldOut(self.corpus.held_out, 16, size.context, limit=held_out)
 
-    def learner(self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None) -> Learner:
+    def learner(
+        self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None
+    ) -> Learner:
         """See `LearningTask`."""
         return _GPTLearner(self, worker, workers, same_init, lr)
 

@@ -259,9 +259,15 @@ class FittedNetwork:
         ranks = nodes * self.per_node
         if ranks == 1:
             return AllReduceTime(algorithm, 0.0, 0.0)
-        form = self.fit.form if algorithm == self.fitted_algorithm else AlgorithmTerms(algorithm, self.fit.form.shared)
+        form = (
+            self.fit.form
+            if algorithm == self.fitted_algorithm
+            else AlgorithmTerms(algorithm, self.fit.form.shared)
+        )
         if self.fit.form == PLAIN and algorithm != self.fitted_algorithm:
-            raise UsageError(f"{algorithm}: the fit knows no algorithm", remedy=f"use {self.fitted_algorithm}")
+            raise UsageError(
+                f"{algorithm}: the fit knows no algorithm", remedy=f"use {self.fitted_algorithm}"
+            )
         terms, segments = terms_of(self.fit.op, form, ranks), self.fit.segments_for(ranks)
         whole = seconds_at(segments, nbytes, terms.messages, terms.sent)
         call = min(whole, _segment(segments, nbytes).line.alpha * terms.messages)
