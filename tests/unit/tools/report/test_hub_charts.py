@@ -32,7 +32,7 @@ def test_the_chart_of_scores_names_the_centre_and_few_workers(wide):
     told = ScoreCurves(
         [(5, 4.0), (60, 2.0)],
         [ChartLine("ann", [(1, 5.0), (50, 3.0)])],
-        together=4.0,
+        merged_at=4.0,
         replacements=[(3, 6.0)],
     )
     found = texts(score_chart(told, 60, y="score", wide=wide))

@@ -32,17 +32,17 @@ def page(tmp_path_factory):
 def test_the_page_tells_what_was_reached_who_gave_what_and_what_was_decided(page):
     for text in (
         "<h1>Asynchronous run demo</h1>",
-        "In 51.5 s the hub took in 41 updates of 3 workers",
+        "In 51.5 s the hub accepted 41 updates of 3 workers",
         "The centre&#39;s score went from 4.8 to 2.85 (lower is better).",
         "torch DDP would have sent 4.92 GB",
         "Most of what dan sent was refused (not finite 4): look there first.",
-        "<h2>Score</h2>", "<h2>Who gave what</h2>", "<h2>Staleness</h2>", "<h2>Network</h2>",
-        "grey where the hub was away",
+        "<h2>Score</h2>", "<h2>Contributions</h2>", "<h2>Staleness</h2>", "<h2>Network</h2>",
+        "grey: the hub is down",
         "Reserved are 1 MB/s each way (dashed), of which at most 20\u00a0% were in use.",
         "<td>1.5 s</td><td>17:20:01</td><td>dan</td><td>replaced by the best</td>",
         "<td>score 9.0 is 50% behind the best, 6.0 of ann</td>",
         "<td>put in quarantine</td><td>for 1 min 0 s",
-        "<td>the hub</td><td>was away</td>",
+        "<td>the hub</td><td>was down</td>",
         "<td>cy</td><td>joined</td>",
         "<td>fell silent</td>", "<td>left</td>",
     ):  # fmt: skip
@@ -110,24 +110,24 @@ def test_a_hub_that_has_just_begun_has_a_page_that_says_so(tmp_path):
     with HubJournal.open(tmp_path, resume=True):
         page = write_hub_report(tmp_path).read_text()
     parse(page)
-    assert "Nothing was noted yet" in page
+    assert "There are no records yet" in page
     assert "<svg" not in page
 
 
 def test_a_run_without_updates_says_so(tmp_path):
     page = write_hub_report(write(tmp_path, [traffic(5), join(6, 1, "ann"), traffic(10)])).read_text()
     parse(page)
-    assert "No update was taken in yet: in 5 s 1 worker came." in page
+    assert "No update has been accepted yet: in 5 s 1 worker joined." in page
     assert "<h2>Network</h2>" in page
     assert "<h2>Staleness</h2>" not in page
 
 
 def test_training_losses_stand_in_where_no_score_is_told(tmp_path):
-    told = {1: {"steps": 1, "speed": 2.0, "loss": 4.0}}
-    records = [join(0, 1, "ann"), *(traffic(5 * at, workers=told) for at in range(1, 9)), update(50, 1)]
+    reports = {1: {"steps": 1, "speed": 2.0, "loss": 4.0}}
+    records = [join(0, 1, "ann"), *(traffic(5 * at, workers=reports) for at in range(1, 9)), update(50, 1)]
     page = write_hub_report(write(tmp_path, records)).read_text()
     assert "<h2>Training loss</h2>" in page
-    assert "Training losses as 1 worker told them" in page
+    assert "Training losses reported by 1 worker" in page
 
 
 def test_what_is_missing_is_noted(tmp_path):

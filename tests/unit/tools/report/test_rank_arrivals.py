@@ -100,12 +100,12 @@ def test_only_steps_that_all_ranks_know_are_compared():
 @pytest.mark.parametrize(
     ("changes", "said", "done"),
     [
-        ({"part": "data"}, "It waits for its data: 51 ms a step, 1 ms on the others.", "num_workers"),
+        ({"part": "data"}, "It waits for its data: 51 ms per step, 1 ms on the others.", "num_workers"),
         ({"part": "optimizer"}, "Its optimizer takes many times as long", "doctor"),
-        ({"cpu": 0.15}, "as much more processor time: its processor is slower", 'shares="measured"'),
-        ({"preempted": 60}, "other programs take its processors, 60 times a step", "doctor"),
-        ({}, "with no more processor time: it stands still there", "doctor"),
-        ({"samples": 12.0, "cpu": 0.15}, "It has more to do: 12 samples a step, the others 8.", "rebalance"),
+        ({"cpu": 0.15}, "and more processor time: its processor is slower", 'shares="measured"'),
+        ({"preempted": 60}, "other programs preempt it 60 times per step", "doctor"),
+        ({}, "without more processor time: it sleeps", "doctor"),
+        ({"samples": 12.0, "cpu": 0.15}, "It has more to do: 12 samples per step, the others 8.", "rebalance"),
     ],
 )
 def test_the_cause_is_told_by_what_differs(changes, said, done):
@@ -144,7 +144,7 @@ def slow_network(seconds=0.190):
 def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
     limit = find_bottleneck(slow_network(), {"parameters": 250_000, "world": {"nodes": 2}})
     assert limit.kind == "communication"
-    assert "go through the network at 5" in limit.sentences[0]
+    assert "sent over the network at 5" in limit.sentences[0]
     assert limit.remedies[0].action == "Send int8 gradients every step"
     assert limit.remedies[0].how == '--compression int8, or paceline.Sync(compression="int8")'
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
@@ -162,7 +162,7 @@ def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
 def test_nobody_is_told_to_pack_what_goes_through_the_memory_of_one_host():
     limit = find_bottleneck(slow_network(), {"parameters": 250_000, "world": {"nodes": 1}})
     assert limit.kind == "communication"
-    assert "go between processes of this host at 5" in limit.sentences[0]
+    assert "sent between processes of this host at 5" in limit.sentences[0]
     assert not any("Send int" in remedy.action for remedy in limit.remedies)
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
 

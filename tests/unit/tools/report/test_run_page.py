@@ -62,7 +62,7 @@ def test_the_page_tells_what_ran_where_time_went_and_what_limits(folder):
         "Run demo",
         "paceline train --ranks 2 --steps 30",
         "Rank 1 limits this run",
-        "Where the time goes",
+        "Step time",
         "Loss",
         "tokens/s",
         "Exposed communication",
@@ -109,7 +109,7 @@ def test_the_page_of_a_loop_of_ones_own_shows_what_it_logged(folder):
 
 
 def test_the_loss_of_a_loop_of_ones_own_is_not_called_cross_entropy(folder):
-    assert "Loss of the training batches, as it was logged." in write_run_report(folder).read_text()
+    assert "Loss of the training batches as logged." in write_run_report(folder).read_text()
     facts = json.loads((folder / "run.json").read_text()) | {"model": {"name": "mini"}}
     (folder / "run.json").write_text(json.dumps(facts))
     assert (
@@ -131,14 +131,14 @@ def test_what_a_run_holds_is_text_never_markup(folder):
 def test_notes_about_a_killed_run_are_shown(folder):
     with (folder / "steps.jsonl").open("a") as file:
         file.write('{"step": 31')
-    assert "The last line of steps.jsonl is cut" in write_run_report(folder).read_text()
+    assert "The last line of steps.jsonl is truncated" in write_run_report(folder).read_text()
 
 
 def test_a_run_that_has_just_begun_still_has_a_page(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     page = write_run_report(tmp_path).read_text()
     parse(page)
-    assert "No step was finished." in page
+    assert "No step was completed." in page
     assert "<svg" not in page
 
 
@@ -204,7 +204,7 @@ def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
     sent = {"sent_nbytes": 12.3e6, "would_be_nbytes": 1.2e9, "interface bytes": counted, "buckets": buckets}
     page = with_facts(folder, sent=sent)
     parse(page)
-    assert "Rank 0 sent 12.3 MB, 98 times less than float32 gradients every step." in page
+    assert "Rank 0 sent 12.3 MB, 98× less than float32 gradients at every step." in page
     for cell in ("1.2 GB", "13 MB", "2 kB", "head.weight … (18)", "0.8\u00a0%", "&lt;b&gt; … (1)", "–"):
         assert f"<td>{cell}</td>" in page
     assert "<h3>sent</h3>" not in page
@@ -214,20 +214,20 @@ def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
     "sent", [{}, [], {"sent_nbytes": 5.0, "would_be_nbytes": 0}, {"would_be_nbytes": "x", "buckets": 3}]
 )
 def test_a_run_that_tells_nothing_of_bytes_shows_nothing(folder, sent):
-    assert "What was sent" not in with_facts(folder, sent=sent)
+    assert "Bytes sent" not in with_facts(folder, sent=sent)
 
 
 def test_bytes_that_are_not_counted_are_called_so(folder):
     page = with_facts(folder, sent={"sent_nbytes": None, "would_be_nbytes": 1e6, "interface bytes": {}})
-    assert "What this strategy sends is not counted." in page
+    assert "Bytes sent by this strategy are not counted." in page
 
 
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"synchronised": "full-shard"}, "PyTorch waits inside of forward and backward"),
-        ({"world": {"device": "cuda:0"}}, "Times are those of the host"),
-        ({"world": {"backend": "nccl"}}, "Times are those of the host"),
+        ({"synchronised": "full-shard"}, "PyTorch waits inside forward and backward"),
+        ({"world": {"device": "cuda:0"}}, "Times are host times"),
+        ({"world": {"backend": "nccl"}}, "Times are host times"),
         ({"world": {"device": "cpu", "backend": "gloo"}, "synchronised": "bucketed"}, ""),
     ],
 )

@@ -200,7 +200,7 @@ class _RecordReader:
         return True
 
     def _decide(self, t: float, worker: WorkerStatistics, what: str, why: str = "", **more: Any) -> None:
-        important = more.pop("weighty", False)
+        important = more.pop("important", False)
         self._run.decisions.add(HubDecision(t, worker.number, what, why, **more), important=important)
 
     # ------------------------------------------------------------------ presence

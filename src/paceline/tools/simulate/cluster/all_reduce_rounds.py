@@ -1,8 +1,7 @@
-"""What an all-reduce sends in each round, as arrays of ranks: for numbers of ranks that no list of sends could hold.
+"""Rounds of all-reduce algorithms as arrays of ranks, for numbers of ranks too large for lists of messages.
 
-The same rounds as `paceline.collectives.catalogue`, which proves them; `tests/pure/test_cluster_network.py` holds one
-against the other. Gathering is reducing turned round, and costs the same on links that are alike in both directions,
-so a phase that comes back is counted twice rather than listed twice.
+The rounds are those of `paceline.collectives`, which proves them; `test_cluster_network` compares the two. A gather is
+a reduction in reverse with the same cost on symmetric links, so such rounds are listed once and counted twice.
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ TWO_LEVEL_ALGORITHMS = ("two-level", "two-level-halving")
 ALGORITHMS = ("ring", "tree", "doubling", "halving-doubling", *TWO_LEVEL_ALGORITHMS)
 
 SPLIT_ALGORITHMS = ("ring", "halving-doubling", *TWO_LEVEL_ALGORITHMS)
-"""Those whose first half is a reduce-scatter and whose second half is an all-gather."""
+"""Algorithms that are a reduce-scatter followed by an all-gather."""
 
 
 @dataclass(frozen=True)
 class AllReduceRounds:
-    """Rounds that are alike.
+    """Identical rounds.
 
     Attributes:
-        src, dst: who sends to whom, all at the same time.
-        share: of the vector that each message has.
-        repeats: rounds.
+        src: sending ranks of the concurrent messages.
+        dst: receiving ranks of the concurrent messages.
+        share: share of the vector in each message.
+        repeats: number of rounds.
     """
 
     src: Ranks
@@ -48,11 +48,11 @@ def all_reduce_rounds(algorithm: str, ranks: int, per_node: int = 1) -> list[All
 
     Args:
         algorithm: one of `ALGORITHMS`.
-        ranks: how many, 1 or more; one rank sends nothing.
-        per_node: ranks of a node, numbered node by node; it divides `ranks`.
+        ranks: number of ranks; a single rank sends nothing.
+        per_node: ranks per node, numbered node by node; divides `ranks`.
 
     Raises:
-        UsageError: there is no such algorithm.
+        UsageError: the algorithm is unknown.
 
     Example:
         >>> [(phase.share, phase.repeats) for phase in phases("ring", 4)]
@@ -73,16 +73,16 @@ def all_reduce_rounds(algorithm: str, ranks: int, per_node: int = 1) -> list[All
 
 
 def _tree(ranks: int) -> list[AllReduceRounds]:
-    found, apart = [], 1
-    while apart < ranks:
-        parents = np.arange(0, ranks - apart, 2 * apart)
-        found.append(AllReduceRounds(parents + apart, parents, 1.0, 2))
-        apart *= 2
-    return found
+    rounds, distance = [], 1
+    while distance < ranks:
+        parents = np.arange(0, ranks - distance, 2 * distance)
+        rounds.append(AllReduceRounds(parents + distance, parents, 1.0, 2))
+        distance *= 2
+    return rounds
 
 
 def _halves(ranks: int, whole: bool) -> list[AllReduceRounds]:
-    """Exchange with partners 1, 2, 4 … apart: whole vectors once, or halves there and back."""
+    """Exchange with partners at distances 1, 2, 4 …: whole vectors once, or halves twice."""
     core = 1 << (ranks.bit_length() - 1)
     beyond, every = np.arange(core, ranks), np.arange(core)
     found = [AllReduceRounds(beyond, beyond - core, 1.0, 2)] if core < ranks else []
@@ -94,9 +94,9 @@ def _halves(ranks: int, whole: bool) -> list[AllReduceRounds]:
 
 
 def _nested(nodes: int, per_node: int, halving: bool) -> list[AllReduceRounds]:
-    """Sum inside nodes, then each place with its like in the other nodes, then give out inside nodes."""
+    """Reduce-scatter inside nodes, all-reduce between ranks of the same place, all-gather inside nodes."""
     found = []
-    if per_node > 1:  # every node does the same, and no link is shared by two: one stands for all
+    if per_node > 1:  # all nodes do the same on separate links: one stands for all
         src, dst = np.divmod(np.arange(per_node * per_node), per_node)
         found.append(AllReduceRounds(src[src != dst], dst[src != dst], 1 / per_node, 2))
     places = np.arange(per_node)

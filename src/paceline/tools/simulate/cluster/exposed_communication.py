@@ -98,7 +98,7 @@ def fastest_all_reduce(
                 f"{algorithm} is no reduce-scatter followed by an all-gather, which sharding needs",
                 remedy=f"valid: {', '.join(SPLIT_ALGORITHMS)}",
             )
-    return min((network.price(name, nodes, nbytes) for name in names), key=lambda price: price.seconds)
+    return min((network.time_all_reduce(name, nodes, nbytes) for name in names), key=lambda price: price.seconds)
 
 
 def step_messages(
