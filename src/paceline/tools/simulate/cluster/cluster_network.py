@@ -131,16 +131,18 @@ class ClusterNetwork:
         return self.algorithms()
 
     def time_all_reduce(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
-        """Return what one all-reduce costs.
+        """Return the time of one all-reduce.
 
         Args:
-            algorithm: one of `algorithms`. nodes: how many. nbytes: of the vector that each rank has.
+            algorithm: one of `algorithms`.
+            nodes: number of nodes.
+            nbytes: size of the vector on each rank.
 
         Raises:
-            UsageError: it can't run on this network.
+            UsageError: the algorithm does not run on this network.
 
         Example:
-            >>> round(Network(link=25e6, latency=0.0).price("ring", 4, 80e6).seconds, 9)
+            >>> round(ClusterNetwork(link=25e6, latency=0.0).time_all_reduce("ring", 4, 80e6).seconds, 9)
             4.8
         """
         if algorithm not in self.algorithms():
