@@ -36,7 +36,7 @@ def test_the_chart_of_scores_names_the_centre_and_few_workers(wide):
         replacements=[(3, 6.0)],
     )
     found = texts(score_chart(told, 60, y="score", wide=wide))
-    assert {"centre", "ann", "score", "wall time (s)", "all join the best"} <= set(found)
+    assert {"centre", "ann", "score", "wall time (s)", "all adopt the best"} <= set(found)
 
 
 def test_many_workers_have_no_names():

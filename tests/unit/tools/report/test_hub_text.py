@@ -94,7 +94,7 @@ def test_what_ddp_sends_is_not_told_where_the_model_or_the_others_are_not_known(
 
 
 def test_a_star_that_sends_more_than_ddp_would_says_so():
-    assert "only 10\u00a0% of that" in " ".join(said(*two_workers(), traffic(9, 6 * 10**9, 6 * 10**9)))
+    assert "only 10 % of that" in " ".join(said(*two_workers(), traffic(9, 6 * 10**9, 6 * 10**9)))
 
 
 def test_a_run_without_updates_says_so():

@@ -46,6 +46,6 @@ def test_prices_stand_beside_what_was_measured(tmp_path):
     rows = [CostBar("tree", 15.0, [15.2, 15.6, 15.4]), CostBar("one-by-one", 35.0)]
     chart = schedule_cost_chart(rows, title="broadcast")
     said = texts(chart.inline_svg("prices"))
-    assert "priced 15 s, measured 15.4 s (1.03 ×)" in said
+    assert "predicted 15 s, measured 15.4 s (1.03×)" in said
     assert "35 s" in said
     assert chart.save(tmp_path / "prices.png").stat().st_size > 1000

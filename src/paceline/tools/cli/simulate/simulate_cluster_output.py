@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline._core.files import write_json, write_text
-from paceline._core.format import format_count, format_duration, format_percent, format_seconds
+from paceline._core.format import format_count, format_duration, format_percent, format_ratio, format_seconds
 from paceline.errors import UsageError
 from paceline.tools.cli.simulate.simulate_cluster_request import Asked
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import checked_files, versions
 from paceline.tools.simulate.cluster.cluster_simulation import LOSSES, ClusterRow
-from paceline.tools.simulate.cluster.cluster_text import cluster_findings, times
+from paceline.tools.simulate.cluster.cluster_text import cluster_findings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,7 +68,7 @@ def _cells(asked: Asked, row: ClusterRow, losses: Sequence[str]) -> list[str]:
     band = f"{format_percent(row.efficiency.p5)} to {format_percent(row.efficiency.p95)}"
     cells += [format_percent(row.efficiency.mean), "never ends" if row.stuck else band]
     cells += ["" if row.ledger[name] < 5e-4 else format_percent(row.ledger[name]) for name in losses]
-    cells.append(times(row.speedup))
+    cells.append(format_ratio(row.speedup))
     if row.intervals is not None:
         cells.append(format_duration(row.intervals.used))
     if plan.work is not None:

@@ -1,14 +1,12 @@
-"""What is simulated of a cluster, as plain values (pure).
+"""Simulation of a training on any number of nodes: step time, efficiency and its losses, failures, cost.
 
-A training on one number of nodes, or many: step time, efficiency with all that is lost of it, failures, cost.
+Several jobs are simulated, each with its own machines, steps and failures. Their time is broken down into shares of the
+total, which add up to 1:
 
-Several jobs are simulated, each with machines, steps and failures of its own. What becomes of their time is told as a
-ledger: shares of the whole, which add up to 1 in every job and so in their mean.
-
-    useful           what the work would take if it were dealt by speed and nobody waited
+    useful           time of the work if it were distributed by speed and no rank waited
     uneven machines  waiting for the slowest machine
     varying steps    waiting for the rank whose step happens to be longest
-    communication    what of it computing does not hide
+    communication    exposed communication
     checkpoints, lost work, restarts
 """
 
@@ -55,41 +53,58 @@ __all__ = [
 ]
 
 BACKWARD = 2 / 3
-"""Of computing: backward has two products with each weight, forward one."""
-
+"""Share of backward in computing: it has two products with each weight, forward one."""
 
 BATCHES = ("per-rank", "fixed")
-
-
 DAY = 86400.0
+MOST_NODES = 1_000_000
+LOSSES: tuple[str, ...] = (
+    "uneven machines",
+    "varying steps",
+    "communication",
+    "checkpoints",
+    "lost work",
+    "restarts",
+)
+
+_MIN_JOBS = 32
+"""Jobs per checkpoint interval in comparisons, at least."""
+_P90 = 1.6449
+"""90 % of a normal distribution is within this many standard deviations of the mean."""
+
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """A training, whatever the number of nodes.
+    """A training, independent of the number of nodes.
 
     Attributes:
-        carrier: the network, described or measured.
-        step_seconds: of computing: of a rank's own batch (``per-rank``), or of the whole batch on one rank (``fixed``).
-        nbytes: of the gradients, as they travel.
-        machines: what nodes are like.
-        batch: ``"per-rank"``: more ranks, more samples a step (weak scaling); ``"fixed"``: the same samples (strong).
-        strategy: how gradients are synchronised, one of
-            `paceline.tools.simulate.cluster.exposed_communication.STRATEGIES`.
-        bucket_nbytes: of a bucket. backward: share of computing in which gradients become ready.
-        computing_slows: how many times as long computing takes beside exchanges, 1 or more. calls_slow: exchanges
-            beside computing.
-        algorithm: of the all-reduce; ``"auto"``: the cheapest.
-        every: H, steps between two exchanges; above 1 it is parameters that are exchanged, and nothing overlaps.
-        node_mtbf: mean seconds between failures of a node. write: seconds of a checkpoint. restart: seconds after a
-            failure. interval: seconds of training between checkpoints; None: Daly's.
-        work: node-seconds of computing of the job, on nodes as fast as the fastest; None: a week of all nodes.
-        price: of an hour of a node; None: not asked.
-        jobs: how many are simulated for each number of nodes. draws: ranks' steps to draw for it, about.
-        seed: of everything.
+        network: the network, described or measured.
+        step_seconds: computing time of a rank's own batch (``per-rank``), or of the whole batch on one rank
+            (``fixed``).
+        nbytes: bytes of the gradients on the wire.
+        machines: the machines.
+        batch: ``"per-rank"`` (weak scaling) or ``"fixed"`` (strong scaling).
+        strategy: how gradients are synchronised, one of `exposed_communication.STRATEGIES`.
+        bucket_nbytes: size of a bucket.
+        backward: share of computing in which gradients become ready.
+        computing_slows: slowdown of computing during communication, 1 or more.
+        calls_slow: slowdown of communication during computing, 1 or more.
+        algorithm: algorithm of the all-reduce; ``"auto"``: the fastest.
+        every: H, steps between exchanges; above 1, parameters are exchanged without overlap.
+        node_mtbf: mean seconds between failures of a node.
+        write: seconds of a checkpoint.
+        restart: seconds of a restart after a failure.
+        interval: seconds of training between checkpoints; None: Daly's.
+        work: node-seconds of computing of the job on the fastest nodes; None: a week of all nodes.
+        price: price of a node hour, if known.
+        jobs: jobs simulated per number of nodes.
+        draws: approximate number of rank steps drawn per number of nodes.
+        seed: seed of all random numbers.
 
     Raises:
-        UsageError: a number makes no sense.
+        UsageError: a number is out of range.
     """
 
     network: NetworkModel
@@ -140,38 +155,14 @@ class ClusterPlan:
             raise UsageError(f"seed={self.seed!r}", remedy="give a whole number of 0 or more")
         if self.every > 1 and self.strategy in ("sharded", "full-shard"):
             raise UsageError(
-                f"every={self.every} with {self.strategy}: ranks that train apart need whole parameters",
+                f"every={self.every} with {self.strategy}: local steps require whole parameters on every rank",
                 remedy="use flat or bucketed, or exchange at every step",
             )
 
 
-Numbers = NDArray[np.float64]
-
-
-LOSSES: tuple[str, ...] = (
-    "uneven machines",
-    "varying steps",
-    "communication",
-    "checkpoints",
-    "lost work",
-    "restarts",
-)
-
-
-MOST_NODES = 1_000_000
-
-
-_ENOUGH_JOBS = 32
-"""With which intervals are compared, at least."""
-
-
-_P90 = 1.6449
-"""Nine in ten of normal numbers are no further than so many standard deviations from their mean."""
-
-
 @dataclass(frozen=True)
 class Percentiles:
-    """A number of several jobs or steps: their mean, and what 5 %, 50 % and 95 % are below."""
+    """Mean and percentiles over jobs or steps."""
 
     mean: float
     p5: float
@@ -180,18 +171,20 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Numbers) -> Percentiles:
-        """Return the band of some values."""
+        """Return the mean and percentiles of values."""
         low, middle, high = np.percentile(values, [5, 50, 95])
         return cls(float(values.mean()), float(low), float(middle), float(high))
 
 
 @dataclass(frozen=True)
 class CheckpointIntervals:
-    """Seconds of training between two checkpoints.
+    """Seconds of training between two checkpoints; all but `used` are None without failures.
 
     Attributes:
-        used: by the simulation. young, daly: by their formulas. simulated: with which simulated jobs take least; None
-            where nothing fails.
+        used: the interval of the simulation.
+        young: Young's formula.
+        daly: Daly's formula.
+        simulated: the best interval of simulated jobs.
     """
 
     used: float
@@ -202,22 +195,24 @@ class CheckpointIntervals:
 
 @dataclass(frozen=True)
 class ClusterRow:
-    """What becomes of a training on so many nodes.
+    """Result for one number of nodes.
 
     Attributes:
-        nodes, ranks: how many.
-        algorithm: of the all-reduce.
-        compute_seconds: of a step, on a rank that is as fast as the time of a step says.
-        comm_seconds: of all messages of a step, hidden or not.
+        nodes: number of nodes.
+        ranks: number of ranks.
+        algorithm: algorithm of the all-reduce.
+        compute_seconds: computing time of a step on one of the fastest ranks.
+        comm_seconds: time of all messages of a step, hidden or not.
         step: seconds of a step, over steps and jobs.
-        efficiency: useful time as a share of all time, over jobs.
-        ledger: mean share of all time by what it went into, `LOSSES` and ``"useful"``; they add up to 1.
-        speedup: work done beside that of one fastest rank alone.
-        mtbf_seconds: between failures of the whole job; None: there are none.
-        failures: of a job, on average. intervals: of checkpoints; None: there are none.
-        job_seconds: of the whole job, over jobs.
-        cost: of the whole job, over jobs; None: not asked.
-        stuck: whether failures come so often that it never ends; its efficiency is 0 then.
+        efficiency: useful share of all time, over jobs.
+        ledger: mean share of all time of ``"useful"`` and each of `LOSSES`; they add up to 1.
+        speedup: throughput relative to one of the fastest ranks alone.
+        mtbf_seconds: mean time between failures of the job; None without failures.
+        failures: mean number of failures of a job.
+        intervals: checkpoint intervals; None without checkpoints.
+        job_seconds: time of the job, over jobs.
+        cost: cost of the job, over jobs; None without a price.
+        stuck: whether failures are so frequent that the job never ends; efficiency is then 0.
     """
 
     nodes: int
@@ -237,40 +232,34 @@ class ClusterRow:
     stuck: bool
 
     def to_record(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the row for JSON."""
         return asdict(self)
 
     @property
     def worst(self) -> str:
-        """What most of the time is lost to."""
+        """The largest loss."""
         return max(LOSSES, key=lambda name: self.ledger[name])
 
 
 def sweep_nodes(plan: ClusterPlan, nodes: Sequence[int]) -> Iterator[ClusterRow]:
-    """Yield a row for each number of nodes.
-
-    Args:
-        plan: the training. nodes: numbers of nodes.
-
-    Raises:
-        UsageError: a number of nodes is out of range; the network lacks the algorithm.
-    """
+    """Yield a row per number of nodes; see `simulate_cluster`."""
     for count in nodes:
         yield simulate_cluster(plan, count)
 
 
 def simulate_cluster(plan: ClusterPlan, nodes: int) -> ClusterRow:
-    """Return what becomes of a training on so many nodes.
+    """Simulate a training on a number of nodes.
 
     Args:
-        plan: the training. nodes: how many.
+        plan: the training.
+        nodes: number of nodes.
 
     Raises:
-        UsageError: the number of nodes is out of range; the network lacks the algorithm.
+        UsageError: the number of nodes is out of range, or the network does not support the algorithm.
 
     Example:
-        >>> from paceline.tools.simulate.cluster.cluster_network import Network
-        >>> row = simulate(ClusterPlan(Network(link=25e6), step_seconds=1.0, nbytes=80e6, strategy="flat"), 4)
+        >>> from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork
+        >>> row = simulate_cluster(ClusterPlan(ClusterNetwork(link=25e6), step_seconds=1.0, nbytes=80e6, strategy="flat"), 4)
         >>> row.algorithm, round(row.step.mean, 3), round(row.ledger["communication"], 3)
         ('halving-doubling', 5.8, 0.828)
     """
@@ -289,7 +278,7 @@ def simulate_cluster(plan: ClusterPlan, nodes: int) -> ClusterRow:
 
 
 def _traffic(plan: ClusterPlan, nodes: int) -> tuple[list[MessageGroup], AllReduceTime]:
-    """Return what a step sends, per step on average, and the price of one call."""
+    """Return the messages per step, averaged over H steps, and the time of one call."""
 
     def price(nbytes: float, halved: bool) -> AllReduceTime:
         return fastest_all_reduce(plan.network, nodes, nbytes, plan.algorithm, halved=halved)
@@ -305,7 +294,7 @@ def _traffic(plan: ClusterPlan, nodes: int) -> tuple[list[MessageGroup], AllRedu
 def _exposed(
     plan: ClusterPlan, nodes: int, traffic: Sequence[MessageGroup], price: AllReduceTime, computing: Numbers
 ) -> Numbers:
-    """Return how long each step waits for communication, a measured price off by its error in each job."""
+    """Return the exposed communication of each step, with a random prediction error per job."""
     off = np.ones((plan.jobs, 1))
     if price.error:
         rng = np.random.default_rng([plan.seed, nodes, 2])
@@ -377,17 +366,17 @@ def _row(
 
 
 def _intervals(plan: ClusterPlan, risk: FailureModel, nodes: int) -> CheckpointIntervals | None:
-    """Return the intervals between checkpoints; None where none are written."""
+    """Return the checkpoint intervals; None without checkpoints."""
     if risk.mtbf == np.inf:
         return None if plan.interval is None else CheckpointIntervals(plan.interval)
     if not plan.write and plan.interval is None:
         raise UsageError(
-            "failures, and checkpoints that take no time: they would be written all the time",
-            remedy="give the time of a checkpoint, or the interval between two",
+            "with failures and checkpoints that take no time, the best interval is 0",
+            remedy="give the time of a checkpoint or the interval",
         )
     return CheckpointIntervals(
         plan.interval or daly_interval(risk),
         young_interval(risk),
         daly_interval(risk),
-        best_interval(risk, max(_ENOUGH_JOBS, plan.jobs), [plan.seed, nodes, 4]),
+        best_interval(risk, max(_MIN_JOBS, plan.jobs), [plan.seed, nodes, 4]),
     )
