@@ -23,7 +23,7 @@ from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.parallel.compression.compression_config import Compression
-from paceline.tools.simulate.async_rows import LossPoint
+from paceline.tools.simulate.async_results import LossPoint
 from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent
 from paceline.tools.simulate.learning_tasks import LearningTask
 from paceline.tools.simulate.simulated_worker import SimulatedWorker

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_hexdigest
 from paceline._core.keyed_random import derive_key
 from paceline.errors import UsageError
 from paceline.tools.plan.slow_network import BACKWARD_SHARE
-from paceline.tools.simulate.async_rows import LossPoint
+from paceline.tools.simulate.async_results import LossPoint
 from paceline.tools.simulate.async_settings import LrSchedule, SimulatedMachine, jitter_factor
 from paceline.tools.simulate.learning_tasks import Learner, LearningTask
 from paceline.transport.virtual_time import OVERHEAD

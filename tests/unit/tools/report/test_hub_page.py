@@ -188,7 +188,13 @@ def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
     page = write_hub_report(write(tmp_path, written)).read_text()
     parse(page)
     assert 'class="note"' not in page
-    for text in ("put in quarantine", "update refused", "all join it", "replaced by the best", "fell silent"):
+    for text in (
+        "put in quarantine",
+        "update refused",
+        "all adopt its parameters",
+        "replaced by the best",
+        "fell silent",
+    ):
         assert f"<td>{text}" in page, text
     updates = [each for each in written if each["kind"] == "update"]
     samples = sum(each["samples"] for each in updates)

@@ -129,8 +129,7 @@ def test_who_gives_most_is_named_where_it_is_more_than_its_part():
 def test_a_full_reservation_is_named_as_what_limits():
     full = [traffic(5 * at, 4_900, 10, bandwidth=1000) for at in range(1, 5)]
     assert any(
-        "more than 90 % of it was used 100 % of the time" in each
-        for each in said(*two_workers(), *full)
+        "more than 90 % of it was used 100 % of the time" in each for each in said(*two_workers(), *full)
     )
     half = [*full, *(traffic(5 * at, 100, 10, bandwidth=1000) for at in range(5, 20))]
     assert not any("limits" in each for each in said(*two_workers(), *half))

@@ -105,7 +105,11 @@ def test_only_steps_that_all_ranks_know_are_compared():
         ({"cpu": 0.15}, "and more processor time: its processor is slower", 'shares="measured"'),
         ({"preempted": 60}, "other programs preempt it 60 times per step", "doctor"),
         ({}, "without more processor time: it sleeps", "doctor"),
-        ({"samples": 12.0, "cpu": 0.15}, "It has more to do: 12 samples per step, the others 8.", "rebalance"),
+        (
+            {"samples": 12.0, "cpu": 0.15},
+            "It has more to do: 12 samples per step, the others 8.",
+            "rebalance",
+        ),
     ],
 )
 def test_the_cause_is_told_by_what_differs(changes, said, done):
@@ -118,7 +122,7 @@ def test_the_page_names_the_rank_the_cause_and_what_it_costs():
     limit = find_bottleneck(summary_of(timelines(slow=1)), {})
     assert limit.kind == "straggler"
     assert limit.sentences[0].startswith(
-        "Rank 1 limits this run: it comes last to the exchange in 100\u00a0% of the"
+        "Rank 1 limits this run: it is the last to reach the exchange in 100 % of the"
     )
     assert "forward takes 2.2 times as long (90 ms a step, 40 ms on the others)" in limit.sentences[1]
     assert limit.remedies[0].expected == "steps of 110 ms, if it kept up"

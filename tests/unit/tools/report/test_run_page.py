@@ -205,7 +205,7 @@ def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
     page = with_facts(folder, sent=sent)
     parse(page)
     assert "Rank 0 sent 12.3 MB, 98× less than float32 gradients at every step." in page
-    for cell in ("1.2 GB", "13 MB", "2 kB", "head.weight … (18)", "0.8\u00a0%", "&lt;b&gt; … (1)", "–"):
+    for cell in ("1.2 GB", "13 MB", "2 kB", "head.weight … (18)", "0.8 %", "&lt;b&gt; … (1)", "–"):
         assert f"<td>{cell}</td>" in page
     assert "<h3>sent</h3>" not in page
 

@@ -8,15 +8,20 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.tools.report.charts.simulation_charts import loss_chart, time_to_loss_chart
-from paceline.tools.simulate.async_rows import AsyncRow, LossPoint, seconds_to_loss, with_times_to_target
+from paceline.tools.simulate.async_results import (
+    AsyncRow,
+    LossPoint,
+    async_findings,
+    seconds_to_loss,
+    with_times_to_target,
+)
 from paceline.tools.simulate.async_settings import (
     AsyncPlan,
     SimulatedMachine,
     draw_churn,
     relative_step_times,
 )
-from paceline.tools.simulate.async_text import async_findings
-from paceline.tools.simulate.faulty_network import RandomFaults
+from paceline.tools.simulate.async_sweep import RandomFaults
 from paceline.transport.envelope_header import Header
 from paceline.transport.transport_interface import Envelope
 

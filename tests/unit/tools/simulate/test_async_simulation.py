@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine, draw_churn
 from paceline.tools.simulate.async_simulation import AsyncResult, AsyncSimulation, simulate_async
-from paceline.tools.simulate.faulty_network import RandomFaults
+from paceline.tools.simulate.async_sweep import RandomFaults
 from paceline.tools.simulate.learning_tasks import LinearTask
 from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
 

@@ -46,7 +46,11 @@ def test_around_a_switch_it_is_the_closed_form(algorithm, ranks):
 )
 def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_alike(make, algorithm, ranks):
     followed = cost(schedule("all-reduce", algorithm, ranks), make(ranks, 1e8, 1e-4), NBYTES).seconds
-    found = ClusterNetwork(make.__name__, link=1e8, latency=1e-4).time_all_reduce(algorithm, ranks, NBYTES).seconds
+    found = (
+        ClusterNetwork(make.__name__, link=1e8, latency=1e-4)
+        .time_all_reduce(algorithm, ranks, NBYTES)
+        .seconds
+    )
     assert found >= 0.9 * followed  # ranks that run ahead may get into the way of others, which rounds don't
     if make is topology.star and ranks & (ranks - 1) == 0:
         assert found == pytest.approx(followed)
@@ -107,7 +111,9 @@ def test_one_node_of_several_ranks_stays_inside():
 @settings(max_examples=60, deadline=None)
 def test_a_faster_link_is_never_slower(algorithm, ranks, shape, faster):
     slow = ClusterNetwork(shape, link=1e7, latency=1e-4).time_all_reduce(algorithm, ranks, NBYTES)
-    fast = ClusterNetwork(shape, link=1e7 * faster, latency=1e-4 / faster).time_all_reduce(algorithm, ranks, NBYTES)
+    fast = ClusterNetwork(shape, link=1e7 * faster, latency=1e-4 / faster).time_all_reduce(
+        algorithm, ranks, NBYTES
+    )
     assert fast.seconds <= slow.seconds
     assert fast.seconds == pytest.approx(slow.seconds / faster)
 
@@ -154,10 +160,14 @@ def test_a_measured_network_gives_back_what_was_measured():
     for ranks in (2, 8, 64):
         for nbytes in (1e4, 1e6, 3e7):
             found = network.time_all_reduce("ring", ranks, nbytes)
-            assert found.seconds == pytest.approx(described.time_all_reduce("ring", ranks, nbytes).seconds, rel=1e-3)
+            assert found.seconds == pytest.approx(
+                described.time_all_reduce("ring", ranks, nbytes).seconds, rel=1e-3
+            )
             assert found.call == pytest.approx(1e-4 * 2 * (ranks - 1), rel=1e-2)
     other = network.time_all_reduce("halving-doubling", 8, 1e6)
-    assert other.seconds == pytest.approx(described.time_all_reduce("halving-doubling", 8, 1e6).seconds, rel=1e-3)
+    assert other.seconds == pytest.approx(
+        described.time_all_reduce("halving-doubling", 8, 1e6).seconds, rel=1e-3
+    )
     assert network.time_all_reduce("ring", 1, 1e6).seconds == 0.0
 
 

@@ -18,8 +18,7 @@ from paceline._core.format import format_decimal, format_seconds
 from paceline.tools.cli.simulate.simulate_async_request import Asked
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import checked_files, versions
-from paceline.tools.simulate.async_rows import AsyncRow
-from paceline.tools.simulate.async_text import async_findings
+from paceline.tools.simulate.async_results import AsyncRow, async_findings
 
 if TYPE_CHECKING:
     from rich.table import Table

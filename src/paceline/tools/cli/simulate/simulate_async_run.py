@@ -13,7 +13,7 @@ from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.cli.simulate.simulate_async_request import POINTS, Asked
 from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.simulate.async_rows import AsyncRow, with_times_to_target
+from paceline.tools.simulate.async_results import AsyncRow, with_times_to_target
 from paceline.tools.simulate.async_sweep import sweep_schedules
 from paceline.tools.simulate.learning_tasks import GPTTask, LearningTask, LinearTask
 
@@ -48,7 +48,12 @@ def _rows(asked: Asked, task: LearningTask) -> list[AsyncRow]:
     with _calmly(), TurnBar("simulated", POINTS * settings) as tick:
         turns = _Turns(tick)
         for row in sweep_schedules(
-            asked.plan, asked.cadences, task, beside=asked.beside, fault_share=asked.fault_share, tick=turns.point
+            asked.plan,
+            asked.cadences,
+            task,
+            beside=asked.beside,
+            fault_share=asked.fault_share,
+            tick=turns.point,
         ):
             turns.end()
             rows.append(row)

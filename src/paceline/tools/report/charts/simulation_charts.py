@@ -21,7 +21,7 @@ from paceline.tools.report.charts.chart_style import (
     stacked_panels,
     time_unit,
 )
-from paceline.tools.simulate.async_rows import AsyncRow, LossPoint
+from paceline.tools.simulate.async_results import AsyncRow, LossPoint
 from paceline.tools.simulate.cluster.cluster_simulation import LOSSES, ClusterRow
 
 if TYPE_CHECKING:

@@ -178,9 +178,7 @@ def draw_longest(machines: ClusterMachines, ranks: int, count: int, rng: np.rand
         count: number of steps.
         rng: the generator.
     """
-    above = -np.expm1(
-        np.log1p(-rng.random(count)) / ranks
-    )  # 1 − U^(1/N) without cancellation
+    above = -np.expm1(np.log1p(-rng.random(count)) / ranks)  # 1 − U^(1/N) without cancellation
     if machines.measured:
         steps = np.sort(_scaled(machines))
         place = len(steps) - 1 - np.floor(above * len(steps)).astype(np.int64)

@@ -104,7 +104,9 @@ def fastest_all_reduce(
                 f"{algorithm} is not a reduce-scatter followed by an all-gather, which sharding requires",
                 remedy=f"valid: {', '.join(SPLIT_ALGORITHMS)}",
             )
-    return min((network.time_all_reduce(name, nodes, nbytes) for name in names), key=lambda price: price.seconds)
+    return min(
+        (network.time_all_reduce(name, nodes, nbytes) for name in names), key=lambda price: price.seconds
+    )
 
 
 def step_messages(
