@@ -125,8 +125,8 @@ _MOST_LATE_SECONDS = 5.0
 class RandomFaults:
     """Injects faults into a share of all envelopes; counts them, so create one per run.
 
-    A damaged envelope is encoded, has one bit flipped, and is decoded as by a receiver: markers and checksums detect the
-    damage, and the envelope is dropped.
+    A damaged envelope is encoded, has one bit flipped, and is decoded as by a receiver: markers and checksums detect
+    the damage, and the envelope is dropped.
 
     Args:
         share: share of envelopes, 0 to below 1; a quarter each is lost, repeated, late by up to 5 s, and damaged.
