@@ -79,15 +79,15 @@ class LearningTask(Protocol):
     def learner(
         self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None
     ) -> Learner:
-        """Return the learner of a worker, counted from 0; `same_init`: all begin from the same parameters."""
+        """Return the learner of a worker (from 0); with `same_init`, all start from the same parameters."""
         ...
 
 
 class LinearTask:
     """Least squares: y = A·x plus noise, gradient descent on batches of 8, with a given condition number.
 
-    The gradient of mean |w·x − y|²/2 of a batch is w·mean(x·xᵀ) − mean(y·xᵀ); both means, and the affine map of a step at
-    each learning rate, are precomputed.
+    The gradient of mean |w·x − y|²/2 of a batch is w·mean(x·xᵀ) − mean(y·xᵀ); both means, and the affine map of a step
+    at each learning rate, are precomputed.
 
     Args:
         width: dimension of x; y has half of it.

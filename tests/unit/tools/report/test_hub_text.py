@@ -99,7 +99,7 @@ def test_a_star_that_sends_more_than_ddp_would_says_so():
 
 def test_a_run_without_updates_says_so():
     assert said() == ("There are no records yet: no worker has joined, and the hub has just started.",)
-    assert said(traffic(5), traffic(10)) == ("No update was taken in yet: in 5 s no worker came.",)
+    assert said(traffic(5), traffic(10)) == ("No update has been accepted yet: in 5 s no worker joined.",)
     found = said(join(0, 1), refuse(4, 1), refuse(5, 1))
     assert found[0] == "No update has been accepted yet: in 5 s 1 worker joined; 2 updates were refused."
     assert found[1].startswith("Most updates of 1 were refused (not finite 2)")

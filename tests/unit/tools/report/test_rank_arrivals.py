@@ -124,8 +124,8 @@ def test_the_page_names_the_rank_the_cause_and_what_it_costs():
     assert limit.sentences[0].startswith(
         "Rank 1 limits this run: it is the last to reach the exchange in 100 % of the"
     )
-    assert "forward takes 2.2 times as long (90 ms a step, 40 ms on the others)" in limit.sentences[1]
-    assert limit.remedies[0].expected == "steps of 110 ms, if it kept up"
+    assert "forward takes 2.2× as long (90 ms per step, 40 ms on the others)" in limit.sentences[1]
+    assert limit.remedies[0].expected == "steps of 110 ms if it kept up"
 
 
 def test_ranks_that_wait_for_each_other_in_turn_are_not_the_networks_fault():

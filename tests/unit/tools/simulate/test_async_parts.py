@@ -1,4 +1,4 @@
-"""Parts of simulations: rows, machines that differ, who comes and goes, spoilt messages, words and charts."""
+"""Parts of simulations: rows, machines that differ, churn, injected faults, words and charts."""
 
 import json
 import math
@@ -112,7 +112,7 @@ def test_spoiling_is_drawn_by_seed_and_damage_is_found():
     again = RandomFaults(0.4, seed=1)
     assert [again(envelope) for _ in range(1000)] == came
     assert RandomFaults(0.0)(envelope) == [(0.0, envelope)]
-    with pytest.raises(UsageError, match="spoilt"):
+    with pytest.raises(UsageError, match="faults in 1.0 of all messages"):
         RandomFaults(1.0)
 
 
@@ -156,7 +156,7 @@ def test_sentences_tell_what_went_wrong():
     told = "\n".join(async_findings([row(losses_=(8.0, 1.0, 3.0), counts=counts)]))
     assert "got worse again, from 1 to 3" in told
     assert "9 sendings were left out" in told
-    assert "4 lost; 2 were said again" in told
+    assert "4 lost; 2 were resent" in told
 
 
 def test_charts_of_anything(tmp_path):

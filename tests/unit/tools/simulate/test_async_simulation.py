@@ -266,5 +266,5 @@ def test_plans_that_make_no_sense():
         AsyncPlan([], steps=1)
     with pytest.raises(UsageError, match="parameters=0"):
         replace(PLAN, parameters=0)
-    with pytest.raises(UsageError, match="never killed"):
+    with pytest.raises(UsageError, match="still running"):
         replace(PLAN, churn=(ChurnEvent(1.0, -1, True),))

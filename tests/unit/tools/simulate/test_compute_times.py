@@ -137,7 +137,7 @@ def test_the_same_seed_gives_the_same_to_the_bit(machines, nodes):
     [
         ({"speeds": ()}, "speeds"), ({"speeds": (1.0, 0.0)}, "speeds"), ({"spread": -0.1}, "spread"),
         ({"jitter": 9.0}, "jitter"), ({"jitter": math.nan}, "jitter"), ({"measured": (1.0, 0.0)}, "measured"),
-        ({"measured": (1.0, 2.0), "jitter": 0.1}, "leave it out"), ({"shares": "fair"}, "unknown shares"),
+        ({"measured": (1.0, 2.0), "jitter": 0.1}, "omit jitter"), ({"shares": "fair"}, "unknown shares"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(options, said):
