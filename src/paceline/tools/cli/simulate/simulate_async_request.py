@@ -1,280 +1,262 @@
-"""What ``paceline simulate async`` is asked for, read from its options."""
+"""Request of ``paceline simulate async``: settings parsed from option values, and the simulation of all rows."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline._core.format import format_seconds
-from paceline._core.units import parse_count, parse_rate, parse_seconds, parse_share
+import torch
+
+from paceline._core.units import parse_list, parse_rate, parse_seconds
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.errors import UsageError, unknown
-from paceline.tools.cli.hub_options import outer_of
-from paceline.tools.cli.shared_options import numbers_of
+from paceline.parallel.compression.compression_config import Compression
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.cli.simulate.simulate_options import parse_named, parse_positive, parse_share_below_1
+from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.simulate.async_results import AsyncRow, with_times_to_target
+from paceline.tools.simulate.async_settings import (
+    AsyncPlan,
+    ChurnEvent,
+    SimulatedMachine,
+    draw_churn,
+    relative_step_times,
+)
+from paceline.tools.simulate.async_sweep import sweep_schedules
+from paceline.tools.simulate.learning_tasks import GPTTask, LearningTask, LinearTask
 
-if TYPE_CHECKING:
-    from paceline.async_dp.hub.hub_rules import HubRules
-    from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-    from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine
+__all__ = [
+    "POINTS",
+    "AsyncRequest",
+    "check_at_least",
+    "check_choice",
+    "check_positive",
+    "parse_churn",
+    "parse_machines",
+    "parse_schedules",
+    "simulate_rows",
+]
 
-__all__ = ["POINTS", "TASKS", "Asked", "asked_of"]
-
-TASKS = ("linear", "gpt")
 POINTS = 100
-"""Of a curve."""
+"""Points of a loss curve."""
 
-_USUAL_STEPS = 300
-_COMPRESSIONS = ("int4", "int8", "bf16", "fp16", "none")
-_FILES = ("json_file", "out")
-_CHURN = (
+_GPT = Size("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
+_LINEAR = {"width": 64, "steepness": 100.0, "noise": 0.5}
+_CHURN_REMEDY = (
     "write a share (5%), or TIME:-WORKER and TIME:+WORKER by commas, such as 30s:-3,60s:+3,90s:-hub,95s:+hub"
 )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is simulated.
+@dataclass(frozen=True, kw_only=True)
+class AsyncRequest:
+    """Simulations to run.
 
     Attributes:
-        plan: of all but the cadence. cadences: of the rows. left_out: those that make no sense, with the reason.
-        task: its name. lr: None: the task's own. seed: of the task.
-        beside: whether DDP is the first row. spoilt: share of messages. target: None: what DDP ends with.
-        notes: what the user ought to know of it. settings: all options as they were given, for JSON.
+        plan: settings except the schedule.
+        schedules: schedules of the rows.
+        left_out: invalid combinations of `--every` and `--delay`, with the reason.
+        task: name of the task.
+        lr: learning rate; None: the task's own.
+        seed: seed of the task.
+        with_ddp: whether DDP is the first row.
+        fault_share: share of messages with faults.
+        target: target loss; None: DDP's final loss.
+        notes: remarks for the user.
+        settings: all options as given, for JSON.
     """
 
     plan: AsyncPlan
-    cadences: Sequence[SyncSchedule]
+    schedules: Sequence[SyncSchedule]
     left_out: Sequence[str]
     task: str
     lr: float | None
     seed: int
-    beside: bool
+    with_ddp: bool
     fault_share: float
     target: float | None
     notes: Sequence[str]
     settings: Mapping[str, Any]
 
 
-def asked_of(options: Mapping[str, Any]) -> Asked:
-    """Return what the options ask for.
+def check_choice(kind: str, value: str, valid: Sequence[str]) -> None:
+    """Raise a `UsageError` unless the value is valid."""
+    if value not in valid:
+        raise unknown(kind, value, valid)
 
-    Args:
-        options: of the command, by the names of its arguments.
+
+def check_at_least(option: str, value: int | None, least: int) -> None:
+    """Raise a `UsageError` if the value is below `least`."""
+    if value is not None and value < least:
+        raise UsageError(f"{option} {value}", remedy=f"pass {least} or more")
+
+
+def check_positive(option: str, value: float | None) -> None:
+    """Raise a `UsageError` unless the value is None or a finite number above 0."""
+    if value is not None and not 0 < value < math.inf:
+        raise UsageError(f"{option} {value}", remedy="pass a number above 0")
+
+
+def parse_machines(
+    workers: int, *, speeds: str, spread: float, step: str, jitter: str, link: str, bad_lr: str | None
+) -> list[SimulatedMachine]:
+    """Return the machines described by the options.
 
     Raises:
-        UsageError: one that makes no sense, or two that don't fit.
+        UsageError: an option is not valid.
     """
-    _check_numbers(options)
-    machines = _machines(options)
-    slowest = max(each.step_seconds for each in machines)
-    steps, seconds = options["steps"], math.inf
-    if options["for_"] is not None:
-        seconds = _positive("--for", options["for_"], parse_seconds, "10min")
-    elif steps is None:
-        seconds = _USUAL_STEPS * slowest
-    about = min(seconds, math.inf if steps is None else steps * slowest)
-    cadences, left_out = _cadences(options)
-    plan = _plan(options, machines, seconds, about)
-    plan.policy.check(True, options["fragments"])
-    fault_share = _share("--spoil", options["spoil"], "1%")
-    return Asked(
-        plan,
-        cadences,
-        left_out,
-        options["task"],
-        options["lr"],
-        options["seed"],
-        options["beside"],
-        fault_share,
-        options["target"],
-        _notes(options, about),
-        {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in options.items()
-            if name not in _FILES
-        },
-    )
-
-
-def _check_numbers(options: Mapping[str, Any]) -> None:
-    if options["workers"] < 1:
-        raise UsageError(f"--workers {options['workers']}", remedy="pass 1 or more")
-    if options["task"] not in TASKS:
-        raise unknown("task", options["task"], TASKS)
-    if options["compression"] not in _COMPRESSIONS:
-        raise unknown("compression", options["compression"], _COMPRESSIONS)
-    if options["steps"] is not None and options["steps"] < 1:
-        raise UsageError(f"--steps {options['steps']}", remedy="pass 1 or more")
-    if options["warmup"] < 0:
-        raise UsageError(f"--warmup {options['warmup']}", remedy="pass local steps, 0 or more")
-    if options["seed"] < 0:
-        raise UsageError(f"--seed {options['seed']}", remedy="pass a whole number of 0 or more")
-    for name in ("lr", "target"):
-        value = options[name]
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"--{name} {value}", remedy="pass a number above 0")
-
-
-def _machines(options: Mapping[str, Any]) -> list[SimulatedMachine]:
-    from paceline.tools.simulate.async_settings import SimulatedMachine, relative_step_times
-
-    speeds = numbers_of("--speeds", options["speeds"], float, "1:1:2:4", ":")
-    if not all(0 < each < math.inf for each in speeds):
-        raise UsageError(f"--speeds {options['speeds']}", remedy="pass numbers above 0, such as 1:1:2:4")
-    if not 0 <= options["spread"] < math.inf:
-        raise UsageError(f"--spread {options['spread']}", remedy="pass a number from 0 on, such as 0.5")
-    step = _positive("--step", options["step"], parse_seconds, "100ms")
-    rate = _positive("--link", options["link"], parse_rate, "200Mbit/s")
-    jitter = _share("--jitter", options["jitter"], "10%")
-    rates = _bad_rates(options["bad_lr"], options["workers"])
+    relative = parse_list("--speeds", speeds, float, example="1:1:2:4", separator=":")
+    if not all(0 < each < math.inf for each in relative):
+        raise UsageError(f"--speeds {speeds}", remedy="pass numbers above 0, such as 1:1:2:4")
+    if not 0 <= spread < math.inf:
+        raise UsageError(f"--spread {spread}", remedy="pass a number of 0 or more, such as 0.5")
+    seconds = parse_positive("--step", step, parse_seconds, "100ms")
+    rate = parse_positive("--link", link, parse_rate, "200Mbit/s")
+    jitter_share = parse_share_below_1("--jitter", jitter, "10%")
+    lr_of_worker = _parse_bad_lr(bad_lr, workers)
     return [
-        SimulatedMachine(step * pace, jitter, rate, rate, rates.get(worker + 1))
-        for worker, pace in enumerate(relative_step_times(options["workers"], speeds, options["spread"]))
+        SimulatedMachine(seconds * factor, jitter_share, rate, rate, lr_of_worker.get(worker + 1))
+        for worker, factor in enumerate(relative_step_times(workers, relative, spread))
     ]
 
 
-def _bad_rates(text: str | None, workers: int) -> dict[int, float]:
-    """Return learning rates by number of worker, counted from 1."""
-    rates: dict[int, float] = {}
+def _parse_bad_lr(text: str | None, workers: int) -> dict[int, float]:
+    """Return learning rates by number of the worker, from 1."""
+    lr_of_worker: dict[int, float] = {}
     for part in [] if text is None else text.split(","):
-        worker, _, told = part.strip().partition(":")
+        worker, _, rate = part.strip().partition(":")
         try:
-            number, rate = int(worker), float(told)
+            number, lr = int(worker), float(rate)
         except ValueError as error:
             raise UsageError(f"--bad-lr {text}", remedy="pass worker:rate, such as 4:10") from error
         if not 1 <= number <= workers:
             raise UsageError(
-                f"--bad-lr {text}: there is no worker {number}", remedy=f"they are counted 1 to {workers}"
+                f"--bad-lr {text}: there is no worker {number}", remedy=f"workers are 1 to {workers}"
             )
-        if not 0 < rate < math.inf:
-            raise UsageError(f"--bad-lr {text}: a learning rate of {rate:g}", remedy="pass a number above 0")
-        rates[number] = rate
-    return rates
+        if not 0 < lr < math.inf:
+            raise UsageError(f"--bad-lr {text}: a learning rate of {lr:g}", remedy="pass a number above 0")
+        lr_of_worker[number] = lr
+    return lr_of_worker
 
 
-def _cadences(options: Mapping[str, Any]) -> tuple[list[SyncSchedule], list[str]]:
-    """Return the settings that make sense, and what is left out and why."""
-    from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
+def parse_schedules(every: str, delay: str, fragments: int) -> tuple[list[SyncSchedule], list[str]]:
+    """Return the valid combinations of the options, and the invalid ones with the reason.
 
+    Raises:
+        UsageError: an option is not valid, or no combination is.
+    """
     found, left_out = [], []
-    for every in numbers_of("--every", options["every"], int, "4,10,25"):
-        for delay in numbers_of("--delay", options["delay"], int, "0,5"):
+    for k in parse_list("--every", every, int, example="4,10,25"):
+        for d in parse_list("--delay", delay, int, example="0,5"):
             try:
-                found.append(SyncSchedule(every, options["fragments"], delay))
+                found.append(SyncSchedule(k, fragments, d))
             except UsageError as error:
-                if every < 1 or delay < 0 or options["fragments"] < 1:
+                if k < 1 or d < 0 or fragments < 1:
                     raise
-                told = "d must be below k" if delay >= every else str(error).splitlines()[0]
-                left_out.append(f"k {every}, d {delay}: {told}")
+                reason = "d must be below k" if d >= k else str(error).splitlines()[0]
+                left_out.append(f"k {k}, d {d}: {reason}")
     if not found:
         raise UsageError(
-            f"--every {options['every']} with --delay {options['delay']} leaves no setting: {left_out[0]}",
+            f"--every {every} with --delay {delay} leaves no setting: {left_out[0]}",
             remedy="pass a delay below k, and at most k fragments",
         )
     return list(dict.fromkeys(found)), left_out
 
 
-def _plan(
-    options: Mapping[str, Any], machines: Sequence[SimulatedMachine], seconds: float, about: float
-) -> AsyncPlan:
-    from paceline.async_dp.worker.selection_policy import SelectionPolicy
-    from paceline.tools.simulate.async_settings import AsyncPlan
+def parse_churn(text: str | None, workers: int, seconds: float, seed: int) -> list[ChurnEvent]:
+    """Return the churn described by ``--churn``: a share of the workers, or single events.
 
-    hub = options["hub_link"]
-    hub_rate = machines[0].up if hub is None else _positive("--hub-link", hub, parse_rate, "1Gbit/s")
-    parameters = options["parameters"]
-    return AsyncPlan(
-        machines,
-        seconds=seconds,
-        steps=options["steps"],
-        rules=_rules(options),
-        policy=SelectionPolicy(options["send"], options["receive"]),
-        compression=None if options["compression"] == "none" else options["compression"],
-        same_init=not options["different"],
-        warmup=options["warmup"],
-        hub_up=hub_rate,
-        hub_down=hub_rate,
-        latency=_told("--latency", options["latency"], parse_seconds),
-        score_every=about / POINTS,
-        parameters=None
-        if parameters is None
-        else int(_positive("--parameters", parameters, parse_count, "20M")),
-        churn=_churn(options["churn"], len(machines), about, options["seed"]),
-        seed=options["seed"],
-    )
-
-
-def _rules(options: Mapping[str, Any]) -> HubRules:
-    from paceline.async_dp.hub.hub_rules import HubRules
-    from paceline.async_dp.hub.population import PopulationRules
-    from paceline.async_dp.hub.update_screening import Staleness
-
-    named = ("outer", "outer_lr", "outer_momentum", "outer_warmup", "unstable")
-    population = options["population"]
-    return HubRules(
-        outer=outer_of(*(options[name] for name in named)),
-        staleness=Staleness(options["staleness"], options["bound"]),
-        population=None
-        if population is None
-        else PopulationRules(population, options["margin"], seed=options["seed"]),
-        down=options["down"],
-    )
-
-
-def _churn(text: str | None, workers: int, seconds: float, seed: int) -> list[ChurnEvent]:
-    from paceline.tools.simulate.async_settings import ChurnEvent, draw_churn
-
+    Raises:
+        UsageError: the text is not valid.
+    """
     if text is None:
         return []
     if ":" not in text:
-        return draw_churn(_share("--churn", text, "5%"), workers, seconds, seed)
-    turns = []
+        return draw_churn(parse_share_below_1("--churn", text, "5%"), workers, seconds, seed)
+    events = []
     for part in text.split(","):
-        when, _, who = part.strip().partition(":")
-        sign, name = who[:1], who[1:]
+        time, _, event = part.strip().partition(":")
+        sign, name = event[:1], event[1:]
         if sign not in ("-", "+") or not (name == "hub" or name.isdecimal()):
-            raise UsageError(f"--churn {text}: {part.strip()!r} says not who leaves or comes", remedy=_CHURN)
+            raise UsageError(f"--churn {text}: {part.strip()!r} is no event", remedy=_CHURN_REMEDY)
         if name != "hub" and not 1 <= int(name) <= workers:
             raise UsageError(
-                f"--churn {text}: there is no worker {name}", remedy=f"they are counted 1 to {workers}"
+                f"--churn {text}: there is no worker {name}", remedy=f"workers are 1 to {workers}"
             )
         worker = -1 if name == "hub" else int(name) - 1
-        turns.append(ChurnEvent(_told("--churn", when, parse_seconds), worker, sign == "+"))
-    return turns
+        events.append(ChurnEvent(parse_named("--churn", time, parse_seconds), worker, sign == "+"))
+    return events
 
 
-def _notes(options: Mapping[str, Any], seconds: float) -> list[str]:
-    notes = [f"{options['workers']} workers for {format_seconds(seconds)} of virtual time"]
-    if options["steps"] is not None and options["for_"] is None:
-        notes[0] = (
-            f"{options['workers']} workers, {options['steps']} steps each: those that are quick end early"
-        )
-    if options["beside"] and (options["churn"] or parse_share(options["spoil"])):
-        notes.append("DDP is simulated without churn and mishaps: either would end it")
-    if options["beside"] and options["bad_lr"]:
-        notes.append("DDP has one learning rate for all: --bad-lr does not touch it")
-    return notes
+# ---------------------------------------------------------------------- simulation
 
 
-def _told(option: str, text: str, parse: Any) -> float:
-    """Return a quantity; an error names the option."""
+def simulate_rows(request: AsyncRequest) -> list[AsyncRow]:
+    """Simulate all rows, DDP first, with a progress bar on standard error.
+
+    Raises:
+        UsageError: the model can't be split into so many fragments; nothing was computed.
+    """
+    task = _task(request)
+    module = task.learner(0, len(request.plan.machines)).module
+    for fragments in {each.fragments for each in request.schedules}:
+        ParameterLayout.of(module, fragments, Compression.of(request.plan.compression))
+    rows: list[AsyncRow] = []
+    total = POINTS * (len(request.schedules) + request.with_ddp)
+    with _quiet_single_thread(), TurnBar("simulated", total) as tick:
+        progress = _RowProgress(tick)
+        for row in sweep_schedules(
+            request.plan,
+            request.schedules,
+            task,
+            beside=request.with_ddp,
+            fault_share=request.fault_share,
+            tick=progress.point,
+        ):
+            progress.end_row()
+            rows.append(row)
+    target = request.target
+    if target is None and request.with_ddp and not rows[0].diverged:
+        target = rows[0].loss
+    return with_times_to_target(rows, target)
+
+
+def _task(request: AsyncRequest) -> LearningTask:
+    if request.task == "gpt":
+        return GPTTask(_GPT, lr=request.lr or 3e-3, seed=request.seed)
+    return LinearTask(lr=request.lr or 0.05, seed=request.seed, **_LINEAR)
+
+
+@contextmanager
+def _quiet_single_thread() -> Iterator[None]:
+    """Use one thread, which suits small models, and hide workers' warnings, which the findings summarise."""
+    log, threads = logging.getLogger("paceline.async_dp"), torch.get_num_threads()
+    level = log.level
+    log.setLevel(logging.ERROR)
+    torch.set_num_threads(1)
     try:
-        return float(parse(text))
-    except UsageError as error:
-        raise UsageError(f"{option}: {error}") from error
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        log.setLevel(level)
 
 
-def _positive(option: str, text: str, parse: Any, example: str) -> float:
-    value = _told(option, text, parse)
-    if not 0 < value < math.inf:
-        raise UsageError(f"{option} {text}", remedy=f"pass more than 0, such as {example}")
-    return value
+class _RowProgress:
+    """Advances a progress bar by `POINTS` per row, however many points its curve has."""
 
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick, self._shown = tick, 0
 
-def _share(option: str, text: str, example: str) -> float:
-    value = _told(option, text, parse_share)
-    if not 0 <= value < 1:
-        raise UsageError(f"{option} {text}", remedy=f"pass a share below 100%, such as {example}")
-    return value
+    def point(self, _: object) -> None:
+        if self._shown < POINTS:
+            self._shown += 1
+            self._tick()
+
+    def end_row(self) -> None:
+        while self._shown < POINTS:
+            self.point(None)
+        self._shown = 0
