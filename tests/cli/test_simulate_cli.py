@@ -28,7 +28,15 @@ def test_table_sentences_and_files_hold_what_was_computed(call, tmp_path):
         f"--for 20s --every 4,10 --delay 0,5 --json {tmp_path}/a.json --out {tmp_path}/out"
     )
     assert code == 0
-    for name in ("setting", "best worker", "virtual time", "× DDP", "bytes per worker", "staleness", "refused"):
+    for name in (
+        "setting",
+        "best worker",
+        "virtual time",
+        "× DDP",
+        "bytes per worker",
+        "staleness",
+        "refused",
+    ):
         assert name in output
     assert "left out: k 4, d 5: d must be below k" in output
     assert "Use k" in output
@@ -169,11 +177,11 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
         ("--warmup -1", "--warmup -1"),
         ("--churn 60%", "60%"),
         ("--churn often", "--churn: 'often' is no share"),
-        ("--churn 30s:3", "says not who leaves or comes"),
+        ("--churn 30s:3", "is no event"),
         ("--churn 30s:-9", "there is no worker 9"),
         ("--churn soon:-1", "--churn: 'soon' is no time"),
         ("--churn 30s:-1,40s:-1", "leaves at 30 s and again at 40 s"),
-        ("--churn 30s:+hub", "never killed"),
+        ("--churn 30s:+hub", "still running"),
         ("--spoil 100%", "--spoil 100%"),
         ("--seed -1", "--seed -1"),
         ("--lr 0", "--lr 0"),
@@ -191,8 +199,10 @@ def test_bad_input_is_one_clear_message_before_anything_is_computed(call, argume
 
 
 def test_the_help_needs_no_torch():
-    output = "import sys, paceline.tools.cli.simulate.simulate_async_command; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", output], check=False).returncode == 0
+    program = (
+        "import sys, paceline.tools.cli.simulate.simulate_async_command; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_every_option_has_help(call):

@@ -229,7 +229,9 @@ def async_(
         settings=recorded_options(context),
     )
     writer_of = simulate_async_output.plan_files(json_file, out)
-    rows = request.simulate_rows(asked)
+    from paceline.tools.cli.simulate.simulate_async_run import simulate_rows
+
+    rows = simulate_rows(asked)
     simulate_async_output.show(asked, rows)
     command = shlex.join(["paceline", *sys.argv[1:]])
     for path, write in writer_of.items():

@@ -1,25 +1,16 @@
-"""Request of ``paceline simulate async``: settings parsed from option values, and the simulation of all rows."""
+"""Request of ``paceline simulate async``: settings parsed from option values."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from paceline._core.units import parse_list, parse_rate, parse_seconds
-from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.errors import UsageError, unknown
-from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.cli.simulate.simulate_options import parse_named, parse_positive, parse_share_below_1
-from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.simulate.async_results import AsyncRow, with_times_to_target
 from paceline.tools.simulate.async_settings import (
     AsyncPlan,
     ChurnEvent,
@@ -27,8 +18,6 @@ from paceline.tools.simulate.async_settings import (
     draw_churn,
     relative_step_times,
 )
-from paceline.tools.simulate.async_sweep import sweep_schedules
-from paceline.tools.simulate.learning_tasks import GPTTask, LearningTask, LinearTask
 
 __all__ = [
     "POINTS",
@@ -39,14 +28,11 @@ __all__ = [
     "parse_churn",
     "parse_machines",
     "parse_schedules",
-    "simulate_rows",
 ]
 
 POINTS = 100
 """Points of a loss curve."""
 
-_GPT = Size("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
-_LINEAR = {"width": 64, "steepness": 100.0, "noise": 0.5}
 _CHURN_REMEDY = (
     "write a share (5%), or TIME:-WORKER and TIME:+WORKER by commas, such as 30s:-3,60s:+3,90s:-hub,95s:+hub"
 )
@@ -190,73 +176,3 @@ def parse_churn(text: str | None, workers: int, seconds: float, seed: int) -> li
         worker = -1 if name == "hub" else int(name) - 1
         events.append(ChurnEvent(parse_named("--churn", time, parse_seconds), worker, sign == "+"))
     return events
-
-
-# ---------------------------------------------------------------------- simulation
-
-
-def simulate_rows(request: AsyncRequest) -> list[AsyncRow]:
-    """Simulate all rows, DDP first, with a progress bar on standard error.
-
-    Raises:
-        UsageError: the model can't be split into so many fragments; nothing was computed.
-    """
-    task = _task(request)
-    module = task.learner(0, len(request.plan.machines)).module
-    for fragments in {each.fragments for each in request.schedules}:
-        ParameterLayout.of(module, fragments, Compression.of(request.plan.compression))
-    rows: list[AsyncRow] = []
-    total = POINTS * (len(request.schedules) + request.with_ddp)
-    with _quiet_single_thread(), TurnBar("simulated", total) as tick:
-        progress = _RowProgress(tick)
-        for row in sweep_schedules(
-            request.plan,
-            request.schedules,
-            task,
-            beside=request.with_ddp,
-            fault_share=request.fault_share,
-            tick=progress.point,
-        ):
-            progress.end_row()
-            rows.append(row)
-    target = request.target
-    if target is None and request.with_ddp and not rows[0].diverged:
-        target = rows[0].loss
-    return with_times_to_target(rows, target)
-
-
-def _task(request: AsyncRequest) -> LearningTask:
-    if request.task == "gpt":
-        return GPTTask(_GPT, lr=request.lr or 3e-3, seed=request.seed)
-    return LinearTask(lr=request.lr or 0.05, seed=request.seed, **_LINEAR)
-
-
-@contextmanager
-def _quiet_single_thread() -> Iterator[None]:
-    """Use one thread, which suits small models, and hide workers' warnings, which the findings summarise."""
-    log, threads = logging.getLogger("paceline.async_dp"), torch.get_num_threads()
-    level = log.level
-    log.setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        log.setLevel(level)
-
-
-class _RowProgress:
-    """Advances a progress bar by `POINTS` per row, however many points its curve has."""
-
-    def __init__(self, tick: Callable[[], None]) -> None:
-        self._tick, self._shown = tick, 0
-
-    def point(self, _: object) -> None:
-        if self._shown < POINTS:
-            self._shown += 1
-            self._tick()
-
-    def end_row(self) -> None:
-        while self._shown < POINTS:
-            self.point(None)
-        self._shown = 0
