@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline._core.units import parse_list, parse_rate, parse_seconds
 from paceline.errors import UsageError, unknown
-from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.cli.simulate.simulate_options import parse_named, parse_positive, parse_share_below_1
-from paceline.tools.simulate.async_settings import (
-    AsyncPlan,
-    ChurnEvent,
-    SimulatedMachine,
-    draw_churn,
-    relative_step_times,
-)
+
+if TYPE_CHECKING:
+    from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
+    from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine
 
 __all__ = [
     "POINTS",
@@ -95,6 +91,8 @@ def parse_machines(
     Raises:
         UsageError: an option is not valid.
     """
+    from paceline.tools.simulate.async_settings import SimulatedMachine, relative_step_times
+
     relative = parse_list("--speeds", speeds, float, example="1:1:2:4", separator=":")
     if not all(0 < each < math.inf for each in relative):
         raise UsageError(f"--speeds {speeds}", remedy="pass numbers above 0, such as 1:1:2:4")
@@ -135,6 +133,8 @@ def parse_schedules(every: str, delay: str, fragments: int) -> tuple[list[SyncSc
     Raises:
         UsageError: an option is not valid, or no combination is.
     """
+    from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
+
     found, left_out = [], []
     for k in parse_list("--every", every, int, example="4,10,25"):
         for d in parse_list("--delay", delay, int, example="0,5"):
@@ -159,6 +159,8 @@ def parse_churn(text: str | None, workers: int, seconds: float, seed: int) -> li
     Raises:
         UsageError: the text is not valid.
     """
+    from paceline.tools.simulate.async_settings import ChurnEvent, draw_churn
+
     if text is None:
         return []
     if ":" not in text:
