@@ -139,7 +139,7 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
         ("--task quadratic", "unknown task 'quadratic'; valid: linear, gpt"),
         ("--parameters 0", "--parameters 0"),
         ("--parameters many", "--parameters: 'many' is no count"),
-        ("--speeds 1:x", "--speeds 1:x"),
+        ("--speeds 1:x", "--speeds '1:x'"),
         ("--speeds 1:0", "--speeds 1:0"),
         ("--spread -1", "--spread -1"),
         ("--step 0ms", "--step 0ms"),
@@ -151,7 +151,7 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
         ("--steps 0", "--steps 0"),
         ("--for 0s", "--for 0s"),
         ("--every 0", "every=0"),
-        ("--every ten", "--every ten"),
+        ("--every ten", "--every 'ten'"),
         ("--every ,", "is empty"),
         ("--every 4 --delay 4", "leaves no setting"),
         ("--every 4 --delay -1", "delay=-1"),
@@ -210,4 +210,4 @@ def test_every_option_has_help(call):
     assert code == 0
     for option in ("--workers", "--hub-link", "--churn", "--bad-lr", "--spoil", "--no-beside", "--target"):
         assert option in output
-    assert "Train asynchronously in virtual time" in output
+    assert "Simulate asynchronous training in virtual time" in output

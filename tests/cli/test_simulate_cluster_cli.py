@@ -174,7 +174,7 @@ def test_help_lists_both(call):
         (f"{BASE} --every 0", "every=0"),
         (f"{BASE} --every 4 --strategy full-shard", "whole parameters"),
         (f"{BASE} --batch huge", "unknown batch"),
-        (f"{BASE} --speeds 1:fast", "--speeds 1:fast"),
+        (f"{BASE} --speeds 1:fast", "--speeds '1:fast'"),
         (f"{BASE} --speeds 1:0", "speeds"),
         (f"{BASE} --shares fair", "unknown shares"),
         (f"{BASE} --spread lots", "no share"),

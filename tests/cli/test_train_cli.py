@@ -158,7 +158,7 @@ def test_parameters_every_few_steps(tmp_path, text, here):
     assert facts["synchronised"] == "averaged every 4 steps, int4"
     assert facts["sent"]["would_be_nbytes"] == 6 * 4 * size_of("tiny").parameters()
     assert 0 < facts["sent"]["sent_nbytes"] < facts["sent"]["would_be_nbytes"] / 8
-    assert "What was sent" in (out / "report.html").read_text()
+    assert "Bytes sent" in (out / "report.html").read_text()
     small += ["--out", out, "--resume", "--ranks", 1, "--steps", 9]
     for other, message in (
         ([], "of a run with every=4, asked for is no --every"),

@@ -29,13 +29,13 @@ def texts(chart):
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_the_chart_of_scores_names_the_centre_and_few_workers(wide):
-    told = ScoreCurves(
+    curves = ScoreCurves(
         [(5, 4.0), (60, 2.0)],
         [ChartLine("ann", [(1, 5.0), (50, 3.0)])],
         merged_at=4.0,
         replacements=[(3, 6.0)],
     )
-    found = texts(score_chart(told, 60, y="score", wide=wide))
+    found = texts(score_chart(curves, 60, y="score", wide=wide))
     assert {"centre", "ann", "score", "wall time (s)", "all adopt the best"} <= set(found)
 
 
@@ -51,8 +51,8 @@ def test_workers_alone_have_a_chart():
 
 
 def test_a_few_large_values_do_not_hide_the_others():
-    told = ScoreCurves([(at, 1.0 if at < 55 else 1e6) for at in range(60)], [])
-    assert {"1", "1000", "1e+06"} <= set(texts(score_chart(told, 60, y="score")))
+    curves = ScoreCurves([(at, 1.0 if at < 55 else 1e6) for at in range(60)], [])
+    assert {"1", "1000", "1e+06"} <= set(texts(score_chart(curves, 60, y="score")))
     assert "1e+06" not in texts(
         score_chart(ScoreCurves([(at, 1.0 + at) for at in range(60)], []), 60, y="score")
     )
@@ -63,12 +63,12 @@ def test_a_few_large_values_do_not_hide_the_others():
 )
 @pytest.mark.parametrize("wide", [True, False])
 def test_names_are_written_letter_by_letter(name, wide):
-    told = ScoreCurves([(0, 1.0)], [ChartLine(name, [(0, 1.0), (1, 2.0)])])
+    curves = ScoreCurves([(0, 1.0)], [ChartLine(name, [(0, 1.0), (1, 2.0)])])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with ignore_missing_glyphs():
             assert name in [
-                text.strip("\u2009") for text in texts(score_chart(told, 1, y="score", wide=wide)) if text
+                text.strip("\u2009") for text in texts(score_chart(curves, 1, y="score", wide=wide)) if text
             ]
             assert name in [
                 text.strip("\u2009")

@@ -10,10 +10,10 @@ def refused(at, worker=1, reason="not finite"):
 
 
 def test_a_worker_that_is_refused_again_and_again_has_one_row():
-    told = DecisionLog()
+    log = DecisionLog()
     for at in range(1000):
-        told.add(refused(at, worker=at % 2))
-    first, second = told.newest()
+        log.add(refused(at, worker=at % 2))
+    first, second = log.newest()
     assert (first.worker, first.repeats, first.at, first.last, first.why) == (
         0,
         500,
@@ -22,51 +22,51 @@ def test_a_worker_that_is_refused_again_and_again_has_one_row():
         "not finite: at 0",
     )
     assert (second.worker, second.repeats) == (1, 500)
-    assert (told.rows, told.hidden) == (2, 0)
+    assert (log.rows, log.hidden) == (2, 0)
 
 
 def test_another_reason_or_something_in_between_is_another_row():
-    told = DecisionLog()
+    log = DecisionLog()
     for each in (refused(0), refused(1, reason="stale"), refused(2), HubDecision(3, 1, "left"), refused(4)):
-        told.add(each)
-    told.add(HubDecision(5, 1, "put in quarantine"), important=True)
-    told.add(refused(6))
-    assert [each.repeats for each in told.newest()] == [1] * 7
+        log.add(each)
+    log.add(HubDecision(5, 1, "put in quarantine"), important=True)
+    log.add(refused(6))
+    assert [each.repeats for each in log.newest()] == [1] * 7
 
 
 def test_who_joins_twice_has_two_rows():
-    told = DecisionLog()
-    told.add(HubDecision(0, 1, "joined"))
-    told.add(HubDecision(1, 1, "joined"))
-    assert told.rows == 2
+    log = DecisionLog()
+    log.add(HubDecision(0, 1, "joined"))
+    log.add(HubDecision(1, 1, "joined"))
+    assert log.rows == 2
 
 
 def test_only_the_newest_are_shown_and_how_many_more_there_were_is_told():
-    told = DecisionLog(limit=10)
+    log = DecisionLog(limit=10)
     for at in range(25):
-        told.add(HubDecision(at, at, "joined"))
-    assert [each.at for each in told.newest()] == list(range(15, 25))
-    assert told.hidden == 15
+        log.add(HubDecision(at, at, "joined"))
+    assert [each.at for each in log.newest()] == list(range(15, 25))
+    assert log.hidden == 15
 
 
 def test_joins_do_not_crowd_out_what_is_weighty_nor_the_other_way_round():
-    told = DecisionLog(limit=10)
+    log = DecisionLog(limit=10)
     for at in range(8):
-        told.add(HubDecision(at, at, "replaced"), important=True)
+        log.add(HubDecision(at, at, "replaced"), important=True)
     for at in range(100, 200):
-        told.add(HubDecision(at, at, "joined"))
-    assert [each.at for each in told.newest()] == [3, 4, 5, 6, 7, 195, 196, 197, 198, 199]
-    told = DecisionLog(limit=10)
+        log.add(HubDecision(at, at, "joined"))
+    assert [each.at for each in log.newest()] == [3, 4, 5, 6, 7, 195, 196, 197, 198, 199]
+    log = DecisionLog(limit=10)
     for at in range(100):
-        told.add(HubDecision(at, at, "replaced"), important=True)
-    told.add(HubDecision(200, 1, "joined"))
-    assert [each.at for each in told.newest()] == [*range(91, 100), 200]
+        log.add(HubDecision(at, at, "replaced"), important=True)
+    log.add(HubDecision(200, 1, "joined"))
+    assert [each.at for each in log.newest()] == [*range(91, 100), 200]
 
 
 def test_a_row_that_fell_out_counts_no_further():
-    told = DecisionLog(limit=3)
-    told.add(refused(0, worker=7))
+    log = DecisionLog(limit=3)
+    log.add(refused(0, worker=7))
     for at in range(1, 4):
-        told.add(HubDecision(at, at, "joined"))
-    told.add(refused(4, worker=7))
-    assert [(each.at, each.repeats) for each in told.newest()] == [(2, 1), (3, 1), (4, 1)]
+        log.add(HubDecision(at, at, "joined"))
+    log.add(refused(4, worker=7))
+    assert [(each.at, each.repeats) for each in log.newest()] == [(2, 1), (3, 1), (4, 1)]

@@ -60,10 +60,10 @@ def _line(rank, step, came, through, longer, part):
     return TracedStep(step, rank, 50.0 + step, through, tuple(phases), waits, (), calls, 8.0, 0.1, 2)
 
 
-def summary_of(told):
-    ranks = tuple(rank_time(rank, each) for rank, each in told.items())
-    arrivals = compare_arrivals(told)
-    return RunSummary(20, 0.16, None, None, None, None, None, None, ranks, 1, 1e6, arrivals, told)
+def summary_of(traces):
+    ranks = tuple(rank_time(rank, each) for rank, each in traces.items())
+    arrivals = compare_arrivals(traces)
+    return RunSummary(20, 0.16, None, None, None, None, None, None, ranks, 1, 1e6, arrivals, traces)
 
 
 def test_the_late_rank_is_found_though_all_steps_take_the_same_time():
@@ -77,7 +77,7 @@ def test_the_late_rank_is_found_though_all_steps_take_the_same_time():
 
 
 @pytest.mark.parametrize(
-    "told",
+    "traces",
     [
         timelines(),
         timelines(slow=1, extra=0.001),  # too little to matter
@@ -87,14 +87,14 @@ def test_the_late_rank_is_found_though_all_steps_take_the_same_time():
         {},
     ],
 )
-def test_nobody_is_called_a_straggler_without_reason(told):
-    assert compare_arrivals(told).straggler is None
+def test_nobody_is_called_a_straggler_without_reason(traces):
+    assert compare_arrivals(traces).straggler is None
 
 
 def test_only_steps_that_all_ranks_know_are_compared():
-    told = timelines(slow=1, ranks=2)
-    told[0] = replace(told[0], warm=told[0].warm[:7])
-    assert compare_arrivals(told).steps == 7
+    traces = timelines(slow=1, ranks=2)
+    traces[0] = replace(traces[0], warm=traces[0].warm[:7])
+    assert compare_arrivals(traces).steps == 7
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ def test_ranks_that_wait_for_each_other_in_turn_are_not_the_networks_fault():
 
 def slow_network(seconds=0.190):
     """Return the summary of two ranks that wait for their network."""
-    told = timelines(ranks=2)
+    traces = timelines(ranks=2)
     return summary_of(
         {
             rank: replace(each, warm=tuple(_slower(line, seconds) for line in each.warm))
-            for rank, each in told.items()
+            for rank, each in traces.items()
         }
     )
 
@@ -172,10 +172,10 @@ def test_nobody_is_told_to_pack_what_goes_through_the_memory_of_one_host():
 
 
 def test_the_largest_limit_is_named_also_beside_a_slow_rank():
-    told = timelines(slow=1, ranks=2, extra=0.02)
-    assert find_bottleneck(summary_of(told), {}).kind == "straggler"
+    traces = timelines(slow=1, ranks=2, extra=0.02)
+    assert find_bottleneck(summary_of(traces), {}).kind == "straggler"
     slow = {
-        rank: replace(each, warm=tuple(_slower(line) for line in each.warm)) for rank, each in told.items()
+        rank: replace(each, warm=tuple(_slower(line) for line in each.warm)) for rank, each in traces.items()
     }
     assert compare_arrivals(slow).straggler is not None
     assert find_bottleneck(summary_of(slow), {}).kind == "communication"

@@ -232,6 +232,6 @@ def test_bytes_that_are_not_counted_are_called_so(folder):
     ],
 )
 def test_the_page_says_what_its_times_do_not_tell(facts, said):
-    told = " ".join(timing_caveats(facts))
-    assert said in told
-    assert bool(told) is bool(said)
+    text = " ".join(timing_caveats(facts))
+    assert said in text
+    assert bool(text) is bool(said)

@@ -60,14 +60,14 @@ def test_phases_become_parts():
 
 
 def test_waits_launches_and_tasks_are_taken_out_of_where_they_lie():
-    told = line(
+    traced = line(
         ORDINARY,
         10.0,
         waits=(TracedWait(0, 7.2, 7.6), TracedWait(-1, 8.6, 9.1)),
         calls=(TracedCall("reduce", 0, 8, 8, 3.9, 4.0, 4.5, None, 7.6),),
         tasks=(StepInterval("eval", 9.5, 9.7),),
     )
-    parts = step_parts(told)
+    parts = step_parts(traced)
     assert parts["backward"] == pytest.approx(3.5)
     assert parts["exposed"] == pytest.approx(1.0 + 0.5 + 0.5)
     assert parts["optimizer"] == pytest.approx(0.5)
@@ -86,20 +86,20 @@ def test_parts_add_up_to_the_step_and_pieces_leave_no_gap(kinds, starts, waits, 
     pairs = [sorted(each) for each in zip(waits[::2], waits[1::2], strict=False)]
     sent = [sorted(each) for each in zip(calls[::2], calls[1::2], strict=False)]
     done = [sorted(each) for each in zip(tasks[::2], tasks[1::2], strict=False)]
-    told = line(
+    traced = line(
         phases,
         10.0,
         waits=tuple(TracedWait(0, *pair) for pair in pairs),
         calls=tuple(TracedCall("reduce", 0, 1, 1, None, *pair, None, None) for pair in sent),
         tasks=tuple(StepInterval("eval", *pair) for pair in done),
     )
-    assert sum(step_parts(told).values()) == pytest.approx(10.0)
-    pieces = step_intervals(told)
+    assert sum(step_parts(traced).values()) == pytest.approx(10.0)
+    pieces = step_intervals(traced)
     assert pieces[0].start == 0.0
     assert pieces[-1].end == 10.0
     for before, after in itertools.pairwise(pieces):
         assert before.end == pytest.approx(after.start)
-    apart = exposed_intervals(told)
+    apart = exposed_intervals(traced)
     assert all(a.end < b.start for a, b in itertools.pairwise(apart))
 
 
@@ -150,10 +150,10 @@ def test_lines_are_read_with_what_they_hold():
 def test_the_first_step_of_each_session_is_cold_and_steps_done_again_count_once():
     first = [span("session", step=0), *(step(number, start=number) for number in range(5))]
     again = [span("session", step=3), *(step(number, start=100 + number) for number in range(3, 6))]
-    told = read_timeline([*first, *again])
-    assert [line.step for line in told.steps] == [0, 1, 2, 3, 4, 5]
-    assert [line.step for line in told.warm] == [1, 2, 4, 5]
-    assert told.steps[4].start == 104
+    trace = read_timeline([*first, *again])
+    assert [line.step for line in trace.steps] == [0, 1, 2, 3, 4, 5]
+    assert [line.step for line in trace.warm] == [1, 2, 4, 5]
+    assert trace.steps[4].start == 104
 
 
 def test_a_forward_alone_is_no_step_and_nonsense_is_left_out():
@@ -167,9 +167,9 @@ def test_a_forward_alone_is_no_step_and_nonsense_is_left_out():
 
 def test_times_are_put_on_rank_0s_clock():
     marks = [span("clock", 0.0, offset=2.0, error=0.001), span("clock", 10.0, offset=4.0, error=0.003)]
-    told = read_timeline([marks[0], step(0, start=5.0), marks[1]])
-    assert told.steps[0].start == pytest.approx(5.0 - 3.0)
-    assert told.clock_error == 0.003
+    trace = read_timeline([marks[0], step(0, start=5.0), marks[1]])
+    assert trace.steps[0].start == pytest.approx(5.0 - 3.0)
+    assert trace.clock_error == 0.003
 
 
 @pytest.mark.parametrize(("at", "offset"), [(-5.0, 1.0), (0.0, 1.0), (5.0, 1.5), (10.0, 2.0), (99.0, 2.0)])
@@ -181,6 +181,6 @@ def test_between_measurements_an_offset_is_on_a_line(at, offset):
 def test_buckets_and_memory_are_those_told_last():
     bucket = {"call": "all-reduce", "nbytes": 8, "parameters": 2, "first": "a"}
     plans = [span("plan", step=0, buckets=[bucket, bucket]), span("plan", step=4, buckets=[bucket])]
-    told = read_timeline([*plans, span("memory", resident=5), span("memory", resident=7), step(0)])
-    assert [len(told.buckets_at(number)) for number in (0, 3, 4, 9)] == [2, 2, 1, 1]
-    assert told.memory == {"resident": 7}
+    trace = read_timeline([*plans, span("memory", resident=5), span("memory", resident=7), step(0)])
+    assert [len(trace.buckets_at(number)) for number in (0, 3, 4, 9)] == [2, 2, 1, 1]
+    assert trace.memory == {"resident": 7}

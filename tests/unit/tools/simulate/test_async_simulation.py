@@ -138,7 +138,7 @@ def test_spoilt_messages_cost_next_to_nothing_and_no_round_counts_twice():
 
 @pytest.mark.parametrize("seed", [1, 3, 7, 8])
 def test_what_is_lost_before_all_share_a_centre_keeps_nobody_out(seed):
-    """In turn: the ask or what it asks for, and what tells that all share one."""
+    """In turn: the request or its reply, and the message that all share one."""
     plan = replace(PLAN, seconds=math.inf, steps=600, machines=FOUR, fault=RandomFaults(0.2, seed))
     found = simulate_async(plan, LinearTask())
     assert all(each["taken"] > 5 for each in found.counts)

@@ -199,12 +199,12 @@ def test_what_contention_leaves_is_the_timeline_of_equal_buckets(call, transfer,
     for key in range(buckets):
         program += [Compute(window / buckets), Launch(key, transfer / buckets + call)]
     program += [Wait(key) for key in range(buckets)]
-    told = simulate_step(program, computing_slows=slow, calls_slow=late).end - window
+    expected = simulate_step(program, computing_slows=slow, calls_slow=late).end - window
     found = exposed_seconds(call, transfer, buckets, np.array(window), slow, late)
-    assert found == pytest.approx(told, rel=1e-6, abs=1e-9)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @given(st.floats(0, 1), st.floats(1e-3, 10), st.integers(1, 50), st.floats(0, 10))
 def test_what_overlap_leaves_is_the_closed_form_of_equal_buckets(call, transfer, buckets, window):
-    told = EqualBuckets(transfer, 1.0, call, window).overhead(buckets)
-    assert exposed_seconds(call, transfer, buckets, np.array(window)) == pytest.approx(told)
+    expected = EqualBuckets(transfer, 1.0, call, window).overhead(buckets)
+    assert exposed_seconds(call, transfer, buckets, np.array(window)) == pytest.approx(expected)
