@@ -28,7 +28,7 @@ def sweep_schedules(
     cadences: Sequence[SyncSchedule],
     task: LearningTask,
     *,
-    beside: bool = True,
+    with_ddp: bool = True,
     fault_share: float = 0.0,
     tick: _Tick = lambda _: None,
 ) -> Iterator[AsyncRow]:
@@ -38,12 +38,12 @@ def sweep_schedules(
         plan: settings except the schedule.
         cadences: schedules of the rows.
         task: the task to train.
-        beside: start with DDP on the same machines and links, without churn and faults.
+        with_ddp: start with DDP on the same machines and links, without churn and faults.
         fault_share: share of envelopes that are lost, repeated, late or damaged.
         tick: called with every point of a curve.
     """
     initial = task.learner(0, len(plan.machines)).score()
-    if beside:
+    if with_ddp:
         yield _lockstep_row(plan, task, initial, tick)
     for cadence in cadences:
         fault = RandomFaults(fault_share, plan.seed) if fault_share else None

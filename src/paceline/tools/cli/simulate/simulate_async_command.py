@@ -215,7 +215,7 @@ def async_(
         notes.append("DDP is simulated without churn and faults: either would end it")
     if beside and bad_lr:
         notes.append("DDP has one learning rate for all: --bad-lr does not affect it")
-    asked = request.AsyncRequest(
+    simulation = request.AsyncRequest(
         plan=plan,
         schedules=schedules,
         left_out=left_out,
@@ -231,9 +231,9 @@ def async_(
     writer_of = simulate_async_output.plan_files(json_file, out)
     from paceline.tools.cli.simulate.simulate_async_run import simulate_rows
 
-    rows = simulate_rows(asked)
-    simulate_async_output.show(asked, rows)
+    rows = simulate_rows(simulation)
+    simulate_async_output.show(simulation, rows)
     command = shlex.join(["paceline", *sys.argv[1:]])
     for path, write in writer_of.items():
-        write(path, asked, rows, command)
+        write(path, simulation, rows, command)
         typer.echo(path)

@@ -41,7 +41,7 @@ def simulate_rows(request: AsyncRequest) -> list[AsyncRow]:
             request.plan,
             request.schedules,
             task,
-            beside=request.with_ddp,
+            with_ddp=request.with_ddp,
             fault_share=request.fault_share,
             tick=progress.point,
         ):

@@ -168,13 +168,13 @@ def cluster(
         seed=seed,
     )
     request.check_failures(plan, restart)
-    asked = request.ClusterRequest(plan, numbers, parameter_count, recorded_options(context))
+    simulation = request.ClusterRequest(plan, numbers, parameter_count, recorded_options(context))
     writer_of = simulate_cluster_output.plan_files(json_file, out, len(numbers))
     rows = list(sweep_nodes(plan, numbers))
-    simulate_cluster_output.show(asked, rows)
+    simulate_cluster_output.show(simulation, rows)
     command = shlex.join(["paceline", *sys.argv[1:]])
     for path, write in writer_of.items():
-        write(path, asked, rows, command)
+        write(path, simulation, rows, command)
         typer.echo(path)
 
 
