@@ -40,7 +40,7 @@ def test_table_sentences_and_files_hold_what_was_computed(call, tmp_path):
         assert name in output
     assert "left out: k 4, d 5: d must be below k" in output
     assert "Use k" in output
-    assert "DDP waits: " in output
+    assert "Of a worker's time, DDP waits" in output
     assert "simulated: 400/400" in error
     written = json.loads((tmp_path / "a.json").read_text())
     assert written == json.loads((tmp_path / "out" / "result.json").read_text())
@@ -86,7 +86,7 @@ def test_a_full_hub_is_told_and_what_to_do(call):
     assert code == 0
     assert "The hub's link is full" in output
     assert "k 10, d 5 (100 %)" in output
-    assert "DDP waits: " in output
+    assert "Of a worker's time, DDP waits" in output
     assert "for the network" in output
 
 

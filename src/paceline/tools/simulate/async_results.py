@@ -229,7 +229,7 @@ def _waiting_of_ddp(ddp: AsyncRow) -> str:
     much = [f"{format_percent(share)} for {what}" for what, share in shares.items() if share >= _MUCH_WAITING]
     if not much:
         return "DDP waits little here: machines are similar, and the network is fast enough for it."
-    return f"DDP waits: {' and '.join(much)} of a worker's time."
+    return f"Of a worker's time, DDP waits {' and '.join(much)}."
 
 
 def _hub_link(schedules: Sequence[AsyncRow]) -> list[str]:
