@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +28,6 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.callback(invoke_without_command=True)(cluster)
 
-_DEFAULT_STEPS = 300
 _TASKS = ("linear", "gpt")
 _COMPRESSIONS = ("int4", "int8", "bf16", "fp16", "none")
 
@@ -141,42 +137,30 @@ def async_(
 
     paceline simulate async --churn 30s:-3,60s:+3,90s:-hub,95s:+hub --spoil 1%
     """
-    from paceline._core.format import format_seconds
     from paceline._core.units import parse_count, parse_rate, parse_seconds
-    from paceline.async_dp.hub.hub_rules import HubRules
-    from paceline.async_dp.hub.population import PopulationRules
-    from paceline.async_dp.hub.update_screening import Staleness
-    from paceline.async_dp.worker.selection_policy import SelectionPolicy
-    from paceline.tools.cli.simulate import simulate_async_output
     from paceline.tools.cli.simulate import simulate_async_request as request
     from paceline.tools.cli.simulate.simulate_options import (
         parse_named,
         parse_positive,
         parse_share_below_1,
         recorded_options,
+        write_results,
     )
-    from paceline.tools.simulate.async_settings import AsyncPlan
 
     request.check_choice("task", task, _TASKS)
     request.check_choice("compression", compression, _COMPRESSIONS)
-    for option, value, least in (
-        ("--workers", workers, 1),
-        ("--steps", steps, 1),
-        ("--warmup", warmup, 0),
-        ("--seed", seed, 0),
-    ):
-        request.check_at_least(option, value, least)
-    request.check_positive("--lr", lr)
-    request.check_positive("--target", target)
+    request.check_numbers(workers=workers, steps=steps, warmup=warmup, seed=seed, lr=lr, target=target)
+    from paceline.async_dp.hub.hub_rules import HubRules
+    from paceline.async_dp.hub.population import PopulationRules
+    from paceline.async_dp.hub.update_screening import Staleness
+    from paceline.async_dp.worker.selection_policy import SelectionPolicy
+    from paceline.tools.cli.simulate import simulate_async_output
+    from paceline.tools.simulate.async_settings import AsyncPlan
+
     machines = request.parse_machines(
         workers, speeds=speeds, spread=spread, step=step, jitter=jitter, link=link, bad_lr=bad_lr
     )
-    slowest, seconds = max(each.step_seconds for each in machines), math.inf
-    if for_ is not None:
-        seconds = parse_positive("--for", for_, parse_seconds, "10min")
-    elif steps is None:
-        seconds = _DEFAULT_STEPS * slowest
-    length = min(seconds, math.inf if steps is None else steps * slowest)
+    seconds, length = request.parse_length(for_, steps, max(each.step_seconds for each in machines))
     schedules, left_out = request.parse_schedules(every, delay, fragments)
     hub_rate = machines[0].up
     if hub_link is not None:
@@ -208,13 +192,6 @@ def async_(
     )
     plan.policy.check(True, fragments)
     fault_share = parse_share_below_1("--spoil", spoil, "1%")
-    notes = [f"{workers} workers for {format_seconds(length)} of virtual time"]
-    if steps is not None and for_ is None:
-        notes = [f"{workers} workers, {steps} steps each: fast ones end early"]
-    if beside and (churn or fault_share):
-        notes.append("DDP is simulated without churn and faults: either would end it")
-    if beside and bad_lr:
-        notes.append("DDP has one learning rate for all: --bad-lr does not affect it")
     simulation = request.AsyncRequest(
         plan=plan,
         schedules=schedules,
@@ -225,7 +202,13 @@ def async_(
         with_ddp=beside,
         fault_share=fault_share,
         target=target,
-        notes=notes,
+        notes=request.make_notes(
+            workers,
+            length,
+            steps if for_ is None else None,
+            beside and bool(churn or fault_share),
+            beside and bool(bad_lr),
+        ),
         settings=recorded_options(context),
     )
     writer_of = simulate_async_output.plan_files(json_file, out)
@@ -233,7 +216,4 @@ def async_(
 
     rows = simulate_rows(simulation)
     simulate_async_output.show(simulation, rows)
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    for path, write in writer_of.items():
-        write(path, simulation, rows, command)
-        typer.echo(path)
+    write_results(writer_of, simulation, rows)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline._core.format import format_seconds
 from paceline._core.units import parse_list, parse_rate, parse_seconds
 from paceline.errors import UsageError, unknown
 from paceline.tools.cli.simulate.simulate_options import parse_named, parse_positive, parse_share_below_1
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 __all__ = [
     "POINTS",
     "AsyncRequest",
-    "check_at_least",
     "check_choice",
-    "check_positive",
+    "check_numbers",
+    "make_notes",
     "parse_churn",
+    "parse_length",
     "parse_machines",
     "parse_schedules",
 ]
@@ -29,6 +31,7 @@ __all__ = [
 POINTS = 100
 """Points of a loss curve."""
 
+_DEFAULT_STEPS = 300
 _CHURN_REMEDY = (
     "write a share (5%), or TIME:-WORKER and TIME:+WORKER by commas, such as 30s:-3,60s:+3,90s:-hub,95s:+hub"
 )
@@ -71,16 +74,62 @@ def check_choice(kind: str, value: str, valid: Sequence[str]) -> None:
         raise unknown(kind, value, valid)
 
 
-def check_at_least(option: str, value: int | None, least: int) -> None:
-    """Raise a `UsageError` if the value is below `least`."""
-    if value is not None and value < least:
-        raise UsageError(f"{option} {value}", remedy=f"pass {least} or more")
+def check_numbers(
+    *, workers: int, steps: int | None, warmup: int, seed: int, lr: float | None, target: float | None
+) -> None:
+    """Raise a `UsageError` if one of these options is out of range."""
+    for option, value, least in (
+        ("--workers", workers, 1),
+        ("--steps", steps, 1),
+        ("--warmup", warmup, 0),
+        ("--seed", seed, 0),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{option} {value}", remedy=f"pass {least} or more")
+    for option, number in (("--lr", lr), ("--target", target)):
+        if number is not None and not 0 < number < math.inf:
+            raise UsageError(f"{option} {number}", remedy="pass a number above 0")
 
 
-def check_positive(option: str, value: float | None) -> None:
-    """Raise a `UsageError` unless the value is None or a finite number above 0."""
-    if value is not None and not 0 < value < math.inf:
-        raise UsageError(f"{option} {value}", remedy="pass a number above 0")
+def parse_length(text: str | None, steps: int | None, slowest: float) -> tuple[float, float]:
+    """Return the limit of virtual time, and the expected virtual time.
+
+    Args:
+        text: ``--for``.
+        steps: ``--steps``.
+        slowest: step time of the slowest machine.
+
+    Raises:
+        UsageError: the text is not valid.
+    """
+    seconds = math.inf
+    if text is not None:
+        seconds = parse_positive("--for", text, parse_seconds, "10min")
+    elif steps is None:
+        seconds = _DEFAULT_STEPS * slowest
+    return seconds, min(seconds, math.inf if steps is None else steps * slowest)
+
+
+def make_notes(
+    workers: int, length: float, steps: int | None, without_churn: bool, without_bad_lr: bool
+) -> list[str]:
+    """Return remarks on the simulation.
+
+    Args:
+        workers: number of workers.
+        length: virtual time.
+        steps: steps of each worker, if they alone limit the simulation.
+        without_churn: whether DDP is simulated without the churn and faults of other rows.
+        without_bad_lr: whether DDP is simulated without the learning rates of ``--bad-lr``.
+    """
+    notes = [f"{workers} workers for {format_seconds(length)} of virtual time"]
+    if steps is not None:
+        notes = [f"{workers} workers, {steps} steps each: fast ones end early"]
+    if without_churn:
+        notes.append("DDP is simulated without churn and faults: either would end it")
+    if without_bad_lr:
+        notes.append("DDP has one learning rate for all: --bad-lr does not affect it")
+    return notes
 
 
 def parse_machines(

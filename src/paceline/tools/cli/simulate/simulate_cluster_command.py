@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -116,7 +114,7 @@ def cluster(
     from paceline.cost_model.profile import Profile
     from paceline.tools.cli.simulate import simulate_cluster_output
     from paceline.tools.cli.simulate import simulate_cluster_request as request
-    from paceline.tools.cli.simulate.simulate_options import recorded_options
+    from paceline.tools.cli.simulate.simulate_options import recorded_options, write_results
     from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan, sweep_nodes
     from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 
@@ -172,10 +170,7 @@ def cluster(
     writer_of = simulate_cluster_output.plan_files(json_file, out, len(numbers))
     rows = list(sweep_nodes(plan, numbers))
     simulate_cluster_output.show(simulation, rows)
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    for path, write in writer_of.items():
-        write(path, simulation, rows, command)
-        typer.echo(path)
+    write_results(writer_of, simulation, rows)
 
 
 def _check_nothing_before(context: typer.Context, subcommand: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import typer
 from paceline._core.units import parse_share
 from paceline.errors import UsageError
 
-__all__ = ["parse_named", "parse_positive", "parse_share_below_1", "recorded_options"]
+__all__ = ["parse_named", "parse_positive", "parse_share_below_1", "recorded_options", "write_results"]
 
 _FILE_OPTIONS = ("json_file", "out")
 
@@ -60,3 +62,19 @@ def parse_share_below_1(option: str, text: str, example: str) -> float:
     if not 0 <= value < 1:
         raise UsageError(f"{option} {text}", remedy=f"pass a share below 100%, such as {example}")
     return value
+
+
+def write_results(
+    writer_of: Mapping[Path, Callable[..., object]], request: object, rows: Sequence[object]
+) -> None:
+    """Write all result files and print their paths.
+
+    Args:
+        writer_of: function that writes a path from request, rows and command line, by path.
+        request: the request.
+        rows: the rows.
+    """
+    command = shlex.join(["paceline", *sys.argv[1:]])
+    for path, write in writer_of.items():
+        write(path, request, rows, command)
+        typer.echo(path)
