@@ -64,7 +64,7 @@ class Stage:
     def __init__(self, lab: Lab, folder: Path, fastest: float) -> None:
         self._lab, self._folder, self._fastest = lab, folder, fastest
 
-    def is_ddp(self, **job: Any) -> list[float]:
+    def lockstep(self, **job: Any) -> list[float]:
         """Return seconds of steps that all machines make together."""
         job_file, out = self._folder / "job.json", self._folder / "out.json"
         job_file.write_text(json.dumps(job | {"fastest": self._fastest, "out": str(out)}), encoding="utf-8")
@@ -126,7 +126,7 @@ def best_bucket(stage: Stage, lr: float, tick: Callable[[], None]) -> tuple[dict
     """Return seconds of DDP's steps by bucket size in MiB, and the size with the least median."""
     buckets: dict[int, list[float]] = {}
     for mib in BUCKETS:
-        buckets[mib] = stage.is_ddp(kind="ddp", bucket_mib=mib, lr=lr, steps=8)
+        buckets[mib] = stage.lockstep(kind="ddp", bucket_mib=mib, lr=lr, steps=8)
         tick()
     return buckets, min(buckets, key=lambda mib: sorted(buckets[mib])[4])
 
@@ -142,7 +142,7 @@ def main(
     timed: Annotated[
         int, typer.Option(help="Steps of each lock-step way that are timed, for each seed.")
     ] = 20,
-    is_ddp: Annotated[bool, typer.Option(help="Time DDP and LocalSGD too.")] = True,
+    lockstep: Annotated[bool, typer.Option(help="Time DDP and LocalSGD too.")] = True,
     json_file: JsonResultOption = None,
 ) -> None:
     """Train by a star, time torch DDP and LocalSGD beside it, and compare the times to the same loss."""
@@ -163,7 +163,7 @@ def main(
             "star": asdict(settings),
         }
     }
-    turns = seeds * (2 + 2 * is_ddp) + is_ddp * len(BUCKETS)
+    turns = seeds * (2 + 2 * lockstep) + lockstep * len(BUCKETS)
     with (
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
         Lab(len(SPEEDS), rate) as lab,
@@ -173,12 +173,12 @@ def main(
         ddp: list[float] = []
         local_steps: list[float] = []
         runs: list[dict[str, Any]] = []
-        buckets, best = best_bucket(stage, ddp_lr, tick) if is_ddp else ({}, 5.0)
+        buckets, best = best_bucket(stage, ddp_lr, tick) if lockstep else ({}, 5.0)
         for seed in range(seeds):
-            if is_ddp:
-                ddp += stage.is_ddp(kind="ddp", bucket_mib=best, lr=ddp_lr, steps=timed)
+            if lockstep:
+                ddp += stage.lockstep(kind="ddp", bucket_mib=best, lr=ddp_lr, steps=timed)
                 tick()
-                local_steps += stage.is_ddp(
+                local_steps += stage.lockstep(
                     kind="local", options=local["options"], lr=local["lr"], steps=timed
                 )
                 tick()
