@@ -132,7 +132,7 @@ Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
     lo:     100       1    0    0    0     0          0         0      100       1    0    0    0     0       0          0
   eth0:18446744073709551615 2 0    0    0     0          0         0     4096       3    0    0    0     0       0          0
-"""
+"""  # noqa: E501 — as the kernel writes it
 
 
 def test_counters_are_read_by_column():

@@ -234,7 +234,10 @@ def test_words_name_what_limits():
     rows = list(sweep_nodes(plan(strategy="flat"), [1, 2, 4]))
     findings = cluster_findings(rows)
     assert "80 % is reached up to 1 node" in findings[0]
-    assert "Bottleneck of 4 nodes: communication that computing does not hide, 100 % of the losses" in findings[1]
+    assert (
+        "Bottleneck of 4 nodes: communication that computing does not hide, 100 % of the losses"
+        in findings[1]
+    )
     assert "Beyond 1 node it gets slower" in findings[2]
     assert cluster_findings(rows[:1])[1] == "Nothing is lost on 1 node."
 
