@@ -198,7 +198,7 @@ def relative_step_times(workers: int, speeds: Sequence[float], spread: float = 0
         UsageError: there are no workers, or a number is out of range.
 
     Example:
-        >>> paces(5, [1, 2, 4])
+        >>> relative_step_times(5, [1, 2, 4])
         [4.0, 2.0, 1.0, 4.0, 2.0]
     """
     if workers < 1:

@@ -101,7 +101,7 @@ def ring_all_reduce_seconds(workers: int, nbytes: float, rate: float, latency: f
         latency: seconds per message.
 
     Example:
-        >>> round(ring_seconds(4, 80e6, 25e6, 0.0), 9)
+        >>> round(ring_all_reduce_seconds(4, 80e6, 25e6, 0.0), 9)
         4.8
     """
     return 2 * (workers - 1) * (nbytes / workers / rate + latency)

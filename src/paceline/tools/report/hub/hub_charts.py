@@ -78,7 +78,7 @@ def escape_mathtext(text: str) -> str:
     """Return a text that matplotlib draws literally: no formula, and not hidden from legends by an underscore.
 
     Example:
-        >>> shown("_a $x$")
+        >>> escape_mathtext("_a $x$")
         '\\u2009_a \\\\$x\\\\$'
     """
     return ("\u2009" if text.startswith("_") else "") + text.replace("$", r"\$")

@@ -235,7 +235,7 @@ def clock_offset_at(marks: Sequence[tuple[float, float]], moment: float) -> floa
     """Return how far a clock was ahead at one of its times: interpolated between measurements, constant outside.
 
     Example:
-        >>> offset_at([(0.0, 1.0), (10.0, 2.0)], 5.0)
+        >>> clock_offset_at([(0.0, 1.0), (10.0, 2.0)], 5.0)
         1.5
     """
     if not marks:

@@ -55,7 +55,7 @@ def all_reduce_rounds(algorithm: str, ranks: int, per_node: int = 1) -> list[All
         UsageError: the algorithm is unknown.
 
     Example:
-        >>> [(phase.share, phase.repeats) for phase in phases("ring", 4)]
+        >>> [(each.share, each.repeats) for each in all_reduce_rounds("ring", 4)]
         [(0.25, 6)]
     """
     if algorithm not in ALGORITHMS:

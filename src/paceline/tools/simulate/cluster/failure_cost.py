@@ -71,7 +71,7 @@ def young_interval(risk: FailureModel) -> float:
     """Return Young's interval in seconds; infinite without failures.
 
     Example:
-        >>> young(Risk(mtbf=7200.0, write=16.0))
+        >>> young_interval(FailureModel(mtbf=7200.0, write=16.0))
         480.0
     """
     return math.sqrt(2 * risk.write * risk.mtbf)
@@ -81,7 +81,7 @@ def daly_interval(risk: FailureModel) -> float:
     """Return Daly's higher-order interval in seconds; infinite without failures.
 
     Example:
-        >>> round(daly(Risk(mtbf=7200.0, write=16.0)), 1)
+        >>> round(daly_interval(FailureModel(mtbf=7200.0, write=16.0)), 1)
         469.4
     """
     if risk.mtbf == math.inf:
