@@ -66,7 +66,7 @@ def test_pointer_and_buttons(opened):
     whole = page.locator("#buckets rect.piece").nth(2).bounding_box()["width"]
     page.get_by_role("button", name="zoom in").click()
     assert page.locator("#buckets rect.piece").nth(1).bounding_box()["width"] > 1.2 * whole
-    page.get_by_role("button", name="all of it").click()
+    page.get_by_role("button", name="whole step").click()
     assert page.locator("#buckets rect.piece").nth(2).bounding_box()["width"] == pytest.approx(whole, abs=1)
     page.locator("#buckets svg").hover()
     page.keyboard.down("Control")
