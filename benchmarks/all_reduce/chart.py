@@ -30,13 +30,13 @@ def draw(result: Result) -> training_charts.Chart:
     for name, label in LABEL_OF_NAME.items():
         faint = name == COPY
         times.append(
-            training_charts.Line(label, [(row.nbytes, row.seconds[name]) for row in result.rows], faint)
+            training_charts.ChartLine(label, [(row.nbytes, row.seconds[name]) for row in result.rows], faint)
         )
         if name not in (BEST, COPY):
             points = [(row.nbytes, row.ratio(BEST, name).median) for row in result.rows]
-            ratios.append(training_charts.Line(label, points))
+            ratios.append(training_charts.ChartLine(label, points))
     title = f"All-reduce of float32 between {result.ranks} processes of one machine"
-    return training_charts.against_size(times, ratios, title=title, ratio="times faster than gloo")
+    return training_charts.time_and_ratio_chart(times, ratios, title=title, ratio="times faster than gloo")
 
 
 def main(

@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 from paceline.tools.models.gpt_sizes import SIZES, GptSize
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.step_breakdown import mean_parts
-from paceline.tools.report.run.trace_reader import read_steps
+from paceline.tools.report.run.trace_reader import read_timeline
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -71,8 +71,8 @@ def run(case: tuple[int, str | None, str, str, float | None], job: dict[str, Any
         kinds = run_job(HERE / "ranks.py", told, hosts=ranks, rate=rate, turns=job["rounds"], title=strategy)
         Path(folder, "run.json").write_text("{}")
         traces = read_run(Path(folder)).spans_of_rank
-    quiet = [line.quiet for line in read_steps(traces[0]).steps]
-    exposed = [mean_parts(read_steps(each).steps)["exposed"] for each in traces.values()]
+    quiet = [line.quiet for line in read_timeline(traces[0]).steps]
+    exposed = [mean_parts(read_timeline(each).steps)["exposed"] for each in traces.values()]
     return {
         "model": job["size"]["name"],
         "ranks": ranks,

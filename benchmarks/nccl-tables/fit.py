@@ -19,7 +19,7 @@ from tables import OP, Table, load
 from bench_harness.markdown import fill, table
 from paceline.cost_model.collective_fit import CheckedPrediction, CollectiveFit, PredictionError
 from paceline.cost_model.fit_measurements import fit_points, held_out_sizes
-from paceline.tools.report.charts.collective_charts import Series, fit_chart
+from paceline.tools.report.charts.collective_charts import FitSeries, fit_chart
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "profile.md"
@@ -76,7 +76,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Where to write; README.md 
         fit = fit_points(each.points, OP)
         best = held_out_sizes(each.points, OP)
         rows.append(row(each.name, fit, best, held_out_sizes(each.points, OP, max_segments=1)))
-        series.append(Series(each.name, fit, each.points, best))
+        series.append(FitSeries(each.name, fit, each.points, best))
     result = {
         "kind": "nccl-tables",
         "schema": 1,

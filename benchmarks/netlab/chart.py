@@ -23,15 +23,15 @@ def draw(result: Result) -> training_charts.Chart:
     rows = [row.times for row in result.rows]
     times, ratios = [], []
     for name, label in LABEL_OF_NAME.items():
-        times.append(training_charts.Line(label, [(row.nbytes, row.seconds[name]) for row in rows]))
+        times.append(training_charts.ChartLine(label, [(row.nbytes, row.seconds[name]) for row in rows]))
         if name != BEST:
             ratios.append(
-                training_charts.Line(label, [(row.nbytes, row.ratio(BEST, name).median) for row in rows])
+                training_charts.ChartLine(label, [(row.nbytes, row.ratio(BEST, name).median) for row in rows])
             )
     title = (
         f"All-reduce of float32, {result.hosts} hosts × {result.ranks_per_host} ranks, links of {result.rate}"
     )
-    return training_charts.against_size(times, ratios, title=title, ratio="times faster than gloo")
+    return training_charts.time_and_ratio_chart(times, ratios, title=title, ratio="times faster than gloo")
 
 
 def main(

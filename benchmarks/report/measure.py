@@ -18,7 +18,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from paceline.tools.report.run.run_page import write_report
+from paceline.tools.report.run.run_page import write_run_report
 
 HERE = Path(__file__).parent
 TRAIN = ["paceline", "train", "--size", "mini", "--batch-size", "8", "--steps", "40", "--eval-every", "0"]
@@ -48,7 +48,7 @@ def main(*, train: bool) -> None:
             command = [sys.executable, "-m", *command, "--out", name]
             subprocess.run(command, cwd=HERE, env=os.environ | faults, check=True)
         else:
-            write_report(HERE / name)
+            write_run_report(HERE / name)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name in RUNS:

@@ -12,9 +12,9 @@ from statistics import fmean
 
 from bench_harness.markdown import fill, table
 from paceline._core.format import format_bytes, format_seconds
-from paceline.tools.report.run.bottleneck import limit_of
+from paceline.tools.report.run.bottleneck import find_bottleneck
 from paceline.tools.report.run.run_records import read_run
-from paceline.tools.report.run.run_summary import summarize
+from paceline.tools.report.run.run_summary import summarise_run
 
 HERE = Path(__file__).parent
 RUNS = ("slow-network", "slow-network-int8")
@@ -24,9 +24,9 @@ HEAD = ["run", "a step", "exposed", "handed over a step", "held-out loss after 4
 def row(name: str) -> list[str]:
     """Return the cells of a run."""
     run = read_run(HERE / name)
-    summary = summarize(run)
+    summary = summarise_run(run)
     seconds = fmean(rank.total for rank in summary.ranks)
-    said = limit_of(summary, run.facts).sentences[0]
+    said = find_bottleneck(summary, run.facts).sentences[0]
     return [
         f"`{name}`",
         format_seconds(seconds),

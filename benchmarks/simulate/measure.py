@@ -25,9 +25,9 @@ from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import numbers_of
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
-from paceline.tools.simulate.cluster.cluster_network import Network
-from paceline.tools.simulate.cluster.cluster_simulation import DAY, ClusterPlan, simulate
-from paceline.tools.simulate.cluster.compute_times import Machines
+from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork
+from paceline.tools.simulate.cluster.cluster_simulation import DAY, ClusterPlan, simulate_cluster
+from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 from paceline.world.machine_facts import read_machine_facts
 
 HERE = Path(__file__).parent
@@ -117,22 +117,22 @@ def rows(found: dict[int, dict[str, Any]], counts: list[int], nbytes: float) -> 
 
 def clock() -> dict[str, Any]:
     """Return how long the simulator itself takes for 10,000 nodes of 8 ranks with everything in, and for a sweep."""
-    network = Network(link=400e9, latency=14e-6, per_node=8, inside=450e9, inside_latency=3.4e-6)
+    network = ClusterNetwork(link=400e9, latency=14e-6, per_node=8, inside=450e9, inside_latency=3.4e-6)
     plan = ClusterPlan(
         network,
         1.2,
         28e9,
-        Machines(spread=0.02, jitter=0.03),
+        ClusterMachines(spread=0.02, jitter=0.03),
         node_mtbf=1800 * DAY,
         write=60.0,
         restart=300.0,
     )
     started = time.perf_counter()
-    simulate(plan, 10_000)
+    simulate_cluster(plan, 10_000)
     one = time.perf_counter() - started
     started = time.perf_counter()
     for nodes in [2**power for power in range(14)]:
-        simulate(plan, nodes)
+        simulate_cluster(plan, nodes)
     return {
         "nodes": 10_000,
         "ranks": 80_000,

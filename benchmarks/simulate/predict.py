@@ -19,7 +19,7 @@ from strategies import ALONE, STRATEGIES
 from paceline.cost_model.collective_fit import CollectiveFit
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.tools.simulate.cluster.cluster_network import FittedNetwork
-from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan, ClusterRow, simulate
+from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan, ClusterRow, simulate_cluster
 
 __all__ = ["FIT_HOSTS", "NAMES", "Host", "fitted", "predict"]
 
@@ -80,4 +80,4 @@ def predict(name: str, ranks: int, fit: CollectiveFit, host: Host, nbytes: float
     plan: dict[str, Any] = {"strategy": strategy.name} | {each: getattr(host, each) for each in NAMES}
     if strategy.name != "flat":
         plan["bucket_nbytes"] = strategy.bucket_mib * 2**20
-    return simulate(ClusterPlan(FittedNetwork(fit), host.computing, nbytes, **plan), ranks)
+    return simulate_cluster(ClusterPlan(FittedNetwork(fit), host.computing, nbytes, **plan), ranks)

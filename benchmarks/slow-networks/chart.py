@@ -18,9 +18,9 @@ from paceline.tools.report.charts.chart_style import (
     INK,
     PAPER,
     Chart,
-    drawn,
+    in_paceline_style,
+    legend_patch,
     stacked_panels,
-    swatch,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 COMPUTING, WAITING, BYTES = (COLOUR_OF_PHASE[phase] for phase in ("forward", "exposed", "backward"))
 
 
-@drawn
+@in_paceline_style
 def draw(result: StepResult) -> Chart:
     """Return the chart: a bar per contestant, above its time, below what a host sends."""
     rows = result.rows
@@ -56,7 +56,10 @@ def _draw_times(axes: Axes, result: StepResult) -> None:
         _remark(axes, row.median, place, f"{row.median:.2f} s{remark}")
     axes.set_xlim(0, 1.35 * max(row.median for row in rows))
     axes.set_xlabel("seconds of one step")
-    parts = [swatch("as without synchronisation", COMPUTING), swatch("waiting beyond that", WAITING)]
+    parts = [
+        legend_patch("as without synchronisation", COMPUTING),
+        legend_patch("waiting beyond that", WAITING),
+    ]
     axes.legend(handles=parts, loc="lower right", frameon=False, fontsize=9)
 
 

@@ -14,7 +14,14 @@ from typing import Annotated, Any
 import typer
 from loss_figures import Curve, LossResult
 
-from paceline.tools.report.charts.chart_style import COLOURS, INK, Chart, drawn, stacked_panels, swatch
+from paceline.tools.report.charts.chart_style import (
+    COLOURS,
+    INK,
+    Chart,
+    in_paceline_style,
+    legend_patch,
+    stacked_panels,
+)
 
 KINDS = {
     "ddp": ("torch DDP", INK),
@@ -25,7 +32,7 @@ KINDS = {
 """By kind of way: what the legend says, and its colour."""
 
 
-@drawn
+@in_paceline_style
 def draw_time(result: dict[str, Any]) -> Chart:
     """Return held-out loss over wall time: every seed, and when ours had reached what DDP ends with."""
     figure, (over_time, over_bytes) = stacked_panels(width=10, height=8.4, heights=(1.0, 1.0))
@@ -58,7 +65,7 @@ def draw_time(result: dict[str, Any]) -> Chart:
     return Chart(figure)
 
 
-@drawn
+@in_paceline_style
 def draw_tradeoff(result: dict[str, Any]) -> Chart:
     """Return the last loss of each way against the bytes that it sends for a parameter and step."""
     figure, (axes,) = stacked_panels(width=10, height=7.5)
@@ -81,7 +88,7 @@ def draw_tradeoff(result: dict[str, Any]) -> Chart:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlim(None, 20)
-    axes.legend(handles=[swatch(*each) for each in KINDS.values()], frameon=False, fontsize=10)
+    axes.legend(handles=[legend_patch(*each) for each in KINDS.values()], frameon=False, fontsize=10)
     axes.set_xlabel("bytes that a rank sends for each parameter and step")
     axes.set_ylabel(f"held-out loss after {result['rows'][0]['way']['steps']} steps, nats per token")
     axes.set_title(

@@ -15,14 +15,14 @@ from typing import Any
 import typer
 from loss_figures import loss_at
 
-from paceline.tools.report.charts.chart_style import COLOURS, INK, Chart, drawn, stacked_panels
+from paceline.tools.report.charts.chart_style import COLOURS, INK, Chart, in_paceline_style, stacked_panels
 
 HERE = Path(__file__).parent
 CURVES = HERE.parent / "slow-networks" / "loss-4x100Mbit.json"
 _HIGHEST = 3.0  # nats: above that all ways fall alike
 
 
-@drawn
+@in_paceline_style
 def draw_time(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
     """Return held-out loss over wall time, every seed of every way."""
     figure, (axes,) = stacked_panels(width=10, height=5.2)
@@ -53,7 +53,7 @@ def draw_time(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
     return Chart(figure)
 
 
-@drawn
+@in_paceline_style
 def draw_peers(result: dict[str, Any]) -> Chart:
     """Return held-out loss over wall time, by library: thick at the best of its learning rates."""
     figure, (axes,) = stacked_panels(width=10, height=5.2)
@@ -85,7 +85,7 @@ def _finish(axes: Any, settings: dict[str, Any]) -> None:
     axes.legend(frameon=False, fontsize=10)
 
 
-@drawn
+@in_paceline_style
 def draw_ways(result: dict[str, Any]) -> Chart:
     """Return the last loss of each way in virtual time: its median, and every seed; those far off are named beneath."""
     ways = [(_name(way), _losses(way)) for way in result["ways"]]

@@ -21,11 +21,12 @@ from paceline._core.files import write_json
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable, result_head
-from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
+from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
 
 HERE = Path(__file__).parent
-MACHINE = Machine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
+MACHINE = SimulatedMachine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
 CADENCES = (SyncSchedule(1), SyncSchedule(4, 1, 1))
 
 
@@ -33,7 +34,7 @@ def run(workers: int, rounds: int, cadence: SyncSchedule) -> dict[str, Any]:
     """Simulate a large star; return what it took and what came out."""
     plan = AsyncPlan([MACHINE] * workers, steps=cadence.every * rounds, cadence=cadence, compression=None)
     begun, used = time.perf_counter(), _processor_seconds()
-    found = simulate(plan, LinearTask())
+    found = simulate_async(plan, LinearTask())
     return {
         "every": cadence.every,
         "delay": cadence.delay,

@@ -27,9 +27,10 @@ from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.result_files import check_writable, result_head
-from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
+from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import GPTTask
-from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
+from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
 from paceline.tools.train.training_job import cosine_lr
 
 HERE = Path(__file__).parent
@@ -69,7 +70,7 @@ class Way:
     overwrite: bool = False
     outer: HubOptimizer = field(default_factory=lambda: HALF)
     population: PopulationRules | None = None
-    alike: bool = True
+    same_init: bool = True
 
 
 WAYS = [
@@ -95,7 +96,7 @@ WAYS = [
     Way("Nesterov at every arrival 0.7, 0.9", outer=HubOptimizer("nesterov", 0.7, 0.9, unstable=True)),
     Way("all take the best at step 100, then warm up", population=SELECT, warmup=194),
     Way("different beginnings, all take the best at step 100, then warm up",
-        population=SELECT, warmup=194, alike=False),
+        population=SELECT, warmup=194, same_init=False),
 ]  # fmt: skip
 
 
@@ -125,19 +126,19 @@ def run(way: Way, seed: int) -> dict[str, Any]:
     task = GPTTask(SIZE, batch=BATCH, lr=way.lr, seed=seed, held_out=HELD_OUT)
     numel = sum(param.numel() for param in task.learner(0, 1).module.parameters())
     if way.kind != "star":
-        machines = [Machine(step_seconds=1.0)] * (WORKERS if way.kind == "ddp" else 1)
+        machines = [SimulatedMachine(step_seconds=1.0)] * (WORKERS if way.kind == "ddp" else 1)
         schedule = SCHEDULES[way.falls]
-        plan = LockstepPlan(machines, steps=STEPS, schedule=schedule, members=WORKERS, score_every=STEPS / 12)
-        done = lockstep(plan, task)
+        plan = DdpPlan(machines, steps=STEPS, schedule=schedule, members=WORKERS, score_every=STEPS / 12)
+        done = simulate_ddp(plan, task)
         curve = [(each.seconds, each.loss) for each in done.points]
         return {"loss": done.loss, "nbytes": 2 * done.nbytes / numel, "curve": curve, "digest": done.digest}
     plan = AsyncPlan(
-        [Machine(step_seconds=1.0) for _ in range(WORKERS)],
+        [SimulatedMachine(step_seconds=1.0) for _ in range(WORKERS)],
         steps=STEPS,
         cadence=SyncSchedule(way.every, 1, way.delay),
         rules=HubRules(outer=way.outer, population=way.population, down=way.down),
         compression=way.up,
-        alike=way.alike,
+        same_init=way.same_init,
         warmup=way.warmup,
         stagger=False,
         schedule=SCHEDULES[way.falls],
@@ -147,7 +148,7 @@ def run(way: Way, seed: int) -> dict[str, Any]:
         "paceline.tools.simulate.simulated_worker.FragmentReplica",
         Overwriting if way.overwrite else FragmentReplica,
     ):
-        found = simulate(plan, task)
+        found = simulate_async(plan, task)
     finite = [(each.seconds, each.loss if math.isfinite(each.loss) else None) for each in found.points]
     sent = sum(counts["sent"] for counts in found.counts) / WORKERS
     return {

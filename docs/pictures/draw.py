@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from paceline.tools.report.charts.chart_style import COLOURS, MUTED, Chart, drawn, stacked_panels
+from paceline.tools.report.charts.chart_style import COLOURS, MUTED, Chart, in_paceline_style, stacked_panels
 from paceline.world.environment import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +25,7 @@ EXCHANGES = {
 }
 
 
-@drawn
+@in_paceline_style
 def worlds() -> Chart:
     """Draw which variable of which launcher tells what."""
     launchers = (TORCHRUN, SLURM, OPEN_MPI, MPICH)
@@ -52,7 +52,7 @@ def worlds() -> Chart:
     return Chart(figure)
 
 
-@drawn
+@in_paceline_style
 def exactness() -> Chart:
     """Draw the error of the gradient, on a logarithmic axis, for each way of training on uneven data."""
     rows = json.loads((RESULTS / "loader" / "exact.json").read_text(encoding="utf-8"))["rows"]
@@ -78,7 +78,7 @@ def exactness() -> Chart:
     return Chart(figure)
 
 
-@drawn
+@in_paceline_style
 def overlap() -> Chart:
     """Draw seconds of work and exchange one after the other, and at the same time."""
     figure, panels = stacked_panels(10, 3.6, [1.0] * len(EXCHANGES))

@@ -36,12 +36,12 @@ def test_a_hub_s_folder_has_its_own_page_also_while_the_hub_runs(monkeypatch, ca
         assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
         page = (tmp_path / "report.html").read_text()
         assert "Asynchronous run night" in page
-        assert "took in 1 update of 1 worker" in page
+        assert "accepted 1 update of 1 worker" in page
         assert "<td>gpu-1</td>" in page
         journal.append(update(1), b"x")
         journal.commit()
         assert paceline(monkeypatch, "report", tmp_path) == 0
-    assert "took in 2 updates of 1 worker" in (tmp_path / "report.html").read_text()
+    assert "accepted 2 updates of 1 worker" in (tmp_path / "report.html").read_text()
 
 
 def test_a_hub_goes_on_beside_its_page(monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from paceline.tools.report.run.run_page import write_report
+from paceline.tools.report.run.run_page import write_run_report
 from recorded_run import write_run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium o
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     folder = write_run(tmp_path_factory.mktemp("page") / "run", ranks=2, steps=30, slow_rank=1)
-    return write_report(folder).resolve().as_uri()
+    return write_run_report(folder).resolve().as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,13 @@ def browser():
 @pytest.fixture
 def opened(browser, address):
     """Return a function that opens the page; afterwards nothing may have been complained of, nor loaded."""
-    told, pages = [], []
+    messages, pages = [], []
 
     def show(**options):
         page = browser.new_page(**({"viewport": {"width": 1100, "height": 900}} | options))
-        page.on("console", lambda message: told.append(message.text))
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("request", lambda request: told.append(request.url) if request.url != address else None)
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("request", lambda request: messages.append(request.url) if request.url != address else None)
         page.goto(address)
         pages.append(page)
         return page
@@ -45,7 +45,7 @@ def opened(browser, address):
     yield show
     for page in pages:
         page.close()
-    assert told == []
+    assert messages == []
 
 
 def bars(page):
@@ -62,11 +62,11 @@ def test_it_draws_every_rank_and_loads_nothing(opened):
 def test_pointer_and_buttons(opened):
     page = opened()
     page.locator("#buckets rect.piece").nth(1).hover()
-    assert page.inner_text("#buckets .told").startswith("rank 0: forward")
+    assert page.inner_text("#buckets .selected").startswith("rank 0: forward")
     whole = page.locator("#buckets rect.piece").nth(2).bounding_box()["width"]
     page.get_by_role("button", name="zoom in").click()
     assert page.locator("#buckets rect.piece").nth(1).bounding_box()["width"] > 1.2 * whole
-    page.get_by_role("button", name="all of it").click()
+    page.get_by_role("button", name="whole step").click()
     assert page.locator("#buckets rect.piece").nth(2).bounding_box()["width"] == pytest.approx(whole, abs=1)
     page.locator("#buckets svg").hover()
     page.keyboard.down("Control")
@@ -79,11 +79,11 @@ def test_keyboard_alone(opened):
     page = opened()
     page.locator("#buckets svg").focus()
     page.keyboard.press("n")
-    first = page.inner_text("#buckets .told")
+    first = page.inner_text("#buckets .selected")
     page.keyboard.press("n")
-    assert page.inner_text("#buckets .told") != first
+    assert page.inner_text("#buckets .selected") != first
     page.keyboard.press("p")
-    assert page.inner_text("#buckets .told") == first
+    assert page.inner_text("#buckets .selected") == first
     for key in ("+", "+", "ArrowRight"):
         page.keyboard.press(key)
     assert page.locator("#buckets .tick").first.text_content() != "0 µs"
@@ -95,8 +95,8 @@ def test_another_step_can_be_looked_at(opened):
     page = opened()
     choice = page.locator("#buckets select")
     names = choice.locator("option").all_inner_texts()
-    assert names[0].startswith("a usual step")
-    assert any(name.startswith("the slowest step") for name in names)
+    assert names[0].startswith("typical step")
+    assert any(name.startswith("slowest step") for name in names)
     choice.select_option("1")
     assert bars(page) > 20
 

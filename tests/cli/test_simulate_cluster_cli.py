@@ -27,7 +27,7 @@ def written(path):
 
 
 def test_table_sentences_and_files_hold_what_was_simulated(call, tmp_path):
-    code, told, _ = call(
+    code, output, _ = call(
         f"{BASE} --nodes 1:64 --strategy flat --spread 5% --jitter 5% {RISKY} --job 1000h --price 2"
         f" --json {tmp_path}/a.json --out {tmp_path}/out"
     )
@@ -42,7 +42,7 @@ def test_table_sentences_and_files_hold_what_was_simulated(call, tmp_path):
         "the job",
         "cost",
     ):
-        assert name in told
+        assert name in output
     found = written(tmp_path / "a.json")
     assert found == written(tmp_path / "out" / "result.json")
     assert found["command"].startswith("paceline simulate --parameters 20M")
@@ -52,7 +52,7 @@ def test_table_sentences_and_files_hold_what_was_simulated(call, tmp_path):
         "flat",
     )
     assert [row["nodes"] for row in found["rows"]] == [1, 2, 4, 8, 16, 32, 64]
-    assert all(sentence in told for sentence in found["sentences"])
+    assert all(sentence in output for sentence in found["sentences"])
     for row in found["rows"]:
         assert sum(row["ledger"].values()) == pytest.approx(1.0)
         assert row["cost"]["mean"] == pytest.approx(2 * row["nodes"] * row["job_seconds"]["mean"] / 3600)
@@ -125,38 +125,38 @@ def test_a_profile_of_parts_knows_exchanges_and_contention(call, tmp_path):
     assert call(f"{asked} --json {tmp_path}/a.json")[0] == 0
     found = written(tmp_path / "a.json")
     assert (found["computing_slows"], found["calls_slow"]) == (1.25, 1.5)
-    code, _, told = call(f"{asked} --backend nccl")
+    code, _, output = call(f"{asked} --backend nccl")
     assert code == 2
-    assert "it has: all-reduce on gloo, lab" in told
+    assert "it has: all-reduce on gloo, lab" in output
 
 
 def test_nodes_of_several_devices_and_a_model_by_name(call):
-    code, told, _ = call(
+    code, output, _ = call(
         "--model xxl --gradients 2 --step 20s --nodes 16:1024:x8 --ranks-per-node 8 --link ndr --inside nvlink4"
     )
     assert code == 0
-    assert "8,192" in told
-    assert "two-level" in told
+    assert "8,192" in output
+    assert "two-level" in output
 
 
 def test_strong_scaling_says_where_it_gets_slower(call):
-    code, told, _ = call(f"{BASE} --nodes 1:64 --batch fixed --strategy flat")
+    code, output, _ = call(f"{BASE} --nodes 1:64 --batch fixed --strategy flat")
     assert code == 0
-    assert "Beyond 1 node it gets slower" in told
+    assert "Beyond 1 node it gets slower" in output
 
 
 def test_help_lists_both(call):
-    code, told, _ = call("--help")
+    code, output, _ = call("--help")
     assert code == 0
     for name in ("--nodes", "--mtbf", "async"):
-        assert name in told
+        assert name in output
     assert "--nodes" in call("")[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--parameters 20M", "how long does a step compute?"),
+        ("--parameters 20M", "the time of a step is missing"),
         ("--step 1s", "which model?"),
         ("--step 1s --parameters 20M --model tiny", "which model?"),
         ("--step 1s --model tyni", "did you mean 'tiny'?"),
@@ -164,12 +164,12 @@ def test_help_lists_both(call):
         ("--parameters 20M --step 0s", "--step 0s"),
         ("--parameters 20M --step soon", "no time"),
         (f"{BASE} --nodes 0", "no number of nodes"),
-        (f"{BASE} --nodes 10:1", "no sweep"),
+        (f"{BASE} --nodes 10:1", "makes no progress"),
         (f"{BASE} --nodes 1:10:3", "is no sweep"),
-        (f"{BASE} --nodes 1:10:x1", "no sweep"),
+        (f"{BASE} --nodes 1:10:x1", "makes no progress"),
         (f"{BASE} --nodes many", "no number of nodes"),
         (f"{BASE} --nodes 9999999", "no number of nodes"),
-        (f"{BASE} --ranks-per-node 8", "no link between them"),
+        (f"{BASE} --ranks-per-node 8", "the link between the 8 ranks of a node is missing"),
         (f"{BASE} --ranks-per-node 0 --inside pcie4", "per_node=0"),
         (f"{BASE} --ranks-per-node 2 --inside pcie4 --topology ring", "nodes of 2 ranks in a ring"),
         (f"{BASE} --topology mesh", "unknown topology"),
@@ -185,7 +185,7 @@ def test_help_lists_both(call):
         (f"{BASE} --every 0", "every=0"),
         (f"{BASE} --every 4 --strategy full-shard", "whole parameters"),
         (f"{BASE} --batch huge", "unknown batch"),
-        (f"{BASE} --speeds 1:fast", "--speeds 1:fast"),
+        (f"{BASE} --speeds 1:fast", "--speeds '1:fast'"),
         (f"{BASE} --speeds 1:0", "speeds"),
         (f"{BASE} --shares fair", "unknown shares"),
         (f"{BASE} --spread lots", "no share"),
@@ -205,15 +205,15 @@ def test_help_lists_both(call):
         (f"{BASE} --profile /nowhere.json", "both --profile and --link"),
         (f"{BASE} --json /nowhere/a.json", "no such folder"),
         (f"{BASE} --nodes 4 --out results", "two numbers of --nodes"),
-        (f"{BASE} async --workers 2", "stands before async"),
+        (f"{BASE} async --workers 2", "is before async"),
     ],
 )
 def test_bad_input_is_one_clear_message(call, tmp_path, monkeypatch, arguments, said):
     monkeypatch.chdir(tmp_path)
-    code, told, error = call(arguments)
+    code, output, error = call(arguments)
     assert code == 2
     assert said in error
-    assert told == ""
+    assert output == ""
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
 

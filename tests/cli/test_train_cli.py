@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.report.run.run_records import read_run
-from paceline.tools.report.run.trace_reader import read_steps
+from paceline.tools.report.run.trace_reader import read_timeline
 
 TRAIN = ["-m", "paceline", "train"]
 SMALL = ["--context", 16, "--batch-size", 2, "--eval-every", 3, "--checkpoint-every", 3, "--threads", 1]
@@ -75,7 +75,7 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
     assert record.facts["parameters"] == gpt_size("tiny").parameters()
     assert record.facts["world"]["size"] == 2
     assert sorted(record.spans_of_rank) == [0, 1]
-    steps = read_steps(record.spans_of_rank[1]).steps
+    steps = read_timeline(record.spans_of_rank[1]).steps
     assert [line.step for line in steps] == [0, 1, 2, 3, 4, 5]
     phases = {phase.name for phase in steps[1].phases}
     assert phases == {"forward", "outside", "backward", "exchange", "optimizer", "data"}
@@ -149,7 +149,7 @@ def test_parameters_every_few_steps(tmp_path, text, here):
     assert facts["synchronised"] == "averaged every 4 steps, int4"
     assert facts["sent"]["would_be_nbytes"] == 6 * 4 * gpt_size("tiny").parameters()
     assert 0 < facts["sent"]["sent_nbytes"] < facts["sent"]["would_be_nbytes"] / 8
-    assert "What was sent" in (out / "report.html").read_text()
+    assert "Bytes sent" in (out / "report.html").read_text()
     small += ["--out", out, "--resume", "--ranks", 1, "--steps", 9]
     for other, message in (
         ([], "of a run with every=4, but the settings have no --every"),

@@ -105,7 +105,7 @@ class MeasuredStep:
 
     model: str
     ranks: int
-    name: StepStrategy
+    strategy: StepStrategy
     forward: float
     backward: float
     exposed: float
@@ -139,7 +139,7 @@ class _CollectivesFile:
 
 @dataclass(frozen=True)
 class _StrategyFields:
-    name: str
+    strategy: str
     bucket_mib: NonNegative | str | None
 
 
@@ -250,10 +250,10 @@ def _strategy_of(row: dict[str, Any], where: str) -> StepStrategy | None:
     own = decode(row, _StrategyFields, where)
     if isinstance(own.bucket_mib, str) and own.bucket_mib != "inf":
         raise field_error(row, ".bucket_mib", 'expected MiB, "inf" or null', where)
-    if own.name not in STRATEGIES or own.bucket_mib == 0:
+    if own.strategy not in STRATEGIES or own.bucket_mib == 0:
         return None
     size = math.inf if isinstance(own.bucket_mib, str) else own.bucket_mib
-    return StepStrategy(own.name, None if own.name in _UNBUCKETED else size)
+    return StepStrategy(own.strategy, None if own.strategy in _UNBUCKETED else size)
 
 
 def measured_by_strategy(
@@ -265,7 +265,7 @@ def measured_by_strategy(
         UsageError: there is none.
     """
     steps = list(measured)
-    found = {each.name: each for each in steps if (each.model, each.ranks) == (model, ranks)}
+    found = {each.strategy: each for each in steps if (each.model, each.ranks) == (model, ranks)}
     if not found:
         known = ", ".join(sorted({f"{each.model} with {each.ranks} ranks" for each in steps}))
         raise UsageError(
@@ -278,7 +278,7 @@ def pair_with_measured(
     times: Iterable[StepTime], measured: dict[StepStrategy, MeasuredStep]
 ) -> list[tuple[StepTime, MeasuredStep]]:
     """Return the predicted steps that were measured too, each with its measurement."""
-    return [(time, measured[time.name]) for time in times if time.name in measured]
+    return [(time, measured[time.strategy]) for time in times if time.strategy in measured]
 
 
 def step_prediction_error(

@@ -36,14 +36,14 @@ class Difference:
 
     what: str
     unit: str
-    segments_of_ranks: float
+    own: float
     other: float
     error: float
 
     @property
     def ratio(self) -> float:
         """Other / own."""
-        return self.other / self.segments_of_ranks
+        return self.other / self.own
 
     @property
     def clear(self) -> bool:
@@ -81,5 +81,5 @@ def _fit_differences(what: str, own: CollectiveFit, other: CollectiveFit) -> Ite
     ranks = max(common)
     error = sum(fit.sizes_error.p90 for fit in (own, other) if fit.sizes_error)
     for nbytes in sorted({low, math.sqrt(low * high), high}):
-        seconds = (fit.seconds(nbytes, ranks) for fit in (own, other))
-        yield Difference(f"{what}, {ranks} ranks, {format_size(nbytes)}", "s", *seconds, error)
+        times = own.seconds(nbytes, ranks), other.seconds(nbytes, ranks)
+        yield Difference(f"{what}, {ranks} ranks, {format_size(nbytes)}", "s", *times, error)

@@ -193,10 +193,10 @@ def pick_step_costs(
     costs = _select(_select(costs, "backend", backend), "network", network)
     if not costs:
         raise UsageError("the profile has no exchanges of Paceline's", remedy=_MEASURE)
-    backend, network = costs[0].backend, costs[0].network
+    measured, network = costs[0].backend, costs[0].network
     steps = list(profile.models)
     for name, value in (
-        ("backend", backend),  # first: it separates CPUs from GPUs
+        ("backend", measured),  # first: it separates CPUs from GPUs
         ("model", model),
         ("batch", batch),
         ("shape", shape),
@@ -217,10 +217,10 @@ def pick_step_costs(
             [e for e in contentions if (e.caller, e.backend) == (caller, backend)],
         )
 
-    engine_entries = entries_of("paceline", backend)
+    engine_entries = entries_of("paceline", measured)
     engine = {op: _price(*engine_entries, op, count) for op in sorted({each.fit.op for each in costs})}
     # `paceline bench parts` measures torch DDP on gloo where Paceline's own backend runs
-    torch_entries = entries_of("torch", "gloo" if backend == "paceline" else backend)
+    torch_entries = entries_of("torch", "gloo" if measured == "paceline" else measured)
     torch_ddp = _price(*torch_entries, "all-reduce", count) if torch_entries[0] else None
     note = f"computing was measured with {step.ranks} ranks at the same time"
     return StepCosts(step, count, engine, torch_ddp, () if step.ranks == count else (note,))

@@ -31,7 +31,7 @@ class StepProgram:
     """
 
     costs: StepCosts
-    name: StepStrategy
+    strategy: StepStrategy
     steps: list[Compute | Launch | Wait] = field(default_factory=list)
     beyond: dict[str, None] = field(default_factory=dict)
     _calls: int = 0
@@ -50,10 +50,10 @@ class StepProgram:
 
     def reduce(self, nbytes: float) -> int:
         """Add the call that reduces a bucket and return its key."""
-        sharded = self.name.name == "sharded"
-        if self.name.compression == "none":
+        sharded = self.strategy.name == "sharded"
+        if self.strategy.compression == "none":
             return self.launch("reduce-scatter" if sharded else "all-reduce", nbytes, "exposed")
-        packed = nbytes * ELEMENT_NBYTES[self.name.compression] / ELEMENT_NBYTES["none"]
+        packed = nbytes * ELEMENT_NBYTES[self.strategy.compression] / ELEMENT_NBYTES["none"]
         if sharded:
             return self.launch("reduce-scatter", packed, "exposed")
         scatter, gather = (self.price(op).channel for op in ("reduce-scatter", "all-gather"))
@@ -69,7 +69,7 @@ class StepProgram:
 
     def price(self, op: str) -> ExchangePrice:
         """Return the price of a call."""
-        return self.costs.price(op, torch_ddp=self.name.is_torch_ddp)
+        return self.costs.price(op, torch_ddp=self.strategy.is_torch_ddp)
 
     def _add(self, call: Launch) -> int:
         self.steps.append(call)
@@ -111,7 +111,7 @@ def _backward(program: StepProgram, sizes: list[int], full: list[float]) -> list
     torch's DDP when it is full.
     """
     whole, now, keys = program.costs.step.buffered, 0.0, []
-    strategy, last = program.name, len(sizes) - 1
+    strategy, last = program.strategy, len(sizes) - 1
     for number, (nbytes, seconds) in enumerate(zip(sizes, full, strict=True)):
         at_end = number == last and not strategy.is_torch_ddp
         launched = whole if at_end or not strategy.overlaps else seconds

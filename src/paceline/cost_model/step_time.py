@@ -39,7 +39,7 @@ class StepTime:
         beyond: notes on what lies beyond the measurements; None if nothing does.
     """
 
-    name: StepStrategy
+    strategy: StepStrategy
     forward: float
     backward: float
     exposed: float
@@ -106,7 +106,7 @@ def predict_steps(costs: StepCosts, strategies: Iterable[StepStrategy]) -> list[
 
 def fastest_step(times: Sequence[StepTime]) -> StepTime:
     """Return the shortest step of those that send gradients uncompressed."""
-    return min((each for each in times if each.name.compression == "none"), key=lambda each: each.seconds)
+    return min((each for each in times if each.strategy.compression == "none"), key=lambda each: each.seconds)
 
 
 def best_simulated_bucket(costs: StepCosts, op: str = "all-reduce") -> BestBucket:

@@ -15,10 +15,10 @@ from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.profiling.clock_sync import compare_clocks
 from paceline.profiling.step_metrics import StepMetrics
-from paceline.tools.report.run.rank_arrivals import arrivals_of
+from paceline.tools.report.run.rank_arrivals import compare_arrivals
 from paceline.tools.report.run.run_records import read_run
-from paceline.tools.report.run.step_breakdown import parts_of
-from paceline.tools.report.run.trace_reader import read_steps
+from paceline.tools.report.run.step_breakdown import step_parts
+from paceline.tools.report.run.trace_reader import read_timeline
 
 PLANS = [
     "naive",
@@ -61,7 +61,7 @@ def train(rank, size, folder, sync, steps, record=True, micros=1):
 
 
 def timelines(folder):
-    return {rank: read_steps(spans) for rank, spans in read_run(folder).spans_of_rank.items()}
+    return {rank: read_timeline(spans) for rank, spans in read_run(folder).spans_of_rank.items()}
 
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
@@ -78,7 +78,7 @@ def test_recording_changes_no_bit_and_every_step_adds_up(pool, tmp_path, sync, b
         assert [line.quiet for line in each.steps] == [False, False, True, False, True, False]
         assert each.memory["resident"] > 0
         for line in each.steps:
-            assert sum(parts_of(line).values()) == pytest.approx(line.seconds)
+            assert sum(step_parts(line).values()) == pytest.approx(line.seconds)
             assert line.samples == 4
             assert line.calls
             for call in line.calls:
@@ -175,7 +175,7 @@ def test_of_two_models_the_steps_are_those_of_the_one_that_was_named(pool, tmp_p
         assert len({len(line.calls) for line in told.steps[1:]}) == 1
         for line in told.steps:
             assert [phase.name for phase in line.phases].count("exchange") == 2
-            assert sum(parts_of(line).values()) == pytest.approx(line.seconds)
+            assert sum(step_parts(line).values()) == pytest.approx(line.seconds)
             assert line.samples == 4
     assert [span.name for span in read_run(tmp_path).spans_of_rank[0]].count("plan") <= 2
 
@@ -196,10 +196,10 @@ def drags(rank, size, folder):
 
 def test_a_slow_rank_is_found_by_when_it_arrives(pool, tmp_path):
     pool(2).run(drags, tmp_path)
-    found = arrivals_of(timelines(tmp_path)).straggler
+    found = compare_arrivals(timelines(tmp_path)).straggler
     assert found.rank == 1
-    assert found.late > 0.015
-    assert max(found.longer, key=found.longer.__getitem__) == "other"
+    assert found.lateness > 0.015
+    assert max(found.excess, key=found.excess.__getitem__) == "other"
 
 
 def refuses(rank, size, folder):

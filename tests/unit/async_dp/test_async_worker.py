@@ -11,7 +11,8 @@ from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate
+from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_simulation import AsyncResult, simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
 
 
@@ -42,9 +43,9 @@ def test_each_hub_receives_its_own_fragments_on_request() -> None:
 def run(
     steps: int, warmup: int, cadence: SyncSchedule, workers: int = 1, latency: float = 1e-4
 ) -> AsyncResult:
-    return simulate(
+    return simulate_async(
         AsyncPlan(
-            [Machine(step_seconds=1.0)] * workers,
+            [SimulatedMachine(step_seconds=1.0)] * workers,
             steps=steps,
             cadence=cadence,
             compression=None,

@@ -5,7 +5,8 @@ import math
 from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.models.gpt_sizes import GptSize
-from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate
+from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_simulation import AsyncResult, simulate_async
 from paceline.tools.simulate.learning_tasks import GPTTask
 
 ROUND = 10  # steps from one score to the next
@@ -14,15 +15,15 @@ ROUND = 10  # steps from one score to the next
 def trained(rules: PopulationRules) -> AsyncResult:
     """Four workers from different parameters, the last with a learning rate that ruins it."""
     task = GPTTask(GptSize("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=4, lr=1e-2, held_out=32)
-    machines = [Machine(step_seconds=1.0, lr=lr) for lr in (None, None, None, 1.0)]
+    machines = [SimulatedMachine(step_seconds=1.0, lr=lr) for lr in (None, None, None, 1.0)]
     plan = AsyncPlan(
         machines,
         steps=160,
         cadence=SyncSchedule(ROUND, 1, 3),
         rules=HubRules(population=rules),
-        alike=False,
+        same_init=False,
     )
-    return simulate(plan, task)
+    return simulate_async(plan, task)
 
 
 def test_a_worker_with_a_bad_learning_rate_is_replaced_within_three_rounds_and_the_best_gains() -> None:

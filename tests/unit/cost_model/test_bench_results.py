@@ -61,7 +61,7 @@ def test_predicted_steps_are_paired_with_measured_ones(tmp_path):
         StepStrategy("bucketed", math.inf),
     }
     pairs = pair_with_measured([naive, bucketed], found)
-    assert [pair[1].name for pair in pairs] == [StepStrategy("naive"), StepStrategy("bucketed", 5)]
+    assert [pair[1].strategy for pair in pairs] == [StepStrategy("naive"), StepStrategy("bucketed", 5)]
     accuracy = step_prediction_error(pairs, 2)
     assert accuracy.points == 2
     assert accuracy.maximum == pytest.approx(0.1)

@@ -30,8 +30,8 @@ def exposed(way, costs=COSTS):
 
 
 def test_ways_have_the_names_of_the_engines_strategies():
-    from paceline.parallel.name import STRATEGIES as ENGINES
-    from paceline.parallel.name import Sync
+    from paceline.parallel.strategy import STRATEGIES as ENGINES
+    from paceline.parallel.strategy import Sync
 
     assert set(STRATEGIES) - {"ddp"} == set(ENGINES)
     for name in ("naive", "flat", "overlap", "bucketed", "sharded"):
@@ -172,9 +172,9 @@ def test_launching_costs_the_rank():
 
 def test_the_best_sends_gradients_whole():
     times = predict_steps(COSTS, standard_strategies([1.0, 5.0], compressions=["int4"]))
-    assert fastest_step(times).name.compression == "none"
+    assert fastest_step(times).strategy.compression == "none"
     assert fastest_step(times).seconds == min(
-        time.seconds for time in times if time.name.compression == "none"
+        time.seconds for time in times if time.strategy.compression == "none"
     )
 
 

@@ -109,15 +109,15 @@ def print_ranking(rows: Sequence[PricedCase], title: str, *, as_priced: bool) ->
 
 def save_chart(rows: Sequence[PricedCase], title: str, path: Path) -> Path:
     """Draw the rounds of one algorithm, or priced and measured times of several; return the file."""
-    from paceline.tools.report.charts.schedule_drawing import Compared, price_chart, round_chart
+    from paceline.tools.report.charts.schedule_charts import CostBar, schedule_chart, schedule_cost_chart
 
     if len(rows) == 1:
         (row,) = rows
         schedule = row.case.schedule()
         first_line = f"{schedule}{_segments_text(row)}: {format_seconds(row.price.seconds)}"
-        chart = round_chart(schedule, row.price, title=f"{first_line}\n{title}")
+        chart = schedule_chart(schedule, row.price, title=f"{first_line}\n{title}")
     else:
-        bars = [Compared(row.case.label, row.price.seconds, row.seconds) for row in rows]
-        chart = price_chart(bars, title=f"{rows[0].case.op}: {title}")
+        bars = [CostBar(row.case.label, row.price.seconds, row.seconds) for row in rows]
+        chart = schedule_cost_chart(bars, title=f"{rows[0].case.op}: {title}")
     chart.save(path)
     return path

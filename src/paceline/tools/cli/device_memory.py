@@ -10,7 +10,7 @@ from paceline.errors import UsageError, unknown
 if TYPE_CHECKING:
     from paceline.tools.plan.memory.memory_forecast import DeviceMemory
 
-__all__ = ["CUDA_CONTEXT", "KINDS", "device_room", "parse_device_memory"]
+__all__ = ["CUDA_CONTEXT", "KINDS", "available_memory", "parse_device_memory"]
 
 KINDS = ("cuda", "cpu")
 CUDA_CONTEXT = "800MiB"
@@ -47,7 +47,7 @@ def parse_device_memory(device: str | None, device_memory: str | None) -> int | 
         raise unknown("device", device, [*KINDS, *hardware_catalog.DEVICES]) from None
 
 
-def device_room(
+def available_memory(
     kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEXT, data: str = "0"
 ) -> DeviceMemory:
     """Return the memory of a device with what occupies it besides the training.

@@ -166,8 +166,8 @@ def _follow(job: LabJob, monitor: LinkMonitor, limit: float | None, console: Con
 def _progress(monitor: LinkMonitor) -> str:
     if not monitor.seconds:
         return "starting"
-    sent = sum(host.sent for host in monitor.totals())
-    return f"{format_seconds(round(monitor.seconds))}: {format_bytes(sent)} sent, now {_format_rate(monitor.current_rate)}"
+    sent, rate = sum(host.sent for host in monitor.totals()), _format_rate(monitor.current_rate)
+    return f"{format_seconds(round(monitor.seconds))}: {format_bytes(sent)} sent, now {rate}"
 
 
 def _print_totals(totals: Sequence[HostTotals], monitor: LinkMonitor, console: Console) -> None:

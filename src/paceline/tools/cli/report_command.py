@@ -47,12 +47,12 @@ def report(
     while the hub is running.
     """
     from paceline.tools.report.hub import hub_page
-    from paceline.tools.report.hub.hub_records import holds_hub
+    from paceline.tools.report.hub.hub_records import is_hub_folder
     from paceline.tools.report.run import run_page
 
     if trace is not None:
         _write_trace(run, trace)
-    path = hub_page.write_report(run) if holds_hub(run) else run_page.write_report(run, profile)
+    path = hub_page.write_hub_report(run) if is_hub_folder(run) else run_page.write_run_report(run, profile)
     typer.echo(path)
     if open_page and not webbrowser.open(path.resolve().as_uri()):
         typer.echo("no web browser found: open the file manually", err=True)
@@ -66,10 +66,10 @@ def _write_trace(run: Path, file: Path) -> None:
     """
     from paceline.tools.report.run.perfetto_export import trace_events
     from paceline.tools.report.run.run_records import read_run
-    from paceline.tools.report.run.trace_reader import read_steps
+    from paceline.tools.report.run.trace_reader import read_timeline
 
     check_writable(file, "--trace", make_folder=True)
-    timelines = {rank: read_steps(spans) for rank, spans in read_run(run).spans_of_rank.items()}
+    timelines = {rank: read_timeline(spans) for rank, spans in read_run(run).spans_of_rank.items()}
     if not any(timeline.steps for timeline in timelines.values()):
         raise UsageError(
             f"{run} has no timeline",

@@ -65,7 +65,7 @@ class ScalingPoint:
     """
 
     ranks: int
-    name: StepStrategy | None
+    strategy: StepStrategy | None
     seconds: float
     low: float
     high: float
@@ -226,7 +226,7 @@ def _best(costs: StepCosts, strategies: Sequence[str]) -> StepTime:
     times = predict_steps(costs, candidates)
     least = min(time.seconds for time in times)
     good = [time for time in times if time.seconds <= _HARDLY * least]
-    usual = [time for time in good if time.name.name == "bucketed" and time.name.caps == 25 * MIB]
+    usual = [time for time in good if time.strategy.name == "bucketed" and time.strategy.caps == 25 * MIB]
     return usual[0] if usual else min(good, key=lambda time: time.seconds)
 
 
@@ -258,12 +258,12 @@ def _point(costs: StepCosts, time: StepTime, batch: RankBatch) -> ScalingPoint:
     alone, extra, spread = _alone(costs, batch), _extra(costs, batch), costs.spread
     error = 1.0 + max(price.error for price in costs.engine.values())
     shortest, longest = (
-        extra + predict_step(costs, time.name, calls=factor).seconds for factor in (1 / error, error)
+        extra + predict_step(costs, time.strategy, calls=factor).seconds for factor in (1 / error, error)
     )
     seconds = extra + time.seconds
     return ScalingPoint(
         ranks=costs.ranks,
-        strategy=time.name,
+        strategy=time.strategy,
         seconds=seconds,
         low=extra * (1 - spread) + time.low,
         high=extra * (1 + spread) + time.high,
@@ -297,11 +297,13 @@ def _remedies(
 
     faster, larger = _scale_computing(costs, factor=0.5), _scale_computing(costs, micro=2 * costs.step.batch)
     found = [
-        remedy("a network twice as fast", predict_step(costs, best.name, calls=0.5).seconds + extra),
-        remedy("processors twice as fast", predict_step(faster, best.name).seconds + _extra(faster, batch)),
+        remedy("a network twice as fast", predict_step(costs, best.strategy, calls=0.5).seconds + extra),
+        remedy(
+            "processors twice as fast", predict_step(faster, best.strategy).seconds + _extra(faster, batch)
+        ),
         remedy(
             "a micro-batch twice as large",
-            predict_step(larger, best.name).seconds + _extra(larger, batch),
+            predict_step(larger, best.strategy).seconds + _extra(larger, batch),
             work=2.0,
             cost="fewer updates for the same data, and more memory",
         ),
@@ -312,11 +314,11 @@ def _remedies(
             cost="fewer updates for the same data",
         ),
     ]
-    if "sharded" not in strategies and best.name.name != "sharded":
+    if "sharded" not in strategies and best.strategy.name != "sharded":
         sharded = _best(costs, ["sharded"])
         found.append(remedy("sharding the optimizer", sharded.seconds + extra))
-    if best.name.name in ("bucketed", "sharded"):
-        squeezed = predict_step(costs, StepStrategy(best.name.name, best.name.bucket_mib, "int8"))
+    if best.strategy.name in ("bucketed", "sharded"):
+        squeezed = predict_step(costs, StepStrategy(best.strategy.name, best.strategy.bucket_mib, "int8"))
         found.append(
             remedy(
                 'compression="int8"',

@@ -59,7 +59,7 @@ def scaling_rows(advice: StepAdvice) -> list[tuple[str, ...]]:
 def _scaling_row(point: ScalingPoint) -> tuple[str, ...]:
     return (
         str(point.ranks),
-        "alone" if point.name is None else point.name.label,
+        "alone" if point.strategy is None else point.strategy.label,
         format_seconds(point.seconds),
         f"{format_seconds(point.low)} – {format_seconds(point.high)}",
         f"{point.samples_per_second:.3g}",

@@ -1,9 +1,9 @@
-// Draws the steps of a run, rank by rank: phases and buckets. Wheel with Ctrl, pinch, buttons and keys zoom; dragging
-// and arrow keys move; a pointer, or n and p, tell of one bar.
+// Draws phases and buckets of a step for each rank. Ctrl + wheel, pinch, buttons and keys zoom; dragging and arrow
+// keys pan; the pointer or n and p select a bar and describe it.
 (() => {
   const root = document.getElementById("buckets");
   const steps = JSON.parse(document.getElementById("buckets-data").textContent).steps;
-  const svg = root.querySelector("svg"), told = root.querySelector(".told"), choice = root.querySelector("select");
+  const svg = root.querySelector("svg"), description = root.querySelector(".selected"), choice = root.querySelector("select");
   const NS = "http://www.w3.org/2000/svg", ROW = 18, GAP = 4, TOP = 24;
   let step = steps[0], from = 0, to = step.seconds, bars = [], chosen = -1, dragged = null;
 
@@ -19,7 +19,7 @@
   const label = () => width() < 520 ? 44 : 62;
   const x = at => label() + (at - from) / (to - from) * (width() - label());
 
-  // Calls that overlap in time get a row each, as few rows as will do.
+  // Assign overlapping calls to different rows, using as few rows as possible.
   function rows(calls) {
     const ends = [];
     return calls.map(call => {
@@ -30,11 +30,11 @@
     });
   }
 
-  function bar(begin, end, y, height, attributes, words) {
+  function bar(begin, end, y, height, attributes, text) {
     const left = Math.max(x(begin), label()), right = Math.min(x(end), width());
     if (right < label() || left > width()) return;
     const element = make("rect", {x: left, y, width: Math.max(right - left, 0.75), height, ...attributes});
-    element.dataset.index = bars.push({element, words}) - 1;
+    element.dataset.index = bars.push({element, text}) - 1;
   }
 
   function ticks(height) {
@@ -49,8 +49,8 @@
   function draw() {
     svg.replaceChildren();
     bars = [];
-    const laid = step.ranks.map(rank => rows(rank.calls));
-    const heights = laid.map(each => ROW + GAP + (Math.max(-1, ...each) + 1) * (ROW - 6) + 14);
+    const rowOfCall = step.ranks.map(rank => rows(rank.calls));
+    const heights = rowOfCall.map(each => ROW + GAP + (Math.max(-1, ...each) + 1) * (ROW - 6) + 14);
     const height = TOP + heights.reduce((sum, each) => sum + each, 0);
     svg.setAttribute("height", height);
     svg.setAttribute("viewBox", `0 0 ${width()} ${height}`);
@@ -62,25 +62,25 @@
         bar(begin, end, y, ROW, {class: "piece", style: `fill: var(--${part})`},
           `rank ${rank.rank}: ${part === "exposed" ? "exposed communication" : part}, ${time(end - begin)}`);
       rank.calls.forEach((call, number) => {
-        const row = y + ROW + GAP + laid[index][number] * (ROW - 6), high = ROW - 9;
+        const row = y + ROW + GAP + rowOfCall[index][number] * (ROW - 6), high = ROW - 9;
         const start = Math.min(Math.max(call.all, call.launched), call.end);
-        const words = `rank ${rank.rank}: ${call.name}, ${call.bytes}; launched at ${time(call.launched)}, ` +
-          `by the last rank (${call.last}) at ${time(call.all)}, through at ${time(call.end)}: ` +
-          `${time(call.end - start)} under way`;
-        bar(call.ready, start, row, high, {class: "waiting"}, words);
-        bar(start, call.end, row, high, {class: `flying ${call.kind}`}, words);
+        const text = `rank ${rank.rank}: ${call.name}, ${call.bytes}; launched at ${time(call.launched)}, ` +
+          `by the last rank (${call.last}) at ${time(call.all)}, done at ${time(call.end)}: ` +
+          `${time(call.end - start)} in transfer`;
+        bar(call.ready, start, row, high, {class: "waiting"}, text);
+        bar(start, call.end, row, high, {class: `in-transfer ${call.kind}`}, text);
       });
       y += heights[index];
     });
-    if (chosen >= 0) tell(Math.min(chosen, bars.length - 1));
+    if (chosen >= 0) select(Math.min(chosen, bars.length - 1));
   }
 
-  function tell(index) {
+  function select(index) {
     bars.forEach(each => each.element.classList.remove("chosen"));
     chosen = index;
     if (index < 0 || !bars[index]) return;
     bars[index].element.classList.add("chosen");
-    told.textContent = bars[index].words;
+    description.textContent = bars[index].text;
   }
 
   function view(begin, end) {
@@ -99,7 +99,7 @@
   const keys = {
     "+": () => zoom(1 / 1.5), "=": () => zoom(1 / 1.5), "-": () => zoom(1.5), "0": () => view(0, step.seconds),
     ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2),
-    n: () => tell((chosen + 1) % bars.length), p: () => tell((chosen - 1 + bars.length) % bars.length),
+    n: () => select((chosen + 1) % bars.length), p: () => select((chosen - 1 + bars.length) % bars.length),
   };
   svg.addEventListener("keydown", event => {
     if (event.ctrlKey || event.metaKey || !keys[event.key]) return;
@@ -120,19 +120,19 @@
       const by = dragged.at - under(event);
       view(from + by, to + by);
     } else if (event.target.dataset.index) {
-      tell(Number(event.target.dataset.index));
+      select(Number(event.target.dataset.index));
     }
   });
   svg.addEventListener("pointerup", event => {
     dragged = null;
-    if (event.target.dataset.index) tell(Number(event.target.dataset.index));
+    if (event.target.dataset.index) select(Number(event.target.dataset.index));
   });
   root.querySelectorAll("button").forEach(button => button.addEventListener("click", () => keys[button.dataset.key]()));
   steps.forEach((each, index) => choice.add(new Option(each.name, index)));
   choice.addEventListener("change", () => {
     step = steps[choice.value];
     chosen = -1;
-    told.textContent = "";
+    description.textContent = "";
     view(0, step.seconds);
   });
   new ResizeObserver(draw).observe(svg);

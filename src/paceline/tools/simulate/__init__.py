@@ -1,7 +1,7 @@
-"""What a job would do elsewhere: real gradients in virtual time, or numbers alone on very many nodes.
+"""Simulations: asynchronous training and DDP with real gradients in virtual time, and analytic models of clusters.
 
-cluster/        a training on 1 to 100,000 nodes: step time, stragglers, failures, cost
-tasks.py        what is learnt: a small linear model, the reference GPT
-asynchrony.py   hub and workers of a star, the very code that runs, on simulated clocks and links
-lockstep.py     the same task and machines with gradients averaged at every step
+cluster/              training on 1 to 1,000,000 nodes: step time, stragglers, failures, cost
+learning_tasks.py     tasks: a small linear model, the reference GPT
+async_simulation.py   the production code of hub and workers on simulated clocks and links
+simulated_ddp.py      the same tasks and machines with gradients averaged at every step
 """

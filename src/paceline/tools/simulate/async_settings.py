@@ -1,7 +1,4 @@
-"""What is simulated, as plain values: machines, links, rules, who comes and goes (pure).
-
-Machines that differ and workers that come and go, from a few numbers (pure).
-"""
+"""Settings of a simulated asynchronous training: machines, links, hub rules, churn."""
 
 from __future__ import annotations
 
@@ -18,39 +15,53 @@ from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.transport.envelope import Envelope
 
-__all__ = ["AsyncPlan", "Churn", "Machine", "Schedule", "Spoil", "churned", "jittered", "paces"]
+__all__ = [
+    "AsyncPlan",
+    "ChurnEvent",
+    "EnvelopeFault",
+    "LrSchedule",
+    "SimulatedMachine",
+    "draw_churn",
+    "jitter_factor",
+    "relative_step_times",
+]
 
-Schedule = Callable[[float], float]
-"""From the share of the training that is done to the share of the full learning rate."""
+LrSchedule = Callable[[float], float]
+"""Maps training progress (0 to 1) to a factor of the learning rate."""
 
 
-Spoil = Callable[[Envelope], list[tuple[float, Envelope]]]
-"""From an envelope under way to what arrives in its place, each so many seconds later; see `Network`."""
+EnvelopeFault = Callable[[Envelope], list[tuple[float, Envelope]]]
+"""Maps a sent envelope to the (delay in seconds, envelope) pairs that arrive instead; see `virtual_time.Network`."""
 
 
-_SPREAD = math.sqrt(12)
-"""Of numbers evenly drawn from 0 to 1: their width beside their standard deviation."""
+_UNIFORM_WIDTH = math.sqrt(12)
+"""Width of a uniform distribution per standard deviation."""
 
 
-def jittered(jitter: float, key: int, step: int) -> float:
-    """Return how many times as long as usual a step takes, 0.1 or more.
+def jitter_factor(jitter: float, key: int, step: int) -> float:
+    """Return the random factor of a step's time, 0.1 or more.
 
     Args:
-        jitter: standard deviation, as a share. key: of the worker. step: from 0.
+        jitter: relative standard deviation.
+        key: random key of the worker.
+        step: number of the step, from 0.
     """
     if not jitter:
         return 1.0
     drawn = derive_key(step, after=key) / 2**64
-    return max(0.1, 1 + jitter * _SPREAD * (drawn - 0.5))
+    return max(0.1, 1 + jitter * _UNIFORM_WIDTH * (drawn - 0.5))
 
 
 @dataclass(frozen=True)
-class Machine:
+class SimulatedMachine:
     """A worker's machine.
 
     Attributes:
-        step_seconds: of a local step. jitter: share by which steps differ at random, as a standard deviation.
-        up, down: bytes per second. lr: learning rate of its worker, None: the task's.
+        step_seconds: time of a local step.
+        jitter: relative standard deviation of step times.
+        up: bytes per second sent.
+        down: bytes per second received.
+        lr: learning rate of its worker; None: the task's.
     """
 
     step_seconds: float = 0.1
@@ -69,36 +80,44 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Churn:
-    """A worker leaves without a word, or comes (back), at a time; worker −1: the hub is killed, or started again."""
+class ChurnEvent:
+    """A worker that crashes or joins at a time; worker −1 stands for the hub."""
 
     seconds: float
     worker: int
-    comes: bool
+    joins: bool
 
 
 @dataclass(frozen=True)
 class AsyncPlan:
-    """What is simulated.
+    """Settings of an asynchronous simulation, which ends after `seconds` or `steps`, whichever is first.
 
     Attributes:
-        machines: one for each worker.
-        seconds: of virtual time; steps: local ones of each worker; whichever is over first ends it.
-        cadence: k, d and fragments. rules: of the hub. policy: of the workers. compression: of updates.
-        stagger: workers send in turns, rather than all at once; see `Worker`.
-        alike: all begin from the same parameters. warmup: steps of a worker in which it exchanges often.
-        schedule: learning rate as a share of the full one, by the share that is done; None: always the full one.
-        hub_up, hub_down: bytes per second of the hub's link. latency: seconds.
-        score_every: virtual seconds between two looks at the centre; 0: only at the end.
-        parameters: messages are as long as those of a model of so many; None: of the task's own.
-        churn: who leaves and comes when. spoil: what happens to envelopes under way, None: nothing.
-        seed: of jitter.
+        machines: one per worker.
+        seconds: virtual time.
+        steps: local steps of each worker.
+        cadence: steps between updates, delay, and fragments.
+        rules: rules of the hub.
+        policy: selection policy of the workers.
+        compression: compression of updates.
+        stagger: workers send in turns instead of all at once; see `AsyncWorker`.
+        same_init: all workers start from the same parameters.
+        warmup: local steps of a worker with frequent exchanges.
+        schedule: learning-rate schedule; None: constant.
+        hub_up: bytes per second sent by the hub.
+        hub_down: bytes per second received by the hub.
+        latency: seconds per message.
+        score_every: virtual seconds between evaluations of the centre; 0: only at the end.
+        parameters: size messages for a model of so many parameters; None: the task's model.
+        churn: workers that leave and join.
+        fault: faults injected into envelopes in transit, if any.
+        seed: seed of the jitter.
 
     Raises:
-        UsageError: it has no workers or no end; somebody leaves who is not there, or comes who is.
+        UsageError: there are no workers or no end, an absent worker leaves, or a present one joins.
     """
 
-    machines: Sequence[Machine]
+    machines: Sequence[SimulatedMachine]
     seconds: float = math.inf
     steps: int | None = None
     cadence: SyncSchedule = field(default_factory=lambda: SyncSchedule(10, 1, 5))
@@ -106,16 +125,16 @@ class AsyncPlan:
     policy: SelectionPolicy = field(default_factory=SelectionPolicy)
     compression: str | None = "int4"
     stagger: bool = True
-    alike: bool = True
+    same_init: bool = True
     warmup: int = 0
-    schedule: Schedule | None = None
+    schedule: LrSchedule | None = None
     hub_up: float = 125e6
     hub_down: float = 125e6
     latency: float = 1e-4
     score_every: float = 0.0
     parameters: int | None = None
-    churn: Sequence[Churn] = ()
-    spoil: Spoil | None = None
+    churn: Sequence[ChurnEvent] = ()
+    fault: EnvelopeFault | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -132,52 +151,54 @@ class AsyncPlan:
         for worker in {each.worker for each in self.churn}:
             self._check_turns(worker)
 
-    def comings(self, worker: int) -> list[Churn]:
-        """Return when a worker leaves and comes, in order."""
+    def churn_of(self, worker: int) -> list[ChurnEvent]:
+        """Return when a worker leaves and joins, in order."""
         return sorted((each for each in self.churn if each.worker == worker), key=lambda each: each.seconds)
 
-    def begins(self, worker: int) -> bool:
-        """Tell whether a worker is there from the beginning: one that first comes is not."""
-        turns = self.comings(worker)
-        return not turns or not turns[0].comes
+    def starts_present(self, worker: int) -> bool:
+        """Return whether a worker is present from the beginning: not if its first event is to join."""
+        turns = self.churn_of(worker)
+        return not turns or not turns[0].joins
 
     def _check_turns(self, worker: int) -> None:
-        who = "the hub" if worker < 0 else f"worker {worker}"
+        name = "the hub" if worker < 0 else f"worker {worker}"
         if worker >= len(self.machines):
             raise UsageError(
-                f"{who} comes or leaves; there are {len(self.machines)}", remedy="workers are counted from 0"
+                f"{name} joins or leaves; there are {len(self.machines)} workers",
+                remedy="workers are numbered from 0",
             )
-        turns = self.comings(worker)
+        turns = self.churn_of(worker)
         for before, after in pairwise(turns):
-            if before.comes == after.comes:
-                what = "comes" if after.comes else "leaves"
+            if before.joins == after.joins:
+                event = "joins" if after.joins else "leaves"
                 raise UsageError(
-                    f"{who} {what} at {before.seconds:g} s and again at {after.seconds:g} s",
-                    remedy="have it leave and come in turns",
+                    f"{name} {event} at {before.seconds:g} s and again at {after.seconds:g} s",
+                    remedy="alternate between leaving and joining",
                 )
-        if worker < 0 and turns[0].comes:
+        if worker < 0 and turns[0].joins:
             raise UsageError(
-                f"the hub is started at {turns[0].seconds:g} s, and was never killed",
-                remedy="it is there from the beginning: kill it first",
+                f"the hub is started at {turns[0].seconds:g} s but is still running",
+                remedy="it runs from the beginning: kill it first",
             )
 
 
-_PARTS = 10
-"""Of the time, for `churned`."""
+_CHURN_PERIODS = 10
+"""Periods of the whole time, for `draw_churn`."""
 
 
-def paces(workers: int, speeds: Sequence[float], spread: float = 0.0) -> list[float]:
-    """Return how long each worker's step takes beside the fastest one's.
+def relative_step_times(workers: int, speeds: Sequence[float], spread: float = 0.0) -> list[float]:
+    """Return each worker's step time relative to the fastest one.
 
     Args:
-        workers: how many. speeds: relative ones, repeated until there are enough; 2 makes a step in half the time of 1.
-        spread: standard deviation of the logarithm of what steps take beside, at even quantiles; 0: nothing.
+        workers: number of workers.
+        speeds: relative speeds, repeated for all workers; speed 2 halves the step time of speed 1.
+        spread: standard deviation of the logarithm of an additional factor, at even quantiles; 0: none.
 
     Raises:
-        UsageError: there are no workers; a number is out of range.
+        UsageError: there are no workers, or a number is out of range.
 
     Example:
-        >>> paces(5, [1, 2, 4])
+        >>> relative_step_times(5, [1, 2, 4])
         [4.0, 2.0, 1.0, 4.0, 2.0]
     """
     if workers < 1:
@@ -195,29 +216,32 @@ def paces(workers: int, speeds: Sequence[float], spread: float = 0.0) -> list[fl
     return [each / fastest for each in times]
 
 
-def churned(share: float, workers: int, seconds: float, seed: int = 0) -> list[Churn]:
-    """Return who leaves and comes back, so that about a share of all is away at a time.
+def draw_churn(share: float, workers: int, seconds: float, seed: int = 0) -> list[ChurnEvent]:
+    """Return random churn with about a share of the workers absent at any time.
 
-    In every tenth of the time but the first and the last two so many workers leave without a word, one at least, drawn
-    from those that are there; each is back a tenth later. Never are all away.
+    In each tenth of the time except the first and the last two, that share of the workers (at least one, drawn from
+    those present) crashes; each returns a tenth later. At least one worker is always present.
 
     Args:
-        share: of the workers, from 0 to 0.5. workers: how many. seconds: the whole time. seed: of what is drawn.
+        share: share of the workers, from 0 to 0.5.
+        workers: number of workers.
+        seconds: the whole time.
+        seed: seed of the random choices.
 
     Raises:
         UsageError: the share is out of range.
     """
     if not 0 <= share <= 0.5:
-        raise UsageError(f"{share:.0%} of the workers away", remedy="give a share from 0 to 50%")
+        raise UsageError(f"{share:.0%} of the workers absent", remedy="give a share from 0 to 50%")
     if not share or workers < 2:
         return []
-    part, many = seconds / _PARTS, math.ceil(share * workers)
-    away: set[int] = set()
-    turns: list[Churn] = []
-    for number in range(1, _PARTS - 2):
-        here = sorted(set(range(workers)) - away, key=lambda worker: derive_key(seed, 6, number, worker))
-        away = set(here[: min(many, len(here) - 1)])
-        for worker in sorted(away):
-            at = part * (number + derive_key(seed, 7, number, worker) / 2**64)
-            turns += [Churn(at, worker, False), Churn(at + part, worker, True)]
-    return turns
+    period, count = seconds / _CHURN_PERIODS, math.ceil(share * workers)
+    absent: set[int] = set()
+    events: list[ChurnEvent] = []
+    for number in range(1, _CHURN_PERIODS - 2):
+        present = sorted(set(range(workers)) - absent, key=lambda worker: derive_key(seed, 6, number, worker))
+        absent = set(present[: min(count, len(present) - 1)])
+        for worker in sorted(absent):
+            at = period * (number + derive_key(seed, 7, number, worker) / 2**64)
+            events += [ChurnEvent(at, worker, False), ChurnEvent(at + period, worker, True)]
+    return events

@@ -1,7 +1,7 @@
-"""A star in virtual time: the hub and workers that run over a network, on simulated clocks, speeds, links and churn.
+"""Simulation of asynchronous training: hub and workers of `paceline.async_dp` on virtual clocks, links and churn.
 
-Every worker computes real gradients; how long a step takes, and a message on its way, is simulated. Whatever decides
-is the code of `paceline.async_dp`. Two runs of the same plan are the same to the bit.
+Workers compute real gradients; the durations of steps and messages are simulated. The same plan gives bitwise
+identical results.
 """
 
 from __future__ import annotations
@@ -23,40 +23,49 @@ from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.parallel.compression.compression_config import Compression
-from paceline.tools.simulate.async_rows import Point
-from paceline.tools.simulate.async_settings import AsyncPlan, Churn, Machine
-from paceline.tools.simulate.learning_tasks import Task
-from paceline.tools.simulate.simulated_worker import Node
+from paceline.tools.simulate.async_results import LossPoint
+from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent
+from paceline.tools.simulate.learning_tasks import LearningTask
+from paceline.tools.simulate.simulated_worker import SimulatedWorker
 from paceline.transport.envelope import Bytes, Envelope
 from paceline.transport.transport_interface import HUB
 from paceline.transport.virtual_time import VirtualClock, VirtualExchange, VirtualLink, VirtualNetwork
 
-__all__ = ["AsyncPlan", "AsyncResult", "Churn", "Machine", "Point", "Simulation", "simulate"]
+__all__ = ["AsyncResult", "AsyncSimulation", "simulate_async"]
 
 _RUN = "simulated"
 _NEVER = 2**62
-_DRAIN_SECONDS, _DRAIN_LOOK_SECONDS = 30.0, 0.1
-"""The most for what is under way when the last worker has made its last step, and how often it is looked after."""
+_DRAIN_SECONDS, _DRAIN_POLL_SECONDS = 30.0, 0.1
+"""Longest wait for pending messages after the last step, and the interval of checks."""
 
 
 @dataclass(frozen=True)
 class AsyncResult:
-    """What came out.
+    """Result of an asynchronous simulation.
 
     Attributes:
-        points: the centre over time. loss: of the centre at the end. best: the best score of a worker then.
-        seconds: of virtual time. trained_seconds: of it, until the last worker's last step.
-        steps, samples: of all workers.
-        updates: taken in; refused: by reason. staleness: (from, below, count), in rounds.
-        staleness_median, staleness_max: of the same, exactly; None: nothing was taken in.
-        nbytes: sent by workers, and by the hub, headers included.
-        hub_busy: share of the time in which the busier direction of the hub's link was in use.
-        messages: that were sent, in both directions, as envelopes.
-        counts: of each worker, in all its lives. decisions: what the hub wrote down of its decisions.
-        digest: of the centre's numbers.
+        points: loss of the centre over time.
+        loss: loss of the centre at the end.
+        best: best loss of a worker's own parameters at the end.
+        seconds: virtual time.
+        trained_seconds: virtual time until the last worker's last step.
+        steps: local steps of all workers.
+        samples: samples of all accepted updates.
+        updates: number of accepted updates.
+        refused: refused updates by reason.
+        staleness: histogram (lower edge, upper edge, count), in rounds.
+        staleness_median: exact median in rounds; None without updates.
+        staleness_max: exact maximum in rounds; None without updates.
+        nbytes_up: bytes sent by workers, headers included.
+        nbytes_down: bytes sent by the hub, headers included.
+        hub_busy: utilisation of the busier direction of the hub's link.
+        messages: envelopes sent in both directions.
+        counts: counters of each worker.
+        decisions: decisions in the hub's journal.
+        digest: hash of the centre's parameters.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[LossPoint, ...]
     loss: float
     best: float
     seconds: float
@@ -77,56 +86,54 @@ class AsyncResult:
     digest: str
 
 
-class Simulation:
-    """All that happens in one run.
+class AsyncSimulation:
+    """One run of a simulation; see `WorkerEnvironment` for its attributes.
 
     Args:
-        plan: machines, links and rules. task: what is learnt. tick: called with every point of the curve.
-
-    Attributes:
-        clock, network: of all. layout: of the model. hub_link: to the network. steps: local ones of all so far.
+        plan: settings.
+        task: the task to train.
+        tick: called with every point of the loss curve.
     """
 
-    def __init__(self, plan: AsyncPlan, task: Task, tick: Callable[[Point], object]) -> None:
+    def __init__(self, plan: AsyncPlan, task: LearningTask, tick: Callable[[LossPoint], object]) -> None:
         self.plan, self.task, self._tick = plan, task, tick
         self.clock = VirtualClock()
         self._journal = _Journal(keep=any(each.worker < 0 for each in plan.churn))
-        self._judge = task.learner(0, 1)
-        self._initial_loss = self._judge.score()
+        self._evaluator = task.learner(0, 1)
+        self._initial_loss = self._evaluator.score()
         self.layout = ParameterLayout.of(
-            self._judge.module, plan.cadence.fragments, Compression.of(plan.compression)
+            self._evaluator.module, plan.cadence.fragments, Compression.of(plan.compression)
         )
         scale = 1.0 if plan.parameters is None else plan.parameters / self.layout.numel
-        self.network = VirtualNetwork(self.clock, plan.spoil, scale)
+        self.network = VirtualNetwork(self.clock, plan.fault, scale)
         self._hub: Hub | None = None
-        self._refused = Counter[str]()  # by hubs that were killed
+        self._refused = Counter[str]()  # by killed hubs
         self.hub_link = VirtualLink(plan.hub_up, plan.hub_down, plan.latency)
         self._sequence = 0
-        self._nodes = [Node(self, index) for index in range(len(plan.machines))]
-        self._points: list[Point] = []
+        self._workers = [SimulatedWorker(self, index) for index in range(len(plan.machines))]
+        self._points: list[LossPoint] = []
         self.steps = 0
-        self._working = set(range(len(self._nodes)))  # those that have steps to make, or will have
+        self._working = set(range(len(self._workers)))  # with steps left
         self._trained_seconds = 0.0
 
     # ------------------------------------------------------------------ the hub
 
     def _start_hub(self) -> None:
-        """Start it, or its heir."""
         rules = self.plan.rules
         if not self._journal.keeps:
-            rules = replace(rules, snapshot_every=_NEVER)  # nobody will read them
+            rules = replace(rules, snapshot_every=_NEVER)  # never read
         self._hub = Hub(_RUN, rules, self._journal, lambda: self.clock.now)
-        self._exchange = VirtualExchange(HUB, self.network, self.hub_link, self._arrive)
+        self._exchange = VirtualExchange(HUB, self.network, self.hub_link, self._receive)
 
     def _kill_hub(self) -> None:
-        """End it without a word: what was not committed is gone."""
+        """Crash the hub: uncommitted records are lost."""
         self._exchange.close()
         self._journal.crash()
         if self._hub is not None:
             self._refused.update(self._hub.refused)
         self._hub = None
 
-    def _arrive(self, envelope: Envelope) -> None:
+    def _receive(self, envelope: Envelope) -> None:
         hub, now = self._hub, self.clock.now
         if hub is None:
             return
@@ -136,71 +143,73 @@ class Simulation:
                 self._sequence += 1
                 self._exchange.send(out)
 
-    # ------------------------------------------------------------------ the course of it
+    # ------------------------------------------------------------------ events
 
-    def ended(self, node: Node) -> None:
-        """Note that a worker has made all its steps, or left for good."""
-        if node.index not in self._working:
+    def worker_finished(self, worker: SimulatedWorker) -> None:
+        """Register that a worker has completed all its steps or left for good."""
+        if worker.index not in self._working:
             return
-        self._working.discard(node.index)
+        self._working.discard(worker.index)
         if not self._working:
             self._trained_seconds = self.clock.now
             self._drain(self.clock.now + _DRAIN_SECONDS)
 
     def _drain(self, until: float) -> None:
-        """End once nothing is under way any more, or the time for that is up."""
+        """Stop once no messages are pending, or at `until`."""
         now = self.clock.now
-        if now >= until or not any(node.alive and node.busy for node in self._nodes):
+        if now >= until or not any(worker.alive and worker.has_pending for worker in self._workers):
             self.clock.stop()
         else:
-            self.clock.schedule(now + _DRAIN_LOOK_SECONDS, self._drain, until)
+            self.clock.schedule(now + _DRAIN_POLL_SECONDS, self._drain, until)
 
-    def share_done(self, node: Node) -> float:
-        """Return which share of the training a worker has done."""
+    def progress(self, worker: SimulatedWorker) -> float:
+        """Return the share of the training that a worker has completed."""
         if self.plan.steps is not None:
-            return node.made / self.plan.steps
+            return worker.steps_done / self.plan.steps
         return min(1.0, self.clock.now / self.plan.seconds)
 
     def run(self) -> AsyncResult:
-        """Go through all of it."""
+        """Run the simulation."""
         plan = self.plan
         self._start_hub()
-        for node in self._nodes:
-            if plan.begins(node.index):
-                node.start()
+        for worker in self._workers:
+            if plan.starts_present(worker.index):
+                worker.start()
         for each in plan.churn:
             self.clock.schedule(each.seconds, self._churn, each)
         if plan.score_every:
-            self.clock.schedule(plan.score_every, self._look)
+            self.clock.schedule(plan.score_every, self._evaluate)
         self.clock.run(plan.seconds)
         return self._result()
 
-    def _churn(self, each: Churn) -> None:
+    def _churn(self, each: ChurnEvent) -> None:
         if each.worker < 0:
-            (self._start_hub if each.comes else self._kill_hub)()
-        elif each.comes:
-            self._nodes[each.worker].begin_again()
+            (self._start_hub if each.joins else self._kill_hub)()
+        elif each.joins:
+            self._workers[each.worker].restart()
         else:
-            node = self._nodes[each.worker]
-            node.stop()
-            if not any(later.seconds > each.seconds for later in self.plan.comings(each.worker)):
-                self.ended(node)
+            worker = self._workers[each.worker]
+            worker.stop()
+            if not any(later.seconds > each.seconds for later in self.plan.churn_of(each.worker)):
+                self.worker_finished(worker)
 
-    def _look(self) -> None:
+    def _evaluate(self) -> None:
         self._points.append(self._point())
         self._tick(self._points[-1])
-        self.clock.schedule(self.clock.now + self.plan.score_every, self._look)
+        self.clock.schedule(self.clock.now + self.plan.score_every, self._evaluate)
 
-    # ------------------------------------------------------------------ what comes out
+    # ------------------------------------------------------------------ results
 
-    def _point(self) -> Point:
+    def _point(self) -> LossPoint:
         updates = self._hub.updates if self._hub is not None else 0
-        return Point(self.clock.now, self.steps, updates, self._loss())
+        return LossPoint(self.clock.now, self.steps, updates, self._loss())
 
     @torch.no_grad()
     def _loss(self) -> float:
-        """Return the held-out loss of the centre: the last one while its hub is away, the best worker's while workers
-        train apart, that of the beginning before.
+        """Return the held-out loss of the centre.
+
+        While the hub is down, this is the previous loss; while workers train separately, the best worker's; before
+        training, the initial one.
         """
         hub = self._hub
         if hub is None and self._points:
@@ -209,34 +218,34 @@ class Simulation:
             return self._best()
         if hub is None or hub.params is None or hub.phase != "together":
             return self._initial_loss
-        module = self._judge.module
+        module = self._evaluator.module
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         for number, fragment in enumerate(self.layout.fragments):
             theta = hub.params.fragments[number].theta
             for place in fragment.tensors:
                 tensors[place.name].copy_(place.view_in(theta))
-        return self._judge.score()
+        return self._evaluator.score()
 
     def theta(self) -> Tensor:
-        """Return the centre's numbers, one fragment after the other, 1-D float32; none while there is no centre."""
+        """Return the centre's parameters as 1-D float32, fragment by fragment; empty without a centre."""
         params = self._hub.params if self._hub is not None else None
         if params is None:
             return torch.empty(0)
         return torch.cat([each.theta for each in params.fragments.values()])
 
     def _best(self) -> float:
-        """Return the best score of a worker's own parameters; NaN if none has one."""
-        scores = [node.learner.score() for node in self._nodes]
+        """Return the best finite loss of a worker's own parameters, or NaN."""
+        scores = [worker.learner.score() for worker in self._workers]
         return min((score for score in scores if math.isfinite(score)), default=math.nan)
 
     def _busy(self) -> float:
-        """Return in which share of the time the hub's link was in use, in its busier direction."""
+        """Return the utilisation of the busier direction of the hub's link."""
         seconds, link = self._trained_seconds or self.clock.now, self.hub_link
         busy = max(link.sent_nbytes / link.up, link.received_nbytes / link.down)
         return min(1.0, busy / seconds) if seconds else 0.0
 
     def _result(self) -> AsyncResult:
-        if self._hub is None:  # what its heir would find
+        if self._hub is None:  # as its successor would recover
             self._start_hub()
         hub, link, journal = self._hub, self.hub_link, self._journal
         assert hub is not None
@@ -257,18 +266,18 @@ class Simulation:
             hub.counters.histogram.rows(),
             median(journal.staleness) if journal.staleness else None,
             max(journal.staleness, default=None),
-            sum(node.link.sent_nbytes for node in self._nodes),
+            sum(worker.link.sent_nbytes for worker in self._workers),
             link.sent_nbytes,
             self._busy(),
             self.network.messages,
-            [node.counts for node in self._nodes],
+            [worker.counts for worker in self._workers],
             journal.decisions,
             xxh3_64_hexdigest(self.theta().numpy().tobytes()),
         )
 
 
 class _Journal(MemoryJournal):
-    """Keeps decisions and the staleness of updates, whether or not it keeps all."""
+    """Journal that always keeps decisions and the staleness of updates."""
 
     def __init__(self, *, keep: bool) -> None:
         super().__init__(keep=keep)
@@ -286,16 +295,19 @@ class _Journal(MemoryJournal):
 _DECISIONS = ("replace", "together", "refuse", "begin", "silent", "join")
 
 
-def simulate(plan: AsyncPlan, task: Task, tick: Callable[[Point], object] = lambda _: None) -> AsyncResult:
-    """Return what becomes of a star in virtual time.
+def simulate_async(
+    plan: AsyncPlan, task: LearningTask, tick: Callable[[LossPoint], object] = lambda _: None
+) -> AsyncResult:
+    """Simulate asynchronous training.
 
     Args:
-        plan: machines, links and rules. task: what is learnt.
-        tick: called with every point of the curve.
+        plan: settings.
+        task: the task to train.
+        tick: called with every point of the loss curve.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return Simulation(plan, task, tick).run()
+        return AsyncSimulation(plan, task, tick).run()
     finally:
         torch.set_num_threads(threads)

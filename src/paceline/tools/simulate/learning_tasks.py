@@ -1,4 +1,4 @@
-"""What is learnt in virtual time: real models, real gradients, data drawn by the number of worker and step."""
+"""Tasks for simulated training: real models and gradients, with data determined by worker and step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from paceline.tools.models.gpt import token_loss as loss_of
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows, summed_token_loss
 
-__all__ = ["GPTTask", "Learner", "LinearTask", "Task"]
+__all__ = ["GPTTask", "Learner", "LearningTask", "LinearTask"]
 
 
 _BATCH, _BATCHES = 8, 512
-"""Of `LinearTask`: samples of a batch, and how many there are."""
+"""Samples per batch and number of batches of `LinearTask`."""
 
-_RATES = 32
-"""Learning rates whose steps are kept."""
+_CACHED_RATES = 32
 
 Numbers = NDArray[np.float32]
 
@@ -42,19 +41,21 @@ class Learner(Protocol):
     def module(self) -> nn.Module: ...
 
     def steps(self, number: int, count: int, lr: float) -> float:
-        """Take `count` local steps, the first of them step `number`, counted from 0; return their samples.
+        """Run local steps and return their number of samples.
 
         Args:
-            number: of the first. count: 1 or more. lr: share of the full learning rate.
+            number: number of the first step, from 0.
+            count: number of steps.
+            lr: factor of the learning rate.
         """
         ...
 
     def gradient(self, number: int) -> float:
-        """Add the gradient of step `number`, counted from 0, to those of the parameters; return its samples."""
+        """Accumulate the gradient of a step (from 0) in the parameters; return its number of samples."""
         ...
 
     def apply(self, lr: float) -> None:
-        """Take a step by the parameters' gradients at this share of the full learning rate, and drop them."""
+        """Step with the accumulated gradients at this factor of the learning rate, and clear them."""
         ...
 
     def score(self) -> float:
@@ -62,33 +63,38 @@ class Learner(Protocol):
         ...
 
     def forget(self) -> None:
-        """Forget what the optimizer remembers."""
+        """Reset the state of the optimizer."""
         ...
 
 
-class Task(Protocol):
-    """Makes learners.
+class LearningTask(Protocol):
+    """Creates learners.
 
     Attributes:
-        lr: learning rate of all that have no other.
+        lr: default learning rate.
     """
 
     lr: float
 
-    def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Learner:
-        """Return the learner of a worker, counted from 0; `alike`: all begin from the same parameters."""
+    def learner(
+        self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None
+    ) -> Learner:
+        """Return the learner of a worker (from 0); with `same_init`, all start from the same parameters."""
         ...
 
 
 class LinearTask:
-    """Least squares: y = A·x plus noise, gradient descent on batches of 8, some directions steeper than others.
+    """Least squares: y = A·x plus noise, gradient descent on batches of 8, with a given condition number.
 
-    A batch's gradient is that of mean |w·x − y|²/2, which is w·mean(x·xᵀ) − mean(y·xᵀ): both means are worked out once,
-    and so is, for each learning rate, what a step does.
+    The gradient of mean |w·x − y|²/2 of a batch is w·mean(x·xᵀ) − mean(y·xᵀ); both means, and the affine map of a step
+    at each learning rate, are precomputed.
 
     Args:
-        width: numbers in x; y has half as many. lr: of gradient descent. noise: of y. seed: of everything.
-        steepness: of the steepest direction beside the flattest; 1: all alike.
+        width: dimension of x; y has half of it.
+        lr: learning rate.
+        noise: standard deviation of the noise of y.
+        seed: seed of all random numbers.
+        steepness: curvature of the steepest direction relative to the flattest.
     """
 
     def __init__(
@@ -105,30 +111,32 @@ class LinearTask:
         self.curvatures = turned @ inputs
         self.slopes = (turned @ targets).transpose(0, 2, 1).copy()
         self.held_out = scales * drawn.standard_normal((256, width), dtype=np.float32)
-        self.moves = lru_cache(_RATES)(self._moves)
+        self.moves = lru_cache(_CACHED_RATES)(self._moves)
 
-    def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Linear:
-        """See `Task`."""
-        return Linear(self, worker, alike, lr)
+    def learner(
+        self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None
+    ) -> Linear:
+        """See `LearningTask`."""
+        return Linear(self, worker, same_init, lr)
 
     def _moves(self, rate: float) -> tuple[list[Numbers], list[Numbers]]:
-        """Return what a step at a rate is with each batch: w ← w·move + shift."""
+        """Return the affine map w ← w·move + shift of a step with each batch at a learning rate."""
         moves = np.eye(self.curvatures.shape[-1], dtype=np.float32) - np.float32(rate) * self.curvatures
         return list(moves), list(np.float32(rate) * self.slopes)
 
 
 class Linear:
-    """See `Learner`; a worker goes through the same batches as all others, and begins at another one."""
+    """Learner of a `LinearTask`; workers cycle through the same batches from different starts."""
 
-    def __init__(self, task: LinearTask, worker: int, alike: bool, lr: float | None) -> None:
+    def __init__(self, task: LinearTask, worker: int, same_init: bool, lr: float | None) -> None:
         self._task, self._lr = task, task.lr if lr is None else lr
         self.module = nn.Linear(task.truth.shape[1], task.truth.shape[0], bias=False)
-        drawn = np.random.default_rng(derive_key(task.seed, 2, 0 if alike else worker + 1))
+        drawn = np.random.default_rng(derive_key(task.seed, 2, 0 if same_init else worker + 1))
         with torch.no_grad():
             self.module.weight.copy_(torch.from_numpy(0.1 * drawn.standard_normal(task.truth.shape)).float())
         self._weight = (
             self.module.weight.detach().numpy()
-        )  # the same memory; numpy is quicker on so few numbers
+        )  # shared memory; numpy is faster for so few numbers
         self._scratch = np.empty_like(self._weight)
         self._first = derive_key(task.seed, 3, worker) % _BATCHES
 
@@ -154,7 +162,7 @@ class Linear:
         self.module.weight.grad = None
 
     def score(self) -> float:
-        with np.errstate(over="ignore", invalid="ignore"):  # what diverges does so without a word
+        with np.errstate(over="ignore", invalid="ignore"):  # divergence is expected
             error = self._task.held_out @ (self._weight - self._task.truth).T
             return float(np.mean(error * error))
 
@@ -163,13 +171,17 @@ class Linear:
 
 
 class GPTTask:
-    """The reference GPT on its corpus, with AdamW, as `paceline train` has it.
+    """The reference GPT on its corpus with AdamW, as in `paceline train`.
 
     Args:
-        size: of the model. batch: windows of a worker's step. lr: of AdamW. seed: of parameters and data.
-        vocabulary: how bytes become tokens is the corpus's; a size with another one is refused by it.
-        held_out: windows of the held-out slice.
-        clip: largest norm of the gradient, 0: any.
+        size: size of the model; its vocabulary must be that of the corpus.
+        batch: windows per step of a worker.
+        lr: learning rate.
+        seed: seed of parameters and data.
+        held_out: number of held-out windows.
+        betas: betas of AdamW.
+        weight_decay: weight decay of AdamW.
+        clip: maximum norm of the gradient; 0: no clipping.
     """
 
     def __init__(
@@ -188,16 +200,18 @@ class GPTTask:
         self.corpus = corpora.load_corpus(None)
         self.held_out = HeldOutWindows(self.corpus.held_out, 16, size.context, limit=held_out)
 
-    def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Learner:
-        """See `Task`."""
-        return _GPTLearner(self, worker, workers, alike, lr)
+    def learner(
+        self, worker: int, workers: int, *, same_init: bool = True, lr: float | None = None
+    ) -> Learner:
+        """See `LearningTask`."""
+        return _GPTLearner(self, worker, workers, same_init, lr)
 
 
 class _GPTLearner:
-    def __init__(self, task: GPTTask, worker: int, workers: int, alike: bool, lr: float | None) -> None:
+    def __init__(self, task: GPTTask, worker: int, workers: int, same_init: bool, lr: float | None) -> None:
         self._task, self._lr = task, task.lr if lr is None else lr
         state = torch.get_rng_state()
-        torch.manual_seed(derive_key(task.seed, 0 if alike else worker + 1) % 2**31)
+        torch.manual_seed(derive_key(task.seed, 0 if same_init else worker + 1) % 2**31)
         self.module = GPT(task.size)
         torch.set_rng_state(state)
         self.params: Sequence[Tensor] = list(self.module.parameters())
@@ -209,13 +223,13 @@ class _GPTLearner:
         )
 
     def gradient(self, number: int) -> float:
-        """Compute the gradient of a step, and return its samples."""
+        """See `Learner`."""
         batch = self._batches.at(number)
         loss_of(self.module(batch.inputs), batch.targets).backward()
         return float(batch.samples)
 
     def apply(self, lr: float) -> None:
-        """Take the step whose gradient is there."""
+        """See `Learner`."""
         if self._task.clip:
             nn.utils.clip_grad_norm_(self.params, self._task.clip)
         for group in self.optimizer.param_groups:

@@ -1,8 +1,8 @@
-"""Gradients averaged at every step, as DDP does, in virtual time: the tasks and machines of a star, in lock-step.
+"""Simulation of DDP in virtual time, with the tasks and machines of asynchronous simulations and real gradients.
 
-A step takes as long as on the slowest machine, and a ring all-reduce of all gradients: 2(N − 1)/N times their bytes
-over the slowest link, and 2(N − 1) latencies (Patarasuk and Yuan, JPDC 2009). Buckets are reduced while backward goes
-on, so that only what takes longer than `overlap` of the slowest machine's step is waited for. Gradients are real.
+A step takes the slowest machine's step plus a ring all-reduce of all gradients: 2(N − 1)/N times their bytes over the
+slowest link and 2(N − 1) latencies (Patarasuk and Yuan, JPDC 2009). Buckets are reduced during backward, so only the
+part of communication beyond `overlap` of the slowest machine's step is exposed.
 """
 
 from __future__ import annotations
@@ -18,38 +18,41 @@ from xxhash import xxh3_64_hexdigest
 from paceline._core.keyed_random import derive_key
 from paceline.errors import UsageError
 from paceline.tools.plan.slow_network import BACKWARD_SHARE
-from paceline.tools.simulate.async_rows import Point
-from paceline.tools.simulate.async_settings import Machine, Schedule, jittered
-from paceline.tools.simulate.learning_tasks import Learner, Task
+from paceline.tools.simulate.async_results import LossPoint
+from paceline.tools.simulate.async_settings import LrSchedule, SimulatedMachine, jitter_factor
+from paceline.tools.simulate.learning_tasks import Learner, LearningTask
 from paceline.transport.virtual_time import WIRE_OVERHEAD
 
-__all__ = ["LockstepPlan", "LockstepResult", "lockstep", "ring_seconds"]
+__all__ = ["DdpPlan", "DdpResult", "ring_all_reduce_seconds", "simulate_ddp"]
 
 
 @dataclass(frozen=True)
-class LockstepPlan:
-    """What is simulated.
+class DdpPlan:
+    """Settings of a DDP simulation, which ends after `seconds` or `steps`, whichever is first.
 
     Attributes:
-        machines: one for each worker; what they say of the learning rate is not heeded: it is the same for all.
-        seconds: of virtual time; steps: of all together; whichever is over first ends it.
-        parameters: gradients are as long as those of a model of so many; None: the task's own.
-        latency: seconds. overlap: share of a step during which gradients travel unnoticed; 0: none.
-        schedule: learning rate as a share of the full one, by the share that is done; None: always the full one.
-        score_every: virtual seconds between two points; 0: only at the end. seed: of jitter.
-        members: of how many workers' shares of the data the machines take theirs; None: as many as there are.
+        machines: one per worker; their learning rates are ignored, since DDP has a single one.
+        seconds: virtual time.
+        steps: steps of all workers together.
+        parameters: size gradients for a model of so many parameters; None: the task's model.
+        latency: seconds per message.
+        overlap: share of a step that hides communication; 0: none.
+        schedule: learning-rate schedule; None: constant.
+        score_every: virtual seconds between points of the loss curve; 0: only at the end.
+        seed: seed of the jitter.
+        members: number of shares of the data; None: one per machine.
 
     Raises:
-        UsageError: it has no workers or no end; a number is out of range.
+        UsageError: there are no workers or no end, or a number is out of range.
     """
 
-    machines: Sequence[Machine]
+    machines: Sequence[SimulatedMachine]
     seconds: float = math.inf
     steps: int | None = None
     parameters: int | None = None
     latency: float = 1e-4
     overlap: float = BACKWARD_SHARE
-    schedule: Schedule | None = None
+    schedule: LrSchedule | None = None
     score_every: float = 0.0
     seed: int = 0
     members: int | None = None
@@ -64,18 +67,21 @@ class LockstepPlan:
 
 
 @dataclass(frozen=True)
-class LockstepResult:
-    """What came out.
+class DdpResult:
+    """Result of a DDP simulation.
 
     Attributes:
-        points: over time. loss: at the end. seconds: of virtual time. steps: of each worker.
-        nbytes: that a worker sends, and receives as many, headers of the network included.
-        communication: share of the time in which all wait for the network.
-        waiting: share of the time that a worker waits for the slowest machine, on average.
-        digest: of the parameters.
+        points: loss over time.
+        loss: loss at the end.
+        seconds: virtual time.
+        steps: steps of each worker.
+        nbytes: bytes sent (and received) by a worker, network headers included.
+        communication: share of time in exposed communication.
+        waiting: share of time that a worker waits for the slowest machine, on average.
+        digest: hash of the parameters.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[LossPoint, ...]
     loss: float
     seconds: float
     steps: int
@@ -85,39 +91,42 @@ class LockstepResult:
     digest: str
 
 
-def ring_seconds(workers: int, nbytes: float, rate: float, latency: float) -> float:
-    """Return how long a ring all-reduce takes.
+def ring_all_reduce_seconds(workers: int, nbytes: float, rate: float, latency: float) -> float:
+    """Return the seconds of a ring all-reduce.
 
     Args:
-        workers: N. nbytes: of the gradients. rate: bytes per second of the slowest link. latency: seconds of a message.
+        workers: N.
+        nbytes: size of the gradients.
+        rate: bytes per second of the slowest link.
+        latency: seconds per message.
 
     Example:
-        >>> round(ring_seconds(4, 80e6, 25e6, 0.0), 9)
+        >>> round(ring_all_reduce_seconds(4, 80e6, 25e6, 0.0), 9)
         4.8
     """
     return 2 * (workers - 1) * (nbytes / workers / rate + latency)
 
 
-def lockstep(
-    plan: LockstepPlan, task: Task, tick: Callable[[Point], object] = lambda _: None
-) -> LockstepResult:
-    """Return what becomes of DDP on these machines.
+def simulate_ddp(
+    plan: DdpPlan, task: LearningTask, tick: Callable[[LossPoint], object] = lambda _: None
+) -> DdpResult:
+    """Simulate DDP.
 
     Args:
-        plan: machines and links. task: what is learnt. tick: called with every point of the curve.
+        plan: settings.
+        task: the task to train.
+        tick: called with every point of the loss curve.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _Lockstep(plan, task, tick).run()
+        return _DdpSimulation(plan, task, tick).run()
     finally:
         torch.set_num_threads(threads)
 
 
-class _Lockstep:
-    """All that happens in one run."""
-
-    def __init__(self, plan: LockstepPlan, task: Task, tick: Callable[[Point], object]) -> None:
+class _DdpSimulation:
+    def __init__(self, plan: DdpPlan, task: LearningTask, tick: Callable[[LossPoint], object]) -> None:
         self._plan, self._tick = plan, tick
         workers = len(plan.machines)
         self._keys = [derive_key(plan.seed, worker + 1) for worker in range(workers)]
@@ -126,33 +135,33 @@ class _Lockstep:
         self._params = [list(each.module.parameters()) for each in self._learners]
         numel = plan.parameters or sum(param.numel() for param in self._params[0])
         rate = min(min(each.up, each.down) for each in plan.machines)
-        self._comm_seconds = ring_seconds(workers, WIRE_OVERHEAD * 4.0 * numel, rate, plan.latency)
+        self._comm_seconds = ring_all_reduce_seconds(workers, WIRE_OVERHEAD * 4.0 * numel, rate, plan.latency)
         self._nbytes_of_step = 2 * (workers - 1) / workers * WIRE_OVERHEAD * 4.0 * numel
         self._now = self._exposed = self._waited = 0.0
-        self._points: list[Point] = []
+        self._points: list[LossPoint] = []
         self._next_point = plan.score_every or math.inf
 
-    def run(self) -> LockstepResult:
-        """Go through all of it."""
+    def run(self) -> DdpResult:
+        """Run the simulation."""
         plan, step = self._plan, 0
         while plan.steps is None or step < plan.steps:
             seconds = self._seconds(step)
             if self._now + seconds > plan.seconds:
-                self._look_until(plan.seconds, step)
+                self._evaluate_until(plan.seconds, step)
                 self._now = plan.seconds
                 break
-            self._look_until(self._now + seconds, step)
+            self._evaluate_until(self._now + seconds, step)
             self._now += seconds
             self._train(step)
             step += 1
-        self._look(self._now, step)
+        self._evaluate(self._now, step)
         return self._result(step)
 
     def _seconds(self, step: int) -> float:
-        """Return how long a step takes, and note how much of that is waiting."""
+        """Return the seconds of a step, and account for waiting."""
         plan = self._plan
         each = [
-            machine.step_seconds * jittered(machine.jitter, key, step)
+            machine.step_seconds * jitter_factor(machine.jitter, key, step)
             for machine, key in zip(plan.machines, self._keys, strict=True)
         ]
         slowest = max(each)
@@ -162,7 +171,7 @@ class _Lockstep:
         return slowest + exposed
 
     def _train(self, step: int) -> None:
-        """Average the gradients of all, and have all take the same step."""
+        """Run a step with averaged gradients on all workers."""
         plan = self._plan
         share = 1.0
         if plan.schedule is not None:
@@ -174,21 +183,21 @@ class _Lockstep:
         for learner in self._learners:
             learner.apply(share)
 
-    def _look_until(self, seconds: float, step: int) -> None:
-        """Note the points that are due before a time: nothing changes until then."""
+    def _evaluate_until(self, seconds: float, step: int) -> None:
+        """Record the points due until a time; nothing changes before it."""
         while self._next_point <= seconds:
-            self._look(self._next_point, step)
+            self._evaluate(self._next_point, step)
             self._next_point += self._plan.score_every
 
-    def _look(self, seconds: float, step: int) -> None:
+    def _evaluate(self, seconds: float, step: int) -> None:
         if self._points and self._points[-1].seconds >= seconds:
             return
-        self._points.append(Point(seconds, step * len(self._learners), step, self._learners[0].score()))
+        self._points.append(LossPoint(seconds, step * len(self._learners), step, self._learners[0].score()))
         self._tick(self._points[-1])
 
-    def _result(self, steps: int) -> LockstepResult:
+    def _result(self, steps: int) -> DdpResult:
         seconds = self._now or 1.0
-        return LockstepResult(
+        return DdpResult(
             tuple(self._points),
             self._points[-1].loss,
             self._now,
@@ -202,10 +211,10 @@ class _Lockstep:
 
 @torch.no_grad()
 def average_gradients(params_of: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Give the parameters of all workers the mean of their gradients, in place.
+    """Replace the gradients of all workers by their mean, in place.
 
     Args:
-        params_of: those of each worker, in the same order.
+        params_of: each worker's parameters, in the same order.
     """
     for params in zip(*params_of, strict=True):
         grads = [param.grad for param in params if param.grad is not None]

@@ -1,68 +1,102 @@
-"""A worker in virtual time: computes for real, talks by the very code of a star, and waits for nothing.
+"""Worker in virtual time: trains a real model and runs the production code of an asynchronous worker.
 
-    block      as many local steps as there are up to the next that may have something due, computed at once
-    pump       what the conversation has to say, now and when it wants to
-
-A worker that leaves ends without a word; one that comes back begins a new life, with what its outbox kept.
+Local steps up to the next one with a possible exchange are computed at once. A worker that leaves crashes without
+signing off; one that returns is a new process (incarnation) with the old outbox.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from paceline._core.keyed_random import derive_key
 from paceline.async_dp.protocol.message_assembly import split_message
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.async_dp.worker.async_worker import AsyncWorker
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.parallel.compression.compression_config import Compression
-from paceline.tools.simulate.async_settings import jittered
+from paceline.tools.simulate.async_settings import AsyncPlan, jitter_factor
+from paceline.tools.simulate.learning_tasks import LearningTask
 from paceline.transport.envelope import Envelope
-from paceline.transport.virtual_time import VirtualExchange, VirtualLink
+from paceline.transport.virtual_time import VirtualClock, VirtualExchange, VirtualLink, VirtualNetwork
 
-if TYPE_CHECKING:
-    from paceline.tools.simulate.async_simulation import Simulation
-
-__all__ = ["Node"]
+__all__ = ["SimulatedWorker", "WorkerEnvironment"]
 
 _TICK = 1e-9
-_SESSIONS_OF_A_LIFE = 1_000_000
+_SESSIONS_PER_INCARNATION = 1_000_000
 
 
-class Node:
+class WorkerEnvironment(Protocol):
+    """The simulation that a worker belongs to.
+
+    Attributes:
+        plan: settings.
+        task: the task to train.
+        clock: virtual clock.
+        network: virtual network.
+        layout: layout of the model's fragments.
+        hub_link: the hub's link.
+        steps: local steps of all workers so far.
+    """
+
+    plan: AsyncPlan
+    task: LearningTask
+    clock: VirtualClock
+    network: VirtualNetwork
+    layout: ParameterLayout
+    hub_link: VirtualLink
+    steps: int
+
+    def worker_finished(self, worker: SimulatedWorker) -> None:
+        """Register that a worker has completed all its steps."""
+        ...
+
+    def progress(self, worker: SimulatedWorker) -> float:
+        """Return the share of the training that a worker has completed."""
+        ...
+
+
+class SimulatedWorker:
     """A worker in virtual time.
 
     Args:
-        simulation: that it is in. index: its place, from 0.
+        simulation: the simulation it belongs to.
+        index: its index, from 0.
 
     Attributes:
-        number: of it among the star's workers, from 1. made: local steps in all its lives. alive: whether it is there.
-        learner: what it trains. worker, spoke: what decides and talks for it.
-        link: to the network.
+        number: its number at the hub, from 1.
+        steps_done: local steps in all incarnations.
+        alive: whether it is running.
+        learner: its model, optimizer and data.
+        worker: the asynchronous worker.
+        session: its session with the hub.
+        link: its link to the network.
     """
 
-    def __init__(self, simulation: Simulation, index: int) -> None:
+    def __init__(self, simulation: WorkerEnvironment, index: int) -> None:
         plan = simulation.plan
         self._simulation, self.index, self.number = simulation, index, index + 1
         self._clock, self._plan = simulation.clock, plan
         self._machine = machine = plan.machines[index]
-        self.learner = simulation.task.learner(index, len(plan.machines), alike=plan.alike, lr=machine.lr)
+        self.learner = simulation.task.learner(
+            index, len(plan.machines), same_init=plan.same_init, lr=machine.lr
+        )
         self._lr = machine.lr if machine.lr is not None else simulation.task.lr
         self._key = derive_key(plan.seed, self.number)
-        self.made, self.alive = 0, False
+        self.steps_done, self.alive = 0, False
         self.link = VirtualLink(machine.up, machine.down, plan.latency)
         self._outbox = Outbox(None, self.number)
-        self._life = 0
-        self._past = Counter[str]()  # what was counted in lives that are over
-        self._alarms: list[float] = []  # when it is to be woken, the next one last
-        self.session_id, self.worker = self._born()
+        self._incarnation = 0
+        self._earlier_counts = Counter[str]()  # of previous incarnations
+        self._wakeups: list[float] = []  # scheduled times, the next one last
+        self.session, self.worker = self._connect()
 
-    def _born(self) -> tuple[HubSession, AsyncWorker]:
-        """Return what talks and decides for this worker, from the beginning of a life."""
+    def _connect(self) -> tuple[HubSession, AsyncWorker]:
+        """Start an incarnation: return its session and worker."""
         plan, layout = self._plan, self._simulation.layout
         compression, module = Compression.of(plan.compression), self.learner.module
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -70,8 +104,8 @@ class Node:
             FragmentReplica(fragment, tensors, UpdateCodec.with_compression(fragment, compression))
             for fragment in layout.fragments
         ]
-        self._life += 1
-        sessions = iter(range(self._life * _SESSIONS_OF_A_LIFE, 2**53))
+        self._incarnation += 1
+        sessions = iter(range(self._incarnation * _SESSIONS_PER_INCARNATION, 2**53))
         session = HubSession(
             self.number,
             f"worker{self.number}",
@@ -88,7 +122,7 @@ class Node:
             plan.cadence,
             plan.policy,
             score=self.learner.score if plan.policy.scores or plan.rules.population else None,
-            reset_optimizer=self.learner.reset_optimizer,
+            reset_optimizer=self.learner.forget,
             warmup=plan.warmup,
             stagger=plan.stagger,
         )
@@ -96,60 +130,60 @@ class Node:
 
     @property
     def counts(self) -> Mapping[str, Any]:
-        """What the worker counted in all its lives, with what became of its updates."""
+        """Counters of all incarnations, including the outcome of updates."""
         return dict(self._counted())
 
     @property
-    def busy(self) -> bool:
-        """Whether something is under way, or not told yet."""
-        return not self.session_id.idle
+    def has_pending(self) -> bool:
+        """Whether messages are in transit or unsent."""
+        return not self.session.idle
 
     def _counted(self) -> Counter[str]:
-        session = self.session_id
-        told = {"acknowledged": session.acknowledged, "refused": session.refused, "resent": session.resent}
-        told |= vars(self.worker.counts)
-        return Counter({name: count + self._past[name] for name, count in told.items()})
+        session = self.session
+        counts = {"acknowledged": session.acknowledged, "refused": session.refused, "resent": session.resent}
+        counts |= vars(self.worker.counts)
+        return Counter({name: count + self._earlier_counts[name] for name, count in counts.items()})
 
-    # ------------------------------------------------------------------ coming and leaving
+    # ------------------------------------------------------------------ start and stop
 
     def start(self) -> None:
-        """Begin to train, and to talk."""
+        """Start training and communicating."""
         self.alive = True
-        self._exchange = VirtualExchange(self.number, self._simulation.network, self.link, self._arrive)
-        self._clock.schedule(self._clock.now, self._pump, self._life)
-        self._go_on()
+        self._exchange = VirtualExchange(self.number, self._simulation.network, self.link, self._receive)
+        self._clock.schedule(self._clock.now, self._pump, self._incarnation)
+        self._schedule_steps()
 
     def stop(self) -> None:
-        """End without a word."""
+        """Crash: stop without signing off."""
         self.alive = False
         self._exchange.close()
 
-    def begin_again(self) -> None:
-        """Come back as a new process would: with its outbox, and without what it had not sent."""
-        self._past = self._counted()
-        self.session_id, self.worker = self._born()
-        self._alarms = []
+    def restart(self) -> None:
+        """Start a new incarnation, with the old outbox but without unsent messages."""
+        self._earlier_counts = self._counted()
+        self.session, self.worker = self._connect()
+        self._wakeups = []
         self.start()
 
     # ------------------------------------------------------------------ computing
 
-    def _go_on(self) -> None:
-        """Plan the next steps, up to the one after which something may be due."""
+    def _schedule_steps(self) -> None:
+        """Schedule the next steps, up to the one after which an exchange may be due."""
         plan, machine = self._plan, self._machine
         count = self.worker.steps_until_due()
         if plan.steps is not None:
-            left = plan.steps - self.made
+            left = plan.steps - self.steps_done
             if left <= 0:
-                self._simulation.ended(self)
+                self._simulation.worker_finished(self)
                 return
             if count > left:
                 count = left
-        seconds = machine.step_seconds * count * jittered(machine.jitter, self._key, self.made)
-        self._clock.schedule(self._clock.now + seconds, self._computed, self._life, count)
+        seconds = machine.step_seconds * count * jitter_factor(machine.jitter, self._key, self.steps_done)
+        self._clock.schedule(self._clock.now + seconds, self._computed, self._incarnation, count)
 
-    def _computed(self, life: int, count: int) -> None:
-        """Compute the steps whose time has passed, and do what is due."""
-        if life != self._life or not self.alive:
+    def _computed(self, incarnation: int, count: int) -> None:
+        """Compute the steps whose time has passed, and exchange if due."""
+        if incarnation != self._incarnation or not self.alive:
             return
         if count > 1 and (self._plan.schedule is not None or self.worker.steps_until_due() < count):
             for _ in range(count):
@@ -157,26 +191,26 @@ class Node:
         else:
             self._compute(count)
         self._simulation.steps += count
-        if self.session_id.requests:
-            self._pump(life)
-        self._go_on()
+        if self.session.requests:
+            self._pump(incarnation)
+        self._schedule_steps()
 
     def _compute(self, count: int) -> None:
         worker, schedule = self.worker, self._plan.schedule
         share = worker.lr_scale
         if schedule is not None:
-            share *= schedule(self._simulation.share_done(self))
-        samples = self.learner.steps(self.made, count, share)
-        self.made += count
+            share *= schedule(self._simulation.progress(self))
+        samples = self.learner.steps(self.steps_done, count, share)
+        self.steps_done += count
         worker.step(samples, self._lr, self._clock.now, self._machine.step_seconds, count)
 
-    # ------------------------------------------------------------------ talking
+    # ------------------------------------------------------------------ communicating
 
-    def _pump(self, life: int) -> None:
-        """Say what the conversation has to say, and come back when it wants to say more."""
-        if life != self._life or not self.alive:
+    def _pump(self, incarnation: int) -> None:
+        """Send the messages that are due, and schedule the next ones."""
+        if incarnation != self._incarnation or not self.alive:
             return
-        session, now = self.session_id, self._clock.now
+        session, now = self.session, self._clock.now
         for message in session.pump(now):
             for envelope in split_message(
                 message, session.hub_status.run, session.sequence, session.session_id
@@ -189,26 +223,25 @@ class Node:
                 session.message_sent(
                     message, max(now, self.link.up_free, self._simulation.hub_link.down_free)
                 )
-        self._set_alarm(now)
+        self._schedule_wakeup(now)
 
-    def _set_alarm(self, now: float) -> None:
-        """See to it that this worker is woken when something is due."""
-        when, alarms = self.session_id.next_due(), self._alarms
-        if not alarms or when < alarms[-1]:
+    def _schedule_wakeup(self, now: float) -> None:
+        when, wakeups = self.session.next_due(), self._wakeups
+        if not wakeups or when < wakeups[-1]:
             when = max(when, now + _TICK)
-            alarms.append(when)
-            self._clock.schedule(when, self._woken, self._life)
+            wakeups.append(when)
+            self._clock.schedule(when, self._wake, self._incarnation)
 
-    def _woken(self, life: int) -> None:
-        if life != self._life or not self.alive:
+    def _wake(self, incarnation: int) -> None:
+        if incarnation != self._incarnation or not self.alive:
             return
-        self._alarms.pop()
+        self._wakeups.pop()
         now = self._clock.now
-        if now < self.session_id.next_due():  # what was due has become due later
-            self._set_alarm(now)
+        if now < self.session.next_due():  # postponed
+            self._schedule_wakeup(now)
         else:
-            self._pump(life)
+            self._pump(incarnation)
 
-    def _arrive(self, envelope: Envelope) -> None:
-        self.session_id.receive(envelope, self._clock.now)
-        self._pump(self._life)
+    def _receive(self, envelope: Envelope) -> None:
+        self.session.receive(envelope, self._clock.now)
+        self._pump(self._incarnation)

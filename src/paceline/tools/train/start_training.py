@@ -132,9 +132,9 @@ def _command() -> dict[str, str]:
 
 def _write_report(folder: RunFolder) -> None:
     """Write ``report.html``, or print what is missing for it; the training itself is complete."""
-    from paceline.tools.report.run.run_page import write_report
+    from paceline.tools.report.run.run_page import write_run_report
 
     try:
-        print(f"report: {write_report(folder.path)}")
+        print(f"report: {write_run_report(folder.path)}")
     except UsageError as error:
         print(f"no report: {error}", file=sys.stderr)

@@ -18,7 +18,7 @@ from paceline.tools.plan.dispatch_text import (
     percent,
     summarise_counts,
 )
-from paceline.tools.report.charts.dispatch_charts import MOST_PANELS, end_chart, imbalance_chart
+from paceline.tools.report.charts.dispatch_charts import MAX_PANELS, epoch_end_chart, imbalance_chart
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_zeros_are_labelled_where_they_cannot_be_drawn():
 
 def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
     options = DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 1000), draws=0)
-    said = texts(end_chart(forecast_dispatch(options), title="the end"))
+    said = texts(epoch_end_chart(forecast_dispatch(options), title="the end"))
     assert "block 2, batch 64: all ranks make 112 steps" in said
     output = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
     assert f"block 1000, batch 64: {output}" in said
@@ -137,16 +137,18 @@ def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
 
 def test_a_policy_without_steps_is_labelled():
     options = DispatchRequest(100, RankShares((1, 99)), blocks=(1,), draws=0)
-    said = texts(end_chart(forecast_dispatch(options), title=""))
+    said = texts(epoch_end_chart(forecast_dispatch(options), title=""))
     assert "block 1, batch 64: join and pad 2 steps, truncate 1, drop no, rebalance 1 (line)" in said
 
 
 def test_the_most_uneven_are_drawn():
     options = DispatchRequest(50_000, RankShares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0)
     said = [
-        each for each in texts(end_chart(forecast_dispatch(options), title="")) if each.startswith("block")
+        each
+        for each in texts(epoch_end_chart(forecast_dispatch(options), title=""))
+        if each.startswith("block")
     ]
-    assert len(said) == MOST_PANELS
+    assert len(said) == MAX_PANELS
     assert said[-1].startswith("block 2000")
 
 
@@ -154,5 +156,5 @@ def test_the_most_uneven_are_drawn():
 @pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (3, 7), (10**6, 3000)])
 def test_everything_can_be_drawn(samples, ranks, scheme, tmp_path):
     found = forecast_dispatch(DispatchRequest(samples, RankShares.equal(ranks), scheme, draws=2))
-    for number, chart in enumerate((imbalance_chart(found, title="x"), end_chart(found, title="x"))):
+    for number, chart in enumerate((imbalance_chart(found, title="x"), epoch_end_chart(found, title="x"))):
         assert chart.save(tmp_path / f"{number}.png").stat().st_size > 1000

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.tools.report.charts.chart_style import running_mean, spread
+from paceline.tools.report.charts.chart_style import running_mean, space_apart
 
 numbers = st.lists(st.floats(-100, 100), max_size=12)
 
@@ -33,16 +33,16 @@ def test_a_mean_stays_within_the_values(values, reach):
 
 
 def test_positions_that_are_apart_stay():
-    assert spread([3.0, 0.0, 10.0], gap=2) == [3.0, 0.0, 10.0]
+    assert space_apart([3.0, 0.0, 10.0], gap=2) == [3.0, 0.0, 10.0]
 
 
 def test_a_group_is_centred_on_its_mean():
-    assert spread([1.0, 1.0, 1.0], gap=2) == [-1.0, 1.0, 3.0]
+    assert space_apart([1.0, 1.0, 1.0], gap=2) == [-1.0, 1.0, 3.0]
 
 
 @given(numbers, st.floats(0.1, 30))
 def test_neighbours_are_apart_and_in_order(positions, gap):
-    spaced = spread(positions, gap)
+    spaced = space_apart(positions, gap)
     assert sum(spaced) == pytest.approx(sum(positions), abs=1e-6)
     order = sorted(range(len(positions)), key=positions.__getitem__)
     ranked = [spaced[index] for index in order]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 
-from paceline.tools.report.charts.collective_charts import SizeLine, bandwidth_by_size, time_by_size
+from paceline.tools.report.charts.collective_charts import BackendSeries, bandwidth_by_size, time_by_size
 
 SIZES = (1e6, 1e7, 1e8)
 LINES = [
-    SizeLine(backend, ranks, [(size, size / rate) for size in SIZES])
+    BackendSeries(backend, ranks, [(size, size / rate) for size in SIZES])
     for backend, rate in (("gloo", 1e9), ("paceline", 4e9))
     for ranks in (2, 4)
 ]
@@ -22,7 +22,7 @@ def texts(chart):
 
 def rates():
     return [
-        SizeLine(line.backend, line.ranks, [(size, size / time) for size, time in line.points])
+        BackendSeries(line.backend, line.ranks, [(size, size / time) for size, time in line.points])
         for line in LINES
     ]
 
@@ -49,6 +49,6 @@ def test_a_backend_keeps_its_colour_and_a_number_of_processes_its_dash():
 
 
 def test_one_point_is_enough(tmp_path):
-    point = [SizeLine("gloo", 2, [(1e6, 1e-3)])]
+    point = [BackendSeries("gloo", 2, [(1e6, 1e-3)])]
     for chart in (time_by_size(point, title=""), bandwidth_by_size(point, title="", bandwidth="algbw")):
         assert chart.save(tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.tools.report.hub.downsample import Sketch, Thinned
+from paceline.tools.report.hub.downsample import DownsampledCurve, QuantileSketch
 
 
-def thinned(points, most):
-    curve = Thinned(most)
+def thinned(points, limit):
+    curve = DownsampledCurve(limit)
     for point in points:
         curve.add(*point)
     return curve
@@ -26,12 +26,12 @@ def test_few_points_are_all_kept():
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=400), st.integers(6, 50))
-def test_of_many_points_the_extremes_the_first_and_the_last_are_kept_in_order(values, most):
+def test_of_many_points_the_extremes_the_first_and_the_last_are_kept_in_order(values, limit):
     points = list(enumerate(values))
-    curve = thinned(points, most)
+    curve = thinned(points, limit)
     kept = curve.points()
     assert curve.count == len(points)
-    assert len(kept) <= most
+    assert len(kept) <= limit
     assert kept == sorted(kept, key=lambda point: point[0])
     assert set(kept) <= set(points)
     if points:
@@ -55,12 +55,12 @@ def test_points_are_kept_all_along_the_curve():
 
 
 def test_a_curve_without_points():
-    assert Thinned().points() == []
+    assert DownsampledCurve().points() == []
 
 
 @given(st.lists(st.integers(0, 999), min_size=1))
 def test_half_of_the_values_do_not_exceed_the_median(values):
-    counted = Sketch()
+    counted = QuantileSketch()
     for value in values:
         counted.add(value / 100)
     assert counted.median == pytest.approx(median_low(values) / 100)
@@ -68,25 +68,25 @@ def test_half_of_the_values_do_not_exceed_the_median(values):
 
 
 def test_values_are_told_apart_by_three_digits_and_the_largest_exactly():
-    counted = Sketch()
+    counted = QuantileSketch()
     for value in (1.00049, 1.0004, 123.456):
         counted.add(value)
     assert (counted.median, counted.largest) == (1.0, 123.456)
 
 
 def test_counting_all_of_another():
-    one, other = Sketch(), Sketch()
+    one, other = QuantileSketch(), QuantileSketch()
     one.add(1.0)
     for value in (5.0, 6.0):
         other.add(value)
-    one.add_all(other)
-    one.add_all(Sketch())
+    one.merge(other)
+    one.merge(QuantileSketch())
     assert (one.count, one.median, one.largest) == (3, 5.0, 6.0)
-    assert Sketch().median is None
+    assert QuantileSketch().median is None
 
 
 def test_memory_does_not_grow_with_the_number_of_different_values():
-    counted = Sketch()
+    counted = QuantileSketch()
     for number in range(50_000):
         counted.add(random.Random(number).expovariate(1.0))
-    assert len(counted._times) < 5000
+    assert len(counted._counts) < 5000

@@ -7,20 +7,19 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from paceline.tools.report.charts.chart_style import Line
-from paceline.tools.report.charts.hub_charts import (
-    Scores,
-    Share,
+from paceline.tools.report.charts.chart_style import ChartLine, time_unit
+from paceline.tools.report.hub.hub_charts import (
+    ScoreCurves,
+    ShareBar,
     _broken,
-    ages,
-    any_letters,
-    contributions,
-    scores,
-    shown,
-    time_unit,
-    traffic,
+    contribution_chart,
+    escape_mathtext,
+    ignore_missing_glyphs,
+    score_chart,
+    staleness_histogram,
+    traffic_chart,
 )
-from paceline.tools.report.hub.link_usage import Away, Reserved
+from paceline.tools.report.hub.hub_traffic import HubDowntime, ReservedRate
 
 
 def texts(chart):
@@ -30,28 +29,33 @@ def texts(chart):
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_the_chart_of_scores_names_the_centre_and_few_workers(wide):
-    told = Scores(
-        [(5, 4.0), (60, 2.0)], [Line("ann", [(1, 5.0), (50, 3.0)])], together=4.0, replaced=[(3, 6.0)]
+    curves = ScoreCurves(
+        [(5, 4.0), (60, 2.0)],
+        [ChartLine("ann", [(1, 5.0), (50, 3.0)])],
+        merged_at=4.0,
+        replacements=[(3, 6.0)],
     )
-    found = texts(scores(told, 60, y="score", wide=wide))
-    assert {"centre", "ann", "score", "wall time (s)", "all join the best"} <= set(found)
+    found = texts(score_chart(curves, 60, y="score", wide=wide))
+    assert {"centre", "ann", "score", "wall time (s)", "all adopt the best"} <= set(found)
 
 
 def test_many_workers_have_no_names():
-    lines = [Line(f"w{each}", [(1, 5.0), (50, 3.0)]) for each in range(20)]
-    found = texts(scores(Scores([(5, 4.0), (60, 2.0)], lines), 60, y="score"))
+    lines = [ChartLine(f"w{each}", [(1, 5.0), (50, 3.0)]) for each in range(20)]
+    found = texts(score_chart(ScoreCurves([(5, 4.0), (60, 2.0)], lines), 60, y="score"))
     assert "centre" in found
     assert not any(text and text.startswith("w") and text != "wall time (s)" for text in found)
 
 
 def test_workers_alone_have_a_chart():
-    assert "ann" in texts(scores(Scores([], [Line("ann", [(1, 5.0)])]), 60, y="training loss"))
+    assert "ann" in texts(score_chart(ScoreCurves([], [ChartLine("ann", [(1, 5.0)])]), 60, y="training loss"))
 
 
 def test_a_few_large_values_do_not_hide_the_others():
-    told = Scores([(at, 1.0 if at < 55 else 1e6) for at in range(60)], [])
-    assert {"1", "1000", "1e+06"} <= set(texts(scores(told, 60, y="score")))
-    assert "1e+06" not in texts(scores(Scores([(at, 1.0 + at) for at in range(60)], []), 60, y="score"))
+    curves = ScoreCurves([(at, 1.0 if at < 55 else 1e6) for at in range(60)], [])
+    assert {"1", "1000", "1e+06"} <= set(texts(score_chart(curves, 60, y="score")))
+    assert "1e+06" not in texts(
+        score_chart(ScoreCurves([(at, 1.0 + at) for at in range(60)], []), 60, y="score")
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,49 +63,61 @@ def test_a_few_large_values_do_not_hide_the_others():
 )
 @pytest.mark.parametrize("wide", [True, False])
 def test_names_are_written_letter_by_letter(name, wide):
-    told = Scores([(0, 1.0)], [Line(name, [(0, 1.0), (1, 2.0)])])
+    curves = ScoreCurves([(0, 1.0)], [ChartLine(name, [(0, 1.0), (1, 2.0)])])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with any_letters():
+        with ignore_missing_glyphs():
             assert name in [
-                text.strip("\u2009") for text in texts(scores(told, 1, y="score", wide=wide)) if text
+                text.strip("\u2009") for text in texts(score_chart(curves, 1, y="score", wide=wide)) if text
             ]
             assert name in [
                 text.strip("\u2009")
-                for text in texts(contributions([Share(name, 0.5, name)], wide=wide))
+                for text in texts(contribution_chart([ShareBar(name, 0.5, name)], wide=wide))
                 if text
             ]
 
 
 def test_long_names_are_cut():
-    assert "x" * 23 + "…" in texts(contributions([Share("x" * 40, 1.0, "")]))
-    assert (shown("plain"), shown("_a"), shown("$a")) == ("plain", "\u2009_a", "\\$a")
+    assert "x" * 23 + "…" in texts(contribution_chart([ShareBar("x" * 40, 1.0, "")]))
+    assert (escape_mathtext("plain"), escape_mathtext("_a"), escape_mathtext("$a")) == (
+        "plain",
+        "\u2009_a",
+        "\\$a",
+    )
 
 
 def test_bars_have_their_remarks():
     found = texts(
-        contributions([Share("ann", 0.75, "75 %, 3 updates"), Share("2 others", 0.0, "none", True)])
+        contribution_chart(
+            [ShareBar("ann", 0.75, "75 %, 3 updates"), ShareBar("2 others", 0.0, "none", True)]
+        )
     )
     assert {"ann", "75 %, 3 updates", "2 others", "none", "% of all"} <= set(found)
 
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_the_histogram_names_its_rounds(wide):
-    found = texts(ages([(0.0, 0.5, 30), (0.5, 1.0, 0), (64.0, float("inf"), 1200)], wide=wide))
+    found = texts(staleness_histogram([(0.0, 0.5, 30), (0.5, 1.0, 0), (64.0, float("inf"), 1200)], wide=wide))
     assert {"0–0.5", "0.5–1", "≥ 64", "30", "1,200", "staleness (rounds)"} <= set(found)
 
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_traffic_is_in_bytes_per_second_beside_what_is_reserved(wide):
     points = [(5.0, 2e6), (7200.0, 3e6)]
-    found = texts(traffic(points, [(5.0, 1e6)], [Reserved(0, 7200, 4e6)], [Away(10, 20)], 7200, wide=wide))
+    found = texts(
+        traffic_chart(
+            points, [(5.0, 1e6)], [ReservedRate(0, 7200, 4e6)], [HubDowntime(10, 20)], 7200, wide=wide
+        )
+    )
     assert {"in", "out", "reserved", "wall time (min)", "2 MB/s", "4 MB/s"} <= set(found)
-    assert "reserved" not in texts(traffic(points, [], [], [], 7200, wide=wide))
+    assert "reserved" not in texts(traffic_chart(points, [], [], [], 7200, wide=wide))
 
 
 def test_a_line_has_a_gap_where_the_hub_was_away():
     points = [(0.0, 1.0), (10.0, 2.0), (40.0, 3.0), (50.0, 4.0)]
-    at, values = _broken(points, [Away(-9, -5), Away(12, 30), Away(41, 45), Away(60, 70)], 10.0)
+    at, values = _broken(
+        points, [HubDowntime(-9, -5), HubDowntime(12, 30), HubDowntime(41, 45), HubDowntime(60, 70)], 10.0
+    )
     assert at == [0, 1, 3, 4, 4.5, 5]
     assert [value if value == value else None for value in values] == [1, 2, None, 3, None, 4]
 

@@ -2,71 +2,71 @@
 
 from __future__ import annotations
 
-from paceline.tools.report.hub.hub_decisions import Decision, Decisions
+from paceline.tools.report.hub.hub_decisions import DecisionLog, HubDecision
 
 
 def refused(at, worker=1, reason="not finite"):
-    return Decision(at, worker, "update refused", f"{reason}: at {at}", reason=reason)
+    return HubDecision(at, worker, "update refused", f"{reason}: at {at}", reason=reason)
 
 
 def test_a_worker_that_is_refused_again_and_again_has_one_row():
-    told = Decisions()
+    log = DecisionLog()
     for at in range(1000):
-        told.note(refused(at, worker=at % 2))
-    first, second = told.shown()
-    assert (first.worker, first.times, first.at, first.last, first.why) == (
+        log.add(refused(at, worker=at % 2))
+    first, second = log.newest()
+    assert (first.worker, first.repeats, first.at, first.last, first.why) == (
         0,
         500,
         0,
         998,
         "not finite: at 0",
     )
-    assert (second.worker, second.times) == (1, 500)
-    assert (told.rows, told.unseen) == (2, 0)
+    assert (second.worker, second.repeats) == (1, 500)
+    assert (log.rows, log.hidden) == (2, 0)
 
 
 def test_another_reason_or_something_in_between_is_another_row():
-    told = Decisions()
-    for each in (refused(0), refused(1, reason="stale"), refused(2), Decision(3, 1, "left"), refused(4)):
-        told.note(each)
-    told.note(Decision(5, 1, "put in quarantine"), weighty=True)
-    told.note(refused(6))
-    assert [each.times for each in told.shown()] == [1] * 7
+    log = DecisionLog()
+    for each in (refused(0), refused(1, reason="stale"), refused(2), HubDecision(3, 1, "left"), refused(4)):
+        log.add(each)
+    log.add(HubDecision(5, 1, "put in quarantine"), important=True)
+    log.add(refused(6))
+    assert [each.repeats for each in log.newest()] == [1] * 7
 
 
 def test_who_joins_twice_has_two_rows():
-    told = Decisions()
-    told.note(Decision(0, 1, "joined"))
-    told.note(Decision(1, 1, "joined"))
-    assert told.rows == 2
+    log = DecisionLog()
+    log.add(HubDecision(0, 1, "joined"))
+    log.add(HubDecision(1, 1, "joined"))
+    assert log.rows == 2
 
 
 def test_only_the_newest_are_shown_and_how_many_more_there_were_is_told():
-    told = Decisions(most=10)
+    log = DecisionLog(limit=10)
     for at in range(25):
-        told.note(Decision(at, at, "joined"))
-    assert [each.at for each in told.shown()] == list(range(15, 25))
-    assert told.unseen == 15
+        log.add(HubDecision(at, at, "joined"))
+    assert [each.at for each in log.newest()] == list(range(15, 25))
+    assert log.hidden == 15
 
 
 def test_joins_do_not_crowd_out_what_is_weighty_nor_the_other_way_round():
-    told = Decisions(most=10)
+    log = DecisionLog(limit=10)
     for at in range(8):
-        told.note(Decision(at, at, "replaced"), weighty=True)
+        log.add(HubDecision(at, at, "replaced"), important=True)
     for at in range(100, 200):
-        told.note(Decision(at, at, "joined"))
-    assert [each.at for each in told.shown()] == [3, 4, 5, 6, 7, 195, 196, 197, 198, 199]
-    told = Decisions(most=10)
+        log.add(HubDecision(at, at, "joined"))
+    assert [each.at for each in log.newest()] == [3, 4, 5, 6, 7, 195, 196, 197, 198, 199]
+    log = DecisionLog(limit=10)
     for at in range(100):
-        told.note(Decision(at, at, "replaced"), weighty=True)
-    told.note(Decision(200, 1, "joined"))
-    assert [each.at for each in told.shown()] == [*range(91, 100), 200]
+        log.add(HubDecision(at, at, "replaced"), important=True)
+    log.add(HubDecision(200, 1, "joined"))
+    assert [each.at for each in log.newest()] == [*range(91, 100), 200]
 
 
 def test_a_row_that_fell_out_counts_no_further():
-    told = Decisions(most=3)
-    told.note(refused(0, worker=7))
+    log = DecisionLog(limit=3)
+    log.add(refused(0, worker=7))
     for at in range(1, 4):
-        told.note(Decision(at, at, "joined"))
-    told.note(refused(4, worker=7))
-    assert [(each.at, each.times) for each in told.shown()] == [(2, 1), (3, 1), (4, 1)]
+        log.add(HubDecision(at, at, "joined"))
+    log.add(refused(4, worker=7))
+    assert [(each.at, each.repeats) for each in log.newest()] == [(2, 1), (3, 1), (4, 1)]

@@ -14,8 +14,9 @@ from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules, Screening
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.report.hub.hub_page import _bars, write_report
-from paceline.tools.simulate.async_simulation import AsyncPlan, Churn, Machine, simulate
+from paceline.tools.report.hub.hub_page import _bars, write_hub_report
+from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine
+from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
 from reported_hub_folder import centre, demo, join, long_run, record, refuse, traffic, update, write
 
@@ -23,23 +24,23 @@ from reported_hub_folder import centre, demo, join, long_run, record, refuse, tr
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """Return the page of a run in which everything happens, for tests that only read it."""
-    return write_report(demo(tmp_path_factory.mktemp("hub"))).read_text()
+    return write_hub_report(demo(tmp_path_factory.mktemp("hub"))).read_text()
 
 
 def test_the_page_tells_what_was_reached_who_gave_what_and_what_was_decided(page):
     for text in (
         "<h1>Asynchronous run demo</h1>",
-        "In 51.5 s the hub took in 41 updates of 3 workers",
+        "In 51.5 s the hub accepted 41 updates of 3 workers",
         "The centre&#39;s score went from 4.8 to 2.85 (lower is better).",
         "torch DDP would have sent 4.92 GB",
-        "Most of what dan sent was refused (not finite 4): look there first.",
-        "<h2>Score</h2>", "<h2>Who gave what</h2>", "<h2>Staleness</h2>", "<h2>Network</h2>",
-        "grey where the hub was away",
-        "Reserved are 1 MB/s each way (dashed), of which at most 20\u00a0% were in use.",
+        "Most updates of dan were refused (not finite 4): investigate this first.",
+        "<h2>Score</h2>", "<h2>Contributions</h2>", "<h2>Staleness</h2>", "<h2>Network</h2>",
+        "grey: the hub is down",
+        "1 MB/s are reserved in each direction (dashed); at most 20 % of it was used.",
         "<td>1.5 s</td><td>17:20:01</td><td>dan</td><td>replaced by the best</td>",
         "<td>score 9.0 is 50% behind the best, 6.0 of ann</td>",
         "<td>put in quarantine</td><td>for 1 min 0 s",
-        "<td>the hub</td><td>was away</td>",
+        "<td>the hub</td><td>was down</td>",
         "<td>cy</td><td>joined</td>",
         "<td>fell silent</td>", "<td>left</td>",
     ):  # fmt: skip
@@ -70,7 +71,7 @@ def page_of_names(folder, names, reason, run):
         records += [update(1 + number, number, score=2.0), centre(2 + number, number, 1.0)]
         records += [refuse(3 + number, number, f"{reason}: {reason}", until=60.0)]
         records += [record("replace", 4, worker=number, by=0, lr=0.1, why=f"{reason} of 0")]
-    return write_report(write(folder, records, name=run)).read_text()
+    return write_hub_report(write(folder, records, name=run)).read_text()
 
 
 @pytest.mark.parametrize("workers", [5, 30])
@@ -105,37 +106,37 @@ def elements(page):
 
 def test_a_hub_that_has_just_begun_has_a_page_that_says_so(tmp_path):
     with HubJournal.open(tmp_path, resume=True):
-        page = write_report(tmp_path).read_text()
+        page = write_hub_report(tmp_path).read_text()
     parse(page)
-    assert "Nothing was noted yet" in page
+    assert "There are no records yet" in page
     assert "<svg" not in page
 
 
 def test_a_run_without_updates_says_so(tmp_path):
-    page = write_report(write(tmp_path, [traffic(5), join(6, 1, "ann"), traffic(10)])).read_text()
+    page = write_hub_report(write(tmp_path, [traffic(5), join(6, 1, "ann"), traffic(10)])).read_text()
     parse(page)
-    assert "No update was taken in yet: in 5 s 1 worker came." in page
+    assert "No update has been accepted yet: in 5 s 1 worker joined." in page
     assert "<h2>Network</h2>" in page
     assert "<h2>Staleness</h2>" not in page
 
 
 def test_training_losses_stand_in_where_no_score_is_told(tmp_path):
-    told = {1: {"steps": 1, "speed": 2.0, "loss": 4.0}}
-    records = [join(0, 1, "ann"), *(traffic(5 * at, workers=told) for at in range(1, 9)), update(50, 1)]
-    page = write_report(write(tmp_path, records)).read_text()
+    reports = {1: {"steps": 1, "speed": 2.0, "loss": 4.0}}
+    records = [join(0, 1, "ann"), *(traffic(5 * at, workers=reports) for at in range(1, 9)), update(50, 1)]
+    page = write_hub_report(write(tmp_path, records)).read_text()
     assert "<h2>Training loss</h2>" in page
-    assert "Training losses as 1 worker told them" in page
+    assert "Training losses reported by 1 worker" in page
 
 
 def test_what_is_missing_is_noted(tmp_path):
     folder = write(tmp_path, [update(1, 1)])
     with (folder / "ledger.jsonl").open("a") as file:
         file.write("?\n")
-    assert '<p class="note">The ledger is damaged: line 2' in write_report(folder).read_text()
+    assert '<p class="note">The ledger is damaged: line 2' in write_hub_report(folder).read_text()
 
 
 def test_many_lines_of_thirty_workers_are_a_page_of_bounded_size(tmp_path):
-    page = write_report(write(tmp_path, long_run(30_000, workers=30))).read_text()
+    page = write_hub_report(write(tmp_path, long_run(30_000, workers=30))).read_text()
     parse(page)
     assert "<td>10 others</td>" in page
     assert "The largest 20 of 30 workers." in page
@@ -153,7 +154,7 @@ def test_the_histogram_has_no_holes_and_ends_with_its_last_bar():
 
 
 def test_a_run_of_days_tells_dates(tmp_path):
-    page = write_report(
+    page = write_hub_report(
         write(tmp_path, [join(0, 1), update(5 * 86400, 1), record("leave", 5 * 86400, worker=1)])
     ).read_text()
     assert "<td>120 h 0 min</td><td>2026-07-30 17:20:00</td>" in page
@@ -169,27 +170,29 @@ def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Hub, "_record", noted)
     machines = [
-        *(Machine(0.01 * (1 + each)) for each in range(4)),
-        Machine(0.02, lr=1e-6),
-        Machine(0.02, lr=1e-5),
+        *(SimulatedMachine(0.01 * (1 + each)) for each in range(4)),
+        SimulatedMachine(0.02, lr=1e-6),
+        SimulatedMachine(0.02, lr=1e-5),
     ]
     plan = AsyncPlan(
-        machines, steps=600, cadence=SyncSchedule(20, 1, 5), policy=SelectionPolicy(scored=True), alike=False,
-        rules=HubRules(
-            population=PopulationRules(60),
-            screen=ScreeningRules(max_score_increase=0.0, strikes=2),
-            silent_after=1.0,
-        ),
-        churn=[Churn(4.0, 1, False), Churn(6.0, 1, True)],
+        machines, steps=600, cadence=SyncSchedule(20, 1, 5), policy=SelectionPolicy(scored=True), same_init=False,
+        rules=HubRules(population=PopulationRules(60), screen=ScreeningRules(worse=0.0, strikes=2), silent_after=1.0),
+        churn=[ChurnEvent(4.0, 1, False), ChurnEvent(6.0, 1, True)],
     )  # fmt: skip
-    simulate(plan, LinearTask())
+    simulate_async(plan, LinearTask())
     kinds = {each["kind"] for each in written}
     expected = "join silent score replace together begin update centre refuse"
     assert set(expected.split()) <= kinds
-    page = write_report(write(tmp_path, written)).read_text()
+    page = write_hub_report(write(tmp_path, written)).read_text()
     parse(page)
     assert 'class="note"' not in page
-    for text in ("put in quarantine", "update refused", "all join it", "replaced by the best", "fell silent"):
+    for text in (
+        "put in quarantine",
+        "update refused",
+        "all adopt its parameters",
+        "replaced by the best",
+        "fell silent",
+    ):
         assert f"<td>{text}" in page, text
     updates = [each for each in written if each["kind"] == "update"]
     samples = sum(each["samples"] for each in updates)

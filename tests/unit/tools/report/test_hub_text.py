@@ -5,30 +5,30 @@ from __future__ import annotations
 import pytest
 
 from paceline._core.format import format_number, format_percent, plural
-from paceline.tools.report.hub.hub_records import HubRun, take_in
-from paceline.tools.report.hub.hub_summary import ddp_nbytes, local_steps, rows_of
+from paceline.tools.report.hub.hub_records import HubRun, read_records
+from paceline.tools.report.hub.hub_summary import contribution_rows, ddp_nbytes, local_steps
 from paceline.tools.report.hub.hub_text import (
-    headline,
-    reasons,
-    told_contributions,
-    told_decisions,
-    told_link,
-    told_scores,
-    told_staleness,
+    contributions_caption,
+    decisions_caption,
+    format_refusals,
+    hub_headline,
+    scores_caption,
+    staleness_caption,
+    traffic_caption,
 )
-from paceline.tools.report.hub.worker_statistics import Crew
+from paceline.tools.report.hub.worker_statistics import WorkerTable
 from reported_hub_folder import begin, centre, join, record, refuse, traffic, update
 
 
 def run_of(*records):
     run = HubRun(None)  # type: ignore[arg-type]
-    take_in(run, records)
+    read_records(run, records)
     return run
 
 
 def said(*records):
     run = run_of(*records)
-    return headline(run, rows_of(run))
+    return hub_headline(run, contribution_rows(run))
 
 
 def two_workers(**changes):
@@ -41,33 +41,32 @@ def two_workers(**changes):
 
 
 def test_what_was_reached_how_old_updates_were_and_what_was_sent():
-    told = said(
+    found = said(
         *two_workers(),
         traffic(10, 6_000_000, 2_000_000),
         centre(11, 1, 5.0),
         refuse(12, 1),
         centre(75, 2, 2.5),
     )
-    assert told == (
-        "In 1 min 15 s the hub took in 10 updates of 2 workers, learnt from 6.4 k samples; 1 was refused (9.1\u00a0%).",
+    assert found == (
+        "In 1 min 15 s the hub accepted 10 updates of 2 workers, trained on 6.4 k samples; 1 was refused (9.1 %).",
         "The centre's score went from 5 to 2.5 (lower is better).",
-        "Half of all updates were at most 0.5 rounds old when they came, the oldest 0.5; in a round every worker sends "
+        "Half of all updates were at most 0.5 rounds stale on arrival, the worst 0.5; in a round every worker sends "
         "one.",
-        "2 MB came to the hub and 6 MB left it; for the same steps torch DDP would have sent 1.2 GB, 150 times "
-        "as much.",
+        "The hub received 2 MB and sent 6 MB; torch DDP would have sent 1.2 GB for the same steps, 150× as much.",
     )
 
 
 def test_a_score_that_got_worse_is_called_so():
-    told = said(*two_workers(), centre(1, 1, 5.0), centre(3, 1, 4.0), centre(9, 1, 60.0))
-    assert told[1] == (
-        "The centre's score went from 5 to 60, worse than it began; its best was 4 after 3 s (lower is better)."
+    found = said(*two_workers(), centre(1, 1, 5.0), centre(3, 1, 4.0), centre(9, 1, 60.0))
+    assert found[1] == (
+        "The centre's score went from 5 to 60, worse than at the beginning; its best was 4 after 3 s (lower is better)."
     )
 
 
 def test_a_single_score_and_none():
-    assert "told once: 5" in said(*two_workers(), centre(1, 1, 5.0))[1]
-    assert "No worker told a score" in said(*two_workers())[1]
+    assert "was scored once: 5" in said(*two_workers(), centre(1, 1, 5.0))[1]
+    assert "No worker reported a score" in said(*two_workers())[1]
 
 
 def test_what_ddp_sends_is_that_of_the_local_steps_with_n_as_it_was():
@@ -95,34 +94,34 @@ def test_what_ddp_sends_is_not_told_where_the_model_or_the_others_are_not_known(
 
 
 def test_a_star_that_sends_more_than_ddp_would_says_so():
-    assert "only 10\u00a0% of that" in " ".join(said(*two_workers(), traffic(9, 6 * 10**9, 6 * 10**9)))
+    assert "only 10 % of that" in " ".join(said(*two_workers(), traffic(9, 6 * 10**9, 6 * 10**9)))
 
 
 def test_a_run_without_updates_says_so():
-    assert said() == ("Nothing was noted yet: no worker came, and the hub has just begun.",)
-    assert said(traffic(5), traffic(10)) == ("No update was taken in yet: in 5 s no worker came.",)
-    told = said(join(0, 1), refuse(4, 1), refuse(5, 1))
-    assert told[0] == "No update was taken in yet: in 5 s 1 worker came; 2 updates were refused."
-    assert told[1].startswith("Most of what 1 sent was refused (not finite 2)")
+    assert said() == ("There are no records yet: no worker has joined, and the hub has just started.",)
+    assert said(traffic(5), traffic(10)) == ("No update has been accepted yet: in 5 s no worker joined.",)
+    found = said(join(0, 1), refuse(4, 1), refuse(5, 1))
+    assert found[0] == "No update has been accepted yet: in 5 s 1 worker joined; 2 updates were refused."
+    assert found[1].startswith("Most updates of 1 were refused (not finite 2)")
 
 
 def test_workers_that_train_apart_are_told_with_the_best_of_them():
     scores = [record("score", 9, worker=each, score=7.0 - each, steps=20, lr=0.1) for each in (1, 2)]
-    assert said(join(0, 2, "ann"), *scores)[1] == "2 workers train apart; the best score is 5, of ann."
+    assert said(join(0, 2, "ann"), *scores)[1] == "2 workers train separately; the best score is 5, of ann."
 
 
 def test_who_is_mostly_refused_is_named():
-    told = said(
+    found = said(
         *two_workers(), *(refuse(20, 2, why) for why in ["not finite"] * 5 + ["stale: 20.0 rounds old"])
     )
-    assert "Most of what bob sent was refused (not finite 5, stale 1): look there first." in told
-    told = said(*two_workers(), *(refuse(20, each) for each in (2, 3, 4, 5) for _ in range(6)))
-    assert any("and so it is with 3 more workers" in sentence for sentence in told)
+    assert "Most updates of bob were refused (not finite 5, stale 1): investigate this first." in found
+    found = said(*two_workers(), *(refuse(20, each) for each in (2, 3, 4, 5) for _ in range(6)))
+    assert any("as were those of 3 more workers" in sentence for sentence in found)
 
 
 def test_who_gives_most_is_named_where_it_is_more_than_its_part():
     many = [update(1, 1, samples=100.0), *(update(1, each, samples=10.0) for each in range(2, 6))]
-    assert "1 alone gave 71\u00a0% of all that was learnt." in said(*many)
+    assert "1 alone contributed 71 % of the training." in said(*many)
     assert not any("alone" in sentence for sentence in said(*two_workers()))
     assert not any("alone" in sentence for sentence in said(update(1, 1)))
 
@@ -130,8 +129,7 @@ def test_who_gives_most_is_named_where_it_is_more_than_its_part():
 def test_a_full_reservation_is_named_as_what_limits():
     full = [traffic(5 * at, 4_900, 10, bandwidth=1000) for at in range(1, 5)]
     assert any(
-        "reserved rate limits this run: 100\u00a0% of the time" in each
-        for each in said(*two_workers(), *full)
+        "more than 90 % of it was used 100 % of the time" in each for each in said(*two_workers(), *full)
     )
     half = [*full, *(traffic(5 * at, 100, 10, bandwidth=1000) for at in range(5, 20))]
     assert not any("limits" in each for each in said(*two_workers(), *half))
@@ -139,19 +137,19 @@ def test_a_full_reservation_is_named_as_what_limits():
 
 def test_more_than_twenty_workers_are_the_largest_and_others():
     run = run_of(*(update(1, each, samples=float(each), weight=0.1) for each in range(1, 51)))
-    rows = rows_of(run, 20)
+    rows = contribution_rows(run, 20)
     assert [row.name for row in rows[:2]] == ["50", "49"]
     assert (len(rows), rows[-1].name, rows[-1].worker.updates) == (21, "30 others", 30)
     assert sum(row.share for row in rows) == pytest.approx(1)
     assert sum(row.weight for row in rows) == pytest.approx(1)
-    assert "The largest 20 of 50 workers." in told_contributions(run, rows)
-    assert len(rows_of(run_of(*(update(1, each) for each in range(20))), 20)) == 20
+    assert "The largest 20 of 50 workers." in contributions_caption(run, rows)
+    assert len(contribution_rows(run_of(*(update(1, each) for each in range(20))), 20)) == 20
 
 
 def test_workers_that_were_folded_together_are_among_the_others():
-    run = HubRun(None, crew=Crew(most=10))  # type: ignore[arg-type]
-    take_in(run, [update(1, each, samples=float(each)) for each in range(1, 51)])
-    rows = rows_of(run, 3)
+    run = HubRun(None, workers=WorkerTable(limit=10))  # type: ignore[arg-type]
+    read_records(run, [update(1, each, samples=float(each)) for each in range(1, 51)])
+    rows = contribution_rows(run, 3)
     assert (len(rows), rows[0].name, rows[-1].name) == (4, "50", "47 others")
     assert sum(row.worker.updates for row in rows) == 50
     assert sum(row.share for row in rows) == pytest.approx(1)
@@ -159,66 +157,68 @@ def test_workers_that_were_folded_together_are_among_the_others():
 
 def test_shares_are_of_updates_where_no_samples_are_told():
     run = run_of(update(1, 1, samples=0.0), *(update(1, 2, samples=0.0) for _ in range(3)))
-    assert [(row.name, row.share) for row in rows_of(run)] == [("2", 0.75), ("1", 0.25)]
-    assert "Share of all updates" in told_contributions(run, rows_of(run))
+    assert [(row.name, row.share) for row in contribution_rows(run)] == [("2", 0.75), ("1", 0.25)]
+    assert "Share of all updates" in contributions_caption(run, contribution_rows(run))
 
 
 def test_shares_are_numbers_whatever_samples_were_told():
     run = run_of(*(update(1, each, samples=1.7e308) for each in (1, 2)))
-    assert [row.share for row in rows_of(run)] == [0.5, 0.5]
-    assert headline(run, rows_of(run))
+    assert [row.share for row in contribution_rows(run)] == [0.5, 0.5]
+    assert hub_headline(run, contribution_rows(run))
 
 
 def test_samples_that_are_steps_are_called_so():
     run = run_of(update(1, 1, samples=20.0, steps=20))
-    assert "count every step as one sample" in told_contributions(run, rows_of(run))
-    assert "count every step" not in told_contributions(run_of(update(1, 1)), ())
+    assert "count each step as one sample" in contributions_caption(run, contribution_rows(run))
+    assert "count each step" not in contributions_caption(run_of(update(1, 1)), ())
 
 
 def test_the_chart_of_scores_is_told_with_its_marks():
     run = run_of(
         *two_workers(), record("replace", 1, worker=1, by=2, why=""), record("together", 2, worker=2, why="")
     )
-    told = told_scores(run, 1, losses=False)
-    assert "own ones of 1 worker. 1 more worker is not drawn." in told
-    assert told.endswith(
-        "Dashed where all joined the best worker, a cross where a worker was replaced by the best."
+    found = scores_caption(run, 1, losses=False)
+    assert "of 1 worker themselves. 1 more worker is not drawn." in found
+    assert found.endswith(
+        "Dashed line: all workers adopt the best one's parameters; cross: a worker is replaced by the best."
     )
-    assert "grey" in told_scores(run_of(traffic(5), traffic(50)), 0, losses=False).lower()
-    assert told_scores(run, 2, losses=True).startswith(
-        "Training losses as 2 workers told them; none told a score"
+    assert "grey" in scores_caption(run_of(traffic(5), traffic(50)), 0, losses=False).lower()
+    assert scores_caption(run, 2, losses=True).startswith(
+        "Training losses reported by 2 workers; there are no scores of the centre"
     )
 
 
 def test_old_updates_are_told():
-    assert "none was as old as 4." in told_staleness(run_of(update(1, 1)))
-    assert "50\u00a0% were 4 rounds old or more." in told_staleness(
+    assert "none was 4 rounds stale or more." in staleness_caption(run_of(update(1, 1)))
+    assert "50 % were 4 rounds stale or more." in staleness_caption(
         run_of(update(1, 1), update(1, 1, staleness=9.0))
     )
 
 
 def test_the_reservation_is_told_with_what_was_used_of_it():
-    assert "Nothing is reserved" in told_link(run_of(traffic(5), traffic(10)))
-    told = told_link(run_of(traffic(5, 4000, 100, bandwidth=1000), traffic(10, 100, 2000, bandwidth=1000)))
-    assert "at most 400 B/s came in and 800 B/s went out" in told
-    assert "Reserved are 1 kB/s each way (dashed), of which at most 80\u00a0% were in use." in told
-    assert told_link(run_of(traffic(5, 9000, bandwidth=1000))).endswith(
-        "at most 180\u00a0% were in use: more than that."
+    assert "No rate is reserved" in traffic_caption(run_of(traffic(5), traffic(10)))
+    found = traffic_caption(
+        run_of(traffic(5, 4000, 100, bandwidth=1000), traffic(10, 100, 2000, bandwidth=1000))
     )
-    assert "changed on the way, the last time" in told_link(
+    assert "at most 400 B/s received and 800 B/s sent" in found
+    assert "1 kB/s are reserved in each direction (dashed); at most 80 % of it was used." in found
+    assert traffic_caption(run_of(traffic(5, 9000, bandwidth=1000))).endswith(
+        "at most 180 % of it was used: too much."
+    )
+    assert "last changed after" in traffic_caption(
         run_of(traffic(5, bandwidth=10), traffic(10, bandwidth=20))
     )
 
 
 def test_how_many_decisions_are_not_shown_is_told():
-    assert "more are not shown" not in told_decisions(run_of(join(0, 1)))
-    assert told_decisions(run_of(*(join(0, each) for each in range(1500)))).endswith(
+    assert "more are not shown" not in decisions_caption(run_of(join(0, 1)))
+    assert decisions_caption(run_of(*(join(0, each) for each in range(1500)))).endswith(
         "1,300 more are not shown."
     )
 
 
 def test_numbers_in_words():
-    assert reasons({"a": 1, "b": 3, "c": 2, "d": 1, "e": 1, "f": 4}) == "f 4, b 3, c 2, a 1, others 2"
+    assert format_refusals({"a": 1, "b": 3, "c": 2, "d": 1, "e": 1, "f": 4}) == "f 4, b 3, c 2, a 1, others 2"
     assert (format_number(1234.5), format_number(float("nan"))) == ("1234", "not a number")
     assert (format_percent(0), format_percent(0.0123), format_percent(0.5)) == (
         "0 %",

@@ -10,15 +10,15 @@ from test_rank_arrivals import timelines
 
 from paceline.tools.report.run.perfetto_export import trace_events
 from paceline.tools.report.run.run_records import read_run
-from paceline.tools.report.run.trace_reader import read_steps
+from paceline.tools.report.run.trace_reader import read_timeline
 from recorded_run import write_run
 
 
 @pytest.fixture
 def events(tmp_path):
     run = read_run(write_run(tmp_path / "r", ranks=2, steps=6))
-    told = trace_events({rank: read_steps(spans) for rank, spans in run.spans_of_rank.items()})
-    return json.loads(json.dumps(told))["traceEvents"]
+    events = trace_events({rank: read_timeline(spans) for rank, spans in run.spans_of_rank.items()})
+    return json.loads(json.dumps(events))["traceEvents"]
 
 
 def test_every_rank_is_a_process_with_named_rows(events):
@@ -51,8 +51,8 @@ def test_calls_that_overlap_get_rows_of_their_own(events):
 
 
 def test_calls_say_what_they_carry():
-    told = trace_events(timelines(ranks=2, steps=2))["traceEvents"]
-    (call, *_) = [event for event in told if event["name"] == "reduce 0"]
+    events = trace_events(timelines(ranks=2, steps=2))["traceEvents"]
+    (call, *_) = [event for event in events if event["name"] == "reduce 0"]
     assert call["args"] == {"bytes": 1_000_000, "first_parameter": "a", "ready": 100_000.0}
 
 

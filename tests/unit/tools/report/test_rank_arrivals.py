@@ -6,11 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.tools.report.run.bottleneck import limit_of, transfer_rate
-from paceline.tools.report.run.rank_arrivals import arrivals_of
-from paceline.tools.report.run.run_summary import Summary, rank_time
-from paceline.tools.report.run.straggler_text import cause, remedy
-from paceline.tools.report.run.trace_reader import Bucket, Call, Interval, RankSteps, StepLine, Wait
+from paceline.tools.report.run.bottleneck import (
+    find_bottleneck,
+    straggler_cause,
+    straggler_remedy,
+    transfer_rate,
+)
+from paceline.tools.report.run.rank_arrivals import compare_arrivals
+from paceline.tools.report.run.run_summary import RunSummary, rank_time
+from paceline.tools.report.run.trace_reader import (
+    RankTrace,
+    StepInterval,
+    TracedBucket,
+    TracedCall,
+    TracedStep,
+    TracedWait,
+)
 
 NETWORK = 0.010
 
@@ -29,9 +40,9 @@ def timelines(
             lines[rank].append(_line(rank, step, came[rank], through, longer[rank], part))
             if rank == late:
                 lines[rank][-1] = replace(lines[rank][-1], **changes)
-    buckets = ((0, (Bucket("all-reduce", 1_000_000, 3, "a"),)),)
+    buckets = ((0, (TracedBucket("all-reduce", 1_000_000, 3, "a"),)),)
     return {
-        rank: RankSteps(tuple(each), tuple(each), buckets, clock_error=clock_error)
+        rank: RankTrace(tuple(each), tuple(each), buckets, clock_error=clock_error)
         for rank, each in lines.items()
     }
 
@@ -41,32 +52,32 @@ def _line(rank, step, came, through, longer, part):
     lengths[part] = lengths.get(part, 0.0) + longer
     phases, at = [], 0.0
     for name, seconds in lengths.items():
-        phases.append(Interval(name, at, at + seconds))
+        phases.append(StepInterval(name, at, at + seconds))
         at += seconds
-    phases.append(Interval("exchange", at, through))
-    calls = (Call("reduce", 0, 1_000_000, 1_000_000, came, came, came, None, through),)
-    waits = (Wait(0, came, through),)
-    return StepLine(step, rank, 50.0 + step, through, tuple(phases), waits, (), calls, 8.0, 0.1, 2)
+    phases.append(StepInterval("exchange", at, through))
+    calls = (TracedCall("reduce", 0, 1_000_000, 1_000_000, came, came, came, None, through),)
+    waits = (TracedWait(0, came, through),)
+    return TracedStep(step, rank, 50.0 + step, through, tuple(phases), waits, (), calls, 8.0, 0.1, 2)
 
 
-def summary_of(told):
-    ranks = tuple(rank_time(rank, each) for rank, each in told.items())
-    arrivals = arrivals_of(told)
-    return Summary(20, 0.16, None, None, None, None, None, None, ranks, 1, 1e6, arrivals, told)
+def summary_of(traces):
+    ranks = tuple(rank_time(rank, each) for rank, each in traces.items())
+    arrivals = compare_arrivals(traces)
+    return RunSummary(20, 0.16, None, None, None, None, None, None, ranks, 1, 1e6, arrivals, traces)
 
 
 def test_the_late_rank_is_found_though_all_steps_take_the_same_time():
-    arrivals = arrivals_of(timelines(slow=2))
+    arrivals = compare_arrivals(timelines(slow=2))
     found = arrivals.straggler
-    assert (found.rank, found.last) == (2, 1.0)
-    assert found.late == pytest.approx(0.05)
+    assert (found.rank, found.last_share) == (2, 1.0)
+    assert found.lateness == pytest.approx(0.05)
     others, own = arrivals.ranks[0], arrivals.ranks[2]
     assert (others.imbalance, others.transfer) == (pytest.approx(0.05), pytest.approx(NETWORK))
     assert (own.imbalance, own.transfer) == (pytest.approx(0.0, abs=1e-9), pytest.approx(NETWORK))
 
 
 @pytest.mark.parametrize(
-    "told",
+    "traces",
     [
         timelines(),
         timelines(slow=1, extra=0.001),  # too little to matter
@@ -76,72 +87,76 @@ def test_the_late_rank_is_found_though_all_steps_take_the_same_time():
         {},
     ],
 )
-def test_nobody_is_called_a_straggler_without_reason(told):
-    assert arrivals_of(told).straggler is None
+def test_nobody_is_called_a_straggler_without_reason(traces):
+    assert compare_arrivals(traces).straggler is None
 
 
 def test_only_steps_that_all_ranks_know_are_compared():
-    told = timelines(slow=1, ranks=2)
-    told[0] = replace(told[0], warm=told[0].warm[:7])
-    assert arrivals_of(told).steps == 7
+    traces = timelines(slow=1, ranks=2)
+    traces[0] = replace(traces[0], warm=traces[0].warm[:7])
+    assert compare_arrivals(traces).steps == 7
 
 
 @pytest.mark.parametrize(
     ("changes", "said", "done"),
     [
-        ({"part": "data"}, "It waits for its data: 51 ms a step, 1 ms on the others.", "num_workers"),
+        ({"part": "data"}, "It waits for its data: 51 ms per step, 1 ms on the others.", "num_workers"),
         ({"part": "optimizer"}, "Its optimizer takes many times as long", "doctor"),
-        ({"cpu": 0.15}, "as much more processor time: its processor is slower", 'shares="measured"'),
-        ({"preempted": 60}, "other programs take its processors, 60 times a step", "doctor"),
-        ({}, "with no more processor time: it stands still there", "doctor"),
-        ({"samples": 12.0, "cpu": 0.15}, "It has more to do: 12 samples a step, the others 8.", "rebalance"),
+        ({"cpu": 0.15}, "and more processor time: its processor is slower", 'shares="measured"'),
+        ({"preempted": 60}, "other programs preempt it 60 times per step", "doctor"),
+        ({}, "without more processor time: it sleeps", "doctor"),
+        (
+            {"samples": 12.0, "cpu": 0.15},
+            "It has more to do: 12 samples per step, the others 8.",
+            "rebalance",
+        ),
     ],
 )
 def test_the_cause_is_told_by_what_differs(changes, said, done):
-    found = arrivals_of(timelines(slow=1, **changes)).straggler
-    assert said in cause(found)
-    assert done in remedy(found)[1]
+    found = compare_arrivals(timelines(slow=1, **changes)).straggler
+    assert said in straggler_cause(found)
+    assert done in straggler_remedy(found)[1]
 
 
 def test_the_page_names_the_rank_the_cause_and_what_it_costs():
-    limit = limit_of(summary_of(timelines(slow=1)), {})
+    limit = find_bottleneck(summary_of(timelines(slow=1)), {})
     assert limit.kind == "straggler"
     assert limit.sentences[0].startswith(
-        "Rank 1 limits this run: it comes last to the exchange in 100\u00a0% of the"
+        "Rank 1 limits this run: it is the last to reach the exchange in 100 % of the"
     )
-    assert "forward takes 2.2 times as long (90 ms a step, 40 ms on the others)" in limit.sentences[1]
-    assert limit.remedies[0].expected == "steps of 110 ms, if it kept up"
+    assert "forward takes 2.2× as long (90 ms per step, 40 ms on the others)" in limit.sentences[1]
+    assert limit.remedies[0].expected == "steps of 110 ms if it kept up"
 
 
 def test_ranks_that_wait_for_each_other_in_turn_are_not_the_networks_fault():
-    limit = limit_of(summary_of(timelines(turns=True)), {})
+    limit = find_bottleneck(summary_of(timelines(turns=True)), {})
     assert limit.kind == "uneven"
     assert "a faster network would not help" in limit.sentences[0]
 
 
 def slow_network(seconds=0.190):
     """Return the summary of two ranks that wait for their network."""
-    told = timelines(ranks=2)
+    traces = timelines(ranks=2)
     return summary_of(
         {
             rank: replace(each, warm=tuple(_slower(line, seconds) for line in each.warm))
-            for rank, each in told.items()
+            for rank, each in traces.items()
         }
     )
 
 
 def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
-    limit = limit_of(slow_network(), {"parameters": 250_000, "world": {"nodes": 2}})
+    limit = find_bottleneck(slow_network(), {"parameters": 250_000, "world": {"nodes": 2}})
     assert limit.kind == "communication"
-    assert "go through the network at 5" in limit.sentences[0]
-    assert limit.remedies[0].what == "Send int8 gradients every step"
+    assert "sent over the network at 5" in limit.sentences[0]
+    assert limit.remedies[0].action == "Send int8 gradients every step"
     assert limit.remedies[0].how == '--compression int8, or paceline.Sync(compression="int8")'
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
 
 
 def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
-    remedies = limit_of(slow_network(seconds=2.0), {"parameters": 250_000}).remedies
-    assert remedies[1].what == "Send int4 parameters every 3 steps in 3 fragments, 1 step late"
+    remedies = find_bottleneck(slow_network(seconds=2.0), {"parameters": 250_000}).remedies
+    assert remedies[1].action == "Send int4 parameters every 3 steps in 3 fragments, 1 step late"
     assert remedies[1].how == (
         "--every 3 --outer average --compression int4 --fragments 3 --delay 1, or "
         'paceline.LocalSGD(model, optim, every=3, compression="int4", fragments=3, delay=1)'
@@ -149,25 +164,25 @@ def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
 
 
 def test_nobody_is_told_to_pack_what_goes_through_the_memory_of_one_host():
-    limit = limit_of(slow_network(), {"parameters": 250_000, "world": {"nodes": 1}})
+    limit = find_bottleneck(slow_network(), {"parameters": 250_000, "world": {"nodes": 1}})
     assert limit.kind == "communication"
-    assert "go between processes of this host at 5" in limit.sentences[0]
-    assert not any("Send int" in remedy.what for remedy in limit.remedies)
+    assert "sent between processes of this host at 5" in limit.sentences[0]
+    assert not any("Send int" in remedy.action for remedy in limit.remedies)
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
 
 
 def test_the_largest_limit_is_named_also_beside_a_slow_rank():
-    told = timelines(slow=1, ranks=2, extra=0.02)
-    assert limit_of(summary_of(told), {}).kind == "straggler"
+    traces = timelines(slow=1, ranks=2, extra=0.02)
+    assert find_bottleneck(summary_of(traces), {}).kind == "straggler"
     slow = {
-        rank: replace(each, warm=tuple(_slower(line) for line in each.warm)) for rank, each in told.items()
+        rank: replace(each, warm=tuple(_slower(line) for line in each.warm)) for rank, each in traces.items()
     }
-    assert arrivals_of(slow).straggler is not None
-    assert limit_of(summary_of(slow), {}).kind == "communication"
+    assert compare_arrivals(slow).straggler is not None
+    assert find_bottleneck(summary_of(slow), {}).kind == "communication"
 
 
 def test_data_that_one_rank_waits_for_is_a_stragglers():
-    limit = limit_of(summary_of(timelines(slow=1, part="data", ranks=2)), {})
+    limit = find_bottleneck(summary_of(timelines(slow=1, part="data", ranks=2)), {})
     assert limit.kind == "straggler"
     assert "waits for its data" in limit.sentences[1]
 
@@ -179,7 +194,7 @@ def _slower(line, seconds=0.190):
         line,
         seconds=end,
         phases=(*phases, replace(exchange, end=end)),
-        waits=(Wait(0, call.launched, end),),
+        waits=(TracedWait(0, call.launched, end),),
         calls=(replace(call, seen=end),),
     )
 

@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.report.run.run_page import write_report
-from paceline.tools.report.run.run_text import caveats
+from paceline.tools.report.run.run_page import timing_caveats, write_run_report
 from recorded_run import write_run
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -56,14 +55,14 @@ def folder(tmp_path):
 
 
 def test_the_page_tells_what_ran_where_time_went_and_what_limits(folder):
-    path = write_report(folder)
+    path = write_run_report(folder)
     assert path == folder / "report.html"
     page = path.read_text()
     for text in (
         "Run demo",
         "paceline train --ranks 2 --steps 30",
         "Rank 1 limits this run",
-        "Where the time goes",
+        "Step time",
         "Loss",
         "tokens/s",
         "Exposed communication",
@@ -77,7 +76,7 @@ def test_the_page_tells_what_ran_where_time_went_and_what_limits(folder):
 
 
 def test_the_page_is_whole_and_loads_nothing(folder):
-    page = write_report(folder).read_text()
+    page = write_run_report(folder).read_text()
     tags = parse(page)
     assert tags.loads == []
     assert "<script src" not in page
@@ -88,7 +87,7 @@ def test_the_page_is_whole_and_loads_nothing(folder):
 
 
 def test_each_chart_is_there_for_desk_and_phone(folder):
-    page = write_report(folder).read_text()
+    page = write_run_report(folder).read_text()
     assert page.count('<div class="desk">') == page.count('<div class="phone">') == 5
     assert page.count('<div class="desk"><svg') == page.count('<div class="phone"><svg') == 5
 
@@ -100,7 +99,7 @@ def test_the_page_of_a_loop_of_ones_own_shows_what_it_logged(folder):
         for line in lines
     ]
     (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own))
-    page = write_report(folder).read_text()
+    page = write_run_report(folder).read_text()
     parse(page)
     assert "<h2>accuracy</h2>" in page
     assert "samples, all ranks, median" in page
@@ -110,10 +109,12 @@ def test_the_page_of_a_loop_of_ones_own_shows_what_it_logged(folder):
 
 
 def test_the_loss_of_a_loop_of_ones_own_is_not_called_cross_entropy(folder):
-    assert "Loss of the training batches, as it was logged." in write_report(folder).read_text()
+    assert "Loss of the training batches as logged." in write_run_report(folder).read_text()
     facts = json.loads((folder / "run.json").read_text()) | {"model": {"name": "mini"}}
     (folder / "run.json").write_text(json.dumps(facts))
-    assert "Cross-entropy of the training batches and of held-out text." in write_report(folder).read_text()
+    assert (
+        "Cross-entropy of the training batches and of held-out text." in write_run_report(folder).read_text()
+    )
 
 
 def test_what_a_run_holds_is_text_never_markup(folder):
@@ -121,7 +122,7 @@ def test_what_a_run_holds_is_text_never_markup(folder):
     facts["settings"]["data"] = "<script>alert(1)</script>"
     (folder / "run.json").write_text(json.dumps(facts))
     (folder / "sample.txt").write_text("</pre><img src=x>")
-    page = write_report(folder).read_text()
+    page = write_run_report(folder).read_text()
     assert parse(page).loads == []
     assert "&lt;script&gt;" in page
     assert "&lt;/pre&gt;&lt;img src=x&gt;" in page
@@ -130,14 +131,14 @@ def test_what_a_run_holds_is_text_never_markup(folder):
 def test_notes_about_a_killed_run_are_shown(folder):
     with (folder / "steps.jsonl").open("a") as file:
         file.write('{"step": 31')
-    assert "The last line of steps.jsonl is cut" in write_report(folder).read_text()
+    assert "The last line of steps.jsonl is truncated" in write_run_report(folder).read_text()
 
 
 def test_a_run_that_has_just_begun_still_has_a_page(tmp_path):
     (tmp_path / "run.json").write_text("{}")
-    page = write_report(tmp_path).read_text()
+    page = write_run_report(tmp_path).read_text()
     parse(page)
-    assert "No step was finished." in page
+    assert "No step was completed." in page
     assert "<svg" not in page
 
 
@@ -145,13 +146,13 @@ def test_one_step_and_no_trace(tmp_path):
     folder = write_run(tmp_path / "r", steps=1)
     for path in (folder / "trace").iterdir():
         path.unlink()
-    page = write_report(folder).read_text()
+    page = write_run_report(folder).read_text()
     parse(page)
     assert "1 step of" in page
 
 
 def test_many_ranks_are_cut_and_said(tmp_path):
-    page = write_report(write_run(tmp_path / "r", ranks=20, steps=3)).read_text()
+    page = write_run_report(write_run(tmp_path / "r", ranks=20, steps=3)).read_text()
     assert "The first 16 of 20 ranks." in page
     assert "rank 15" in page
     assert "rank 16" not in page
@@ -160,13 +161,13 @@ def test_many_ranks_are_cut_and_said(tmp_path):
 def test_writing_again_replaces_and_leaves_nothing_beside(folder):
     before = sorted(path.name for path in folder.iterdir())
     (folder / "report.html").write_text("old")
-    write_report(folder)
+    write_run_report(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "report.html"])
     assert "old" not in (folder / "report.html").read_text()[:10]
 
 
 def test_a_failure_leaves_the_old_page(folder, monkeypatch):
-    write_report(folder)
+    write_run_report(folder)
     old = (folder / "report.html").read_text()
     names = sorted(path.name for path in folder.iterdir())
 
@@ -175,7 +176,7 @@ def test_a_failure_leaves_the_old_page(folder, monkeypatch):
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(UsageError, match="No space left"):
-        write_report(folder)
+        write_run_report(folder)
     assert (folder / "report.html").read_text() == old
     assert sorted(path.name for path in folder.iterdir()) == names
 
@@ -183,14 +184,14 @@ def test_a_failure_leaves_the_old_page(folder, monkeypatch):
 def test_without_jinja2_the_remedy_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UsageError, match=r"(?s)jinja2.*pip install 'paceline\[report\]'"):
-        write_report(folder)
+        write_run_report(folder)
     assert not (folder / "report.html").exists()
 
 
 def with_facts(folder, **facts):
     path = folder / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | facts))
-    return write_report(folder).read_text()
+    return write_run_report(folder).read_text()
 
 
 def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
@@ -203,8 +204,8 @@ def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
     sent = {"sent_nbytes": 12.3e6, "would_be_nbytes": 1.2e9, "interface bytes": counted, "buckets": buckets}
     page = with_facts(folder, sent=sent)
     parse(page)
-    assert "Rank 0 sent 12.3 MB, 98 times less than float32 gradients every step." in page
-    for cell in ("1.2 GB", "13 MB", "2 kB", "head.weight … (18)", "0.8\u00a0%", "&lt;b&gt; … (1)", "–"):
+    assert "Rank 0 sent 12.3 MB, 98× less than float32 gradients at every step." in page
+    for cell in ("1.2 GB", "13 MB", "2 kB", "head.weight … (18)", "0.8 %", "&lt;b&gt; … (1)", "–"):
         assert f"<td>{cell}</td>" in page
     assert "<h3>sent</h3>" not in page
 
@@ -213,24 +214,24 @@ def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
     "sent", [{}, [], {"sent_nbytes": 5.0, "would_be_nbytes": 0}, {"would_be_nbytes": "x", "buckets": 3}]
 )
 def test_a_run_that_tells_nothing_of_bytes_shows_nothing(folder, sent):
-    assert "What was sent" not in with_facts(folder, sent=sent)
+    assert "Bytes sent" not in with_facts(folder, sent=sent)
 
 
 def test_bytes_that_are_not_counted_are_called_so(folder):
     page = with_facts(folder, sent={"sent_nbytes": None, "would_be_nbytes": 1e6, "interface bytes": {}})
-    assert "What this strategy sends is not counted." in page
+    assert "Bytes sent by this strategy are not counted." in page
 
 
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"synchronised": "full-shard"}, "PyTorch waits inside of forward and backward"),
-        ({"world": {"device": "cuda:0"}}, "Times are those of the host"),
-        ({"world": {"backend": "nccl"}}, "Times are those of the host"),
+        ({"synchronised": "full-shard"}, "PyTorch waits inside forward and backward"),
+        ({"world": {"device": "cuda:0"}}, "Times are host times"),
+        ({"world": {"backend": "nccl"}}, "Times are host times"),
         ({"world": {"device": "cpu", "backend": "gloo"}, "synchronised": "bucketed"}, ""),
     ],
 )
 def test_the_page_says_what_its_times_do_not_tell(facts, said):
-    told = " ".join(caveats(facts))
-    assert said in told
-    assert bool(told) is bool(said)
+    text = " ".join(timing_caveats(facts))
+    assert said in text
+    assert bool(text) is bool(said)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.report.run.run_records import Span, read_run
+from paceline.tools.report.run.run_records import TraceSpan, read_run
 from recorded_run import write_run
 
 
@@ -39,7 +39,7 @@ def test_spans_keep_their_own_fields(folder):
     assert spans[0].rank == 2
     assert spans[0].fields["step"] == 0
     assert len(spans[0].fields["calls"]) == 7
-    assert Span("a", 2.0, 0.5, 0).end == 2.5
+    assert TraceSpan("a", 2.0, 0.5, 0).end == 2.5
 
 
 @pytest.mark.parametrize("cut", ["", '{"step": 13, "lo', '{"step": 13, "loss": 2.0', "\n"])
@@ -47,14 +47,14 @@ def test_a_cut_last_line_is_left_out_and_said(folder, cut):
     append(folder / "steps.jsonl", cut)
     run = read_run(folder)
     assert len(run.steps) == 12
-    assert ["steps.jsonl is cut" in note for note in run.notes] == ([True] if cut.strip() else [])
+    assert ["steps.jsonl is truncated" in note for note in run.notes] == ([True] if cut.strip() else [])
 
 
 def test_a_cut_trace_names_the_rank(folder):
     path = folder / "trace" / "rank1.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     (note,) = read_run(folder).notes
-    assert "trace/rank1.jsonl is cut" in note
+    assert "trace/rank1.jsonl is truncated" in note
 
 
 def test_damage_in_the_middle_is_counted_with_its_first_line(folder):
@@ -64,7 +64,7 @@ def test_damage_in_the_middle_is_counted_with_its_first_line(folder):
     path.write_text("\n".join(lines) + "\n")
     run = read_run(folder)
     assert len(run.steps) == 10
-    assert run.notes == ("steps.jsonl: 2 damaged line(s) left out, the first is line 4.",)
+    assert run.notes == ("steps.jsonl: skipped 2 damaged line(s), the first is line 4.",)
 
 
 def test_a_resumed_run_may_repeat_steps_and_the_last_line_counts(folder):
@@ -151,4 +151,4 @@ def test_restarts_say_what_failed_first(folder):
         (2, 4, 2),
         (3, 2, 0),
     ]
-    assert any("restarts.jsonl is cut" in note for note in run.notes)
+    assert any("restarts.jsonl is truncated" in note for note in run.notes)

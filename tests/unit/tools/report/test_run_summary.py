@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.tools.report.run.bottleneck import limit_of
-from paceline.tools.report.run.run_records import Step, read_run
-from paceline.tools.report.run.run_summary import PHASES, RankTime, Summary, summarize
-from paceline.tools.report.run.run_text import headline
+from paceline.tools.report.run.bottleneck import find_bottleneck
+from paceline.tools.report.run.run_page import run_headline
+from paceline.tools.report.run.run_records import LoggedStep, read_run
+from paceline.tools.report.run.run_summary import RankTime, RunSummary, summarise_run
+from paceline.tools.report.run.step_breakdown import PHASES
 from recorded_run import write_run
 
 
 def test_shares_of_a_real_folder_add_up(tmp_path):
-    summary = summarize(read_run(write_run(tmp_path / "r", ranks=2, steps=40)))
+    summary = summarise_run(read_run(write_run(tmp_path / "r", ranks=2, steps=40)))
     for rank in summary.ranks:
         assert sum(rank.share(phase) for phase in PHASES) == pytest.approx(1.0)
         assert (rank.steps, rank.total) == (39, pytest.approx(summary.step_seconds, rel=0.05))
@@ -27,23 +28,23 @@ def test_shares_of_a_real_folder_add_up(tmp_path):
 
 def test_without_a_trace_the_logged_share_stands_in(tmp_path):
     run = read_run(write_run(tmp_path / "r", steps=20))
-    summary = summarize(replace(run, spans_of_rank={}))
+    summary = summarise_run(replace(run, spans_of_rank={}))
     assert summary.ranks == ()
     assert summary.exposed_share == pytest.approx(0.012 / summary.step_seconds, rel=0.05)
 
 
 def test_a_run_without_steps(tmp_path):
     (tmp_path / "run.json").write_text("{}")
-    summary = summarize(read_run(tmp_path))
+    summary = summarise_run(read_run(tmp_path))
     assert summary.steps == 0
     assert summary.step_seconds is None
-    assert headline(summary) == ("No step was finished.",)
+    assert run_headline(summary) == ("No step was completed.",)
 
 
 def test_losses_are_the_first_and_the_mean_of_the_last_tenth(tmp_path):
     run = read_run(write_run(tmp_path / "r", steps=3))
-    steps = tuple(Step(number, float(number)) for number in range(1, 21))
-    summary = summarize(replace(run, steps=steps))
+    steps = tuple(LoggedStep(number, float(number)) for number in range(1, 21))
+    summary = summarise_run(replace(run, steps=steps))
     assert (summary.loss_first, summary.loss_last) == (1.0, 19.5)
 
 
@@ -51,7 +52,7 @@ def summary_of(*shares_of_rank, **changes):
     ranks = tuple(
         RankTime(rank, 10, dict.fromkeys(PHASES, 0.0) | shares) for rank, shares in enumerate(shares_of_rank)
     )
-    given = Summary(600, 0.152, 12_345.0, 0.1, 5.55, 2.1, 5.6, 2.21, ranks, 3, 26_214_400)
+    given = RunSummary(600, 0.152, 12_345.0, 0.1, 5.55, 2.1, 5.6, 2.21, ranks, 3, 26_214_400)
     return replace(given, **changes)
 
 
@@ -67,46 +68,46 @@ CHATTY = {"forward": 0.2, "backward": 0.3, "optimizer": 0.1, "other": 0.4}
         ((BUSY, BUSY), "Computing limits this run at 12.3 k tokens/s"),
         (
             (WAITING, WAITING),
-            "Communication limits this run: ranks stand still 40\u00a0% of the time for 25 MiB",
+            "Communication limits this run: ranks wait 40 % of the time for 25 MiB",
         ),
-        ((STARVED, STARVED), "Data limits this run: ranks wait 30\u00a0% of the time for their next batch."),
-        ((CHATTY, CHATTY), "Other work inside of the step limits this run: 40\u00a0%"),
+        ((STARVED, STARVED), "Data limits this run: ranks wait 30 % of the time for their next batch."),
+        ((CHATTY, CHATTY), "Other work inside the step limits this run: 40 %"),
     ],
 )
 def test_what_limits_is_named(shares, limit):
     summary = summary_of(*shares)
-    assert headline(summary, limit_of(summary, {}))[2].startswith(limit)
+    assert run_headline(summary, find_bottleneck(summary, {}))[2].startswith(limit)
 
 
 def test_work_between_steps_is_named_where_it_limits():
     rank = RankTime(0, 10, dict.fromkeys(PHASES, 0.0) | BUSY, between=3.0)
-    text = limit_of(summary_of(BUSY, ranks=(rank,)), {}).sentences[0]
-    assert text.startswith("Work outside of the training step limits this run: 75\u00a0%")
+    text = find_bottleneck(summary_of(BUSY, ranks=(rank,)), {}).sentences[0]
+    assert text.startswith("Work outside the training step limits this run: 75 %")
 
 
 def test_the_headline_says_what_was_reached_and_where_time_went():
-    reached, went = headline(summary_of(WAITING))
+    reached, went = run_headline(summary_of(WAITING))
     assert reached == "600 steps of 152 ms; the loss went from 5.55 to 2.10, on held-out text to 2.21."
-    assert went == "Of each step 60\u00a0% is computing and 40\u00a0% is waiting for communication."
+    assert went == "Of each step 60 % is computing and 40 % is waiting for communication."
 
 
 def test_a_run_that_diverged_says_so():
-    assert "no longer a number" in headline(summary_of(BUSY, loss_last=math.nan))[0]
+    assert "no longer finite" in run_headline(summary_of(BUSY, loss_last=math.nan))[0]
 
 
 def test_a_run_that_logged_no_loss_has_not_diverged():
-    assert headline(summary_of(loss_first=None, loss_last=None))[0] == "600 steps of 152 ms."
+    assert run_headline(summary_of(loss_first=None, loss_last=None))[0] == "600 steps of 152 ms."
 
 
 def test_speed_is_in_samples_where_nobody_counts_tokens():
     summary = summary_of(BUSY, BUSY, tokens_per_second=None, samples_per_second=250.0)
-    assert limit_of(summary, {}).sentences[0].startswith("Computing limits this run at 250 samples/s")
+    assert find_bottleneck(summary, {}).sentences[0].startswith("Computing limits this run at 250 samples/s")
     assert (
-        limit_of(replace(summary, samples_per_second=None), {})
+        find_bottleneck(replace(summary, samples_per_second=None), {})
         .sentences[0]
         .startswith("Computing limits this run: ")
     )
 
 
 def test_a_run_without_held_out_text():
-    assert headline(summary_of(val_loss_last=None))[0].endswith("to 2.10.")
+    assert run_headline(summary_of(val_loss_last=None))[0].endswith("to 2.10.")

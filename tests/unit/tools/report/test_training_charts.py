@@ -10,27 +10,36 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.tools.report.charts import training_charts
+from paceline.tools.report.charts.chart_style import ChartLine
 from paceline.tools.report.charts.training_charts import (
-    Bar,
-    Line,
-    against_size,
-    breakdown,
-    bucket_curve,
-    curve,
+    StackedBar,
+    breakdown_chart,
+    bucket_size_chart,
+    step_curve_chart,
+    time_and_ratio_chart,
 )
 
 PARTS = {"forward": 9.0, "backward": 17.0, "exposed": 5.0, "optimizer": 4.0}
 KINDS = {
-    "curve": lambda: curve([Line("training", [(1, 5.0), (2, 4.0)])], x="optimizer step", y="loss (nats)"),
-    "long": lambda: curve([Line("training", [(at, 1 / (at + 1)) for at in range(200)])], x="step", y="loss"),
-    "phone": lambda: curve([Line("training", [(1, 5.0), (2, 4.0)])], x="step", y="loss", wide=False),
-    "breakdown": lambda: breakdown(
-        {"tiny": [Bar("naive", PARTS, "1.20 × DDP")], "mini": [Bar("flat", PARTS)]}
+    "curve": lambda: step_curve_chart(
+        [ChartLine("training", [(1, 5.0), (2, 4.0)])], x="optimizer step", y="loss (nats)"
     ),
-    "buckets": lambda: bucket_curve({"tiny": [Line("bucketed", [(0.25, 30.0), (25, 28.0)])]}),
-    "sizes": lambda: against_size(
-        [Line("ours", [(4e3, 6e-5), (1e9, 0.3)]), Line("a copy", [(4e3, 1e-6), (1e9, 0.2)], faint=True)],
-        [Line("ours", [(4e3, 4.0), (1e9, 3.0)])],
+    "long": lambda: step_curve_chart(
+        [ChartLine("training", [(at, 1 / (at + 1)) for at in range(200)])], x="step", y="loss"
+    ),
+    "phone": lambda: step_curve_chart(
+        [ChartLine("training", [(1, 5.0), (2, 4.0)])], x="step", y="loss", wide=False
+    ),
+    "breakdown": lambda: breakdown_chart(
+        {"tiny": [StackedBar("naive", PARTS, "1.20 × DDP")], "mini": [StackedBar("flat", PARTS)]}
+    ),
+    "buckets": lambda: bucket_size_chart({"tiny": [ChartLine("bucketed", [(0.25, 30.0), (25, 28.0)])]}),
+    "sizes": lambda: time_and_ratio_chart(
+        [
+            ChartLine("ours", [(4e3, 6e-5), (1e9, 0.3)]),
+            ChartLine("a copy", [(4e3, 1e-6), (1e9, 0.2)], faint=True),
+        ],
+        [ChartLine("ours", [(4e3, 4.0), (1e9, 3.0)])],
         title="all-reduce",
         ratio="times faster than theirs",
     ),
@@ -87,7 +96,9 @@ def test_lines_are_named_at_their_end_or_on_a_phone_above():
 
 def test_values_that_are_no_numbers_are_left_out():
     points = [(1, 5.0), (2, float("nan")), (3, float("inf"))]
-    assert "loss" in texts(curve([Line("a", points), Line("b", [])], x="step", y="loss").inline_svg("x"))
+    assert "loss" in texts(
+        step_curve_chart([ChartLine("a", points), ChartLine("b", [])], x="step", y="loss").inline_svg("x")
+    )
 
 
 def test_an_inline_chart_takes_the_pages_colours_and_keeps_its_ids_to_itself():

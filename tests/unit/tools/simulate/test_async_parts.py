@@ -1,4 +1,4 @@
-"""Parts of simulations: rows, machines that differ, who comes and goes, spoilt messages, words and charts."""
+"""Parts of simulations: rows, machines that differ, churn, injected faults, words and charts."""
 
 import json
 import math
@@ -7,43 +7,53 @@ from collections import Counter
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.report.charts.simulation_charts import losses, times
-from paceline.tools.simulate.async_rows import Point, Row, beside, seconds_to
-from paceline.tools.simulate.async_settings import AsyncPlan, Machine, churned, paces
-from paceline.tools.simulate.async_text import sentences
-from paceline.tools.simulate.faulty_network import Spoiling
+from paceline.tools.report.charts.simulation_charts import loss_chart, time_to_loss_chart
+from paceline.tools.simulate.async_results import (
+    AsyncRow,
+    LossPoint,
+    async_findings,
+    seconds_to_loss,
+    with_times_to_target,
+)
+from paceline.tools.simulate.async_settings import (
+    AsyncPlan,
+    SimulatedMachine,
+    draw_churn,
+    relative_step_times,
+)
+from paceline.tools.simulate.async_sweep import RandomFaults
 from paceline.transport.envelope import Envelope
 from paceline.transport.envelope_header import Header
 
 
-def points(*losses_: float) -> list[Point]:
-    return [Point(float(10 * number), number, number, loss) for number, loss in enumerate(losses_)]
+def points(*losses_: float) -> list[LossPoint]:
+    return [LossPoint(float(10 * number), number, number, loss) for number, loss in enumerate(losses_)]
 
 
-def row(name: str = "k 10, d 5", losses_: tuple[float, ...] = (8.0, 4.0, 1.0), **values) -> Row:
+def row(name: str = "k 10, d 5", losses_: tuple[float, ...] = (8.0, 4.0, 1.0), **values) -> AsyncRow:
     every = None if name == "DDP" else 10
     usual = {"best": 1.0, "seconds": 20.0, "steps": 100, "nbytes": 5e6, "digest": "", "initial_loss": 8.0}
-    return Row(name, every, every, losses_[-1], points=points(*losses_), **usual | values)
+    return AsyncRow(name, every, every, losses_[-1], points=points(*losses_), **usual | values)
 
 
 DDP = row("DDP", (8.0, 6.0, 4.0), communication=0.5, waiting=0.3)
 
 
 def test_the_time_to_a_loss_lies_between_points():
-    assert seconds_to(points(4, 2), 3.0) == 5.0
-    assert seconds_to(points(4, 2), 1.0) is None
-    assert seconds_to(points(4, 2), 4.0) == 0.0
-    assert seconds_to(points(math.nan, 2), 3.0) == 10.0
-    assert seconds_to([], 3.0) is None
+    assert seconds_to_loss(points(4, 2), 3.0) == 5.0
+    assert seconds_to_loss(points(4, 2), 1.0) is None
+    assert seconds_to_loss(points(4, 2), 4.0) == 0.0
+    assert seconds_to_loss(points(math.nan, 2), 3.0) == 10.0
+    assert seconds_to_loss([], 3.0) is None
 
 
 def test_rows_beside_ddp():
-    ddp, star, never = beside([DDP, row(), row("k 25, d 0", (8.0, 7.0, 6.0))], 4.0)
+    ddp, star, never = with_times_to_target([DDP, row(), row("k 25, d 0", (8.0, 7.0, 6.0))], 4.0)
     assert (ddp.seconds_to_target, ddp.speedup) == (20.0, 1.0)
     assert (star.seconds_to_target, star.speedup) == (10.0, 2.0)
     assert (never.seconds_to_target, never.speedup) == (None, None)
-    assert beside([row()], None)[0].seconds_to_target is None
-    assert beside([row()], 4.0)[0].speedup is None
+    assert with_times_to_target([row()], None)[0].seconds_to_target is None
+    assert with_times_to_target([row()], 4.0)[0].speedup is None
 
 
 def test_what_diverges_or_gets_worse_again_is_known():
@@ -52,30 +62,30 @@ def test_what_diverges_or_gets_worse_again_is_known():
     assert not row().diverged
     assert row(losses_=(8.0, 1.0, 3.0)).regressed
     assert not row(losses_=(8.0, 0.001, 0.003)).regressed
-    assert json.dumps(row(losses_=(8.0, math.inf)).facts(), allow_nan=False)
-    assert row(losses_=(8.0, math.inf)).facts()["loss"] is None
+    assert json.dumps(row(losses_=(8.0, math.inf)).to_record(), allow_nan=False)
+    assert row(losses_=(8.0, math.inf)).to_record()["loss"] is None
 
 
 def test_paces_repeat_and_spread():
-    assert paces(5, [1, 2, 4]) == [4, 2, 1, 4, 2]
-    assert paces(2, [2, 6]) == [3, 1]
-    spread = paces(9, [1], 0.5)
+    assert relative_step_times(5, [1, 2, 4]) == [4, 2, 1, 4, 2]
+    assert relative_step_times(2, [2, 6]) == [3, 1]
+    spread = relative_step_times(9, [1], 0.5)
     assert spread == sorted(spread)
     assert spread[0] == 1
     assert spread[4] / spread[0] == pytest.approx(spread[8] / spread[4])
     for wrong in ((0, [1]), (2, []), (2, [0.0]), (2, [1], -1.0)):
         with pytest.raises(UsageError):
-            paces(*wrong)
+            relative_step_times(*wrong)
 
 
 @pytest.mark.parametrize(("share", "workers"), [(0.05, 4), (0.3, 10), (0.5, 2), (0.5, 3)])
 def test_who_comes_and_goes_makes_a_plan_and_somebody_is_always_there(share, workers):
-    turns = churned(share, workers, 100.0, seed=3)
-    AsyncPlan([Machine()] * workers, seconds=100.0, churn=turns)
-    assert turns == churned(share, workers, 100.0, seed=3) != churned(share, workers, 100.0, seed=4)
+    turns = draw_churn(share, workers, 100.0, seed=3)
+    AsyncPlan([SimulatedMachine()] * workers, seconds=100.0, churn=turns)
+    assert turns == draw_churn(share, workers, 100.0, seed=3) != draw_churn(share, workers, 100.0, seed=4)
     away: set[int] = set()
     for each in sorted(turns, key=lambda each: each.seconds):
-        (away.discard if each.comes else away.add)(each.worker)
+        (away.discard if each.joins else away.add)(each.worker)
         assert 10 <= each.seconds < 100
     assert not away
     most = max(Counter(each.worker for each in turns).values())
@@ -83,14 +93,14 @@ def test_who_comes_and_goes_makes_a_plan_and_somebody_is_always_there(share, wor
 
 
 def test_nobody_goes_unless_somebody_may():
-    assert churned(0.0, 4, 100.0) == churned(0.5, 1, 100.0) == []
+    assert draw_churn(0.0, 4, 100.0) == draw_churn(0.5, 1, 100.0) == []
     with pytest.raises(UsageError, match="60%"):
-        churned(0.6, 4, 100.0)
+        draw_churn(0.6, 4, 100.0)
 
 
 def test_spoiling_is_drawn_by_seed_and_damage_is_found():
     envelope = Envelope(Header("run", "update", 1, 0, 7, dtype="fp32", nbytes=64), b"x" * 64)
-    spoiling = Spoiling(0.4, seed=1)
+    spoiling = RandomFaults(0.4, seed=1)
     came = [spoiling(envelope) for _ in range(1000)]
     spoilt = sum(spoiling.counts[name] for name in ("lost", "repeated", "late", "damaged"))
     assert 330 < spoilt < 470
@@ -99,35 +109,37 @@ def test_spoiling_is_drawn_by_seed_and_damage_is_found():
     lengths = Counter(len(each) for each in came)
     assert lengths[0] == spoiling.counts["lost"] + spoiling.counts["damaged"]
     assert lengths[2] == spoiling.counts["repeated"]
-    again = Spoiling(0.4, seed=1)
+    again = RandomFaults(0.4, seed=1)
     assert [again(envelope) for _ in range(1000)] == came
-    assert Spoiling(0.0)(envelope) == [(0.0, envelope)]
-    with pytest.raises(UsageError, match="spoilt"):
-        Spoiling(1.0)
+    assert RandomFaults(0.0)(envelope) == [(0.0, envelope)]
+    with pytest.raises(UsageError, match=r"faults in 1\.0 of all messages"):
+        RandomFaults(1.0)
 
 
 def test_sentences_tell_what_to_take_and_what_bounds_it():
-    rows = beside([DDP, row(hub_busy=0.93), row("k 25, d 0", (8.0, 4.05, 1.0), nbytes=1e6)], 4.0)
-    told = "\n".join(sentences(rows))
-    assert "Take k 10, d 5: it comes to the loss that DDP ends with in 10 s, 2 times as soon as DDP." in told
-    assert "k 25, d 0 is nearly as quick with 20% of the bytes" in told
-    assert "50% for the network and 30% for the slowest machine" in told
-    assert "The hub's link is full" in told
-    assert "k 10, d 5 (93%)" in told
-    assert "larger k" in told
+    rows = with_times_to_target(
+        [DDP, row(hub_busy=0.93), row("k 25, d 0", (8.0, 4.05, 1.0), nbytes=1e6)], 4.0
+    )
+    findings = "\n".join(async_findings(rows))
+    assert "Use k 10, d 5: it reaches DDP's final loss in 10 s, 2× faster than DDP." in findings
+    assert "k 25, d 0 is nearly as fast with 20 % of the bytes" in findings
+    assert "50 % for the network and 30 % for the slowest machine" in findings
+    assert "The hub's link is full" in findings
+    assert "k 10, d 5 (93 %)" in findings
+    assert "larger k" in findings
 
 
 def test_sentences_where_ddp_is_better_or_nothing_gets_there():
-    slow = beside([DDP, row(losses_=(8.0, 7.0, 6.0, 5.0, 4.0))], 4.0)
-    assert "Take DDP" in sentences(slow)[0]
-    same = beside([DDP, row(losses_=(8.0, 6.0, 4.0))], 4.0)
-    assert "No difference" in sentences(same)[0]
-    never = beside([DDP, row(losses_=(8.0, 7.0))], 4.0)
-    assert "None comes to the loss that DDP ends with" in sentences(never)[0]
-    assert "a loss of 3" in sentences(beside([row(losses_=(8.0, 7.0))], 3.0), 3.0)[0]
-    assert sentences([row()])[0] == "Best at the end: k 10, d 5, loss 1."
-    assert sentences(beside([row()], 4.0), 4.0)[0].startswith(
-        "Take k 10, d 5: it comes to a loss of 4 in 10 s."
+    slow = with_times_to_target([DDP, row(losses_=(8.0, 7.0, 6.0, 5.0, 4.0))], 4.0)
+    assert "Use DDP" in async_findings(slow)[0]
+    same = with_times_to_target([DDP, row(losses_=(8.0, 6.0, 4.0))], 4.0)
+    assert "No difference" in async_findings(same)[0]
+    never = with_times_to_target([DDP, row(losses_=(8.0, 7.0))], 4.0)
+    assert "No schedule reaches DDP's final loss" in async_findings(never)[0]
+    assert "a loss of 3" in async_findings(with_times_to_target([row(losses_=(8.0, 7.0))], 3.0), 3.0)[0]
+    assert async_findings([row()])[0] == "Best at the end: k 10, d 5, loss 1."
+    assert async_findings(with_times_to_target([row()], 4.0), 4.0)[0].startswith(
+        "Use k 10, d 5: it reaches a loss of 4 in 10 s."
     )
 
 
@@ -135,22 +147,22 @@ def test_sentences_tell_what_went_wrong():
     gone = row(
         losses_=(8.0, 80.0), refused={"exploding": 3, "repeated": 2}, replaced=["worker 4 at 3.0 s: bad"]
     )
-    told = "\n".join(sentences([DDP, gone], outer="nesterov"))
-    assert "All settings diverged" in told
-    assert "Nesterov at every arrival" in told
-    assert "refused 3 exploding." in told
-    assert "replaced worker 4" in told
+    findings = "\n".join(async_findings([DDP, gone], outer="nesterov"))
+    assert "All schedules diverged" in findings
+    assert "Nesterov at every arrival" in findings
+    assert "refused 3 exploding." in findings
+    assert "replaced worker 4" in findings
     counts = {"sent": 10, "skipped": 9, "resent": 2, "spoilt: lost": 4}
-    told = "\n".join(sentences([row(losses_=(8.0, 1.0, 3.0), counts=counts)]))
-    assert "got worse again, from 1 to 3" in told
-    assert "9 sendings were left out" in told
-    assert "4 lost; 2 were said again" in told
+    findings = "\n".join(async_findings([row(losses_=(8.0, 1.0, 3.0), counts=counts)]))
+    assert "got worse again, from 1 to 3" in findings
+    assert "9 updates were skipped" in findings
+    assert "4 lost; 2 were resent" in findings
 
 
 def test_charts_of_anything(tmp_path):
     several = [row(f"k {number}, d 0") for number in range(2, 20)]
     wild = [row(losses_=(math.nan, math.nan)), row(losses_=(8.0, 900.0)), row(losses_=(8.0, 0.0))]
-    for number, rows in enumerate((beside([DDP, row()], 4.0), [DDP, *several], wild)):
-        for draw in (losses(rows, title="any"), times(rows, aim="a loss")):
+    for number, rows in enumerate((with_times_to_target([DDP, row()], 4.0), [DDP, *several], wild)):
+        for draw in (loss_chart(rows, title="any"), time_to_loss_chart(rows, aim="a loss")):
             path = draw.save(tmp_path / f"chart{number}.png")
             assert path.read_bytes().startswith(b"\x89PNG")

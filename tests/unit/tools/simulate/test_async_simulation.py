@@ -11,21 +11,14 @@ from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules, PopulationRu
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.simulate.async_settings import churned
-from paceline.tools.simulate.async_simulation import (
-    AsyncPlan,
-    AsyncResult,
-    Churn,
-    Machine,
-    Simulation,
-    simulate,
-)
-from paceline.tools.simulate.faulty_network import Spoiling
+from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine, draw_churn
+from paceline.tools.simulate.async_simulation import AsyncResult, AsyncSimulation, simulate_async
+from paceline.tools.simulate.async_sweep import RandomFaults
 from paceline.tools.simulate.learning_tasks import LinearTask
-from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
+from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
 
-FOUR = tuple(Machine(step_seconds=seconds, jitter=0.1) for seconds in (0.1, 0.1, 0.2, 0.4))
-EQUAL = (Machine(step_seconds=1.0),) * 4
+FOUR = tuple(SimulatedMachine(step_seconds=seconds, jitter=0.1) for seconds in (0.1, 0.1, 0.2, 0.4))
+EQUAL = (SimulatedMachine(step_seconds=1.0),) * 4
 PLAN = AsyncPlan(FOUR, seconds=40.0, cadence=SyncSchedule(10, 1, 5), score_every=10.0)
 BARE = {"compression": None, "rules": HubRules(down="fp32"), "stagger": False}
 
@@ -40,15 +33,15 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def usual() -> AsyncResult:
-    return simulate(PLAN, LinearTask())
+    return simulate_async(PLAN, LinearTask())
 
 
 def total(found: AsyncResult, name: str) -> float:
     return sum(each[name] for each in found.counts)
 
 
-def at_the_end(plan: AsyncPlan) -> Simulation:
-    simulation = Simulation(plan, LinearTask(), lambda _: None)
+def at_the_end(plan: AsyncPlan) -> AsyncSimulation:
+    simulation = AsyncSimulation(plan, LinearTask(), lambda _: None)
     simulation.run()
     return simulation
 
@@ -57,9 +50,9 @@ def at_the_end(plan: AsyncPlan) -> Simulation:
 
 
 def test_two_runs_of_a_plan_are_the_same_to_the_bit(usual):
-    again = simulate(PLAN, LinearTask())
+    again = simulate_async(PLAN, LinearTask())
     assert again == usual
-    assert simulate(replace(PLAN, seed=1), LinearTask()).digest != usual.digest
+    assert simulate_async(replace(PLAN, seed=1), LinearTask()).digest != usual.digest
 
 
 def test_one_worker_that_sends_every_step_is_plain_sgd():
@@ -96,8 +89,8 @@ def test_equal_workers_that_send_every_step_average_gradients_that_are_one_excha
 
 
 def test_equal_workers_that_send_every_step_come_to_what_ddp_comes_to():
-    star = simulate(AsyncPlan(EQUAL, steps=150, cadence=SyncSchedule(1, 1, 0), **BARE), LinearTask())
-    ddp = lockstep(LockstepPlan(EQUAL, steps=150), LinearTask())
+    star = simulate_async(AsyncPlan(EQUAL, steps=150, cadence=SyncSchedule(1, 1, 0), **BARE), LinearTask())
+    ddp = simulate_ddp(DdpPlan(EQUAL, steps=150), LinearTask())
     assert star.loss == pytest.approx(ddp.loss, rel=0.1)
 
 
@@ -106,9 +99,14 @@ def test_equal_workers_that_send_every_step_come_to_what_ddp_comes_to():
 
 def test_a_hub_that_is_killed_and_started_again_loses_nothing():
     plan = replace(PLAN, seconds=math.inf, steps=300, machines=FOUR[:3])
-    churn = (Churn(5.0, -1, False), Churn(6.0, -1, True), Churn(12.0, -1, False), Churn(12.5, -1, True))
-    found = simulate(replace(plan, churn=churn), LinearTask())
-    whole = simulate(plan, LinearTask())
+    churn = (
+        ChurnEvent(5.0, -1, False),
+        ChurnEvent(6.0, -1, True),
+        ChurnEvent(12.0, -1, False),
+        ChurnEvent(12.5, -1, True),
+    )
+    found = simulate_async(replace(plan, churn=churn), LinearTask())
+    whole = simulate_async(plan, LinearTask())
     assert found.updates == total(found, "sent") == total(found, "acknowledged")
     assert (
         total(found, "resent") + found.refused.get("repeated", 0) + found.refused.get("not in session", 0) > 0
@@ -117,51 +115,56 @@ def test_a_hub_that_is_killed_and_started_again_loses_nothing():
 
 
 def test_of_a_hub_that_stays_away_its_journal_is_left():
-    found = simulate(replace(PLAN, churn=(Churn(20.0, -1, False),)), LinearTask())
-    assert 0 < found.updates < simulate(PLAN, LinearTask()).updates
+    found = simulate_async(replace(PLAN, churn=(ChurnEvent(20.0, -1, False),)), LinearTask())
+    assert 0 < found.updates < simulate_async(PLAN, LinearTask()).updates
     assert math.isfinite(found.loss)
 
 
 def test_spoilt_messages_cost_next_to_nothing_and_no_round_counts_twice():
-    spoiling = Spoiling(0.05)
+    spoiling = RandomFaults(0.05)
     plan = replace(PLAN, seconds=math.inf, steps=1500, machines=FOUR[:2])
-    found = simulate(replace(plan, spoil=spoiling), LinearTask())
-    whole = simulate(plan, LinearTask())
+    found = simulate_async(replace(plan, fault=spoiling), LinearTask())
+    whole = simulate_async(plan, LinearTask())
     assert {"lost", "repeated", "late", "damaged"} <= spoiling.counts.keys()
     assert spoiling.counts["let through"] == 0
     assert found.updates == total(found, "sent") == total(found, "acknowledged")
     assert found.refused["repeated"] > 0
     assert found.loss == pytest.approx(whole.loss, abs=1e-3)
-    assert found.digest == simulate(replace(plan, spoil=Spoiling(0.05)), LinearTask()).digest
+    assert found.digest == simulate_async(replace(plan, fault=RandomFaults(0.05)), LinearTask()).digest
 
 
 @pytest.mark.parametrize("seed", [1, 3, 7, 8])
 def test_what_is_lost_before_all_share_a_centre_keeps_nobody_out(seed):
-    """In turn: the ask or what it asks for, and what tells that all share one."""
-    plan = replace(PLAN, seconds=math.inf, steps=600, machines=FOUR, spoil=Spoiling(0.2, seed))
-    found = simulate(plan, LinearTask())
+    """In turn: the request or its reply, and the message that all share one."""
+    plan = replace(PLAN, seconds=math.inf, steps=600, machines=FOUR, fault=RandomFaults(0.2, seed))
+    found = simulate_async(plan, LinearTask())
     assert all(each["taken"] > 5 for each in found.counts)
 
 
 def test_workers_that_come_and_go(usual):
-    plan = replace(PLAN, churn=churned(0.3, 4, PLAN.seconds, seed=1))
-    found = simulate(plan, LinearTask())
-    assert found == simulate(plan, LinearTask())
+    plan = replace(PLAN, churn=draw_churn(0.3, 4, PLAN.seconds, seed=1))
+    found = simulate_async(plan, LinearTask())
+    assert found == simulate_async(plan, LinearTask())
     assert found.steps < usual.steps
     assert sum(each["kind"] == "join" for each in found.decisions) > 4
     assert found.loss < 0.01
 
 
 def test_a_worker_that_leaves_for_good_does_not_keep_the_others_from_ending():
-    plan = replace(PLAN, seconds=math.inf, steps=60, churn=(Churn(2.0, 1, False),))
-    found = simulate(plan, LinearTask())
+    plan = replace(PLAN, seconds=math.inf, steps=60, churn=(ChurnEvent(2.0, 1, False),))
+    found = simulate_async(plan, LinearTask())
     assert found.trained_seconds == pytest.approx(60 * 0.4, rel=0.1)
     assert 3 * 60 < found.steps < 4 * 60
 
 
 def test_a_worker_that_comes_back_after_its_last_step_ends_once():
-    turns = (Churn(1.0, 0, False), Churn(1.5, 0, True), Churn(8.0, 0, False), Churn(9.0, 0, True))
-    found = simulate(replace(PLAN, seconds=math.inf, steps=40, churn=turns), LinearTask())
+    turns = (
+        ChurnEvent(1.0, 0, False),
+        ChurnEvent(1.5, 0, True),
+        ChurnEvent(8.0, 0, False),
+        ChurnEvent(9.0, 0, True),
+    )
+    found = simulate_async(replace(PLAN, seconds=math.inf, steps=40, churn=turns), LinearTask())
     assert found.trained_seconds >= 40 * 0.4 * 0.8
 
 
@@ -175,7 +178,7 @@ def test_nesterov_at_every_arrival_diverges_and_has_to_be_asked_for():
     losses = {}
     for name in ("nesterov", "delayed-nesterov", "averaging"):
         outer = HubOptimizer(name, 1.0 if name == "averaging" else 0.7, 0.9, unstable=True)
-        losses[name] = simulate(replace(plan, rules=HubRules(outer=outer)), LinearTask()).loss
+        losses[name] = simulate_async(replace(plan, rules=HubRules(outer=outer)), LinearTask()).loss
     initial = LinearTask().learner(0, 1).score()
     assert not losses["nesterov"] < 10 * initial
     assert losses["averaging"] < 0.1
@@ -183,11 +186,11 @@ def test_nesterov_at_every_arrival_diverges_and_has_to_be_asked_for():
 
 
 def test_policies_for_stale_updates_show():
-    machines = [Machine(step_seconds=0.1)] * 5 + [Machine(step_seconds=2.0)]
+    machines = [SimulatedMachine(step_seconds=0.1)] * 5 + [SimulatedMachine(step_seconds=2.0)]
     plan = AsyncPlan(machines, seconds=60.0, cadence=SyncSchedule(5, 1, 0))
 
     def under(policy: str) -> AsyncResult:
-        return simulate(
+        return simulate_async(
             replace(plan, rules=HubRules(staleness=StalenessPolicy(policy, bound=4.0))), LinearTask()
         )
 
@@ -202,9 +205,9 @@ def test_policies_for_stale_updates_show():
 
 
 def test_a_worker_with_a_bad_learning_rate_is_replaced():
-    machines = [*FOUR[:3], Machine(step_seconds=0.1, lr=20.0)]
+    machines = [*FOUR[:3], SimulatedMachine(step_seconds=0.1, lr=20.0)]
     rules = HubRules(population=PopulationRules(steps=60, margin=0.05))
-    found = simulate(replace(PLAN, machines=machines, rules=rules, alike=False), LinearTask())
+    found = simulate_async(replace(PLAN, machines=machines, rules=rules, same_init=False), LinearTask())
     replaced = [each["worker"] for each in found.decisions if each["kind"] == "replace"]
     assert replaced[0] == 4
     assert found.loss < 0.01
@@ -212,11 +215,11 @@ def test_a_worker_with_a_bad_learning_rate_is_replaced():
 
 @pytest.mark.parametrize("policy", ["better", "best"])
 def test_what_is_sent_and_taken_in_by_score(policy):
-    found = simulate(replace(PLAN, policy=SelectionPolicy(send=policy)), LinearTask())
+    found = simulate_async(replace(PLAN, policy=SelectionPolicy(send=policy)), LinearTask())
     assert total(found, "withheld") > 0
     assert total(found, "declined") == 0
     assert found.loss < LinearTask().learner(0, 1).score() / 2
-    found = simulate(replace(PLAN, policy=SelectionPolicy(receive=policy)), LinearTask())
+    found = simulate_async(replace(PLAN, policy=SelectionPolicy(receive=policy)), LinearTask())
     assert total(found, "declined") > 0
     assert total(found, "withheld") == 0
 
@@ -225,8 +228,8 @@ def test_messages_of_a_larger_model_fill_the_links():
     narrow = replace(
         PLAN, hub_up=25e6, hub_down=25e6, machines=[replace(each, up=25e6, down=25e6) for each in FOUR]
     )
-    found = simulate(replace(narrow, parameters=20_000_000), LinearTask())
-    own = simulate(narrow, LinearTask())
+    found = simulate_async(replace(narrow, parameters=20_000_000), LinearTask())
+    own = simulate_async(narrow, LinearTask())
     assert own.hub_busy < 0.01
     assert found.hub_busy > 0.9
     assert found.updates < own.updates
@@ -239,15 +242,15 @@ def test_fragments_are_sent_in_turns():
 
     task = GPTTask(GptSize("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=2, held_out=16)
     plan = AsyncPlan(EQUAL[:2], steps=24, cadence=SyncSchedule(8, 2, 2))
-    found = simulate(plan, task)
-    whole = simulate(replace(plan, cadence=SyncSchedule(8, 1, 2)), task)
+    found = simulate_async(plan, task)
+    whole = simulate_async(replace(plan, cadence=SyncSchedule(8, 1, 2)), task)
     assert found.updates > whole.updates
     assert math.isfinite(found.loss)
 
 
 def test_a_thousand_workers_for_five_rounds():
-    machine = Machine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
-    found = simulate(
+    machine = SimulatedMachine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
+    found = simulate_async(
         AsyncPlan([machine] * 1000, steps=20, cadence=SyncSchedule(4, 1, 1), compression=None), LinearTask()
     )
     assert found.updates == total(found, "acknowledged")
@@ -260,5 +263,5 @@ def test_plans_that_make_no_sense():
         AsyncPlan([], steps=1)
     with pytest.raises(UsageError, match="parameters=0"):
         replace(PLAN, parameters=0)
-    with pytest.raises(UsageError, match="never killed"):
-        replace(PLAN, churn=(Churn(1.0, -1, True),))
+    with pytest.raises(UsageError, match="still running"):
+        replace(PLAN, churn=(ChurnEvent(1.0, -1, True),))

@@ -17,19 +17,23 @@ from paceline.cost_model.bucket_closed_form import EqualBuckets
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.step_simulator import Compute, Launch, Wait, simulate_step
 from paceline.errors import UsageError
-from paceline.tools.simulate.cluster.all_reduce_rounds import ALGORITHMS, NESTED, phases
-from paceline.tools.simulate.cluster.cluster_network import FittedNetwork, Network
-from paceline.tools.simulate.cluster.exposed_communication import cheapest, exposed_seconds
+from paceline.tools.simulate.cluster.all_reduce_rounds import (
+    ALGORITHMS,
+    TWO_LEVEL_ALGORITHMS,
+    all_reduce_rounds,
+)
+from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork, FittedNetwork
+from paceline.tools.simulate.cluster.exposed_communication import exposed_seconds, fastest_all_reduce
 
 NBYTES = 1e6
-PLAIN = [name for name in ALGORITHMS if name not in NESTED]
+PLAIN = [name for name in ALGORITHMS if name not in TWO_LEVEL_ALGORITHMS]
 RANKS = [1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 32]
 
 
 @pytest.mark.parametrize("ranks", [*RANKS, 1000, 4096])
 @pytest.mark.parametrize("algorithm", PLAIN)
 def test_around_a_switch_it_is_the_closed_form(algorithm, ranks):
-    found = Network(link=1e8, latency=1e-4).price(algorithm, ranks, NBYTES)
+    found = ClusterNetwork(link=1e8, latency=1e-4).time_all_reduce(algorithm, ranks, NBYTES)
     terms = closed_form("all-reduce", algorithm, ranks)
     assert found.call == pytest.approx(1e-4 * terms.messages)
     assert found.transfer == pytest.approx(NBYTES * terms.sent / 1e8)
@@ -44,7 +48,11 @@ def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_al
     followed = simulate_cost(
         make_schedule("all-reduce", algorithm, ranks), make(ranks, 1e8, 1e-4), NBYTES
     ).seconds
-    found = Network(make.__name__, link=1e8, latency=1e-4).price(algorithm, ranks, NBYTES).seconds
+    found = (
+        ClusterNetwork(make.__name__, link=1e8, latency=1e-4)
+        .time_all_reduce(algorithm, ranks, NBYTES)
+        .seconds
+    )
     assert found >= 0.9 * followed  # ranks that run ahead may get into the way of others, which rounds don't
     if make is topology.star and ranks & (ranks - 1) == 0:
         assert found == pytest.approx(followed)
@@ -55,12 +63,12 @@ def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_al
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (4, 4), (5, 3), (8, 2), (1, 4)])
 def test_two_levels_are_as_every_message_followed(nodes, per_node):
     ranks = nodes * per_node
-    links = topology.two_level(ranks, per_node, 1e9, 1e8, 1e-6, latency_between=1e-5)
+    links = topology.two_level(ranks, per_node, 1e9, 1e8, 1e-6, 1e-5)
     followed = simulate_cost(
         make_schedule("all-reduce", "two-level", ranks, per_node=per_node), links, NBYTES
     )
-    network = Network(link=1e8, latency=1e-5, per_node=per_node, inside=1e9, inside_latency=1e-6)
-    assert network.price("two-level", nodes, NBYTES).seconds == pytest.approx(followed.seconds)
+    network = ClusterNetwork(link=1e8, latency=1e-5, per_node=per_node, inside=1e9, inside_latency=1e-6)
+    assert network.time_all_reduce("two-level", nodes, NBYTES).seconds == pytest.approx(followed.seconds)
 
 
 @pytest.mark.parametrize("algorithm", [*PLAIN, "two-level"])
@@ -71,7 +79,7 @@ def test_what_is_sent_in_all_is_what_the_schedule_sends(algorithm, nodes, per_no
     made = make_schedule("all-reduce", algorithm, ranks, **extra)
     sends = sum(send.width for sends in made.rounds for send in sends) / made.parts
     counted = 0.0
-    for phase in phases(algorithm, ranks, per_node):
+    for phase in all_reduce_rounds(algorithm, ranks, per_node):
         alike = (
             nodes if algorithm == "two-level" and phase.src.max() < per_node else 1
         )  # one node stands for all
@@ -81,7 +89,7 @@ def test_what_is_sent_in_all_is_what_the_schedule_sends(algorithm, nodes, per_no
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_everybody_sends_to_somebody_else(algorithm):
-    for phase in phases(algorithm, 24, 4):
+    for phase in all_reduce_rounds(algorithm, 24, 4):
         assert (phase.src != phase.dst).all()
         assert len(np.unique(phase.src * 24 + phase.dst)) == len(phase.src)
         assert max(phase.src.max(), phase.dst.max()) < 24
@@ -89,12 +97,12 @@ def test_everybody_sends_to_somebody_else(algorithm):
 
 def test_one_node_of_one_rank_sends_nothing():
     for name in PLAIN:
-        assert Network().price(name, 1, NBYTES).seconds == 0.0
+        assert ClusterNetwork().time_all_reduce(name, 1, NBYTES).seconds == 0.0
 
 
 def test_one_node_of_several_ranks_stays_inside():
-    network = Network(link=1.0, latency=1e3, per_node=8, inside=1e9, inside_latency=1e-6)
-    found = cheapest(network, 1, NBYTES)
+    network = ClusterNetwork(link=1.0, latency=1e3, per_node=8, inside=1e9, inside_latency=1e-6)
+    found = fastest_all_reduce(network, 1, NBYTES)
     assert found.seconds < 1.0
 
 
@@ -106,40 +114,42 @@ def test_one_node_of_several_ranks_stays_inside():
 )
 @settings(max_examples=60, deadline=None)
 def test_a_faster_link_is_never_slower(algorithm, ranks, shape, faster):
-    slow = Network(shape, link=1e7, latency=1e-4).price(algorithm, ranks, NBYTES)
-    fast = Network(shape, link=1e7 * faster, latency=1e-4 / faster).price(algorithm, ranks, NBYTES)
+    slow = ClusterNetwork(shape, link=1e7, latency=1e-4).time_all_reduce(algorithm, ranks, NBYTES)
+    fast = ClusterNetwork(shape, link=1e7 * faster, latency=1e-4 / faster).time_all_reduce(
+        algorithm, ranks, NBYTES
+    )
     assert fast.seconds <= slow.seconds
     assert fast.seconds == pytest.approx(slow.seconds / faster)
 
 
 def test_a_narrow_switch_is_shared():
-    wide, narrow = Network(link=1e8, latency=0.0), Network(link=1e8, latency=0.0, switch=4e8)
-    assert narrow.price("ring", 4, NBYTES) == wide.price("ring", 4, NBYTES)
-    assert narrow.price("ring", 16, NBYTES).transfer == pytest.approx(
-        4 * wide.price("ring", 16, NBYTES).transfer
+    wide, narrow = ClusterNetwork(link=1e8, latency=0.0), ClusterNetwork(link=1e8, latency=0.0, switch=4e8)
+    assert narrow.time_all_reduce("ring", 4, NBYTES) == wide.time_all_reduce("ring", 4, NBYTES)
+    assert narrow.time_all_reduce("ring", 16, NBYTES).transfer == pytest.approx(
+        4 * wide.time_all_reduce("ring", 16, NBYTES).transfer
     )
 
 
 def test_the_cheapest_depends_on_size_and_ranks():
-    network = Network(link=1e9, latency=1e-4)
-    assert cheapest(network, 256, 100.0).algorithm in ("doubling", "halving-doubling")
-    assert cheapest(network, 7, 1e9).algorithm == "ring"
+    network = ClusterNetwork(link=1e9, latency=1e-4)
+    assert fastest_all_reduce(network, 256, 100.0).algorithm in ("doubling", "halving-doubling")
+    assert fastest_all_reduce(network, 7, 1e9).algorithm == "ring"
     for nodes in (2, 7, 64, 100):
         for nbytes in (1e3, 1e6, 1e9):
-            best = cheapest(network, nodes, nbytes)
-            assert best.seconds == min(network.price(name, nodes, nbytes).seconds for name in PLAIN)
+            best = fastest_all_reduce(network, nodes, nbytes)
+            assert best.seconds == min(network.time_all_reduce(name, nodes, nbytes).seconds for name in PLAIN)
 
 
 def test_sharding_needs_an_algorithm_with_two_halves():
-    network = Network(link=1e9, latency=1e-4)
-    assert cheapest(network, 64, 10.0, halved=True).algorithm == "halving-doubling"
+    network = ClusterNetwork(link=1e9, latency=1e-4)
+    assert fastest_all_reduce(network, 64, 10.0, halved=True).algorithm == "halving-doubling"
     with pytest.raises(UsageError, match="reduce-scatter"):
-        cheapest(network, 64, 10.0, "tree", halved=True)
+        fastest_all_reduce(network, 64, 10.0, "tree", halved=True)
 
 
 def test_many_nodes_prefer_halves_between_them_to_a_ring():
-    network = Network(link=400e9, latency=14e-6, per_node=8, inside=450e9, inside_latency=3.4e-6)
-    assert cheapest(network, 8192, 1e8).algorithm == "two-level-halving"
+    network = ClusterNetwork(link=400e9, latency=14e-6, per_node=8, inside=450e9, inside_latency=3.4e-6)
+    assert fastest_all_reduce(network, 8192, 1e8).algorithm == "two-level-halving"
 
 
 def test_a_measured_network_gives_back_what_was_measured():
@@ -149,30 +159,34 @@ def test_a_measured_network_gives_back_what_was_measured():
         for p in (2, 4, 8)
     ]
     network = FittedNetwork(fit_points(points, "all-reduce"))
-    assert network.own == "ring"
-    described = Network(link=25e6, latency=1e-4)
+    assert network.fitted_algorithm == "ring"
+    described = ClusterNetwork(link=25e6, latency=1e-4)
     for ranks in (2, 8, 64):
         for nbytes in (1e4, 1e6, 3e7):
-            found = network.price("ring", ranks, nbytes)
-            assert found.seconds == pytest.approx(described.price("ring", ranks, nbytes).seconds, rel=1e-3)
+            found = network.time_all_reduce("ring", ranks, nbytes)
+            assert found.seconds == pytest.approx(
+                described.time_all_reduce("ring", ranks, nbytes).seconds, rel=1e-3
+            )
             assert found.call == pytest.approx(1e-4 * 2 * (ranks - 1), rel=1e-2)
-    other = network.price("halving-doubling", 8, 1e6)
-    assert other.seconds == pytest.approx(described.price("halving-doubling", 8, 1e6).seconds, rel=1e-3)
-    assert network.price("ring", 1, 1e6).seconds == 0.0
+    other = network.time_all_reduce("halving-doubling", 8, 1e6)
+    assert other.seconds == pytest.approx(
+        described.time_all_reduce("halving-doubling", 8, 1e6).seconds, rel=1e-3
+    )
+    assert network.time_all_reduce("ring", 1, 1e6).seconds == 0.0
 
 
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda: Network("mesh"), "unknown topology"),
-        (lambda: Network(link=0.0), "link=0.0"),
-        (lambda: Network(link=math.nan), "link=nan"),
-        (lambda: Network(latency=-1.0), "latency=-1.0"),
-        (lambda: Network(per_node=0), "per_node=0"),
-        (lambda: Network("ring", per_node=2), "nodes of 2 ranks in a ring"),
-        (lambda: Network("ring", switch=1e9), "has no switch"),
-        (lambda: Network().price("two-level", 4, 1.0), "two-level on a star"),
-        (lambda: phases("bruck", 4), "unknown algorithm"),
+        (lambda: ClusterNetwork("mesh"), "unknown topology"),
+        (lambda: ClusterNetwork(link=0.0), "link=0.0"),
+        (lambda: ClusterNetwork(link=math.nan), "link=nan"),
+        (lambda: ClusterNetwork(latency=-1.0), "latency=-1.0"),
+        (lambda: ClusterNetwork(per_node=0), "per_node=0"),
+        (lambda: ClusterNetwork("ring", per_node=2), "nodes of 2 ranks in a ring"),
+        (lambda: ClusterNetwork("ring", switch=1e9), "has no switch"),
+        (lambda: ClusterNetwork().time_all_reduce("two-level", 4, 1.0), "two-level on a star"),
+        (lambda: all_reduce_rounds("bruck", 4), "unknown algorithm"),
     ],
 )
 def test_what_makes_no_sense_is_refused(ask, said):
@@ -189,12 +203,12 @@ def test_what_contention_leaves_is_the_timeline_of_equal_buckets(call, transfer,
     for key in range(buckets):
         program += [Compute(window / buckets), Launch(key, transfer / buckets + call)]
     program += [Wait(key) for key in range(buckets)]
-    told = simulate_step(program, computing_slows=slow, calls_slow=late).end - window
+    expected = simulate_step(program, computing_slows=slow, calls_slow=late).end - window
     found = exposed_seconds(call, transfer, buckets, np.array(window), slow, late)
-    assert found == pytest.approx(told, rel=1e-6, abs=1e-9)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @given(st.floats(0, 1), st.floats(1e-3, 10), st.integers(1, 50), st.floats(0, 10))
 def test_what_overlap_leaves_is_the_closed_form_of_equal_buckets(call, transfer, buckets, window):
-    told = EqualBuckets(transfer, 1.0, call, window).overhead(buckets)
-    assert exposed_seconds(call, transfer, buckets, np.array(window)) == pytest.approx(told)
+    expected = EqualBuckets(transfer, 1.0, call, window).overhead(buckets)
+    assert exposed_seconds(call, transfer, buckets, np.array(window)) == pytest.approx(expected)

@@ -12,15 +12,21 @@ from hypothesis import strategies as st
 
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.errors import UsageError
-from paceline.tools.simulate.cluster.cluster_network import FittedNetwork, Network
-from paceline.tools.simulate.cluster.cluster_simulation import DAY, LOSSES, ClusterPlan, simulate, sweep
-from paceline.tools.simulate.cluster.cluster_text import sentences
-from paceline.tools.simulate.cluster.compute_times import Machines
+from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork, FittedNetwork
+from paceline.tools.simulate.cluster.cluster_simulation import (
+    DAY,
+    LOSSES,
+    ClusterPlan,
+    simulate_cluster,
+    sweep_nodes,
+)
+from paceline.tools.simulate.cluster.cluster_text import cluster_findings
+from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 from paceline.tools.simulate.cluster.exposed_communication import STRATEGIES, exposed_seconds
-from paceline.tools.simulate.cluster.failure_cost import Risk, expected_ratio
+from paceline.tools.simulate.cluster.failure_cost import FailureModel, expected_slowdown
 
-SLOW = Network(link=25e6, latency=1e-4)
-FAST = Network(link=math.inf, latency=0.0)
+SLOW = ClusterNetwork(link=25e6, latency=1e-4)
+FAST = ClusterNetwork(link=math.inf, latency=0.0)
 
 
 def plan(network=SLOW, step=1.0, nbytes=80e6, **options):
@@ -28,7 +34,7 @@ def plan(network=SLOW, step=1.0, nbytes=80e6, **options):
 
 
 def test_flat_gradients_are_computing_and_then_the_ring():
-    row = simulate(plan(strategy="flat", algorithm="ring"), 4)
+    row = simulate_cluster(plan(strategy="flat", algorithm="ring"), 4)
     assert row.step.p50 == row.step.mean == pytest.approx(1.0 + 6e-4 + 80e6 * 1.5 / 25e6)
     assert row.comm_seconds == pytest.approx(6e-4 + 4.8)
     assert row.ledger["useful"] == pytest.approx(1 / row.step.mean)
@@ -38,8 +44,8 @@ def test_flat_gradients_are_computing_and_then_the_ring():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_rank_alone_has_no_cost(strategy):
-    machines = Machines(spread=0.1, jitter=0.2)
-    row = simulate(plan(strategy=strategy, machines=machines), 1)
+    machines = ClusterMachines(spread=0.1, jitter=0.2)
+    row = simulate_cluster(plan(strategy=strategy, machines=machines), 1)
     assert row.efficiency.mean == pytest.approx(1.0, abs=1e-12)
     assert row.comm_seconds == 0.0
     assert all(abs(row.ledger[name]) < 1e-12 for name in LOSSES)
@@ -48,7 +54,7 @@ def test_one_rank_alone_has_no_cost(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("batch", ["per-rank", "fixed"])
 def test_an_infinitely_fast_network_costs_nothing(strategy, batch):
-    for row in sweep(plan(FAST, strategy=strategy, batch=batch), [1, 2, 7, 100]):
+    for row in sweep_nodes(plan(FAST, strategy=strategy, batch=batch), [1, 2, 7, 100]):
         assert row.efficiency.mean == pytest.approx(1.0, abs=1e-9)
         assert row.speedup == pytest.approx(row.nodes, rel=1e-6)
 
@@ -66,10 +72,12 @@ def test_an_infinitely_fast_network_costs_nothing(strategy, batch):
 )
 @settings(max_examples=60, deadline=None)
 def test_the_ledger_adds_up_to_the_whole(nodes, strategy, batch, link, spread, jitter, shares, mtbf, seed):
-    machines = Machines(speeds=(1, 2), spread=spread, jitter=jitter, shares=shares)
+    machines = ClusterMachines(speeds=(1, 2), spread=spread, jitter=jitter, shares=shares)
     options = {} if mtbf == math.inf else {"write": 30.0, "restart": 60.0, "node_mtbf": mtbf}
-    row = simulate(
-        plan(Network(link=link), strategy=strategy, batch=batch, machines=machines, seed=seed, **options),
+    row = simulate_cluster(
+        plan(
+            ClusterNetwork(link=link), strategy=strategy, batch=batch, machines=machines, seed=seed, **options
+        ),
         nodes,
     )
     assert sum(row.ledger.values()) == pytest.approx(1.0)
@@ -80,9 +88,9 @@ def test_the_ledger_adds_up_to_the_whole(nodes, strategy, batch, link, spread, j
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_faster_link_is_never_slower(strategy):
-    machines = Machines(jitter=0.1)
+    machines = ClusterMachines(jitter=0.1)
     means = [
-        simulate(plan(Network(link=link), strategy=strategy, machines=machines), 16).step.mean
+        simulate_cluster(plan(ClusterNetwork(link=link), strategy=strategy, machines=machines), 16).step.mean
         for link in (1e7, 3e7, 1e8, 1e9, 1e12)
     ]
     assert means == sorted(means, reverse=True)
@@ -100,13 +108,13 @@ def test_what_is_exposed_is_what_a_queue_of_buckets_leaves(buckets):
 
 
 def test_overlap_is_worth_at_most_backward():
-    flat, bucketed = (simulate(plan(strategy=name), 8).step.mean for name in ("flat", "bucketed"))
+    flat, bucketed = (simulate_cluster(plan(strategy=name), 8).step.mean for name in ("flat", "bucketed"))
     assert flat - 2 / 3 < bucketed < flat
 
 
 def test_contention_lengthens_what_overlaps_and_nothing_else():
     bare, slowed = (
-        {name: simulate(plan(strategy=name, **options), 8).step.mean for name in ("flat", "bucketed")}
+        {name: simulate_cluster(plan(strategy=name, **options), 8).step.mean for name in ("flat", "bucketed")}
         for options in ({}, {"computing_slows": 1.3, "calls_slow": 1.5})
     )
     assert slowed["flat"] == bare["flat"]
@@ -115,21 +123,22 @@ def test_contention_lengthens_what_overlaps_and_nothing_else():
 
 def test_full_sharding_sends_half_as_much_again():
     row_of = {
-        name: simulate(plan(strategy=name, algorithm="ring", bucket_nbytes=1e9), 8) for name in STRATEGIES
+        name: simulate_cluster(plan(strategy=name, algorithm="ring", bucket_nbytes=1e9), 8)
+        for name in STRATEGIES
     }
     assert row_of["full-shard"].comm_seconds == pytest.approx(1.5 * row_of["flat"].comm_seconds)
     assert row_of["sharded"].comm_seconds == pytest.approx(row_of["flat"].comm_seconds)
 
 
 def test_exchanging_every_h_steps_costs_an_hth():
-    one, ten = (simulate(plan(strategy="flat", every=every), 8) for every in (1, 10))
+    one, ten = (simulate_cluster(plan(strategy="flat", every=every), 8) for every in (1, 10))
     assert ten.comm_seconds == pytest.approx(one.comm_seconds / 10)
     assert ten.step.mean - 1 == pytest.approx((one.step.mean - 1) / 10)
 
 
 def test_strong_scaling_divides_computing_and_weak_scaling_does_not():
     weak, strong = (
-        list(sweep(plan(batch=batch, strategy="flat"), [1, 4, 16])) for batch in ("per-rank", "fixed")
+        list(sweep_nodes(plan(batch=batch, strategy="flat"), [1, 4, 16])) for batch in ("per-rank", "fixed")
     )
     assert [row.compute_seconds for row in weak] == [1.0, 1.0, 1.0]
     assert [row.compute_seconds for row in strong] == [1.0, 1 / 4, 1 / 16]
@@ -138,16 +147,16 @@ def test_strong_scaling_divides_computing_and_weak_scaling_does_not():
 
 
 def test_weak_scaling_of_n_times_the_step_is_strong_scaling():
-    weak = simulate(plan(step=1.0, machines=Machines(jitter=0.1)), 16)
-    strong = simulate(plan(step=16.0, machines=Machines(jitter=0.1), batch="fixed"), 16)
+    weak = simulate_cluster(plan(step=1.0, machines=ClusterMachines(jitter=0.1)), 16)
+    strong = simulate_cluster(plan(step=16.0, machines=ClusterMachines(jitter=0.1), batch="fixed"), 16)
     assert weak.step == strong.step
     assert weak.ledger == strong.ledger
 
 
 def test_dealing_by_speed_takes_what_equal_shares_lose():
     speeds = (1, 1, 2, 4)
-    equal = simulate(plan(FAST, machines=Machines(speeds=speeds)), 4)
-    dealt = simulate(plan(FAST, machines=Machines(speeds=speeds, shares="speed")), 4)
+    equal = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds)), 4)
+    dealt = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds, shares="speed")), 4)
     assert equal.step.mean == pytest.approx(4.0)
     assert equal.ledger["uneven machines"] == pytest.approx(0.5)
     assert dealt.step.mean == pytest.approx(2.0)
@@ -158,10 +167,10 @@ def test_dealing_by_speed_takes_what_equal_shares_lose():
 
 def test_failures_cost_what_the_exact_formula_says():
     options = {"node_mtbf": 100 * DAY, "write": 60.0, "restart": 300.0}
-    row = simulate(plan(FAST, jobs=256, **options), 500)
-    risk = Risk(100 * DAY / 500, 60.0, 300.0)
+    row = simulate_cluster(plan(FAST, jobs=256, **options), 500)
+    risk = FailureModel(100 * DAY / 500, 60.0, 300.0)
     assert row.mtbf_seconds == risk.mtbf
-    assert 1 / row.efficiency.mean == pytest.approx(expected_ratio(risk, row.intervals.used), rel=0.01)
+    assert 1 / row.efficiency.mean == pytest.approx(expected_slowdown(risk, row.intervals.used), rel=0.01)
     assert row.failures == pytest.approx(row.job_seconds.mean / risk.mtbf, rel=0.05)
     assert row.ledger["checkpoints"] + row.ledger["lost work"] + row.ledger["restarts"] == pytest.approx(
         1 - row.efficiency.mean, abs=1e-6
@@ -170,22 +179,22 @@ def test_failures_cost_what_the_exact_formula_says():
 
 def test_another_interval_than_the_best_costs_more():
     options = {"node_mtbf": 100 * DAY, "write": 60.0, "restart": 300.0, "jobs": 64}
-    best = simulate(plan(FAST, **options), 500)
+    best = simulate_cluster(plan(FAST, **options), 500)
     for factor in (0.3, 3.0):
-        other = simulate(plan(FAST, interval=factor * best.intervals.used, **options), 500)
+        other = simulate_cluster(plan(FAST, interval=factor * best.intervals.used, **options), 500)
         assert other.efficiency.mean < best.efficiency.mean
 
 
 def test_a_job_that_never_ends_is_told_and_has_no_time():
-    row = simulate(plan(FAST, node_mtbf=3600.0, write=600.0, restart=600.0, price=1.0), 1000)
+    row = simulate_cluster(plan(FAST, node_mtbf=3600.0, write=600.0, restart=600.0, price=1.0), 1000)
     assert row.stuck
     assert (row.efficiency.mean, row.speedup, row.job_seconds, row.cost) == (0.0, 0.0, None, None)
     assert sum(row.ledger.values()) == 1.0
-    assert "never ends" in sentences([row])[0]
+    assert "never ends" in cluster_findings([row])[0]
 
 
 def test_the_cost_of_a_job_is_its_node_hours():
-    row = simulate(plan(strategy="flat", work=3600.0 * 1000, price=2.5), 4)
+    row = simulate_cluster(plan(strategy="flat", work=3600.0 * 1000, price=2.5), 4)
     assert row.job_seconds.mean == pytest.approx(3600 * 1000 / 4 / row.efficiency.mean)
     assert row.cost.mean == pytest.approx(2.5 * 1000 / row.efficiency.mean)
 
@@ -199,35 +208,38 @@ def test_a_measured_network_brings_its_error_into_the_band():
         ]
 
     sure, unsure = (FittedNetwork(fit_points(points(wobble), "all-reduce")) for wobble in (0.0, 0.3))
-    exact = simulate(plan(sure, strategy="flat", jobs=64), 4)
-    vague = simulate(plan(unsure, strategy="flat", jobs=64), 4)
-    described = simulate(plan(SLOW, strategy="flat", jobs=64), 4)
+    exact = simulate_cluster(plan(sure, strategy="flat", jobs=64), 4)
+    vague = simulate_cluster(plan(unsure, strategy="flat", jobs=64), 4)
+    described = simulate_cluster(plan(SLOW, strategy="flat", jobs=64), 4)
     assert exact.step.mean == pytest.approx(described.step.mean, rel=0.01)
     assert vague.step.p95 / vague.step.p5 > 1.1 > 1.02 > exact.step.p95 / exact.step.p5
 
 
-@pytest.mark.parametrize("machines", [Machines(jitter=0.1), Machines(spread=0.05, jitter=0.1)])
+@pytest.mark.parametrize("machines", [ClusterMachines(jitter=0.1), ClusterMachines(spread=0.05, jitter=0.1)])
 def test_the_same_seed_gives_the_same_to_the_bit(machines):
     options = {"machines": machines, "node_mtbf": 10 * DAY, "write": 10.0}
-    first, again, other = (simulate(plan(seed=seed, **options), 50).facts() for seed in (1, 1, 2))
+    first, again, other = (simulate_cluster(plan(seed=seed, **options), 50).to_record() for seed in (1, 1, 2))
     assert first == again != other
-    alone = simulate(plan(seed=1, **options), 50).facts()
-    among = list(sweep(plan(seed=1, **options), [2, 50, 60]))[1].facts()
+    alone = simulate_cluster(plan(seed=1, **options), 50).to_record()
+    among = list(sweep_nodes(plan(seed=1, **options), [2, 50, 60]))[1].to_record()
     assert alone == among, "a row does not depend on the others"
 
 
 def test_rows_are_plain_values():
-    row = simulate(plan(node_mtbf=10 * DAY, write=10.0, price=1.0), 3)
-    assert json.loads(json.dumps(row.facts(), allow_nan=False)) == row.facts()
+    row = simulate_cluster(plan(node_mtbf=10 * DAY, write=10.0, price=1.0), 3)
+    assert json.loads(json.dumps(row.to_record(), allow_nan=False)) == row.to_record()
 
 
 def test_words_name_what_limits():
-    rows = list(sweep(plan(strategy="flat"), [1, 2, 4]))
-    told = sentences(rows)
-    assert "80 % is reached up to 1 node" in told[0]
-    assert "What limits 4 nodes: communication that computing does not hide, 100 % of what is lost" in told[1]
-    assert "Beyond 1 node it gets slower" in told[2]
-    assert sentences(rows[:1])[1] == "Nothing is lost on 1 node."
+    rows = list(sweep_nodes(plan(strategy="flat"), [1, 2, 4]))
+    findings = cluster_findings(rows)
+    assert "80 % is reached up to 1 node" in findings[0]
+    assert (
+        "Bottleneck of 4 nodes: communication that computing does not hide, 100 % of the losses"
+        in findings[1]
+    )
+    assert "Beyond 1 node it gets slower" in findings[2]
+    assert cluster_findings(rows[:1])[1] == "Nothing is lost on 1 node."
 
 
 @pytest.mark.parametrize(
@@ -246,10 +258,10 @@ def test_words_name_what_limits():
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(options, said):
     with pytest.raises(UsageError, match=said):
-        simulate(plan(**options), 4)
+        simulate_cluster(plan(**options), 4)
 
 
 @pytest.mark.parametrize("nodes", [0, -1, 1.5, 10**7])
 def test_numbers_of_nodes_that_are_none_are_refused(nodes):
     with pytest.raises(UsageError, match="nodes"):
-        simulate(plan(), nodes)
+        simulate_cluster(plan(), nodes)

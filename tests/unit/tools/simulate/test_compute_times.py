@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.tools.simulate.cluster.compute_times import Machines, longest_of, sample_steps
+from paceline.tools.simulate.cluster.compute_times import ClusterMachines, draw_longest, sample_steps
 
 DRAWS = 2_000_000
 
@@ -20,14 +20,15 @@ def steps(machines, nodes, *, per_node=1, every=1, jobs=8, seed=0):
 
 
 def test_machines_that_are_alike_and_steady_wait_for_nobody():
-    found = steps(Machines(), 100, per_node=8)
+    found = steps(ClusterMachines(), 100, per_node=8)
     assert (found.longest == 1.0).all()
     assert (found.useful == 1.0).all()
     assert (found.slowest == 1.0).all()
 
 
 @pytest.mark.parametrize(
-    "machines", [Machines(jitter=0.3), Machines(measured=(1.0, 1.1, 2.0)), Machines(spread=0.2)]
+    "machines",
+    [ClusterMachines(jitter=0.3), ClusterMachines(measured=(1.0, 1.1, 2.0)), ClusterMachines(spread=0.2)],
 )
 @pytest.mark.parametrize("every", [1, 4])
 def test_one_rank_alone_loses_nothing_at_all(machines, every):
@@ -36,12 +37,12 @@ def test_one_rank_alone_loses_nothing_at_all(machines, every):
 
 
 @pytest.mark.parametrize(
-    "machines", [Machines(jitter=0.1), Machines(measured=(1.0, 1.0, 1.1, 1.3, 0.9, 1.05))]
+    "machines", [ClusterMachines(jitter=0.1), ClusterMachines(measured=(1.0, 1.0, 1.1, 1.3, 0.9, 1.05))]
 )
 @pytest.mark.parametrize("ranks", [100, 1000])
 def test_the_longest_drawn_at_once_is_the_longest_of_all_drawn(machines, ranks):
     rng = np.random.default_rng(1)
-    at_once = longest_of(machines, ranks, 4000, rng)
+    at_once = draw_longest(machines, ranks, 4000, rng)
     if machines.measured:
         scaled = np.array(machines.measured) / np.mean(machines.measured)
         each = scaled[rng.integers(0, len(scaled), (4000, ranks))]
@@ -58,7 +59,7 @@ def test_the_longest_drawn_at_once_is_the_longest_of_all_drawn(machines, ranks):
 def test_the_longest_of_a_million_is_where_extreme_value_theory_has_it():
     jitter, ranks = 0.05, 1_000_000
     sigma = math.sqrt(math.log1p(jitter**2))
-    found = np.log(longest_of(Machines(jitter=jitter), ranks, 20_000, np.random.default_rng(0)))
+    found = np.log(draw_longest(ClusterMachines(jitter=jitter), ranks, 20_000, np.random.default_rng(0)))
     root = math.sqrt(2 * math.log(ranks))
     centre = root - (math.log(math.log(ranks)) + math.log(4 * math.pi)) / (2 * root)
     about = sigma * (centre + 0.5772 / root) - sigma**2 / 2
@@ -68,39 +69,41 @@ def test_the_longest_of_a_million_is_where_extreme_value_theory_has_it():
 @given(nodes=st.integers(2, 300), jitter=st.floats(0.01, 0.5), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
 def test_waiting_is_for_the_longest_and_so_at_least_the_mean(nodes, jitter, seed):
-    found = steps(Machines(jitter=jitter), nodes, seed=seed)
+    found = steps(ClusterMachines(jitter=jitter), nodes, seed=seed)
     assert found.longest.mean() > 1.0
     assert (found.useful == 1.0).all()
 
 
 def test_more_ranks_wait_longer():
-    means = [steps(Machines(jitter=0.1), nodes).longest.mean() for nodes in (1, 2, 4, 16, 64, 256, 4096)]
+    means = [
+        steps(ClusterMachines(jitter=0.1), nodes).longest.mean() for nodes in (1, 2, 4, 16, 64, 256, 4096)
+    ]
     assert means == sorted(means)
 
 
 def test_ranks_that_meet_less_often_wait_less():
-    means = [steps(Machines(jitter=0.3), 16, every=every).longest.mean() for every in (1, 4, 16, 64)]
+    means = [steps(ClusterMachines(jitter=0.3), 16, every=every).longest.mean() for every in (1, 4, 16, 64)]
     assert means == sorted(means, reverse=True)
     assert means[-1] - 1 == pytest.approx((means[0] - 1) / 8, rel=0.5)  # about 1/√H
 
 
 def test_speeds_and_shares_by_them():
-    equal = steps(Machines(speeds=(1, 1, 2, 4)), 4)
+    equal = steps(ClusterMachines(speeds=(1, 1, 2, 4)), 4)
     assert equal.slowest.tolist() == [4.0] * 8
     assert equal.useful == pytest.approx(np.full(8, 1 / np.mean([0.25, 0.25, 0.5, 1])))
-    by_speed = steps(Machines(speeds=(1, 1, 2, 4), shares="speed"), 4)
+    by_speed = steps(ClusterMachines(speeds=(1, 1, 2, 4), shares="speed"), 4)
     assert by_speed.slowest == pytest.approx(equal.useful)
     assert by_speed.longest == pytest.approx(np.full((8, 1), 2.0))
 
 
 def test_speeds_are_repeated_to_as_many_nodes_as_there_are():
-    assert steps(Machines(speeds=(1, 2)), 5).useful == pytest.approx(
+    assert steps(ClusterMachines(speeds=(1, 2)), 5).useful == pytest.approx(
         np.full(8, 1 / np.mean([0.5, 1, 0.5, 1, 0.5]))
     )
 
 
 def test_a_spread_belongs_to_the_node_and_differs_from_job_to_job():
-    found = steps(Machines(spread=0.1), 50, per_node=4)
+    found = steps(ClusterMachines(spread=0.1), 50, per_node=4)
     assert (found.longest == found.slowest[:, None]).all()
     assert len(set(found.slowest.tolist())) == 8
     assert (found.useful < found.slowest).all()
@@ -108,7 +111,7 @@ def test_a_spread_belongs_to_the_node_and_differs_from_job_to_job():
 
 
 def test_measured_steps_count_by_their_ratios_only():
-    one, other = (steps(Machines(measured=times), 10) for times in ((1.0, 2.0, 3.0), (0.5, 1.0, 1.5)))
+    one, other = (steps(ClusterMachines(measured=times), 10) for times in ((1.0, 2.0, 3.0), (0.5, 1.0, 1.5)))
     assert one.longest == pytest.approx(other.longest)
     assert one.longest.max() <= 1.5 * 1.2
 
@@ -116,9 +119,9 @@ def test_measured_steps_count_by_their_ratios_only():
 @pytest.mark.parametrize(
     "machines",
     [
-        Machines(jitter=0.1),
-        Machines(spread=0.1, jitter=0.1),
-        Machines(measured=tuple(np.linspace(1, 2, 9999))),
+        ClusterMachines(jitter=0.1),
+        ClusterMachines(spread=0.1, jitter=0.1),
+        ClusterMachines(measured=tuple(np.linspace(1, 2, 9999))),
     ],
 )
 @pytest.mark.parametrize("nodes", [3, 500])
@@ -134,9 +137,9 @@ def test_the_same_seed_gives_the_same_to_the_bit(machines, nodes):
     [
         ({"speeds": ()}, "speeds"), ({"speeds": (1.0, 0.0)}, "speeds"), ({"spread": -0.1}, "spread"),
         ({"jitter": 9.0}, "jitter"), ({"jitter": math.nan}, "jitter"), ({"measured": (1.0, 0.0)}, "measured"),
-        ({"measured": (1.0, 2.0), "jitter": 0.1}, "leave it out"), ({"shares": "fair"}, "unknown shares"),
+        ({"measured": (1.0, 2.0), "jitter": 0.1}, "omit jitter"), ({"shares": "fair"}, "unknown shares"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(options, said):
     with pytest.raises(UsageError, match=said):
-        Machines(**options)
+        ClusterMachines(**options)

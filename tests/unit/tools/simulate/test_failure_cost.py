@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.tools.simulate.cluster.failure_cost import (
-    Risk,
+    FailureModel,
     best_interval,
-    course,
-    daly,
-    expected_ratio,
-    young,
+    daly_interval,
+    expected_slowdown,
+    simulate_jobs,
+    young_interval,
 )
 
 HOUR = 3600.0
 RISKS = [
-    Risk(4 * HOUR, 60.0, 300.0),
-    Risk(24 * HOUR, 300.0, 600.0),
-    Risk(1800.0, 20.0),
-    Risk(1e6, 1.0, 3600.0),
+    FailureModel(4 * HOUR, 60.0, 300.0),
+    FailureModel(24 * HOUR, 300.0, 600.0),
+    FailureModel(1800.0, 20.0),
+    FailureModel(1e6, 1.0, 3600.0),
 ]
 
 
@@ -35,36 +35,36 @@ def jobs(seconds, count=64):
 @pytest.mark.parametrize("risk", RISKS)
 @pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
 def test_simulated_jobs_take_as_long_as_dalys_exact_formula_says(risk, factor):
-    interval = factor * daly(risk)
+    interval = factor * daly_interval(risk)
     work = 200 * interval
-    found = course(risk, interval, jobs(work, 400), [7])
+    found = simulate_jobs(risk, interval, jobs(work, 400), [7])
     ratios = found.seconds / found.work
     error = ratios.std() / math.sqrt(len(ratios))
     last = risk.write / work  # the formula writes one more, at the end
-    assert ratios.mean() == pytest.approx(expected_ratio(risk, interval) - last, abs=5 * error)
+    assert ratios.mean() == pytest.approx(expected_slowdown(risk, interval) - last, abs=5 * error)
 
 
 @pytest.mark.parametrize("risk", RISKS)
 def test_the_simulated_optimum_is_dalys_within_a_few_percent(risk):
     exact = min(
-        np.geomspace(daly(risk) / 4, 4 * daly(risk), 4001),
-        key=lambda interval: expected_ratio(risk, interval),
+        np.geomspace(daly_interval(risk) / 4, 4 * daly_interval(risk), 4001),
+        key=lambda interval: expected_slowdown(risk, interval),
     )
-    assert daly(risk) == pytest.approx(exact, rel=0.01)
+    assert daly_interval(risk) == pytest.approx(exact, rel=0.01)
     found = best_interval(risk, 64, [3])
     assert found == pytest.approx(exact, rel=0.1)
-    assert expected_ratio(risk, found) == pytest.approx(expected_ratio(risk, exact), rel=1e-3)
+    assert expected_slowdown(risk, found) == pytest.approx(expected_slowdown(risk, exact), rel=1e-3)
 
 
 def test_young_is_dalys_first_order():
-    assert young(Risk(7200.0, 16.0)) == 480.0
+    assert young_interval(FailureModel(7200.0, 16.0)) == 480.0
     for write in (1.0, 0.1, 0.01):
-        risk = Risk(7200.0, write)
-        assert abs(daly(risk) / young(risk) - 1) < math.sqrt(write / 7200)
+        risk = FailureModel(7200.0, write)
+        assert abs(daly_interval(risk) / young_interval(risk) - 1) < math.sqrt(write / 7200)
 
 
 def test_writing_that_takes_longer_than_nothing_fails_has_the_time_between_failures_as_interval():
-    assert daly(Risk(100.0, 300.0)) == 100.0
+    assert daly_interval(FailureModel(100.0, 300.0)) == 100.0
 
 
 @given(
@@ -76,11 +76,11 @@ def test_writing_that_takes_longer_than_nothing_fails_has_the_time_between_failu
 )
 @settings(max_examples=60, deadline=None)
 def test_what_the_time_goes_into_adds_up_and_is_never_negative(mtbf, write, restart, factor, seed):
-    risk = Risk(mtbf, write, restart)
-    interval = factor * daly(risk)
-    found = course(risk, interval, jobs(20 * interval, 8), [seed])
+    risk = FailureModel(mtbf, write, restart)
+    interval = factor * daly_interval(risk)
+    found = simulate_jobs(risk, interval, jobs(20 * interval, 8), [seed])
     if found.stuck:
-        assert expected_ratio(risk, interval) > 1e3
+        assert expected_slowdown(risk, interval) > 1e3
         return
     assert found.seconds == pytest.approx(found.work + found.writing + found.lost + found.restarting)
     assert found.writing == pytest.approx(np.full(8, 19 * write))
@@ -91,36 +91,37 @@ def test_what_the_time_goes_into_adds_up_and_is_never_negative(mtbf, write, rest
 
 
 def test_without_failures_only_checkpoints_cost():
-    safe = Risk(math.inf, 10.0, 100.0)
-    found = course(safe, 100.0, jobs(1000.0, 2), [0])
+    safe = FailureModel(math.inf, 10.0, 100.0)
+    found = simulate_jobs(safe, 100.0, jobs(1000.0, 2), [0])
     assert found.seconds.tolist() == [1000.0 + 9 * 10.0] * 2
-    assert course(safe, math.inf, jobs(1000.0, 2), [0]).seconds.tolist() == [1000.0, 1000.0]
-    assert daly(safe) == young(safe) == best_interval(safe, 4, [0]) == math.inf
-    assert expected_ratio(safe, math.inf) == 1.0
-    assert expected_ratio(safe, 100.0) == 1.1
+    assert simulate_jobs(safe, math.inf, jobs(1000.0, 2), [0]).seconds.tolist() == [1000.0, 1000.0]
+    assert daly_interval(safe) == young_interval(safe) == best_interval(safe, 4, [0]) == math.inf
+    assert expected_slowdown(safe, math.inf) == 1.0
+    assert expected_slowdown(safe, 100.0) == 1.1
 
 
 def test_without_checkpoints_all_is_done_anew():
-    risk = Risk(1000.0, 0.0)
-    found = course(risk, math.inf, jobs(1000.0, 4000), [5])
+    risk = FailureModel(1000.0, 0.0)
+    found = simulate_jobs(risk, math.inf, jobs(1000.0, 4000), [5])
     assert found.seconds.mean() == pytest.approx(1000 * math.expm1(1), rel=0.05)  # M·(e^(W/M) − 1)
 
 
 def test_more_failures_cost_more_with_the_same_draws():
     took = [
-        course(Risk(mtbf, 10.0, 30.0), 300.0, jobs(1e5, 200), [1]).seconds.mean() for mtbf in (1e5, 1e4, 2e3)
+        simulate_jobs(FailureModel(mtbf, 10.0, 30.0), 300.0, jobs(1e5, 200), [1]).seconds.mean()
+        for mtbf in (1e5, 1e4, 2e3)
     ]
     assert took == sorted(took)
 
 
 def test_a_job_that_never_gets_through_is_told():
-    assert course(Risk(60.0, 600.0, 600.0), 600.0, jobs(1e5), [0]).stuck
-    assert not course(Risk(6e4, 60.0, 60.0), 600.0, jobs(1e5), [0]).stuck
+    assert simulate_jobs(FailureModel(60.0, 600.0, 600.0), 600.0, jobs(1e5), [0]).stuck
+    assert not simulate_jobs(FailureModel(6e4, 60.0, 60.0), 600.0, jobs(1e5), [0]).stuck
 
 
 def test_the_same_seed_gives_the_same_to_the_bit():
     risk = RISKS[0]
-    first, again, other = (course(risk, 900.0, jobs(1e6), [seed, 2]) for seed in (1, 1, 2))
+    first, again, other = (simulate_jobs(risk, 900.0, jobs(1e6), [seed, 2]) for seed in (1, 1, 2))
     assert (first.seconds == again.seconds).all()
     assert (first.seconds != other.seconds).any()
 
@@ -128,4 +129,4 @@ def test_the_same_seed_gives_the_same_to_the_bit():
 @pytest.mark.parametrize("bad", [(0.0, 1.0, 1.0), (1.0, -1.0, 0.0), (1.0, 0.0, -1.0), (math.nan, 1.0, 1.0)])
 def test_what_makes_no_sense_is_refused(bad):
     with pytest.raises(UsageError):
-        Risk(*bad)
+        FailureModel(*bad)

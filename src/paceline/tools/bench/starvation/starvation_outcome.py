@@ -261,6 +261,6 @@ def case_outcome(
         case,
         tuple(RankOutcome.of(rank, events[rank], ends[rank], settings.timeout) for rank in ranks),
         tuple(settings.dry_ranks),
-        settings.balance.dealing.samples,
+        settings.balance.dispatch.samples,
         tuple(settings.step_kind(step) for step in range(settings.steps)),
     )

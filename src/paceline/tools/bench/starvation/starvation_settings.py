@@ -48,7 +48,7 @@ class StarvationSettings:
     backend: str = "gloo"
 
     def __post_init__(self) -> None:
-        dealing, batches = self.balance.dealing, self.balance.batches
+        dealing, batches = self.balance.dispatch, self.balance.batches
         if self.backend not in _BACKENDS:
             raise unknown("backend", self.backend, _BACKENDS)
         if not (math.isfinite(self.timeout) and self.timeout >= 1):
@@ -70,7 +70,7 @@ class StarvationSettings:
                 remedy="use smaller blocks or more samples",
             )
         if not self.balance.starving:
-            example = EXAMPLE_BALANCE.dealing
+            example = EXAMPLE_BALANCE.dispatch
             raise UsageError(
                 f"all ranks have {batches[0]} batches, so none starves",
                 remedy=f"try {example.samples} samples for {example.ranks} ranks "
@@ -85,7 +85,7 @@ class StarvationSettings:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self.balance.dealing.ranks
+        return self.balance.dispatch.ranks
 
     @property
     def steps(self) -> int:
@@ -123,7 +123,7 @@ class StarvationSettings:
         return np.concatenate([self.epoch.batch(rank, step) for rank in range(self.ranks)])
 
     def _position(self, epoch: int) -> LoaderPosition:
-        dealing = self.balance.dealing
+        dealing = self.balance.dispatch
         row = SampleOrder(dealing.samples, seed=dealing.seed, epoch=epoch)
         recipe = DispatchSettings(
             dealing.shares, dealing.block, dealing.scheme, self.balance.batch_size, "join"
@@ -144,7 +144,7 @@ class StarvationSettings:
 
     def summary(self) -> dict[str, Any]:
         """Return the settings for the JSON of a result: plain values for readers."""
-        dealing = self.balance.dealing
+        dealing = self.balance.dispatch
         return {
             "ranks": self.ranks,
             "samples": dealing.samples,

@@ -57,7 +57,7 @@ class RegressionTask:
     """
 
     def __init__(self, settings: StarvationSettings) -> None:
-        dealing = settings.balance.dealing
+        dealing = settings.balance.dispatch
         generator = torch.Generator().manual_seed(dealing.seed)
 
         def normal(*shape: int) -> Tensor:

@@ -167,7 +167,7 @@ class _RankRun:
 
 def _loader_batches(task: RegressionTask, settings: StarvationSettings) -> Iterator[SampleBatch]:
     """Yield this rank's batch of each step from `paceline.Loader`."""
-    dealing = settings.balance.dealing
+    dealing = settings.balance.dispatch
     loader = Loader(
         task.dataset,
         settings.balance.batch_size,

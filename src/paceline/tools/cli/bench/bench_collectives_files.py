@@ -21,7 +21,7 @@ from paceline.tools.bench.collectives.collectives_rows import (
     write_collectives_json,
 )
 from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
-from paceline.tools.report.charts.collective_charts import SizeLine, bandwidth_by_size, time_by_size
+from paceline.tools.report.charts.collective_charts import BackendSeries, bandwidth_by_size, time_by_size
 from paceline.tools.result_files import check_writable, checked_files, machine_record, paceline_command
 
 __all__ = ["CollectivesFiles", "chart_writers", "plan_files"]
@@ -160,7 +160,7 @@ def _write_chart(path: Path, result: CollectivesResult, *, op: str, quantity: st
     for row in rows:
         value = row.times.median_s if quantity == "time" else row.busbw
         lines.setdefault((row.backend, row.ranks), []).append((row.nbytes, value))
-    series = [SizeLine(backend, ranks, points) for (backend, ranks), points in sorted(lines.items())]
+    series = [BackendSeries(backend, ranks, points) for (backend, ranks), points in sorted(lines.items())]
     title = f"{op} of {rows[0].dtype}, {result.settings['network']}"
     if quantity == "time":
         time_by_size(series, title=title).save(path)

@@ -120,7 +120,7 @@ def _fit_groups(measurement: CollectiveMeasurement) -> list[_FittedGroup]:
             continue
         sizes = held_out_sizes(group.points, group.op, forms=group.forms)
         ranks = held_out_ranks(group.points, group.op, forms=group.forms)
-        plain = held_out_sizes(group.points, group.op, forms=[MESSAGES_FORM], max_segments=1, own=False)
+        plain = held_out_sizes(group.points, group.op, forms=[MESSAGES_FORM], max_segments=1, per_ranks=False)
         found.append(_FittedGroup(group, fit, sizes, ranks, PredictionError.of(plain)))
     if not found:
         raise UsageError(
@@ -179,32 +179,31 @@ def _fit_table(fitted: Sequence[_FittedGroup]) -> Table:
     for each in fitted:
         fit = each.fit
         errors = [
-            format_size(fit.half_bandwidth_size(fit.ranks[-1])) if fit.segments[-1].line.beta else "",
+            format_size(fit.half_bandwidth_size(fit.ranks[-1])) if fit.segments[-1].beta else "",
             _format_error(fit.sizes_error),
             _format_error(fit.ranks_error),
             _format_error(PredictionError.of(each.ranks, least_nbytes=_LARGE_NBYTES)),
             _format_error(each.plain),
         ]
-        algorithm = f"{fit.form}{'' if fit.told else ' (assumed)'}"
+        algorithm = f"{fit.form}{'' if fit.identified else ' (assumed)'}"
         for at, segment in enumerate(fit.segments):
             names = [each.group.backend, fit.op, algorithm] if at == 0 else [""] * 3
             table.add_row(*names, *_segment_cells(segment), *(errors if at == 0 else [""] * 5))
-        for ranks, segments in fit.segments_of_ranks.items():
-            for at, segment in enumerate(segments):
-                alone = f"  {ranks} ranks alone" if at == 0 else ""
+        for each_ranks in fit.segments_of_ranks:
+            for at, segment in enumerate(each_ranks.segments):
+                alone = f"  {each_ranks.ranks} ranks alone" if at == 0 else ""
                 table.add_row("", "", alone, *_segment_cells(segment), *[""] * 5)
     return table
 
 
 def _segment_cells(segment: FitSegment) -> list[str]:
     """Return the range of sizes, α and 1/β with their standard errors."""
-    line = segment.line
-    alpha = format_seconds(line.alpha) if line.alpha else "0"
-    if line.alpha_error is not None:
-        alpha += f" ± {format_seconds(line.alpha_error)}"
-    rate = "" if not line.beta else f"{1e-9 / line.beta:.3g}"
-    if line.beta and line.beta_error is not None:
-        rate += f" ± {1e-9 * line.beta_error / line.beta**2:.2g}"
+    alpha = format_seconds(segment.alpha) if segment.alpha else "0"
+    if segment.alpha_error is not None:
+        alpha += f" ± {format_seconds(segment.alpha_error)}"
+    rate = "" if not segment.beta else f"{1e-9 / segment.beta:.3g}"
+    if segment.beta and segment.beta_error is not None:
+        rate += f" ± {1e-9 * segment.beta_error / segment.beta**2:.2g}"
     sizes = f"{format_size(segment.low)} … {format_size(segment.high)}"
     return [sizes, alpha, f"{rate} GB/s" if rate else "∞"]
 
@@ -236,12 +235,12 @@ def _plan_charts(
 
 def _draw(each: _FittedGroup, path: Path, network: str) -> Path:
     """Draw one fit with its points, for at most one number of ranks per colour."""
-    from paceline.tools.report.charts.collective_charts import MOST_SERIES, Series, fit_chart
+    from paceline.tools.report.charts.collective_charts import MAX_FIT_SERIES, FitSeries, fit_chart
 
     series = []
-    for ranks in each.fit.ranks[:MOST_SERIES]:
+    for ranks in each.fit.ranks[:MAX_FIT_SERIES]:
         points = [point for point in each.group.points if point.ranks == ranks]
         checked = [found for found in each.sizes if found.ranks == ranks]
-        series.append(Series(f"{ranks} ranks", each.fit, points, checked))
+        series.append(FitSeries(f"{ranks} ranks", each.fit, points, checked))
     title = f"{each.fit.op} on {each.group.backend}, {network}, as {each.fit.form}; hollow: held out and predicted"
     return fit_chart(series, title).save(path)

@@ -28,26 +28,28 @@ def draw_step_breakdown(path: Path, rows: Sequence[StepRow]) -> None:
     panels = {}
     for model, group in _by_model(rows).items():
         panels[_title(model, group)] = [
-            training_charts.Bar(row.variant.label, vars(row.breakdown_ms), f"{row.ratio_to_ddp:.2f} × DDP")
+            training_charts.StackedBar(
+                row.variant.label, vars(row.breakdown_ms), f"{row.ratio_to_ddp:.2f} × DDP"
+            )
             for row in fastest_of_each(group)
         ]
-    training_charts.breakdown(panels).save(path)
+    training_charts.breakdown_chart(panels).save(path)
 
 
 def draw_bucket_curve(path: Path, rows: Sequence[StepRow]) -> None:
     """Draw the time of a step against the bucket size, one panel per model; torch DDP with or without static graph."""
     panels = {}
     for model, group in _by_model(rows).items():
-        lines = [training_charts.Line(label, _points(group, names)) for label, names in _LINES.items()]
+        lines = [training_charts.ChartLine(label, _points(group, names)) for label, names in _LINES.items()]
         lines = [line for line in lines if line.points]
         sizes = [size for line in lines for size, _ in line.points]
         bare = next(row.step_ms for row in group if row.variant.strategy == NO_SYNC)
         ends = [(min(sizes), bare), (max(sizes), bare)]
         panels[_title(model, group)] = [
             *lines,
-            training_charts.Line(STRATEGY_TITLES[NO_SYNC], ends, faint=True),
+            training_charts.ChartLine(STRATEGY_TITLES[NO_SYNC], ends, faint=True),
         ]
-    training_charts.bucket_curve(panels).save(path)
+    training_charts.bucket_size_chart(panels).save(path)
 
 
 def fastest_of_each(rows: Sequence[StepRow]) -> list[StepRow]:

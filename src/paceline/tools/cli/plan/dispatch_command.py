@@ -188,14 +188,14 @@ def starve(
     scenes: Sequence[str] = (),
     json_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Run real processes out of data under torch and under Paceline, print a table, and return the starvation_result.
+    """Run real processes out of data under torch and under Paceline, print a table, and return the result.
 
     Args:
         balance: batches per rank; None: an example of two ranks.
         timeout: of the process group, in seconds; a few scenes wait for it.
         backend: of the process group: ``"gloo"`` or ``"paceline"``.
         scenes: names of the scenes to run; empty: all.
-        json_file: where to write the starvation_result; None: nowhere.
+        json_file: where to write the result; None: nowhere.
 
     Raises:
         UsageError: no rank starves, there is too much to run, a scene is unknown, or the file can't be written.

@@ -215,6 +215,6 @@ def _draw_imbalance(path: Path, request: DispatchRequest, forecasts: Sequence[Di
 
 
 def _draw_end(path: Path, request: DispatchRequest, forecasts: Sequence[DispatchForecast]) -> None:
-    from paceline.tools.report.charts.dispatch_charts import end_chart
+    from paceline.tools.report.charts.dispatch_charts import epoch_end_chart
 
-    end_chart(forecasts, title=f"The end of an epoch: {_title(request)}").save(path)
+    epoch_end_chart(forecasts, title=f"The end of an epoch: {_title(request)}").save(path)

@@ -184,7 +184,7 @@ def curve_of(model: str, forecast: MemoryForecast) -> MemoryCurve:
         held={name: timeline.held(name)[start:][picks].tolist() for name in CATEGORIES},
         phases=[((mark.tick - start) // stride, f"{mark.phase} {mark.step + 1}") for mark in marks],
         peak_at=(peak.tick - start) // stride,
-        peak_told=f"{format_bytes(peak.nbytes)}: {forecast.ledger.where}",
+        peak_label=f"{format_bytes(peak.nbytes)}: {forecast.ledger.where}",
         capacity_nbytes=verdict.capacity_nbytes if verdict else None,
         title=f"{model}, {forecast.setting.name}, {forecast.setting.batch} samples per device",
     )

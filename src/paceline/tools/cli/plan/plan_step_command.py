@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.cost_model.step_costs import StepCosts
     from paceline.cost_model.step_strategy import StepStrategy
     from paceline.cost_model.step_time import StepTime
-    from paceline.tools.report.charts.plan_charts import BucketLine
+    from paceline.tools.report.charts.plan_charts import PredictedBucketLine
 
 __all__ = ["draw_breakdown", "draw_buckets", "step"]
 
@@ -141,15 +141,15 @@ def _step_table(costs: StepCosts, times: Sequence[StepTime], measured: Measured)
     for time in times:
         parts = (time.forward, time.backward, time.exposed, time.gather, time.optimizer)
         row = [
-            "→" if time is best else "DDP" if time.name.is_default_ddp else "",
-            time.name.label,
+            "→" if time is best else "DDP" if time.strategy.is_default_ddp else "",
+            time.strategy.label,
             format_seconds(time.seconds),
             f"{format_seconds(time.low)} – {format_seconds(time.high)}",
             *map(format_seconds, parts),
             str(time.calls),
         ]
         if measured:
-            seen = measured.get(time.name)
+            seen = measured.get(time.strategy)
             off = "" if seen is None else f"{100 * (time.seconds / seen.seconds - 1):+.1f} %"
             row += ["" if seen is None else format_seconds(seen.seconds), off]
         rows.append(row)
@@ -164,7 +164,7 @@ def _sentences(costs: StepCosts, times: Sequence[StepTime], measured: Measured) 
     from paceline.cost_model.step_time import best_simulated_bucket, fastest_step
 
     best = fastest_step(times)
-    default = next((each for each in times if each.name.is_default_ddp), None)
+    default = next((each for each in times if each.strategy.is_default_ddp), None)
     first = f"The shortest step: {best.strategy.label}, {format_seconds(best.seconds)}"
     if default is not None:
         first += f", {default.seconds / best.seconds:.2f}× faster than torch DDP's default"
@@ -178,11 +178,11 @@ def _sentences(costs: StepCosts, times: Sequence[StepTime], measured: Measured) 
         lines.append(f"Predicted steps compared with measured ones: off by {error}.")
     beyond = dict.fromkeys(each.beyond for each in times if each.beyond)
     lines += [f"Beyond what was measured: {note}." for note in beyond]
-    if any(each.name.name == "full-shard" for each in times):
+    if any(each.strategy.name == "full-shard" for each in times):
         lines.append(
             "full-shard is a lower bound: FSDP2's copies into and out of its buffers are not counted."
         )
-    if any(each.name.compression != "none" for each in times):
+    if any(each.strategy.compression != "none" for each in times):
         lines.append("Compressed buckets are lower bounds: the time of compressing is not counted.")
     return lines
 
@@ -238,9 +238,9 @@ def _write_facts(path: Path, costs: StepCosts, times: Sequence[StepTime], measur
         "ranks": costs.ranks,
         "backend": costs.backend,
         "network": costs.network,
-        "best": fastest_step(times).name.label,
+        "best": fastest_step(times).strategy.label,
         "buckets": buckets,
-        "rows": [_row(time, measured.get(time.name)) for time in times],
+        "rows": [_row(time, measured.get(time.strategy)) for time in times],
     }
     write_json(path, record)
 
@@ -250,10 +250,10 @@ def _row(time: StepTime, measured: MeasuredStep | None) -> dict[str, Any]:
         return {name: value for name, value in vars(of).items() if name != "strategy"}
 
     return {
-        "label": time.name.label,
-        "strategy": time.name.name,
-        "bucket_mib": _finite(time.name.bucket_mib),
-        "compression": time.name.compression,
+        "label": time.strategy.label,
+        "strategy": time.strategy.name,
+        "bucket_mib": _finite(time.strategy.bucket_mib),
+        "compression": time.strategy.compression,
         "seconds": time.seconds,
         **numbers(time),
         "measured": None if measured is None else numbers(measured),
@@ -266,15 +266,15 @@ def _finite(value: Any) -> Any:
 
 def draw_breakdown(path: Path, costs: StepCosts, times: Sequence[StepTime], measured: Measured) -> None:
     """Draw the parts of each strategy's step, measured bars below predicted ones."""
-    from paceline.tools.report.charts.plan_charts import StepBar, step_chart
+    from paceline.tools.report.charts.plan_charts import PredictedStepBar, step_chart
 
     def parts(each: StepTime | MeasuredStep) -> tuple[float, float, float, float]:
         return each.forward, each.backward, each.exposed, each.optimizer
 
     bars = []
     for time in times:
-        seen = measured.get(time.name)
-        bars.append(StepBar(time.name.label, parts(time), None if seen is None else parts(seen)))
+        seen = measured.get(time.strategy)
+        bars.append(PredictedStepBar(time.strategy.label, parts(time), None if seen is None else parts(seen)))
     step_chart(bars, title=_title(costs)).save(path)
 
 
@@ -289,11 +289,11 @@ def draw_buckets(path: Path, costs: StepCosts, times: Sequence[StepTime], measur
     bucket_chart(lines, title=_title(costs), bare=costs.bare_seconds, marked=marked).save(path)
 
 
-def _bucket_line(costs: StepCosts, name: str, measured: Measured) -> BucketLine:
+def _bucket_line(costs: StepCosts, name: str, measured: Measured) -> PredictedBucketLine:
     """Return the line of a strategy from 1/4 MiB to the whole model, with its measured sizes."""
     from paceline.cost_model.step_strategy import StepStrategy
     from paceline.cost_model.step_time import predict_step
-    from paceline.tools.report.charts.plan_charts import BucketLine
+    from paceline.tools.report.charts.plan_charts import PredictedBucketLine
 
     whole = max(costs.step.nbytes / MIB, 2 * _MIN_MIB)
     points = []
@@ -306,4 +306,4 @@ def _bucket_line(costs: StepCosts, name: str, measured: Measured) -> BucketLine:
         for strategy, each in measured.items()
         if strategy.name == name and strategy.bucket_mib is not None and strategy.compression == "none"
     ]
-    return BucketLine(_CURVES[name], points, sorted(seen))
+    return PredictedBucketLine(_CURVES[name], points, sorted(seen))

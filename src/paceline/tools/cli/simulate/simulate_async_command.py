@@ -1,12 +1,7 @@
-"""``paceline simulate`` and ``paceline simulate async``: what a job would do on machines and links elsewhere.
-
-Options of ``paceline simulate async``, beside those that it shares with the hub.
-"""
+"""``paceline simulate async``: asynchronous training in virtual time, compared with DDP."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -24,66 +19,60 @@ from paceline.tools.cli.shared_options import (
     PopulationOption,
     StalenessOption,
     UnstableOption,
+    hub_optimizer,
 )
 from paceline.tools.cli.simulate.simulate_cluster_command import cluster
 
-__all__ = [
-    "BadLrOption",
-    "BesideOption",
-    "ChurnOption",
-    "CompressionOption",
-    "DelayOption",
-    "DifferentOption",
-    "EveryOption",
-    "ForOption",
-    "FragmentsOption",
-    "HubLinkOption",
-    "JitterOption",
-    "LatencyOption",
-    "LinkOption",
-    "LrOption",
-    "OutOption",
-    "ParametersOption",
-    "ReceiveOption",
-    "SeedOption",
-    "SendOption",
-    "SpeedsOption",
-    "SpoilOption",
-    "SpreadOption",
-    "StepOption",
-    "StepsOption",
-    "TargetOption",
-    "TaskOption",
-    "WarmupOption",
-    "WorkersOption",
-    "app",
-]
+__all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-
-
 app.callback(invoke_without_command=True)(cluster)
+
+_TASKS = ("linear", "gpt")
+_COMPRESSIONS = ("int4", "int8", "bf16", "fp16", "none")
 
 
 @app.command("async")
 def async_(
     context: typer.Context,
-    workers: WorkersOption = 4,
-    task: TaskOption = "linear",
-    parameters: ParametersOption = None,
-    speeds: SpeedsOption = "1:1:2:4",
-    spread: SpreadOption = 0.0,
-    step: StepOption = "100ms",
-    jitter: JitterOption = "10%",
-    link: LinkOption = "200Mbit/s",
-    hub_link: HubLinkOption = None,
-    latency: LatencyOption = "0.1ms",
-    steps: StepsOption = None,
-    for_: ForOption = None,
-    every: EveryOption = "4,10,25",
-    delay: DelayOption = "0,5",
-    fragments: FragmentsOption = 1,
-    compression: CompressionOption = "int4",
+    workers: Annotated[int, typer.Option(help="Number of machines that train.")] = 4,
+    task: Annotated[
+        str, typer.Option(help="linear (least squares, fast) or gpt (a tiny GPT on text).")
+    ] = "linear",
+    parameters: Annotated[
+        str | None,
+        typer.Option(help="Size messages for a model of so many: 20M; default: the task's model."),
+    ] = None,
+    speeds: Annotated[
+        str, typer.Option(help="Relative speeds, repeated for all workers; 4 is the fastest of 1:1:2:4.")
+    ] = "1:1:2:4",
+    spread: Annotated[
+        float, typer.Option(help="Log-normal σ of an additional factor of each worker's step time.")
+    ] = 0.0,
+    step: Annotated[str, typer.Option(help="Step time of the fastest machine.")] = "100ms",
+    jitter: Annotated[str, typer.Option(help="Relative standard deviation of step times.")] = "10%",
+    link: Annotated[str, typer.Option(help="Rate of each worker's link, per direction.")] = "200Mbit/s",
+    hub_link: Annotated[
+        str | None, typer.Option(help="Rate of the hub's link, per direction; default: as workers.")
+    ] = None,
+    latency: Annotated[str, typer.Option(help="Latency between two machines.")] = "0.1ms",
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each worker; ends when all are done, or by --for.")
+    ] = None,
+    for_: Annotated[
+        str | None,
+        typer.Option("--for", help="Virtual time; default: 300 steps of the slowest machine, or --steps."),
+    ] = None,
+    every: Annotated[
+        str, typer.Option(help="k, local steps between updates; several separated by commas.")
+    ] = "4,10,25",
+    delay: Annotated[
+        str, typer.Option(help="d, local steps from sending to merging; several separated by commas.")
+    ] = "0,5",
+    fragments: Annotated[int, typer.Option(help="Parts of the model that are sent in turn.")] = 1,
+    compression: Annotated[
+        str, typer.Option(help="Compression of updates: int4, int8, bf16, fp16, none.")
+    ] = "int4",
     down: DownOption = "bf16",
     outer: OuterOption = "averaging",
     outer_lr: OuterLrOption = None,
@@ -92,26 +81,55 @@ def async_(
     unstable: UnstableOption = False,
     staleness: StalenessOption = "accept",
     bound: BoundOption = 16.0,
-    send: SendOption = "all",
-    receive: ReceiveOption = "all",
+    send: Annotated[
+        str, typer.Option(help="Updates that workers send, by score: all, better, best.")
+    ] = "all",
+    receive: Annotated[
+        str, typer.Option(help="Updates that workers merge, by score: all, better, best.")
+    ] = "all",
     population: PopulationOption = None,
     margin: MarginOption = 0.05,
-    bad_lr: BadLrOption = None,
-    different: DifferentOption = False,
-    warmup: WarmupOption = 0,
-    churn: ChurnOption = None,
-    spoil: SpoilOption = "0%",
-    seed: SeedOption = 0,
-    lr: LrOption = None,
-    target: TargetOption = None,
-    beside: BesideOption = True,
+    bad_lr: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORKER:LR", help="Learning rate of a worker, numbered from 1; several by commas."
+        ),
+    ] = None,
+    different: Annotated[
+        bool, typer.Option("--different", help="Start workers from different parameters.")
+    ] = False,
+    warmup: Annotated[
+        int, typer.Option(help="Initial local steps with an exchange at every other step.")
+    ] = 0,
+    churn: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of workers absent at a time (5%), or events: 30s:-3,60s:+3,90s:-hub,95s:+hub."
+        ),
+    ] = None,
+    spoil: Annotated[
+        str, typer.Option(help="Share of messages that are lost, repeated, late or damaged.")
+    ] = "0%",
+    seed: Annotated[int, typer.Option(help="Seed of parameters, data, jitter and faults.")] = 0,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the task; default: a suitable one.")
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Loss to which time is measured; default: DDP's final loss.")
+    ] = None,
+    beside: Annotated[
+        bool, typer.Option("--beside/--no-beside", help="Simulate DDP on the same machines as the first row.")
+    ] = True,
     json_file: JsonOption = None,
-    out: OutOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write table.csv, result.json and charts of loss and time."),
+    ] = None,
 ) -> None:
-    """Train asynchronously in virtual time: loss, bytes and time beside DDP, for machines and links you describe.
+    """Simulate asynchronous training in virtual time: loss, bytes and time compared with DDP.
 
     Gradients are real, and so is the code of hub and workers; clocks and links are simulated. The same command gives
-    the same numbers, to the bit.
+    bitwise identical results.
 
     Examples: paceline simulate async --workers 8 --speeds 1:1:2:4 --link 200Mbit/s --parameters 20M
 
@@ -119,141 +137,81 @@ def async_(
 
     paceline simulate async --churn 30s:-3,60s:+3,90s:-hub,95s:+hub --spoil 1%
     """
-    from paceline.tools.cli.simulate.simulate_async_output import plan_files, show
-    from paceline.tools.cli.simulate.simulate_async_request import asked_of
-    from paceline.tools.cli.simulate.simulate_async_run import run
+    from paceline._core.units import parse_count, parse_rate, parse_seconds
+    from paceline.tools.cli.simulate import simulate_async_request as request
+    from paceline.tools.cli.simulate.simulate_options import (
+        parse_named,
+        parse_positive,
+        parse_share_below_1,
+        recorded_options,
+        write_results,
+    )
 
-    asked = asked_of(context.params)
-    writer_of = plan_files(json_file, out)
-    rows = run(asked)
-    show(asked, rows)
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    for path, write in writer_of.items():
-        write(path, asked, rows, command)
-        typer.echo(path)
+    request.check_choice("task", task, _TASKS)
+    request.check_choice("compression", compression, _COMPRESSIONS)
+    request.check_numbers(workers=workers, steps=steps, warmup=warmup, seed=seed, lr=lr, target=target)
+    from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules, StalenessPolicy
+    from paceline.async_dp.worker.selection_policy import SelectionPolicy
+    from paceline.tools.cli.simulate import simulate_async_output
+    from paceline.tools.simulate.async_settings import AsyncPlan
 
+    machines = request.parse_machines(
+        workers, speeds=speeds, spread=spread, step=step, jitter=jitter, link=link, bad_lr=bad_lr
+    )
+    seconds, length = request.parse_length(for_, steps, max(each.step_seconds for each in machines))
+    schedules, left_out = request.parse_schedules(every, delay, fragments)
+    hub_rate = machines[0].up
+    if hub_link is not None:
+        hub_rate = parse_positive("--hub-link", hub_link, parse_rate, "1Gbit/s")
+    message_parameters = None
+    if parameters is not None:
+        message_parameters = int(parse_positive("--parameters", parameters, parse_count, "20M"))
+    plan = AsyncPlan(
+        machines,
+        seconds=seconds,
+        steps=steps,
+        rules=HubRules(
+            outer=hub_optimizer(outer, outer_lr, outer_momentum, outer_warmup, unstable),
+            staleness=StalenessPolicy(staleness, bound),
+            population=None if population is None else PopulationRules(population, margin, seed=seed),
+            down=down,
+        ),
+        policy=SelectionPolicy(send, receive),
+        compression=None if compression == "none" else compression,
+        same_init=not different,
+        warmup=warmup,
+        hub_up=hub_rate,
+        hub_down=hub_rate,
+        latency=parse_named("--latency", latency, parse_seconds),
+        score_every=length / request.POINTS,
+        parameters=message_parameters,
+        churn=request.parse_churn(churn, workers, length, seed),
+        seed=seed,
+    )
+    plan.policy.check(True, fragments)
+    fault_share = parse_share_below_1("--spoil", spoil, "1%")
+    simulation = request.AsyncRequest(
+        plan=plan,
+        schedules=schedules,
+        left_out=left_out,
+        task=task,
+        lr=lr,
+        seed=seed,
+        with_ddp=beside,
+        fault_share=fault_share,
+        target=target,
+        notes=request.make_notes(
+            workers,
+            length,
+            steps if for_ is None else None,
+            beside and bool(churn or fault_share),
+            beside and bool(bad_lr),
+        ),
+        settings=recorded_options(context),
+    )
+    writer_of = simulate_async_output.plan_files(json_file, out)
+    from paceline.tools.cli.simulate.simulate_async_run import simulate_rows
 
-WorkersOption = Annotated[int, typer.Option(help="How many machines train.")]
-
-
-TaskOption = Annotated[
-    str, typer.Option(help="What is learnt: linear (least squares, quick), gpt (a tiny GPT on text).")
-]
-
-
-ParametersOption = Annotated[
-    str | None,
-    typer.Option(help="Messages are as long as those of a model of so many: 20M; else the task's own."),
-]
-
-
-SpeedsOption = Annotated[
-    str,
-    typer.Option(
-        help="Relative ones, repeated to as many as there are workers; 4 is the fastest of 1:1:2:4."
-    ),
-]
-
-
-SpreadOption = Annotated[
-    float, typer.Option(help="Of steps' times beside: standard deviation of the logarithm, log-normal.")
-]
-
-
-StepOption = Annotated[str, typer.Option(help="Time of a step on the fastest machine.")]
-
-
-JitterOption = Annotated[
-    str, typer.Option(help="Share by which steps differ at random, as a standard deviation.")
-]
-
-
-LinkOption = Annotated[str, typer.Option(help="Of each worker, in each direction.")]
-
-
-HubLinkOption = Annotated[str | None, typer.Option(help="Of the hub, in each direction; else as a worker's.")]
-
-
-LatencyOption = Annotated[str, typer.Option(help="From one machine to another.")]
-
-
-StepsOption = Annotated[
-    int | None, typer.Option(help="Of each worker; ends when all have made them, or by --for.")
-]
-
-
-ForOption = Annotated[
-    str | None,
-    typer.Option("--for", help="Virtual time; else 300 steps of the slowest machine, unless --steps."),
-]
-
-
-EveryOption = Annotated[str, typer.Option(help="k, local steps between sendings; several by commas.")]
-
-
-DelayOption = Annotated[
-    str, typer.Option(help="d, local steps from sending to taking in; several by commas.")
-]
-
-
-FragmentsOption = Annotated[int, typer.Option(help="Parts of the model that are sent in turn.")]
-
-
-CompressionOption = Annotated[str, typer.Option(help="Of updates: int4, int8, bf16, fp16, none.")]
-
-
-SendOption = Annotated[str, typer.Option(help="What workers send, by score: all, better, best.")]
-
-
-ReceiveOption = Annotated[str, typer.Option(help="What they take in, by score: all, better, best.")]
-
-
-BadLrOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="WORKER:LR", help="Give a worker, counted from 1, another learning rate; by commas."
-    ),
-]
-
-
-DifferentOption = Annotated[
-    bool, typer.Option("--different", help="Workers begin from different parameters.")
-]
-
-
-WarmupOption = Annotated[
-    int, typer.Option(help="Local steps at the beginning with an exchange at every other one.")
-]
-
-
-ChurnOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Share of workers away at a time (5%), or who leaves and comes: 30s:-3,60s:+3,90s:-hub,95s:+hub."
-    ),
-]
-
-
-SpoilOption = Annotated[str, typer.Option(help="Share of messages that are lost, repeated, late or damaged.")]
-
-
-SeedOption = Annotated[int, typer.Option(help="Of parameters, data, jitter and mishaps.")]
-
-
-LrOption = Annotated[float | None, typer.Option(help="Learning rate of the task; else one that suits it.")]
-
-
-TargetOption = Annotated[
-    float | None, typer.Option(help="Loss to which the time is told; else what DDP ends with.")
-]
-
-
-BesideOption = Annotated[
-    bool, typer.Option("--beside/--no-beside", help="DDP on the same machines as the first row.")
-]
-
-
-OutOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Write table.csv, result.json and charts of loss and times there."),
-]
+    rows = simulate_rows(simulation)
+    simulate_async_output.show(simulation, rows)
+    write_results(writer_of, simulation, rows)

@@ -1,7 +1,4 @@
-"""What ``paceline simulate async`` shows: the table, and what follows from it in sentences.
-
-What ``paceline simulate async`` writes: JSON, the table as CSV, two charts.
-"""
+"""Output of ``paceline simulate async``: table, findings, JSON, CSV and charts."""
 
 from __future__ import annotations
 
@@ -15,11 +12,10 @@ import typer
 
 from paceline._core.files import write_json, write_text
 from paceline._core.format import format_decimal, format_seconds
-from paceline.tools.cli.simulate.simulate_async_request import Asked
-from paceline.tools.console_table import print_wide
+from paceline.tools.cli.simulate.simulate_async_request import AsyncRequest
+from paceline.tools.console_table import make_table, print_wide
 from paceline.tools.result_files import checked_files, versions
-from paceline.tools.simulate.async_rows import Row
-from paceline.tools.simulate.async_text import sentences
+from paceline.tools.simulate.async_results import AsyncRow, async_findings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,35 +23,28 @@ if TYPE_CHECKING:
 __all__ = ["FOOTER", "plan_files", "result", "show"]
 
 FOOTER = (
-    "loss: held out, of the centre at the end; best worker: the best of the workers' own parameters. steps/s: of all.\n"
-    "bytes: sent and received by a worker, headers of the network included. staleness: in rounds, median / most."
+    "loss: held out, of the centre at the end; best worker: best of the workers' own parameters. steps/s: of all.\n"
+    "bytes: sent and received per worker, network headers included. staleness: in rounds, median / maximum."
 )
 
 
-def show(asked: Asked, rows: Sequence[Row]) -> None:
-    """Print the table and the sentences."""
-    print_wide(_table(asked, rows))
+def show(request: AsyncRequest, rows: Sequence[AsyncRow]) -> None:
+    """Print the table and the findings."""
+    print_wide(_table(rows))
     typer.echo(f"{FOOTER}\n")
-    for line in (*asked.notes, *(f"left out: {each}" for each in asked.left_out)):
+    for line in (*request.notes, *(f"left out: {each}" for each in request.left_out)):
         typer.echo(line)
     typer.echo("")
-    typer.echo("\n".join(sentences(rows, asked.target, asked.plan.rules.outer.name)))
+    typer.echo("\n".join(async_findings(rows, request.target, request.plan.rules.outer.name)))
 
 
-def _table(asked: Asked, rows: Sequence[Row]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    columns = ["loss", "best worker", "virtual time", "to the target", "× DDP", "steps/s", "bytes a worker"]
-    for name in (*columns, "staleness", "refused"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(row.name, *_cells(row))
-    return table
+def _table(rows: Sequence[AsyncRow]) -> Table:
+    columns = ["setting", "loss", "best worker", "virtual time", "to the target", "× DDP", "steps/s"]
+    columns += ["bytes per worker", "staleness", "refused"]
+    return make_table(columns, [[row.name, *_cells(row)] for row in rows])
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: AsyncRow) -> list[str]:
     stale = row.staleness_median, row.staleness_max
     ages = "" if None in stale else f"{stale[0]:.2g} / {stale[1]:.2g}"
     return [
@@ -67,11 +56,11 @@ def _cells(row: Row) -> list[str]:
         f"{row.steps_per_second:.3g}",
         format_decimal(row.nbytes),
         ages,
-        "" if row.lockstep else str(sum(row.refused.values())),
+        "" if row.is_ddp else str(sum(row.refused.values())),
     ]
 
 
-_Writer = Callable[[Path, Asked, Sequence[Row], str], object]
+_Writer = Callable[[Path, AsyncRequest, Sequence[AsyncRow], str], object]
 
 
 _SCHEMA = 1
@@ -84,10 +73,10 @@ _COLUMNS = (
 
 
 def plan_files(json_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
-    """Return what writes which files, once it is clear that they can be written.
+    """Return the writer of each result file.
 
     Raises:
-        UsageError: a file can't be written, or charts can't be drawn.
+        UsageError: a file is not writable, or matplotlib is not installed.
     """
     in_folder: dict[str, _Writer] = {
         "result.json": _write_json,
@@ -98,51 +87,51 @@ def plan_files(json_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
     return checked_files(json_file, _write_json, out, in_folder)
 
 
-def result(asked: Asked, rows: Sequence[Row], command: str) -> dict[str, Any]:
-    """Return all of it for JSON."""
+def result(request: AsyncRequest, rows: Sequence[AsyncRow], command: str) -> dict[str, Any]:
+    """Return the result for JSON."""
     return {
         "kind": "simulate-async",
         "schema": _SCHEMA,
         "command": command,
         "versions": versions(("paceline", "torch", "numpy")),
-        "settings": dict(asked.settings),
-        "step_seconds": [machine.step_seconds for machine in asked.plan.machines],
-        "left_out": list(asked.left_out),
-        "notes": list(asked.notes),
-        "rows": [row.facts() for row in rows],
-        "sentences": sentences(rows, asked.target, asked.plan.rules.outer.name),
+        "settings": dict(request.settings),
+        "step_seconds": [machine.step_seconds for machine in request.plan.machines],
+        "left_out": list(request.left_out),
+        "notes": list(request.notes),
+        "rows": [row.to_record() for row in rows],
+        "sentences": async_findings(rows, request.target, request.plan.rules.outer.name),
     }
 
 
-def _write_json(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
-    write_json(path, result(asked, rows, command), indent=None)
+def _write_json(path: Path, request: AsyncRequest, rows: Sequence[AsyncRow], command: str) -> None:
+    write_json(path, result(request, rows, command), indent=None)
 
 
-def _write_csv(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
+def _write_csv(path: Path, request: AsyncRequest, rows: Sequence[AsyncRow], command: str) -> None:
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_COLUMNS, "refused"])
     for row in rows:
-        facts = row.facts()
-        writer.writerow([*(facts[name] for name in _COLUMNS), sum(row.refused.values())])
+        to_record = row.to_record()
+        writer.writerow([*(to_record[name] for name in _COLUMNS), sum(row.refused.values())])
     write_text(path, text.getvalue())
 
 
-def _draw_loss(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
-    from paceline.tools.report.charts.simulation_charts import losses
+def _draw_loss(path: Path, request: AsyncRequest, rows: Sequence[AsyncRow], command: str) -> None:
+    from paceline.tools.report.charts.simulation_charts import loss_chart
 
-    losses(rows, title=_title(asked)).save(path)
-
-
-def _draw_times(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
-    from paceline.tools.report.charts.simulation_charts import times
-
-    aim = "the loss that DDP ends with" if asked.target is None else f"a loss of {asked.target:g}"
-    times(rows, aim=aim).save(path)
+    loss_chart(rows, title=_title(request)).save(path)
 
 
-def _title(asked: Asked) -> str:
-    settings = asked.settings
+def _draw_times(path: Path, request: AsyncRequest, rows: Sequence[AsyncRow], command: str) -> None:
+    from paceline.tools.report.charts.simulation_charts import time_to_loss_chart
+
+    aim = "DDP's final loss" if request.target is None else f"a loss of {request.target:g}"
+    time_to_loss_chart(rows, aim=aim).save(path)
+
+
+def _title(request: AsyncRequest) -> str:
+    settings = request.settings
     return (
         f"{settings['task']} task, {settings['workers']} workers of speeds {settings['speeds']}, "
         f"links of {settings['link']}"

@@ -1,101 +1,104 @@
-"""``paceline simulate``: a training on 1 to 100,000 nodes, in numbers.
-
-Options of ``paceline simulate``.
-"""
+"""``paceline simulate``: analytic simulation of a training on many nodes."""
 
 from __future__ import annotations
 
-import shlex
-import sys
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from paceline._core.units import parse_list, parse_seconds, parse_share
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import JsonOption, NetworkOption
+from paceline.tools.cli.shared_options import JsonOption, NetworkOption, parse_model_parameters
 
-__all__ = [
-    "AlgorithmOption",
-    "BackendOption",
-    "BackwardOption",
-    "BatchOption",
-    "BucketMibOption",
-    "CheckpointOption",
-    "ContentionOption",
-    "EveryOption",
-    "GradientsOption",
-    "InsideLatencyOption",
-    "InsideOption",
-    "IntervalOption",
-    "JitterOption",
-    "JobOption",
-    "JobsOption",
-    "LatencyOption",
-    "LinkOption",
-    "ModelOption",
-    "MtbfOption",
-    "NodesOption",
-    "OutOption",
-    "ParametersOption",
-    "PriceOption",
-    "ProfileOption",
-    "RanksPerNodeOption",
-    "RestartOption",
-    "SeedOption",
-    "SharesOption",
-    "SpeedsOption",
-    "SpreadOption",
-    "StepOption",
-    "StrategyOption",
-    "SwitchOption",
-    "TopologyOption",
-    "cluster",
-]
+__all__ = ["cluster"]
 
 
 def cluster(
     context: typer.Context,
-    step: StepOption = None,
-    parameters: ParametersOption = None,
-    model: ModelOption = None,
-    nodes: NodesOption = "1:1024",
-    ranks_per_node: RanksPerNodeOption = 1,
-    batch: BatchOption = "per-rank",
-    speeds: SpeedsOption = "1",
-    shares: SharesOption = "equal",
-    spread: SpreadOption = "0%",
-    jitter: JitterOption = "0%",
-    topology: TopologyOption = "star",
-    link: LinkOption = "10gbe",
-    latency: LatencyOption = None,
-    inside: InsideOption = None,
-    inside_latency: InsideLatencyOption = None,
-    switch: SwitchOption = None,
-    profile: ProfileOption = None,
-    backend: BackendOption = "gloo",
+    step: Annotated[
+        str | None,
+        typer.Option(help="Computing time of a step: 250ms, or a file with measured steps to sample."),
+    ] = None,
+    parameters: Annotated[str | None, typer.Option(help="Parameters of the model: 20M, 7B.")] = None,
+    model: Annotated[str | None, typer.Option(help="Or name of the model: tiny … 2.7b, xxl.")] = None,
+    nodes: Annotated[
+        str, typer.Option(help="Separated by commas; FIRST:LAST doubles, FIRST:LAST:x10 multiplies by 10.")
+    ] = "1:1024",
+    ranks_per_node: Annotated[int, typer.Option(help="Devices per node.")] = 1,
+    batch: Annotated[
+        str,
+        typer.Option(
+            help="per-rank: --step is for a rank's own batch; fixed: for the whole batch on one rank."
+        ),
+    ] = "per-rank",
+    speeds: Annotated[
+        str, typer.Option(help="Relative speeds of nodes, repeated; --step is for the fastest: 1:1:2:4.")
+    ] = "1",
+    shares: Annotated[str, typer.Option(help="Distribution of work: equal, or by speed.")] = "equal",
+    spread: Annotated[str, typer.Option(help="Log-normal standard deviation of node speeds.")] = "0%",
+    jitter: Annotated[str, typer.Option(help="Log-normal standard deviation of a rank's step times.")] = "0%",
+    topology: Annotated[str, typer.Option(help="Links between nodes: star (a switch), ring, tree.")] = "star",
+    link: Annotated[
+        str, typer.Option(help="Link of a node, per direction: a rate (200Mbit/s) or a name (10gbe, ndr).")
+    ] = "10gbe",
+    latency: Annotated[str | None, typer.Option(help="Latency between nodes; default: of the link.")] = None,
+    inside: Annotated[
+        str | None, typer.Option(help="Link of a rank inside its node: nvlink4, pcie4, 12GB/s.")
+    ] = None,
+    inside_latency: Annotated[
+        str | None, typer.Option(help="Latency inside a node; default: of the link.")
+    ] = None,
+    switch: Annotated[str | None, typer.Option(help="Total rate of the switch; default: unlimited.")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measured all-reduce and contention, instead of links."),
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Backend of the profile.")] = "gloo",
     network: NetworkOption = None,
-    algorithm: AlgorithmOption = "auto",
-    strategy: StrategyOption = "bucketed",
-    bucket_mib: BucketMibOption = 25.0,
-    gradients: GradientsOption = 4,
-    backward: BackwardOption = "66.7%",
-    contention: ContentionOption = None,
-    every: EveryOption = 1,
-    mtbf: MtbfOption = None,
-    checkpoint: CheckpointOption = "0s",
-    interval: IntervalOption = "auto",
-    restart: RestartOption = "0s",
-    job: JobOption = None,
-    price: PriceOption = None,
-    jobs: JobsOption = 32,
-    seed: SeedOption = 0,
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            help="auto (the fastest), ring, tree, doubling, halving-doubling, two-level, two-level-halving."
+        ),
+    ] = "auto",
+    strategy: Annotated[str, typer.Option(help="flat, bucketed, sharded, full-shard.")] = "bucketed",
+    bucket_mib: Annotated[float, typer.Option(help="Size of a bucket in MiB.")] = 25.0,
+    gradients: Annotated[int, typer.Option(help="Bytes per gradient on the wire: 4, 2, 1.")] = 4,
+    backward: Annotated[str, typer.Option(help="Share of backward in computing.")] = "66.7%",
+    contention: Annotated[
+        str | None,
+        typer.Option(
+            help="Slowdown of computing during communication, and of communication during computing: 1.3:1.1; "
+            "default: of the profile, or 1:1."
+        ),
+    ] = None,
+    every: Annotated[int, typer.Option(help="H, steps between two exchanges (of parameters, above 1).")] = 1,
+    mtbf: Annotated[
+        str | None, typer.Option(help="Mean time between failures of a node: 1000d; default: no failures.")
+    ] = None,
+    checkpoint: Annotated[str, typer.Option(help="Time that training waits for a checkpoint: 30s.")] = "0s",
+    interval: Annotated[
+        str, typer.Option(help="Training between two checkpoints: a time, or auto (Daly's).")
+    ] = "auto",
+    restart: Annotated[str, typer.Option(help="Time from a failure until training resumes: 5min.")] = "0s",
+    job: Annotated[
+        str | None,
+        typer.Option(help="Computing of the whole job on one node: 10000h; default: a week of all nodes."),
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Price of a node hour.")] = None,
+    jobs: Annotated[int, typer.Option(help="Jobs simulated per number of nodes.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     json_file: JsonOption = None,
-    out: OutOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write table.csv, result.json and a chart over nodes."),
+    ] = None,
 ) -> None:
-    """Tell what a training would do on 1 to 100,000 nodes: step time, what is lost to what, failures, cost.
+    """Simulate a training on 1 to 1,000,000 nodes: step time, efficiency and its losses, failures, cost.
 
-    The same command gives the same numbers, to the bit.
+    The same command gives bitwise identical results.
 
     Examples: paceline simulate --parameters 7B --step 1.2s --nodes 1:10000 --ranks-per-node 8 --link ndr
     --inside nvlink4 --spread 2% --jitter 3% --mtbf 1800d --checkpoint 60s --restart 5min
@@ -108,183 +111,90 @@ def cluster(
         _check_nothing_before(context, context.invoked_subcommand)
         return
     _check_network(context)
-    from paceline.tools.cli.simulate.simulate_cluster_output import plan_files, show
-    from paceline.tools.cli.simulate.simulate_cluster_request import asked_of
-    from paceline.tools.simulate.cluster.cluster_simulation import sweep
+    from paceline.cost_model.profile import Profile
+    from paceline.tools.cli.simulate import simulate_cluster_output
+    from paceline.tools.cli.simulate import simulate_cluster_request as request
+    from paceline.tools.cli.simulate.simulate_options import recorded_options, write_results
+    from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan, sweep_nodes
+    from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 
-    asked = asked_of(context.params)
-    writer_of = plan_files(json_file, out, len(asked.nodes))
-    rows = list(sweep(asked.plan, asked.nodes))
-    show(asked, rows)
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    for path, write in writer_of.items():
-        write(path, asked, rows, command)
-        typer.echo(path)
+    numbers = request.parse_nodes(nodes)
+    parameter_count = parse_model_parameters(model, parameters)
+    step_seconds, measured = request.parse_step(step)
+    if gradients not in (1, 2, 4):
+        raise UsageError(f"--gradients {gradients}", remedy="pass 4, 2 or 1 bytes")
+    if not 0 < bucket_mib < math.inf:
+        raise UsageError(f"--bucket-mib {bucket_mib}", remedy="pass MiB above 0")
+    loaded = None if profile is None else Profile.load(profile)
+    cost = None if loaded is None else request.measured_network(loaded, backend, network)
+    slowdowns = request.parse_contention(contention, loaded, backend, cost.network if cost else None)
+    plan = ClusterPlan(
+        request.parse_network(
+            cost,
+            topology=topology,
+            link=link,
+            latency=latency,
+            ranks_per_node=ranks_per_node,
+            inside=inside,
+            inside_latency=inside_latency,
+            switch=switch,
+        ),
+        step_seconds,
+        float(gradients * parameter_count),
+        ClusterMachines(
+            parse_list("--speeds", speeds, float, example="1:1:2:4", separator=":"),
+            parse_share(spread),
+            parse_share(jitter),
+            measured,
+            shares,
+        ),
+        batch=batch,
+        strategy=strategy,
+        bucket_nbytes=bucket_mib * 2**20,
+        backward=parse_share(backward),
+        computing_slows=slowdowns[0],
+        calls_slow=slowdowns[1],
+        algorithm=algorithm,
+        every=every,
+        node_mtbf=math.inf if mtbf is None else request.parse_time("--mtbf", mtbf),
+        write=parse_seconds(checkpoint),
+        restart=parse_seconds(restart),
+        interval=None if interval == "auto" else request.parse_time("--interval", interval),
+        work=None if job is None else request.parse_time("--job", job),
+        price=price,
+        jobs=jobs,
+        seed=seed,
+    )
+    request.check_failures(plan, restart)
+    simulation = request.ClusterRequest(plan, numbers, parameter_count, recorded_options(context))
+    writer_of = simulate_cluster_output.plan_files(json_file, out, len(numbers))
+    rows = list(sweep_nodes(plan, numbers))
+    simulate_cluster_output.show(simulation, rows)
+    write_results(writer_of, simulation, rows)
 
 
 def _check_nothing_before(context: typer.Context, subcommand: str) -> None:
-    """Refuse options that stand before a subcommand, which would not see them."""
+    """Reject options before a subcommand, which would ignore them."""
     given = [name for name in context.params if _was_given(context, name)]
     if given:
         raise UsageError(
-            f"--{given[0].replace('_', '-')} stands before {subcommand}",
-            remedy=f"options of paceline simulate {subcommand} stand behind its name",
+            f"--{given[0].replace('_', '-')} is before {subcommand}",
+            remedy=f"pass options of paceline simulate {subcommand} after its name",
         )
 
 
 def _check_network(context: typer.Context) -> None:
-    """Refuse links that are described beside a network that was measured."""
+    """Reject described links together with a measured network."""
     if context.params["profile"] is None:
         return
     for name in ("topology", "link", "latency", "inside", "inside_latency", "switch"):
         if _was_given(context, name):
             raise UsageError(
                 f"both --profile and --{name.replace('_', '-')}",
-                remedy="a profile is the network as it was measured: leave one of them out",
+                remedy="a profile replaces the description of the network: omit one of them",
             )
 
 
 def _was_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-StepOption = Annotated[
-    str | None,
-    typer.Option(help="Computing of a step: a time (250ms), or a file with measured steps, to draw from."),
-]
-
-
-ParametersOption = Annotated[str | None, typer.Option(help="Of the model: 20M, 7B.")]
-
-
-ModelOption = Annotated[str | None, typer.Option(help="Or its name: tiny … 2.7b, xxl.")]
-
-
-NodesOption = Annotated[
-    str, typer.Option(help="By commas; FIRST:LAST doubles from one to the other, FIRST:LAST:x10 …")
-]
-
-
-RanksPerNodeOption = Annotated[int, typer.Option(help="Devices of a node.")]
-
-
-BatchOption = Annotated[
-    str,
-    typer.Option(help="per-rank: --step is a rank's own batch; fixed: of the whole batch on one rank."),
-]
-
-
-SpeedsOption = Annotated[
-    str, typer.Option(help="Of nodes, relative, repeated; --step is of the fastest: 1:1:2:4.")
-]
-
-
-SharesOption = Annotated[str, typer.Option(help="Who gets how much work: equal, or by speed.")]
-
-
-SpreadOption = Annotated[str, typer.Option(help="Of nodes for good, as a standard deviation; log-normal.")]
-
-
-JitterOption = Annotated[str, typer.Option(help="Of a rank's steps, the same.")]
-
-
-TopologyOption = Annotated[str, typer.Option(help="Between nodes: star (a switch), ring, tree.")]
-
-
-LinkOption = Annotated[
-    str, typer.Option(help="Of a node, one way: a rate (200Mbit/s) or a name (10gbe, ndr).")
-]
-
-
-LatencyOption = Annotated[str | None, typer.Option(help="Of a message between nodes; else of that link.")]
-
-
-InsideOption = Annotated[
-    str | None, typer.Option(help="Link of a rank inside its node: nvlink4, pcie4, 12GB/s.")
-]
-
-
-InsideLatencyOption = Annotated[
-    str | None, typer.Option(help="Of a message inside a node; else of that link.")
-]
-
-
-SwitchOption = Annotated[str | None, typer.Option(help="What the switch carries in all; else no limit.")]
-
-
-ProfileOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="All-reduce and contention as measured, instead of links."),
-]
-
-
-BackendOption = Annotated[str, typer.Option(help="Of the profile.")]
-
-
-AlgorithmOption = Annotated[
-    str,
-    typer.Option(
-        help="auto: the cheapest; ring, tree, doubling, halving-doubling, two-level, two-level-halving."
-    ),
-]
-
-
-StrategyOption = Annotated[str, typer.Option(help="flat, bucketed, sharded, full-shard.")]
-
-
-BucketMibOption = Annotated[float, typer.Option(help="Of a bucket.")]
-
-
-GradientsOption = Annotated[int, typer.Option(help="Bytes of one on the wire: 4, 2, 1.")]
-
-
-BackwardOption = Annotated[str, typer.Option(help="Share of computing in which gradients become ready.")]
-
-
-ContentionOption = Annotated[
-    str | None,
-    typer.Option(
-        help="How many times as long computing takes beside exchanges, and they beside computing: 1.3:1.1; "
-        "else as the profile has it, or 1:1."
-    ),
-]
-
-
-EveryOption = Annotated[int, typer.Option(help="H, steps between two exchanges (of parameters, above 1).")]
-
-
-MtbfOption = Annotated[
-    str | None, typer.Option(help="Of a node, mean time between failures: 1000d; else none fails.")
-]
-
-
-CheckpointOption = Annotated[str, typer.Option(help="What training waits for one: 30s.")]
-
-
-IntervalOption = Annotated[
-    str, typer.Option(help="Of training between two checkpoints: a time, or auto (Daly's).")
-]
-
-
-RestartOption = Annotated[str, typer.Option(help="From a failure until training goes on: 5min.")]
-
-
-JobOption = Annotated[
-    str | None, typer.Option(help="Computing of the whole job on one node: 10000h; else a week of all.")
-]
-
-
-PriceOption = Annotated[float | None, typer.Option(help="Of an hour of a node.")]
-
-
-JobsOption = Annotated[int, typer.Option(help="To simulate for each number of nodes.")]
-
-
-SeedOption = Annotated[int, typer.Option(help="Of everything that is drawn.")]
-
-
-OutOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Write table.csv, result.json and a chart by nodes there."),
-]

@@ -1,7 +1,4 @@
-"""What ``paceline simulate`` shows: the table, and what follows from it in sentences.
-
-Files that ``paceline simulate`` writes: all of it as JSON, the table as CSV, a chart by nodes.
-"""
+"""Output of ``paceline simulate``: table, findings, JSON, CSV and chart."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline._core.files import write_json, write_text
-from paceline._core.format import format_count, format_duration, format_percent, format_seconds
+from paceline._core.format import format_count, format_duration, format_percent, format_ratio, format_seconds
 from paceline.errors import UsageError
-from paceline.tools.cli.simulate.simulate_cluster_request import Asked
-from paceline.tools.console_table import print_wide
+from paceline.tools.cli.simulate.simulate_cluster_request import ClusterRequest
+from paceline.tools.console_table import make_table, print_wide
 from paceline.tools.result_files import checked_files, versions
 from paceline.tools.simulate.cluster.cluster_simulation import LOSSES, ClusterRow
-from paceline.tools.simulate.cluster.cluster_text import sentences, times
+from paceline.tools.simulate.cluster.cluster_text import cluster_findings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,38 +25,30 @@ if TYPE_CHECKING:
 __all__ = ["FOOTER", "plan_files", "result", "show"]
 
 FOOTER = (
-    "step: the median, and what one in twenty steps takes at least. efficiency: useful time as a share of all time,\n"
-    "the mean over jobs and where nine in ten lie; then what the rest is lost to. × one rank: work beside one alone."
+    "step: median and 95th percentile. efficiency: useful share of all time, mean and range of 90 % of the jobs;\n"
+    "then the losses. × one rank: throughput relative to a single rank."
 )
 
 
-def show(asked: Asked, rows: Sequence[ClusterRow]) -> None:
-    """Print the table and the sentences."""
-    print_wide(_table(asked, rows))
+def show(request: ClusterRequest, rows: Sequence[ClusterRow]) -> None:
+    """Print the table and the findings."""
+    print_wide(_table(request, rows))
     typer.echo(f"{FOOTER}\n")
-    typer.echo("\n".join(sentences(rows)))
+    typer.echo("\n".join(cluster_findings(rows)))
 
 
-def _table(asked: Asked, rows: Sequence[ClusterRow]) -> Table:
-    from rich.table import Table
-
+def _table(request: ClusterRequest, rows: Sequence[ClusterRow]) -> Table:
     losses = [name for name in LOSSES if any(row.ledger[name] >= 5e-4 for row in rows)]
-    table = Table(box=None, pad_edge=False)
-    ranks = ["ranks"] * (asked.plan.carrier.per_node > 1)
+    ranks = ["ranks"] * (request.plan.network.per_node > 1)
     columns = ["nodes", *ranks, "all-reduce", "step", "1 in 20", "efficiency", "jobs", *losses, "× one rank"]
     columns += ["checkpoint every"] * any(row.intervals for row in rows)
-    columns += ["the job"] * (asked.plan.work is not None) + ["cost"] * (asked.plan.price is not None)
-    for name in columns:
-        table.add_column(name, justify="left" if name == "all-reduce" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(asked, row, losses))
-    return table
+    columns += ["the job"] * (request.plan.work is not None) + ["cost"] * (request.plan.price is not None)
+    return make_table(columns, [_cells(request, row, losses) for row in rows], left=0)
 
 
-def _cells(asked: Asked, row: ClusterRow, losses: Sequence[str]) -> list[str]:
-    """Return a row's cells, in the order of the columns."""
-    plan = asked.plan
-    cells = [f"{row.nodes:,}", *([f"{row.ranks:,}"] * (plan.carrier.per_node > 1))]
+def _cells(request: ClusterRequest, row: ClusterRow, losses: Sequence[str]) -> list[str]:
+    plan = request.plan
+    cells = [f"{row.nodes:,}", *([f"{row.ranks:,}"] * (plan.network.per_node > 1))]
     cells += [
         "" if row.ranks == 1 else row.algorithm,
         format_seconds(row.step.p50),
@@ -68,7 +57,7 @@ def _cells(asked: Asked, row: ClusterRow, losses: Sequence[str]) -> list[str]:
     band = f"{format_percent(row.efficiency.p5)} to {format_percent(row.efficiency.p95)}"
     cells += [format_percent(row.efficiency.mean), "never ends" if row.stuck else band]
     cells += ["" if row.ledger[name] < 5e-4 else format_percent(row.ledger[name]) for name in losses]
-    cells.append(times(row.speedup))
+    cells.append(format_ratio(row.speedup))
     if row.intervals is not None:
         cells.append(format_duration(row.intervals.used))
     if plan.work is not None:
@@ -81,20 +70,22 @@ def _cells(asked: Asked, row: ClusterRow, losses: Sequence[str]) -> list[str]:
 _SCHEMA = 1
 
 
-_Writer = Callable[[Path, Asked, Sequence[ClusterRow], str], None]
+_Writer = Callable[[Path, ClusterRequest, Sequence[ClusterRow], str], None]
 
 
 _BANDS = ("step", "efficiency", "job_seconds", "cost")
 
 
 def plan_files(json_file: Path | None, out: Path | None, numbers: int) -> dict[Path, _Writer]:
-    """Return what writes which files, once it is clear that they can be written.
+    """Return the writer of each result file.
 
     Args:
-        json_file, out: as asked. numbers: how many numbers of nodes there are.
+        json_file: file of ``--json``.
+        out: folder of ``--out``.
+        numbers: how many numbers of nodes are simulated.
 
     Raises:
-        UsageError: a file can't be written, or a chart can't be drawn.
+        UsageError: a file is not writable, or there are too few numbers for a chart.
     """
     if out is not None and numbers < 2:
         raise UsageError("--out draws a chart over nodes", remedy="pass two numbers of --nodes or more")
@@ -106,28 +97,28 @@ def plan_files(json_file: Path | None, out: Path | None, numbers: int) -> dict[P
     return checked_files(json_file, _write_json, out, in_folder)
 
 
-def result(asked: Asked, rows: Sequence[ClusterRow], command: str) -> dict[str, Any]:
-    """Return all of it for JSON."""
+def result(request: ClusterRequest, rows: Sequence[ClusterRow], command: str) -> dict[str, Any]:
+    """Return the result for JSON."""
     return {
         "kind": "simulate-cluster",
         "schema": _SCHEMA,
         "command": command,
         "versions": versions(("paceline", "numpy")),
-        "settings": dict(asked.settings),
-        "parameters": asked.parameters,
-        "step_seconds": asked.plan.step_seconds,
-        "computing_slows": asked.plan.computing_slows,
-        "calls_slow": asked.plan.calls_slow,
-        "rows": [row.facts() for row in rows],
-        "sentences": sentences(rows),
+        "settings": dict(request.settings),
+        "parameters": request.parameters,
+        "step_seconds": request.plan.step_seconds,
+        "computing_slows": request.plan.computing_slows,
+        "calls_slow": request.plan.calls_slow,
+        "rows": [row.to_record() for row in rows],
+        "sentences": cluster_findings(rows),
     }
 
 
-def _write_json(path: Path, asked: Asked, rows: Sequence[ClusterRow], command: str) -> None:
-    write_json(path, result(asked, rows, command))
+def _write_json(path: Path, request: ClusterRequest, rows: Sequence[ClusterRow], command: str) -> None:
+    write_json(path, result(request, rows, command))
 
 
-def _write_csv(path: Path, asked: Asked, rows: Sequence[ClusterRow], command: str) -> None:
+def _write_csv(path: Path, request: ClusterRequest, rows: Sequence[ClusterRow], command: str) -> None:
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     plain = (
@@ -143,18 +134,20 @@ def _write_csv(path: Path, asked: Asked, rows: Sequence[ClusterRow], command: st
     parts = ("mean", "p5", "p50", "p95")
     writer.writerow([*plain, *(f"{band}_{part}" for band in _BANDS for part in parts), "useful", *LOSSES])
     for row in rows:
-        facts = row.facts()
-        bands = [(facts[band] or {}).get(part) for band in _BANDS for part in parts]
-        ledger = [facts["ledger"][name] for name in ("useful", *LOSSES)]
-        writer.writerow([*(facts[name] for name in plain), *bands, *ledger])
+        to_record = row.to_record()
+        bands = [(to_record[band] or {}).get(part) for band in _BANDS for part in parts]
+        ledger = [to_record["ledger"][name] for name in ("useful", *LOSSES)]
+        writer.writerow([*(to_record[name] for name in plain), *bands, *ledger])
     write_text(path, text.getvalue())
 
 
-def _draw(path: Path, asked: Asked, rows: Sequence[ClusterRow], command: str) -> None:
-    from paceline.tools.report.charts.simulation_charts import by_nodes
+def _draw(path: Path, request: ClusterRequest, rows: Sequence[ClusterRow], command: str) -> None:
+    from paceline.tools.report.charts.simulation_charts import cluster_chart
 
-    how = f"{asked.settings['batch']} batch, {asked.plan.strategy}"
-    title = f"{format_count(asked.parameters)} parameters, {how}, links of {asked.settings['link']}"
-    if asked.settings["profile"] is not None:
-        title = f"{format_count(asked.parameters)} parameters, {how}, {asked.settings['backend']} as measured"
-    by_nodes(rows, title=title, price=asked.plan.price).save(path)
+    how = f"{request.settings['batch']} batch, {request.plan.strategy}"
+    title = f"{format_count(request.parameters)} parameters, {how}, links of {request.settings['link']}"
+    if request.settings["profile"] is not None:
+        title = (
+            f"{format_count(request.parameters)} parameters, {how}, {request.settings['backend']} as measured"
+        )
+    cluster_chart(rows, title=title, price=request.plan.price).save(path)

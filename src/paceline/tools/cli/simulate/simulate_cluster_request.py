@@ -1,4 +1,4 @@
-"""What ``paceline simulate`` is asked for, read from its options."""
+"""Settings of ``paceline simulate`` parsed from option values."""
 
 from __future__ import annotations
 
@@ -9,31 +9,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline._core.units import parse_rate, parse_seconds, parse_share
+from paceline._core.units import parse_rate, parse_seconds, parse_sweep
 from paceline.cost_model.hardware_catalog import find_interconnect
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, ExchangeCost
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import numbers_of, parse_model_parameters
-from paceline.tools.simulate.cluster.cluster_network import Carrier, FittedNetwork, Network
+from paceline.tools.cli.simulate.simulate_options import parse_positive
+from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork, FittedNetwork, NetworkModel
 from paceline.tools.simulate.cluster.cluster_simulation import MOST_NODES, ClusterPlan
-from paceline.tools.simulate.cluster.compute_times import Machines
 
-__all__ = ["Asked", "asked_of", "measured_steps", "parse_nodes"]
+__all__ = [
+    "ClusterRequest",
+    "check_failures",
+    "measured_network",
+    "measured_steps",
+    "parse_contention",
+    "parse_link",
+    "parse_network",
+    "parse_nodes",
+    "parse_step",
+    "parse_time",
+]
 
-_FILES = ("json_file", "out")
-_MOST_ROWS = 100
-_LATENCY = 50e-6
-"""Of a link that is given as a rate."""
+_MAX_ROWS = 100
+_DEFAULT_LATENCY = 50e-6
+"""Latency of a link given as a rate."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is simulated.
+class ClusterRequest:
+    """A simulation to run.
 
     Attributes:
-        plan: the training. nodes: numbers of nodes, in ascending order.
-        parameters: of the model. settings: all options as they were given, for JSON.
+        plan: the training.
+        nodes: numbers of nodes, ascending.
+        parameters: parameters of the model.
+        settings: all options as given, for JSON.
     """
 
     plan: ClusterPlan
@@ -42,113 +53,34 @@ class Asked:
     settings: Mapping[str, Any]
 
 
-def asked_of(options: Mapping[str, Any]) -> Asked:
-    """Return what the options ask for.
-
-    Args:
-        options: of the command, by the names of its arguments.
-
-    Raises:
-        UsageError: one that makes no sense, is missing, or does not go with another.
-    """
-    nodes = parse_nodes(options["nodes"])
-    parameters = parse_model_parameters(options["model"], options["parameters"])
-    seconds, measured = _step(options["step"])
-    if options["gradients"] not in (1, 2, 4):
-        raise UsageError(f"--gradients {options['gradients']}", remedy="pass 4, 2 or 1 bytes")
-    if not 0 < options["bucket_mib"] < math.inf:
-        raise UsageError(f"--bucket-mib {options['bucket_mib']}", remedy="pass MiB above 0")
-    interval = options["interval"]
-    profile = None if options["profile"] is None else Profile.load(options["profile"])
-    cost = None if profile is None else _all_reduce(profile, options["backend"], options["network"])
-    plan = ClusterPlan(
-        _carrier(options, cost),
-        seconds,
-        float(options["gradients"] * parameters),
-        Machines(
-            tuple(numbers_of("--speeds", options["speeds"], float, "1:1:2:4", ":")),
-            parse_share(options["spread"]),
-            parse_share(options["jitter"]),
-            measured,
-            options["shares"],
-        ),
-        options["batch"],
-        options["strategy"],
-        options["bucket_mib"] * 2**20,
-        parse_share(options["backward"]),
-        *_contention(options, profile, None if cost is None else cost.network),
-        options["algorithm"],
-        options["every"],
-        _time("--mtbf", options["mtbf"]) if options["mtbf"] is not None else math.inf,
-        parse_seconds(options["checkpoint"]),
-        parse_seconds(options["restart"]),
-        None if interval == "auto" else _time("--interval", interval),
-        None if options["job"] is None else _time("--job", options["job"]),
-        options["price"],
-        options["jobs"],
-        seed=options["seed"],
-    )
-    _check_failures(options, plan)
-    settings = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in options.items()
-        if name not in _FILES
-    }
-    return Asked(plan, nodes, parameters, settings)
-
-
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """Return numbers of nodes, each once, in ascending order.
-
-    Args:
-        text: numbers by commas; one may be a sweep ``FIRST:LAST`` (doubling) or ``FIRST:LAST:xFACTOR``, whose last
-            number is always among them.
+    """Return numbers of nodes in ascending order from a list with sweeps (see `parse_sweep`).
 
     Raises:
-        UsageError: one is no number of nodes, or there are more than 100.
+        UsageError: a number is not valid, or there are more than 100.
 
     Example:
         >>> parse_nodes("1:10"), parse_nodes("3,1:1000:x10")
         ((1, 2, 4, 8, 10), (1, 3, 10, 100, 1000))
     """
-    found: set[int] = set()
-    for part in text.split(","):
-        first, *rest = part.strip().split(":")
-        low = _nodes(first, text)
-        if not rest:
-            found.add(low)
-            continue
-        high, factor = _nodes(rest[0], text), 2
-        if len(rest) == 2 and rest[1].startswith("x"):
-            factor = _nodes(rest[1][1:], text)
-        elif len(rest) > 1:
-            raise UsageError(f"--nodes {text!r} is no sweep", remedy="write 1:10000 or 1:10000:x10")
-        if low > high or factor < 2:
-            raise UsageError(
-                f"--nodes {text!r} makes no sweep", remedy="write the smaller number first: 1:10000"
-            )
-        found |= {low * factor**k for k in range(64) if low * factor**k < high} | {high}
-    if len(found) > _MOST_ROWS:
-        raise UsageError(f"--nodes {text!r}: more than {_MOST_ROWS} numbers", remedy="take larger steps")
-    return tuple(sorted(found))
 
+    def number(part: str) -> int:
+        if not part.isdigit() or not 1 <= int(part) <= MOST_NODES:
+            raise ValueError(f"{part!r} is no number of nodes from 1 to {MOST_NODES}")
+        return int(part)
 
-def _nodes(written: str, text: str) -> int:
-    if not written.isdigit() or not 1 <= int(written) <= MOST_NODES:
-        raise UsageError(
-            f"--nodes {text!r}: {written!r} is no number of nodes", remedy=f"write 1 to {MOST_NODES}"
-        )
-    return int(written)
+    found = parse_sweep("--nodes", text, number, example="1:10000:x10", most=_MAX_ROWS)
+    return tuple(int(each) for each in found)
 
 
 def measured_steps(path: Path) -> tuple[float, ...]:
-    """Return the times of steps in a file, in seconds.
+    """Return measured step times from a file, in seconds.
 
     Args:
-        path: a JSON list of numbers, or one time in each line, with a unit or in seconds.
+        path: a JSON list of seconds, or one time per line with a unit or in seconds.
 
     Raises:
-        UsageError: it can't be read, or holds something else, or fewer than two times.
+        UsageError: the file can't be read, is not valid, or has fewer than two times.
     """
     remedy = "name a JSON list of seconds, or a file with one time in each line"
     try:
@@ -170,95 +102,128 @@ def measured_steps(path: Path) -> tuple[float, ...]:
     return tuple(values)
 
 
-def _step(text: str | None) -> tuple[float, tuple[float, ...]]:
-    """Return the time of a step, and the steps that it is the mean of; empty if it is given."""
+def parse_step(text: str | None) -> tuple[float, tuple[float, ...]]:
+    """Return the step time of ``--step``, and the measured steps if it names a file.
+
+    Raises:
+        UsageError: the option is missing or not valid.
+    """
     if text is None:
-        raise UsageError("how long does a step compute?", remedy="pass --step, such as 250ms, or a file")
+        raise UsageError("the time of a step is missing", remedy="pass --step, such as 250ms, or a file")
     if Path(text).is_file():
         steps = measured_steps(Path(text))
         return math.fsum(steps) / len(steps), steps
-    return _time("--step", text), ()
+    return parse_time("--step", text), ()
 
 
-def _carrier(options: Mapping[str, Any], cost: CollectiveCost | ExchangeCost | None) -> Carrier:
-    per_node = options["ranks_per_node"]
-    if cost is not None:
-        return FittedNetwork(cost.fit, per_node)
-    link, latency = _link("--link", options["link"], options["latency"])
-    inside: float | None = None
-    inside_latency = 0.0
-    if options["inside"] is not None:
-        inside, inside_latency = _link("--inside", options["inside"], options["inside_latency"])
-    elif per_node > 1:
-        raise UsageError(
-            f"{per_node} ranks in a node, and no link between them", remedy="pass --inside, such as nvlink4"
-        )
-    switch = math.inf if options["switch"] is None else parse_rate(options["switch"])
-    return Network(options["topology"], link, latency, per_node, inside, inside_latency, switch)
+def parse_time(option: str, text: str) -> float:
+    """Return a time above 0 in seconds.
+
+    Raises:
+        UsageError: the text is not valid.
+    """
+    return parse_positive(option, text, parse_seconds, "30s or 5min")
 
 
-def _all_reduce(profile: Profile, backend: str, network: str | None) -> CollectiveCost | ExchangeCost:
-    """Return the cost of an all-reduce as ``bench fit`` found it; where it found none, as ``bench parts`` did."""
+def measured_network(profile: Profile, backend: str, network: str | None) -> CollectiveCost | ExchangeCost:
+    """Return the all-reduce of a profile, as fitted by ``bench fit`` or measured by ``bench parts``."""
     if profile.exchanges and not profile.collectives:
         return profile.exchange("all-reduce", backend, network)
     return profile.collective("all-reduce", backend, network)
 
 
-def _link(option: str, text: str, latency: str | None) -> tuple[float, float]:
-    """Return bytes per second and seconds of a link that is given as a rate or by name."""
+def parse_network(
+    cost: CollectiveCost | ExchangeCost | None,
+    *,
+    topology: str,
+    link: str,
+    latency: str | None,
+    ranks_per_node: int,
+    inside: str | None,
+    inside_latency: str | None,
+    switch: str | None,
+) -> NetworkModel:
+    """Return the measured network or the one described by the options.
+
+    Raises:
+        UsageError: an option is not valid, or the link inside nodes is missing.
+    """
+    if cost is not None:
+        return FittedNetwork(cost.fit, ranks_per_node)
+    rate, seconds = parse_link("--link", link, latency)
+    inside_rate: float | None = None
+    inside_seconds = 0.0
+    if inside is not None:
+        inside_rate, inside_seconds = parse_link("--inside", inside, inside_latency)
+    elif ranks_per_node > 1:
+        raise UsageError(
+            f"the link between the {ranks_per_node} ranks of a node is missing",
+            remedy="pass --inside, such as nvlink4",
+        )
+    switch_rate = math.inf if switch is None else parse_rate(switch)
+    return ClusterNetwork(topology, rate, seconds, ranks_per_node, inside_rate, inside_seconds, switch_rate)
+
+
+def parse_link(option: str, text: str, latency: str | None) -> tuple[float, float]:
+    """Return bytes per second and latency of a link given as a rate or by name.
+
+    Raises:
+        UsageError: the text is not valid.
+    """
     if "/s" in text or text.lower().endswith("bps"):
-        rate, usual = parse_rate(text), _LATENCY
+        rate, default = parse_rate(text), _DEFAULT_LATENCY
         if rate <= 0:
             raise UsageError(f"{option} {text}", remedy="pass a rate above 0, such as 200Mbit/s")
     else:
         known = find_interconnect(text)
-        rate, usual = known.nbytes_per_second, known.latency_seconds
-    return rate, usual if latency is None else parse_seconds(latency)
+        rate, default = known.nbytes_per_second, known.latency_seconds
+    return rate, default if latency is None else parse_seconds(latency)
 
 
-def _contention(
-    options: Mapping[str, Any], profile: Profile | None, network: str | None
+def parse_contention(
+    text: str | None, profile: Profile | None, backend: str, network: str | None
 ) -> tuple[float, float]:
-    """Return how many times as long computing takes beside exchanges, and exchanges beside computing: as asked, or as
-    the profile has it of the most ranks on the same network.
+    """Return the slowdowns of computing and of communication during each other.
+
+    Without ``--contention``, they are those of the profile with the most ranks on the same network, or 1.
+
+    Raises:
+        UsageError: the text is not valid.
     """
-    if options["contention"] is not None:
+    if text is not None:
         try:
-            computing, calls = (float(each) for each in options["contention"].split(":"))
+            computing, calls = (float(each) for each in text.split(":"))
         except ValueError:
             raise UsageError(
-                f"--contention {options['contention']}", remedy="write two factors of 1 or more: 1.3:1.1"
+                f"--contention {text}", remedy="write two factors of 1 or more: 1.3:1.1"
             ) from None
         return computing, calls
     found = [
         each
         for each in (() if profile is None else profile.contentions)
         if (each.caller, each.op) == ("paceline", "all-reduce")
-        and (each.backend, each.network) == (options["backend"], network)
+        and (each.backend, each.network) == (backend, network)
     ]
-    most = max(found, key=lambda each: each.ranks, default=None)
-    return (1.0, 1.0) if most is None else (most.computing_slows, most.calls_slow)
+    largest = max(found, key=lambda each: each.ranks, default=None)
+    return (1.0, 1.0) if largest is None else (largest.computing_slows, largest.calls_slow)
 
 
-def _time(option: str, text: str) -> float:
-    seconds = parse_seconds(text)
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"{option} {text}", remedy="pass a time above 0, such as 30s or 5min")
-    return seconds
+def check_failures(plan: ClusterPlan, restart: str) -> None:
+    """Reject options about failures that would be ignored or contradict each other.
 
-
-def _check_failures(options: Mapping[str, Any], plan: ClusterPlan) -> None:
-    """Refuse what would be left unheeded, or can't be computed."""
+    Raises:
+        UsageError: they do.
+    """
     if plan.node_mtbf == math.inf:
-        if options["restart"] != "0s":
-            raise UsageError("--restart without failures", remedy="pass --mtbf, or leave it out")
+        if restart != "0s":
+            raise UsageError("--restart without failures", remedy="pass --mtbf, or omit --restart")
         if plan.write and plan.interval is None:
             raise UsageError(
-                "--checkpoint without failures: the best interval is never",
+                "--checkpoint without failures: the best interval is infinite",
                 remedy="pass --mtbf, or --interval",
             )
     elif not plan.write and plan.interval is None:
         raise UsageError(
-            "--mtbf, and checkpoints that take no time: they would be written all the time",
+            "--mtbf with checkpoints that take no time: the best interval is 0",
             remedy="pass --checkpoint, such as 30s, or --interval",
         )

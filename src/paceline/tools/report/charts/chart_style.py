@@ -1,11 +1,8 @@
-"""What charts are drawn on and with: style, panels, lines with names at their ends, files.
+"""Style, panels, line labels and output files shared by all charts.
 
-The only file that needs matplotlib. A chart is drawn on light paper, made to be read at about 1000 px width,
-with colours that stay apart for colour-blind eyes (Okabe & Ito's set); what can be labelled directly is.
-`Chart.inline_svg` gives the same chart for an HTML page whose style sheet says the colours, so that it
-follows the reader's choice of light or dark.
-
-Where marks of a chart go: smoothing and labels that keep apart. Pure functions over numbers.
+Charts are drawn on a light background for a width of about 1000 px, in a palette for colour-blind readers (Okabe &
+Ito), with direct labels instead of legends where possible. `Chart.inline_svg` returns the same chart with CSS
+variables for colours, so that it follows the light or dark theme of the HTML page.
 """
 
 from __future__ import annotations
@@ -37,15 +34,17 @@ __all__ = [
     "MUTED",
     "PAPER",
     "Chart",
-    "End",
-    "Line",
-    "drawn",
-    "log_ticks",
-    "name_lines",
+    "ChartLine",
+    "LineEnd",
+    "in_paceline_style",
+    "label_line_ends",
+    "legend_patch",
     "running_mean",
-    "spread",
+    "set_log_ticks",
+    "set_title",
+    "space_apart",
     "stacked_panels",
-    "swatch",
+    "time_unit",
 ]
 
 INK, MUTED, _GRID, PAPER = "#1f2430", "#5c6370", "#e4e7eb", "#fefefe"
@@ -94,12 +93,13 @@ _STYLE: dict[str, Any] = {
 P = ParamSpec("P")
 
 
-End = tuple[float, float, str, str]  # x, y, label and colour of a line's last point
+LineEnd = tuple[float, float, str, str]
+"""x, y, label and colour of a line's last point."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """A named row of points ``(x, y)``; `faint` draws it as a reference, dashed and without markers."""
+class ChartLine:
+    """A labelled line through points ``(x, y)``; `faint` draws a reference line, dashed and without markers."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -113,10 +113,10 @@ class Chart:
     figure: Figure
 
     def save(self, path: Path) -> Path:
-        """Write the chart to `path`, whole, as PNG or SVG by its suffix, on white paper.
+        """Write the chart atomically to `path`, as PNG or SVG by its suffix.
 
         Raises:
-            UsageError: another suffix.
+            UsageError: the suffix is neither ``.png`` nor ``.svg``.
         """
         if path.suffix not in (".png", ".svg"):
             raise UsageError(f"can't draw to {path.name!r}", remedy="name a .png or .svg file")
@@ -125,15 +125,14 @@ class Chart:
         with _style(path.stem):
             write_atomic(
                 path,
-                lambda beside: self.figure.savefig(beside, dpi=200, facecolor=PAPER, metadata=metadata),
+                lambda file: self.figure.savefig(file, dpi=200, facecolor=PAPER, metadata=metadata),
             )
         return path
 
     def inline_svg(self, name: str) -> str:
-        """Return the chart as an ``<svg>`` element for a page; `name` keeps its ids apart from other charts'.
+        """Return the chart as an ``<svg>`` element whose ids begin with `name`, unique on the page.
 
-        Ink, grid and phases take the colours of the style sheet's variables ``--ink``, ``--muted``,
-        ``--line``, ``--forward`` … .
+        Text, grid and phase colours refer to the CSS variables ``--ink``, ``--muted``, ``--line``, ``--forward`` ….
         """
         buffer = StringIO()
         with _style(name):
@@ -151,12 +150,12 @@ class Chart:
 
 
 def _style(salt: str) -> AbstractContextManager[object]:
-    """Return the context in which everything is drawn and written; `salt` makes ids of an SVG repeatable."""
+    """Return the matplotlib settings to draw and save with; `salt` makes the ids of an SVG reproducible."""
     return require_matplotlib().rc_context({**_STYLE, "svg.hashsalt": salt})
 
 
-def drawn(draw: Callable[P, Chart]) -> Callable[P, Chart]:
-    """Let `draw` work in Paceline's style, and leave the caller's own settings as they are."""
+def in_paceline_style(draw: Callable[P, Chart]) -> Callable[P, Chart]:
+    """Decorate a drawing function to use Paceline's style without changing the caller's matplotlib settings."""
 
     @functools.wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> Chart:
@@ -169,7 +168,7 @@ def drawn(draw: Callable[P, Chart]) -> Callable[P, Chart]:
 def stacked_panels(
     width: float, height: float, heights: Sequence[float] = (1.0,)
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure of `width` × `height` inches with panels below each other, as high as `heights` say."""
+    """Return a figure of `width` × `height` inches with panels on top of each other, of relative `heights`."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -178,22 +177,27 @@ def stacked_panels(
     return figure, list(grid[:, 0])
 
 
-def log_ticks(axes: Axes, subs: Sequence[float]) -> None:
-    """Put the ticks of a logarithmic vertical axis at these multiples of every power of ten."""
+def set_title(axes: Axes, title: str, *, pad: float | None = None) -> None:
+    """Write the title of a panel, bold and flush left."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=pad)
+
+
+def set_log_ticks(axes: Axes, subs: Sequence[float]) -> None:
+    """Set the ticks of a logarithmic y axis to these multiples of every power of ten."""
     from matplotlib.ticker import LogLocator
 
     axes.yaxis.set_major_locator(LogLocator(subs=subs))
 
 
-def swatch(label: str, colour: str) -> Patch:
-    """Return the sample of a colour for a legend."""
+def legend_patch(label: str, colour: str) -> Patch:
+    """Return a legend entry for a colour."""
     from matplotlib.patches import Patch
 
     return Patch(color=colour, label=label)
 
 
-def name_lines(axes: Axes, ends: Sequence[End], wide: bool) -> None:
-    """Write each line's name at its right end, apart from each other; on a phone, in a legend above."""
+def label_line_ends(axes: Axes, ends: Sequence[LineEnd], wide: bool) -> None:
+    """Label each line at its right end without overlaps; in a narrow chart, use a legend above instead."""
     if not wide and ends:
         handles = [
             axes.plot([], [], color=colour, linewidth=2, label=label)[0] for _, _, label, colour in ends
@@ -202,11 +206,11 @@ def name_lines(axes: Axes, ends: Sequence[End], wide: bool) -> None:
             handles=handles, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, frameon=False, fontsize=9
         )
         return
-    inches = axes.bbox.height / axes.figure.dpi  # about: the layout follows
-    axes.autoscale_view()  # else limits are settled too late
+    inches = axes.bbox.height / axes.figure.dpi  # approximate: the layout runs later
+    axes.autoscale_view()  # otherwise the limits are still unknown
     to_fraction = axes.transScale + axes.transLimits
-    heights = spread([to_fraction.transform(end[:2])[1] for end in ends], gap=0.2 / inches)
-    above = max(0.0, max(heights, default=0.0) - 1)  # what would stand beside the title
+    heights = space_apart([to_fraction.transform(end[:2])[1] for end in ends], gap=0.2 / inches)
+    above = max(0.0, max(heights, default=0.0) - 1)  # would overlap the title
     heights = [height - above for height in heights]
     for (at, value, label, colour), height in zip(ends, heights, strict=True):
         axes.annotate(
@@ -222,32 +226,45 @@ def name_lines(axes: Axes, ends: Sequence[End], wide: bool) -> None:
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Return for each value the mean of it and up to `reach` values on each side.
+    """Return a centred running mean over up to `reach` values on each side.
 
-    Near an end both sides reach as far as the shorter one, so that a slope stays where it is.
+    Near the ends the window shrinks symmetrically, so that slopes are not shifted.
     """
     sums = [0.0, *accumulate(values)]
     reaches = [min(reach, at, len(values) - 1 - at) for at in range(len(values))]
     return [(sums[at + r + 1] - sums[at - r]) / (2 * r + 1) for at, r in enumerate(reaches)]
 
 
-def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Return the positions, moved as little as needed for neighbours to be `gap` apart, in the same order.
+def space_apart(positions: Sequence[float], gap: float) -> list[float]:
+    """Return the positions in the same order, moved as little as needed for neighbours to be `gap` apart.
 
-    Positions that are too close become a group around their mean; groups that touch become one.
+    Positions that are too close form a group around their mean; groups that touch are merged.
     """
     order = sorted(range(len(positions)), key=positions.__getitem__)
     groups: list[list[int]] = []
-    middle: list[float] = []
+    centres: list[float] = []
     for index in order:
         groups.append([index])
-        middle.append(positions[index])
-        while len(groups) > 1 and middle[-1] - middle[-2] < gap * (len(groups[-1]) + len(groups[-2])) / 2:
+        centres.append(positions[index])
+        while len(groups) > 1 and centres[-1] - centres[-2] < gap * (len(groups[-1]) + len(groups[-2])) / 2:
             last, before = groups.pop(), groups.pop()
             groups.append(before + last)
-            middle[-2:] = [sum(positions[member] for member in groups[-1]) / len(groups[-1])]
+            centres[-2:] = [sum(positions[member] for member in groups[-1]) / len(groups[-1])]
     spaced = [0.0] * len(positions)
-    for group, centre in zip(groups, middle, strict=True):
+    for group, centre in zip(groups, centres, strict=True):
         for place, index in enumerate(group):
             spaced[index] = centre + gap * (place - (len(group) - 1) / 2)
     return spaced
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit for an axis that covers so many seconds, and the unit's length in seconds.
+
+    Example:
+        >>> time_unit(90.0), time_unit(7200.0)
+        (('s', 1.0), ('min', 60.0))
+    """
+    for unit, scale, least in (("days", 86400.0, 4.0), ("h", 3600.0, 3.0), ("min", 60.0, 3.0)):
+        if seconds >= least * scale:
+            return unit, scale
+    return "s", 1.0

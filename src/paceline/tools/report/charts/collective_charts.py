@@ -1,8 +1,6 @@
-"""Two charts of collectives: time, and bandwidth, against the size of the message.
+"""Charts of collectives: time and bandwidth by message size, and fits next to measurements.
 
-A colour stands for a backend, a marker and a dash for a number of processes, so that either can be followed.
-
-A fit beside what was measured: times against size, and what was held out as predicted ÷ measured.
+Colours stand for backends; markers and dashes stand for numbers of processes.
 """
 
 from __future__ import annotations
@@ -22,24 +20,31 @@ from paceline.tools.report.charts.chart_style import (
     MUTED,
     PAPER,
     Chart,
-    End,
-    drawn,
-    log_ticks,
-    name_lines,
+    LineEnd,
+    in_paceline_style,
+    label_line_ends,
+    set_log_ticks,
+    set_title,
     stacked_panels,
 )
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
 
-__all__ = ["MOST_SERIES", "Series", "SizeLine", "bandwidth_by_size", "fit_chart", "time_by_size"]
+__all__ = ["MAX_FIT_SERIES", "BackendSeries", "FitSeries", "bandwidth_by_size", "fit_chart", "time_by_size"]
 
 _DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 
 @dataclass(frozen=True)
-class SizeLine:
-    """What one backend did with one number of processes: points are (bytes, seconds) or (bytes, bytes per second)."""
+class BackendSeries:
+    """Measurements of one backend with one number of processes.
+
+    Attributes:
+        backend: name of the backend.
+        ranks: number of processes.
+        points: (bytes, seconds) or (bytes, bytes per second).
+    """
 
     backend: str
     ranks: int
@@ -47,17 +52,17 @@ class SizeLine:
 
     @property
     def label(self) -> str:
-        """The name at the line's end."""
+        """Label at the end of the line."""
         return f"{self.backend}, {self.ranks} ranks"
 
 
-@drawn
-def time_by_size(lines: Sequence[SizeLine], *, title: str) -> Chart:
-    """Return the time of a call against the bytes of its message, both logarithmic.
+@in_paceline_style
+def time_by_size(lines: Sequence[BackendSeries], *, title: str) -> Chart:
+    """Return a chart of call time over message size, both logarithmic.
 
     Args:
-        lines: one for each backend and number of processes; points are (bytes, seconds).
-        title: what is measured, and on what.
+        lines: one per backend and number of processes; points are (bytes, seconds).
+        title: the measurement and its machine.
     """
     chart, axes = _chart(lines, title, scale="log")
     axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
@@ -65,17 +70,17 @@ def time_by_size(lines: Sequence[SizeLine], *, title: str) -> Chart:
     return chart
 
 
-@drawn
-def bandwidth_by_size(lines: Sequence[SizeLine], *, title: str, bandwidth: str) -> Chart:
-    """Return the bandwidth of a call against the bytes of its message, which are logarithmic.
+@in_paceline_style
+def bandwidth_by_size(lines: Sequence[BackendSeries], *, title: str, bandwidth: str) -> Chart:
+    """Return a chart of bandwidth over message size (logarithmic).
 
     Args:
-        lines: one for each backend and number of processes; points are (bytes, bytes per second).
-        title: what is measured, and on what.
-        bandwidth: which one it is, such as ``"busbw"``.
+        lines: one per backend and number of processes; points are (bytes, bytes per second).
+        title: the measurement and its machine.
+        bandwidth: name of the bandwidth, such as ``"busbw"``.
     """
     scaled = [
-        SizeLine(line.backend, line.ranks, [(size, rate / 1e9) for size, rate in line.points])
+        BackendSeries(line.backend, line.ranks, [(size, rate / 1e9) for size, rate in line.points])
         for line in lines
     ]
     chart, axes = _chart(scaled, title, scale="linear")
@@ -83,13 +88,12 @@ def bandwidth_by_size(lines: Sequence[SizeLine], *, title: str, bandwidth: str) 
     return chart
 
 
-def _chart(lines: Sequence[SizeLine], title: str, scale: str) -> tuple[Chart, Axes]:
-    """Return the chart of the lines, and its axes."""
+def _chart(lines: Sequence[BackendSeries], title: str, scale: str) -> tuple[Chart, Axes]:
     figure, (axes,) = stacked_panels(width=10, height=max(4.2, 0.24 * len(lines) + 1.2))
     backends = list(dict.fromkeys(line.backend for line in lines))
     ranks = sorted({line.ranks for line in lines})
     axes.set(xscale="log", yscale=scale)
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     for line in lines:
         colour = COLOURS[backends.index(line.backend) % len(COLOURS)]
         at = ranks.index(line.ranks)
@@ -109,27 +113,27 @@ def _chart(lines: Sequence[SizeLine], title: str, scale: str) -> tuple[Chart, Ax
     axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
     axes.minorticks_off()
     axes.grid(axis="y")
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    set_title(axes, title)
     axes.set(xlabel="bytes (S)")
-    name_lines(axes, ends, wide=True)
+    label_line_ends(axes, ends, wide=True)
     return Chart(figure), axes
 
 
-MOST_SERIES = len(COLOURS)
+MAX_FIT_SERIES = len(COLOURS)
 
 
 _STEPS = 200
 
 
 @dataclass(frozen=True)
-class Series:
-    """What is drawn in one colour.
+class FitSeries:
+    """A fit and its measurements, drawn in one colour.
 
     Attributes:
-        label: its name, such as ``"4 ranks"``.
+        label: such as ``"4 ranks"``.
         fit: the curve.
-        points: measurements by one number of ranks, at least one.
-        checked: those of them that were held out, with their predictions.
+        points: one or more measurements with the same number of ranks.
+        checked: the held-out points among them, with their predictions.
     """
 
     label: str
@@ -138,17 +142,19 @@ class Series:
     checked: Sequence[CheckedPrediction] = ()
 
 
-@drawn
-def fit_chart(series: Sequence[Series], title: str) -> Chart:
-    """Return the chart: filled points were measured, hollow ones are predictions for sizes that were held out.
+@in_paceline_style
+def fit_chart(series: Sequence[FitSeries], title: str) -> Chart:
+    """Return a chart of fits: filled markers are measurements, hollow ones predictions for held-out sizes.
+
+    The lower panel shows predicted / measured of the held-out sizes.
 
     Args:
-        series: at most `MOST_SERIES`.
-        title: what was measured, on what.
+        series: at most `MAX_FIT_SERIES`.
+        title: the measurement and its machine.
     """
     figure, (above, below) = stacked_panels(width=10, height=7.2, heights=(1.8, 1.0))
     below.axhline(1.0, color=MUTED, linewidth=1)
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     for each, colour, marker in zip(series, COLOURS, MARKERS, strict=False):
         ends.append(_curve(above, each, colour))
         _marks(above, [(point.nbytes, point.seconds) for point in each.points], colour, marker, colour)
@@ -160,19 +166,19 @@ def fit_chart(series: Sequence[Series], title: str) -> Chart:
         axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
         axes.minorticks_off()
         axes.grid(axis="y")
-    name_lines(above, ends, wide=True)
+    label_line_ends(above, ends, wide=True)
     above.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
-    above.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    set_title(above, title)
     low, high = below.get_ylim()
     below.set_ylim(min(low, 0.85), max(high, 1.18))
-    log_ticks(below, (1, 2, 5) if high > 5 * low else (1, 1.1, 1.2, 1.5, 2, 3, 5, 6, 7, 8, 9))
+    set_log_ticks(below, (1, 2, 5) if high > 5 * low else (1, 1.1, 1.2, 1.5, 2, 3, 5, 6, 7, 8, 9))
     below.yaxis.set_major_formatter(lambda times, _: f"{times:g}×")
     below.set(xlabel="bytes", ylabel="held out: predicted ÷ measured", xlim=above.get_xlim())
     return Chart(figure)
 
 
-def _curve(axes: Axes, series: Series, colour: str) -> End:
-    """Draw the fit over the sizes that it was made from, and return its end."""
+def _curve(axes: Axes, series: FitSeries, colour: str) -> LineEnd:
+    """Draw a fit over the sizes that it was fitted to; return its end."""
     ranks = series.points[0].ranks
     sizes = [float(size) for size in np.geomspace(series.fit.low, series.fit.high, _STEPS)]
     seconds = [series.fit.seconds(size, ranks) for size in sizes]

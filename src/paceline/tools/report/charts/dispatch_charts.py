@@ -1,4 +1,4 @@
-"""Two charts of dispatched data: imbalance against the block size, and where each rank's batches end."""
+"""Charts of data dispatch: imbalance over block size, and the end of an epoch on each rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from paceline.tools.report.charts.chart_style import (
     MUTED,
     PAPER,
     Chart,
-    End,
-    drawn,
-    name_lines,
+    LineEnd,
+    in_paceline_style,
+    label_line_ends,
+    legend_patch,
+    set_title,
     stacked_panels,
-    swatch,
 )
 
 if TYPE_CHECKING:
@@ -28,23 +29,23 @@ if TYPE_CHECKING:
 
     from paceline.tools.report.charts.chart_style import Axes
 
-__all__ = ["MOST_PANELS", "end_chart", "imbalance_chart"]
+__all__ = ["MAX_PANELS", "epoch_end_chart", "imbalance_chart"]
 
-MOST_PANELS = 6
-"""Block and batch sizes that are drawn below each other: those whose ranks differ most."""
+MAX_PANELS = 6
+"""Panels of `epoch_end_chart`; with more sizes, those whose ranks differ most are drawn."""
 
 _RANDOM, _TURNS = COLOURS[0], COLOURS[1]
 _TOGETHER, _ALONE, _WITHOUT = COLOURS[5], COLOURS[4], "#e4e7eb"
 _POLICIES: tuple[UnevenPolicy, ...] = ("join", "truncate", "drop", "rebalance")
 _STEPS = 48
-_NAMED = 24  # ranks: more of them get no name each
+_MAX_RANK_LABELS = 24
 
 
-@drawn
+@in_paceline_style
 def imbalance_chart(found: Sequence[DispatchForecast], *, title: str) -> Chart:
-    """Return by how much the largest amount is above its share, against the block size, both logarithmic.
+    """Return a chart of imbalance (largest amount above its share) over block size, both logarithmic.
 
-    Lines are closed forms, points were drawn or counted at the block sizes that were asked for.
+    Lines are closed forms; markers are simulated or counted at the requested block sizes.
     """
     dealing = found[0].balance.dispatch
     shares, samples = dealing.shares, dealing.samples
@@ -67,9 +68,9 @@ def imbalance_chart(found: Sequence[DispatchForecast], *, title: str) -> Chart:
     ]
     figure, (axes,) = stacked_panels(width=10, height=4.6)
     axes.set(xscale="log", yscale="log")
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     for label, colour, dash, values in lines:
-        if not all(values):  # one rank: there is nothing to be above
+        if not all(values):  # one rank: no imbalance
             continue
         axes.plot(sizes, values, dash, color=colour, linewidth=2)
         ends.append((sizes[-1], values[-1], label, colour))
@@ -80,41 +81,40 @@ def imbalance_chart(found: Sequence[DispatchForecast], *, title: str) -> Chart:
     axes.minorticks_off()
     axes.grid(axis="y")
     axes.legend(loc="upper left", frameon=False, fontsize=9)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    name_lines(axes, ends, wide=True)
+    set_title(axes, title)
+    label_line_ends(axes, ends, wide=True)
     return Chart(figure)
 
 
 def _sizes(blocks: Sequence[int], samples: int) -> list[int]:
-    """Return the block sizes of the lines, from a little below those asked for to a little above."""
+    """Return the block sizes at which lines are evaluated, a little beyond the requested range."""
     low, high = max(1, blocks[0] // 4), min(samples, max(4 * blocks[-1], 16 * blocks[0]))
     return sorted({round(low * (high / low) ** (step / _STEPS)) for step in range(_STEPS + 1)})
 
 
 def _points(axes: Axes, found: Sequence[DispatchForecast]) -> None:
-    """Mark what was drawn, and what is exact."""
     blocks = [each.block for each in found]
     spreads = [each.imbalance.random for each in found]
     for name, marker, face, values in (
         ("mean", "o", _RANDOM, [spread.drawn for spread in spreads]),
         ("worst", "^", PAPER, [spread.drawn_worst for spread in spreads]),
     ):
-        there = [value for value in values if value is not None]
-        if there:
+        known = [value for value in values if value is not None]
+        if known:
             label = f"{name} of {spreads[0].draws} draws"
-            axes.plot(blocks, there, marker, color=_RANDOM, mfc=face, markersize=7, label=label)
+            axes.plot(blocks, known, marker, color=_RANDOM, mfc=face, markersize=7, label=label)
     exact = [each.imbalance.in_turns or math.nan for each in found]
     none = [f"{block:,}" for block, part in zip(blocks, exact, strict=True) if math.isnan(part)]
     label = "in turns, exact" + (f" (0 for blocks of {', '.join(none)})" if none else "")
     axes.plot(blocks, exact, "s", color=_TURNS, markersize=7, label=label)
 
 
-@drawn
-def end_chart(found: Sequence[DispatchForecast], *, title: str) -> Chart:
-    """Return the end of the epoch, step by step: which ranks have a batch, and what each policy makes of it."""
-    apart = [max(each.balance.batches) - min(each.balance.batches) for each in found]
-    most = sorted(range(len(found)), key=lambda number: -apart[number])[:MOST_PANELS]
-    panels = [found[number] for number in sorted(most)]
+@in_paceline_style
+def epoch_end_chart(found: Sequence[DispatchForecast], *, title: str) -> Chart:
+    """Return a chart of the last steps of an epoch: which ranks have batches, and where each policy ends."""
+    spreads = [max(each.balance.batches) - min(each.balance.batches) for each in found]
+    widest = sorted(range(len(found)), key=lambda number: -spreads[number])[:MAX_PANELS]
+    panels = [found[number] for number in sorted(widest)]
     ranks = panels[0].balance.dispatch.ranks
     each_height = min(3.2, max(1.5, 0.22 * ranks + 0.9))
     figure, all_axes = stacked_panels(
@@ -125,44 +125,44 @@ def end_chart(found: Sequence[DispatchForecast], *, title: str) -> Chart:
     all_axes[-1].set_xlabel("step")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     handles = [
-        swatch("every rank has a batch", _TOGETHER),
-        swatch("join uses it; truncate and drop never do", _ALONE),
-        swatch("join: takes part without data; pad: its first samples again", _WITHOUT),
+        legend_patch("every rank has a batch", _TOGETHER),
+        legend_patch("join uses it; truncate and drop never do", _ALONE),
+        legend_patch("join: takes part without data; pad: its first samples again", _WITHOUT),
     ]
     figure.legend(handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     return Chart(figure)
 
 
 def _end(axes: Axes, each: DispatchForecast) -> None:
-    """Draw a bar a rank: the batches that all have, its own, and up to those of the longest rank."""
+    """Draw one bar per rank: batches common to all ranks, its own, and up to the longest rank's."""
     own, ranks = each.balance.batches, each.balance.dispatch.ranks
-    together, longest = min(own), max(own)
-    if ranks <= _NAMED:
+    shortest, longest = min(own), max(own)
+    if ranks <= _MAX_RANK_LABELS:
         axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
     else:
         own = sorted(own)
         axes.set_ylabel(f"{ranks} ranks, sorted", fontsize=9)
         axes.set_yticks([])
-    for ends, colour in (([longest] * ranks, _WITHOUT), (own, _ALONE), ([together] * ranks, _TOGETHER)):
-        if ranks <= _NAMED:
+    for ends, colour in (([longest] * ranks, _WITHOUT), (own, _ALONE), ([shortest] * ranks, _TOGETHER)):
+        if ranks <= _MAX_RANK_LABELS:
             axes.barh(range(ranks), ends, 0.8, color=colour)
         else:
             axes.stairs(ends, orientation="horizontal", fill=True, color=colour)
-    apart = max(longest - together, 1)
-    axes.set(xlim=(max(0, together - 3 * apart), longest + 0.03 * apart), ylim=(ranks - 0.4, -0.6))
+    spread = max(longest - shortest, 1)
+    axes.set(xlim=(max(0, shortest - 3 * spread), longest + 0.03 * spread), ylim=(ranks - 0.4, -0.6))
     axes.xaxis.set_major_locator(_whole_numbers())
     axes.tick_params(axis="x", labelsize=9)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set_title(_told(each), loc="left", fontsize=10, color=MUTED)
+    axes.set_title(_panel_title(each), loc="left", fontsize=10, color=MUTED)
     if each.balance.deadlock:
         axes.axvline(each.balance.outcome("rebalance").steps or 0, color=INK, linewidth=1.5)
 
 
-def _told(each: DispatchForecast) -> str:
+def _panel_title(each: DispatchForecast) -> str:
     name = f"block {each.block}, batch {each.batch_size}"
     if not each.balance.deadlock:
-        return f"{name}: all ranks make {each.balance.batches[0]} steps"
+        return f"{name}: all ranks run {each.balance.batches[0]} steps"
     steps = {policy: each.balance.outcome(policy).steps or "no" for policy in _POLICIES}
     return (
         f"{name}: join and pad {steps['join']} steps, truncate {steps['truncate']}, drop {steps['drop']}, "

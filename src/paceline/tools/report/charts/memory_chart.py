@@ -1,4 +1,4 @@
-"""Memory over a step, stacked by what it is for, with the peak marked and named."""
+"""Chart of memory over a step, stacked by category, with the peak marked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline._core.format import format_bytes
-from paceline.tools.report.charts.chart_style import INK, MUTED, Chart, drawn, stacked_panels, swatch
+from paceline.tools.report.charts.chart_style import (
+    INK,
+    MUTED,
+    Chart,
+    in_paceline_style,
+    legend_patch,
+    set_title,
+    stacked_panels,
+)
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
@@ -33,27 +41,28 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What is drawn.
+    """Memory in use over a step.
 
     Attributes:
-        held: bytes after each tick, by category, the lowest first; all rows are equally long.
-        phases: (tick, name) of where each phase begins.
-        peak_at: tick of the peak. peak_told: what is written beside it.
-        capacity_nbytes: of the device; None: no line.
-        title: above the chart.
+        held: bytes after each tick by category, bottom of the stack first; all rows have the same length.
+        phases: (tick, name) of the beginning of each phase.
+        peak_at: tick of the peak.
+        peak_label: text next to the peak.
+        capacity_nbytes: memory of the device; None draws no line.
+        title: title of the chart.
     """
 
     held: Mapping[str, Sequence[int]]
     phases: Sequence[tuple[int, str]]
     peak_at: int
-    peak_told: str
+    peak_label: str
     capacity_nbytes: int | None
     title: str
 
 
-@drawn
+@in_paceline_style
 def memory_over_step(curve: MemoryCurve, wide: bool = True) -> Chart:
-    """Draw the memory of a step; the horizontal axis counts allocations and frees, not seconds."""
+    """Return a stacked chart of the memory of a step; the x axis counts allocations and frees, not seconds."""
     figure, (axes,) = stacked_panels(10 if wide else 4.5, 5)
     rows = {name: row for name, row in curve.held.items() if max(row, default=0)}
     ticks = range(len(next(iter(rows.values()), ())))
@@ -69,14 +78,14 @@ def memory_over_step(curve: MemoryCurve, wide: bool = True) -> Chart:
     _mark_peak(axes, curve, sum(row[curve.peak_at] for row in rows.values()) / unit, len(ticks))
     if curve.capacity_nbytes is not None and curve.capacity_nbytes / unit < 3 * axes.get_ylim()[1]:
         axes.axhline(curve.capacity_nbytes / unit, color=INK, linewidth=1, linestyle="--")
-        told = f"the device: {format_bytes(curve.capacity_nbytes)}"
+        label = f"device: {format_bytes(curve.capacity_nbytes)}"
         axes.annotate(
-            told, (0, curve.capacity_nbytes / unit), (4, -12), textcoords="offset points", fontsize=9
+            label, (0, curve.capacity_nbytes / unit), (4, -12), textcoords="offset points", fontsize=9
         )
     axes.set_ylabel(f"memory, {name}")
     axes.set_xlabel("allocations and frees of two steps, in order")
-    axes.set_title(curve.title, loc="left", fontsize=11, fontweight="bold")
-    handles: list[Any] = [swatch(each, _COLOURS[each]) for each in reversed(rows)]
+    set_title(axes, curve.title)
+    handles: list[Any] = [legend_patch(each, _COLOURS[each]) for each in reversed(rows)]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
     return Chart(figure)
 
@@ -86,7 +95,7 @@ def _unit(nbytes: int) -> tuple[int, str]:
 
 
 def _mark_phases(axes: Axes, curve: MemoryCurve, ticks: int) -> None:
-    """Draw a line where each phase begins, and its name where there is room."""
+    """Draw a line at the beginning of each phase, with its name where it fits."""
     top = axes.get_ylim()[1] * 1.18
     axes.set_ylim(0, top)
     axes.set_xlim(0, max(ticks - 1, 1))
@@ -101,7 +110,7 @@ def _mark_peak(axes: Axes, curve: MemoryCurve, height: float, ticks: int) -> Non
     left = curve.peak_at > ticks / 2
     axes.plot([curve.peak_at], [height], marker="v", color=INK, markersize=7, clip_on=False)
     axes.annotate(
-        curve.peak_told,
+        curve.peak_label,
         (curve.peak_at, height),
         (-8 if left else 8, 10),
         textcoords="offset points",

@@ -1,8 +1,6 @@
-"""The two figures of a predicted step: where its time goes, and its time against the bucket size, measured beside.
+"""Charts of predicted steps: time by phase, time over bucket size, and throughput over ranks.
 
-They are those of the DDP paper (Li et al., PyTorch Distributed, arXiv 2006.15704, latency break-down and bucket size).
-
-Chart of a plan: samples per second over ranks beside what they would do alone, and the efficiency with its range.
+The first two follow the DDP paper (Li et al., PyTorch Distributed, arXiv 2006.15704: latency breakdown, bucket size).
 """
 
 from __future__ import annotations
@@ -18,25 +16,23 @@ from paceline.tools.report.charts.chart_style import (
     MARKERS,
     MUTED,
     Chart,
-    End,
-    drawn,
-    name_lines,
+    LineEnd,
+    in_paceline_style,
+    label_line_ends,
+    set_title,
     stacked_panels,
 )
-from paceline.tools.report.charts.training_charts import Bar, breakdown
+from paceline.tools.report.charts.training_charts import StackedBar, breakdown_chart
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
 
-__all__ = ["BucketLine", "StepBar", "bucket_chart", "scaling_chart", "step_chart"]
+__all__ = ["PredictedBucketLine", "PredictedStepBar", "bucket_chart", "scaling_chart", "step_chart"]
 
 
 @dataclass(frozen=True)
-class StepBar:
-    """A way to synchronise: seconds of its predicted parts, and of the measured ones where there are any.
-
-    Parts are (forward, backward, exposed, optimizer).
-    """
+class PredictedStepBar:
+    """Predicted and, where known, measured seconds of a step: (forward, backward, exposed, optimizer)."""
 
     label: str
     predicted: tuple[float, float, float, float]
@@ -44,12 +40,12 @@ class StepBar:
 
 
 @dataclass(frozen=True)
-class BucketLine:
-    """A way with buckets.
+class PredictedBucketLine:
+    """Step times of a strategy by bucket size.
 
     Attributes:
-        label: its name.
-        points: (MiB, predicted seconds, least, most), ascending.
+        label: name of the strategy.
+        points: (MiB, predicted seconds, low, high), ascending.
         measured: (MiB, seconds).
     """
 
@@ -61,35 +57,36 @@ class BucketLine:
 _PHASES = ("forward", "backward", "exposed", "optimizer")
 
 
-def step_chart(bars: Sequence[StepBar], *, title: str) -> Chart:
-    """Return where the time of each way's step goes: predicted, with the measured bar below where there is one."""
+def step_chart(bars: Sequence[PredictedStepBar], *, title: str) -> Chart:
+    """Return a chart of a step's time by phase for each strategy: predicted bars, measured ones below them."""
     rows = []
     for bar in bars:
-        rows.append(Bar(bar.label, _milliseconds(bar.predicted), "predicted" if bar.measured else ""))
+        rows.append(StackedBar(bar.label, _milliseconds(bar.predicted), "predicted" if bar.measured else ""))
         if bar.measured:
             off = 100 * (sum(bar.predicted) / sum(bar.measured) - 1)
-            told = f"measured; predicted {off:+.0f} %".replace("-", "−")
-            rows.append(Bar("", _milliseconds(bar.measured), told))
-    return breakdown({title: rows})
+            remark = f"measured; predicted {off:+.0f} %".replace("-", "−")
+            rows.append(StackedBar("", _milliseconds(bar.measured), remark))
+    return breakdown_chart({title: rows})
 
 
 def _milliseconds(parts: Sequence[float]) -> dict[str, float]:
     return {phase: 1e3 * seconds for phase, seconds in zip(_PHASES, parts, strict=True)}
 
 
-@drawn
+@in_paceline_style
 def bucket_chart(
-    lines: Sequence[BucketLine], *, title: str, bare: float, marked: Sequence[tuple[str, float]]
+    lines: Sequence[PredictedBucketLine], *, title: str, bare: float, marked: Sequence[tuple[str, float]]
 ) -> Chart:
-    """Return the time of a step against the bucket size: lines predicted, with their range; markers measured.
+    """Return a chart of step time over bucket size: predicted lines with their range, measured markers.
 
     Args:
-        lines: at least one. title: what is trained, on what.
+        lines: at least one.
+        title: the model and the machine.
         bare: seconds of a step without synchronisation.
-        marked: names of bucket sizes, in MiB, that are marked on the axis.
+        marked: (name, MiB) of bucket sizes to mark on the axis.
     """
     figure, (axes,) = stacked_panels(width=10, height=4.6)
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     for line, colour, marker in zip(lines, COLOURS, MARKERS, strict=False):
         sizes, times, low, high = zip(*line.points, strict=True)
         axes.fill_between(sizes, _ms(low), _ms(high), color=colour, alpha=0.1, linewidth=0)
@@ -110,15 +107,15 @@ def bucket_chart(
     axes.plot([min(every), max(every)], _ms((bare, bare)), "--", color=MUTED, linewidth=1.3)
     ends.append((max(every), 1e3 * bare, "no synchronisation", MUTED))
     _axis(axes, min(every), max(every), [each for each in marked if min(every) <= each[1] <= max(every)])
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=22 if marked else 8)
+    set_title(axes, title, pad=22 if marked else 8)
     axes.set(xlabel="bucket size (MiB)", ylabel="milliseconds of one step", ylim=(0, None))
     axes.grid(axis="y")
-    name_lines(axes, ends, wide=True)
+    label_line_ends(axes, ends, wide=True)
     return Chart(figure)
 
 
 def _axis(axes: Axes, low: float, high: float, marked: Sequence[tuple[str, float]]) -> None:
-    """Put ticks at powers of two or four, and a named line at each size that is marked."""
+    """Set ticks at powers of two or four, and draw a named line at each marked size."""
     axes.set_xscale("log")
     step = 2 if math.log2(high / low) <= 9 else 4
     ticks = [step**power for power in range(-4, 12) if low <= step**power <= high]
@@ -142,12 +139,13 @@ def _ms(seconds: Sequence[float]) -> list[float]:
     return [1e3 * each for each in seconds]
 
 
-@drawn
+@in_paceline_style
 def scaling_chart(points: Sequence[ScalingPoint], title: str) -> Chart:
-    """Return the chart.
+    """Return a chart of samples per second and scaling efficiency over ranks.
 
     Args:
-        points: two or more, by ranks, one rank among them or not. title: what is planned.
+        points: two or more, in order of ranks.
+        title: the planned training.
     """
     figure, (top, below) = stacked_panels(width=9, height=6.4, heights=(1.4, 1.0))
     ranks = [point.ranks for point in points]
@@ -158,12 +156,12 @@ def scaling_chart(points: Sequence[ScalingPoint], title: str) -> Chart:
         [rate * (1 - point.seconds / point.high) for rate, point in zip(rates, points, strict=True)],
         [rate * (point.seconds / point.low - 1) for rate, point in zip(rates, points, strict=True)],
     ]
-    top.plot(ranks, alone, color=MUTED, linestyle=(0, (4, 3)), label="each as fast as alone")
+    top.plot(ranks, alone, color=MUTED, linestyle=(0, (4, 3)), label="linear scaling")
     top.errorbar(
         ranks, rates, yerr=off, color=COLOURS[0], marker="o", capsize=4, linewidth=2, label="predicted"
     )
     top.set_ylabel("samples per second")
-    top.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    set_title(top, title)
     top.set_ylim(bottom=0)
     top.legend(frameon=False, loc="upper left")
     bars = [
@@ -172,7 +170,7 @@ def scaling_chart(points: Sequence[ScalingPoint], title: str) -> Chart:
     ]
     shares = [100 * share for share in reached]
     below.errorbar(ranks, shares, yerr=bars, color=COLOURS[1], marker="s", capsize=4, linewidth=2)
-    below.set_ylabel("% of alone")
+    below.set_ylabel("efficiency (%)")
     below.set_ylim(0, max(105, max(high + low for high, low in zip(shares, bars[1], strict=True)) + 5))
     below.set_xlabel("ranks")
     for axes in (top, below):

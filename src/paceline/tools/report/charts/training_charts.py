@@ -1,7 +1,4 @@
-"""Charts: a curve over steps, where the time of a step goes, time against the size of a bucket or a message.
-
-How they look is `canvas`'s matter.
-"""
+"""Charts of training: curves over steps, step time by phase, time over bucket or message size."""
 
 from __future__ import annotations
 
@@ -19,14 +16,15 @@ from paceline.tools.report.charts.chart_style import (
     MUTED,
     PAPER,
     Chart,
-    End,
-    Line,
-    drawn,
-    log_ticks,
-    name_lines,
+    ChartLine,
+    LineEnd,
+    in_paceline_style,
+    label_line_ends,
+    legend_patch,
     running_mean,
+    set_log_ticks,
+    set_title,
     stacked_panels,
-    swatch,
 )
 from paceline.tools.result_files import require_matplotlib
 
@@ -35,14 +33,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLOUR_OF_PHASE",
-    "Bar",
     "Chart",
-    "Line",
-    "against_size",
-    "breakdown",
-    "bucket_curve",
-    "curve",
+    "ChartLine",
+    "StackedBar",
+    "breakdown_chart",
+    "bucket_size_chart",
     "require_matplotlib",
+    "step_curve_chart",
+    "time_and_ratio_chart",
 ]
 
 _NAME_OF_PHASE = {"backward": "backward (computing)", "exposed": "exposed communication"}
@@ -50,8 +48,8 @@ _LIGHT_PHASES = {"forward", "data", "other"}  # too light for white numbers
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One stacked bar: `milliseconds_of_phase` in drawing order, and a remark that follows its total."""
+class StackedBar:
+    """One stacked bar: milliseconds by phase in drawing order, and a remark after the total."""
 
     label: str
     milliseconds_of_phase: Mapping[str, float]
@@ -59,25 +57,27 @@ class Bar:
 
     @property
     def total(self) -> float:
-        """Milliseconds of all phases."""
+        """Sum of all phases in milliseconds."""
         return sum(self.milliseconds_of_phase.values())
 
 
-@drawn
-def curve(lines: Sequence[Line], *, x: str, y: str, wide: bool = True, from_zero: bool = False) -> Chart:
-    """Return lines over steps, each named at its end; long ones as their running mean over the faint values.
+@in_paceline_style
+def step_curve_chart(
+    lines: Sequence[ChartLine], *, x: str, y: str, wide: bool = True, from_zero: bool = False
+) -> Chart:
+    """Return a chart of curves over steps; long ones as running means over the faint values.
 
     Args:
-        lines: one per series; values that are not finite are left out.
-        x: label of the horizontal axis, with its unit.
-        y: label of the vertical axis, with its unit.
-        wide: for a page of a desk, rather than for a phone.
-        from_zero: begin the vertical axis at zero, and draw less high.
+        lines: the curves; non-finite values are skipped.
+        x: label of the x axis, with its unit.
+        y: label of the y axis, with its unit.
+        wide: draw for a desktop page instead of a phone.
+        from_zero: begin the y axis at zero and draw a lower chart.
     """
     figure, (axes,) = stacked_panels(
         width=10 if wide else 4.2, height=2.3 if from_zero else 3.5 if wide else 3.0
     )
-    ends: list[End] = []
+    ends: list[LineEnd] = []
     for line, colour in zip(lines, COLOURS, strict=False):
         points = [(at, value) for at, value in line.points if math.isfinite(value)]
         if not points:
@@ -95,17 +95,17 @@ def curve(lines: Sequence[Line], *, x: str, y: str, wide: bool = True, from_zero
         axes.set_ylim(0, 1.05 * max(axes.get_ylim()[1], 1e-9))
     if axes.get_ylim()[1] >= 10_000:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    name_lines(axes, [end for end in ends if end[2]], wide)
+    label_line_ends(axes, [end for end in ends if end[2]], wide)
     return Chart(figure)
 
 
-@drawn
-def breakdown(panels: Mapping[str, Sequence[Bar]], *, wide: bool = True) -> Chart:
-    """Return where the time of a step goes: one stacked horizontal bar per entry, one panel per title.
+@in_paceline_style
+def breakdown_chart(panels: Mapping[str, Sequence[StackedBar]], *, wide: bool = True) -> Chart:
+    """Return a chart of step time by phase: one stacked horizontal bar per entry, one panel per title.
 
     Args:
-        panels: for each title its bars from top to bottom; an empty title is not written.
-        wide: for a page of a desk, rather than for a phone.
+        panels: bars from top to bottom by title of the panel; an empty title is omitted.
+        wide: draw for a desktop page instead of a phone.
     """
     heights = [0.36 * len(bars) + 0.5 for bars in panels.values()]
     figure, all_axes = stacked_panels(
@@ -115,9 +115,9 @@ def breakdown(panels: Mapping[str, Sequence[Bar]], *, wide: bool = True) -> Char
     phases = [phase for phase in COLOUR_OF_PHASE if any(parts.get(phase, 0.0) > 0 for parts in every)]
     for axes, (title, bars) in zip(all_axes, panels.items(), strict=True):
         _stack(axes, bars, phases, wide)
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        set_title(axes, title)
     all_axes[-1].set_xlabel("milliseconds of one step")
-    handles = [swatch(_NAME_OF_PHASE.get(phase, phase), COLOUR_OF_PHASE[phase]) for phase in phases]
+    handles = [legend_patch(_NAME_OF_PHASE.get(phase, phase), COLOUR_OF_PHASE[phase]) for phase in phases]
     columns = len(phases) if wide else 2
     figure.legend(
         handles=handles,
@@ -131,16 +131,16 @@ def breakdown(panels: Mapping[str, Sequence[Bar]], *, wide: bool = True) -> Char
     return Chart(figure)
 
 
-@drawn
-def bucket_curve(panels: Mapping[str, Sequence[Line]]) -> Chart:
-    """Return the time of a step against the bucket size, on a logarithmic axis, one panel per title.
+@in_paceline_style
+def bucket_size_chart(panels: Mapping[str, Sequence[ChartLine]]) -> Chart:
+    """Return a chart of step time over bucket size (logarithmic), one panel per title.
 
     Args:
-        panels: for each title its lines; points are (MiB, milliseconds) with MiB above 0.
+        panels: lines by title; points are (MiB, milliseconds) with MiB above 0.
     """
     figure, all_axes = stacked_panels(width=10, height=3.3 * len(panels), heights=[1.0] * len(panels))
     for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
-        ends: list[End] = []
+        ends: list[LineEnd] = []
         looks = zip(COLOURS * 2, MARKERS * 2, strict=True)
         for line in lines:
             colour, marker = (MUTED, "") if line.faint else next(looks)
@@ -149,31 +149,33 @@ def bucket_curve(panels: Mapping[str, Sequence[Line]]) -> Chart:
             axes.plot(sizes, times, style, color=colour, marker=marker, markersize=5, linewidth=width)
             ends.append((sizes[-1], times[-1], line.label, colour))
         _bucket_axis(axes, [size for line in lines for size, _ in line.points])
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        set_title(axes, title)
         axes.set(xlabel="bucket size (MiB)", ylabel="milliseconds of one step")
         axes.grid(axis="y")
-        name_lines(axes, ends, wide=True)
+        label_line_ends(axes, ends, wide=True)
     return Chart(figure)
 
 
-@drawn
-def against_size(times: Sequence[Line], ratios: Sequence[Line], *, title: str, ratio: str) -> Chart:
-    """Return what a call takes by the size of its message, and below how many times faster than another one it is.
+@in_paceline_style
+def time_and_ratio_chart(
+    times: Sequence[ChartLine], ratios: Sequence[ChartLine], *, title: str, ratio: str
+) -> Chart:
+    """Return a chart of call time over message size, with speedups in the lower panel; all axes are logarithmic.
 
-    All axes are logarithmic. A line has the same colour in both panels, found by its label.
+    A label has the same colour in both panels.
 
     Args:
         times: points are (bytes, seconds).
-        ratios: points are (bytes, times faster).
-        title: what is measured, on what.
-        ratio: label of the lower axis.
+        ratios: points are (bytes, speedup).
+        title: the measurement and its machine.
+        ratio: label of the lower y axis.
     """
     figure, (above, below) = stacked_panels(width=10, height=7.2, heights=(1.8, 1.0))
     looks = dict(zip([line.label for line in times], zip(COLOURS, MARKERS, strict=True), strict=False))
     below.axhline(1.0, color=MUTED, linewidth=1)
     for axes, lines in ((above, times), (below, ratios)):
         axes.set(xscale="log", yscale="log")
-        ends: list[End] = []
+        ends: list[LineEnd] = []
         for line in lines:
             colour, marker = (MUTED, "") if line.faint else looks[line.label]
             style, width = ("--", 1.3) if line.faint else ("-", 2)
@@ -183,20 +185,20 @@ def against_size(times: Sequence[Line], ratios: Sequence[Line], *, title: str, r
         axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
         axes.minorticks_off()
         axes.grid(axis="y")
-        name_lines(axes, ends, wide=True)
+        label_line_ends(axes, ends, wide=True)
     above.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
-    above.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    set_title(above, title)
     low, high = below.get_ylim()
-    log_ticks(below, (1, 2, 5) if high > 5 * low else (1, 1.2, 1.5, 2, 3, 5))
+    set_log_ticks(below, (1, 2, 5) if high > 5 * low else (1, 1.2, 1.5, 2, 3, 5))
     below.yaxis.set_major_formatter(lambda times, _: f"{times:g}×")
     below.set(xlabel="bytes", ylabel=ratio)
     return Chart(figure)
 
 
-def _stack(axes: Axes, bars: Sequence[Bar], phases: Sequence[str], wide: bool) -> None:
-    """Draw the bars of one panel, with times inside of the parts that have room and totals behind them."""
+def _stack(axes: Axes, bars: Sequence[StackedBar], phases: Sequence[str], wide: bool) -> None:
+    """Draw the bars of one panel, with times inside wide enough parts and totals behind the bars."""
     longest = max((bar.total for bar in bars), default=0.0) or 1.0
-    room = 0.055 if wide else 0.14  # share of the longest bar that a number needs
+    label_share = 0.055 if wide else 0.14  # of the longest bar: width of a number
     left = [0.0] * len(bars)
     for phase in phases:
         times = [bar.milliseconds_of_phase.get(phase, 0.0) for bar in bars]
@@ -205,7 +207,7 @@ def _stack(axes: Axes, bars: Sequence[Bar], phases: Sequence[str], wide: bool) -
             range(len(bars)), times, left=left, color=colour, height=0.72, edgecolor=PAPER, linewidth=0.6
         )
         for row, time in enumerate(times):
-            if time > room * longest:
+            if time > label_share * longest:
                 text, at = _short(time), left[row] + time / 2
                 ink = "#10131a" if phase in _LIGHT_PHASES else "#ffffff"
                 axes.text(at, row, text, ha="center", va="center", color=ink, fontsize=9)

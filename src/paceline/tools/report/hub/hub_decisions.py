@@ -1,8 +1,8 @@
-"""What a hub decided, one row each: repeated ones made one, the newest kept, and how many are not shown (pure).
+"""Bounded log of a hub's decisions: repeated ones are merged into one row, and only the newest are kept.
 
-A worker that sends rubbish is refused thousands of times, and a hub that is started again is joined by all anew. So
-refusals of a worker for the same reason are one row as long as nothing else becomes of it, and what is rare and
-weighty (a replacement, a quarantine, the beginning, the hub away) has half of the rows to itself.
+A worker that sends invalid updates is refused thousands of times, and a restarted hub is joined by all workers again.
+Consecutive refusals of a worker for the same reason therefore share a row, and half of the rows are reserved for rare,
+important decisions (replacement, quarantine, start, downtime of the hub).
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["HUB", "Decision", "Decisions"]
+__all__ = ["HUB_ITSELF", "DecisionLog", "HubDecision"]
 
-HUB = -1
-"""Stands for the hub itself where workers have numbers."""
+HUB_ITSELF = -1
+"""Worker number of rows about the hub itself."""
 
 
 @dataclass
-class Decision:
-    """A row.
+class HubDecision:
+    """A row of the log.
 
     Attributes:
-        at: time of day in seconds. worker: whom it is about. what: became of it. why: in the hub's words.
-        reason: by which repeated ones are known. other: another worker that `why` ends with, None: none.
-        times: how often. last: when it came last. order: its place among all.
+        at: unix seconds.
+        worker: number of the worker.
+        what: the decision.
+        why: the hub's explanation.
+        reason: key by which repeated decisions are recognised; empty: never merged.
+        other: number of the worker with which `why` ends, if any.
+        repeats: number of occurrences.
+        last: unix seconds of the last occurrence.
+        order: position among all rows.
     """
 
     at: float
@@ -32,58 +38,56 @@ class Decision:
     why: str = ""
     reason: str = ""
     other: int | None = None
-    times: int = 1
+    repeats: int = 1
     last: float = 0.0
     order: int = 0
 
 
-class Decisions:
-    """Takes in decisions in their order, and keeps the newest.
+class DecisionLog:
+    """Collects decisions in order and keeps the newest.
 
     Args:
-        most: rows that are shown.
+        limit: number of rows to return.
 
     Attributes:
-        rows: that there were, repeated ones counted once.
+        rows: number of rows so far, repeated decisions counted once.
     """
 
-    def __init__(self, most: int = 200) -> None:
+    def __init__(self, limit: int = 200) -> None:
         self.rows = 0
-        self._most = most
-        self._weighty: deque[Decision] = deque(maxlen=most)
-        self._others: deque[Decision] = deque()
-        self._latest: dict[int, Decision] = {}
+        self._limit = limit
+        self._important: deque[HubDecision] = deque(maxlen=limit)
+        self._others: deque[HubDecision] = deque()
+        self._latest: dict[int, HubDecision] = {}
 
-    def note(self, decision: Decision, *, weighty: bool = False) -> None:
-        """Take in a decision; one that repeats the latest of its worker is counted there."""
+    def add(self, decision: HubDecision, *, important: bool = False) -> None:
+        """Add a decision, or count it in the worker's latest row if it repeats that one."""
         latest = self._latest.get(decision.worker)
         if latest and (latest.what, latest.reason) == (decision.what, decision.reason) and decision.reason:
-            latest.times += 1
+            latest.repeats += 1
             latest.last = decision.at
             return
         self.rows += 1
         decision.last, decision.order = decision.at, self.rows
-        if weighty:
-            self._weighty.append(decision)
+        if important:
+            self._important.append(decision)
             self._latest.pop(decision.worker, None)
             return
-        if len(self._others) == self._most:
-            gone = self._others.popleft()
-            if self._latest.get(gone.worker) is gone:
-                del self._latest[gone.worker]
+        if len(self._others) == self._limit:
+            oldest = self._others.popleft()
+            if self._latest.get(oldest.worker) is oldest:
+                del self._latest[oldest.worker]
         self._others.append(decision)
         self._latest[decision.worker] = decision
 
-    def shown(self) -> list[Decision]:
-        """Return the newest, in the order of their times."""
-        weighty, others = list(self._weighty), list(self._others)
-        half = self._most // 2
-        room = max(half, self._most - len(others))
-        weighty = weighty[-room:]
-        others = others[-(self._most - len(weighty)) :] if len(weighty) < self._most else []
-        return sorted([*weighty, *others], key=lambda each: (each.at, each.order))
+    def newest(self) -> list[HubDecision]:
+        """Return the newest rows in order of time."""
+        important, others = list(self._important), list(self._others)
+        important = important[-max(self._limit // 2, self._limit - len(others)) :]
+        others = others[-(self._limit - len(important)) :] if len(important) < self._limit else []
+        return sorted([*important, *others], key=lambda each: (each.at, each.order))
 
     @property
-    def unseen(self) -> int:
-        """How many rows are not shown."""
-        return self.rows - len(self.shown())
+    def hidden(self) -> int:
+        """Number of rows that `newest` leaves out."""
+        return self.rows - len(self.newest())

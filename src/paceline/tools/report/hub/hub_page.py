@@ -1,4 +1,4 @@
-"""One HTML page about an asynchronous run, from the folder of its hub: who gave what, how old it was, what it sent."""
+"""HTML report of an asynchronous run, from its hub's folder: contributions, staleness, scores, traffic, decisions."""
 
 from __future__ import annotations
 
@@ -15,73 +15,80 @@ from paceline._core.format import (
     plural,
 )
 from paceline.async_dp.hub.membership import StalenessHistogram
-from paceline.tools.report.charts.chart_style import Chart, Line
-from paceline.tools.report.charts.hub_charts import (
-    Scores,
-    Share,
-    ages,
-    any_letters,
-    contributions,
-    scores,
-    traffic,
+from paceline.tools.report.charts.chart_style import Chart, ChartLine
+from paceline.tools.report.html_page import (
+    PageFigure,
+    PageTable,
+    ReportPage,
+    Tile,
+    responsive_figure,
+    write_page,
 )
-from paceline.tools.report.html_page import Figure, Listing, Sheet, Tile, drawn_twice, write_sheet
-from paceline.tools.report.hub.downsample import Point, Thinned
-from paceline.tools.report.hub.hub_decisions import HUB, Decision
-from paceline.tools.report.hub.hub_records import HubRun, read_hub
-from paceline.tools.report.hub.hub_summary import Row, ddp_nbytes, local_steps, rows_of
+from paceline.tools.report.hub.downsample import DownsampledCurve, Point
+from paceline.tools.report.hub.hub_charts import (
+    ScoreCurves,
+    ShareBar,
+    contribution_chart,
+    ignore_missing_glyphs,
+    score_chart,
+    staleness_histogram,
+    traffic_chart,
+)
+from paceline.tools.report.hub.hub_decisions import HUB_ITSELF, HubDecision
+from paceline.tools.report.hub.hub_records import HubRun, read_hub_run
+from paceline.tools.report.hub.hub_summary import ContributionRow, contribution_rows, ddp_nbytes, local_steps
 from paceline.tools.report.hub.hub_text import (
-    headline,
-    reasons,
-    told_contributions,
-    told_decisions,
-    told_link,
-    told_scores,
-    told_staleness,
+    contributions_caption,
+    decisions_caption,
+    format_refusals,
+    hub_headline,
+    scores_caption,
+    staleness_caption,
+    traffic_caption,
 )
-from paceline.tools.report.hub.link_usage import Away, Reserved
-from paceline.tools.report.hub.worker_statistics import Worker
+from paceline.tools.report.hub.hub_traffic import HubDowntime, ReservedRate
+from paceline.tools.report.hub.worker_statistics import WorkerStatistics
 
-__all__ = ["render", "write_report"]
+__all__ = ["render_hub_page", "write_hub_report"]
 
 _WORKERS_SHOWN = 20
 
 
-def write_report(folder: Path) -> Path:
-    """Write ``report.html`` into the folder of a hub and return its path; the file is whole or not there at all.
+def write_hub_report(folder: Path) -> Path:
+    """Write ``report.html`` atomically into a hub's folder and return its path.
 
     Raises:
-        UsageError: the folder can't be written, a newer version of Paceline wrote it, or the ``report`` extra is not
-            installed.
+        UsageError: the folder is not writable or was written by a newer version of Paceline, or the ``report`` extra
+            is not installed.
     """
-    return write_sheet(folder, render(read_hub(folder)))
+    return write_page(folder, render_hub_page(read_hub_run(folder)))
 
 
-def render(run: HubRun) -> str:
-    """Return the page about `run` as HTML.
+def render_hub_page(run: HubRun) -> str:
+    """Return the report of `run` as HTML.
 
     Raises:
         UsageError: the ``report`` extra is not installed.
     """
-    rows = rows_of(run, _WORKERS_SHOWN)
-    with any_letters():
+    rows = contribution_rows(run, _WORKERS_SHOWN)
+    with ignore_missing_glyphs():
         figures = _figures(run, rows)
-    return Sheet(
+    return ReportPage(
         title=f"Asynchronous run {run.name or run.folder.resolve().name}",
         subtitle=_subtitle(run),
         notes=run.notes,
-        sentences=headline(run, rows),
+        sentences=hub_headline(run, rows),
         tiles=_tiles(run),
         figures=figures,
-        listings=_decisions(run),
+        tables=_decisions(run),
         groups=_groups(run),
     ).html()
 
 
 def _subtitle(run: HubRun) -> str:
-    parts = [plural(len(run.crew), "worker")]
-    if run.numbers is not None:
-        parts.append(f"{format_count(run.numbers)} parameters")
+    parts = [plural(len(run.workers), "worker")]
+    if run.parameters is not None:
+        parts.append(f"{format_count(run.parameters)} parameters")
     if run.records:
         parts += [plural(run.updates, "update"), f"from {_clock(run.begin)} UTC"]
     return " · ".join(parts)
@@ -91,85 +98,83 @@ def _subtitle(run: HubRun) -> str:
 
 
 def _tiles(run: HubRun) -> list[Tile]:
-    """Return the numbers that stand on top, those that are known."""
     if not run.records:
         return []
-    at_a_time = f"at most {run.most_alive} at a time" if run.most_alive else "none was there"
+    at_a_time = f"at most {run.max_present} at a time" if run.max_present else "none was present"
+    refused = f"accepted; {format_count(sum(run.refused.values()))} refused"
     tiles = [
         Tile("time", format_seconds(run.seconds), "from the first to the last record"),
-        Tile("workers", f"{len(run.crew):,}", at_a_time),
-        Tile(
-            "updates",
-            format_count(run.updates),
-            f"taken in; {format_count(sum(run.refused.values()))} refused",
-        ),
+        Tile("workers", f"{len(run.workers):,}", at_a_time),
+        Tile("updates", format_count(run.updates), refused),
     ]
     if run.updates:
         steps = f"in {format_count(local_steps(run))} local steps"
         tiles.append(Tile("samples", format_count(run.samples), steps))
-        oldest = f"rounds, median; the oldest {run.staleness.largest:.3g}"
-        tiles.append(Tile("staleness", f"{run.staleness.median or 0:.2g}", oldest))
-    if run.link.notes:
-        both = format_decimal(run.link.received), format_decimal(run.link.sent)
-        tiles += [Tile("bytes in", both[0], "from workers"), Tile("bytes out", both[1], "to workers")]
+        worst = f"rounds, median; maximum {run.staleness.largest:.3g}"
+        tiles.append(Tile("staleness", f"{run.staleness.median or 0:.2g}", worst))
+    if run.traffic.record_count:
+        tiles.append(Tile("bytes in", format_decimal(run.traffic.received), "from workers"))
+        tiles.append(Tile("bytes out", format_decimal(run.traffic.sent), "to workers"))
     ddp = ddp_nbytes(run)
     if ddp is not None:
         tiles.append(Tile("torch DDP", format_decimal(ddp), "would have sent for the same steps"))
-    if run.firstly is not None and run.lastly is not None:
-        tiles.append(
-            Tile(
-                "centre's score", format_number(run.lastly.score), f"from {format_number(run.firstly.score)}"
-            )
-        )
+    if run.first_score is not None and run.last_score is not None:
+        first = f"from {format_number(run.first_score.score)}"
+        tiles.append(Tile("centre's score", format_number(run.last_score.score), first))
     return tiles
 
 
 # ---------------------------------------------------------------------- charts
 
 
-def _figures(run: HubRun, rows: Sequence[Row]) -> list[Figure]:
-    """Return the charts for which there is anything to be drawn."""
+def _figures(run: HubRun, rows: Sequence[ContributionRow]) -> list[PageFigure]:
     figures = [_scores(run)]
     if run.updates or run.refused:
         figures.append(_contributions(run, rows))
     if run.updates:
-        bars = _bars(run.ages.rows())
-        told = told_staleness(run)
-        figures.append(drawn_twice("Staleness", told, "ages", lambda wide: ages(bars, wide=wide)))
-    if run.link.notes > 1:
+        bars = _bars(run.staleness_bars.rows())
+        figures.append(
+            responsive_figure(
+                "Staleness",
+                staleness_caption(run),
+                "ages",
+                lambda wide: staleness_histogram(bars, wide=wide),
+            )
+        )
+    if run.traffic.record_count > 1:
         figures.append(_traffic(run))
     return [figure for figure in figures if figure is not None]
 
 
-def _scores(run: HubRun) -> Figure | None:
-    losses = not run.centre.count and not run.scores
-    curves = run.losses if losses else run.scores
-    lines = _lines(run, curves)
-    if not lines and not run.centre.count:
+def _scores(run: HubRun) -> PageFigure | None:
+    losses = not run.centre_scores.count and not run.scores
+    lines = _lines(run, run.losses if losses else run.scores)
+    if not lines and not run.centre_scores.count:
         return None
-    told = Scores(
-        _since(run, run.centre.points()),
+    replacements = [(each.at, each.score) for each in run.replacements if each.score is not None]
+    curves = ScoreCurves(
+        _since(run, run.centre_scores.points()),
         lines,
-        None if run.together is None else run.together - run.begin,
-        [(mark.at - run.begin, mark.score) for mark in run.replaced if mark.score is not None and not losses],
-        _away(run),
+        None if run.merged_at is None else run.merged_at - run.begin,
+        [] if losses else _since(run, replacements),
+        _downtimes(run),
     )
 
     def draw(wide: bool) -> Chart:
-        return scores(told, run.seconds, y="training loss" if losses else "score", wide=wide)
+        return score_chart(curves, run.seconds, y="training loss" if losses else "score", wide=wide)
 
     title = "Training loss" if losses else "Score"
-    return drawn_twice(title, told_scores(run, len(lines), losses=losses), "scores", draw)
+    return responsive_figure(title, scores_caption(run, len(lines), losses=losses), "scores", draw)
 
 
-def _lines(run: HubRun, curves: dict[int, Thinned]) -> list[Line]:
-    """Return the curves of the workers that gave most."""
-    names = run.crew.names()
-    ranked = [each.number for each in run.crew.ranked() if each.number in curves][:_WORKERS_SHOWN]
-    return [Line(names[each], _since(run, curves[each].points())) for each in ranked]
+def _lines(run: HubRun, curves: dict[int, DownsampledCurve]) -> list[ChartLine]:
+    """Return the curves of the workers with the largest contributions."""
+    names = run.workers.names()
+    ranked = [each.number for each in run.workers.ranked() if each.number in curves][:_WORKERS_SHOWN]
+    return [ChartLine(names[each], _since(run, curves[each].points())) for each in ranked]
 
 
-def _contributions(run: HubRun, rows: Sequence[Row]) -> Figure:
+def _contributions(run: HubRun, rows: Sequence[ContributionRow]) -> PageFigure:
     head = [
         "worker",
         "updates",
@@ -179,25 +184,28 @@ def _contributions(run: HubRun, rows: Sequence[Row]) -> Figure:
         "stale, median",
         "largest",
         "steps/s",
-        "there for",
+        "present",
+        "refused",
     ]
-    table = [[*head, "refused"], *(_cells(row) for row in rows)]
+    table = [head, *(_cells(row) for row in rows)]
 
     def draw(wide: bool) -> Chart:
-        bars = [Share(row.name, row.share, _remark(row, wide), row.worker.count > 1) for row in rows]
-        return contributions(bars, wide=wide)
+        bars = [ShareBar(row.name, row.share, _remark(row, wide), row.worker.count > 1) for row in rows]
+        return contribution_chart(bars, wide=wide)
 
-    return drawn_twice("Who gave what", told_contributions(run, rows), "gave", draw, table, words=True)
+    return responsive_figure(
+        "Contributions", contributions_caption(run, rows), "gave", draw, table, wrap_last=True
+    )
 
 
-def _remark(row: Row, wide: bool) -> str:
+def _remark(row: ContributionRow, wide: bool) -> str:
     text, refused = format_percent(row.share), sum(row.worker.refused.values())
     if wide:
         text += f", {plural(row.worker.updates, 'update')}"
     return text + (f", {refused:,} refused" if refused else "")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ContributionRow) -> list[str]:
     worker = row.worker
     median = worker.staleness.median
     return [
@@ -209,83 +217,83 @@ def _cells(row: Row) -> list[str]:
         "–" if median is None else f"{median:.2g}",
         "–" if median is None else f"{worker.staleness.largest:.3g}",
         "–" if worker.speed is None or worker.count > 1 else f"{worker.speed:.3g}",
-        _there(worker),
-        reasons(worker.refused) or "–",
+        _present(worker),
+        format_refusals(worker.refused) or "–",
     ]
 
 
-def _there(worker: Worker) -> str:
-    if not worker.alive:
+def _present(worker: WorkerStatistics) -> str:
+    if not worker.present_seconds:
         return "–"
-    mean = worker.alive / worker.count
+    mean = worker.present_seconds / worker.count
     return format_seconds(mean) if worker.count == 1 else f"{format_seconds(mean)} each"
 
 
-def _traffic(run: HubRun) -> Figure:
-    link, begin = run.link, run.begin
-    into, out = _since(run, link.into.points()), _since(run, link.out.points())
-    reserved = [Reserved(each.begin - begin, each.end - begin, each.rate) for each in link.reserved]
+def _traffic(run: HubRun) -> PageFigure:
+    traffic, begin = run.traffic, run.begin
+    received, sent = _since(run, traffic.received_rates.points()), _since(run, traffic.sent_rates.points())
+    reserved = [ReservedRate(each.begin - begin, each.end - begin, each.rate) for each in traffic.reserved]
 
     def draw(wide: bool) -> Chart:
-        return traffic(into, out, reserved, _away(run), run.seconds, wide=wide)
+        return traffic_chart(received, sent, reserved, _downtimes(run), run.seconds, wide=wide)
 
-    return drawn_twice("Network", told_link(run), "traffic", draw)
+    return responsive_figure("Network", traffic_caption(run), "traffic", draw)
 
 
 def _bars(rows: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """Return bars without holes up to the last one that is not empty."""
+    """Return the bars of a histogram including empty ones, up to the last non-empty bar."""
     counts, last = {row[0]: row[2] for row in rows}, rows[-1][0]
     edges = zip(StalenessHistogram.EDGES, StalenessHistogram.EDGES[1:], strict=False)
     return [(begin, end, counts.get(begin, 0)) for begin, end in edges if begin <= last]
 
 
 def _since(run: HubRun, points: Iterable[Point]) -> list[Point]:
-    """Return points over the seconds since the beginning."""
+    """Return points over seconds since the beginning."""
     return [(at - run.begin, value) for at, value in points]
 
 
-def _away(run: HubRun) -> list[Away]:
-    return [Away(each.since - run.begin, each.until - run.begin) for each in run.link.away]
+def _downtimes(run: HubRun) -> list[HubDowntime]:
+    return [HubDowntime(each.since - run.begin, each.until - run.begin) for each in run.traffic.downtimes]
 
 
-# ---------------------------------------------------------------------- words
+# ---------------------------------------------------------------------- tables
 
 
-def _decisions(run: HubRun) -> list[Listing]:
-    shown, names = run.decisions.shown(), run.crew.names()
+def _decisions(run: HubRun) -> list[PageTable]:
+    shown, names = run.decisions.newest(), run.workers.names()
     if not shown:
         return []
-    head = ["after", "time (UTC)", "who", "what", "why"]
+    head = ["after", "time (UTC)", "worker", "decision", "reason"]
     rows = [_decision(run, each, names) for each in shown]
-    return [Listing("What the hub decided", [head, *rows], told_decisions(run))]
+    return [PageTable("Decisions of the hub", [head, *rows], decisions_caption(run))]
 
 
-def _decision(run: HubRun, each: Decision, names: dict[int, str]) -> list[str]:
+def _decision(run: HubRun, each: HubDecision, names: dict[int, str]) -> list[str]:
     why, what = each.why, each.what
     if each.other is not None and each.other in names:
         why = f"{why.removesuffix(str(each.other))}{names[each.other]}"
-    if each.times > 1:
-        what += f", {each.times:,} times"
-        why += f" (the first; the last {format_seconds(max(0.0, each.last - each.at))} later)"
-    who = "the hub" if each.worker == HUB else names.get(each.worker, str(each.worker))
+    if each.repeats > 1:
+        what += f", {each.repeats:,} times"
+        why += f" (first; the last {format_seconds(max(0.0, each.last - each.at))} later)"
+    worker = "the hub" if each.worker == HUB_ITSELF else names.get(each.worker, str(each.worker))
     clock = _clock(each.at)
     if _clock(run.begin)[:10] == _clock(run.end)[:10]:
-        clock = clock[11:] or clock  # the date is on top
-    return [format_seconds(max(0.0, each.at - run.begin)), clock, who, what, why]
+        clock = clock[11:] or clock  # the date is in the subtitle
+    return [format_seconds(max(0.0, each.at - run.begin)), clock, worker, what, why]
 
 
 def _groups(run: HubRun) -> dict[str, dict[str, str]]:
     facts = {"name": run.name or "–", "folder": run.folder.resolve().name}
-    if run.numbers is not None:
-        facts["parameters"] = f"{run.numbers:,.0f}"
+    if run.parameters is not None:
+        facts["parameters"] = f"{run.parameters:,.0f}"
     if run.fragments:
         facts["fragments"] = str(len(run.fragments))
-    if run.first is not None:
-        facts["began from"] = run.crew.names().get(run.first, str(run.first))
+    if run.initial_worker is not None:
+        facts["initial parameters of"] = run.workers.names().get(run.initial_worker, str(run.initial_worker))
     facts["records"] = f"{run.records:,}"
     if run.records:
         facts |= {"first record": f"{_clock(run.begin)} UTC", "last record": f"{_clock(run.end)} UTC"}
-        facts["hub away"] = plural(run.link.aways, "time")
+        facts["hub down"] = plural(run.traffic.downtime_count, "time")
     groups = {"run": facts}
     if run.refused:
         groups["refused"] = {why: f"{count:,}" for why, count in run.refused.most_common(12)}
@@ -293,7 +301,7 @@ def _groups(run: HubRun) -> dict[str, dict[str, str]]:
 
 
 def _clock(t: float) -> str:
-    """Return a time of day for people; one that no calendar has as it was told."""
+    """Return a date and time; unix seconds beyond the calendar's range unchanged."""
     try:
         return datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):

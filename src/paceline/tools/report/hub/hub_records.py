@@ -1,7 +1,6 @@
-"""What the folder of a hub tells of its run: the ledger, read once from its beginning to its end in little memory.
+"""Reads the decision ledger of a hub's folder into sums, downsampled curves and the newest decisions.
 
-A ledger may have millions of lines, and grow while it is read. Nothing of it is kept but sums, thinned curves and the
-newest decisions.
+A ledger can have millions of lines and grow while it is read, so it is read once, in bounded memory.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.durable_files import read_checked_file
 from paceline.async_dp.wal.hub_folder import LEDGER
 from paceline.errors import DamagedCheckpoint
-from paceline.tools.report.hub.downsample import Sketch, Thinned
-from paceline.tools.report.hub.hub_decisions import HUB, Decision, Decisions
-from paceline.tools.report.hub.link_usage import Link
-from paceline.tools.report.hub.worker_statistics import Crew, Worker, plain
+from paceline.tools.report.hub.downsample import DownsampledCurve, QuantileSketch
+from paceline.tools.report.hub.hub_decisions import HUB_ITSELF, DecisionLog, HubDecision
+from paceline.tools.report.hub.hub_traffic import HubTraffic
+from paceline.tools.report.hub.worker_statistics import WorkerStatistics, WorkerTable, printable
 
-__all__ = ["Best", "HubRun", "Mark", "holds_hub", "read_hub"]
+__all__ = ["CentreScore", "HubRun", "WorkerReplacement", "is_hub_folder", "read_hub_run"]
 
-_CURVES = 256
+_MAX_CURVES = 256
 _POINTS, _WORKER_POINTS = 2000, 200
-_MARKS = 500
-_WHY = 200
+_MAX_REPLACEMENTS = 500
+_MAX_WHY = 200
 
 
 @dataclass(frozen=True)
-class Best:
-    """A score of the centre and when it was told."""
+class CentreScore:
+    """A score of the centre and its time."""
 
     score: float
     at: float
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A worker was replaced at a time, when its score was this one."""
+class WorkerReplacement:
+    """A replaced worker: time, number and last score."""
 
     at: float
     worker: int
@@ -51,19 +50,37 @@ class Mark:
 
 @dataclass
 class HubRun:
-    """A run, as its hub's ledger tells it.
+    """An asynchronous run, read from its hub's ledger.
 
     Attributes:
-        folder: of the hub. name: of the run, empty if it is not told. notes: what is missing, each one sentence.
-        begin, end: time of day of the first and of the last record. records: that were read.
-        crew: the workers. most_alive: at a time.
-        numbers: parameters of the model, None: not told. first: whose parameters all began from, None: nobody's yet.
-        updates, samples, weight: taken in. refused: by reason. fragments: of the model that came.
-        staleness: of all updates in rounds. ages: the same as a histogram.
-        exchanged: sum over updates of 2 (N − 1) / N times their steps; see `hub_summary`.
-        centre: its scores over time. firstly, lastly, best: of them. scores, losses: of workers, by number.
-        together: when all joined one worker, None: they did not. replaced: when which worker was, the last ones.
-        link: traffic. decisions: what became of workers.
+        folder: the hub's folder.
+        name: name of the run; empty if unknown.
+        notes: sentences about missing or damaged data.
+        begin: unix seconds of the first record.
+        end: unix seconds of the last record.
+        records: number of records.
+        workers: statistics per worker.
+        max_present: largest number of workers present at a time.
+        parameters: parameters of the model, if known.
+        initial_worker: the worker whose parameters all started from, if training has started.
+        updates: accepted updates.
+        samples: samples behind them.
+        weight: sum of their weights.
+        refused: refused updates by reason.
+        fragments: numbers of the fragments seen.
+        staleness: staleness of all updates in rounds.
+        staleness_bars: the same as a histogram.
+        ddp_steps: sum over updates of 2 (N − 1) / N times their steps; see `hub_summary`.
+        centre_scores: score of the centre over time.
+        first_score: the first of them.
+        last_score: the last of them.
+        best_score: the lowest of them.
+        scores: scores of workers over time, by number.
+        losses: training losses of workers over time, by number.
+        merged_at: when all workers adopted one worker's parameters, if they did.
+        replacements: the last replaced workers.
+        traffic: traffic of the hub.
+        decisions: log of decisions.
     """
 
     folder: Path
@@ -72,83 +89,83 @@ class HubRun:
     begin: float = math.nan
     end: float = math.nan
     records: int = 0
-    crew: Crew = field(default_factory=Crew)
-    most_alive: int = 0
-    numbers: float | None = None
-    first: int | None = None
+    workers: WorkerTable = field(default_factory=WorkerTable)
+    max_present: int = 0
+    parameters: float | None = None
+    initial_worker: int | None = None
     updates: int = 0
     samples: float = 0.0
     weight: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
     fragments: set[int] = field(default_factory=set)
-    staleness: Sketch = field(default_factory=Sketch)
-    ages: StalenessHistogram = field(default_factory=StalenessHistogram)
-    exchanged: float = 0.0
-    centre: Thinned = field(default_factory=lambda: Thinned(_POINTS))
-    firstly: Best | None = None
-    lastly: Best | None = None
-    best: Best | None = None
-    scores: dict[int, Thinned] = field(default_factory=dict)
-    losses: dict[int, Thinned] = field(default_factory=dict)
-    together: float | None = None
-    replaced: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS))
-    link: Link = field(default_factory=Link)
-    decisions: Decisions = field(default_factory=Decisions)
+    staleness: QuantileSketch = field(default_factory=QuantileSketch)
+    staleness_bars: StalenessHistogram = field(default_factory=StalenessHistogram)
+    ddp_steps: float = 0.0
+    centre_scores: DownsampledCurve = field(default_factory=lambda: DownsampledCurve(_POINTS))
+    first_score: CentreScore | None = None
+    last_score: CentreScore | None = None
+    best_score: CentreScore | None = None
+    scores: dict[int, DownsampledCurve] = field(default_factory=dict)
+    losses: dict[int, DownsampledCurve] = field(default_factory=dict)
+    merged_at: float | None = None
+    replacements: deque[WorkerReplacement] = field(default_factory=lambda: deque(maxlen=_MAX_REPLACEMENTS))
+    traffic: HubTraffic = field(default_factory=HubTraffic)
+    decisions: DecisionLog = field(default_factory=DecisionLog)
 
     @property
     def seconds(self) -> float:
-        """How long it lasted, as far as it is told."""
+        """Time between the first and the last record."""
         return self.end - self.begin if self.records else 0.0
 
 
-def holds_hub(folder: Path) -> bool:
-    """Tell whether a folder is one that a hub keeps."""
+def is_hub_folder(folder: Path) -> bool:
+    """Return whether a hub writes to this folder."""
     return any((folder / name).exists() for name in (LEDGER, "hub.lock"))
 
 
-def read_hub(folder: Path) -> HubRun:
-    """Return the run of the hub that keeps `folder`.
+def read_hub_run(folder: Path) -> HubRun:
+    """Return the run recorded in a hub's folder.
 
     Raises:
-        UsageError: a newer version of Paceline wrote it.
+        UsageError: the folder was written by a newer version of Paceline.
     """
     run = HubRun(folder)
     try:
-        run.name = plain(read_checked_file(folder / "run.json").get("run", ""))
+        run.name = printable(read_checked_file(folder / "run.json").get("run", ""))
     except FileNotFoundError:
         pass
     except DamagedCheckpoint:
-        run.notes.append("run.json is damaged, so the name of the run is not known.")
+        run.notes.append("run.json is damaged, so the name of the run is unknown.")
     try:
-        take_in(run, read_ledger(folder))
+        read_records(run, read_ledger(folder))
     except DamagedCheckpoint as error:
-        told = str(error).partition(": ")[0].partition(" of ")[0]
+        place = str(error).partition(": ")[0].partition(" of ")[0]
         run.notes.append(
-            f"The ledger is damaged: {told} can't be read, and what follows is left out. A hub that is started "
-            "again with this folder mends what it can."
+            f"The ledger is damaged: {place} can't be read, and the records after it are skipped. A hub restarted "
+            "with this folder repairs what it can."
         )
     return run
 
 
-def take_in(run: HubRun, records: Iterable[Mapping[str, Any]]) -> None:
-    """Take records of a ledger into `run`, and end it."""
-    fold, odd = _Fold(run), 0
+def read_records(run: HubRun, records: Iterable[Mapping[str, Any]]) -> None:
+    """Add all records of a ledger to `run`."""
+    reader, invalid = _RecordReader(run), 0
     try:
         for values in records:
-            odd += not fold.take(values)
+            invalid += not reader.read(values)
     finally:
-        run.crew.end(run.end)
-        if odd:
-            run.notes.append(f"{odd} line(s) of the ledger tell no time or worker and are left out.")
+        run.workers.finish(run.end)
+        if invalid:
+            run.notes.append(f"Skipped {invalid} line(s) of the ledger without a valid time or worker.")
 
 
-class _Fold:
-    """Takes in one record after the other."""
+class _RecordReader:
+    """Adds one record after another to a run."""
 
     def __init__(self, run: HubRun) -> None:
         self._run = run
-        self._latest: dict[int, float] = {}  # score of workers
-        self._of_worker: dict[str, Callable[[Mapping[str, Any], Worker, float], None]] = {
+        self._latest_scores: dict[int, float] = {}
+        self._of_worker: dict[str, Callable[[Mapping[str, Any], WorkerStatistics, float], None]] = {
             "join": self._join,
             "back": self._back,
             "silent": self._gone,
@@ -162,8 +179,8 @@ class _Fold:
             "centre": self._centre,
         }
 
-    def take(self, values: Mapping[str, Any]) -> bool:
-        """Take in a record; return whether it makes sense."""
+    def read(self, values: Mapping[str, Any]) -> bool:
+        """Add a record; return whether it is valid."""
         run, kind, t = self._run, values.get("kind"), _real(values, "t")
         if t is None:
             return False
@@ -175,112 +192,117 @@ class _Fold:
             run.begin = run.end = t
         run.records += 1
         run.begin, run.end = min(run.begin, t), max(run.end, t)
-        run.link.record(t)
+        run.traffic.add_time(t)
         if handle is not None:
-            handle(values, run.crew.of(number, t), t)  # type: ignore[arg-type]
+            handle(values, run.workers.get_or_add(number, t), t)  # type: ignore[arg-type]
         elif kind == "traffic":
             self._traffic(values, t)
         return True
 
-    def _decide(self, t: float, worker: Worker, what: str, why: str = "", **more: Any) -> None:
-        weighty = more.pop("weighty", False)
-        self._run.decisions.note(Decision(t, worker.number, what, why, **more), weighty=weighty)
+    def _decide(self, t: float, worker: WorkerStatistics, what: str, why: str = "", **more: Any) -> None:
+        important = more.pop("important", False)
+        self._run.decisions.add(HubDecision(t, worker.number, what, why, **more), important=important)
 
-    # ------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------ presence
 
-    def _join(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
-        worker.name = plain(values.get("name") or "") or worker.name
-        worker.come(t)
+    def _join(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
+        worker.name = printable(values.get("name") or "") or worker.name
+        worker.mark_present(t)
         every, delay = _real(values, "every"), _real(values, "delay")
-        told = every is not None and delay is not None
-        why = f"it sends every {every:g} steps and takes in {delay:g} steps later" if told else ""
+        why = ""
+        if every is not None and delay is not None:
+            why = f"sends every {every:g} steps, merges {delay:g} steps later"
         self._decide(t, worker, "joined", why)
 
-    def _back(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
-        worker.come(t)
-        self._decide(t, worker, "came back", "it was heard again after a silence")
+    def _back(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
+        worker.mark_present(t)
+        self._decide(t, worker, "came back", "sent messages again after a silence")
 
-    def _gone(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
-        worker.go(t)
+    def _gone(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
+        worker.mark_gone(t)
         silent = values["kind"] == "silent"
-        why = "nothing was heard of it" if silent else "it said so"
+        why = "no messages from it" if silent else "it signed off"
         self._decide(t, worker, "fell silent" if silent else "left", why)
 
-    # ------------------------------------------------------------------ what is learnt
+    # ------------------------------------------------------------------ updates
 
-    def _begin(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _begin(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run = self._run
-        run.numbers, run.first = _real(values, "numbers"), worker.number
-        self._decide(t, worker, "all share its parameters", "training together begins", weighty=True)
+        run.parameters, run.initial_worker = _real(values, "numbers"), worker.number
+        self._decide(t, worker, "all share its parameters", "joint training begins", important=True)
 
-    def _update(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _update(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run = self._run
         samples, weight, steps, workers, age = (
             _real(values, name) or 0.0 for name in ("samples", "weight", "steps", "workers", "staleness")
         )
-        for taken in (worker, run):
-            taken.updates += 1
-            taken.samples += samples
-            taken.weight += weight
-            taken.staleness.add(age)
+        for total in (worker, run):
+            total.updates += 1
+            total.samples += samples
+            total.weight += weight
+            total.staleness.add(age)
         worker.steps += steps
-        run.ages.add(age)
-        run.exchanged += steps * 2 * (workers - 1) / workers if workers > 1 else 0.0
-        run.most_alive = max(run.most_alive, int(workers))
+        run.staleness_bars.add(age)
+        run.ddp_steps += steps * 2 * (workers - 1) / workers if workers > 1 else 0.0
+        run.max_present = max(run.max_present, int(workers))
         fragment = values.get("fragment")
         if type(fragment) is int:
             run.fragments.add(fragment)
-        run.crew.hear(worker.number, t)
+        run.workers.mark_seen(worker.number, t)
         self._own_score(values, worker, t)
 
-    def _refuse(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
-        why = plain(values.get("why") or "no reason told", _WHY)
-        reason = _reason(why)
+    def _refuse(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
+        why = printable(values.get("why") or "no reason given", _MAX_WHY)
+        reason = _refusal_kind(why)
         worker.refused[reason] += 1
         self._run.refused[reason] += 1
-        self._run.crew.hear(worker.number, t)
+        self._run.workers.mark_seen(worker.number, t)
         self._decide(t, worker, "update refused", why, reason=reason)
         until = _real(values, "until") or 0.0
         if until > 0 and reason != "in quarantine":
-            told = f"for {format_seconds(until)}; the last of several refusals: {why}"
-            self._decide(t, worker, "put in quarantine", told, weighty=True)
+            text = f"for {format_seconds(until)}; the last of several refusals: {why}"
+            self._decide(t, worker, "put in quarantine", text, important=True)
 
     # ------------------------------------------------------------------ scores
 
-    def _score(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
-        self._run.crew.hear(worker.number, t)
+    def _score(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
+        self._run.workers.mark_seen(worker.number, t)
         self._own_score(values, worker, t)
 
-    def _own_score(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _own_score(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         score = _real(values, "score")
-        if score is not None:
-            self._latest[worker.number] = score
-            _curve_of(self._run.scores, worker.number).add(t, score)
-            if len(self._latest) > 2 * len(self._run.scores) + _CURVES:
-                self._latest = {key: self._latest[key] for key in self._run.scores if key in self._latest}
-
-    def _centre(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
-        run, score = self._run, _real(values, "score")
-        run.crew.hear(worker.number, t)
         if score is None:
             return
-        run.centre.add(t, score)
-        run.lastly = Best(score, t)
-        run.firstly = run.firstly or run.lastly
-        run.best = run.lastly if run.best is None or score < run.best.score else run.best
+        latest, curves = self._latest_scores, self._run.scores
+        latest[worker.number] = score
+        _curve_of(curves, worker.number).add(t, score)
+        if len(latest) > 2 * len(curves) + _MAX_CURVES:
+            self._latest_scores = {number: latest[number] for number in curves if number in latest}
 
-    def _replace(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
+    def _centre(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
+        run, score = self._run, _real(values, "score")
+        run.workers.mark_seen(worker.number, t)
+        if score is None:
+            return
+        run.centre_scores.add(t, score)
+        run.last_score = CentreScore(score, t)
+        run.first_score = run.first_score or run.last_score
+        run.best_score = (
+            run.last_score if run.best_score is None or score < run.best_score.score else run.best_score
+        )
+
+    def _replace(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run = self._run
-        worker.replaced += 1
-        run.replaced.append(Mark(t, worker.number, self._latest.get(worker.number)))
-        by, why = values.get("by"), plain(values.get("why") or "", _WHY)
+        worker.replacements += 1
+        run.replacements.append(WorkerReplacement(t, worker.number, self._latest_scores.get(worker.number)))
+        by, why = values.get("by"), printable(values.get("why") or "", _MAX_WHY)
         other = by if type(by) is int else None
-        self._decide(t, worker, "replaced by the best", why, weighty=True, other=other)
+        self._decide(t, worker, "replaced by the best", why, important=True, other=other)
 
-    def _together(self, values: Mapping[str, Any], worker: Worker, t: float) -> None:
-        self._run.together = t
-        why = plain(values.get("why") or "", _WHY)
-        self._decide(t, worker, "all join it", why, weighty=True)
+    def _together(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
+        self._run.merged_at = t
+        why = printable(values.get("why") or "", _MAX_WHY)
+        self._decide(t, worker, "all adopt its parameters", why, important=True)
 
     # ------------------------------------------------------------------ traffic
 
@@ -289,46 +311,47 @@ class _Fold:
         sent, received, seconds = (
             max(0.0, _real(values, name) or 0.0) for name in ("sent", "received", "seconds")
         )
-        away = run.link.note(t, sent, received, seconds, _real(values, "bandwidth"))
-        if away is not None:
-            run.crew.away(away.since)
-            why = f"for about {format_seconds(max(0.1, away.until - away.since))}, then it was started again"
-            hub = Decision(away.until, HUB, "was away", why)
-            run.decisions.note(hub, weighty=True)
-        run.most_alive = max(run.most_alive, int(_real(values, "alive") or 0))
+        downtime = run.traffic.add(t, sent, received, seconds, _real(values, "bandwidth"))
+        if downtime is not None:
+            run.workers.mark_hub_down(downtime.since)
+            length = format_seconds(max(0.1, downtime.until - downtime.since))
+            restart = HubDecision(
+                downtime.until, HUB_ITSELF, "was down", f"for about {length}, then restarted"
+            )
+            run.decisions.add(restart, important=True)
+        run.max_present = max(run.max_present, int(_real(values, "alive") or 0))
         workers = values.get("workers")
-        for key, told in workers.items() if isinstance(workers, Mapping) else ():
-            if isinstance(told, Mapping) and str(key).isdecimal() and len(str(key)) < 20:
-                self._speed(told, int(key), t)
+        for key, report in workers.items() if isinstance(workers, Mapping) else ():
+            if isinstance(report, Mapping) and str(key).isdecimal() and len(str(key)) < 20:
+                self._worker_report(report, int(key), t)
 
-    def _speed(self, told: Mapping[str, Any], number: int, t: float) -> None:
-        worker = self._run.crew.hear(number, t)
-        speed, loss = _real(told, "speed"), _real(told, "loss")
+    def _worker_report(self, report: Mapping[str, Any], number: int, t: float) -> None:
+        worker = self._run.workers.mark_seen(number, t)
+        speed, loss = _real(report, "speed"), _real(report, "loss")
         if speed:
             worker.speeds = worker.speeds[0] + speed, worker.speeds[1] + 1
         if loss is not None:
             _curve_of(self._run.losses, number).add(t, loss)
 
 
-def _curve_of(curves: dict[int, Thinned], number: int) -> Thinned:
-    """Return a worker's curve; of too many the half that has fewest points is dropped."""
+def _curve_of(curves: dict[int, DownsampledCurve], number: int) -> DownsampledCurve:
+    """Return a worker's curve; of too many, the half with the fewest points is dropped."""
     curve = curves.get(number)
     if curve is None:
-        if len(curves) >= _CURVES:
-            for short in sorted(curves, key=lambda each: curves[each].count)[: _CURVES // 2]:
+        if len(curves) >= _MAX_CURVES:
+            for short in sorted(curves, key=lambda each: curves[each].count)[: _MAX_CURVES // 2]:
                 del curves[short]
-        curve = curves[number] = Thinned(_WORKER_POINTS)
+        curve = curves[number] = DownsampledCurve(_WORKER_POINTS)
     return curve
 
 
-def _reason(why: str) -> str:
-    """Return what kind of refusal it is: its words without what is particular."""
+def _refusal_kind(why: str) -> str:
     kind = why.partition(":")[0]
     return "in quarantine" if kind.startswith("in quarantine") else kind
 
 
 def _real(values: Mapping[str, Any], name: str) -> float | None:
-    """Return a finite number that was told, None if none was."""
+    """Return a field as a finite number, None if it is none."""
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -1,9 +1,9 @@
-"""The numbers of an asynchronous run: who gave how much of it, and what torch DDP would have sent. Pure functions.
+"""Contributions of workers to an asynchronous run, and the traffic of torch DDP for the same steps.
 
-[Note: what DDP sends] Each of N ranks sends 2 (N − 1) / N × 4 bytes for every parameter and step (a ring, float32). For
-the same samples the ranks make the local steps that the workers made, so each local step of a worker counts that much,
-with N as it was when the step was taken in. Every fragment tells of the steps that it was learnt in, so where a model
-has F fragments each step is told F times. What was learnt but not taken in is left out, as its samples are.
+[Note: traffic of DDP] Each of N ranks sends 2 (N − 1) / N × 4 bytes per parameter and step (ring all-reduce, float32).
+For the same samples, the ranks take the local steps of the workers, so each local step of a worker counts that much,
+with the N at the time its update was accepted. Every fragment reports the steps it was trained for, so with F fragments
+each step is reported F times. Steps whose updates were not accepted are excluded, like their samples.
 """
 
 from __future__ import annotations
@@ -13,69 +13,76 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.tools.report.hub.hub_records import HubRun
-from paceline.tools.report.hub.worker_statistics import Worker
+from paceline.tools.report.hub.worker_statistics import WorkerStatistics
 
-__all__ = ["Row", "ddp_nbytes", "local_steps", "rows_of", "share_of", "standing_out"]
+__all__ = [
+    "ContributionRow",
+    "contribution_rows",
+    "ddp_nbytes",
+    "dominant_row",
+    "finite_ratio",
+    "local_steps",
+]
 
 
 @dataclass(frozen=True)
-class Row:
-    """What a worker, or several together, gave.
+class ContributionRow:
+    """The contribution of a worker, or of several together.
 
     Attributes:
-        name: of it. worker: its counts. share: of all samples, or where none are told of all updates, 0 to 1.
-        weight: its share of all weights that updates were given.
+        name: its name.
+        worker: its counts.
+        share: its share of all samples, or of all updates if samples are unknown; 0 to 1.
+        weight: its share of the weights of all updates.
     """
 
     name: str
-    worker: Worker
+    worker: WorkerStatistics
     share: float
     weight: float
 
 
-def rows_of(run: HubRun, most: int = 20) -> list[Row]:
-    """Return the workers that gave most, first the largest; what is over `most` is one row at the end."""
-    names, ranked = run.crew.names(), run.crew.ranked()
-    rest = Worker(0, "others", count=0)
-    for each in [run.crew.others, *ranked[most:]]:
+def contribution_rows(run: HubRun, limit: int = 20) -> list[ContributionRow]:
+    """Return a row per worker, largest contribution first; workers beyond `limit` share the last row."""
+    names, ranked = run.workers.names(), run.workers.ranked()
+    rest = WorkerStatistics(0, "others", count=0)
+    for each in [run.workers.others, *ranked[limit:]]:
         rest.add(each)
-    rows = [_row(run, names[each.number], each) for each in ranked[:most]]
+    rows = [_row(run, names[each.number], each) for each in ranked[:limit]]
     return [*rows, _row(run, f"{rest.count} others", rest)] if rest.count else rows
 
 
-def _row(run: HubRun, name: str, worker: Worker) -> Row:
+def _row(run: HubRun, name: str, worker: WorkerStatistics) -> ContributionRow:
     by_samples = 0 < run.samples < math.inf
-    share = (
-        share_of(worker.samples, run.samples) if by_samples else share_of(float(worker.updates), run.updates)
-    )
-    return Row(name, worker, share, share_of(worker.weight, run.weight))
+    part, whole = (worker.samples, run.samples) if by_samples else (float(worker.updates), run.updates)
+    return ContributionRow(name, worker, finite_ratio(part, whole), finite_ratio(worker.weight, run.weight))
 
 
-def share_of(part: float, whole: float) -> float:
-    """Return part / whole, 0 where that is no number."""
-    share = part / whole if whole else 0.0
-    return share if math.isfinite(share) else 0.0
+def finite_ratio(part: float, whole: float) -> float:
+    """Return part / whole, or 0 if that is not finite."""
+    ratio = part / whole if whole else 0.0
+    return ratio if math.isfinite(ratio) else 0.0
 
 
 def local_steps(run: HubRun) -> float:
-    """Return how many steps of workers the centre was learnt from."""
-    told = sum(each.steps for each in [*run.crew, run.crew.others])
-    return told / max(1, len(run.fragments))
+    """Return the number of local steps behind all accepted updates."""
+    steps = sum(each.steps for each in [*run.workers, run.workers.others])
+    return steps / max(1, len(run.fragments))
 
 
 def ddp_nbytes(run: HubRun) -> float | None:
-    """Return what torch DDP would have sent for the same steps, see [Note: what DDP sends]; None: it can't be told."""
-    if run.numbers is None or not run.exchanged:
+    """Return the bytes torch DDP sends for the same steps ([Note: traffic of DDP]); None if unknown."""
+    if run.parameters is None or not run.ddp_steps:
         return None
-    nbytes = 4 * run.numbers * run.exchanged / max(1, len(run.fragments))
+    nbytes = 4 * run.parameters * run.ddp_steps / max(1, len(run.fragments))
     return nbytes if math.isfinite(nbytes) else None
 
 
-def standing_out(rows: Sequence[Row]) -> Row | None:
-    """Return the worker that gave more than half of all, and more than twice its part; None: there is none."""
-    alone = [row for row in rows if row.worker.count == 1]
-    if len(rows) < 2 or not alone:
+def dominant_row(rows: Sequence[ContributionRow]) -> ContributionRow | None:
+    """Return the worker with more than half of all contributions and more than twice its fair share, if any."""
+    single = [row for row in rows if row.worker.count == 1]
+    if len(rows) < 2 or not single:
         return None
-    first = max(alone, key=lambda row: row.share)
+    first = max(single, key=lambda row: row.share)
     workers = sum(row.worker.count for row in rows)
     return first if first.share > 0.5 and first.share * workers > 2 else None

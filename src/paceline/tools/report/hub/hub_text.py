@@ -1,294 +1,245 @@
-"""An asynchronous run in words: what it reached, how old its updates were, what it sent, what stands out."""
+"""Sentences about an asynchronous run: progress, staleness, traffic, and what stands out."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from paceline._core.format import format_count, format_decimal, format_seconds
+from paceline._core.format import (
+    format_count,
+    format_decimal,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_seconds,
+    plural,
+)
 from paceline.tools.report.hub.hub_records import HubRun
-from paceline.tools.report.hub.hub_summary import Row, ddp_nbytes, share_of, standing_out
+from paceline.tools.report.hub.hub_summary import ContributionRow, ddp_nbytes, dominant_row, finite_ratio
 
 __all__ = [
-    "headline",
-    "number",
-    "percent",
-    "plural",
-    "reasons",
-    "told_contributions",
-    "told_decisions",
-    "told_link",
-    "told_scores",
-    "told_staleness",
+    "contributions_caption",
+    "decisions_caption",
+    "format_refusals",
+    "hub_headline",
+    "scores_caption",
+    "staleness_caption",
+    "traffic_caption",
 ]
 
 _MOSTLY_REFUSED = 0.5
-_KEPT = 1.1  # of what is reserved, at most: see `paceline.transport.token_bucket`
+_RATE_TOLERANCE = 1.1  # of the reserved rate, see `paceline.transport.token_bucket`
 
 
-def headline(run: HubRun, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return a few sentences: what the run reached, how old updates were, what was sent, what stands out.
+def hub_headline(run: HubRun, rows: Sequence[ContributionRow]) -> tuple[str, ...]:
+    """Return a few sentences about progress, staleness, traffic, and what stands out.
 
     Example:
-        >>> headline(run, rows_of(run))  # doctest: +SKIP
-        ('In 45 s the hub took in 147 updates of 5 workers, learnt from 3.21 k samples; none was refused.',
+        >>> hub_headline(run, contribution_rows(run))  # doctest: +SKIP
+        ('In 45 s the hub accepted 147 updates of 5 workers, trained on 3.21 k samples; none was refused.',
          "The centre's score went from 0.733 to 0.28 (lower is better).", …)
     """
     if not run.updates:
-        return (_nothing_yet(run), *_apart(run), *_refused_workers(rows))
-    every = [_reached(run), _score(run), _age(run), _sent(run), *_refused_workers(rows), _dominant(rows)]
-    return tuple(sentence for sentence in [*every, _full(run)] if sentence)
+        return (_no_updates(run), *_separate_workers(run), *_refused_workers(rows))
+    every = [_progress(run), _score(run), _staleness(run), _traffic(run), *_refused_workers(rows)]
+    return tuple(sentence for sentence in [*every, _dominant(rows), _saturated(run)] if sentence)
 
 
-def _nothing_yet(run: HubRun) -> str:
+def _no_updates(run: HubRun) -> str:
     if not run.records:
-        return "Nothing was noted yet: no worker came, and the hub has just begun."
-    who = f"{plural(len(run.crew), 'worker')} came" if len(run.crew) else "no worker came"
+        return "There are no records yet: no worker has joined, and the hub has just started."
+    joined = f"{plural(len(run.workers), 'worker')} joined" if len(run.workers) else "no worker joined"
     refused = sum(run.refused.values())
     more = f"; {plural(refused, 'update')} {_was(refused)} refused" if refused else ""
-    return f"No update was taken in yet: in {format_seconds(run.seconds)} {who}{more}."
+    return f"No update has been accepted yet: in {format_seconds(run.seconds)} {joined}{more}."
 
 
-def _apart(run: HubRun) -> list[str]:
-    """Return what workers told that train apart."""
-    told = {number: curve.points()[-1][1] for number, curve in run.scores.items()}
-    if not told or run.together is not None:
+def _separate_workers(run: HubRun) -> list[str]:
+    """Return the best score of workers that train separately."""
+    scores = {number: curve.points()[-1][1] for number, curve in run.scores.items()}
+    if not scores or run.merged_at is not None:
         return []
-    best = min(told, key=lambda each: told[each])
-    name = run.crew.names().get(best, str(best))
-    verb = "trains" if len(told) == 1 else "train"
-    return [f"{plural(len(told), 'worker')} {verb} apart; the best score is {number(told[best])}, of {name}."]
+    best = min(scores, key=lambda each: scores[each])
+    name = run.workers.names().get(best, str(best))
+    verb = "trains" if len(scores) == 1 else "train"
+    return [
+        f"{plural(len(scores), 'worker')} {verb} separately; the best score is {format_number(scores[best])}, "
+        f"of {name}."
+    ]
 
 
-def _reached(run: HubRun) -> str:
-    refused, share = sum(run.refused.values()), 0.0
-    told = "none was refused"
+def _progress(run: HubRun) -> str:
+    refused = sum(run.refused.values())
+    refusals = "none was refused"
     if refused:
-        share = share_of(refused, refused + run.updates)
-        told = f"{refused} {_was(refused)} refused ({percent(share)})"
+        share = finite_ratio(refused, refused + run.updates)
+        refusals = f"{refused} {_was(refused)} refused ({format_percent(share)})"
+    others = run.workers.others
+    contributors = sum(each.updates > 0 for each in run.workers) + (others.count if others.updates else 0)
+    samples = "1 sample" if run.samples == 1 else f"{format_count(run.samples)} samples"
     return (
-        f"In {format_seconds(run.seconds)} the hub took in {plural(run.updates, 'update')} of "
-        f"{plural(_giving(run), 'worker')}, learnt from {_samples(run.samples)}; {told}."
+        f"In {format_seconds(run.seconds)} the hub accepted {plural(run.updates, 'update')} of "
+        f"{plural(contributors, 'worker')}, trained on {samples}; {refusals}."
     )
 
 
-def _giving(run: HubRun) -> int:
-    others = run.crew.others
-    return sum(each.updates > 0 for each in run.crew) + (others.count if others.updates else 0)
-
-
 def _score(run: HubRun) -> str:
-    if run.firstly is None or run.lastly is None or run.best is None:
-        return "No worker told a score of the centre, so how good it is can't be seen here."
-    if run.centre.count == 1:
-        return f"The centre's score was told once: {number(run.lastly.score)} (lower is better)."
-    text = f"The centre's score went from {number(run.firstly.score)} to {number(run.lastly.score)}"
-    if run.lastly.score > run.firstly.score:
-        text += ", worse than it began"
-    if number(run.best.score) != number(run.lastly.score):
-        text += f"; its best was {number(run.best.score)} after {format_seconds(run.best.at - run.begin)}"
+    first, last, best = run.first_score, run.last_score, run.best_score
+    if first is None or last is None or best is None:
+        return "No worker reported a score of the centre, so its quality is unknown."
+    if run.centre_scores.count == 1:
+        return f"The centre was scored once: {format_number(last.score)} (lower is better)."
+    text = f"The centre's score went from {format_number(first.score)} to {format_number(last.score)}"
+    if last.score > first.score:
+        text += ", worse than at the beginning"
+    if format_number(best.score) != format_number(last.score):
+        text += f"; its best was {format_number(best.score)} after {format_seconds(best.at - run.begin)}"
     return f"{text} (lower is better)."
 
 
-def _age(run: HubRun) -> str:
-    median = run.staleness.median or 0.0
+def _staleness(run: HubRun) -> str:
     return (
-        f"Half of all updates were at most {median:.2g} rounds old when they came, the oldest "
+        f"Half of all updates were at most {run.staleness.median or 0.0:.2g} rounds stale on arrival, the worst "
         f"{run.staleness.largest:.3g}; in a round every worker sends one."
     )
 
 
-def _sent(run: HubRun) -> str:
-    link, ddp = run.link, ddp_nbytes(run)
-    if not link.notes:
+def _traffic(run: HubRun) -> str:
+    traffic, ddp = run.traffic, ddp_nbytes(run)
+    if not traffic.record_count:
         return ""
-    whole = link.sent + link.received
-    text = f"{format_decimal(link.received)} came to the hub and {format_decimal(link.sent)} left it"
-    if ddp is None or not whole:
+    total = traffic.sent + traffic.received
+    text = f"The hub received {format_decimal(traffic.received)} and sent {format_decimal(traffic.sent)}"
+    if ddp is None or not total:
         return f"{text}."
-    ratio = ddp / whole
-    than = f"{_times(ratio)} as much" if ratio >= 1 else f"only {percent(ratio)} of that"
-    return f"{text}; for the same steps torch DDP would have sent {format_decimal(ddp)}, {than}."
+    ratio = ddp / total
+    compared = f"{format_ratio(ratio)} as much" if ratio >= 1 else f"only {format_percent(ratio)} of that"
+    return f"{text}; torch DDP would have sent {format_decimal(ddp)} for the same steps, {compared}."
 
 
-def _refused_workers(rows: Sequence[Row]) -> list[str]:
-    """Return one sentence about workers of which most is refused."""
-    bad = [
-        row
-        for row in rows
-        if row.worker.count == 1
-        and sum(row.worker.refused.values()) > _MOSTLY_REFUSED * (row.worker.updates + _refusals(row))
-    ]
+def _refused_workers(rows: Sequence[ContributionRow]) -> list[str]:
+    """Return one sentence about workers most of whose updates are refused."""
+    bad = []
+    for row in rows:
+        refused = sum(row.worker.refused.values())
+        if row.worker.count == 1 and refused > _MOSTLY_REFUSED * (row.worker.updates + refused):
+            bad.append(row)
     if not bad:
         return []
     first = bad[0]
-    text = f"Most of what {first.name} sent was refused ({reasons(first.worker.refused)})"
+    text = f"Most updates of {first.name} were refused ({format_refusals(first.worker.refused)})"
     if len(bad) > 1:
-        text += f", and so it is with {plural(len(bad) - 1, 'more worker')}"
-    return [f"{text}: look there first."]
+        text += f", as were those of {plural(len(bad) - 1, 'more worker')}"
+    return [f"{text}: investigate this first."]
 
 
-def _refusals(row: Row) -> int:
-    return sum(row.worker.refused.values())
+def _dominant(rows: Sequence[ContributionRow]) -> str:
+    row = dominant_row(rows)
+    return "" if row is None else f"{row.name} alone contributed {format_percent(row.share)} of the training."
 
 
-def _dominant(rows: Sequence[Row]) -> str:
-    row = standing_out(rows)
-    return "" if row is None else f"{row.name} alone gave {percent(row.share)} of all that was learnt."
-
-
-def _full(run: HubRun) -> str:
-    share = share_of(run.link.full, run.link.reserving)
+def _saturated(run: HubRun) -> str:
+    share = finite_ratio(run.traffic.saturated, run.traffic.with_reservation)
     if share < 0.5:
         return ""
     return (
-        f"The reserved rate limits this run: {percent(share)} of the time more than nine tenths of it were used. "
-        "Rarer updates or stronger compression would help."
+        f"The reserved rate limits this run: more than 90 % of it was used {format_percent(share)} of the time. "
+        "Send updates less often, or compress them more."
     )
 
 
-# ---------------------------------------------------------------------- below the charts
+# ---------------------------------------------------------------------- captions
 
 
-def told_scores(run: HubRun, drawn: int, *, losses: bool) -> str:
-    """Return what the chart of scores or losses means.
+def scores_caption(run: HubRun, drawn: int, *, losses: bool) -> str:
+    """Return the caption of the score chart.
 
     Args:
-        run: of it. drawn: how many workers have a line. losses: it shows losses, for lack of scores.
+        run: the run.
+        drawn: number of workers in the chart.
+        losses: whether the chart shows training losses instead of scores.
     """
     if losses:
-        text = f"Training losses as {plural(drawn, 'worker')} told them; none told a score of the centre."
+        text = f"Training losses reported by {plural(drawn, 'worker')}; there are no scores of the centre."
     else:
-        text = "Scores on held-out data, lower is better: the centre's, as workers measured it"
-        text += f", and the own ones of {plural(drawn, 'worker')}." if drawn else "."
+        text = "Scores on held-out data, lower is better: of the centre, as measured by workers"
+        text += f", and of {plural(drawn, 'worker')} themselves." if drawn else "."
     marks = []
-    if run.together is not None:
-        marks.append("dashed where all joined the best worker")
-    if run.replaced:
-        marks.append("a cross where a worker was replaced by the best")
-    if run.link.away:
-        marks.append("grey where the hub was away")
-    more = len(run.crew) - drawn
+    if run.merged_at is not None:
+        marks.append("dashed line: all workers adopt the best one's parameters")
+    if run.replacements:
+        marks.append("cross: a worker is replaced by the best")
+    if run.traffic.downtimes:
+        marks.append("grey: the hub is down")
+    more = len(run.workers) - drawn
     if drawn and more > 0:
         text += f" {plural(more, 'more worker')} {'is' if more == 1 else 'are'} not drawn."
-    return f"{text} {_sentence(marks)}".strip()
-
-
-def told_contributions(run: HubRun, rows: Sequence[Row]) -> str:
-    """Return what the bars of workers mean."""
-    of = "samples" if run.samples > 0 else "updates"
-    text = (
-        f"Share of all {of} that the centre was learnt from. Weight: how much the hub let it move the centre. "
-        "Stale: rounds that passed between what an update began from and its arrival."
-    )
-    if _counts_steps(run):
-        text += " Workers here count every step as one sample."
-    if rows and rows[-1].worker.count > 1:
-        text += f" The largest {len(rows) - 1} of {len(run.crew)} workers."
+    if marks:
+        described = "; ".join(marks)
+        text += f" {described[0].upper()}{described[1:]}."
     return text
 
 
-def _counts_steps(run: HubRun) -> bool:
-    return run.samples > 0 and run.samples == sum(each.steps for each in [*run.crew, run.crew.others])
-
-
-def told_staleness(run: HubRun) -> str:
-    """Return what the histogram of staleness means."""
-    old = sum(count for begin, _, count in run.ages.rows() if begin >= 4)
+def contributions_caption(run: HubRun, rows: Sequence[ContributionRow]) -> str:
+    """Return the caption of the chart of contributions."""
+    unit = "samples" if run.samples > 0 else "updates"
     text = (
-        "Rounds by which the centre had gone on when an update came: how many others it took in since the one "
-        "that the worker began from, divided by the workers; "
+        f"Share of all {unit} the centre was trained on. Weight: share of the weights the hub gave to updates. "
+        "Stale: rounds between the version an update started from and its arrival."
     )
-    share = share_of(old, run.updates)
-    return text + (f"{percent(share)} were 4 rounds old or more." if old else "none was as old as 4.")
+    steps = sum(each.steps for each in [*run.workers, run.workers.others])
+    if run.samples > 0 and run.samples == steps:
+        text += " Workers of this run count each step as one sample."
+    if rows and rows[-1].worker.count > 1:
+        text += f" The largest {len(rows) - 1} of {len(run.workers)} workers."
+    return text
 
 
-def told_link(run: HubRun) -> str:
-    """Return what the chart of traffic means."""
-    link = run.link
-    text = (
-        f"Bytes of messages per second at the hub, noted every few seconds: at most "
-        f"{format_decimal(link.peak_in.rate)}/s came in and {format_decimal(link.peak_out.rate)}/s went out."
-    )
-    if not link.reserved:
-        return f"{text} Nothing is reserved: as much as the link carries may be used."
-    text += f" Reserved are {format_decimal(link.reserved[-1].rate)}/s each way (dashed)"
-    if len(link.reserved) > 1:
-        changed = max(0.0, link.reserved[-1].begin - run.begin)
-        return f"{text}; that changed on the way, the last time after {format_seconds(changed)}."
-    most = max(link.peak_in.rate, link.peak_out.rate) / link.reserved[-1].rate
+def staleness_caption(run: HubRun) -> str:
+    """Return the caption of the staleness histogram."""
+    old = sum(count for begin, _, count in run.staleness_bars.rows() if begin >= 4)
+    share = f"{format_percent(finite_ratio(old, run.updates))} were" if old else "none was"
     return (
-        f"{text}, of which at most {percent(most)} were in use{': more than that' if most > _KEPT else ''}."
+        "Rounds by which the centre had advanced when an update arrived: updates accepted since the version the "
+        f"worker started from, divided by the number of workers; {share} 4 rounds stale or more."
     )
 
 
-def told_decisions(run: HubRun) -> str:
-    """Return what the table of decisions holds."""
-    text = "Who came and went, what was refused and what the hub decided; the newest is last."
-    unseen = run.decisions.unseen
-    return text + (f" {unseen:,} more are not shown." if unseen else "")
+def traffic_caption(run: HubRun) -> str:
+    """Return the caption of the traffic chart."""
+    traffic = run.traffic
+    text = (
+        f"Bytes of messages per second at the hub, recorded every few seconds: at most "
+        f"{format_decimal(traffic.peak_received.rate)}/s received and {format_decimal(traffic.peak_sent.rate)}/s sent."
+    )
+    if not traffic.reserved:
+        return f"{text} No rate is reserved: the whole link may be used."
+    reserved = traffic.reserved[-1]
+    text += f" {format_decimal(reserved.rate)}/s are reserved in each direction (dashed)"
+    if len(traffic.reserved) > 1:
+        return f"{text}; last changed after {format_seconds(max(0.0, reserved.begin - run.begin))}."
+    most = max(traffic.peak_received.rate, traffic.peak_sent.rate) / reserved.rate
+    return f"{text}; at most {format_percent(most)} of it was used{': too much' if most > _RATE_TOLERANCE else ''}."
 
 
-# ---------------------------------------------------------------------- numbers
+def decisions_caption(run: HubRun) -> str:
+    """Return the caption of the table of decisions."""
+    text = "Workers that joined or left, refused updates and other decisions of the hub; the newest is last."
+    hidden = run.decisions.hidden
+    return text + (f" {hidden:,} more are not shown." if hidden else "")
 
 
-def reasons(refused: Mapping[str, int], most: int = 4) -> str:
-    """Return reasons of refusals with their counts, the commonest first.
+def format_refusals(refused: Mapping[str, int], limit: int = 4) -> str:
+    """Return reasons of refusals with their counts, the most frequent first.
 
     Example:
-        >>> reasons({"stale": 1, "not finite": 3})
+        >>> format_refusals({"stale": 1, "not finite": 3})
         'not finite 3, stale 1'
     """
     ranked = sorted(refused.items(), key=lambda each: (-each[1], each[0]))
-    told = [f"{why} {count}" for why, count in ranked[:most]]
-    rest = sum(count for _, count in ranked[most:])
-    return ", ".join([*told, f"others {rest}"] if rest else told)
-
-
-def number(value: float) -> str:
-    """Return a score or loss for people: four significant digits.
-
-    Example:
-        >>> number(0.73274588), number(12345678.0)
-        ('0.7327', '1.235e+07')
-    """
-    return f"{value:.4g}" if math.isfinite(value) else "not a number"
-
-
-def percent(share: float) -> str:
-    """Return a share as percent, small ones with a digit more.
-
-    Example:
-        >>> percent(0.123), percent(0.0123)
-        ('12\\xa0%', '1.2\\xa0%')
-    """
-    return f"{100 * share:.0f}\u00a0%" if share >= 0.0995 or not share else f"{100 * share:.1f}\u00a0%"
-
-
-def plural(count: float, noun: str) -> str:
-    """Return a count with its noun.
-
-    Example:
-        >>> plural(1, "worker"), plural(12345, "update")
-        ('1 worker', '12,345 updates')
-    """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _samples(samples: float) -> str:
-    return "1 sample" if samples == 1 else f"{format_count(samples)} samples"
+    texts = [f"{why} {count}" for why, count in ranked[:limit]]
+    rest = sum(count for _, count in ranked[limit:])
+    return ", ".join([*texts, f"others {rest}"] if rest else texts)
 
 
 def _was(count: int) -> str:
     return "was" if count == 1 else "were"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:,.0f} times" if ratio >= 9.95 else f"{ratio:.2g} times"
-
-
-def _sentence(parts: Sequence[str]) -> str:
-    if not parts:
-        return ""
-    text = ", ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."

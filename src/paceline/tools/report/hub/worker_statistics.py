@@ -1,6 +1,6 @@
-"""The workers of a hub as its ledger tells of them: what each gave, how old that was, how long it was there (pure).
+"""Statistics per worker from a hub's decision ledger: contributions, staleness, presence.
 
-Numbers are drawn by workers, so there can be any number of them: those beyond the most that gave least are one.
+Any number of worker numbers can occur; beyond a limit, the workers with the smallest contributions are merged.
 """
 
 from __future__ import annotations
@@ -9,25 +9,32 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paceline.tools.report.hub.downsample import Sketch
+from paceline.tools.report.hub.downsample import QuantileSketch
 
-__all__ = ["Crew", "Worker", "plain"]
+__all__ = ["WorkerStatistics", "WorkerTable", "printable"]
 
-_NAME_LENGTH = 40
+_MAX_NAME_LENGTH = 40
 
 
 @dataclass
-class Worker:
-    """A worker, or several together.
+class WorkerStatistics:
+    """Statistics of a worker, or of several merged ones.
 
     Attributes:
-        number: of it. name: for people. count: how many workers this is.
-        updates, samples, steps, weight: of what was taken in: how many, learnt from how many samples in how many
-            steps, and the sum of the weights that they were given.
-        refused: how often, by reason. staleness: of its updates, in rounds. replaced: how often by another.
-        speeds: sum and number of the speeds that it told, in steps per second.
-        alive: seconds in which it was there, up to `since`. since: it is there; None: it is not.
-        heard: when the ledger names it last.
+        number: number of the worker.
+        name: its display name.
+        count: number of workers that this stands for.
+        updates: accepted updates.
+        samples: samples behind the accepted updates.
+        steps: local steps behind the accepted updates.
+        weight: sum of the weights of the accepted updates.
+        refused: refused updates by reason.
+        staleness: staleness of its updates, in rounds.
+        replacements: how often it was replaced by another worker.
+        speeds: sum and number of its reported speeds, in steps per second.
+        present_seconds: time present until `since`.
+        since: when it was last marked present; None: absent.
+        last_seen: time of the last record about it.
     """
 
     number: int
@@ -38,127 +45,126 @@ class Worker:
     steps: float = 0.0
     weight: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
-    staleness: Sketch = field(default_factory=Sketch)
-    replaced: int = 0
+    staleness: QuantileSketch = field(default_factory=QuantileSketch)
+    replacements: int = 0
     speeds: tuple[float, int] = (0.0, 0)
-    alive: float = 0.0
+    present_seconds: float = 0.0
     since: float | None = None
-    heard: float = 0.0
+    last_seen: float = 0.0
 
     @property
     def speed(self) -> float | None:
-        """Mean of the speeds that it told, in steps per second."""
+        """Mean reported speed in steps per second."""
         total, count = self.speeds
         return total / count if count else None
 
-    def come(self, t: float) -> None:
-        """Note that it is there from now on; one that was there already has been away since it was heard."""
-        self.go(self.heard)
-        self.since = self.heard = t
+    def mark_present(self, t: float) -> None:
+        """Mark it present from `t` on; if it was present already, it has been absent since it was last seen."""
+        self.mark_gone(self.last_seen)
+        self.since = self.last_seen = t
 
-    def go(self, t: float) -> None:
-        """Note that it is not there any more since `t`."""
+    def mark_gone(self, t: float) -> None:
+        """Mark it absent since `t`."""
         if self.since is not None:
-            self.alive += max(0.0, t - self.since)
+            self.present_seconds += max(0.0, t - self.since)
             self.since = None
 
-    def add(self, other: Worker) -> None:
-        """Count another one with this one."""
+    def add(self, other: WorkerStatistics) -> None:
+        """Merge another worker's counts into this one."""
         self.count += other.count
         self.updates += other.updates
         self.samples += other.samples
         self.steps += other.steps
         self.weight += other.weight
         self.refused.update(other.refused)
-        self.staleness.add_all(other.staleness)
-        self.replaced += other.replaced
+        self.staleness.merge(other.staleness)
+        self.replacements += other.replacements
         self.speeds = self.speeds[0] + other.speeds[0], self.speeds[1] + other.speeds[1]
-        self.alive += other.alive
+        self.present_seconds += other.present_seconds
 
 
-class Crew:
-    """All workers.
+class WorkerTable:
+    """Statistics of all workers.
 
     Args:
-        most: that are known one by one; of more, those that gave least are counted together.
+        limit: number of workers to keep separately; those with the smallest contributions beyond it are merged.
 
     Attributes:
-        others: those that are counted together.
+        others: the merged workers.
     """
 
-    def __init__(self, most: int = 5000) -> None:
-        self._most = most
-        self._workers: dict[int, Worker] = {}
-        self.others = Worker(0, "others", count=0)
+    def __init__(self, limit: int = 5000) -> None:
+        self._limit = limit
+        self._workers: dict[int, WorkerStatistics] = {}
+        self.others = WorkerStatistics(0, "others", count=0)
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[WorkerStatistics]:
         return iter(self._workers.values())
 
     def __len__(self) -> int:
         return len(self._workers) + self.others.count
 
-    def hear(self, number: int, t: float) -> Worker:
-        """Return a worker of which the ledger tells at `t`, and which is there."""
-        worker = self.of(number, t)
+    def mark_seen(self, number: int, t: float) -> WorkerStatistics:
+        """Return a worker, marked as present and seen at `t`."""
+        worker = self.get_or_add(number, t)
         if worker.since is None:
             worker.since = t
-        worker.heard = t
+        worker.last_seen = t
         return worker
 
-    def of(self, number: int, t: float) -> Worker:
-        """Return a worker, known from now on."""
+    def get_or_add(self, number: int, t: float) -> WorkerStatistics:
+        """Return a worker; a new one was last seen at `t`."""
         worker = self._workers.get(number)
         if worker is None:
-            if len(self._workers) >= self._most:
-                self._fold()
-            worker = self._workers[number] = Worker(number, heard=t)
+            if len(self._workers) >= self._limit:
+                self._merge_smallest()
+            worker = self._workers[number] = WorkerStatistics(number, last_seen=t)
         return worker
 
-    def get(self, number: int) -> Worker | None:
-        """Return a worker, None if it is not known."""
+    def get(self, number: int) -> WorkerStatistics | None:
+        """Return a worker, None if it is unknown or merged."""
         return self._workers.get(number)
 
-    def away(self, since: float) -> None:
-        """Note that the hub was away: who has not come again by now went when it was heard last."""
+    def mark_hub_down(self, since: float) -> None:
+        """Register a downtime of the hub: workers that have not returned left when they were last seen."""
         for worker in self:
             if worker.since is not None and worker.since <= since:
-                worker.go(worker.heard)
+                worker.mark_gone(worker.last_seen)
 
-    def end(self, t: float) -> None:
-        """Note that the ledger ends."""
+    def finish(self, t: float) -> None:
+        """Register the end of the ledger."""
         for worker in self:
-            worker.go(t)
+            worker.mark_gone(t)
 
-    def ranked(self) -> list[Worker]:
-        """Return the workers, those that gave most first."""
-        return sorted(self, key=_given, reverse=True)
+    def ranked(self) -> list[WorkerStatistics]:
+        """Return the workers, largest contribution first."""
+        return sorted(self, key=_contribution, reverse=True)
 
     def names(self) -> dict[int, str]:
-        """Return a name for each worker that no other one has."""
-        told = {each.number: each.name or str(each.number) for each in self}
-        often = Counter(told.values())
+        """Return a unique name per worker number."""
+        names = {each.number: each.name or str(each.number) for each in self}
+        uses = Counter(names.values())
         return {
-            number: f"{name} #{number}" if often[name] > 1 and name != str(number) else name
-            for number, name in told.items()
+            number: f"{name} #{number}" if uses[name] > 1 and name != str(number) else name
+            for number, name in names.items()
         }
 
-    def _fold(self) -> None:
-        """Count half of all workers together: those that gave least."""
-        for worker in self.ranked()[self._most // 2 :]:
-            worker.go(worker.heard)
+    def _merge_smallest(self) -> None:
+        for worker in self.ranked()[self._limit // 2 :]:
+            worker.mark_gone(worker.last_seen)
             self.others.add(self._workers.pop(worker.number))
 
 
-def plain(text: object, length: int = _NAME_LENGTH) -> str:
-    """Return what a worker calls itself, or another text of the ledger, as one that can be shown.
+def printable(text: object, length: int = _MAX_NAME_LENGTH) -> str:
+    """Return a worker's name or another text of the ledger without control characters, shortened to `length`.
 
     Example:
-        >>> plain("gpu\\u202e-1\\x00")
+        >>> printable("gpu\\u202e-1\\x00")
         'gpu-1'
     """
     shown = "".join(each for each in str(text)[: 10 * length] if each.isprintable()).strip()
     return shown if len(shown) <= length else f"{shown[: length - 1]}…"
 
 
-def _given(worker: Worker) -> tuple[float, int, int, str]:
+def _contribution(worker: WorkerStatistics) -> tuple[float, int, int, str]:
     return worker.samples, worker.updates, sum(worker.refused.values()), worker.name

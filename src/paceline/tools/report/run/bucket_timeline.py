@@ -1,44 +1,30 @@
-"""A step as the page draws it: for each rank its phases and the buckets on their way, to be looked at closely."""
+"""Data of the interactive bucket timeline: phases and bucket transfers of a few steps on each rank."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from statistics import median
 from typing import Any
 
 from paceline._core.format import format_bytes, format_seconds
-from paceline.tools.report.run.step_breakdown import pieces_of
-from paceline.tools.report.run.trace_reader import Bucket, Call, RankSteps, StepLine
+from paceline.tools.report.html_page import BucketView
+from paceline.tools.report.run.step_breakdown import step_intervals
+from paceline.tools.report.run.trace_reader import RankTrace, TracedBucket, TracedCall, TracedStep
 
-__all__ = ["BucketView", "bucket_view"]
+__all__ = ["make_bucket_view"]
 
 _RANKS_SHOWN = 8
 _ROWS_SHOWN = 24
 
 
-@dataclass(frozen=True)
-class BucketView:
-    """What the page shows.
-
-    Attributes:
-        data: for the script, as JSON that may stand in a page. script: that draws it.
-        told: the gist, in words. table: the calls of the usual step on one rank, head first.
-    """
-
-    data: str
-    script: str
-    told: str
-    table: Sequence[Sequence[str]]
-
-
-def bucket_view(timelines: Mapping[int, RankSteps], straggler: int | None = None) -> BucketView | None:
-    """Return the view of a few steps; None where no rank has recorded calls.
+def make_bucket_view(timelines: Mapping[int, RankTrace], straggler: int | None = None) -> BucketView | None:
+    """Return the view of a few steps; None if no calls were recorded.
 
     Args:
-        timelines: each rank's steps. straggler: a rank that must be among those shown.
+        timelines: each rank's steps.
+        straggler: a rank that must be shown.
     """
     ranks = _chosen(sorted(timelines), straggler)
     steps = _steps_shown({rank: timelines[rank] for rank in ranks})
@@ -48,14 +34,14 @@ def bucket_view(timelines: Mapping[int, RankSteps], straggler: int | None = None
     text = json.dumps({"steps": shown}, separators=(",", ":")).replace("<", "\\u003c")
     first = timelines[ranks[0]]
     usual = next(line for line in first.steps if line.step == steps[0][1])
-    told = (
-        "One step on each rank: above its phases, below its buckets from the moment they are ready, hollow while they "
-        "wait for their turn or for other ranks, full while they are under way."
+    caption = (
+        "One step on each rank: its phases above, its buckets below from the time they are ready, hollow while they "
+        "wait for their turn or for other ranks, filled while in transfer."
     )
     if len(timelines) > len(ranks):
-        told += f" {len(ranks)} of {len(timelines)} ranks."
+        caption += f" {len(ranks)} of {len(timelines)} ranks."
     script = files("paceline.tools.report").joinpath("bucket_view.js").read_text(encoding="utf-8")
-    return BucketView(text, script, told, _table(usual, first.buckets_at(usual.step)))
+    return BucketView(text, script, caption, _table(usual, first.buckets_at(usual.step)))
 
 
 def _chosen(ranks: Sequence[int], straggler: int | None) -> list[int]:
@@ -65,8 +51,8 @@ def _chosen(ranks: Sequence[int], straggler: int | None) -> list[int]:
     return shown
 
 
-def _steps_shown(timelines: Mapping[int, RankSteps]) -> list[tuple[str, int]]:
-    """Return the steps to look at, of those that all ranks know: a usual one, the slowest, the latest."""
+def _steps_shown(timelines: Mapping[int, RankTrace]) -> list[tuple[str, int]]:
+    """Return a typical, the slowest and the latest of the steps recorded by all ranks."""
     lines_of_rank = [
         {line.step: line for line in each.warm if line.calls and not line.quiet}
         for each in timelines.values()
@@ -78,13 +64,13 @@ def _steps_shown(timelines: Mapping[int, RankSteps]) -> list[tuple[str, int]]:
     middle = median(seconds.values())
     usual = min(common, key=lambda step: abs(seconds[step] - middle))
     slowest = max(common, key=seconds.__getitem__)
-    named = [("a usual step", usual), ("the slowest step", slowest), ("the latest step", common[-1])]
-    return [
-        (name, step) for at, (name, step) in enumerate(named) if step not in [each for _, each in named[:at]]
-    ]
+    name_of_step: dict[int, str] = {}
+    for name, step in (("typical step", usual), ("slowest step", slowest), ("latest step", common[-1])):
+        name_of_step.setdefault(step, name)
+    return [(name, step) for step, name in name_of_step.items()]
 
 
-def _step(name: str, number: int, timelines: Mapping[int, RankSteps]) -> dict[str, Any]:
+def _step(name: str, number: int, timelines: Mapping[int, RankTrace]) -> dict[str, Any]:
     lines = {
         rank: next(line for line in each.steps if line.step == number) for rank, each in timelines.items()
     }
@@ -101,12 +87,12 @@ def _step(name: str, number: int, timelines: Mapping[int, RankSteps]) -> dict[st
 
 def _lane(
     rank: int,
-    line: StepLine,
-    timeline: RankSteps,
+    line: TracedStep,
+    timeline: RankTrace,
     begin: float,
     last: Mapping[tuple[str, int], tuple[float, int]],
 ) -> dict[str, Any]:
-    """Return what one rank did, in seconds since the first rank began."""
+    """Return the phases and calls of one rank, in seconds since the first rank began the step."""
     offset, buckets = line.start - begin, timeline.buckets_at(line.step)
 
     def at(moment: float) -> float:
@@ -128,28 +114,28 @@ def _lane(
                 "waits": [[at(w.start), at(w.end)] for w in line.waits if _waits_for(w.bucket, call)],
             }
         )
-    pieces = [[piece.name, at(piece.start), at(piece.end)] for piece in pieces_of(line)]
+    pieces = [[piece.name, at(piece.start), at(piece.end)] for piece in step_intervals(line)]
     return {"rank": rank, "pieces": pieces, "calls": calls}
 
 
-def _waits_for(bucket: int, call: Call) -> bool:
+def _waits_for(bucket: int, call: TracedCall) -> bool:
     return call.kind == "reduce" and bucket == call.bucket
 
 
-def _name(call: Call, buckets: Sequence[Bucket]) -> str:
+def _name(call: TracedCall, buckets: Sequence[TracedBucket]) -> str:
     if call.kind == "gather":
         return f"parameters {call.bucket}"
     if call.bucket < len(buckets):
-        told = buckets[call.bucket]
-        if not told.parameters:
+        bucket = buckets[call.bucket]
+        if not bucket.parameters:
             return "ledger"
-        more = f" and {told.parameters - 1} more" if told.parameters > 1 else ""
-        return f"bucket {call.bucket}: {told.first}{more}"
+        more = f" and {bucket.parameters - 1} more" if bucket.parameters > 1 else ""
+        return f"bucket {call.bucket}: {bucket.first}{more}"
     return f"bucket {call.bucket}"
 
 
-def _table(line: StepLine, buckets: Sequence[Bucket]) -> list[list[str]]:
-    rows = [["call", "bytes", "ready", "launched", "through", "under way"]]
+def _table(line: TracedStep, buckets: Sequence[TracedBucket]) -> list[list[str]]:
+    rows = [["call", "bytes", "ready", "launched", "done", "duration"]]
     for call in line.calls[:_ROWS_SHOWN]:
         ready = "–" if call.ready is None else format_seconds(call.ready)
         rows.append(

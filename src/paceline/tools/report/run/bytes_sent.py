@@ -1,69 +1,55 @@
-"""What a run has sent, beside what it would have: the words and tables of the report, from ``run.json``.
+"""Bytes that a run sent, compared with uncompressed gradients, from the ``sent`` facts of ``run.json``.
 
-A run that was cut off, or is of an older version, tells less or nothing; then less is shown.
+Runs that were interrupted or written by older versions lack some or all of these facts; the rest is shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from paceline._core.format import format_decimal
+from paceline._core.format import format_decimal, format_percent, format_ratio
+from paceline.tools.report.html_page import SentBytes
 
-__all__ = ["Sent", "what_was_sent"]
+__all__ = ["summarise_sent_bytes"]
 
 _BUCKETS_SHOWN = 12
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What the page shows.
-
-    Attributes:
-        sentence: the gist. table: what was counted where, head first. buckets: what compression did to each bucket of
-            gradients, head first; empty where nothing was compressed.
-    """
-
-    sentence: str
-    table: Sequence[Sequence[str]]
-    buckets: Sequence[Sequence[str]]
-
-
-def what_was_sent(facts: Mapping[str, object]) -> Sent | None:
-    """Return what the facts of a run tell of bytes; None: nothing, or there was nothing to be sent."""
-    told = facts.get("sent")
-    if not isinstance(told, Mapping):
+def summarise_sent_bytes(facts: Mapping[str, object]) -> SentBytes | None:
+    """Return the section on bytes sent; None without such facts, or if there was nothing to send."""
+    record = facts.get("sent")
+    if not isinstance(record, Mapping):
         return None
-    sent, would_be = _number(told, "sent_nbytes"), _number(told, "would_be_nbytes")
+    sent, would_be = _number(record, "sent_nbytes"), _number(record, "would_be_nbytes")
     if not would_be:
         return None
-    rows = [["rank 0's exchanges", format_decimal(sent) if sent is not None else "not counted"]]
-    rows += [["float32 gradients every step would have been", format_decimal(would_be)]]
-    rows += _interface_rows(told.get("interface bytes"))
-    return Sent(_sentence(sent, would_be), [["", "bytes"], *rows], _bucket_rows(told.get("buckets")))
+    rows = [["exchanges of rank 0", format_decimal(sent) if sent is not None else "not counted"]]
+    rows += [["float32 gradients at every step", format_decimal(would_be)]]
+    rows += _interface_rows(record.get("interface bytes"))
+    return SentBytes(_sentence(sent, would_be), [["", "bytes"], *rows], _bucket_rows(record.get("buckets")))
 
 
 def _sentence(sent: float | None, would_be: float) -> str:
     if sent is None:
-        return "What this strategy sends is not counted."
+        return "Bytes sent by this strategy are not counted."
     text = f"Rank 0 sent {format_decimal(sent)}"
     if sent and would_be > 1.05 * sent:
-        text += f", {_times(would_be / sent)} less than float32 gradients every step"
+        text += f", {format_ratio(would_be / sent)} less than float32 gradients at every step"
     return text + "."
 
 
-def _interface_rows(told: object) -> list[list[str]]:
-    """Return what the kernel counted between begin and end."""
-    if not isinstance(told, Mapping):
+def _interface_rows(counters: object) -> list[list[str]]:
+    """Return the difference of the kernel's interface counters between begin and end."""
+    if not isinstance(counters, Mapping):
         return []
-    begin, end = told.get("at begin"), told.get("at end")
+    begin, end = counters.get("at begin"), counters.get("at end")
     if not isinstance(begin, Mapping) or not isinstance(end, Mapping):
         return []
     rows = []
-    for way in ("sent", "received"):
-        first, last = _number(begin, way), _number(end, way)
+    for direction in ("sent", "received"):
+        first, last = _number(begin, direction), _number(end, direction)
         if first is not None and last is not None:
-            rows.append([f"the interfaces of rank 0's host, {way}", format_decimal(last - first)])
+            rows.append([f"network interfaces of rank 0's host, {direction}", format_decimal(last - first)])
     return rows
 
 
@@ -71,17 +57,15 @@ def _bucket_rows(buckets: object) -> list[list[str]]:
     known = [each for each in buckets if isinstance(each, Mapping)] if isinstance(buckets, list) else []
     if not known:
         return []
-    rows = [["bucket", "gradients", "sent a step", "uncompressed", "error"]]
+    rows = [["bucket", "gradients", "sent per step", "uncompressed", "error"]]
     for bucket in known[:_BUCKETS_SHOWN]:
         error = _number(bucket, "error")
+        sizes = (_number(bucket, key) or 0.0 for key in ("nbytes", "sent_nbytes", "uncompressed_nbytes"))
         rows.append(
             [
                 f"{bucket.get('first parameter')} … ({bucket.get('parameters')})",
-                *(
-                    format_decimal(_number(bucket, key) or 0.0)
-                    for key in ("nbytes", "sent_nbytes", "uncompressed_nbytes")
-                ),
-                "–" if error is None else f"{100 * error:.2g}\u00a0%",
+                *(format_decimal(size) for size in sizes),
+                "–" if error is None else format_percent(error),
             ]
         )
     if len(known) > _BUCKETS_SHOWN:
@@ -89,10 +73,6 @@ def _bucket_rows(buckets: object) -> list[list[str]]:
     return rows
 
 
-def _number(told: Mapping[object, object], key: str) -> float | None:
-    value = told.get(key)
+def _number(record: Mapping[object, object], key: str) -> float | None:
+    value = record.get(key)
     return float(value) if isinstance(value, int | float) else None
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.0f} times" if ratio >= 9.95 else f"{ratio:.2g} times"

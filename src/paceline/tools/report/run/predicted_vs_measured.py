@@ -1,4 +1,4 @@
-"""What was planned beside what came: a run's step as a profile predicts it, and as the timeline tells it."""
+"""Comparison of a run's step with the prediction of a profile."""
 
 from __future__ import annotations
 
@@ -12,57 +12,59 @@ from paceline.cost_model.step_costs import pick_step_costs
 from paceline.cost_model.step_strategy import STRATEGIES, StepStrategy
 from paceline.cost_model.step_time import StepTime, predict_step
 from paceline.errors import UsageError
-from paceline.tools.report.html_page import Listing
-from paceline.tools.report.run.run_summary import Summary
+from paceline.tools.report.html_page import PageTable
+from paceline.tools.report.run.run_summary import RunSummary
 
-__all__ = ["plan_beside", "predicted_step"]
+__all__ = ["compare_with_prediction", "predict_run_step"]
 
 
-def plan_beside(profile: Path, facts: Mapping[str, object], summary: Summary) -> Listing:
+def compare_with_prediction(profile: Path, facts: Mapping[str, object], summary: RunSummary) -> PageTable:
     """Return the table of predicted and measured parts of a step.
 
     Args:
-        profile: what ``paceline bench parts`` measured. facts: the content of ``run.json``. summary: the run's numbers.
+        profile: file of ``paceline bench parts``.
+        facts: the content of ``run.json``.
+        summary: the run's numbers.
 
     Raises:
-        UsageError: the run tells too little, or the profile does not know its steps.
+        UsageError: the run lacks facts, or the profile has no such step.
     """
     if not summary.ranks:
-        raise UsageError("the run has no timeline to hold a plan against", remedy="leave --profile out")
-    planned = predicted_step(Profile.load(profile), facts)
+        raise UsageError("the run has no timeline to compare a prediction with", remedy="omit --profile")
+    predicted = predict_run_step(Profile.load(profile), facts)
     mean = {phase: fmean(rank.seconds[phase] for rank in summary.ranks) for phase in summary.ranks[0].seconds}
     rows = [
-        ("forward", planned.forward, mean["forward"]),
-        ("backward", planned.backward, mean["backward"]),
-        ("exposed communication", planned.exposed, mean["exposed"]),
-        ("optimizer", planned.optimizer, mean["optimizer"]),
+        ("forward", predicted.forward, mean["forward"]),
+        ("backward", predicted.backward, mean["backward"]),
+        ("exposed communication", predicted.exposed, mean["exposed"]),
+        ("optimizer", predicted.optimizer, mean["optimizer"]),
         ("data and anything else", 0.0, mean["data"] + mean["other"]),
-        ("a step", planned.seconds, sum(mean.values())),
+        ("a step", predicted.seconds, sum(mean.values())),
     ]
-    table = [["", "planned", "came", "came ÷ planned"]]
-    for name, plan, came in rows:
-        ratio = f"{came / plan:.2f}" if plan else "–"
-        table.append([name, format_seconds(plan) if plan else "–", format_seconds(came), ratio])
-    told = (
-        f"{planned.strategy.label}, predicted by {profile.name}: a step of {format_seconds(planned.low)} to "
-        f"{format_seconds(planned.high)}."
+    table = [["", "predicted", "measured", "measured / predicted"]]
+    for name, expected, measured in rows:
+        ratio = f"{measured / expected:.2f}" if expected else "–"
+        table.append([name, format_seconds(expected) if expected else "–", format_seconds(measured), ratio])
+    caption = (
+        f"{predicted.strategy.label}, predicted by {profile.name}: a step of {format_seconds(predicted.low)} to "
+        f"{format_seconds(predicted.high)}."
     )
-    return Listing("Plan and reality", table, told)
+    return PageTable("Predicted and measured", table, caption)
 
 
-def predicted_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
-    """Return the step that a profile predicts for a run of ``paceline train``.
+def predict_run_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
+    """Return the predicted step of a run of ``paceline train``.
 
     Raises:
-        UsageError: the run tells too little, or the profile does not know its steps.
+        UsageError: the run lacks facts, or the profile has no such step.
     """
     settings, world, model = (_group(facts, name) for name in ("settings", "world", "model"))
     strategy, size = _strategy(facts, settings), settings.get("bucket_mib")
     ranks, batch, name = world.get("size"), settings.get("batch_size"), model.get("name")
     if not isinstance(ranks, int) or not isinstance(batch, int) or not isinstance(name, str):
         raise UsageError(
-            "the run does not tell its ranks, batch size and model, so no step can be predicted for it",
-            remedy="leave --profile out: it goes with runs of paceline train",
+            "run.json lacks the number of ranks, the batch size or the model, so its step can't be predicted",
+            remedy="omit --profile: it works with runs of paceline train",
         )
     backend = world.get("backend")
     costs = pick_step_costs(
@@ -74,16 +76,13 @@ def predicted_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
 
 
 def _strategy(facts: Mapping[str, object], settings: Mapping[str, object]) -> str:
-    """Return the name of the strategy that a run used."""
-    for told in (
-        settings.get("sync"),
-        str(facts.get("synchronised", "")).partition(",")[0].partition(" ")[0],
-    ):
-        if isinstance(told, str) and told in STRATEGIES:
-            return told
+    synchronised = str(facts.get("synchronised", ""))
+    for name in (settings.get("sync"), synchronised.partition(",")[0].partition(" ")[0]):
+        if isinstance(name, str) and name in STRATEGIES:
+            return name
     raise UsageError(
-        f"how the run synchronised ({facts.get('synchronised', 'not told')}) has no predicted step",
-        remedy="leave --profile out",
+        f"steps can't be predicted for the strategy of this run ({synchronised or 'unknown'})",
+        remedy="omit --profile",
     )
 
 

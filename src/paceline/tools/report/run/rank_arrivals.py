@@ -1,9 +1,8 @@
-"""Who is waited for: by the moments at which ranks arrive at a step's exchange.
+"""Straggler detection by the times at which ranks launch the last collective of a step.
 
-An all-reduce ends at the same time on all ranks, so timers around a step show the same everywhere, whoever is slow.
-What differs is when a rank comes to it. Of each step the call that closes it is looked at: the rank that launches it
-last is the one that all others wait for, and from then on only the network is waited for. So exposed communication
-has two parts: *imbalance*, until the last rank is there, and *transfer*.
+An all-reduce ends at the same time on all ranks, so step timers show the same values everywhere, whichever rank is
+slow. The launch times differ: all ranks wait for the one that launches the last call of a step last, and after that
+only for the network. So exposed communication has two parts: *imbalance* until the last launch, and *transfer*.
 """
 
 from __future__ import annotations
@@ -12,55 +11,64 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.tools.report.run.step_breakdown import PHASES, exposed_intervals, parts_of
-from paceline.tools.report.run.trace_reader import RankSteps, StepLine
+from paceline.tools.report.run.step_breakdown import PHASES, exposed_intervals, step_parts
+from paceline.tools.report.run.trace_reader import RankTrace, TracedStep
 
-__all__ = ["Arrivals", "RankArrivals", "Straggler", "arrivals_of"]
+__all__ = ["Arrivals", "RankArrivals", "Straggler", "compare_arrivals"]
 
-_OFTEN = 0.5
-"""Of the steps in which a straggler is the last one."""
+_MIN_LAST_SHARE = 0.5
+"""Share of the steps in which a straggler is last, at least."""
 
-_CONSIDERABLE = 0.03
-"""Of the step: what others wait for a rank, below which nobody is called a straggler."""
+_MIN_LATENESS = 0.03
+"""Lateness of a straggler, at least, as a share of the step."""
 
 
 @dataclass(frozen=True)
 class RankArrivals:
-    """When one rank comes to the exchanges of its steps.
+    """Arrivals of one rank at the last collective of its steps.
 
     Attributes:
-        rank: the rank. last: share of the steps in which it was the last one.
-        late: seconds by which it is behind the median of the others, median over steps; negative: before them.
-        late_often: the same, as it is in the worst twentieth of the steps.
-        imbalance, transfer: mean seconds of a step that it stands still until the last rank is there, and after that.
+        rank: the rank.
+        last_share: share of the steps in which it was last.
+        lateness: seconds behind the median of the others, median over steps; negative if earlier.
+        lateness_p95: the same, 95th percentile over steps.
+        imbalance: mean exposed seconds per step until the last rank's launch.
+        transfer: mean exposed seconds per step after that.
     """
 
     rank: int
-    last: float
-    late: float
-    late_often: float
+    last_share: float
+    lateness: float
+    lateness_p95: float
     imbalance: float
     transfer: float
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that the others wait for, and why.
+    """The rank that the others wait for, compared with them; medians over steps.
 
     Attributes:
-        rank: who. last: share of the steps in which it was the last one. late: seconds behind the others, median.
-        longer: for each part of a step, the seconds by which it takes longer than the others' median.
-        parts, others: seconds of each part, its own and the others' median.
-        cpu, others_cpu: processor seconds of a step. preempted, others_preempted: how often a step.
-        samples, others_samples: of a step; 0 where nobody counts them.
+        rank: the rank.
+        last_share: share of the steps in which it was last.
+        lateness: seconds behind the others.
+        excess: seconds by which each part of its step takes longer than on the others.
+        parts: seconds of each part of its step.
+        other_parts: the same of the other ranks.
+        cpu: processor seconds per step.
+        others_cpu: the same of the other ranks.
+        preempted: preemptions per step.
+        others_preempted: the same of the other ranks.
+        samples: samples per step; 0 if not counted.
+        others_samples: the same of the other ranks.
     """
 
     rank: int
-    last: float
-    late: float
-    longer: Mapping[str, float]
+    last_share: float
+    lateness: float
+    excess: Mapping[str, float]
     parts: Mapping[str, float]
-    others: Mapping[str, float]
+    other_parts: Mapping[str, float]
     cpu: float
     others_cpu: float
     preempted: float
@@ -71,12 +79,13 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What the arrivals of all ranks tell.
+    """Arrivals of all ranks.
 
     Attributes:
-        steps: how many were compared. ranks: by rank.
-        straggler: None where there is none.
-        clock_error: by how much the times of two ranks may be off from each other, in seconds.
+        steps: number of compared steps.
+        ranks: arrivals by rank.
+        straggler: the straggler, if any.
+        clock_error: largest error between the clocks of two ranks, in seconds.
     """
 
     steps: int = 0
@@ -85,33 +94,33 @@ class Arrivals:
     clock_error: float = 0.0
 
 
-def arrivals_of(ranks: Mapping[int, RankSteps]) -> Arrivals:
-    """Return who arrives when, over all steps that all ranks have a line of; nothing for fewer than two ranks."""
-    lines_of_rank = {rank: {line.step: line for line in each.warm} for rank, each in ranks.items()}
-    if len(lines_of_rank) < 2:
+def compare_arrivals(ranks: Mapping[int, RankTrace]) -> Arrivals:
+    """Return the arrivals over all steps recorded by all ranks; empty for fewer than two ranks."""
+    steps_of_rank = {rank: {each.step: each for each in trace.warm} for rank, trace in ranks.items()}
+    if len(steps_of_rank) < 2:
         return Arrivals()
-    common = sorted(set.intersection(*(set(lines) for lines in lines_of_rank.values())))
-    compared: list[tuple[dict[int, StepLine], dict[int, float]]] = []
+    common = sorted(set.intersection(*(set(steps) for steps in steps_of_rank.values())))
+    compared: list[tuple[dict[int, TracedStep], dict[int, float]]] = []
     for step in common:
-        lines = {rank: each[step] for rank, each in lines_of_rank.items()}
+        lines = {rank: each[step] for rank, each in steps_of_rank.items()}
         moments = {rank: _arrival(line) for rank, line in lines.items()}
         known = {rank: moment for rank, moment in moments.items() if moment is not None}
         if len(known) == len(moments):
             compared.append((lines, known))
     if not compared:
         return Arrivals()
-    told = tuple(_rank(rank, compared) for rank in sorted(lines_of_rank))
+    arrivals = tuple(_rank(rank, compared) for rank in sorted(steps_of_rank))
     error = 2 * max(each.clock_error for each in ranks.values())
-    return Arrivals(len(compared), told, _straggler(told, compared, error), error)
+    return Arrivals(len(compared), arrivals, _straggler(arrivals, compared, error), error)
 
 
-def _arrival(line: StepLine) -> float | None:
-    """Return when a rank came to the last reduction of a step, in unix seconds; None: it had none."""
+def _arrival(line: TracedStep) -> float | None:
+    """Return when a rank launched the last reduction of a step, in unix seconds; None without reductions."""
     launched = [call.launched for call in line.calls if call.kind == "reduce"]
     return line.start + max(launched) if launched else None
 
 
-def _rank(rank: int, compared: Sequence[tuple[dict[int, StepLine], dict[int, float]]]) -> RankArrivals:
+def _rank(rank: int, compared: Sequence[tuple[dict[int, TracedStep], dict[int, float]]]) -> RankArrivals:
     late, last, imbalance, transfer = [], 0, 0.0, 0.0
     for lines, moments in compared:
         others = [moment for other, moment in moments.items() if other != rank]
@@ -125,8 +134,8 @@ def _rank(rank: int, compared: Sequence[tuple[dict[int, StepLine], dict[int, flo
     return RankArrivals(rank, last / steps, median(late), often, imbalance / steps, transfer / steps)
 
 
-def _split(line: StepLine, last: float) -> tuple[float, float]:
-    """Return the exposed seconds of a step before and after the last rank has come to its last reduction."""
+def _split(line: TracedStep, last: float) -> tuple[float, float]:
+    """Return the exposed seconds of a step before and after the last rank's launch."""
     before = after = 0.0
     for piece in exposed_intervals(line):
         before += max(0.0, min(piece.end, last) - piece.start)
@@ -136,13 +145,12 @@ def _split(line: StepLine, last: float) -> tuple[float, float]:
 
 def _straggler(
     ranks: Sequence[RankArrivals],
-    compared: Sequence[tuple[dict[int, StepLine], dict[int, float]]],
+    compared: Sequence[tuple[dict[int, TracedStep], dict[int, float]]],
     error: float,
 ) -> Straggler | None:
-    """Return the rank that is last most often and late enough for others to wait, None if no rank is."""
-    slowest = max(ranks, key=lambda each: each.late)
+    slowest = max(ranks, key=lambda each: each.lateness)
     step = median(line.seconds for lines, _ in compared for line in lines.values())
-    if slowest.last < _OFTEN or slowest.late < max(_CONSIDERABLE * step, error):
+    if slowest.last_share < _MIN_LAST_SHARE or slowest.lateness < max(_MIN_LATENESS * step, error):
         return None
     rank = slowest.rank
     own = [lines[rank] for lines, _ in compared]
@@ -150,8 +158,8 @@ def _straggler(
     parts, theirs = _medians(own), _medians(others)
     return Straggler(
         rank,
-        slowest.last,
-        slowest.late,
+        slowest.last_share,
+        slowest.lateness,
         {name: parts[name] - theirs[name] for name in parts if name != "exposed"},
         parts,
         theirs,
@@ -162,6 +170,6 @@ def _straggler(
 _COUNTED = ("cpu", "preempted", "samples")
 
 
-def _medians(lines: Sequence[StepLine]) -> dict[str, float]:
-    parts = [parts_of(line) for line in lines]
+def _medians(lines: Sequence[TracedStep]) -> dict[str, float]:
+    parts = [step_parts(line) for line in lines]
     return {name: median(each[name] for each in parts) for name in (*PHASES, "between")}

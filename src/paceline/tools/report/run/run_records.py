@@ -1,8 +1,7 @@
-"""What a run folder holds, read back: `run.json`, `steps.jsonl`, `trace/rank<k>.jsonl` and `logs/restarts.jsonl`.
+"""Reads a run folder: `run.json`, `steps.jsonl`, `trace/rank<k>.jsonl` and `logs/restarts.jsonl`.
 
-A run may have been killed, or may still be running, so nothing here expects a file to be whole: a line
-that is cut or damaged is left out and said in `Run.notes`. A folder without a readable ``run.json`` is
-no run.
+A run may have been killed or still be running, so truncated or damaged lines are skipped and reported in
+`RecordedRun.notes`. Only a readable ``run.json`` is required.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-__all__ = ["Restart", "Run", "Span", "Step", "read_run"]
+__all__ = ["LoggedStep", "RecordedRun", "RestartRecord", "TraceSpan", "read_run"]
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
-_SPEAKER = re.compile(r"^\[rank\d+\]: ")  # torch says who raised
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")  # added by torch to error messages
 _NAME_A_RUN = (
-    "name a folder that `paceline train --out` or paceline.Profiler wrote, "
-    "or that `paceline hub --folder` keeps"
+    "name a folder that `paceline train --out` or paceline.Profiler wrote, or the folder of a `paceline hub`"
 )
 _SPAN_FIELDS = ("name", "start", "seconds", "rank")
 _SHOWN_ELSEWHERE = ("step", "samples", "sent_nbytes", "would_be_nbytes")
@@ -37,18 +35,19 @@ _OF_A_STEP = (
 
 
 @dataclass(frozen=True)
-class Step:
-    """One logged optimizer step, as rank 0 saw it.
+class LoggedStep:
+    """One optimizer step logged by rank 0.
 
     Attributes:
-        step: number of the optimizer step, as the run counted it.
-        loss: training loss of this step's global batch; NaN where it was not finite, None where none was logged.
-        tokens_per_second, samples_per_second: of all ranks together.
+        step: number of the step.
+        loss: training loss of the global batch; NaN if it was not finite, None if not logged.
+        tokens_per_second: throughput of all ranks.
+        samples_per_second: throughput of all ranks.
         step_seconds: wall time of the step.
-        exposed_share: share of the step in which rank 0 stood still for communication, 0 to 1.
-        samples: samples of all ranks together.
-        val_loss: loss on held-out text, where it was measured at this step.
-        numbers: whatever else was logged, by name; means over all ranks.
+        exposed_share: share of the step that rank 0 spent in exposed communication, 0 to 1.
+        samples: samples of all ranks.
+        val_loss: loss on held-out text, if measured at this step.
+        numbers: other logged numbers by name; means over all ranks.
     """
 
     step: int
@@ -63,8 +62,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Span:
-    """One line of a rank's trace; `start` in unix seconds, `fields` whatever else the line holds."""
+class TraceSpan:
+    """One line of a rank's trace; `start` is in unix seconds, `fields` holds all other fields of the line."""
 
     name: str
     start: float
@@ -74,19 +73,20 @@ class Span:
 
     @property
     def end(self) -> float:
-        """When it ended, in unix seconds."""
+        """Its end in unix seconds."""
         return self.start + self.seconds
 
 
 @dataclass(frozen=True)
-class Restart:
-    """A failure, after which the ranks were started again, or the run ended.
+class RestartRecord:
+    """A failure after which the ranks were restarted or the run ended.
 
     Attributes:
-        number: how many failures there were with this one.
-        time: when (ISO 8601).
-        reason: what failed first, and how.
-        ranks_before, ranks_after: world sizes; after the last failure of a run that ended, 0.
+        number: number of failures so far.
+        time: its time (ISO 8601).
+        reason: the first failure and its cause.
+        ranks_before: world size before it.
+        ranks_after: world size after it; 0 if the run ended.
     """
 
     number: int
@@ -97,30 +97,30 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run, read from its folder.
+class RecordedRun:
+    """Content of a run folder.
 
     Attributes:
-        folder: where it was read.
+        folder: the run folder.
         facts: the content of ``run.json``: command, settings, world, versions, model, start.
-        steps: the logged steps in ascending order, one per step number (the last one written).
+        steps: logged steps in ascending order, one per number (the last one written).
         spans_of_rank: each rank's trace, in the order written.
-        restarts: failures in the order they came.
-        sample: text that the model generated at the end; empty where there is none.
-        notes: what was cut, damaged or missing, each one sentence for the reader.
+        restarts: failures in order.
+        sample: text generated by the model at the end; empty if there is none.
+        notes: sentences about truncated, damaged or missing data.
     """
 
     folder: Path
     facts: Mapping[str, object]
-    steps: tuple[Step, ...]
-    spans_of_rank: Mapping[int, tuple[Span, ...]]
+    steps: tuple[LoggedStep, ...]
+    spans_of_rank: Mapping[int, tuple[TraceSpan, ...]]
     sample: str
     notes: tuple[str, ...]
-    restarts: tuple[Restart, ...] = ()
+    restarts: tuple[RestartRecord, ...] = ()
 
 
-def read_run(folder: Path) -> Run:
-    """Return the run that `folder` holds.
+def read_run(folder: Path) -> RecordedRun:
+    """Read a run folder.
 
     Raises:
         UsageError: `folder` is no run folder.
@@ -136,16 +136,12 @@ def read_run(folder: Path) -> Run:
     sample = folder / "sample.txt"
     text = sample.read_text(encoding="utf-8", errors="replace") if sample.is_file() else ""
     restarts = tuple(_restarts(folder / "logs" / "restarts.jsonl", notes))
-    return Run(folder, facts, steps, spans_of_rank, text, tuple(notes), restarts)
+    return RecordedRun(folder, facts, steps, spans_of_rank, text, tuple(notes), restarts)
 
 
 def _read_facts(folder: Path) -> dict[str, object]:
-    """Return the content of ``run.json``, or raise the error that tells why `folder` is no run."""
     if not folder.is_dir():
-        raise UsageError(
-            f"{folder} is no folder",
-            remedy=_NAME_A_RUN,
-        )
+        raise UsageError(f"{folder} is no folder", remedy=_NAME_A_RUN)
     path = folder / "run.json"
     if not path.is_file():
         runs = sorted(found.parent for found in folder.glob("*/run.json"))
@@ -171,16 +167,16 @@ def _trace_files(folder: Path) -> Iterator[tuple[int, Path]]:
                 yield int(match[1]), path
 
 
-def _read_steps(path: Path, notes: list[str]) -> tuple[Step, ...]:
+def _read_steps(path: Path, notes: list[str]) -> tuple[LoggedStep, ...]:
     steps = (_step(record) for record in _records(path, notes, needed=("step",)))
     step_of_number = {step.step: step for step in steps}
     if not step_of_number:
-        notes.append("No step was logged: the run ended before its first one, or has just begun.")
+        notes.append("No step was logged: the run ended before its first step, or has just begun.")
     return tuple(step_of_number[number] for number in sorted(step_of_number))
 
 
-def _step(record: Mapping[str, object]) -> Step:
-    """Return the step that a line holds; a loss that JSON couldn't say (null) is NaN."""
+def _step(record: Mapping[str, object]) -> LoggedStep:
+    """Return the step of a line; a loss of null, written for non-finite values, is NaN."""
     known = {name: value for name, value in record.items() if isinstance(value, int | float)}
     own = {name: float(known[name]) for name in _OF_A_STEP if name in known}
     if "loss" in record:
@@ -189,7 +185,7 @@ def _step(record: Mapping[str, object]) -> Step:
         name: float(value) for name, value in known.items() if name not in (*_OF_A_STEP, *_SHOWN_ELSEWHERE)
     }
     samples = known.get("samples")
-    return Step(
+    return LoggedStep(
         int(_number(record, "step")),
         **own,
         samples=None if samples is None else int(samples),
@@ -197,9 +193,9 @@ def _step(record: Mapping[str, object]) -> Step:
     )
 
 
-def _spans(path: Path, notes: list[str]) -> Iterator[Span]:
+def _spans(path: Path, notes: list[str]) -> Iterator[TraceSpan]:
     for record in _records(path, notes, needed=("start", "seconds", "rank")):
-        yield Span(
+        yield TraceSpan(
             name=str(record.get("name")),
             start=_number(record, "start"),
             seconds=_number(record, "seconds"),
@@ -208,16 +204,16 @@ def _spans(path: Path, notes: list[str]) -> Iterator[Span]:
         )
 
 
-def _restarts(path: Path, notes: list[str]) -> Iterator[Restart]:
+def _restarts(path: Path, notes: list[str]) -> Iterator[RestartRecord]:
     for record in _records(path, notes, needed=("restart", "ranks_before", "ranks_after")):
         after = 0 if record.get("event") == "end" else int(_number(record, "ranks_after"))
         number, before = int(_number(record, "restart")), int(_number(record, "ranks_before"))
-        yield Restart(number, str(record.get("time", "")), _reason(record), before, after)
+        yield RestartRecord(number, str(record.get("time", "")), _reason(record), before, after)
 
 
 def _reason(record: Mapping[str, object]) -> str:
-    """Return what failed first, by whatever of it the line holds."""
-    first, told = record.get("first"), []
+    """Return a description of the first failure from the fields that the line has."""
+    first, parts = record.get("first"), []
     if isinstance(first, Mapping):
         who = (
             f"rank {first['rank']} on {first.get('host')}"
@@ -225,13 +221,13 @@ def _reason(record: Mapping[str, object]) -> str:
             else first.get("host")
         )
         lines = [line for line in first.get("lines") or () if isinstance(line, str)]
-        told.append(f"{who} {first.get('how')}" + (f": {_SPEAKER.sub('', lines[-1])}" if lines else ""))
+        parts.append(f"{who} {first.get('how')}" + (f": {_RANK_PREFIX.sub('', lines[-1])}" if lines else ""))
     for names, word in (("lost", "lost"), ("joined", "joined")):
         if isinstance(hosts := record.get(names), list) and hosts:
-            told.append(f"{', '.join(map(str, hosts))} {word}")
+            parts.append(f"{', '.join(map(str, hosts))} {word}")
     if record.get("why"):
-        told.append(str(record["why"]))
-    return "; ".join(told) or "unknown"
+        parts.append(str(record["why"]))
+    return "; ".join(parts) or "unknown"
 
 
 def _number(record: Mapping[str, object], key: str) -> float:
@@ -241,7 +237,7 @@ def _number(record: Mapping[str, object], key: str) -> float:
 
 
 def _records(path: Path, notes: list[str], needed: tuple[str, ...]) -> Iterator[dict[str, object]]:
-    """Yield the objects of `path` in which all of `needed` are numbers; `notes` hears what was left out."""
+    """Yield the objects of a JSON Lines file in which all `needed` fields are numbers; report others in `notes`."""
     if not path.is_file():
         return
     damaged: list[int] = []
@@ -256,9 +252,9 @@ def _records(path: Path, notes: list[str], needed: tuple[str, ...]) -> Iterator[
     where = f"{path.parent.name}/{path.name}" if path.parent.name == "trace" else path.name
     if damaged and damaged[-1] == number_of_lines:
         damaged.pop()
-        notes.append(f"The last line of {where} is cut: the run was killed, or is still writing.")
+        notes.append(f"The last line of {where} is truncated: the run was killed, or is still writing.")
     if damaged:
-        notes.append(f"{where}: {len(damaged)} damaged line(s) left out, the first is line {damaged[0]}.")
+        notes.append(f"{where}: skipped {len(damaged)} damaged line(s), the first is line {damaged[0]}.")
 
 
 def _parse(line: bytes, needed: tuple[str, ...]) -> dict[str, object] | None:

@@ -1,8 +1,7 @@
-"""The numbers of a run. Pure functions over records.
+"""Key numbers of a run: step time by phase and rank, throughput, losses, communication.
 
-Where the time of a step goes is read from each rank's timeline (`paceline.tools.report.run.step_breakdown`). The
-first step of every session is left out where there are more: it pays for what happens once (first touch of memory,
-planning of buckets).
+The first step of every session is excluded if there are more, since it includes one-time costs (page faults, bucket
+planning).
 """
 
 from __future__ import annotations
@@ -12,24 +11,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from paceline.tools.report.run.rank_arrivals import Arrivals, arrivals_of
-from paceline.tools.report.run.run_records import Run
-from paceline.tools.report.run.step_breakdown import PHASES, mean_parts, slowed_seconds
-from paceline.tools.report.run.trace_reader import Call, RankSteps, read_steps
+from paceline.tools.report.run.rank_arrivals import Arrivals, compare_arrivals
+from paceline.tools.report.run.run_records import RecordedRun
+from paceline.tools.report.run.step_breakdown import PHASES, backward_slowdown, mean_parts
+from paceline.tools.report.run.trace_reader import RankTrace, TracedCall, read_timeline
 
-__all__ = ["PHASES", "RankTime", "Summary", "rank_time", "summarize"]
+__all__ = ["PHASES", "RankTime", "RunSummary", "rank_time", "summarise_run"]
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """Where one rank's time went.
+    """Mean time of one rank's steps by phase.
 
     Attributes:
         rank: the rank.
-        steps: steps that were counted.
-        seconds: for each of `PHASES` the mean time of a step, in seconds.
-        between: mean seconds a step that went into held-out losses, checkpoints and other tasks.
-        slowed: of the exposed seconds, those by which communication slows backward.
+        steps: number of steps.
+        seconds: mean seconds per step of each of `PHASES`.
+        between: mean seconds per step in held-out losses, checkpoints and other tasks.
+        slowed: exposed seconds due to backward being slowed down by communication.
     """
 
     rank: int
@@ -40,39 +39,39 @@ class RankTime:
 
     @property
     def total(self) -> float:
-        """Mean seconds of a step, all phases together."""
+        """Mean seconds of a step."""
         return sum(self.seconds.values())
 
     def share(self, phase: str) -> float:
-        """Return the share of `phase` in this rank's time, 0 to 1."""
+        """Return the share of a phase in this rank's time, 0 to 1."""
         return self.seconds[phase] / self.total if self.total else 0.0
 
     @property
     def computing(self) -> float:
-        """Share of this rank's time in which it computed, 0 to 1."""
+        """Share of this rank's time spent computing, 0 to 1."""
         return self.share("forward") + self.share("backward") + self.share("optimizer")
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The numbers of a run; None where the run did not record them.
+class RunSummary:
+    """Key numbers of a run; None if not recorded.
 
     Attributes:
-        steps: the number of the last step that was logged or recorded; steps count from 1.
+        steps: number of the last step that was logged or recorded, from 1.
         step_seconds: median time of a step.
-        tokens_per_second: median over the logged steps, all ranks together.
-        exposed_share: share of the step in which ranks stood still for communication: the mean over
-            ranks of the trace, or else the median of the logged steps.
+        tokens_per_second: throughput of all ranks, median over the logged steps.
+        exposed_share: share of exposed communication in the step: the mean over ranks of the trace, otherwise the
+            median of the logged steps.
         loss_first: training loss of the first logged step.
         loss_last: mean training loss of the last tenth of the logged steps.
         val_loss_first: first held-out loss.
         val_loss_last: last held-out loss.
-        ranks: where each rank's time went; empty without a timeline.
-        calls: collectives per step, mean of rank 0.
-        nbytes: bytes per step that rank 0 handed to collectives, mean.
-        arrivals: who comes when to the exchange of a step, and who is waited for.
+        ranks: step time by phase of each rank; empty without a timeline.
+        calls: collectives per step of rank 0, mean.
+        nbytes: bytes per step passed to collectives by rank 0, mean.
+        arrivals: arrivals of ranks at the exchange of a step.
         timelines: each rank's steps.
-        samples_per_second: as `tokens_per_second`; what is told where nobody counts tokens.
+        samples_per_second: throughput of all ranks, if tokens are not counted.
     """
 
     steps: int
@@ -87,26 +86,26 @@ class Summary:
     calls: float | None
     nbytes: float | None
     arrivals: Arrivals = field(default_factory=Arrivals)
-    timelines: Mapping[int, RankSteps] = field(default_factory=dict)
+    timelines: Mapping[int, RankTrace] = field(default_factory=dict)
     samples_per_second: float | None = None
 
     @property
     def speed(self) -> tuple[float, str] | None:
-        """How many of what all ranks do in a second: tokens where they are counted, else samples."""
+        """Throughput of all ranks and its unit: tokens if counted, otherwise samples."""
         if self.tokens_per_second is not None:
             return self.tokens_per_second, "tokens"
         return None if self.samples_per_second is None else (self.samples_per_second, "samples")
 
 
-def summarize(run: Run) -> Summary:
-    """Return the numbers of `run`."""
+def summarise_run(run: RecordedRun) -> RunSummary:
+    """Return the key numbers of a run."""
     steps = run.steps
-    timelines = {rank: read_steps(spans) for rank, spans in run.spans_of_rank.items()}
+    timelines = {rank: read_timeline(spans) for rank, spans in run.spans_of_rank.items()}
     timed = tuple(rank_time(rank, each) for rank, each in timelines.items() if each.steps)
     held_out = [step.val_loss for step in steps if step.val_loss is not None]
     losses = [step.loss for step in steps if step.loss is not None]
     exposed = [rank.share("exposed") for rank in timed]
-    return Summary(
+    return RunSummary(
         steps=max(steps[-1].step if steps else 0, _steps_done(timelines)),
         step_seconds=_median(step.step_seconds for step in steps) or _step_seconds(timed),
         tokens_per_second=_median(step.tokens_per_second for step in steps),
@@ -118,24 +117,24 @@ def summarize(run: Run) -> Summary:
         ranks=timed,
         calls=_per_step(timelines.get(0), lambda call: 1.0),
         nbytes=_per_step(timelines.get(0), lambda call: float(call.nbytes)),
-        arrivals=arrivals_of(timelines),
+        arrivals=compare_arrivals(timelines),
         timelines=timelines,
         samples_per_second=_median(step.samples_per_second for step in steps),
     )
 
 
-def rank_time(rank: int, timeline: RankSteps) -> RankTime:
-    """Return where the time of one rank went."""
+def rank_time(rank: int, timeline: RankTrace) -> RankTime:
+    """Return the mean time of one rank's steps by phase."""
     mean = mean_parts(timeline.warm)
     seconds = {phase: mean[phase] for phase in PHASES}
-    return RankTime(rank, len(timeline.warm), seconds, mean["between"], slowed_seconds(timeline.warm))
+    return RankTime(rank, len(timeline.warm), seconds, mean["between"], backward_slowdown(timeline.warm))
 
 
 def _step_seconds(ranks: Sequence[RankTime]) -> float | None:
     return median(rank.total for rank in ranks) if ranks else None
 
 
-def _steps_done(timelines: Mapping[int, RankSteps]) -> int:
+def _steps_done(timelines: Mapping[int, RankTrace]) -> int:
     return max((each.steps[-1].step + 1 for each in timelines.values() if each.steps), default=0)
 
 
@@ -144,8 +143,8 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _per_step(timeline: RankSteps | None, count: Callable[[Call], float]) -> float | None:
-    """Return the mean per step of what is counted of each call; None where nothing was called."""
+def _per_step(timeline: RankTrace | None, count: Callable[[TracedCall], float]) -> float | None:
+    """Return the mean per step of the sum of `count` over calls; None without calls."""
     lines = timeline.warm if timeline is not None else ()
     counted = [sum(count(call) for call in line.calls) for line in lines]
     return fmean(counted) if any(counted) else None

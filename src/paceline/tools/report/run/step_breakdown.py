@@ -1,21 +1,19 @@
-"""Where the time of a step goes on one rank. Pure functions over its line.
+"""Breakdown of a step's time on one rank.
 
-    data        getting the next batch
-    forward     the model's outputs, and what follows until backward: the loss
+    data        waiting for the next batch
+    forward     the model's outputs, and everything until backward, such as the loss
     backward    gradients
-    exposed     communication that nothing hides: waiting for other ranks, launching calls, completing results
+    exposed     communication not hidden by computing: waiting for other ranks, launching calls, completing results
     optimizer   the update
-    other       what is in none of these
-    between     held-out losses, checkpoints and other tasks, which are no part of a training step
+    other       anything else in the step
+    between     held-out losses, checkpoints and other tasks outside training steps
 
-`exposed` also holds by how much communication slows backward, which quiet steps tell ([Note: quiet steps] in
-`paceline.profiling.step_recorder`).
+`exposed` includes the slowdown of backward by communication, measured by quiet steps ([Note: quiet steps] in
+`paceline.profiling.step_recorder`). It is excluded from the phase it occurs in, and tasks are excluded from everything,
+so that the parts add up to the step.
 
-`exposed` is taken out of the phase that it lies in, and tasks are taken out of everything, so that the parts add up to
-the step.
-
-Times are those of the host: on a GPU a phase ends when its work was handed over, and the time that it takes shows
-where the host first needs a result.
+Times are host times: on a GPU, a phase ends when its work is enqueued, and device time shows up where the host first
+needs a result.
 """
 
 from __future__ import annotations
@@ -23,89 +21,88 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
-from paceline.tools.report.run.trace_reader import Interval, StepLine
+from paceline.tools.report.run.trace_reader import StepInterval, TracedStep
 
 __all__ = [
     "PHASES",
-    "Piece",
+    "backward_slowdown",
     "exposed_intervals",
     "mean_parts",
-    "merged",
-    "parts_of",
-    "pieces_of",
-    "slowed_seconds",
+    "merge_intervals",
+    "step_intervals",
+    "step_parts",
 ]
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer", "other")
 
-Piece = Interval
-"""Of a step, named by its part."""
-
-_FEWEST_QUIET = 3
-"""Quiet steps without which nothing is said of them."""
+_MIN_QUIET_STEPS = 3
 
 
-def parts_of(line: StepLine) -> dict[str, float]:
-    """Return the seconds of each part of a step, ``"between"`` too; they add up to the step's."""
+def step_parts(line: TracedStep) -> dict[str, float]:
+    """Return the seconds of each part of a step, including ``"between"``; they add up to the step."""
     parts: dict[str, float] = dict.fromkeys((*PHASES, "between"), 0.0)
-    for piece in pieces_of(line):
+    for piece in step_intervals(line):
         parts[piece.name] += piece.end - piece.start
     return parts
 
 
-def mean_parts(lines: Sequence[StepLine]) -> dict[str, float]:
-    """Return the mean seconds of each part of a rank's steps; what slows backward is exposed too.
+def mean_parts(lines: Sequence[TracedStep]) -> dict[str, float]:
+    """Return the mean seconds of each part of a rank's steps, with the slowdown of backward as exposed.
 
-    Steps that were quiet are not what is usual, so they only tell what backward takes by itself; unless all are.
+    Quiet steps are excluded (unless all are quiet): they only serve to measure backward without communication.
     """
     usual = [line for line in lines if not line.quiet] or list(lines)
-    parts = [parts_of(line) for line in usual]
+    parts = [step_parts(line) for line in usual]
     mean = {name: fmean(each[name] for each in parts) for name in (*PHASES, "between")}
-    slowed = slowed_seconds(lines)
+    slowed = backward_slowdown(lines)
     return mean | {"backward": mean["backward"] - slowed, "exposed": mean["exposed"] + slowed}
 
 
-def slowed_seconds(lines: Sequence[StepLine]) -> float:
-    """Return by how much calls that were under way slowed backward, median of a rank's steps; 0: not known."""
-    told = [(line.quiet, parts_of(line)["backward"]) for line in lines if line.calls]
-    quiet = [seconds for is_quiet, seconds in told if is_quiet]
-    usual = [seconds for is_quiet, seconds in told if not is_quiet]
-    return max(0.0, median(usual) - median(quiet)) if len(quiet) >= _FEWEST_QUIET and usual else 0.0
+def backward_slowdown(lines: Sequence[TracedStep]) -> float:
+    """Return the seconds by which concurrent calls slow backward, from medians of a rank's steps; 0 if unknown."""
+    backward = [(line.quiet, step_parts(line)["backward"]) for line in lines if line.calls]
+    quiet = [seconds for is_quiet, seconds in backward if is_quiet]
+    usual = [seconds for is_quiet, seconds in backward if not is_quiet]
+    return max(0.0, median(usual) - median(quiet)) if len(quiet) >= _MIN_QUIET_STEPS and usual else 0.0
 
 
-def pieces_of(line: StepLine) -> list[Piece]:
-    """Return the parts of a step in the order of time, without gaps."""
+def step_intervals(line: TracedStep) -> list[StepInterval]:
+    """Return the parts of a step in order of time, without gaps."""
     pieces = list(_phases(line))
-    pieces = _over(pieces, exposed_intervals(line))
-    tasks = [Piece("between", max(0.0, task.start), min(task.end, line.seconds)) for task in line.tasks]
-    return _over(pieces, merged(tasks))
+    pieces = _overlay(pieces, exposed_intervals(line))
+    tasks = [
+        StepInterval("between", max(0.0, task.start), min(task.end, line.seconds)) for task in line.tasks
+    ]
+    return _overlay(pieces, merge_intervals(tasks))
 
 
-def exposed_intervals(line: StepLine) -> list[Piece]:
-    """Return when this rank communicated and did nothing else, in order and apart from each other."""
-    found = [Piece("exposed", phase.start, phase.end) for phase in line.phases if phase.name == "exchange"]
-    found += [Piece("exposed", wait.start, wait.end) for wait in line.waits]
-    found += [Piece("exposed", call.launched, call.posted) for call in line.calls]
-    return merged(found)
+def exposed_intervals(line: TracedStep) -> list[StepInterval]:
+    """Return the disjoint intervals, in order, in which this rank did nothing but communicate."""
+    found = [
+        StepInterval("exposed", phase.start, phase.end) for phase in line.phases if phase.name == "exchange"
+    ]
+    found += [StepInterval("exposed", wait.start, wait.end) for wait in line.waits]
+    found += [StepInterval("exposed", call.launched, call.posted) for call in line.calls]
+    return merge_intervals(found)
 
 
-def _phases(line: StepLine) -> Iterator[Piece]:
-    """Yield the phases by their part: what lies between forward and backward belongs to forward."""
+def _phases(line: TracedStep) -> Iterator[StepInterval]:
+    """Yield the phases named by part; time between forward and backward counts as forward."""
     after = ""
-    named: list[Piece] = []
+    named: list[StepInterval] = []
     for phase in reversed(line.phases):
         part = phase.name if phase.name in PHASES else "other"
         if phase.name == "outside" and after == "backward":
             part = "forward"
         if phase.name != "outside":
             after = phase.name
-        named.append(Piece("exposed" if phase.name == "exchange" else part, phase.start, phase.end))
+        named.append(StepInterval("exposed" if phase.name == "exchange" else part, phase.start, phase.end))
     yield from reversed(named)
 
 
-def _over(pieces: Sequence[Piece], upper: Sequence[Piece]) -> list[Piece]:
-    """Return `pieces` with `upper` laid over them; both in order and apart from each other."""
-    result: list[Piece] = []
+def _overlay(pieces: Sequence[StepInterval], upper: Sequence[StepInterval]) -> list[StepInterval]:
+    """Return `pieces` overlaid with `upper`; both are disjoint and in order."""
+    result: list[StepInterval] = []
     at = 0
     for piece in pieces:
         start = piece.start
@@ -115,25 +112,25 @@ def _over(pieces: Sequence[Piece], upper: Sequence[Piece]) -> list[Piece]:
         while index < len(upper) and upper[index].start < piece.end:
             over = upper[index]
             if over.start > start:
-                result.append(Piece(piece.name, start, over.start))
+                result.append(StepInterval(piece.name, start, over.start))
             end = min(over.end, piece.end)
             if end > max(start, over.start):
-                result.append(Piece(over.name, max(start, over.start), end))
+                result.append(StepInterval(over.name, max(start, over.start), end))
             start = max(start, end)
             index += 1
         if piece.end > start:
-            result.append(Piece(piece.name, start, piece.end))
+            result.append(StepInterval(piece.name, start, piece.end))
     return result
 
 
-def merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return pieces of one name in order, those that touch or overlap as one."""
-    merged: list[Piece] = []
+def merge_intervals(pieces: Sequence[StepInterval]) -> list[StepInterval]:
+    """Return intervals of one name in order, with touching or overlapping ones merged."""
+    merged: list[StepInterval] = []
     for piece in sorted(pieces, key=lambda each: each.start):
         if piece.end <= piece.start:
             continue
         if merged and piece.start <= merged[-1].end:
-            merged[-1] = Piece(piece.name, merged[-1].start, max(merged[-1].end, piece.end))
+            merged[-1] = StepInterval(piece.name, merged[-1].start, max(merged[-1].end, piece.end))
         else:
             merged.append(piece)
     return merged

@@ -1,8 +1,6 @@
-"""A rank's steps, read back from its trace and put on rank 0's clock: what `paceline.profiling.step_recorder` has
-written.
+"""Reads the steps of a rank from its trace (`paceline.profiling.step_recorder`), on rank 0's clock.
 
-A trace may hold several sessions: a run that was killed and went on. Steps that were done again count once, as they
-were done last.
+A trace of a run that was killed and resumed has several sessions. Of repeated steps, the last one counts.
 """
 
 from __future__ import annotations
@@ -12,14 +10,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.tools.report.run.run_records import Span
+from paceline.tools.report.run.run_records import TraceSpan
 
-__all__ = ["Bucket", "Call", "Interval", "RankSteps", "StepLine", "Task", "Wait", "offset_at", "read_steps"]
+__all__ = [
+    "RankTrace",
+    "StepInterval",
+    "TracedBucket",
+    "TracedCall",
+    "TracedStep",
+    "TracedWait",
+    "clock_offset_at",
+    "read_timeline",
+]
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A phase of a step, from and until when, in seconds since the step began."""
+class StepInterval:
+    """A named interval of a step, in seconds since the step began."""
 
     name: str
     start: float
@@ -27,25 +34,28 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Wait:
-    """Standing still for other ranks; `bucket` −1: for what is no bucket. Seconds since the step began."""
+class TracedWait:
+    """A wait for other ranks, in seconds since the step began; `bucket` is −1 for anything but a bucket."""
 
     bucket: int
     start: float
     end: float
 
 
-Task = Interval
-
-
 @dataclass(frozen=True)
-class Call:
-    """A call of the engine; times in seconds since the step began, None where nobody knows.
+class TracedCall:
+    """A collective call of the engine; times in seconds since the step began, None if unknown.
 
     Attributes:
-        kind: ``"reduce"`` or ``"gather"``. bucket: in launch order. nbytes: that were handed over. sent: that this rank
-            sends for it.
-        ready, launched, posted, done, seen: as in `paceline.profiling.step_recorder`.
+        kind: ``"reduce"`` or ``"gather"``.
+        bucket: number of the bucket in launch order.
+        nbytes: size of the bucket.
+        sent: bytes that this rank sends for it.
+        ready: see `paceline.profiling.step_recorder`, as for all other times.
+        launched: when the call was launched.
+        posted: when the launch returned.
+        done: when the call completed.
+        seen: when its completion was noticed.
     """
 
     kind: str
@@ -60,31 +70,38 @@ class Call:
 
     @property
     def end(self) -> float:
-        """When it was through, as far as anybody knows."""
+        """Best known time of completion."""
         known = [moment for moment in (self.done, self.seen) if moment is not None]
         return max(self.posted, min(known)) if known else self.posted
 
 
 @dataclass(frozen=True)
-class StepLine:
+class TracedStep:
     """One step of one rank.
 
     Attributes:
-        step: its number, counted from 0. rank: whose.
-        start: when it began, in unix seconds of rank 0's clock. seconds: how long it took.
-        phases: in order, without gaps. waits, tasks, calls: see there.
-        samples: that this rank's gradient stood for. cpu: processor seconds of the process. preempted: how often.
-        quiet: whether nothing was launched before backward had ended.
+        step: its number, from 0.
+        rank: the rank.
+        start: its begin in unix seconds of rank 0's clock.
+        seconds: its length.
+        phases: phases in order, without gaps.
+        waits: waits for other ranks.
+        tasks: held-out losses, checkpoints and other work outside training.
+        calls: collective calls.
+        samples: samples behind this rank's gradient.
+        cpu: processor seconds of the process.
+        preempted: number of preemptions.
+        quiet: whether no call was launched before the end of backward.
     """
 
     step: int
     rank: int
     start: float
     seconds: float
-    phases: tuple[Interval, ...] = ()
-    waits: tuple[Wait, ...] = ()
-    tasks: tuple[Task, ...] = ()
-    calls: tuple[Call, ...] = ()
+    phases: tuple[StepInterval, ...] = ()
+    waits: tuple[TracedWait, ...] = ()
+    tasks: tuple[StepInterval, ...] = ()
+    calls: tuple[TracedCall, ...] = ()
     samples: float = 0.0
     cpu: float = 0.0
     preempted: int = 0
@@ -92,13 +109,13 @@ class StepLine:
 
     @property
     def end(self) -> float:
-        """When it ended, in unix seconds of rank 0's clock."""
+        """Its end in unix seconds of rank 0's clock."""
         return self.start + self.seconds
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """What a bucket is: the call that reduces it, its bytes, how many parameters, the name of the first."""
+class TracedBucket:
+    """A bucket: kind of its call, bytes, number of parameters, name of the first parameter."""
 
     call: str
     nbytes: int
@@ -107,32 +124,33 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class RankSteps:
-    """What one rank's trace tells of its steps.
+class RankTrace:
+    """The steps of one rank.
 
     Attributes:
-        steps: in order; of each number one. warm: those that did not pay for what happens once.
-        buckets: by the step from which on they were so, in order of these steps.
-        clock_error: by how much this rank's times may be off from rank 0's, in seconds.
-        memory: the most bytes that were used, by what kind.
+        steps: all steps in order, one per number.
+        warm: the steps without the first of each session, which includes one-time costs.
+        buckets: (first step, buckets) of each bucket layout, in order.
+        clock_error: largest error of this rank's times against rank 0's clock, in seconds.
+        memory: peak bytes by kind.
     """
 
-    steps: tuple[StepLine, ...] = ()
-    warm: tuple[StepLine, ...] = ()
-    buckets: tuple[tuple[int, tuple[Bucket, ...]], ...] = ()
+    steps: tuple[TracedStep, ...] = ()
+    warm: tuple[TracedStep, ...] = ()
+    buckets: tuple[tuple[int, tuple[TracedBucket, ...]], ...] = ()
     clock_error: float = 0.0
     memory: Mapping[str, int] = field(default_factory=dict)
 
-    def buckets_at(self, step: int) -> tuple[Bucket, ...]:
-        """Return the buckets as they were in a step; none where that is not known."""
+    def buckets_at(self, step: int) -> tuple[TracedBucket, ...]:
+        """Return the bucket layout of a step; empty if unknown."""
         at = bisect_right([first for first, _ in self.buckets], step) - 1
         return self.buckets[at][1] if at >= 0 else ()
 
 
-def read_steps(spans: Sequence[Span]) -> RankSteps:
-    """Return what a rank's trace tells of its steps; lines that make no sense are left out."""
-    steps: dict[int, StepLine] = {}
-    buckets: dict[int, tuple[Bucket, ...]] = {}
+def read_timeline(spans: Sequence[TraceSpan]) -> RankTrace:
+    """Return the steps of a rank's trace; invalid lines are skipped."""
+    steps: dict[int, TracedStep] = {}
+    buckets: dict[int, tuple[TracedBucket, ...]] = {}
     cold: set[int] = set()
     memory: dict[str, int] = {}
     error = 0.0
@@ -142,7 +160,7 @@ def read_steps(spans: Sequence[Span]) -> RankSteps:
         if found:
             first = min(line.step for line in found)
             steps = {step: line for step, line in steps.items() if step < first}
-            buckets = {step: told for step, told in buckets.items() if step < first}
+            buckets = {step: fields for step, fields in buckets.items() if step < first}
             steps |= {line.step: line for line in found}
             cold.add(first)
         buckets |= {int(_number(span, "step")): _buckets(span) for span in session if span.name == "plan"}
@@ -154,13 +172,13 @@ def read_steps(spans: Sequence[Span]) -> RankSteps:
                     key: int(_number(span, key)) for key in ("resident", "allocated") if key in span.fields
                 }
     every = tuple(steps[step] for step in sorted(steps))
-    settled = tuple(line for line in every if line.step not in cold)
-    return RankSteps(every, settled or every, tuple(sorted(buckets.items())), error, memory)
+    warm = tuple(line for line in every if line.step not in cold)
+    return RankTrace(every, warm or every, tuple(sorted(buckets.items())), error, memory)
 
 
-def _sessions(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the spans of each session; each begins with a mark."""
-    sessions: list[list[Span]] = [[]]
+def _sessions(spans: Sequence[TraceSpan]) -> list[list[TraceSpan]]:
+    """Return the spans of each session; a session begins with a ``session`` span."""
+    sessions: list[list[TraceSpan]] = [[]]
     for span in spans:
         if span.name == "session":
             sessions.append([])
@@ -168,48 +186,56 @@ def _sessions(spans: Sequence[Span]) -> list[list[Span]]:
     return sessions
 
 
-def _step(span: Span, marks: Sequence[tuple[float, float]]) -> list[StepLine]:
-    """Return the step of a line, on rank 0's clock; nothing where the line makes no sense."""
-    told: Mapping[str, Any] = span.fields
+def _step(span: TraceSpan, marks: Sequence[tuple[float, float]]) -> list[TracedStep]:
+    """Return the step of a span on rank 0's clock; empty if the span is invalid."""
+    fields: Mapping[str, Any] = span.fields
     try:
-        phases = [(str(name), since / 1e6) for name, since in told["phases"]]
+        phases = [(str(name), since / 1e6) for name, since in fields["phases"]]
         ends = [*(since for _, since in phases[1:]), span.seconds]
-        calls = [_call(*call) for call in told["calls"]]
+        calls = [_call(*call) for call in fields["calls"]]
         if all(name != "backward" for name, _ in phases):
-            return []  # a forward alone: a held-out loss after the last step
+            return []  # only a forward: a held-out loss after the last step
         return [
-            StepLine(
-                int(told["step"]),
+            TracedStep(
+                int(fields["step"]),
                 span.rank,
-                span.start - offset_at(marks, span.start),
+                span.start - clock_offset_at(marks, span.start),
                 span.seconds,
-                tuple(Interval(name, since, end) for (name, since), end in zip(phases, ends, strict=True)),
-                tuple(Wait(int(bucket), since / 1e6, until / 1e6) for bucket, since, until in told["waits"]),
-                tuple(Task(str(name), since / 1e6, until / 1e6) for name, since, until in told["tasks"]),
+                tuple(
+                    StepInterval(name, since, end) for (name, since), end in zip(phases, ends, strict=True)
+                ),
+                tuple(
+                    TracedWait(int(bucket), since / 1e6, until / 1e6)
+                    for bucket, since, until in fields["waits"]
+                ),
+                tuple(
+                    StepInterval(str(name), since / 1e6, until / 1e6)
+                    for name, since, until in fields["tasks"]
+                ),
                 tuple(calls),
-                float(told.get("samples") or 0.0),
-                float(told.get("cpu") or 0.0),
-                int(told.get("preempted") or 0),
-                told.get("quiet") is True,
+                float(fields.get("samples") or 0.0),
+                float(fields.get("cpu") or 0.0),
+                int(fields.get("preempted") or 0),
+                fields.get("quiet") is True,
             )
         ]
     except (KeyError, TypeError, ValueError):
         return []
 
 
-def _call(kind: str, bucket: int, nbytes: int, sent: int, *moments: float | None) -> Call:
-    """Return the call of a line's list; its moments are microseconds."""
+def _call(kind: str, bucket: int, nbytes: int, sent: int, *moments: float | None) -> TracedCall:
+    """Return a call from its JSON list; times there are microseconds."""
     ready, launched, posted, done, seen = (None if moment is None else moment / 1e6 for moment in moments)
     if launched is None or posted is None:
         raise ValueError("every call is launched")
-    return Call(str(kind), int(bucket), int(nbytes), int(sent), ready, launched, posted, done, seen)
+    return TracedCall(str(kind), int(bucket), int(nbytes), int(sent), ready, launched, posted, done, seen)
 
 
-def offset_at(marks: Sequence[tuple[float, float]], moment: float) -> float:
-    """Return how far a clock was ahead at a moment of its own: between two measurements on a line, beyond as there.
+def clock_offset_at(marks: Sequence[tuple[float, float]], moment: float) -> float:
+    """Return how far a clock was ahead at one of its times: interpolated between measurements, constant outside.
 
     Example:
-        >>> offset_at([(0.0, 1.0), (10.0, 2.0)], 5.0)
+        >>> clock_offset_at([(0.0, 1.0), (10.0, 2.0)], 5.0)
         1.5
     """
     if not marks:
@@ -223,11 +249,11 @@ def offset_at(marks: Sequence[tuple[float, float]], moment: float) -> float:
     return low + (high - low) * (moment - begin) / (end - begin)
 
 
-def _buckets(span: Span) -> tuple[Bucket, ...]:
-    told = span.fields.get("buckets")
-    known = [each for each in told if isinstance(each, Mapping)] if isinstance(told, list) else []
+def _buckets(span: TraceSpan) -> tuple[TracedBucket, ...]:
+    fields = span.fields.get("buckets")
+    known = [each for each in fields if isinstance(each, Mapping)] if isinstance(fields, list) else []
     return tuple(
-        Bucket(
+        TracedBucket(
             str(each.get("call")),
             int(each.get("nbytes") or 0),
             int(each.get("parameters") or 0),
@@ -237,6 +263,6 @@ def _buckets(span: Span) -> tuple[Bucket, ...]:
     )
 
 
-def _number(span: Span, key: str) -> float:
+def _number(span: TraceSpan, key: str) -> float:
     value = span.fields.get(key)
     return float(value) if isinstance(value, int | float) else 0.0

@@ -1,10 +1,8 @@
-"""Links between nodes and inside them, and what an all-reduce costs on them, for any number of ranks (pure).
+"""Time of an all-reduce on described or measured networks, for any number of ranks.
 
-A round takes as long as its most crowded link, and as the latency of its longest path; rounds follow each other. That
-is the price of `paceline.collectives.simulated_cost` where links are alike, without following every message, so
-that a million ranks cost no more than counting. Links are those of `paceline.collectives.topology`.
-
-What an all-reduce costs by a measured profile, with its error.
+A round takes the latency of its longest path plus the transfer over its most loaded link; rounds are sequential. For
+uniform links this equals `paceline.collectives.simulated_cost` without simulating messages, so that a million ranks
+are feasible. Links are those of `paceline.collectives.topology`.
 """
 
 from __future__ import annotations
@@ -22,23 +20,27 @@ from paceline.cost_model.collective_fit import CollectiveFit
 from paceline.cost_model.cost_forms import PLAIN_FORM, CostForm, terms_of
 from paceline.cost_model.piecewise_fit import FitSegment, piecewise_seconds
 from paceline.errors import UsageError, unknown
-from paceline.tools.simulate.cluster.all_reduce_rounds import ALGORITHMS, NESTED, phases
+from paceline.tools.simulate.cluster.all_reduce_rounds import (
+    ALGORITHMS,
+    TWO_LEVEL_ALGORITHMS,
+    all_reduce_rounds,
+)
 
-__all__ = ["TOPOLOGIES", "Carrier", "FittedNetwork", "Network", "Price"]
+__all__ = ["TOPOLOGIES", "AllReduceTime", "ClusterNetwork", "FittedNetwork", "NetworkModel"]
 
 TOPOLOGIES = ("star", "ring", "tree")
-"""How nodes are linked: each to one switch, in a circle, or as a binary tree."""
+"""Links between nodes: all to one switch, a ring, or a binary tree."""
 
 
 @dataclass(frozen=True)
-class Price:
-    """What one call costs.
+class AllReduceTime:
+    """Time of one all-reduce.
 
     Attributes:
-        algorithm: its name.
-        call: seconds that it takes however little it moves.
-        transfer: seconds that its bytes take besides.
-        error: by how much nine in ten predictions are off at most, as a share; 0: not known.
+        algorithm: name of the algorithm.
+        call: seconds independent of the size.
+        transfer: seconds for the bytes.
+        error: 90th percentile of the relative prediction error; 0 if unknown.
     """
 
     algorithm: str
@@ -48,45 +50,46 @@ class Price:
 
     @property
     def seconds(self) -> float:
-        """Of the whole call."""
+        """Total seconds."""
         return self.call + self.transfer
 
 
-class Carrier(Protocol):
-    """Whatever tells what an all-reduce costs: a described network, or a measured one."""
+class NetworkModel(Protocol):
+    """A described or measured network that predicts the time of an all-reduce."""
 
     @property
     def per_node(self) -> int:
-        """Ranks of a node."""
+        """Ranks per node."""
         ...
 
     def algorithms(self) -> tuple[str, ...]:
-        """Return those that it can price."""
+        """Return the algorithms that it can predict."""
         ...
 
-    def usual(self) -> tuple[str, ...]:
-        """Return those that are chosen from where none is named."""
+    def default_algorithms(self) -> tuple[str, ...]:
+        """Return the candidates if no algorithm is given."""
         ...
 
-    def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
-        """Return what one all-reduce costs."""
+    def time_all_reduce(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
+        """Return the time of one all-reduce."""
         ...
 
 
 @dataclass(frozen=True)
-class Network:
-    """Nodes and their links, each full duplex.
+class ClusterNetwork:
+    """Nodes with full-duplex links.
 
     Attributes:
-        topology: one of `TOPOLOGIES`, between nodes.
-        link: bytes per second of a node's link, in each direction. latency: seconds of a message between nodes; in a
-            ring or tree, of each hop.
-        per_node: ranks of a node. inside: bytes per second of a rank's link inside its node, None: as `link`.
-        inside_latency: seconds of a message inside a node.
-        switch: bytes per second that the switch of a star carries in all.
+        topology: links between nodes, one of `TOPOLOGIES`.
+        link: bytes per second of a node's link in each direction.
+        latency: seconds per message between nodes; in a ring or tree, per hop.
+        per_node: ranks per node.
+        inside: bytes per second of a rank's link inside its node; None: as `link`.
+        inside_latency: seconds per message inside a node.
+        switch: total bytes per second of the switch of a star.
 
     Raises:
-        UsageError: a number makes no sense, or nodes of several ranks are not around a switch.
+        UsageError: a number is out of range, or nodes of several ranks are not connected by a switch.
     """
 
     topology: str = "star"
@@ -112,30 +115,34 @@ class Network:
         if self.per_node > 1 and self.topology != "star":
             raise UsageError(
                 f"nodes of {self.per_node} ranks in a {self.topology}",
-                remedy="nodes of several ranks stand around a switch: use star, or one rank a node",
+                remedy="nodes of several ranks need a switch: use star, or one rank per node",
             )
         if self.switch < math.inf and self.topology != "star":
-            raise UsageError(f"a {self.topology} has no switch", remedy="leave its rate out, or use star")
+            raise UsageError(f"a {self.topology} has no switch", remedy="omit its rate, or use star")
 
     def algorithms(self) -> tuple[str, ...]:
-        """Return the algorithms that can run on it."""
-        return ALGORITHMS if self.per_node > 1 else tuple(x for x in ALGORITHMS if x not in NESTED)
+        """Return the algorithms that run on this network."""
+        return (
+            ALGORITHMS if self.per_node > 1 else tuple(x for x in ALGORITHMS if x not in TWO_LEVEL_ALGORITHMS)
+        )
 
-    def usual(self) -> tuple[str, ...]:
-        """Return the algorithms that are chosen from where none is named: all."""
+    def default_algorithms(self) -> tuple[str, ...]:
+        """Return all algorithms."""
         return self.algorithms()
 
-    def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
-        """Return what one all-reduce costs.
+    def time_all_reduce(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
+        """Return the time of one all-reduce.
 
         Args:
-            algorithm: one of `algorithms`. nodes: how many. nbytes: of the vector that each rank has.
+            algorithm: one of `algorithms`.
+            nodes: number of nodes.
+            nbytes: size of the vector on each rank.
 
         Raises:
-            UsageError: it can't run on this network.
+            UsageError: the algorithm does not run on this network.
 
         Example:
-            >>> round(Network(link=25e6, latency=0.0).price("ring", 4, 80e6).seconds, 9)
+            >>> round(ClusterNetwork(link=25e6, latency=0.0).time_all_reduce("ring", 4, 80e6).seconds, 9)
             4.8
         """
         if algorithm not in self.algorithms():
@@ -144,16 +151,16 @@ class Network:
                 remedy=f"valid: {', '.join(self.algorithms())}",
             )
         call, per_byte = _terms(self, algorithm, nodes)
-        return Price(algorithm, call, per_byte * nbytes)
+        return AllReduceTime(algorithm, call, per_byte * nbytes)
 
 
 @lru_cache(maxsize=4096)
-def _terms(network: Network, algorithm: str, nodes: int) -> tuple[float, float]:
+def _terms(network: ClusterNetwork, algorithm: str, nodes: int) -> tuple[float, float]:
     """Return seconds, and seconds per byte of the vector."""
     ranks = nodes * network.per_node
     crowd = {"star": _star, "ring": _ring, "tree": _tree}[network.topology]
     call = per_byte = 0.0
-    for phase in phases(algorithm, ranks, network.per_node):
+    for phase in all_reduce_rounds(algorithm, ranks, network.per_node):
         latency, seconds_per_byte = crowd(network, phase.src, phase.dst, ranks)
         call += phase.repeats * latency
         per_byte += phase.repeats * phase.share * seconds_per_byte
@@ -163,8 +170,8 @@ def _terms(network: Network, algorithm: str, nodes: int) -> tuple[float, float]:
 Ends = NDArray[np.int64]
 
 
-def _star(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
-    """Return the latency of a round, and how long a byte of each message takes: nodes around a switch."""
+def _star(network: ClusterNetwork, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
+    """Return the latency of a round and its seconds per byte of a message, for nodes around a switch."""
     del ranks
     if network.per_node == 1:
         busiest = max(np.bincount(src).max(), np.bincount(dst).max())
@@ -179,8 +186,8 @@ def _star(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, fl
     return network.inside_latency + network.latency, max(inside, float(between))
 
 
-def _ring(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
-    """The same in a circle: a message takes the shorter way, and every link on it."""
+def _ring(network: ClusterNetwork, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
+    """The same in a ring: a message uses all links of the shorter path."""
     forth = (dst - src) % ranks
     shorter = forth <= ranks - forth
     hops = np.where(shorter, forth, ranks - forth)
@@ -192,14 +199,14 @@ def _ring(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, fl
 
 
 def _most_crowded(first: Ends, hops: Ends, ranks: int) -> int:
-    """Return how many of these arcs, each `hops` links from `first` on, pass the most crowded link of a circle."""
+    """Return the number of arcs (`hops` links from `first` on) over the most loaded link of a ring."""
     change = np.bincount(first, minlength=2 * ranks + 1) - np.bincount(first + hops, minlength=2 * ranks + 1)
     over = np.cumsum(change)
     return int((over[:ranks] + over[ranks : 2 * ranks]).max())
 
 
-def _tree(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
-    """The same in a binary tree with rank 0 at its root: up to the common parent, and down."""
+def _tree(network: ClusterNetwork, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
+    """The same in a binary tree with root 0: up to the common ancestor, and down."""
     up, down = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     src, dst, hops = src.copy(), dst.copy(), np.zeros(len(src), np.int64)
     while (apart := src != dst).any():
@@ -217,52 +224,55 @@ def _tree(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class FittedNetwork:
-    """A network as it was measured.
+    """A measured network.
 
-    The fit's own algorithm is what the times looked like, and stands unless another is named; others are priced from
-    the same α and β.
+    The algorithm of the fit is used unless another one is given; others are predicted from the same α and β.
 
     Attributes:
-        fit: of the all-reduce.
-        per_node: ranks of a node; the fit counts ranks, wherever they are.
+        fit: fit of the all-reduce.
+        per_node: ranks per node; the fit counts ranks, not nodes.
     """
 
     fit: CollectiveFit
     per_node: int = 1
 
     @property
-    def own(self) -> str:
-        """The algorithm that the times look like."""
+    def fitted_algorithm(self) -> str:
+        """The algorithm that the measured times fit best."""
         return str(self.fit.form)
 
     def algorithms(self) -> tuple[str, ...]:
-        """Return the fit's own algorithm first, then those that have a closed form."""
+        """Return the fitted algorithm first, then those with a closed form."""
         names = [name for op, name in CLOSED_FORMS if op == self.fit.op]
-        return (self.own, *(name for name in names if name != self.own))
+        return (self.fitted_algorithm, *(name for name in names if name != self.fitted_algorithm))
 
-    def usual(self) -> tuple[str, ...]:
-        """Return the fit's own algorithm: the others never ran."""
-        return (self.own,)
+    def default_algorithms(self) -> tuple[str, ...]:
+        """Return only the fitted algorithm, since the others were not measured."""
+        return (self.fitted_algorithm,)
 
-    def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
-        """Return what one all-reduce costs; arguments and errors as for `Network.price`."""
+    def time_all_reduce(self, algorithm: str, nodes: int, nbytes: float) -> AllReduceTime:
+        """Return the time of one all-reduce; see `ClusterNetwork.time_all_reduce`."""
         if algorithm not in self.algorithms():
             raise UsageError(
                 f"{algorithm} on a measured network", remedy=f"valid: {', '.join(self.algorithms())}"
             )
         ranks = nodes * self.per_node
         if ranks == 1:
-            return Price(algorithm, 0.0, 0.0)
-        form = self.fit.form if algorithm == self.own else CostForm(algorithm, self.fit.form.shared)
-        if self.fit.form == PLAIN_FORM and algorithm != self.own:
-            raise UsageError(f"{algorithm}: the fit knows no algorithm", remedy=f"use {self.own}")
+            return AllReduceTime(algorithm, 0.0, 0.0)
+        form = (
+            self.fit.form if algorithm == self.fitted_algorithm else CostForm(algorithm, self.fit.form.shared)
+        )
+        if self.fit.form == PLAIN_FORM and algorithm != self.fitted_algorithm:
+            raise UsageError(
+                f"{algorithm}: the fit knows no algorithm", remedy=f"use {self.fitted_algorithm}"
+            )
         terms, segments = terms_of(self.fit.op, form, ranks), self.fit.segments_for(ranks)
         whole = piecewise_seconds(segments, nbytes, terms.messages, terms.sent)
         call = min(whole, _segment(segments, nbytes).alpha * terms.messages)
         error = self.fit.error_at(ranks)
-        return Price(algorithm, call, whole - call, error.p90 if error else 0.0)
+        return AllReduceTime(algorithm, call, whole - call, error.p90 if error else 0.0)
 
 
 def _segment(segments: tuple[FitSegment, ...], nbytes: float) -> FitSegment:
-    """Return the segment of a size, or the last one that begins below it."""
+    """Return the last segment that begins at or below a size."""
     return next((each for each in reversed(segments) if each.low <= nbytes), segments[0])

@@ -1,14 +1,12 @@
-"""What is simulated of a cluster, as plain values (pure).
+"""Simulation of a training on any number of nodes: step time, efficiency and its losses, failures, cost.
 
-A training on one number of nodes, or many: step time, efficiency with all that is lost of it, failures, cost.
+Several jobs are simulated, each with its own machines, steps and failures. Their time is broken down into shares of the
+total, which add up to 1:
 
-Several jobs are simulated, each with machines, steps and failures of its own. What becomes of their time is told as a
-ledger: shares of the whole, which add up to 1 in every job and so in their mean.
-
-    useful           what the work would take if it were dealt by speed and nobody waited
+    useful           time of the work if it were distributed by speed and no rank waited
     uneven machines  waiting for the slowest machine
     varying steps    waiting for the rank whose step happens to be longest
-    communication    what of it computing does not hide
+    communication    exposed communication
     checkpoints, lost work, restarts
 """
 
@@ -23,16 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError, unknown
-from paceline.tools.simulate.cluster.cluster_network import Carrier, Price
-from paceline.tools.simulate.cluster.compute_times import Machines, Steps, sample_steps
+from paceline.tools.simulate.cluster.cluster_network import AllReduceTime, NetworkModel
+from paceline.tools.simulate.cluster.compute_times import ClusterMachines, StepSamples, sample_steps
 from paceline.tools.simulate.cluster.exposed_communication import (
     STRATEGIES,
-    Traffic,
-    cheapest,
+    MessageGroup,
     exposed_seconds,
-    traffic_of,
+    fastest_all_reduce,
+    step_messages,
 )
-from paceline.tools.simulate.cluster.failure_cost import Risk, best_interval, course, daly, young
+from paceline.tools.simulate.cluster.failure_cost import (
+    FailureModel,
+    best_interval,
+    daly_interval,
+    simulate_jobs,
+    young_interval,
+)
 
 __all__ = [
     "BACKWARD",
@@ -40,56 +44,73 @@ __all__ = [
     "DAY",
     "LOSSES",
     "MOST_NODES",
-    "Band",
+    "CheckpointIntervals",
     "ClusterPlan",
     "ClusterRow",
-    "Intervals",
-    "simulate",
-    "sweep",
+    "Percentiles",
+    "simulate_cluster",
+    "sweep_nodes",
 ]
 
 BACKWARD = 2 / 3
-"""Of computing: backward has two products with each weight, forward one."""
-
+"""Share of backward in computing: it has two products with each weight, forward one."""
 
 BATCHES = ("per-rank", "fixed")
-
-
 DAY = 86400.0
+MOST_NODES = 1_000_000
+LOSSES: tuple[str, ...] = (
+    "uneven machines",
+    "varying steps",
+    "communication",
+    "checkpoints",
+    "lost work",
+    "restarts",
+)
+
+_MIN_JOBS = 32
+"""Jobs per checkpoint interval in comparisons, at least."""
+_P90 = 1.6449
+"""90 % of a normal distribution is within this many standard deviations of the mean."""
+
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """A training, whatever the number of nodes.
+    """A training, independent of the number of nodes.
 
     Attributes:
-        carrier: the network, described or measured.
-        step_seconds: of computing: of a rank's own batch (``per-rank``), or of the whole batch on one rank (``fixed``).
-        nbytes: of the gradients, as they travel.
-        machines: what nodes are like.
-        batch: ``"per-rank"``: more ranks, more samples a step (weak scaling); ``"fixed"``: the same samples (strong).
-        strategy: how gradients are synchronised, one of
-            `paceline.tools.simulate.cluster.exposed_communication.STRATEGIES`.
-        bucket_nbytes: of a bucket. backward: share of computing in which gradients become ready.
-        computing_slows: how many times as long computing takes beside exchanges, 1 or more. calls_slow: exchanges
-            beside computing.
-        algorithm: of the all-reduce; ``"auto"``: the cheapest.
-        every: H, steps between two exchanges; above 1 it is parameters that are exchanged, and nothing overlaps.
-        node_mtbf: mean seconds between failures of a node. write: seconds of a checkpoint. restart: seconds after a
-            failure. interval: seconds of training between checkpoints; None: Daly's.
-        work: node-seconds of computing of the job, on nodes as fast as the fastest; None: a week of all nodes.
-        price: of an hour of a node; None: not asked.
-        jobs: how many are simulated for each number of nodes. draws: ranks' steps to draw for it, about.
-        seed: of everything.
+        network: the network, described or measured.
+        step_seconds: computing time of a rank's own batch (``per-rank``), or of the whole batch on one rank
+            (``fixed``).
+        nbytes: bytes of the gradients on the wire.
+        machines: the machines.
+        batch: ``"per-rank"`` (weak scaling) or ``"fixed"`` (strong scaling).
+        strategy: how gradients are synchronised, one of `exposed_communication.STRATEGIES`.
+        bucket_nbytes: size of a bucket.
+        backward: share of computing in which gradients become ready.
+        computing_slows: slowdown of computing during communication, 1 or more.
+        calls_slow: slowdown of communication during computing, 1 or more.
+        algorithm: algorithm of the all-reduce; ``"auto"``: the fastest.
+        every: H, steps between exchanges; above 1, parameters are exchanged without overlap.
+        node_mtbf: mean seconds between failures of a node.
+        write: seconds of a checkpoint.
+        restart: seconds of a restart after a failure.
+        interval: seconds of training between checkpoints; None: Daly's.
+        work: node-seconds of computing of the job on the fastest nodes; None: a week of all nodes.
+        price: price of a node hour, if known.
+        jobs: jobs simulated per number of nodes.
+        draws: approximate number of rank steps drawn per number of nodes.
+        seed: seed of all random numbers.
 
     Raises:
-        UsageError: a number makes no sense.
+        UsageError: a number is out of range.
     """
 
-    carrier: Carrier
+    network: NetworkModel
     step_seconds: float
     nbytes: float
-    machines: Machines = field(default_factory=Machines)
+    machines: ClusterMachines = field(default_factory=ClusterMachines)
     batch: str = "per-rank"
     strategy: str = "bucketed"
     bucket_nbytes: float = 25 * 2**20
@@ -134,38 +155,14 @@ class ClusterPlan:
             raise UsageError(f"seed={self.seed!r}", remedy="give a whole number of 0 or more")
         if self.every > 1 and self.strategy in ("sharded", "full-shard"):
             raise UsageError(
-                f"every={self.every} with {self.strategy}: ranks that train apart need whole parameters",
+                f"every={self.every} with {self.strategy}: local steps require whole parameters on every rank",
                 remedy="use flat or bucketed, or exchange at every step",
             )
 
 
-Numbers = NDArray[np.float64]
-
-
-LOSSES: tuple[str, ...] = (
-    "uneven machines",
-    "varying steps",
-    "communication",
-    "checkpoints",
-    "lost work",
-    "restarts",
-)
-
-
-MOST_NODES = 1_000_000
-
-
-_ENOUGH_JOBS = 32
-"""With which intervals are compared, at least."""
-
-
-_P90 = 1.6449
-"""Nine in ten of normal numbers are no further than so many standard deviations from their mean."""
-
-
 @dataclass(frozen=True)
-class Band:
-    """A number of several jobs or steps: their mean, and what 5 %, 50 % and 95 % are below."""
+class Percentiles:
+    """Mean and percentiles over jobs or steps."""
 
     mean: float
     p5: float
@@ -173,19 +170,21 @@ class Band:
     p95: float
 
     @classmethod
-    def of(cls, values: Numbers) -> Band:
-        """Return the band of some values."""
+    def of(cls, values: Numbers) -> Percentiles:
+        """Return the mean and percentiles of values."""
         low, middle, high = np.percentile(values, [5, 50, 95])
         return cls(float(values.mean()), float(low), float(middle), float(high))
 
 
 @dataclass(frozen=True)
-class Intervals:
-    """Seconds of training between two checkpoints.
+class CheckpointIntervals:
+    """Seconds of training between two checkpoints; all but `used` are None without failures.
 
     Attributes:
-        used: by the simulation. young, daly: by their formulas. simulated: with which simulated jobs take least; None
-            where nothing fails.
+        used: the interval of the simulation.
+        young: Young's formula.
+        daly: Daly's formula.
+        simulated: the best interval of simulated jobs.
     """
 
     used: float
@@ -196,22 +195,24 @@ class Intervals:
 
 @dataclass(frozen=True)
 class ClusterRow:
-    """What becomes of a training on so many nodes.
+    """Result for one number of nodes.
 
     Attributes:
-        nodes, ranks: how many.
-        algorithm: of the all-reduce.
-        compute_seconds: of a step, on a rank that is as fast as the time of a step says.
-        comm_seconds: of all messages of a step, hidden or not.
+        nodes: number of nodes.
+        ranks: number of ranks.
+        algorithm: algorithm of the all-reduce.
+        compute_seconds: computing time of a step on one of the fastest ranks.
+        comm_seconds: time of all messages of a step, hidden or not.
         step: seconds of a step, over steps and jobs.
-        efficiency: useful time as a share of all time, over jobs.
-        ledger: mean share of all time by what it went into, `LOSSES` and ``"useful"``; they add up to 1.
-        speedup: work done beside that of one fastest rank alone.
-        mtbf_seconds: between failures of the whole job; None: there are none.
-        failures: of a job, on average. intervals: of checkpoints; None: there are none.
-        job_seconds: of the whole job, over jobs.
-        cost: of the whole job, over jobs; None: not asked.
-        stuck: whether failures come so often that it never ends; its efficiency is 0 then.
+        efficiency: useful share of all time, over jobs.
+        ledger: mean share of all time of ``"useful"`` and each of `LOSSES`; they add up to 1.
+        speedup: throughput relative to one of the fastest ranks alone.
+        mtbf_seconds: mean time between failures of the job; None without failures.
+        failures: mean number of failures of a job.
+        intervals: checkpoint intervals; None without checkpoints.
+        job_seconds: time of the job, over jobs.
+        cost: cost of the job, over jobs; None without a price.
+        stuck: whether failures are so frequent that the job never ends; efficiency is then 0.
     """
 
     nodes: int
@@ -219,62 +220,57 @@ class ClusterRow:
     algorithm: str
     compute_seconds: float
     comm_seconds: float
-    step: Band
-    efficiency: Band
+    step: Percentiles
+    efficiency: Percentiles
     ledger: dict[str, float]
     speedup: float
     mtbf_seconds: float | None
     failures: float
-    intervals: Intervals | None
-    job_seconds: Band | None
-    cost: Band | None
+    intervals: CheckpointIntervals | None
+    job_seconds: Percentiles | None
+    cost: Percentiles | None
     stuck: bool
 
-    def facts(self) -> dict[str, Any]:
-        """Return it for JSON."""
+    def to_record(self) -> dict[str, Any]:
+        """Return the row for JSON."""
         return asdict(self)
 
     @property
     def worst(self) -> str:
-        """What most of the time is lost to."""
+        """The largest loss."""
         return max(LOSSES, key=lambda name: self.ledger[name])
 
 
-def sweep(plan: ClusterPlan, nodes: Sequence[int]) -> Iterator[ClusterRow]:
-    """Yield a row for each number of nodes.
-
-    Args:
-        plan: the training. nodes: numbers of nodes.
-
-    Raises:
-        UsageError: a number of nodes is out of range; the network lacks the algorithm.
-    """
+def sweep_nodes(plan: ClusterPlan, nodes: Sequence[int]) -> Iterator[ClusterRow]:
+    """Yield a row per number of nodes; see `simulate_cluster`."""
     for count in nodes:
-        yield simulate(plan, count)
+        yield simulate_cluster(plan, count)
 
 
-def simulate(plan: ClusterPlan, nodes: int) -> ClusterRow:
-    """Return what becomes of a training on so many nodes.
+def simulate_cluster(plan: ClusterPlan, nodes: int) -> ClusterRow:
+    """Simulate a training on a number of nodes.
 
     Args:
-        plan: the training. nodes: how many.
+        plan: the training.
+        nodes: number of nodes.
 
     Raises:
-        UsageError: the number of nodes is out of range; the network lacks the algorithm.
+        UsageError: the number of nodes is out of range, or the network does not support the algorithm.
 
     Example:
-        >>> from paceline.tools.simulate.cluster.cluster_network import Network
-        >>> row = simulate(ClusterPlan(Network(link=25e6), step_seconds=1.0, nbytes=80e6, strategy="flat"), 4)
+        >>> from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork
+        >>> plan = ClusterPlan(ClusterNetwork(link=25e6), step_seconds=1.0, nbytes=80e6, strategy="flat")
+        >>> row = simulate_cluster(plan, 4)
         >>> row.algorithm, round(row.step.mean, 3), round(row.ledger["communication"], 3)
         ('halving-doubling', 5.8, 0.828)
     """
     if type(nodes) is not int or not 1 <= nodes <= MOST_NODES:
         raise UsageError(f"{nodes!r} nodes", remedy=f"give a whole number from 1 to {MOST_NODES}")
-    ranks = nodes * plan.carrier.per_node
+    ranks = nodes * plan.network.per_node
     compute = plan.step_seconds / (ranks if plan.batch == "fixed" else 1)
     traffic, price = _traffic(plan, nodes)
     steps = sample_steps(
-        plan.machines, nodes, plan.carrier.per_node, plan.every, plan.jobs, plan.draws, [plan.seed, nodes, 1]
+        plan.machines, nodes, plan.network.per_node, plan.every, plan.jobs, plan.draws, [plan.seed, nodes, 1]
     )
     waiting = compute * steps.longest
     exposed = _exposed(plan, nodes, traffic, price, waiting)
@@ -282,24 +278,24 @@ def simulate(plan: ClusterPlan, nodes: int) -> ClusterRow:
     return _row(plan, nodes, price, compute, sum(each.seconds for each in traffic), steps, exposed, whole)
 
 
-def _traffic(plan: ClusterPlan, nodes: int) -> tuple[list[Traffic], Price]:
-    """Return what a step sends, per step on average, and the price of one call."""
+def _traffic(plan: ClusterPlan, nodes: int) -> tuple[list[MessageGroup], AllReduceTime]:
+    """Return the messages per step, averaged over H steps, and the time of one call."""
 
-    def price(nbytes: float, halved: bool) -> Price:
-        return cheapest(plan.carrier, nodes, nbytes, plan.algorithm, halved=halved)
+    def price(nbytes: float, halved: bool) -> AllReduceTime:
+        return fastest_all_reduce(plan.network, nodes, nbytes, plan.algorithm, halved=halved)
 
     if plan.every == 1:
-        return traffic_of(plan.strategy, plan.nbytes, plan.bucket_nbytes, plan.backward, price)
-    (all_at_once,), one = traffic_of("flat", plan.nbytes, plan.bucket_nbytes, plan.backward, price)
+        return step_messages(plan.strategy, plan.nbytes, plan.bucket_nbytes, plan.backward, price)
+    (all_at_once,), one = step_messages("flat", plan.nbytes, plan.bucket_nbytes, plan.backward, price)
     return [
-        Traffic(all_at_once.calls / plan.every, all_at_once.transfer / plan.every, 1, all_at_once.window)
+        MessageGroup(all_at_once.calls / plan.every, all_at_once.transfer / plan.every, 1, all_at_once.window)
     ], one
 
 
 def _exposed(
-    plan: ClusterPlan, nodes: int, traffic: Sequence[Traffic], price: Price, computing: Numbers
+    plan: ClusterPlan, nodes: int, traffic: Sequence[MessageGroup], price: AllReduceTime, computing: Numbers
 ) -> Numbers:
-    """Return how long each step waits for communication, a measured price off by its error in each job."""
+    """Return the exposed communication of each step, with a random prediction error per job."""
     off = np.ones((plan.jobs, 1))
     if price.error:
         rng = np.random.default_rng([plan.seed, nodes, 2])
@@ -320,10 +316,10 @@ def _exposed(
 def _row(
     plan: ClusterPlan,
     nodes: int,
-    price: Price,
+    price: AllReduceTime,
     compute: float,
     comm: float,
-    steps: Steps,
+    steps: StepSamples,
     exposed: Numbers,
     whole: Numbers,
 ) -> ClusterRow:
@@ -337,9 +333,9 @@ def _row(
     }
     ideal = (plan.work or 7 * DAY * nodes) / nodes
     work = ideal * mean / compute
-    risk = Risk(plan.node_mtbf / nodes, plan.write, plan.restart)
+    risk = FailureModel(plan.node_mtbf / nodes, plan.write, plan.restart)
     intervals = _intervals(plan, risk, nodes)
-    took = course(risk, intervals.used if intervals else np.inf, work, [plan.seed, nodes, 3])
+    took = simulate_jobs(risk, intervals.used if intervals else np.inf, work, [plan.seed, nodes, 3])
     total = took.seconds
     ledger = {name: part / mean * work / total for name, part in parts.items()}
     ledger |= {
@@ -353,35 +349,35 @@ def _row(
     hours = total / 3600.0 * nodes
     return ClusterRow(
         nodes,
-        nodes * plan.carrier.per_node,
+        nodes * plan.network.per_node,
         price.algorithm,
         compute,
         comm,
-        Band.of(whole.ravel()),
-        Band.of(efficiency),
+        Percentiles.of(whole.ravel()),
+        Percentiles.of(efficiency),
         {name: float(part.mean()) for name, part in ledger.items()},
-        float((efficiency * nodes * plan.carrier.per_node / steps.useful).mean()),
+        float((efficiency * nodes * plan.network.per_node / steps.useful).mean()),
         None if risk.mtbf == np.inf else risk.mtbf,
         float(took.failures.mean()),
         intervals,
-        None if took.stuck else Band.of(total),
-        None if plan.price is None or took.stuck else Band.of(hours * plan.price),
+        None if took.stuck else Percentiles.of(total),
+        None if plan.price is None or took.stuck else Percentiles.of(hours * plan.price),
         took.stuck,
     )
 
 
-def _intervals(plan: ClusterPlan, risk: Risk, nodes: int) -> Intervals | None:
-    """Return the intervals between checkpoints; None where none are written."""
+def _intervals(plan: ClusterPlan, risk: FailureModel, nodes: int) -> CheckpointIntervals | None:
+    """Return the checkpoint intervals; None without checkpoints."""
     if risk.mtbf == np.inf:
-        return None if plan.interval is None else Intervals(plan.interval)
+        return None if plan.interval is None else CheckpointIntervals(plan.interval)
     if not plan.write and plan.interval is None:
         raise UsageError(
-            "failures, and checkpoints that take no time: they would be written all the time",
-            remedy="give the time of a checkpoint, or the interval between two",
+            "with failures and checkpoints that take no time, the best interval is 0",
+            remedy="give the time of a checkpoint or the interval",
         )
-    return Intervals(
-        plan.interval or daly(risk),
-        young(risk),
-        daly(risk),
-        best_interval(risk, max(_ENOUGH_JOBS, plan.jobs), [plan.seed, nodes, 4]),
+    return CheckpointIntervals(
+        plan.interval or daly_interval(risk),
+        young_interval(risk),
+        daly_interval(risk),
+        best_interval(risk, max(_MIN_JOBS, plan.jobs), [plan.seed, nodes, 4]),
     )

@@ -1,14 +1,14 @@
-"""How long ranks compute: machines that differ for good, steps that vary at random, and who waits for whom.
+"""Step times of ranks on uneven machines with random jitter, and the wait for the slowest rank.
 
-A rank's step takes c · w · m · j seconds: c by the time of a step, w by its share of the work (1 on average), m by
-its machine, j by chance. m and j have the mean 1: log-normal, or steps as they were measured, drawn anew. Ranks meet
-once in H steps, so what counts is the longest sum of H steps.
+A rank's step takes c · w · m · j seconds: the step time c, its share of the work w (1 on average), its machine m and
+the jitter j. m and j have mean 1: log-normal, or resampled measured steps. Ranks synchronise once in H steps, so the
+longest sum of H steps counts.
 
-[Note: the longest] Where all ranks are alike and meet at every step, the longest of N has the distribution Fᴺ, so it is
-drawn at once from F⁻¹(U^(1/N)): a million ranks cost no more than one. Elsewhere every rank is drawn.
+[Note: longest of N] If all ranks are alike and synchronise at every step, the longest of N steps has the distribution
+Fᴺ and is drawn as F⁻¹(U^(1/N)): a million ranks cost as much as one. Otherwise every rank is drawn.
 
-[Note: centred] The few steps that are drawn for a job are scaled to the mean 1 that they have in the long run. So one
-rank alone has no loss at all, rather than none but for chance.
+[Note: centred] The finite sample of steps of a job is scaled to its expected mean of 1, so that a single rank has no
+loss at all rather than none on average.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["SHARES", "Crew", "Machines", "Steps", "longest_of", "sample_steps"]
+__all__ = ["SHARES", "ClusterMachines", "NodeTimes", "StepSamples", "draw_longest", "sample_steps"]
 
 Numbers = NDArray[np.float64]
 
 SHARES = ("equal", "speed")
-_ALIKE_FROM = 64
-"""Ranks from which the longest of alike ones is drawn at once."""
+_DRAW_LONGEST_FROM = 64
+"""Ranks from which the longest step of identical ranks is drawn directly."""
 _LEAST_DRAWN, _MOST_DRAWN = 1, 512
 _CHUNK = 4_000_000
 
 
 @dataclass(frozen=True)
-class Machines:
-    """What machines are like.
+class ClusterMachines:
+    """Machines of a cluster.
 
     Attributes:
-        speeds: relative ones of nodes, repeated to as many as there are; the fastest has the time of a step.
-        spread: of nodes beside, standard deviation of a log-normal factor with mean 1.
-        jitter: of a rank's steps, the same.
-        measured: times of steps in seconds, to draw from instead of `jitter`; only their ratios count.
-        shares: who gets how much work: ``"equal"``, or by ``"speed"``.
+        speeds: relative speeds of nodes, repeated for all nodes; the step time is that of the fastest.
+        spread: standard deviation of an additional log-normal factor per node with mean 1.
+        jitter: standard deviation of a log-normal factor per rank and step with mean 1.
+        measured: measured step times to sample instead of `jitter`; only their ratios matter.
+        shares: distribution of the work: ``"equal"`` or by ``"speed"``.
 
     Raises:
-        UsageError: a number makes no sense.
+        UsageError: a number is out of range.
     """
 
     speeds: tuple[float, ...] = (1.0,)
@@ -64,28 +64,28 @@ class Machines:
                     f"{name}={getattr(self, name)!r}", remedy="give a share from 0 to 300%, such as 10%"
                 )
         if not all(0 < each < math.inf for each in self.measured):
-            raise UsageError("a measured step that takes no time", remedy="give seconds above 0")
+            raise UsageError("a measured step of 0 seconds or less", remedy="give seconds above 0")
         if self.measured and self.jitter:
             raise UsageError(
                 "both measured steps and jitter",
-                remedy="steps that were measured have their own: leave it out",
+                remedy="measured steps include their jitter: omit jitter",
             )
         if self.shares not in SHARES:
             raise unknown("shares", self.shares, SHARES)
 
     @property
     def alike(self) -> bool:
-        """Whether no rank is slower than another for good, as far as its work goes."""
+        """Whether all ranks take the same time for their work, apart from jitter."""
         return self.shares == "speed" or (not self.spread and len(set(self.speeds)) == 1)
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The ranks of one job.
+class NodeTimes:
+    """Nodes of one job, in units of the step time.
 
     Attributes:
-        times: of a step of each node with its share of the work and no jitter; 1 is the time of a step.
-        useful: what it would take if work were dealt by speed.
+        times: step of each node with its share of the work, without jitter.
+        useful: the step if work were distributed by speed.
     """
 
     times: Numbers
@@ -93,18 +93,18 @@ class Crew:
 
     @property
     def slowest(self) -> float:
-        """The longest of all."""
+        """The longest step of all nodes."""
         return float(self.times.max())
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Steps of several jobs; 1 is the time of a step.
+class StepSamples:
+    """Sampled steps of several jobs, in units of the step time.
 
     Attributes:
-        useful: of each job: time of a step if work were dealt by speed and no step varied.
-        slowest: of each job: the slowest machine's step without jitter.
-        longest: ``[job, round]``: mean step of each round, until the last rank is there.
+        useful: per job, the step without jitter if work were distributed by speed.
+        slowest: per job, the slowest machine's step without jitter.
+        longest: ``[job, round]``: mean step until the last rank of the round.
     """
 
     useful: Numbers
@@ -112,11 +112,13 @@ class Steps:
     longest: Numbers
 
 
-def crew(machines: Machines, nodes: int, rng: np.random.Generator) -> Crew:
-    """Return the machines of one job.
+def draw_nodes(machines: ClusterMachines, nodes: int, rng: np.random.Generator) -> NodeTimes:
+    """Draw the nodes of one job.
 
     Args:
-        machines: what they are like. nodes: how many. rng: what draws their spread.
+        machines: the machines.
+        nodes: number of nodes.
+        rng: generator for their spread.
     """
     pattern = np.array(machines.speeds)
     slowness = pattern.max() / pattern[np.arange(nodes) % len(pattern)]
@@ -125,46 +127,58 @@ def crew(machines: Machines, nodes: int, rng: np.random.Generator) -> Crew:
         slowness = slowness * np.exp(rng.normal(-(sigma**2) / 2, sigma, nodes))
     useful = float(1.0 / np.mean(1.0 / slowness))
     times = np.full(nodes, useful) if machines.shares == "speed" else slowness
-    return Crew(times, useful)
+    return NodeTimes(times, useful)
 
 
 def sample_steps(
-    machines: Machines, nodes: int, per_node: int, every: int, jobs: int, draws: int, seed: Sequence[int]
-) -> Steps:
-    """Return steps of several jobs.
+    machines: ClusterMachines,
+    nodes: int,
+    per_node: int,
+    every: int,
+    jobs: int,
+    draws: int,
+    seed: Sequence[int],
+) -> StepSamples:
+    """Sample steps of several jobs.
 
     Args:
-        machines: what they are like. nodes: how many. per_node: ranks of each. every: H, steps between two meetings.
-        jobs: how many, each with machines of its own. draws: ranks' steps to draw in all, about. seed: of all of it.
+        machines: the machines.
+        nodes: number of nodes.
+        per_node: ranks per node.
+        every: H, steps between synchronisations.
+        jobs: number of jobs, each with its own machines.
+        draws: approximate number of rank steps to draw in total.
+        seed: seed of the generator.
     """
     rng = np.random.default_rng(list(seed))
     ranks = nodes * per_node
     rounds = min(_MOST_DRAWN, max(_LEAST_DRAWN, draws // (ranks * every * jobs)))
     varies = bool(machines.jitter or machines.measured)
-    at_once = machines.alike and every == 1 and ranks >= _ALIKE_FROM
-    crews = [crew(machines, nodes, rng) for _ in range(jobs)]
+    at_once = machines.alike and every == 1 and ranks >= _DRAW_LONGEST_FROM
+    crews = [draw_nodes(machines, nodes, rng) for _ in range(jobs)]
     longest = np.empty((jobs, _MOST_DRAWN if at_once else rounds if varies else 1))
     for job, each in enumerate(crews):
         if not varies:
             longest[job] = each.slowest
         elif at_once:
-            longest[job] = each.slowest * longest_of(machines, ranks, longest.shape[1], rng)
+            longest[job] = each.slowest * draw_longest(machines, ranks, longest.shape[1], rng)
         else:
             longest[job] = _drawn(machines, np.repeat(each.times, per_node), every, rounds, rng)
-    return Steps(
+    return StepSamples(
         np.array([each.useful for each in crews]), np.array([each.slowest for each in crews]), longest
     )
 
 
-def longest_of(machines: Machines, ranks: int, count: int, rng: np.random.Generator) -> Numbers:
-    """Return the longest of so many ranks' variation, in each of `count` steps; see [Note: the longest].
+def draw_longest(machines: ClusterMachines, ranks: int, count: int, rng: np.random.Generator) -> Numbers:
+    """Draw the longest jitter of N identical ranks for each of `count` steps; see [Note: longest of N].
 
     Args:
-        machines: whose jitter or measured steps. ranks: N, all alike. count: steps. rng: what draws them.
+        machines: machines with jitter or measured steps.
+        ranks: N.
+        count: number of steps.
+        rng: the generator.
     """
-    above = -np.expm1(
-        np.log1p(-rng.random(count)) / ranks
-    )  # 1 − U^(1/N), which U^(1/N) itself would round off
+    above = -np.expm1(np.log1p(-rng.random(count)) / ranks)  # 1 − U^(1/N) without cancellation
     if machines.measured:
         steps = np.sort(_scaled(machines))
         place = len(steps) - 1 - np.floor(above * len(steps)).astype(np.int64)
@@ -175,14 +189,16 @@ def longest_of(machines: Machines, ranks: int, count: int, rng: np.random.Genera
     return np.exp(sigma * quantile - sigma**2 / 2)
 
 
-def _scaled(machines: Machines) -> Numbers:
-    """Return measured steps with the mean 1."""
+def _scaled(machines: ClusterMachines) -> Numbers:
+    """Return measured steps scaled to mean 1."""
     steps = np.array(machines.measured)
     return steps / steps.mean()
 
 
-def _drawn(machines: Machines, times: Numbers, every: int, rounds: int, rng: np.random.Generator) -> Numbers:
-    """Return the longest of all ranks in each round, every step of every rank drawn."""
+def _drawn(
+    machines: ClusterMachines, times: Numbers, every: int, rounds: int, rng: np.random.Generator
+) -> Numbers:
+    """Draw every step of every rank; return the mean step of the longest rank in each round."""
     ranks, chunk = len(times), max(1, _CHUNK // len(times))
     measured = _scaled(machines) if machines.measured else None
     sigma = math.sqrt(math.log1p(machines.jitter**2))

@@ -1,15 +1,14 @@
-"""What of communication computing does not hide: the seam behind which a finer model of buckets may stand (pure).
+"""Communication not hidden by computing, in closed form.
 
-Gradients become ready evenly over a window of computing and travel in n buckets, one after another; a bucket takes
-b = transfer/n + call. Beside them computing takes s times as long, beside computing they take k times as long: the two
-clocks of `paceline.cost_model.step_simulator`, whose closed form for equal buckets this is. The end of the step is
-delayed by
+Gradients become ready evenly over a window of computing and are sent in n sequential buckets of b = transfer/n + call
+seconds. During communication, computing is slowed by s; during computing, communication is slowed by k. This is the
+closed form of `paceline.cost_model.step_simulator` for equal buckets. The step is delayed by
 
-    b + (n − 1)·b·k·(1 − 1/s)                             if each is through before the next is ready: b·k ≤ s·window/n
-    n·b − (1 − 1/n)·window·(1 + s/k − s)                  else: a queue that began with the first bucket
+    b + (n − 1)·b·k·(1 − 1/s)                 if each bucket is done before the next is ready: b·k ≤ s·window/n
+    n·b − (1 − 1/n)·window·(1 + s/k − s)      otherwise: buckets queue from the first one on
 
-The last bucket is never hidden. With s = k = 1 that is max(b, n·b − (1 − 1/n)·window), as in
-`paceline.cost_model.bucket_closed_form`; with a window of 0 it is n·b: nothing overlaps.
+The last bucket is never hidden. With s = k = 1 this is max(b, n·b − (1 − 1/n)·window), as in
+`paceline.cost_model.bucket_closed_form`; with a window of 0 it is n·b: no overlap.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError, unknown
-from paceline.tools.simulate.cluster.all_reduce_rounds import HALVED
-from paceline.tools.simulate.cluster.cluster_network import Carrier, Price
+from paceline.tools.simulate.cluster.all_reduce_rounds import SPLIT_ALGORITHMS
+from paceline.tools.simulate.cluster.cluster_network import AllReduceTime, NetworkModel
 
-__all__ = ["STRATEGIES", "Traffic", "cheapest", "exposed_seconds", "traffic_of"]
+__all__ = ["STRATEGIES", "MessageGroup", "exposed_seconds", "fastest_all_reduce", "step_messages"]
 
 Seconds = NDArray[np.float64]
 
@@ -40,13 +39,15 @@ def exposed_seconds(
     computing_slows: float = 1.0,
     calls_slow: float = 1.0,
 ) -> Seconds:
-    """Return by how much communication lengthens computing.
+    """Return the seconds by which communication lengthens a step; shapes broadcast.
 
     Args:
-        call: seconds of one bucket without its bytes. transfer: seconds of all bytes together. buckets: n.
-        window: seconds of computing in which buckets become ready; shapes broadcast as numpy's do.
-        computing_slows: s, how many times as long computing takes beside a bucket, 1 or more.
-        calls_slow: k, how many times as long a bucket takes beside computing, 1 or more.
+        call: seconds of one bucket independent of its bytes.
+        transfer: seconds for the bytes of all buckets.
+        buckets: n.
+        window: seconds of computing in which buckets become ready.
+        computing_slows: s, slowdown of computing during communication, 1 or more.
+        calls_slow: k, slowdown of communication during computing, 1 or more.
 
     Example:
         >>> exposed_seconds(0.0, 1.0, 4, np.array([0.0, 1.0, 10.0])).tolist()
@@ -59,12 +60,14 @@ def exposed_seconds(
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Messages of a step that share a window.
+class MessageGroup:
+    """Messages of a step that share an overlap window.
 
     Attributes:
-        calls: seconds of one bucket without its bytes. transfer: seconds of all bytes. buckets: how many.
-        window: share of computing in which they may hide.
+        calls: seconds of one bucket independent of its bytes.
+        transfer: seconds for all bytes.
+        buckets: number of buckets.
+        window: share of computing that they can overlap.
     """
 
     calls: float
@@ -74,49 +77,60 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """Of all its messages, one after another."""
+        """Seconds of all messages in sequence."""
         return self.buckets * self.calls + self.transfer
 
 
-def cheapest(
-    carrier: Carrier, nodes: int, nbytes: float, algorithm: str = "auto", *, halved: bool = False
-) -> Price:
-    """Return the price of an all-reduce, by the cheapest algorithm unless one is named.
+def fastest_all_reduce(
+    network: NetworkModel, nodes: int, nbytes: float, algorithm: str = "auto", *, halved: bool = False
+) -> AllReduceTime:
+    """Return the time of an all-reduce by a given algorithm or the fastest one.
 
     Args:
-        carrier: what prices it. nodes: how many. nbytes: of one call. algorithm: ``"auto"``, or a name.
-        halved: whether its halves must be a reduce-scatter and an all-gather.
+        network: the network.
+        nodes: number of nodes.
+        nbytes: size of one call.
+        algorithm: ``"auto"``, or a name.
+        halved: require a reduce-scatter followed by an all-gather.
 
     Raises:
-        UsageError: the carrier has no such algorithm, or it has no such halves.
+        UsageError: the network does not support the algorithm, or it has no such halves.
     """
-    names = carrier.usual() if algorithm == "auto" else (algorithm,)
+    names = network.default_algorithms() if algorithm == "auto" else (algorithm,)
     if halved:
-        names = tuple(name for name in names if name.split(",")[0] in HALVED)
+        names = tuple(name for name in names if name.split(",")[0] in SPLIT_ALGORITHMS)
         if not names:
             raise UsageError(
-                f"{algorithm} is no reduce-scatter followed by an all-gather, which sharding needs",
-                remedy=f"valid: {', '.join(HALVED)}",
+                f"{algorithm} is not a reduce-scatter followed by an all-gather, which sharding requires",
+                remedy=f"valid: {', '.join(SPLIT_ALGORITHMS)}",
             )
-    return min((carrier.price(name, nodes, nbytes) for name in names), key=lambda price: price.seconds)
+    return min(
+        (network.time_all_reduce(name, nodes, nbytes) for name in names), key=lambda price: price.seconds
+    )
 
 
-def traffic_of(
-    strategy: str, nbytes: float, bucket: float, backward: float, price: Callable[[float, bool], Price]
-) -> tuple[list[Traffic], Price]:
-    """Return what a step sends, and the price of one of its buckets.
+def step_messages(
+    strategy: str,
+    nbytes: float,
+    bucket: float,
+    backward: float,
+    price: Callable[[float, bool], AllReduceTime],
+) -> tuple[list[MessageGroup], AllReduceTime]:
+    """Return the messages of a step and the time of an all-reduce of one bucket.
 
-    flat: one all-reduce after backward. bucketed: in buckets beside backward. sharded: gradients are reduce-scattered
-    beside backward, parameters gathered after the update. full-shard: parameters are gathered beside forward, and
-    gathered again beside backward, where gradients are reduce-scattered.
+    flat: one all-reduce after backward. bucketed: buckets during backward. sharded: gradients are reduce-scattered
+    during backward, parameters gathered after the update. full-shard: parameters are gathered during forward and again
+    during backward, where gradients are reduce-scattered.
 
     Args:
-        strategy: one of `STRATEGIES`. nbytes: of all gradients. bucket: bytes of a bucket.
-        backward: share of computing that is backward; the rest is forward.
-        price: from the bytes of a call, and whether it must have halves, to what an all-reduce costs.
+        strategy: one of `STRATEGIES`.
+        nbytes: size of all gradients.
+        bucket: size of a bucket.
+        backward: share of backward in computing; the rest is forward.
+        price: returns the time of an all-reduce for the bytes of a call and whether it must have halves.
 
     Raises:
-        UsageError: there is no such strategy.
+        UsageError: the strategy is unknown.
     """
     if strategy not in STRATEGIES:
         raise unknown("strategy", strategy, STRATEGIES)
@@ -124,8 +138,8 @@ def traffic_of(
     halved = strategy in ("sharded", "full-shard")
     one = price(nbytes / buckets, halved)
 
-    def part(halves: int, window: float) -> Traffic:
-        return Traffic(halves / 2 * one.call, halves / 2 * one.transfer * buckets, buckets, window)
+    def part(halves: int, window: float) -> MessageGroup:
+        return MessageGroup(halves / 2 * one.call, halves / 2 * one.transfer * buckets, buckets, window)
 
     found = {
         "flat": [part(2, 0.0)],

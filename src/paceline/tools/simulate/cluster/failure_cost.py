@@ -1,8 +1,8 @@
-"""Checkpoints and failures: the interval that loses least, by formula and by simulation.
+"""Cost of failures and checkpoints, and the best checkpoint interval by formula and by simulation.
 
-A job computes for τ seconds, writes a checkpoint for δ, and so on. Failures come by chance, on average every M seconds
-(a node's mean time between failures by the number of nodes); each costs R seconds of restart and what was computed
-since the last checkpoint. Restarting and writing can fail too.
+A job computes for τ seconds, writes a checkpoint for δ seconds, and repeats. Failures are a Poisson process with a mean
+interval of M seconds (a node's MTBF divided by the number of nodes); each costs R seconds of restart and the work since
+the last checkpoint. Restarts and writes can fail too.
 
     Young   τ = √(2·δ·M)                                             (CACM 17(9), 1974)
     Daly    τ = √(2·δ·M)·[1 + ⅓·√(δ/2M) + ⅑·δ/2M] − δ,  M if δ ≥ 2M  (FGCS 22(3), 2006, eq. 37)
@@ -20,30 +20,39 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 
-__all__ = ["Course", "Risk", "best_interval", "course", "daly", "expected_ratio", "young"]
+__all__ = [
+    "FailureModel",
+    "JobTimes",
+    "best_interval",
+    "daly_interval",
+    "expected_slowdown",
+    "simulate_jobs",
+    "young_interval",
+]
 
 Numbers = NDArray[np.float64]
 
 _STUCK = 1e4
-"""Times as long as without failures from which a job is taken never to end."""
+"""Slowdown from which a job is assumed never to end."""
 _REACH, _GRID = 4.0, 17
-"""Intervals that are tried: from a quarter of Daly's to four times as long."""
+"""Intervals tried: `_GRID` from Daly's / `_REACH` to Daly's × `_REACH`."""
 _MANY = 100
-"""Failures of a job with which intervals are compared."""
+"""Expected failures of a job in comparisons of intervals."""
 _NEAR, _ENOUGH = 1.02, 5
-"""Times that count as near the least, and how many intervals a parabola needs."""
+"""Ratio to the minimum of the times in the parabola fit, and the minimum number of them."""
 
 
 @dataclass(frozen=True)
-class Risk:
-    """What can go wrong, and what it costs.
+class FailureModel:
+    """Frequency of failures and cost of checkpoints and restarts.
 
     Attributes:
-        mtbf: M, mean seconds between failures of the whole job; infinite: there are none.
-        write: δ, seconds that training waits for a checkpoint. restart: R, seconds from a failure to training again.
+        mtbf: M, mean seconds between failures of the whole job; infinite without failures.
+        write: δ, seconds that training waits for a checkpoint.
+        restart: R, seconds from a failure until training resumes.
 
     Raises:
-        UsageError: a number makes no sense.
+        UsageError: a number is out of range.
     """
 
     mtbf: float
@@ -58,21 +67,21 @@ class Risk:
                 raise UsageError(f"{name}={getattr(self, name)!r} seconds", remedy="give a time of 0 or more")
 
 
-def young(risk: Risk) -> float:
+def young_interval(risk: FailureModel) -> float:
     """Return Young's interval in seconds; infinite without failures.
 
     Example:
-        >>> young(Risk(mtbf=7200.0, write=16.0))
+        >>> young_interval(FailureModel(mtbf=7200.0, write=16.0))
         480.0
     """
     return math.sqrt(2 * risk.write * risk.mtbf)
 
 
-def daly(risk: Risk) -> float:
-    """Return Daly's interval in seconds, of higher order; infinite without failures.
+def daly_interval(risk: FailureModel) -> float:
+    """Return Daly's higher-order interval in seconds; infinite without failures.
 
     Example:
-        >>> round(daly(Risk(mtbf=7200.0, write=16.0)), 1)
+        >>> round(daly_interval(FailureModel(mtbf=7200.0, write=16.0)), 1)
         469.4
     """
     if risk.mtbf == math.inf:
@@ -80,14 +89,15 @@ def daly(risk: Risk) -> float:
     if risk.write >= 2 * risk.mtbf:
         return risk.mtbf
     part = risk.write / (2 * risk.mtbf)
-    return young(risk) * (1 + math.sqrt(part) / 3 + part / 9) - risk.write
+    return young_interval(risk) * (1 + math.sqrt(part) / 3 + part / 9) - risk.write
 
 
-def expected_ratio(risk: Risk, interval: float) -> float:
-    """Return how many times as long as its computing a job takes on average; infinite where it never ends.
+def expected_slowdown(risk: FailureModel, interval: float) -> float:
+    """Return the expected time of a job divided by its computing time; infinite if it never ends.
 
     Args:
-        risk: what can go wrong. interval: τ, seconds; infinite: no checkpoints, only without failures.
+        risk: failures and their cost.
+        interval: τ in seconds; infinite (no checkpoints) only without failures.
     """
     if risk.mtbf == math.inf:
         return 1.0 if interval == math.inf else 1.0 + risk.write / interval
@@ -98,13 +108,16 @@ def expected_ratio(risk: Risk, interval: float) -> float:
 
 
 @dataclass(frozen=True)
-class Course:
-    """What became of jobs, each an element: seconds.
+class JobTimes:
+    """Seconds of simulated jobs, one element per job.
 
     Attributes:
-        work: computing that counts. writing: of checkpoints that were completed.
-        lost: computing and writing that failures undid. restarting: until training went on.
-        failures: how many. stuck: whether they never end; all else is then what was asked.
+        work: useful computing.
+        writing: completed checkpoints.
+        lost: computing and writing undone by failures.
+        restarting: restarts.
+        failures: number of failures.
+        stuck: whether the jobs never end; the other fields are then meaningless.
     """
 
     work: Numbers
@@ -116,34 +129,36 @@ class Course:
 
     @property
     def seconds(self) -> Numbers:
-        """All of it."""
+        """Total seconds."""
         return self.work + self.writing + self.lost + self.restarting
 
 
-def course(risk: Risk, interval: float, work: Numbers, seed: Sequence[int]) -> Course:
-    """Return what becomes of jobs with failures drawn one by one.
+def simulate_jobs(risk: FailureModel, interval: float, work: Numbers, seed: Sequence[int]) -> JobTimes:
+    """Simulate jobs with random failures.
 
     Args:
-        risk: what can go wrong. interval: τ, seconds; infinite: no checkpoints.
-        work: seconds of computing of each job. seed: of the failures.
+        risk: failures and their cost.
+        interval: τ in seconds; infinite: no checkpoints.
+        work: seconds of computing of each job.
+        seed: seed of the failures.
     """
     jobs = len(work)
     zero, none = np.zeros(jobs), np.zeros(jobs, np.int64)
     if interval == math.inf:
-        interval = float(work.max())  # one stretch, at whose end nothing is written
+        interval = float(work.max())  # a single segment without a checkpoint
     segments = np.maximum(0, np.ceil(work / interval - 1e-9).astype(np.int64) - 1)
     writing = segments * risk.write
     if risk.mtbf == math.inf:
-        return Course(work, writing, zero, zero, none)
-    if expected_ratio(risk, interval) > _STUCK:
-        return Course(work, zero, zero, zero, none, stuck=True)
+        return JobTimes(work, writing, zero, zero, none)
+    if expected_slowdown(risk, interval) > _STUCK:
+        return JobTimes(work, zero, zero, zero, none, stuck=True)
     rng = np.random.default_rng(list(seed))
     period = interval + risk.write
     done, failures = none.copy(), none.copy()
     lost, restarting = zero.copy(), zero.copy()
     running = np.arange(jobs)
     while len(running):
-        drawn = rng.exponential(risk.mtbf, jobs)  # for all, so that a job that has ended changes no other
+        drawn = rng.exponential(risk.mtbf, jobs)  # for all jobs, so that the end of one changes no other
         until = drawn[running]
         left = segments[running] - done[running]
         needed = work[running] - done[running] * interval + left * risk.write
@@ -156,11 +171,11 @@ def course(risk: Risk, interval: float, work: Numbers, seed: Sequence[int]) -> C
         seconds, more = _restart(risk, len(running), rng)
         restarting[running] += seconds
         failures[running] += more
-    return Course(work, writing, lost, restarting, failures)
+    return JobTimes(work, writing, lost, restarting, failures)
 
 
-def _restart(risk: Risk, count: int, rng: np.random.Generator) -> tuple[Numbers, NDArray[np.int64]]:
-    """Return how long so many restarts take, and how often they fail themselves."""
+def _restart(risk: FailureModel, count: int, rng: np.random.Generator) -> tuple[Numbers, NDArray[np.int64]]:
+    """Return the seconds of so many restarts and the number of failures during each."""
     seconds, failures = np.zeros(count), np.zeros(count, np.int64)
     if not risk.restart:
         return seconds, failures
@@ -174,24 +189,26 @@ def _restart(risk: Risk, count: int, rng: np.random.Generator) -> tuple[Numbers,
     return seconds, failures
 
 
-def best_interval(risk: Risk, jobs: int, seed: Sequence[int]) -> float:
-    """Return the interval with which simulated jobs take least, in seconds; infinite without failures.
+def best_interval(risk: FailureModel, jobs: int, seed: Sequence[int]) -> float:
+    """Return the interval that minimises the time of simulated jobs, in seconds; infinite without failures.
 
-    Jobs long enough for many failures are tried with intervals around Daly's and the same failures each, and a parabola
-    through the best ones tells where between them the least lies.
+    Jobs with many failures are simulated with intervals around Daly's and the same random numbers; a parabola through
+    the best ones locates the minimum.
 
     Args:
-        risk: what can go wrong. jobs: simulated with each interval. seed: of the failures.
+        risk: failures and their cost.
+        jobs: jobs simulated per interval.
+        seed: seed of the failures.
     """
     if risk.mtbf == math.inf or not risk.write:
-        return daly(risk)
+        return daly_interval(risk)
     work = np.full(jobs, _MANY * risk.mtbf)
-    at = np.array([daly(risk) * _REACH ** (2 * step / (_GRID - 1) - 1) for step in range(_GRID)])
-    courses = [course(risk, float(interval), work, seed) for interval in at]
+    at = np.array([daly_interval(risk) * _REACH ** (2 * step / (_GRID - 1) - 1) for step in range(_GRID)])
+    courses = [simulate_jobs(risk, float(interval), work, seed) for interval in at]
     took = np.array([math.inf if found.stuck else float(found.seconds.mean()) for found in courses])
     least = took.min()
     if least == math.inf:
-        return daly(risk)
+        return daly_interval(risk)
     near = took <= _NEAR * least
     if near.sum() < _ENOUGH:
         near = np.isin(np.arange(_GRID), np.argsort(took)[:_ENOUGH])

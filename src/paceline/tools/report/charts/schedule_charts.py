@@ -1,4 +1,4 @@
-"""Pictures of schedules: who sends to whom when; and prices beside what was measured."""
+"""Charts of collective schedules: messages over time, and predicted next to measured times."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from paceline.tools.report.charts.chart_style import (
     MUTED,
     PAPER,
     Chart,
-    drawn,
+    in_paceline_style,
+    legend_patch,
+    set_title,
     stacked_panels,
-    swatch,
 )
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
 
-__all__ = ["Compared", "price_chart", "round_chart"]
+__all__ = ["CostBar", "schedule_chart", "schedule_cost_chart"]
 
 _COPY, _ADD = COLOURS[0], COLOURS[1]
-_LABELLED, _ARROWED = 64, 700  # messages: more of them get no names, still more no heads
-_NAMED_SHARE = 0.07  # of the whole time: a shorter arrow has no room for a name
+_MAX_LABELLED, _MAX_HEADS = 64, 700  # messages up to which arrows have chunk labels and heads
+_MIN_LABELLED_SHARE = 0.07  # of the whole time: shorter arrows have no space for a label
 
 
-@drawn
-def round_chart(schedule: Schedule, price: ScheduleCost, *, title: str) -> Chart:
-    """Return a picture of all messages: time to the right, ranks downwards, an arrow for each message.
+@in_paceline_style
+def schedule_chart(schedule: Schedule, price: ScheduleCost, *, title: str) -> Chart:
+    """Return a chart with time to the right, ranks downwards and an arrow per message, from its start to its end.
 
-    An arrow leaves its sender when the message starts and reaches its receiver when it is there. Blue replaces what
-    the receiver has, orange is added to it. Few messages are named by their chunks.
+    Blue messages replace the receiver's data, orange ones are added to it. Arrows carry the numbers of their chunks
+    if there are few.
     """
     figure, (axes,) = stacked_panels(width=10, height=max(2.6, 0.42 * schedule.ranks + 1.3))
     axes.set(xlim=(0, price.seconds or 1), ylim=(schedule.ranks - 0.5, -0.5))
@@ -48,17 +49,18 @@ def round_chart(schedule: Schedule, price: ScheduleCost, *, title: str) -> Chart
         if number % 2 == 0:
             axes.axvspan(start, end, color=MUTED, alpha=0.06, linewidth=0, zorder=0)
     for timed in price.messages:
-        _arrow(axes, timed, head=len(price.messages) <= _ARROWED)
-        long = timed.end - timed.start > _NAMED_SHARE * price.seconds
-        if long and len(price.messages) <= _LABELLED and schedule.chunks > 1:
-            _name(axes, timed)
+        _arrow(axes, timed, head=len(price.messages) <= _MAX_HEADS)
+        long = timed.end - timed.start > _MIN_LABELLED_SHARE * price.seconds
+        if long and len(price.messages) <= _MAX_LABELLED and schedule.chunks > 1:
+            _label_chunks(axes, timed)
     kinds = {any(send.add for send in timed.message.sends) for timed in price.messages}
     handles = [
-        swatch("added", _ADD) if add else swatch("replaces", _COPY) for add in sorted(kinds, reverse=True)
+        legend_patch("added", _ADD) if add else legend_patch("replaces", _COPY)
+        for add in sorted(kinds, reverse=True)
     ]
     if len(kinds) > 1:
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=26 if len(kinds) > 1 else 8)
+    set_title(axes, title, pad=26 if len(kinds) > 1 else 8)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     return Chart(figure)
@@ -74,13 +76,12 @@ def _arrow(axes: Axes, timed: TimedMessage, *, head: bool) -> None:
     axes.annotate("", (timed.end, timed.message.dst), (timed.start, timed.message.src), arrowprops=style)
 
 
-def _name(axes: Axes, timed: TimedMessage) -> None:
-    """Write a message's chunks beside the middle of its arrow."""
+def _label_chunks(axes: Axes, timed: TimedMessage) -> None:
     names = [
         str(send.chunk) if send.width == 1 else f"{send.chunk}–{send.chunk + send.width - 1}"
         for send in timed.message.sends
     ]
-    along = 0.24  # near the tail: arrows of one round start apart more often than they end apart
+    along = 0.24  # near the tail: arrows of one round overlap less there
     at = timed.start + along * (timed.end - timed.start)
     row = timed.message.src + along * (timed.message.dst - timed.message.src)
     axes.annotate(
@@ -95,40 +96,40 @@ def _name(axes: Axes, timed: TimedMessage) -> None:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A bar of `price_chart`.
+class CostBar:
+    """A bar of `schedule_cost_chart`.
 
     Attributes:
-        label: what was run.
-        priced: seconds by the model.
-        measured: seconds of each run; empty if there was none.
+        label: name of the schedule.
+        predicted: seconds by the cost model.
+        measured: seconds of each run, if any.
     """
 
     label: str
-    priced: float
+    predicted: float
     measured: Sequence[float] = ()
 
 
-@drawn
-def price_chart(rows: Sequence[Compared], *, title: str) -> Chart:
-    """Return a bar for each price, with a dot for each time that was measured and its ratio to the price."""
+@in_paceline_style
+def schedule_cost_chart(rows: Sequence[CostBar], *, title: str) -> Chart:
+    """Return a chart of predicted times as bars, with a dot per measured time and measured / predicted."""
     figure, (axes,) = stacked_panels(width=10, height=0.42 * len(rows) + 1.3)
-    longest = max(max([row.priced, *row.measured]) for row in rows)
+    longest = max(max([row.predicted, *row.measured]) for row in rows)
     places = range(len(rows))
-    axes.barh(places, [row.priced for row in rows], color=COLOURS[5], height=0.62, zorder=1)
+    axes.barh(places, [row.predicted for row in rows], color=COLOURS[5], height=0.62, zorder=1)
     for place, row in zip(places, rows, strict=True):
         axes.plot(row.measured, [place] * len(row.measured), "o", color=INK, markersize=5, zorder=3)
-        told = format_seconds(row.priced)
+        text = format_seconds(row.predicted)
         if row.measured:
             middle = median(row.measured)
-            told = f"priced {told}, measured {format_seconds(middle)} ({middle / row.priced:.2f} ×)"
-        edge = max([row.priced, *row.measured])
-        axes.annotate(told, (edge, place), (8, 0), textcoords="offset points", va="center", fontsize=9)
+            text = f"predicted {text}, measured {format_seconds(middle)} ({middle / row.predicted:.2f}×)"
+        edge = max([row.predicted, *row.measured])
+        axes.annotate(text, (edge, place), (8, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(places, [row.label for row in rows])
     axes.set(xlim=(0, 1.65 * longest), ylim=(len(rows) - 0.4, -0.6))
     axes.xaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
     axes.grid(axis="x")
     axes.set_axisbelow(True)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    set_title(axes, title)
     axes.tick_params(axis="y", length=0)
     return Chart(figure)

@@ -9,12 +9,14 @@ import pytest
 from paceline.collectives.algorithms import ALGORITHMS, make_schedule
 from paceline.collectives.simulated_cost import simulate_cost
 from paceline.collectives.topology import star
-from paceline.tools.report.charts.schedule_drawing import Compared, price_chart, round_chart
+from paceline.tools.report.charts.schedule_charts import CostBar, schedule_chart, schedule_cost_chart
 
 
 def picture(op, name, ranks):
     made = make_schedule(op, name, ranks)
-    return round_chart(made, simulate_cost(made, star(ranks, 1e6), 1e6), title=str(made)).inline_svg("rounds")
+    return schedule_chart(made, simulate_cost(made, star(ranks, 1e6), 1e6), title=str(made)).inline_svg(
+        "rounds"
+    )
 
 
 def texts(svg):
@@ -43,9 +45,9 @@ def test_many_messages_are_drawn_without_names():
 
 
 def test_prices_stand_beside_what_was_measured(tmp_path):
-    rows = [Compared("tree", 15.0, [15.2, 15.6, 15.4]), Compared("one-by-one", 35.0)]
-    chart = price_chart(rows, title="broadcast")
+    rows = [CostBar("tree", 15.0, [15.2, 15.6, 15.4]), CostBar("one-by-one", 35.0)]
+    chart = schedule_cost_chart(rows, title="broadcast")
     said = texts(chart.inline_svg("prices"))
-    assert "priced 15 s, measured 15.4 s (1.03 ×)" in said
+    assert "predicted 15 s, measured 15.4 s (1.03×)" in said
     assert "35 s" in said
     assert chart.save(tmp_path / "prices.png").stat().st_size > 1000
