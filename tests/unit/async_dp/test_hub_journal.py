@@ -203,7 +203,7 @@ def test_a_hub_that_recorded_nothing_leaves_no_run(tmp_path):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_second_hub_on_a_folder_is_refused(tmp_path, monkeypatch, own):
-    monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("paceline._core.file_lock._TIMEOUT_SECONDS", 0.0)
     with HubJournal.open(tmp_path, resume=False) as journal:
         journal.append({})
         journal.commit()

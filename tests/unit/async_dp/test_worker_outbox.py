@@ -201,7 +201,7 @@ def test_pending_updates_of_another_run_are_refused(tmp_path):
 
 
 def test_a_second_worker_on_a_folder_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("paceline._core.file_lock._TIMEOUT_SECONDS", 0.0)
     with Outbox(tmp_path), pytest.raises(UsageError, match=f"by this worker: process {os.getpid()} on "):
         Outbox(tmp_path)
 

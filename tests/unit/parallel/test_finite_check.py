@@ -235,7 +235,7 @@ def test_what_is_not_this_models_is_refused(kind, spoil, message):
         ("ReplicaCheck", {"every": 0}, "every=0"),
         ("ReplicaCheck", {"every": -3}, "every=-3"),
         ("ReplicaCheck", {"every": 1.5}, "every=1.5"),
-        ("ReplicaCheck", {"repair": 1}, "ranks 0 to 0"),
+        ("ReplicaCheck", {"repair": 1}, "pass 0 to 0"),
         ("ReplicaCheck", {"repair": "rank 0"}, "repair='rank 0'"),
     ],
 )

@@ -22,7 +22,7 @@ def test_fragments_keep_their_delay_in_a_second_block(monkeypatch):
 
     def note_merge(*, finished=False):
         if loop.steps < 20 and not finished:
-            delays.append(loop.steps - sent[loop._flying[0]])
+            delays.append(loop.steps - sent[loop._pending[0]])
         return merge(finished=finished)
 
     monkeypatch.setattr(loop, "_send", note_send)

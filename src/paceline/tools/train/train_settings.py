@@ -133,6 +133,8 @@ class TrainSettings:
         if not self.out:
             raise UsageError("out is empty", remedy="name a folder for the run, for example runs/train")
         size = self.model_size(self.vocabulary or 256)  # this and the following raise on invalid values
+        if self.sync is not None and not self.is_auto:
+            object.__setattr__(self, "sync", Sync.of(self.sync).name)  # the canonical name of an alias
         for name in CHOSEN_BY_AUTO if self.is_auto else ():
             if getattr(self, name) is not None:
                 raise UsageError(

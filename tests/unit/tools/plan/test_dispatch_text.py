@@ -129,7 +129,7 @@ def test_zeros_are_labelled_where_they_cannot_be_drawn():
 def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
     options = DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 1000), draws=0)
     said = texts(epoch_end_chart(forecast_dispatch(options), title="the end"))
-    assert "block 2, batch 64: all ranks make 112 steps" in said
+    assert "block 2, batch 64: all ranks run 112 steps" in said
     output = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
     assert f"block 1000, batch 64: {output}" in said
     assert {"rank 0", "rank 6", "every rank has a batch", "step"} <= {*said}

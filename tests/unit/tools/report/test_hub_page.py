@@ -176,7 +176,11 @@ def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
     ]
     plan = AsyncPlan(
         machines, steps=600, cadence=SyncSchedule(20, 1, 5), policy=SelectionPolicy(scored=True), same_init=False,
-        rules=HubRules(population=PopulationRules(60), screen=ScreeningRules(worse=0.0, strikes=2), silent_after=1.0),
+        rules=HubRules(
+            population=PopulationRules(60),
+            screen=ScreeningRules(max_score_increase=0.0, strikes=2),
+            silent_after=1.0,
+        ),
         churn=[ChurnEvent(4.0, 1, False), ChurnEvent(6.0, 1, True)],
     )  # fmt: skip
     simulate_async(plan, LinearTask())

@@ -63,7 +63,7 @@ def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_al
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (4, 4), (5, 3), (8, 2), (1, 4)])
 def test_two_levels_are_as_every_message_followed(nodes, per_node):
     ranks = nodes * per_node
-    links = topology.two_level(ranks, per_node, 1e9, 1e8, 1e-6, 1e-5)
+    links = topology.two_level(ranks, per_node, 1e9, 1e8, 1e-6, latency_between=1e-5)
     followed = simulate_cost(
         make_schedule("all-reduce", "two-level", ranks, per_node=per_node), links, NBYTES
     )
