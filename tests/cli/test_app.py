@@ -53,6 +53,7 @@ def test_help_names_the_commands_and_imports_nothing_heavy():
     assert "what to fix" in ended.stdout
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(module.COMMANDS))
 def test_each_command_explains_itself_without_torch(name):
     code = (

@@ -79,6 +79,7 @@ def test_networks_stand_side_by_side_in_one_profile(monkeypatch, tmp_path):
     assert [cost.network for cost in Profile.load(profile).collectives] == ["loopback", "lab star 1 Gbit/s"]
 
 
+@pytest.mark.thorough
 def test_files_of_one_network_are_joined_and_others_are_fitted_separately(monkeypatch, capsys, tmp_path):
     files = [write(tmp_path / f"{p}.json", rows(ranks=(p,)), command=f"with {p}") for p in (2, 3, 4)]
     files.append(write(tmp_path / "lab.json", rows(ranks=(2,)), settings={"network": "lab star 1 Gbit/s"}))
@@ -92,6 +93,7 @@ def test_files_of_one_network_are_joined_and_others_are_fitted_separately(monkey
     assert charts == {"fit-all-reduce-gloo-loopback.png", "fit-all-reduce-gloo-lab-star-1-Gbit-s.png"}
 
 
+@pytest.mark.thorough
 def test_charts_and_the_profile_go_to_one_folder(monkeypatch, capsys, tmp_path):
     result = write(tmp_path / "x.json", rows(ranks=(2, 4)) + rows("schedule:ring"))
     assert paceline(monkeypatch, "bench", "fit", result, "--out", tmp_path / "out") == 0

@@ -77,6 +77,7 @@ def test_auto_segments(paceline):
     assert "broadcast by chain on 8 ranks, in 16 segments" in out
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["picture.png", "deep/picture.svg"])
 @pytest.mark.parametrize("what", [["halving-doubling"], ["all-reduce"]])
 def test_draws(paceline, tmp_path, name, what):

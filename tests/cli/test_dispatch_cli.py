@@ -123,6 +123,7 @@ def test_several_batch_sizes(paceline, tmp_path):
     assert all((each["block"] in each["safe_blocks"]) == (not each["deadlock"]) for each in found)
 
 
+@pytest.mark.thorough
 def test_a_folder_gets_json_table_and_charts(paceline, tmp_path):
     code, out, _ = paceline(*SEVEN, "--block", "2,1000", "--draws", 5, "--out", "deep/folder")
     assert code == 0

@@ -72,6 +72,7 @@ def test_no_ranks_try_no_all_reduce(monkeypatch, facts, capsys):
     assert "not tried" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "arguments",
     [["--ranks", "1"], ["--ranks", "-2"], ["--json", "/no/such/folder/d.json"], ["--ranks", "two"]],
@@ -85,12 +86,14 @@ def test_wrong_options_are_one_message(arguments):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.thorough
 def test_the_all_reduce_is_right_between_three_ranks():
     measured = try_loopback(3)
     assert isinstance(measured, LoopbackTiming)
     assert (measured.ranks, measured.right) == (3, True)
 
 
+@pytest.mark.thorough
 def test_ranks_that_share_no_memory_are_told(monkeypatch):
     monkeypatch.setenv("PACELINE_SHARED_MEMORY", "0")
     measured = try_loopback(2)
@@ -98,6 +101,7 @@ def test_ranks_that_share_no_memory_are_told(monkeypatch):
     assert (measured.right, measured.shared) == (True, False)
 
 
+@pytest.mark.thorough
 def test_what_breaks_the_all_reduce_is_told(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     message = try_loopback(2)

@@ -173,6 +173,7 @@ def test_it_starts_ranks_prints_a_table_and_writes_json(tmp_path):
     assert [row["received_checksum"] for row in result["rows"]] == [sent[2], sent[0], sent[1]]
 
 
+@pytest.mark.thorough
 @needs_mpi
 def test_an_all_to_all_of_odd_size():
     ended = mpi_worlds.run(
@@ -182,6 +183,7 @@ def test_an_all_to_all_of_odd_size():
     assert "all-to-all, 3 ranks, 999 B each, 1 round" in ended.out
 
 
+@pytest.mark.thorough
 @needs_mpi
 def test_under_mpiexec_it_joins_and_a_fault_names_the_rank():
     ended = mpi_worlds.mpi_world(2, "-m", "paceline", "exchange", "ring", "--bytes", "10MB")
@@ -193,6 +195,7 @@ def test_under_mpiexec_it_joins_and_a_fault_names_the_rank():
     assert "WRONG: rank 2 found a TruncatedEnvelope of rank 1" in ended.out
 
 
+@pytest.mark.thorough
 @needs_mpi
 def test_a_rank_that_stops_sending_is_named_within_its_time_out():
     options = ["--ranks", "2", "--bytes", "30MB", "--timeout", "1s", "--inject", "stall@1"]
@@ -209,6 +212,7 @@ def test_under_mpiexec_ranks_may_not_contradict_it():
     assert "--ranks 3, but mpiexec started 2" in " ".join(ended.err.split())
 
 
+@pytest.mark.thorough
 @needs_mpi
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]

@@ -63,6 +63,7 @@ def test_a_context_that_was_not_measured_is_refused_and_the_measured_one_is_usua
     )
 
 
+@pytest.mark.thorough
 def test_the_fit_needs_no_profile(call, tmp_path):
     options = ("--model", "tiny", "--devices", "2", "--batch", "8", "--device", "rtx-4090")
     code, output, _ = call(*options, "--out", tmp_path / "plan")
@@ -74,6 +75,7 @@ def test_the_fit_needs_no_profile(call, tmp_path):
     assert "Unknown without measurements" in output
 
 
+@pytest.mark.thorough
 def test_a_micro_batch_is_at_most_as_given_and_as_fits(call, tmp_path):
     measured, output = tmp_path / "profile.json", tmp_path / "plan.json"
     profile(models=(model(name="mini"),)).save(measured)
@@ -87,6 +89,7 @@ def test_a_micro_batch_is_at_most_as_given_and_as_fits(call, tmp_path):
     assert 2 < fits < 4000
 
 
+@pytest.mark.thorough
 def test_a_model_that_does_not_fit_gets_no_further_advice(call):
     code, output, _ = call("--model", "mini", "--devices", "2", "--device-memory", "850MiB")
     assert code == 0

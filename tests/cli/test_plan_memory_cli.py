@@ -53,6 +53,7 @@ def test_the_answer_comes_first(run):
     assert "CUDA context" in printed
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_gets_computed_advice(run):
     small = ("--device", "cpu", "--device-memory", "40MiB")
     printed = run("--model", "tiny", "--batch", "8", *small).stdout
@@ -61,6 +62,7 @@ def test_what_does_not_fit_gets_computed_advice(run):
     assert "a micro-batch of 1" in printed.splitlines()[1]
 
 
+@pytest.mark.thorough
 def test_strategies_and_devices_side_by_side(run):
     printed = run(
         "--model", "tiny", "--devices", "1,2,64", "--strategy", "bucketed,sharded,full-shard"
@@ -88,6 +90,7 @@ def test_files_hold_what_is_printed(run, tmp_path):
     assert (tmp_path / "drawn" / "memory.png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_verify_prints_predicted_and_measured(run, tmp_path):
     printed = run(
         "--model", "tiny", "--devices", "2", "--context", "32", "--verify", "--json", "all.json"

@@ -94,6 +94,7 @@ def test_other_numbers_of_ranks_are_noted_as_beyond_measurements(call, saved):
     assert "Beyond what was measured: computing was measured with 2 ranks at the same time" in output
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

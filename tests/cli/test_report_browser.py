@@ -52,6 +52,7 @@ def bars(page):
     return page.locator("#buckets rect").count()
 
 
+@pytest.mark.thorough
 def test_it_draws_every_rank_and_loads_nothing(opened):
     page = opened()
     assert page.locator("#buckets svg .name").all_text_contents() == ["rank 0", "rank 1"]
@@ -59,6 +60,7 @@ def test_it_draws_every_rank_and_loads_nothing(opened):
     assert "Rank 1 limits this run" in page.inner_text(".said")
 
 
+@pytest.mark.thorough
 def test_pointer_and_buttons(opened):
     page = opened()
     page.locator("#buckets rect.piece").nth(1).hover()
@@ -101,6 +103,7 @@ def test_another_step_can_be_looked_at(opened):
     assert bars(page) > 20
 
 
+@pytest.mark.thorough
 def test_light_and_dark_follow_the_reader(opened):
     colours = [
         opened(color_scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
@@ -109,6 +112,7 @@ def test_light_and_dark_follow_the_reader(opened):
     assert colours == ["rgb(255, 255, 255)", "rgb(20, 23, 29)"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("width", [360, 390, 768, 1400])
 def test_nothing_is_wider_than_the_screen(opened, width):
     page = opened(viewport={"width": width, "height": 800})

@@ -60,6 +60,7 @@ def test_table_sentences_and_files_hold_what_was_computed(call, tmp_path):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_the_same_command_gives_the_same_numbers(call, tmp_path):
     command = (
         f"--for 12s --every 10 --delay 5 --jitter 20% --churn 25% --spoil 2% --seed 3 --json {tmp_path}/"
@@ -123,6 +124,7 @@ def test_steps_rather_than_time(call, tmp_path):
     assert rows["DDP"]["steps"] == rows["k 4, d 1"]["steps"] == 160
 
 
+@pytest.mark.thorough
 def test_a_gpt_learns(call, tmp_path, monkeypatch):
     monkeypatch.setattr(simulate_async_request, "POINTS", 4)
     command = "--task gpt --steps 12 --every 4 --delay 1 --fragments 2 --workers 2 --speeds 1"
@@ -132,6 +134,7 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
     assert row["loss"] < row["initial_loss"] - 0.2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -26,6 +26,7 @@ def written(path):
     return json.loads(path.read_text())
 
 
+@pytest.mark.thorough
 def test_table_sentences_and_files_hold_what_was_simulated(call, tmp_path):
     code, output, _ = call(
         f"{BASE} --nodes 1:64 --strategy flat --spread 5% --jitter 5% {RISKY} --job 1000h --price 2"
@@ -153,6 +154,7 @@ def test_help_lists_both(call):
     assert "--nodes" in call("")[1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -117,6 +117,7 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
     assert facts["result"]["last held-out loss"] == losses(out)[3]
 
 
+@pytest.mark.thorough
 def test_under_torchrun_it_takes_part(tmp_path, text, here, monkeypatch):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *TRAIN]
     arguments = ["--data", text, "--out", tmp_path / "run", "--steps", 3, "--sync", "full-shard", *SMALL]
@@ -138,6 +139,7 @@ def test_under_torchrun_it_takes_part(tmp_path, text, here, monkeypatch):
     assert "ranks=3, but torchrun started 2" in more.stderr
 
 
+@pytest.mark.thorough
 def test_parameters_every_few_steps(tmp_path, text, here):
     """Two ranks with pseudo-gradients in int4; resuming requires the same options."""
     out, small = tmp_path / "run", ["--data", text, *SMALL]
@@ -167,6 +169,7 @@ def test_parameters_every_few_steps(tmp_path, text, here):
     assert sorted(losses(out)) == [1, 3, 6, 9]
 
 
+@pytest.mark.thorough
 def test_token_file(tmp_path, here):
     np.tile(np.arange(300, dtype="<u2"), 20).tofile(tmp_path / "words.bin")
     ended = here(
@@ -179,6 +182,7 @@ def test_token_file(tmp_path, here):
     assert "the data hold token 299, but vocabulary=256" in small.stderr
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -234,6 +238,7 @@ def test_bad_input_is_one_clear_message(tmp_path, here, monkeypatch, arguments, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_killed_ranks_restart_without_changing_the_result(tmp_path, text, here, monkeypatch):
     """Killed at step 5 on two ranks, it ends with the weights of one rank in an undisturbed run."""
     small = ["--data", text, "--steps", 7, "--sync", "bucketed", *SMALL]
@@ -254,6 +259,7 @@ def test_killed_ranks_restart_without_changing_the_result(tmp_path, text, here, 
         np.testing.assert_allclose(found[name], weights, rtol=0, atol=2e-4)
 
 
+@pytest.mark.thorough
 def test_failure_of_a_rank_is_reported_without_a_traceback(tmp_path, text):
     ended = run("--data", text, "--out", tmp_path / "run", "--lr", "1e30", "--clip", 0, *SMALL)
     assert ended.returncode == 1
@@ -271,6 +277,7 @@ def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("every", "remedy"), [(1, "with --resume"), (0, "start anew with --overwrite")])
 def test_an_interrupt_explains_how_to_resume(tmp_path, text, here, every, remedy):
     out = tmp_path / "run"

@@ -21,6 +21,7 @@ RUN = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("page", RUN)
 def test_a_line_of_the_manual(page, tmp_path):
     begins, says = RUN[page]

@@ -28,6 +28,7 @@ def page_of(site, page):
     return site / f"{parts}.html"
 
 
+@pytest.mark.thorough
 def test_every_page_and_picture_is_there(site):
     assert [name(page) for page in PAGES if not page_of(site, page).is_file()] == []
     assert (site / "docs" / "pictures" / "worlds.png").is_file()

@@ -40,6 +40,7 @@ def test_it_finishes(launch, notes, undisturbed):
     assert notes.all()[-1]["words"] == list(WEIRD)
 
 
+@pytest.mark.thorough
 @pytest.mark.launcher("MPI", "killed and resumed")
 def test_a_killed_world_is_started_again_and_resumes(launch, notes, undisturbed):
     kill = "fail_at(rank=1, step=5, how='kill')"

@@ -51,6 +51,7 @@ def cluster(lab):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.launcher("Ray", "finishes")
 def test_it_finishes_on_a_cluster_of_this_machine(notes, undisturbed):
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | ENV
@@ -59,6 +60,7 @@ def test_it_finishes_on_a_cluster_of_this_machine(notes, undisturbed):
     notes.check_finished(undisturbed)
 
 
+@pytest.mark.thorough
 @pytest.mark.launcher("Ray", "killed and resumed")
 def test_after_the_death_of_a_worker_on_one_of_two_hosts_it_resumes(lab, cluster, notes, undisturbed):
     options = ["--hosts", "2", "--address", cluster, "--env", "GLOO_SOCKET_IFNAME=eth0"]

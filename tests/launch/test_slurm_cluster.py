@@ -66,6 +66,7 @@ def start_again(cluster, job):
     assert cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now") == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.launcher("Slurm", "finishes")
 def test_it_finishes_on_two_hosts_and_is_followed(launch, notes, undisturbed):
     [told] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
@@ -75,6 +76,7 @@ def test_it_finishes_on_two_hosts_and_is_followed(launch, notes, undisturbed):
     assert re.search(r"job \d+: COMPLETED, exit code 0", told.stderr)
 
 
+@pytest.mark.thorough
 @pytest.mark.launcher("Slurm", "killed and resumed")
 def test_a_requeued_job_resumes_and_a_cancelled_one_once_it_is_submitted_again(
     cluster, launch, notes, undisturbed
@@ -97,6 +99,7 @@ def test_tasks_that_srun_starts_meet_without_a_launcher(cluster, notes, undistur
     notes.check_finished(undisturbed, nodes=2)
 
 
+@pytest.mark.thorough
 def test_a_failed_job_passes_its_exit_code_on_and_a_refused_one_gives_the_reason(cluster, launch, notes):
     notes.folder.joinpath("fails.py").write_text("raise SystemExit(7)")
     line = [sys.executable, "-m", "paceline", "launch", "slurm", "--folder", str(notes.folder), "--watch"]

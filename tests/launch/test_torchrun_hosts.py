@@ -46,6 +46,7 @@ def test_it_finishes(launch, notes, undisturbed):
     notes.check_finished(undisturbed, nodes=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.launcher("torchrun", "killed and resumed")
 def test_a_killed_rank_is_started_again_and_resumes(launch, notes, undisturbed):
     told = launch("--env", f"PACELINE_FAULTS={KILL_ONCE}")

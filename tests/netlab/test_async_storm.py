@@ -13,6 +13,7 @@ from paceline.testing.netlab import Lab
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.thorough
 def test_a_star_survives_a_storm(tmp_path: Path) -> None:
     mishaps = [
         Fault(10.0, "stop", 1, 4.0),

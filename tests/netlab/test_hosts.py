@@ -118,6 +118,7 @@ def test_follow_shows_what_came_last_if_the_job_fails(lab, capsys):
     assert not job.running()
 
 
+@pytest.mark.thorough
 def test_a_failure_names_the_host_and_ends_the_others(lab):
     line = f"echo started; [ $(hostname) = host1 ] && {{ echo 'no such luck' >&2; exit 7; }}; {FOREVER}"
     with pytest.raises(HostFailed) as caught:
@@ -179,6 +180,7 @@ def test_a_host_whose_first_process_was_killed_has_ended():
         assert lab.run("hostname", on=0)[0].stdout == "host0\n"
 
 
+@pytest.mark.thorough
 def test_kill_takes_every_process_of_one_host(lab):
     job = lab.start(f"{ORPHAN}; {FOREVER}", on=[0, 1])
     until(lambda: any("sleep 1000" in line for line in processes(lab, 1)))
@@ -218,6 +220,7 @@ def test_popen_passes_pipes_and_dies_alone(lab):
     until(lambda: processes(lab, 0) == [])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -267,6 +270,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_of_an_owner_that_is_killed(number):
     devices = os.listdir("/sys/class/net")

@@ -70,6 +70,7 @@ def follow(lab, folder, *jobs):
     return reach
 
 
+@pytest.mark.thorough
 def test_the_host_of_rank_0_is_lost_and_comes_back(tmp_path):
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
@@ -104,6 +105,7 @@ def test_the_host_of_rank_0_is_lost_and_comes_back(tmp_path):
         assert {one["host"] for one in told[host, 1]["after"]} <= {"host1", "host2"}
 
 
+@pytest.mark.thorough
 def test_the_host_of_the_rendezvous_is_lost_and_a_host_is_interrupted(tmp_path):
     script = tmp_path / "sleeps.py"
     script.write_text(SLEEPS)

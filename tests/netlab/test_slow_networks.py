@@ -24,6 +24,7 @@ def told(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return [json.loads(Path(f"{out}.{host}").read_text()) for host in range(shared.hosts)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_interface_sends_what_was_foretold(told: list[dict[str, Any]], kind: str) -> None:
     for host in told:

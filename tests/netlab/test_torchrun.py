@@ -51,6 +51,7 @@ def command(*arguments, **options):
     return subprocess.run(line, env=env, capture_output=True, text=True, timeout=240, **options)
 
 
+@pytest.mark.thorough
 def test_a_world_across_hosts(tmp_path):
     script = tmp_path / "all_reduce.py"
     script.write_text(ALL_REDUCE)
@@ -74,6 +75,7 @@ def test_a_world_across_hosts(tmp_path):
     assert all(1_400_000 < one.sent < 4_000_000 for one in traffic)
 
 
+@pytest.mark.thorough
 def test_a_failing_rank_names_its_host(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
@@ -87,6 +89,7 @@ def test_a_failing_rank_names_its_host(tmp_path):
     assert "ChildFailedError" not in message  # torchrun's own traceback
 
 
+@pytest.mark.thorough
 def test_the_command_counts_and_writes_down(tmp_path):
     script = tmp_path / "all_reduce.py"
     script.write_text(ALL_REDUCE)

@@ -89,6 +89,7 @@ def compiled(rank, size, sync, clip):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("sync", STRATEGIES)
 def test_compiled_is_eager_to_the_bit(pool, sync, clip):

@@ -69,6 +69,7 @@ def train_uneven(group, rank, size, static):
     return [param.detach() for param in model.parameters()]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_options(pool, tmp_path, size, way):
@@ -139,6 +140,7 @@ def train_compiled(group, rank, size):
     return [param.detach() for param in model.parameters()]
 
 
+@pytest.mark.thorough
 def test_a_compiled_model(pool, tmp_path):
     compare(pool, tmp_path, 2, train_compiled)
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -49,6 +50,7 @@ def learn_lines(rank, size, batch_size, sync):
     return model.whole_parameters(), losses
 
 
+@pytest.mark.thorough
 def test_a_hugging_face_model_counts_tokens(pool):
     """Ranks have unequal numbers of tokens; what they learn is what one process learns on both their lines."""
     [(expected, losses)] = pool(1).run(learn_lines, 16, "bucketed")
@@ -79,6 +81,7 @@ def learn_shapes(rank, size):
     return *gaps, list(model.module.buffers()), list(reference.module.buffers()), losses, accuracy
 
 
+@pytest.mark.thorough
 def test_a_network_with_batchnorm_is_evaluated_with_rank_0s_statistics(pool):
     """DDP sends rank 0's running statistics in every forward, here that is done once; the weights are the same."""
     first, second = pool(2).run(learn_shapes)

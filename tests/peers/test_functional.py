@@ -38,6 +38,7 @@ def functional_collectives(group, rank, size, dtype):
     return [functional.wait_tensor(outcome) for outcome in outcomes]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
 def test_functional_collectives(pool, tmp_path, size, dtype):

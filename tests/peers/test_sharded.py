@@ -62,6 +62,7 @@ def train_zero(group, rank, size):
     return [param.detach() for param in model.parameters()]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("keep", [True, False], ids=["shards again", "stays whole"])
 def test_fsdp2(pool, tmp_path, size, keep):

@@ -25,6 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("name", names)
 
 
+@pytest.mark.sweep
 def test_torch(pool, size, name, tmp_path):
     if name in suite.skipped():
         pytest.skip(suite.skipped()[name])

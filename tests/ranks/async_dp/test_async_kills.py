@@ -46,6 +46,7 @@ def recovered(folder):
     return count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "kills"), [("journal", 20), ("snapshots", 6)])
 def test_a_killed_hub_recovers_all_that_it_committed(tmp_path, kind, kills):
     chance, committed, in_all = random.Random(7), 0, 0
@@ -61,6 +62,7 @@ def test_a_killed_hub_recovers_all_that_it_committed(tmp_path, kind, kills):
     assert in_all > kills // 2
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_keeps_its_pending_updates_and_uses_no_round_twice(tmp_path):
     chance, begun, workers = random.Random(7), set(), set()
     pending, in_all = {}, 0

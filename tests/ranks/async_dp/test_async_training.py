@@ -128,6 +128,7 @@ def test_a_hub_that_starts_late_is_found() -> None:
         assert hub.hub.updates > 0
 
 
+@pytest.mark.thorough
 def test_a_killed_and_restarted_hub_loses_no_acknowledged_update(
     tmp_path: Path,
 ) -> None:
@@ -192,6 +193,7 @@ def test_another_run_is_refused() -> None:
             task.steps(2000, 0.005)
 
 
+@pytest.mark.thorough
 def test_a_worker_without_the_right_key_is_not_admitted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,6 +231,7 @@ def test_a_worker_with_nan_parameters_takes_the_global_ones_and_continues() -> N
         assert torch.isfinite(hub.hub.params.fragments[0].theta).all()
 
 
+@pytest.mark.thorough
 def test_a_population_replaces_a_bad_worker_and_joins_the_best() -> None:
     rules = HubRules(population=PopulationRules(steps=300, margin=0.2))
     with hub_thread(rules) as hub:

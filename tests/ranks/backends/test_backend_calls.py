@@ -60,6 +60,7 @@ def disagree(rank, size):
     return texts
 
 
+@pytest.mark.thorough
 def test_different_calls_raise_on_all_ranks_and_the_group_stays_usable(pool):
     texts = pool(3, "paceline").run(disagree)
     for ranks in zip(*texts, strict=True):
@@ -187,6 +188,7 @@ def many_small_calls(rank, size, count):
             assert [each[1].item() for each in every] == [each + value for each in range(size)], number
 
 
+@pytest.mark.thorough
 def test_thousands_of_small_calls_next_to_busy_processes(pool):
     busy = []
     for _ in range(2):

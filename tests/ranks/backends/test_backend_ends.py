@@ -49,6 +49,7 @@ def late_in_the_middle(report, rank, size, folder):
     report((kind, text, all(bool(each.eq(7).all()) for each in again)))
 
 
+@pytest.mark.thorough
 def test_memory_of_a_failed_call_is_not_reused(killable):
     zero, one = killable.run_ranks(late_scene)
     assert zero[0] == "CollectiveTimeout"
@@ -136,6 +137,7 @@ def interrupt_scene(fork, folder, asynchronous):
     return reports, [*codes, ranks[1].wait()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_interrupt_ends_the_wait_and_the_process(killable, asynchronous):
     (zero, one), codes = killable.run_ranks(interrupt_scene, asynchronous)

@@ -131,6 +131,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("how", "number"), [(how, number) for how, runs in RUNS.items() for number in range(runs)]
 )

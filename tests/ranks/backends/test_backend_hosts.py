@@ -103,6 +103,7 @@ def collectives(rank, size, path, nodes):
     paceline.shutdown()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_collectives_over_hosts(tmp_path, layout):
     nodes = LAYOUTS[layout]
@@ -145,6 +146,7 @@ def until_lost(rank, size, path, victim, how, timeout):
     os._exit(0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("victim", range(4))
 def test_a_rank_that_is_killed_is_named_on_every_host(tmp_path, victim):
     with pytest.raises(Exception, match=f"rank {victim}: died of SIGKILL"):

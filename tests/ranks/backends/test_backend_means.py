@@ -41,6 +41,7 @@ def groups_come_and_go(rank, size, count):
     return before, used()
 
 
+@pytest.mark.thorough
 def test_groups_that_come_and_go_leave_nothing(pool):
     for before, after in pool(2, "paceline").run(groups_come_and_go, 150, timeout=100):
         assert after[0] == before[0]
@@ -69,6 +70,7 @@ def descriptors_scene(fork, folder):
     return ranks_of(fork, 2, out_of_descriptors, folder)
 
 
+@pytest.mark.thorough
 def test_a_rank_without_descriptors_is_reported(killable):
     zero, one = killable.run_ranks(descriptors_scene)
     assert one[0] == "OSError"
@@ -112,6 +114,7 @@ REASONS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", REASONS)
 def test_without_shared_memory_gloo_is_used_and_one_rank_warns(killable, how):
     if how == "another user" and os.getuid() != 0:

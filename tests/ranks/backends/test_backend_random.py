@@ -100,6 +100,7 @@ def stream(rank, size, seed, count, backend="paceline", agrees=same):
     return number, on_gloo, time.monotonic() - began
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_collectives_equal_a_plain_loop_and_gloo(pool, size):
     for made, on_gloo, _ in pool(size).run(stream, 20 + size, CALLS[size], timeout=200):
@@ -167,6 +168,7 @@ def messages(rank, size, seed, rounds, backend="paceline"):
     return moved
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_messages_arrive_intact_under_their_tags(pool, size):
     assert sum(pool(size).run(messages, 50 + size, 40, timeout=100)) > 100

@@ -26,6 +26,7 @@ def world(tmp_path):
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_random_calls_and_ddp_equal_a_plain_loop_and_gloo(world, ranks):
     ended = world(ranks, "collectives")
@@ -52,6 +53,7 @@ def test_random_calls_and_ddp_equal_a_plain_loop_and_gloo(world, ranks):
         assert all("BAND is not defined for torch.float32" in text for text in band)
 
 
+@pytest.mark.thorough
 def test_a_missing_rank_is_an_error_and_all_ranks_end(world):
     ended = world(2, "late", timeout=60)
     assert ended.code != 0
@@ -60,6 +62,7 @@ def test_a_missing_rank_is_an_error_and_all_ranks_end(world):
     assert mpi_worlds.gone(ended.told().values())
 
 
+@pytest.mark.thorough
 def test_a_rank_that_raises_ends_the_others(world):
     ended = world(2, "raising", timeout=60)
     assert ended.code != 0
@@ -67,6 +70,7 @@ def test_a_rank_that_raises_ends_the_others(world):
     assert mpi_worlds.gone(ended.told().values())
 
 
+@pytest.mark.thorough
 def test_unmatched_messages_are_errors_and_do_not_hang(world):
     ended = world(2, "unmatched", timeout=60)
     assert "has 8 bytes, the tensor 12" in ended.told()[1][1]
@@ -74,6 +78,7 @@ def test_unmatched_messages_are_errors_and_do_not_hang(world):
     assert "rank 0 ends all ranks of MPI: a message that it sent was never received" in ended.err
 
 
+@pytest.mark.thorough
 def test_ranks_without_mpiexec_get_the_command(tmp_path):
     program = (
         "import sys, paceline\n"

@@ -88,6 +88,7 @@ def equal(found, expected):
 # ------------------------------------------------------------------ resumed exactly
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sync", ["naive", "bucketed", "sharded", "full-shard"])
 def test_a_resumed_run_is_bitwise_equal(pool, tmp_path, sync):
     """Weights, optimizer, schedule, loader, dropout after a stop in the middle of an epoch; buffers are rank 0's.
@@ -387,6 +388,7 @@ def life(send, rank, where, store):
     paceline.shutdown()
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_repeatedly_ends_the_same(killable, pool, tmp_path):
     """benchmarks/kills is the whole experiment, with more kills at other times."""
     expected = pool(2, "paceline").run(train, tmp_path / "whole", "sharded", None, 1)

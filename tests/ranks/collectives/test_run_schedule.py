@@ -87,6 +87,7 @@ def compare(rank, size, seed, rounds):
     return rounds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("size", "rounds"), [(1, 40), (2, 40), (3, 40), (4, 40), (5, 40), (6, 30), (7, 20), (8, 15)]
 )
@@ -94,6 +95,7 @@ def test_results_equal_those_of_torch(pool, size, rounds):
     assert pool(size).run(compare, size, rounds, timeout=120) == [rounds] * size
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_results_equal_those_of_torch_over_shared_memory(pool, size):
     assert pool(size, "paceline").run(compare, 100 + size, 40, timeout=120) == [40] * size
@@ -109,6 +111,7 @@ def every_algorithm(rank, size, numel):
             assert expected is None or torch.equal(result, expected), (op, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [3, 4, 7])
 def test_every_algorithm_in_pieces(pool, size):
     pool(size).run(every_algorithm, size * 12_345)
@@ -232,6 +235,7 @@ def test_a_damaged_message_is_named(pool):
     assert others == ["ok"] * 3
 
 
+@pytest.mark.thorough
 def test_a_missing_message_is_named(pool):
     root, *_ = pool(3).run(run_with_fault, LostSend, "tree", 5)
     assert "message 1→0 of round 1, chunk 0 never arrived: it was not sent" in root.splitlines()[1]
@@ -250,6 +254,7 @@ def pieces_differ(rank, size):
     run_schedule(make_schedule("all-reduce", "ring", size), torch.ones(100), segment_nbytes=64 + 64 * rank)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("case", "message"),
     [

@@ -44,6 +44,7 @@ def means(rank, size, sync, uneven):
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("sync", ALL)
 def test_the_mean_is_that_of_one_process(pool, size, sync):
@@ -71,6 +72,7 @@ def training_meanwhile(rank, size, sync):
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sync", ["bucketed", "sharded", "full-shard"])
 def test_evaluation_during_training_changes_nothing(pool, sync):
     for found in pool(3).run(training_meanwhile, sync):

@@ -106,6 +106,7 @@ def check_sizes(portions, batches_of_rank):
     assert served - len(used) == portions.repeated
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_ranks_serve_batches_by_the_policy(pool, size):
     rng = random.Random(size)
@@ -312,6 +313,7 @@ def relay(pool, rng, cases, sizes):
     return served
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [(2, 4, 1, 3), (4, 3, 2, 1, 2, 4)])
 def test_a_position_is_resumed_by_any_number_of_ranks(pool, sizes):
     rng = random.Random(len(sizes))
@@ -325,6 +327,7 @@ def test_a_position_is_resumed_by_any_number_of_ranks(pool, sizes):
         assert found == Counter(range(case["samples"])), case
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("uneven", ["truncate", "drop", "pad"])
 def test_policies_that_lose_samples_are_resumed_too(pool, uneven):
     """If the rest is too small for another step, the epoch is over."""

@@ -207,6 +207,7 @@ def leaves_when_it_fails(rank, size, place, way, workers):
     return None, "", steps
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "workers"), [("raise", 0), ("raise", 2), ("exit", 2)])
 def test_a_sample_that_one_rank_cannot_load_ends_all(pool, tmp_path, way, workers):
     place = str(tmp_path / "meet")

@@ -209,6 +209,7 @@ def check(setup, outcomes):
         assert sorted(sample for used, _ in results for sample in used) == expected, (setup, results)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_no_set_up_hangs(pool, ranks):
     numbers = range(50 * ranks, 50 * ranks + 50)

@@ -54,6 +54,7 @@ def one_rank_is_slower(rank, size, sync, every):
     return *train(loader, sync, SECONDS_PER_SAMPLE[rank]), loader.state_dict()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [None, 6])
 @pytest.mark.parametrize("sync", ["bucketed", "sharded"])
 def test_the_faster_rank_gets_more_and_results_stay_exact(pool, sync, every):

@@ -269,6 +269,7 @@ def relay(pool, rng, cases, sizes):
     return served
 
 
+@pytest.mark.thorough
 def test_one_stream_is_resumed_by_any_number_of_ranks(pool):
     rng, cases = random.Random(5), []
     for _ in range(10):
@@ -280,6 +281,7 @@ def test_one_stream_is_resumed_by_any_number_of_ranks(pool):
         assert found == Counter(range(case["samples"])), case
 
 
+@pytest.mark.thorough
 def test_a_stream_per_rank_is_resumed_by_the_same_number_of_ranks(pool):
     rng, cases = random.Random(6), []
     for _ in range(8):

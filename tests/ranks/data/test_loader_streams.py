@@ -53,6 +53,7 @@ def expected_of_own(sizes, batch_size, policy):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_stream_per_rank_is_served_by_the_policy(pool, size):
     rng = random.Random(size)
@@ -72,6 +73,7 @@ def test_a_stream_per_rank_is_served_by_the_policy(pool, size):
                 assert all(len(batch) == count for batch, count in batches if count)
 
 
+@pytest.mark.thorough
 def test_streams_with_workers_are_served_by_the_policy(pool):
     cases = [
         (sizes, {"batch_size": 4, "uneven": policy, "num_workers": 2, "persistent_workers": policy == "join"})
@@ -110,6 +112,7 @@ def serve_whole(rank, size, cases):
     return [list(served(Stream(0, samples), options)) for samples, options in cases]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_one_stream_is_divided_exactly(pool, size):
     rng = random.Random(size)

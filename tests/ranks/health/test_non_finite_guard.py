@@ -75,6 +75,7 @@ def skips(rank, size, sync, plain, clip, source):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sync", STRATEGIES, ids=str)
 def test_a_skipped_step_changes_nothing_on_any_rank(pool, sync):
     for plain, clip, source in (

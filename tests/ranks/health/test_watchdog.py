@@ -96,6 +96,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("backend", "sync", "fault"),
     [
@@ -161,6 +162,7 @@ def kill_one(fork, folder):
     return codes, [open(f"{folder}/stderr{rank}").read() for rank in (0, 2)]
 
 
+@pytest.mark.thorough
 def test_an_uncaught_error_names_the_faulty_rank_and_a_stuck_rank_ends(killable):
     codes, stderr = killable.run_ranks(kill_one, timeout=90)
     assert codes == [1, EXIT_CODE]
@@ -221,6 +223,7 @@ def receive_all(fork, folder, work, senders):
     return [ranks[rank].receive() for rank in senders]
 
 
+@pytest.mark.thorough
 def test_a_stall_that_is_only_logged_does_not_end_the_training(killable):
     results = killable.run_ranks(receive_all, train_past_a_stall, range(SIZE), timeout=90)
     for messages, slowest, factor, threads in results:
@@ -236,6 +239,7 @@ def test_a_stall_that_is_only_logged_does_not_end_the_training(killable):
         assert any(line.startswith("a thread of rank 0 raised IndexError") for line in messages), messages
 
 
+@pytest.mark.thorough
 def test_a_rank_that_left_its_loop_while_others_wait(killable):
     for kind, rank, at, text in killable.run_ranks(receive_all, finish_early, [0, 2], timeout=90):
         assert (kind, rank, at) == ("finished", FAULTY, STEP - 1)

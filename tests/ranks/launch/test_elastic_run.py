@@ -131,6 +131,7 @@ def assert_gone(home, names):
         )
 
 
+@pytest.mark.thorough
 def test_worlds_form_anew_at_the_same_size_and_at_a_smaller_one(home, capfd):
     asked = []
     logs = home / "logs"
@@ -158,6 +159,7 @@ def test_worlds_form_anew_at_the_same_size_and_at_a_smaller_one(home, capfd):
     assert list((home / "tmp").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
     timeouts = JobTimeouts(end=0.2)
     job = JobSpec(script(home, PLAIN + DEAF), 2, 1, max_restarts=2, progress=lambda: True, timeouts=timeouts)
@@ -174,6 +176,7 @@ def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
     assert list((home / "tmp").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_later_failures_are_listed_after_the_first(home):
     timeouts = JobTimeouts(follow=60.0)
     job = JobSpec(
@@ -209,6 +212,7 @@ def command(tell, words, notes):
     main()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )

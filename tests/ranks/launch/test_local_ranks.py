@@ -73,6 +73,7 @@ def assert_clean(home, ranks):
     assert list((home / "tmp").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_ranks_get_their_places_and_meet_without_a_port(home):
     body = """
 import paceline, torch
@@ -110,6 +111,7 @@ def test_rank_0_writes_here_and_the_others_to_logs(home, capfd):
     assert_clean(home, 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_the_first_rank_that_fails_ends_all_and_is_named(home, bad):
     body = f"""
@@ -159,6 +161,7 @@ sys.exit(5)
     assert_clean(home, 2)
 
 
+@pytest.mark.thorough
 def test_a_hang_ends_when_time_is_up(home):
     body = """
 if rank == 1:

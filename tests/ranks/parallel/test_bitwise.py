@@ -46,6 +46,7 @@ def train(rank, size, plans, dtype, weighted):
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("weighted", [False, True], ids=["equal", "samples"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -72,6 +72,7 @@ def train(rank, size, compression, shard, bucket_mib, steps, dtype=torch.float32
     return flat(model.parameters()), held_out, model.compressed_buckets()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
 @pytest.mark.parametrize("compression", NAMES)
@@ -90,6 +91,7 @@ def test_all_ranks_get_the_same_and_nearly_the_exact_one(pool, backend, shard, c
         assert 0 < each.error < ERRORS[compression]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
 @pytest.mark.parametrize("compression", [SPARSE, DEEP, THIN], ids=lambda each: each.name)
@@ -160,6 +162,7 @@ def accumulated(rank, size, compression, uneven, call):
     return totals, {name: kept["residual"].double() for name, kept in parts.items()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", ["samples", "share", "plain"])
 @pytest.mark.parametrize(
     "compression", ["int8", "int4", paceline.Compression("bf16", feedback=True), SPARSE, THIN], ids=str
@@ -239,6 +242,7 @@ def resumed(rank, size, folder, compression, steps, total):
     return flat(model.parameters()), owed
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "compression",
     ["int8", paceline.Compression("int4", rounding="stochastic"), DEEP, paceline.Compression("powersgd")],
@@ -251,6 +255,7 @@ def test_what_is_left_out_is_saved_so_a_resumed_run_is_the_same_to_the_bit(pool,
     assert all(torch.equal(params, whole[0][0]) for params, _ in whole + cut)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_other_ranks_owe_what_the_old_ones_had_left_out(pool, tmp_path, ranks):
     before = [owed for _, owed in pool(3).run(resumed, str(tmp_path), "int4", 5, 10)]

@@ -33,6 +33,7 @@ def plain_backward_beside_ddp(rank, size, sync):
     return apart(ours.whole_parameters(), ddp.module.parameters())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sync", ALL)
 def test_plain_backward_does_what_ddp_does(pool, sync):
     assert all(gap < 1e-13 for gap in pool(2).run(plain_backward_beside_ddp, sync))
@@ -79,6 +80,7 @@ def equal_backward_beside_ddp(rank, size, sync):
     return apart(ours.whole_parameters(), ddp.module.parameters())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sync", ALL)
 def test_backward_without_samples_counts_ranks_alike(pool, sync):
     assert all(gap < 1e-13 for gap in pool(3).run(equal_backward_beside_ddp, sync))
@@ -101,6 +103,7 @@ def no_sync_around_backward_only(rank, size, sync):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sync", [*REPLICATED, "sharded"])
 def test_no_sync_around_only_the_backward_is_made_good_at_step(pool, sync):
     for gap, same in pool(2).run(no_sync_around_backward_only, sync):
@@ -243,6 +246,7 @@ def backward_twice(rank, size, sync, weighted):
     return apart(model.whole_parameters(), reference.parameters())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("sync", ALL)
 def test_gradients_accumulate_over_synchronised_backwards(pool, sync, weighted):

@@ -86,6 +86,7 @@ def one_process_without_step_2(size):
     return list(model.parameters())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("bad", [[0], [1], [0, 1, 2]])
 @pytest.mark.parametrize("sync", ["naive", "flat", "overlap", "bucketed", "sharded"])
@@ -128,6 +129,7 @@ def peer_gone(rank, size, folder, sync, while_clipping):
     (Path(folder) / "told").touch()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("sync", "while_clipping"), [("bucketed", False), ("sharded", False), ("sharded", True)]
 )

@@ -31,6 +31,7 @@ def different_models(rank, size, what):
     paceline.DataParallel(net, sync="flat" if what == "plan" and rank == 1 else "bucketed")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -107,6 +107,7 @@ def check(pool, ranks, cases, backend="paceline", timeout=240):
         assert len(found) == len(cases)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("backend", "ranks"),
     [("gloo", 1), ("paceline", 2), ("gloo", 3), ("paceline", 4)],
@@ -133,6 +134,7 @@ def test_many_buckets_of_several_parameters(pool, ranks, sync):
     check(pool, ranks, cases)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sync", STRATEGIES)
 def test_clipping_with_accumulation_and_an_empty_rank(pool, sync):
     cases = [(name, sync, "adamw", 3, EMPTY[3], 0.05) for name in ("Plain", "Branches", "Strided")]

@@ -13,6 +13,7 @@ from local_sgd_cases import adamw, flat, network, run, same, sgd, take_step, tra
 # ---------------------------------------------------------------------- the formulas, in one process
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_diloco_is_its_formula(pool, ranks, backend):
@@ -123,6 +124,7 @@ def test_streaming_of_one_fragment_without_delay_is_diloco(pool):
     assert torch.allclose(mine, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("fragments", "delay", "mix"), [(1, 2, 0.0), (2, 0, 0.0), (4, 3, 0.0), (3, 2, 0.5), (2, 5, 0.25)]
 )
@@ -161,6 +163,7 @@ def large(rank, size, compression, fragments, delay):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("compression", [None, "bf16", "int8", "int4"])
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (3, 2)])

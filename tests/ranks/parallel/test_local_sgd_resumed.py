@@ -28,6 +28,7 @@ def trained(rank, size, folder, total, options, broken_at):
     return flat(model)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{"every": 4}, {"every": 6, "fragments": 3, "delay": 2}])
 @pytest.mark.parametrize(
     "compression", [None, "int4", paceline.Compression("int8", rounding="stochastic")], ids=str

@@ -47,6 +47,7 @@ def changing_samples(rank, size, sync, accumulate):
     return apart(model.whole_parameters(), reference.parameters())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("sync", [*ALL, *SMALL_BUCKETS], ids=str)
 def test_samples_may_change_from_step_to_step(pool, sync, accumulate):
@@ -152,6 +153,7 @@ def large_model(rank, size, sync):
     return apart(model.whole_parameters(), reference.parameters())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "sync", ["flat", paceline.Sync(2), "sharded", paceline.Sync(2, shard="optimizer")], ids=str
 )
@@ -185,6 +187,7 @@ def clipped(rank, size, sync, make, norm_type):
     return apart([norm, *model.whole_parameters()], [expected, *reference.parameters()])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("make", [model_zoo.Plain, linear])
 @pytest.mark.parametrize("sync", ["bucketed", "sharded", "full-shard"])

@@ -89,6 +89,7 @@ def check_moving(rank, size, name, kind, dtype=torch.float64):
 MODELS = ["Plain", "Tied", "Unused", "Frozen", "Branches", "Strided", "CheckpointedReentrant"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -182,6 +183,7 @@ def check_saved_states(rank, size, folder):
     return [torch.equal(a, b) for end in ends for a, b in zip(straight[0].parameters(), end, strict=True)]
 
 
+@pytest.mark.thorough
 def test_what_was_saved_in_any_layout_goes_on_to_the_same_bit(pool, tmp_path):
     for equal in pool(2, "paceline").run(check_saved_states, tmp_path):
         assert all(equal)
@@ -242,6 +244,7 @@ def test_all_ranks_settle_on_one_plan_within_40_steps(pool, ranks, backend, tmp_
         assert all(torch.equal(a, b) for a, b in zip(params, other[3], strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{"idle": 1}, {"accumulate": 2}, {"sharded": False}])
 def test_the_search_goes_on_whatever_the_program_does(pool, options, tmp_path):
     found = pool(2, "paceline").run(check_search, options, env=kept_in(tmp_path))

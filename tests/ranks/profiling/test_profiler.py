@@ -64,6 +64,7 @@ def timelines(folder):
     return {rank: read_timeline(spans) for rank, spans in read_run(folder).spans_of_rank.items()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("sync", PLANS, ids=str)
 def test_recording_changes_no_bit_and_every_step_adds_up(pool, tmp_path, sync, backend):

@@ -63,6 +63,7 @@ def rows_of(pool, ranks, tmp_path, break_it=None, **changes):
     return journal.rows()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_operation_is_right_on_every_backend(pool, tmp_path, ranks):
     rows = rows_of(pool, ranks, tmp_path)
@@ -76,6 +77,7 @@ def test_every_operation_is_right_on_every_backend(pool, tmp_path, ranks):
         assert row.busbw > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_schedule_is_right(pool, tmp_path, ranks):
     names = tuple(
@@ -87,6 +89,7 @@ def test_every_schedule_is_right(pool, tmp_path, ranks):
     assert all(row.correct for row in rows), rows
 
 
+@pytest.mark.thorough
 def test_every_dtype_is_checked_exactly(pool, tmp_path):
     for dtype in DTYPES:
         rows = rows_of(pool, 3, tmp_path, dtype=dtype, sizes=(3000,), iterations=1)
@@ -128,6 +131,7 @@ def swap_neighbours(buffers, run):
     return swapped
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "break_it", [forget, spoil_one_place_of_the_last_rank, GoesWrongLater, swap_neighbours]
 )
@@ -190,6 +194,7 @@ def wait_for_rows(journal, process):
 MANY = ["--ranks", "2", "--backends", "gloo,paceline", "--sizes", "1kB:60kB:+1kB", "--iterations", "4"]
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_named_and_finished_rows_are_kept_and_resumed(tmp_path):
     file, journal = tmp_path / "result.json", tmp_path / "result.journal.jsonl"
     with start(*MANY, "--json", file) as process:
@@ -218,6 +223,7 @@ def test_a_killed_rank_is_named_and_finished_rows_are_kept_and_resumed(tmp_path)
     assert not journal.exists()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_keeps_finished_rows(tmp_path):
     file = tmp_path / "result.json"
     with start(*MANY, "--json", file) as process:
@@ -232,6 +238,7 @@ def test_ctrl_c_keeps_finished_rows(tmp_path):
     assert gone([rank.pid for rank in ranks.values()])
 
 
+@pytest.mark.thorough
 def test_ranks_that_torchrun_started_are_measured_and_rank_0_writes(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     arguments = ["bench", "collectives", "--backends", "gloo,paceline", "--sizes", "1kB", "--iterations", "2"]
@@ -256,6 +263,7 @@ def test_ranks_that_torchrun_started_are_measured_and_rank_0_writes(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.csv", "r.json"]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(MPIEXEC is None, reason=REASON)
 def test_every_operation_is_right_over_mpi_under_mpiexec(tmp_path):
     arguments = ["--backends", "mpi4py", "--sizes", "4kB", "--iterations", "2", "--json", tmp_path / "r.json"]
@@ -267,6 +275,7 @@ def test_every_operation_is_right_over_mpi_under_mpiexec(tmp_path):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(MPIEXEC is None, reason=REASON)
 def test_a_killed_rank_of_mpi_leaves_finished_rows(tmp_path):
     file, journal = tmp_path / "r.json", tmp_path / "r.journal.jsonl"

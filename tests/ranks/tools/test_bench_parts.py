@@ -64,6 +64,7 @@ def measured(request, pool):
     ), request.param
 
 
+@pytest.mark.thorough
 def test_the_profile_has_all_parts(measured):
     profile, backend = measured
     (step,) = profile.models
@@ -115,6 +116,7 @@ def test_predicted_are_the_engines_own_buckets_and_calls(measured, pool):
         assert predict_step(costs, way).calls == calls
 
 
+@pytest.mark.thorough
 def test_the_command_measures_and_the_plan_predicts(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "300"}
     profile = tmp_path / "profile.json"

@@ -66,6 +66,7 @@ def rows(found):
     return make_step_rows("tiny", 2, PEER_OF, found, [None] * len(PEER_OF))
 
 
+@pytest.mark.thorough
 def test_every_variant_ran_every_step_on_every_rank(found):
     assert len(found["seconds"]) == len(PEER_OF)
     for turns in found["seconds"]:
@@ -97,6 +98,7 @@ def test_all_strategies_agree_with_torch_ddp_and_no_synchronisation_does_not(row
     assert bare.exact is None
 
 
+@pytest.mark.thorough
 def test_a_strategy_that_does_not_synchronise_is_detected(pool):
     peer_of = strategy_variants(["naive"], [math.inf], 4 * SIZE.parameters())
     zero, _ = pool(2).run(measure, list(peer_of), "naive", timeout=120)
@@ -104,6 +106,7 @@ def test_a_strategy_that_does_not_synchronise_is_detected(pool):
     assert [row.variant.strategy for row in made if row.exact is False] == ["naive"]
 
 
+@pytest.mark.thorough
 def test_gradients_that_are_wrong_by_a_factor_are_detected(pool):
     peer_of = strategy_variants(["naive", "sharded"], [math.inf], 4 * SIZE.parameters())
     zero, _ = pool(2).run(measure, list(peer_of), None, ("naive", "sharded"), timeout=120)
@@ -166,6 +169,7 @@ def count(rank, size, strategies):
     return counted
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_traffic_observed_from_outside_is_that_of_the_engine(pool, ranks, backend):
@@ -203,6 +207,7 @@ def test_the_command_writes_every_file(tmp_path):
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 4
 
 
+@pytest.mark.thorough
 def test_peak_memory_is_that_of_a_training():
     settings = StepSettings(batch_size=1, context=8)
     found = run_step_job(settings, run_ranks, "memory", "tiny", [StrategyVariant("ddp", math.inf)])

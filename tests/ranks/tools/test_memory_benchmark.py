@@ -15,6 +15,7 @@ def start(argv, ranks, *, env):
     run_ranks(argv, ranks, env=env, timeout=240)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "setting",
     [
@@ -47,6 +48,7 @@ def test_more_gpus_than_there_are_can_not_be_measured():
         measure_memory("tiny", setting, start)
 
 
+@pytest.mark.thorough
 def test_a_training_that_exceeds_memory_is_refused_before_it_runs():
     with pytest.raises(UsageError, match="are available"):
         check_prediction(resolve_subject("xl"), TrainingSetting("bucketed", 64, 8, 256), start)

@@ -68,6 +68,7 @@ def test_the_paceline_backend_names_the_lost_rank_and_the_calls(killable):
         assert f"rank {1 - one['rank']} calls all_reduce({theirs}" in one["message"]
 
 
+@pytest.mark.thorough
 def test_waiting_for_a_rank_that_does_something_else_hangs(killable):
     found = run_cases(killable, "idles", "barrier", "fsdp2", timeout=SHORT_TIMEOUT)
     waits, goes_on = ("time-out", "RuntimeError"), ("finished", "")
@@ -86,6 +87,7 @@ def test_collectives_of_other_sizes_end_a_process_without_an_exception(killable)
         assert kinds(outcome)[1 - receiver] == ("error", "RuntimeError")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("balance", [EXAMPLE_BALANCE, SHARES], ids=["2 ranks", "4 ranks"])
 def test_finished_cases_have_these_errors(killable, balance):
     names = ["next-epoch", "join", "join-active", "truncated", "bucketed", "sharded", "full-shard"]
@@ -171,6 +173,7 @@ def test_the_command_prints_and_writes_outcomes(start, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_nothing_outlives_the_command(start):
     process = start(["idles"])
     everyone, deadline = [], time.monotonic() + 100

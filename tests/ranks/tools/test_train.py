@@ -89,6 +89,7 @@ def test_same_global_batch_same_curve(pool, settings, sync):
         assert dealt.get("val_loss") == pytest.approx(alone.get("val_loss"), abs=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_held_out_loss_does_not_depend_on_ranks(pool, settings, ranks):
     settings = replace(settings, steps=1, lr=1e-9)
@@ -98,6 +99,7 @@ def test_held_out_loss_does_not_depend_on_ranks(pool, settings, ranks):
     assert curve(dealt)[0]["val_loss"] == pytest.approx(curve(alone)[0]["val_loss"], abs=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sync", ["bucketed", "sharded", "full-shard"])
 def test_resume_gives_the_same_parameters(pool, settings, sync):
     settings = replace(settings, sync=sync)
@@ -110,6 +112,7 @@ def test_resume_gives_the_same_parameters(pool, settings, sync):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -133,6 +136,7 @@ def test_resume_on_other_ranks_with_another_strategy(pool, settings, before, aft
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
+@pytest.mark.thorough
 def test_ranks_restarted_after_the_last_step_return_the_last_loss(pool, settings):
     settings = clean(settings, "a")
     val_loss, last = pool(2).run(run, settings)[0]

@@ -59,6 +59,7 @@ def run_local_sgd_to(rank, size, settings, step):
         return shared
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", LOCAL_SGD, ids=lambda options: options.get("outer", "average"))
 def test_resumed_between_synchronisations_it_is_the_same_to_the_bit(pool, settings, options):
     settings = replace(settings, **options)
@@ -74,6 +75,7 @@ def test_resumed_between_synchronisations_it_is_the_same_to_the_bit(pool, settin
         assert curve(halved)[-1][key] == curve(whole)[-1][key]
 
 
+@pytest.mark.thorough
 def test_other_ranks_go_on_from_the_shared_parameters(pool, settings):
     settings = clean(replace(settings, every=4, batch_size=6), "a")
     (shared, _) = pool(2).run(run_local_sgd_to, settings, 6)
@@ -104,6 +106,7 @@ def run_in_two_contexts(rank, size, settings, cut):
     return weights(job), job.loop.steps
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", LOCAL_SGD[:2], ids=lambda options: options.get("outer", "average"))
 def test_a_run_resumes_after_its_context_was_left(pool, settings, options):
     """Its last checkpoint is written outside the context manager; a larger --steps resumes it."""
@@ -112,6 +115,7 @@ def test_a_run_resumes_after_its_context_was_left(pool, settings, options):
     assert all(steps == 11 for _, steps in results)
 
 
+@pytest.mark.thorough
 def test_leaving_the_context_right_after_a_synchronisation_changes_nothing(pool, settings):
     """After a synchronisation all ranks are equal: nothing is sent, and no residual is added."""
     settings = replace(settings, every=4, compression="int4")
@@ -120,6 +124,7 @@ def test_leaving_the_context_right_after_a_synchronisation_changes_nothing(pool,
     assert equal(same([params for params, _ in left]), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compression", ["int8", "powersgd"])
 def test_compressed_gradients_learn_and_resume_to_the_bit(pool, settings, compression):
     settings = replace(settings, compression=compression)
@@ -150,6 +155,7 @@ def slow(rank, size, settings, seconds):
     return weights(job), job.settings, job.choice.sentences
 
 
+@pytest.mark.thorough
 def test_auto_chooses_a_plain_strategy_on_a_fast_network(pool, settings):
     settings = replace(
         settings, batch_size=32, context=64, steps=3, clip=0.0
@@ -162,6 +168,7 @@ def test_auto_chooses_a_plain_strategy_on_a_fast_network(pool, settings):
     assert equal(measured[0][0], named[0][1]), "measuring and tuning must change nothing"
 
 
+@pytest.mark.thorough
 def test_auto_chooses_local_sgd_on_a_slow_network_and_keeps_it(pool, settings):
     settings = clean(replace(settings, sync="auto"), "a")
     results = pool(2).run(slow, settings, 30.0, timeout=120)

@@ -19,6 +19,7 @@ def told(ranks, case):
     return ended.told()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_sent_arrives_there_and_back(ranks):
     assert told(ranks, "crowd") == {rank: 60 if rank else 60 * (ranks - 1) for rank in range(ranks)}
@@ -36,6 +37,7 @@ def test_a_hub_that_looks_at_nothing_holds_up_its_workers_and_gets_all_in_the_en
     assert 1 < came[1] < 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["woken", "leave"])
 def test_no_rank_waits_for_ever(case):
     assert told(2, case) == {0: 1, 1: 1}

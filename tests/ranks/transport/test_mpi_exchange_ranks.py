@@ -15,6 +15,7 @@ PROGRAM = Path(__file__).with_name("exchange_ranks.py")
 CLOSABLE = sorted(set(ENVELOPE_FAULTS) - {"stall"})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_all_ranks_finish_with_what_was_sent_to_them(ranks):
     ended = mpi_worlds.mpi_world(ranks, PROGRAM, "shapes")
@@ -41,6 +42,7 @@ def test_faults_on_the_wire_are_known_to_all_ranks_and_named_alike():
             assert problems[0][0] == f"{kind[name.partition('-')[0]]}Envelope"
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_is_named_and_all_end():
     ended = mpi_worlds.mpi_world(3, PROGRAM, "stopped", timeout=40)
     assert ended.code != 0
@@ -49,6 +51,7 @@ def test_a_rank_that_hangs_is_named_and_all_end():
     assert mpi_worlds.gone(ended.told().values())
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_ends_all():
     ended = mpi_worlds.mpi_world(3, PROGRAM, "killed", timeout=40)
     assert ended.code != 0

@@ -314,6 +314,7 @@ def answered_by(server, worker):
             return server.accept()[0]
 
 
+@pytest.mark.thorough
 def test_what_listens_there_may_be_the_hub_next_time(ends):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"

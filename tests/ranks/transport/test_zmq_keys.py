@@ -109,6 +109,7 @@ def test_an_absent_hub_is_not_taken_for_one_that_refuses(ends, folder):
     assert worker.problem == f"no hub answers at tcp://127.0.0.1:{port}; retrying"
 
 
+@pytest.mark.thorough
 def test_a_worker_added_while_the_hub_runs_connects(ends, hub, folder, tmp_path):
     make_keys(tmp_path / "spare", "bob")
     bob = replace(WorkerKeys.read(tmp_path / "spare" / "bob.key"), hub=HubKeys.read(folder).public)

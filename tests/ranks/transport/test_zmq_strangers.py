@@ -167,6 +167,7 @@ def test_whatever_happens_to_an_envelope_it_is_refused_or_what_was_sent(ends, hu
     assert outcomes == {0, 1}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_ten_thousand_bad_messages_leak_nothing_and_delay_no_peer(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7, "run")
@@ -246,6 +247,7 @@ def test_other_protocols_add_no_peer(ends, hub):
     meet(hub, ends(WorkerExchange, hub.address, 7))
 
 
+@pytest.mark.thorough
 def test_thousands_of_connections_while_the_hub_does_something_else(ends):
     hub = HubExchange(LOOPBACK, "run")
     for _ in range(2500):  # a monitor has room for 2000 events

@@ -46,6 +46,7 @@ def run(tell, rank, folder, *arguments):
     exec(compile(PROGRAM, "program.py", "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["bucketed", "sharded", "flat"])
 def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(killable, strategy):
     (_, zero), (_, one) = told = killable.run_ranks(run_ranks, "batch", strategy, timeout=100)
@@ -69,6 +70,7 @@ def test_what_ranks_can_know_at_wrapping_is_one_message(killable, mistake, strat
         assert "ended well" not in text
 
 
+@pytest.mark.thorough
 def test_a_mistake_on_one_rank_ends_torchrun_and_without_one_it_ends_well(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

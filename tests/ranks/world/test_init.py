@@ -84,6 +84,7 @@ def alone(rank, size):
     return world, torch.distributed.is_initialized()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_meet_at_an_address(pool, tmp_path, kind, size):
@@ -95,12 +96,14 @@ def test_ranks_meet_at_an_address(pool, tmp_path, kind, size):
         assert (world.node, world.nodes, world.backend, world.device) == (0, 1, "paceline", "cpu")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_worlds_follow_each_other_at_the_same_address(pool, tmp_path, kind):
     arguments = {"init_method": ways_to_meet(kind, tmp_path), "size": 3}
     assert pool(3).run(enter_repeatedly, arguments, 8, world=False) == [[6.0] * 8] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_a_rank_that_gave_up_may_try_again(pool, tmp_path, kind):
     address = ways_to_meet(kind, tmp_path)
@@ -232,6 +235,7 @@ paceline.shutdown()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "rendezvous", [["--standalone"], ["--master-addr=127.0.0.1", "--master-port={port}"]]
 )

@@ -14,6 +14,7 @@ from paceline.errors import MissingRanks, WorldError
 from world_entry import enter_as, fail_to_enter, free_port, ways_to_meet
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_a_world_that_never_completes_names_who_is_missing(pool, tmp_path, kind):
     address = ways_to_meet(kind, tmp_path)
@@ -59,6 +60,7 @@ def test_a_file_that_cannot_be_written_is_told(pool, tmp_path):
     assert f"the file {tmp_path}/absent/meet: No such file or directory" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_a_rank_claimed_twice_is_named_to_all(pool, tmp_path, kind):
     address = ways_to_meet(kind, tmp_path)
@@ -83,6 +85,7 @@ def ranks_that_gave_up(fork, folder, address):
     return [fork(give_up, address, rank).wait() for rank in range(2)]
 
 
+@pytest.mark.thorough
 def test_a_file_left_by_an_earlier_run_does_no_harm(pool, killable, tmp_path):
     address = f"file://{tmp_path}/meet"
     assert killable.run_ranks(ranks_that_gave_up, address) == [0, 0]
@@ -90,6 +93,7 @@ def test_a_file_left_by_an_earlier_run_does_no_harm(pool, killable, tmp_path):
     assert [total for _, total in pool(2).run(enter_as, arguments, world=False)] == [3.0, 3.0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "sizes"), [("file", (2, 3)), ("tcp", (3, 2))])
 def test_ranks_that_disagree_about_the_size_are_told(pool, tmp_path, kind, sizes):
     address = ways_to_meet(kind, tmp_path)

@@ -73,6 +73,7 @@ def variable(rank, size):
     return os.environ.get("PACELINE_TEST_RANK"), torch.distributed.is_initialized(), torch.get_num_threads()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_world_of_any_size_reduces(pool, size):
     expected = float(sum(10 + rank for rank in range(size)))
@@ -87,6 +88,7 @@ def test_processes_are_reused_between_cases_and_sizes(pool):
     assert pool(2).run(total_of_ranks, 0) == [1.0, 1.0]
 
 
+@pytest.mark.thorough
 def test_a_failure_names_the_rank_and_shows_its_traceback(pool):
     before = pool(2).run(pid)
     with pytest.raises(RankError, match=r"rank 1: Traceback(.|\n)*raise KeyError") as caught:
@@ -156,6 +158,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.thorough
 def test_ranks_die_with_a_parent_that_is_killed(tmp_path):
     script = ORPHANS.format(paths=[str(Path(__file__).parent), str(Path(rank_pool.__file__).parent)])
     env = os.environ | {"TMPDIR": str(tmp_path)}

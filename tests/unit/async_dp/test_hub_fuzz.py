@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,6 +71,7 @@ def messages(draw: Any, source: int, target: int) -> HubMessage:
     )
 
 
+@pytest.mark.thorough
 @given(st.lists(st.tuples(messages(1, HUB), st.integers(0, 3)), max_size=25))
 @settings(max_examples=150, deadline=None)
 def test_a_hub_survives_arbitrary_messages_of_an_admitted_worker(sent: list[tuple[HubMessage, int]]) -> None:

@@ -32,6 +32,7 @@ def any_journal(request, tmp_path):
 # ------------------------------------------------------------------ what goes in comes out
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(records=st.lists(st.tuples(VALUES, st.binary(max_size=200), st.booleans()), max_size=8))
 def test_appended_records_are_recovered_and_equal_the_ledger(tmp_path_factory, records):

@@ -61,6 +61,7 @@ def test_tensors_of_any_strides_and_gradients_are_stored(tmp_path):
     assert same(read_snapshot(path)[1]["p"], whole)
 
 
+@pytest.mark.thorough
 def test_any_flipped_bit_is_detected(tmp_path):
     path = tmp_path / "one.safetensors"
     write_snapshot(

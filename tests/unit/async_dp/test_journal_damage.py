@@ -24,6 +24,7 @@ quick = pytest.fixture(autouse=True)(skip_fsync)
 # ------------------------------------------------------------------ crashes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ledger", ["kept", "removed"])
 def test_a_journal_cut_at_any_byte_recovers_what_was_committed_or_raises(tmp_path, ledger):
     """The last of three groups was being committed."""
@@ -44,6 +45,7 @@ def test_a_journal_cut_at_any_byte_recovers_what_was_committed_or_raises(tmp_pat
             assert path.stat().st_size == ends[whole]
 
 
+@pytest.mark.thorough
 def test_any_flipped_bit_raises_unless_it_was_never_committed(tmp_path):
     path = write_groups(tmp_path, [2, 1], acknowledged=1)
     ends, data, lines = record_ends(path), path.read_bytes(), (tmp_path / "ledger.jsonl").read_bytes()
@@ -77,6 +79,7 @@ def test_later_records_prove_what_was_on_disk_even_without_a_ledger(tmp_path):
             assert recovered_numbers(copy_folder(tmp_path, tmp_path.with_name("copy"))) == list(range(record))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_all_groups_before_a_torn_last_one_are_recovered(tmp_path_factory, data):

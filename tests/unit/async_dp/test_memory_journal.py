@@ -28,6 +28,7 @@ def resident_nbytes():
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.thorough
 def test_memory_stays_flat_over_100_000_records(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         early = 0

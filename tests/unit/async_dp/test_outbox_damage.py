@@ -22,6 +22,7 @@ quick = pytest.fixture(autouse=True)(skip_fsync)
 # ------------------------------------------------------------------ damage
 
 
+@pytest.mark.thorough
 def test_an_update_file_with_any_flipped_bit_or_cut_is_set_aside(tmp_path, caplog):
     with Outbox(tmp_path) as outbox:
         outbox.bind("run")
@@ -169,6 +170,7 @@ def live(folder, log):
             log("+", fragment, begun)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_dies_at_any_disk_operation_keeps_its_pending_updates(tmp_path):
     at = 0
     while True:
@@ -219,6 +221,7 @@ def test_a_worker_that_dies_at_any_disk_operation_keeps_its_pending_updates(tmp_
     assert at > 100
 
 
+@pytest.mark.thorough
 def test_a_failure_of_any_disk_operation_is_reported_and_no_round_is_used_twice(tmp_path):
     at, refusals = 0, 0
     while True:

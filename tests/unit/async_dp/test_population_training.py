@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.models.gpt_sizes import GptSize
@@ -26,6 +28,7 @@ def trained(rules: PopulationRules) -> AsyncResult:
     return simulate_async(plan, task)
 
 
+@pytest.mark.thorough
 def test_a_worker_with_a_bad_learning_rate_is_replaced_within_three_rounds_and_the_best_gains() -> None:
     population = trained(PopulationRules(steps=60, margin=0.05))
     separate = trained(PopulationRules(steps=10**6, margin=math.inf))

@@ -61,6 +61,7 @@ def live(folder, report, retry):
     journal.close()
 
 
+@pytest.mark.thorough
 def test_a_hub_that_dies_at_any_disk_operation_loses_nothing(tmp_path):
     """The restarted hub continues from there."""
     at = 0
@@ -95,6 +96,7 @@ def test_a_hub_that_dies_at_any_disk_operation_loses_nothing(tmp_path):
     assert at > 100
 
 
+@pytest.mark.thorough
 def test_a_hub_that_dies_while_it_recovers_loses_nothing(tmp_path):
     """It finds a damaged snapshot, a torn journal, an incomplete ledger, and an unfinished file."""
     whole = tmp_path / "whole"
@@ -129,6 +131,7 @@ def test_a_hub_that_dies_while_it_recovers_loses_nothing(tmp_path):
     assert at > 15
 
 
+@pytest.mark.thorough
 def test_a_failure_of_any_disk_operation_is_reported_and_loses_nothing(tmp_path):
     at = 0
     while True:
@@ -219,6 +222,7 @@ def test_a_disk_that_is_full_after_any_number_of_bytes(tmp_path, seed):
     assert recovered_numbers(tmp_path) == list(range(count))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_any_history_is_recovered_whichever_snapshot_is_damaged(tmp_path_factory, data):

@@ -77,6 +77,7 @@ def open_files():
     return {fd: link for fd, link in found.items() if "socket" in link or "pidfd" in link or "memfd" in link}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_all_ranks_share_one_segment_and_leave_nothing(size):
     before = open_files()
@@ -288,6 +289,7 @@ def test_ranks_that_do_not_join_are_named():
         assert "rank 2 of 3 did not join the group within 0.5 s" in str(error)
 
 
+@pytest.mark.thorough
 def test_a_peer_that_does_not_connect_is_named():
     store = dist.HashStore()
 

@@ -14,6 +14,7 @@ PUBLISHED = "nccl-tables/tables.json"  # by others
 FOLDERS_OF_RUNS = "report"  # as paceline train leaves them
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("program", "arguments", "said"),
     [

@@ -115,6 +115,7 @@ def test_manifest_round_trip(tmp_path):
     assert find_problem(path) == ""
 
 
+@pytest.mark.thorough
 def test_300_damages_are_detected_and_the_newest_intact_checkpoint_is_used(tmp_path):
     """Files cut short at random, bits flipped at random, files removed: in the newest checkpoint, or in both newest."""
     rng = random.Random(5)
@@ -217,6 +218,7 @@ def read(text):
     return found
 
 
+@pytest.mark.thorough
 def test_10_000_manifests_with_random_changes(text):
     rng = random.Random(7)
     refused = 0

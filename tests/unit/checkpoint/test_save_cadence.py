@@ -32,6 +32,7 @@ def test_invalid_cadences_are_refused(every):
         save_cadence(every, list)
 
 
+@pytest.mark.thorough
 @given(
     st.lists(st.floats(0.01, 30), min_size=50, max_size=200),
     st.lists(st.floats(0.01, 30), min_size=200, max_size=200),

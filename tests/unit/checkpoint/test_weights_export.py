@@ -141,6 +141,7 @@ def test_damaged_checkpoints_are_skipped_or_named(tmp_path):
         read_weights(tmp_path)
 
 
+@pytest.mark.thorough
 def test_10_000_damaged_safetensors_files(tmp_path):
     """Headers changed at random: read or refused, with memory in proportion to the file."""
     path = tmp_path / "a.safetensors"

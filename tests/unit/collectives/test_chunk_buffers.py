@@ -22,6 +22,7 @@ def elements(regions):
     return [(one.tensor, element) for one in regions for element in range(one.begin, one.end)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("op", "name"), EVERY)
 @given(ranks=st.integers(2, 7), share=st.integers(0, 9), count=st.integers(1, 5))
 def test_slices_cover_the_run_element_by_element(op, name, ranks, share, count):

@@ -19,6 +19,7 @@ WASTEFUL = {("broadcast", "scatter-all-gather"), ("all-gather", "doubling")}
 EVERY = [(op, name) for op in ALGORITHMS for name in ALGORITHMS[op]]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("op", "name"), EVERY)
 def test_is_proven_for_1_to_33_ranks(op, name):
     for ranks in range(1, 34):

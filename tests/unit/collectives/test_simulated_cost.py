@@ -18,6 +18,7 @@ from paceline.errors import UsageError
 ALPHA, BETA, GAMMA = 3e-5, 1e-9, 3e-10
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("op", "name"), sorted(CLOSED_FORMS))
 def test_equals_the_closed_form(op, name):
     for ranks in range(1, 34):

@@ -35,6 +35,7 @@ def measured(op="all-reduce", algorithm="ring", ranks=(2, 4, 6), *, noise=0.0, s
     return points
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("op", "algorithm"),
     [

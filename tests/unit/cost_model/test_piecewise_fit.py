@@ -30,6 +30,7 @@ def two_lines(n):
 SIZES = [2**k for k in range(8, 28)]
 
 
+@pytest.mark.thorough
 def test_one_line_with_noise_seldom_gets_more_and_is_predicted_well_all_the_same():
     chosen = []
     for seed in range(20):

@@ -244,6 +244,7 @@ def test_blocks_and_ranks_out_of_range_are_refused(ask, said):
 # ------------------------------------------------------------------ at random
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("samples", "block"), [(100_000, 32), (100_000, 1)], ids=["one by one", "at once"])
 def test_ten_thousand_draws_have_the_expected_spread(samples, block):
     assert (samples // block > MAX_DRAWN_BLOCKS) == (block == 1)

@@ -101,6 +101,7 @@ def test_on_one_rank_only_drop_changes_a_stream(policy, stream):
     assert ours == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]][: 2 if policy == "drop" else 3]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("batch_size", [1, 3, 10, 1000])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_sample_comes_once_in_another_order_each_epoch(batch_size, workers):

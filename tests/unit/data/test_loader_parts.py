@@ -207,6 +207,7 @@ print([sample_checksum(each) for each in (torch.arange(6.0), text, "text", [1, 2
 """
 
 
+@pytest.mark.thorough
 def test_checksums_differ_between_samples_and_not_between_processes():
     command = [sys.executable, "-c", CHECKSUMS]
     results = [eval(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2)]

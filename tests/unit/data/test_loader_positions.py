@@ -75,6 +75,7 @@ def test_a_loop_over_epochs_resumes_from_the_end_of_one(kind, last):
     assert rest == [[], epochs[1], epochs[2]], "nothing is left of the first, nothing is served twice"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dataset", [list(range(23)), Numbers(23)], ids=["map", "stream"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_can_be_stopped_again_and_again(dataset, workers):

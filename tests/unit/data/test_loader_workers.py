@@ -38,6 +38,7 @@ def drawn(loader, epoch=None):
     return samples_of(loader)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dataset", [Draws(), DrawsStream()], ids=["map", "stream"])
 def test_random_numbers_of_workers_follow_seed_and_epoch(dataset):
     def loader(seed=0):
@@ -111,6 +112,7 @@ class PidsStream(IterableDataset):
         return iter([os.getpid()] * 10)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dataset", [Pids(), PidsStream()], ids=["map", "stream"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_persistent_workers_stay_for_the_next_epoch(dataset, persistent):
@@ -178,6 +180,7 @@ def refuse(samples):
     return torch.tensor(samples)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("way", "workers", "message"),
     [

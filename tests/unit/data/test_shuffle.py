@@ -114,6 +114,7 @@ def test_positions_of_elements_and_pairs_are_uniform(size):
         assert abs(chi_squared(pairs[~np.eye(size, dtype=bool)], keys / (size * (size - 1)))) < 5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [MAX_LISTED, MAX_LISTED + 1, 4999, 65_536, 10**9, MAX_SIZE])
 def test_positions_of_a_large_shuffle_hold_any_elements(size):
     keys = 3000

@@ -346,6 +346,7 @@ def test_an_error_is_raised_in_a_thread_that_runs_python():
     assert type(caught[0]).__name__ == "PeerFailed"
 
 
+@pytest.mark.thorough
 def test_a_process_that_can_not_be_freed_prints_the_reason_and_ends():
     line = (
         "from paceline.health.abort_collectives import end_process; from paceline.errors import PeerFailed\n"

@@ -79,6 +79,7 @@ NUMBERS = st.one_of(
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("codec", NEAREST.values(), ids=NEAREST)
 @settings(max_examples=150, deadline=None)
 @given(values=st.lists(NUMBERS, max_size=40), times=st.integers(1, 60))
@@ -88,6 +89,7 @@ def test_what_comes_back_is_within_the_bound_of_the_format(codec, values, times)
     assert (off <= bound(codec, given_)).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("codec", EVERY, ids=words)
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 255, 256, 257, 1024, 65_535, 65_537, 600_001])
@@ -191,6 +193,7 @@ def test_any_nan_stays_one_in_dithered_bf16(pattern):
         assert (~into.isfinite()).nonzero().flatten().tolist() == [50]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", ROUNDED_AT_RANDOM.values(), ids=ROUNDED_AT_RANDOM)
 def test_dithered_numbers_are_right_on_average(make):
     codec, rounds = make(3, 1), 4000

@@ -62,6 +62,7 @@ def test_the_largest_are_sent_and_of_equal_ones_the_first(values, keep):
     assert ((into.double() - given_.double()).abs() <= bound)[expected].all()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("keep", [1e-7, 0.0001, 0.01, 0.3, 1.0])
 def test_a_sampled_threshold_finds_the_same_numbers(keep, device):

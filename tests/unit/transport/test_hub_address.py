@@ -49,6 +49,7 @@ def test_what_only_a_hub_can_be_at_is_nothing_to_connect_to(text):
         parse_hub_address(text, bind=False)
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(st.text(max_size=40), st.sampled_from(["", "tcp://", "ipc://"]), st.booleans())
 def test_any_text_is_an_address_or_a_usage_error(text, begin, bind):

@@ -21,6 +21,7 @@ def test_the_ladder():
     assert {SIZES[name].vocabulary for name in ("tiny", "mini")} == {256}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("name", SIZES)
 def test_parameter_count_is_that_of_the_module(name, tie):

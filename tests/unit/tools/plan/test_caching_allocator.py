@@ -121,6 +121,7 @@ def programs(draw):
     return changes
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(programs())
 def test_reserved_is_at_least_allocated_and_allocated_at_least_requested(changes):
@@ -138,6 +139,7 @@ def test_a_device_is_never_overdrawn(changes, mib):
     assert found.out_at is not None or found.requested_nbytes == unbounded.requested_nbytes
 
 
+@pytest.mark.thorough
 @settings(max_examples=100, deadline=None)
 @given(programs())
 def test_after_all_is_freed_it_can_be_taken_at_once(changes):

@@ -152,6 +152,7 @@ def test_the_most_uneven_are_drawn():
     assert said[-1].startswith("block 2000")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("scheme", ["random", "round_robin"])
 @pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (3, 7), (10**6, 3000)])
 def test_everything_can_be_drawn(samples, ranks, scheme, tmp_path):

@@ -24,6 +24,7 @@ from paceline.tools.plan.imbalance_statistics import (
 DRAWS = 3000
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("blocks", [50, 500, 5000])
 @pytest.mark.parametrize(
     "parts",

@@ -28,6 +28,7 @@ def test_unknown_names_are_refused(wrong):
         states_of(100, wrong[0], 2, wrong[1])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "sgd"])
 @pytest.mark.parametrize("strategy", ["flat", "sharded", "full-shard"])
 def test_what_is_traced_is_what_the_formula_says(strategy, optimizer):

@@ -135,6 +135,7 @@ def convolution(kernel, stride, channels):
     return net, torch.randn(8, channels, 32, 32)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("channels", [3, 32])
 def test_a_convolutions_workspace_is_that_of_the_cpu_kernel(stride, channels):
@@ -172,6 +173,7 @@ def test_tensors_without_memory_of_their_own_do_not_disturb_a_measurement():
     del bystanders
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"])
 def test_states_are_what_the_strategy_says_on_64_devices(strategy):
     found = predict_memory(resolve_subject("tiny"), TrainingSetting(strategy, 64, 2, 32))
@@ -185,6 +187,7 @@ def test_states_are_what_the_strategy_says_on_64_devices(strategy):
     assert held["optimizer state"] == pytest.approx(2 * found.parameter_nbytes / share, rel=0.03)
 
 
+@pytest.mark.thorough
 def test_more_devices_take_less_with_shards_and_as_much_without():
     def peak(strategy, ranks):
         return (
@@ -201,6 +204,7 @@ def test_more_devices_take_less_with_shards_and_as_much_without():
     assert peak("bucketed", 2) == pytest.approx(peak("bucketed", 16), rel=0.01)
 
 
+@pytest.mark.thorough
 def test_batch_checkpointing_and_precision_matter():
     def peak(**changes):
         return (

@@ -58,6 +58,7 @@ def test_a_few_large_values_do_not_hide_the_others():
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", ["_hidden", "$x^2$", "$\\frac$", "a$b", "\\$\\$", "{x}", "%s", "<b>&", "日本語 ✓"]
 )

@@ -74,6 +74,7 @@ def page_of_names(folder, names, reason, run):
     return write_hub_report(write(folder, records, name=run)).read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [5, 30])
 def test_names_and_reasons_of_others_are_text_never_markup(tmp_path, workers):
     names = [HOSTILE[number % len(HOSTILE)] for number in range(workers)]
@@ -135,6 +136,7 @@ def test_what_is_missing_is_noted(tmp_path):
     assert '<p class="note">The ledger is damaged: line 2' in write_hub_report(folder).read_text()
 
 
+@pytest.mark.thorough
 def test_many_lines_of_thirty_workers_are_a_page_of_bounded_size(tmp_path):
     page = write_hub_report(write(tmp_path, long_run(30_000, workers=30))).read_text()
     parse(page)
@@ -160,6 +162,7 @@ def test_a_run_of_days_tells_dates(tmp_path):
     assert "<td>120 h 0 min</td><td>2026-07-30 17:20:00</td>" in page
 
 
+@pytest.mark.thorough
 def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
     """Every kind of record, with the fields that the hub gives it."""
     written, note = [], Hub._record

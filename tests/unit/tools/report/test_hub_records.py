@@ -262,6 +262,7 @@ def test_whatever_a_ledger_holds_it_can_be_read(run):
     assert run(*records).records > 3000
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_ledger():
     run = HubRun(None)  # type: ignore[arg-type]
     tracemalloc.start()

@@ -54,6 +54,7 @@ def folder(tmp_path):
     return write_run(tmp_path / "demo", ranks=2, steps=30, slow_rank=1)
 
 
+@pytest.mark.thorough
 def test_the_page_tells_what_ran_where_time_went_and_what_limits(folder):
     path = write_run_report(folder)
     assert path == folder / "report.html"
@@ -108,6 +109,7 @@ def test_the_page_of_a_loop_of_ones_own_shows_what_it_logged(folder):
     assert "diverged" not in page
 
 
+@pytest.mark.thorough
 def test_the_loss_of_a_loop_of_ones_own_is_not_called_cross_entropy(folder):
     assert "Loss of the training batches as logged." in write_run_report(folder).read_text()
     facts = json.loads((folder / "run.json").read_text()) | {"model": {"name": "mini"}}
@@ -166,6 +168,7 @@ def test_writing_again_replaces_and_leaves_nothing_beside(folder):
     assert "old" not in (folder / "report.html").read_text()[:10]
 
 
+@pytest.mark.thorough
 def test_a_failure_leaves_the_old_page(folder, monkeypatch):
     write_run_report(folder)
     old = (folder / "report.html").read_text()
@@ -210,6 +213,7 @@ def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
     assert "<h3>sent</h3>" not in page
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "sent", [{}, [], {"sent_nbytes": 5.0, "would_be_nbytes": 0}, {"would_be_nbytes": "x", "buckets": 3}]
 )

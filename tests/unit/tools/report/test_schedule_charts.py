@@ -32,6 +32,7 @@ def test_one_colour_needs_no_legend():
     assert "added" not in texts(picture("broadcast", "tree", 4))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in ALGORITHMS for name in ALGORITHMS[op]])
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_everything_can_be_drawn(op, name, ranks):

@@ -50,6 +50,7 @@ def texts(svg):
     return [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_chart_is_written_as_png_and_svg(kind, tmp_path):
     chart = KINDS[kind]()

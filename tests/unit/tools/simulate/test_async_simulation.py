@@ -248,6 +248,7 @@ def test_fragments_are_sent_in_turns():
     assert math.isfinite(found.loss)
 
 
+@pytest.mark.thorough
 def test_a_thousand_workers_for_five_rounds():
     machine = SimulatedMachine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
     found = simulate_async(

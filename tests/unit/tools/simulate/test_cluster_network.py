@@ -39,6 +39,7 @@ def test_around_a_switch_it_is_the_closed_form(algorithm, ranks):
     assert found.transfer == pytest.approx(NBYTES * terms.sent / 1e8)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("algorithm", PLAIN)
 @pytest.mark.parametrize(
