@@ -1,6 +1,8 @@
 # Two commands do everything on a machine with Python 3.11, pip and make:
 #   make train    install into .venv, train the reference model on two processes, show the result
-#   make test     install into .venv, run all tests: two files at a time, then those that measure links
+#   make test     install into .venv, run the tests of everyday work: minutes
+#   make test-all install into .venv, run every test: those of make test, then the thorough ones and whole sweeps
+#   make check    install into .venv, run ruff, pyright and import-linter
 #   make docs     install into .venv, build the manual as a site into build/manual
 PYTHON ?= python3
 VENV   ?= .venv
@@ -8,7 +10,7 @@ STEPS  ?= 600
 RANKS  ?= 2
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: train test test-fast check docs clean help
+.PHONY: train test test-all test-fast check docs clean help
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -27,9 +29,17 @@ $(VENV)/.dev: $(VENV)/.run
 train: $(VENV)/.run
 	$(VENV)/bin/paceline train --ranks $(RANKS) --steps $(STEPS) --out runs/train --overwrite
 
+# Two files at a time; then, one by one, the tests that measure links or times.
+PYTEST := $(VENV)/bin/python -m pytest -q
+PAIRED := -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
-	$(VENV)/bin/python -m pytest -q -m alone tests/netlab
+	$(PYTEST) $(PAIRED)
+	$(PYTEST) -m alone tests/netlab
+
+test-all: test
+	$(PYTEST) --rest $(PAIRED)
+	$(PYTEST) --rest -m alone tests/netlab
 
 test-fast: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q tests/unit tests/cli
