@@ -107,7 +107,7 @@ def test_draws(paceline, tmp_path, name, what):
         (["ring", "--slow", "1"], "is not HOST=RATE"),
         (["ring", "--hub", 8], "there is no rank 8"),
         (["broadcast/tree", "--root", 8], "ranks 0 to 7"),
-        (["ring", "--root", 1], "has none"),
+        (["ring", "--root", 1], "has no root"),
         (["chain", "--segments", "few"], "--segments few"),
         (["chain", "--segments", 0], "--segments 0"),
         (["ring", "--run", "lap"], "did you mean 'lab'"),

@@ -195,7 +195,7 @@ def test_it_answers_without_torch():
             ["--starve", "--samples", 1100, "--workers", 2, "--block", 100, "--drop-last"],
             "don't drop the last",
         ),
-        (["--starve", "--samples", 1000, "--workers", 2], "nobody starves"),
+        (["--starve", "--samples", 1000, "--workers", 2], "none starves"),
         (["--samples", 0, "--workers", 7], "0 samples: there is nothing to dispatch"),
         (["--samples", -5, "--workers", 7], "-5 samples"),
         (["--samples", "many", "--workers", 7], "valid integer"),

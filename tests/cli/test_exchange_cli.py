@@ -54,7 +54,7 @@ def test_an_unknown_shape_is_refused_with_the_nearest(paceline, never_started):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "0"], "--ranks 0: nobody"),
+        (["--ranks", "0"], "--ranks 0: no rank"),
         (["--bytes", "many"], "'many' is no size"),
         (["--bytes", "1MB", "--ints", "5"], "exclude each other"),
         (["--ints", "0.5"], "is not a whole number"),

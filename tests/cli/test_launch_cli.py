@@ -78,7 +78,7 @@ def test_a_driver_of_ray_is_shown(command):
     [
         (["torchrun", "--ranks", "0", "train.py"], "ranks_per_host=0"),
         (["torchrun", "--host", "a", "--host", "a", "train.py"], "2 hosts, but these names: a, a"),
-        (["slurm", "--hostz", "2", "train.py"], "'--hostz' is no script"),
+        (["slurm", "--hostz", "2", "train.py"], "'--hostz' is not a script"),
         (["slurm", "--env", "A", "train.py"], "--env 'A' is not NAME=VALUE"),
         (["slurm", "--env", "A=1", "--env", "A=2", "train.py"], "sets A a second time"),
         (["slurm", "--folder", "runs", "train.py"], "folder 'runs' is not the same everywhere"),
@@ -102,11 +102,11 @@ def test_a_missing_launcher_is_reported(command, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = command("launch", "slurm", "--submit", "train.py")
     assert code == 2
-    assert "there is no sbatch and no scontrol on this machine" in err
+    assert "no sbatch and no scontrol on this machine" in err
     assert "--out FILE" in err
     code, _, err = command("launch", "torchrun", "--host", "a", "--submit", "train.py")
     assert code == 2
-    assert "there is no program 'ssh' on this machine" in err
+    assert "no program 'ssh' on this machine" in err
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     code, _, err = command("launch", "mpi", "--submit", "train.py")
     assert code == 2
@@ -130,7 +130,7 @@ def test_a_job_whose_node_is_lost_may_come_back(monkeypatch, tmp_path, end):
     )
     (tmp_path / "log").write_bytes(b"step 1\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(slurm, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(slurm, "_RETURN_SECONDS", 0.05)
     said, shown = [], []
     state = slurm.watch_job(3, tmp_path / "log", said.append, shown.append)
@@ -150,7 +150,9 @@ def test_a_job_unknown_to_slurm_is_reported(monkeypatch, tmp_path):
     script.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(RankFailed, match=r"(?s)Slurm tells nothing of job 3: .*Invalid job id.*sacct -j 3"):
+    with pytest.raises(
+        RankFailed, match=r"(?s)Slurm reports nothing about job 3: .*Invalid job id.*sacct -j 3"
+    ):
         slurm.watch_job(3, tmp_path / "log", print, print)
 
 
@@ -162,12 +164,14 @@ def test_a_silent_controller_is_queried_again(monkeypatch, tmp_path, answers):
     script.write_text(f"#!/bin/sh\necho x >> {asked}\n{answer if answers else ''}\nexec sleep 100\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name, value in (("_ASK_SECONDS", 0.3), ("_LOOK_SECONDS", 0.01), ("_TRIES", 3)):
+    for name, value in (("_ANSWER_SECONDS", 0.3), ("_POLL_SECONDS", 0.01), ("_TRIES", 3)):
         monkeypatch.setattr(slurm, name, value)
     if answers:
         assert slurm.watch_job(3, tmp_path / "log", print, print).state == "COMPLETED"
         return
-    with pytest.raises(RankFailed, match=r"Slurm tells nothing of job 3: no answer within 0.3 s, 3 times"):
+    with pytest.raises(
+        RankFailed, match=r"Slurm reports nothing about job 3: no answer within 0.3 s, 3 times"
+    ):
         slurm.watch_job(3, tmp_path / "log", print, print)
 
 
@@ -178,7 +182,7 @@ def test_output_lines_carry_host_names_and_the_first_error_decides(capsys):
     assert not [one for one in psutil.Process().children(recursive=True) if one.name() == "sleep"]
     assert run_commands({"": ["sh", "-c", "kill -9 $$"]}) == 137
     assert run_commands({"a": ["true"], "b": ["true"]}) == 0
-    with pytest.raises(UsageError, match="there is no program 'no-such'"):
+    with pytest.raises(UsageError, match="no program 'no-such'"):
         run_commands({"": ["no-such"]})
 
 

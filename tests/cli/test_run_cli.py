@@ -39,7 +39,7 @@ def test_options_become_a_job(call, jobs, script, tmp_path):
     assert list(job.argv) == [str(script), "--ranks", "7", "-m"]
     assert (job.hosts, job.ranks, job.min_ranks, job.min_hosts) == (3, 2, 4, 2)
     assert (str(job.address), job.max_restarts, job.rejoin, job.log_dir) == ("pc1:4000", 9, False, tmp_path)
-    assert (job.patience.last_call, job.patience.join) == (8.0, 120.0)
+    assert (job.timeouts.last_call, job.timeouts.join) == (8.0, 120.0)
 
 
 def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
@@ -58,14 +58,14 @@ def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
         (["absent.py"], "no such script: absent.py"),
         (["--ranks", 0, "SCRIPT"], "ranks=0"),
         (["--ranks", 2, "--min-ranks", 3, "SCRIPT"], "min_ranks=3, of 2 ranks"),
-        (["--hosts", 2, "SCRIPT"], "2 hosts, but no place where they meet"),
-        (["--hosts", 2, "--rendezvous", "pc1:x", "SCRIPT"], "'pc1:x' is no address of a rendezvous"),
-        (["--hosts", 2, "--rendezvous", "no-such-host.invalid", "SCRIPT"], "resolves to nothing"),
+        (["--hosts", 2, "SCRIPT"], "2 hosts, but no rendezvous"),
+        (["--hosts", 2, "--rendezvous", "pc1:x", "SCRIPT"], "'pc1:x' is not a rendezvous address"),
+        (["--hosts", 2, "--rendezvous", "no-such-host.invalid", "SCRIPT"], "does not resolve"),
         (["--wait", "soon", "SCRIPT"], "soon"),
         (["--grace", "0s", "SCRIPT"], "--grace 0s: must be above 0"),
         (["--log-dir", "SCRIPT/logs", "SCRIPT"], "can't be written"),
         (["--serve", "127.0.0.1:4000", "SCRIPT"], "--serve runs no script"),
-        (["--serve", "192.0.2.1:4000"], "192.0.2.1 is no address of this machine"),
+        (["--serve", "192.0.2.1:4000"], "192.0.2.1 is not an address of this machine"),
     ],
 )
 def test_bad_input_is_refused(call, script, words, text):

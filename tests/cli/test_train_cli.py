@@ -272,7 +272,7 @@ def test_failure_of_a_rank_is_reported_without_a_traceback(tmp_path, text):
 def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text, here):
     ended = here("--data", text, "--out", tmp_path / "run", "--device", "cuda", *SMALL)
     assert ended.returncode == 1
-    assert ended.stderr.startswith("Error: device 'cuda' asks for CUDA, but ")
+    assert ended.stderr.startswith("Error: device 'cuda' requires CUDA, but ")
     assert ended.stderr.count("Error") == 1
     assert not (tmp_path / "run").exists()
 

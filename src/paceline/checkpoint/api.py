@@ -223,7 +223,7 @@ class Checkpoint:
             "written": {
                 "at": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "paceline": __version__,
-                "torch": torch.__version__,
+                "torch": str(torch.__version__),
             },
         }
         self._latest = BackgroundSave(

@@ -46,7 +46,7 @@ def machine_facts() -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Paceline, torch and Python for ``run.json``."""
-    return {"paceline": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 class Profiler:

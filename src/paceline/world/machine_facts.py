@@ -261,7 +261,7 @@ def torch_facts() -> TorchFacts | None:
         gpu = torch.cuda.get_device_properties(index)
         gpus.append(GpuFacts(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"))
     return TorchFacts(
-        torch.__version__, torch.version.cuda or "", torch.get_num_threads(), backends, tuple(gpus)
+        str(torch.__version__), torch.version.cuda or "", torch.get_num_threads(), backends, tuple(gpus)
     )
 
 

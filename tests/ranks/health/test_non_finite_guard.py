@@ -71,7 +71,7 @@ def skips(rank, size, sync, plain, clip, source):
     return (
         reports,
         model_zoo.apart(model.whole_parameters(), one_process([0, 2, 4], range(size))),
-        guard.latest.of,
+        guard.latest.parameters,
     )
 
 

@@ -81,7 +81,7 @@ SLEEPS = f"stall_at(rank=1, step={STEP}, how='sleep')"
 HOLDS = f"stall_at(rank=1, step={STEP}, how='gil')"
 
 EXPECTED = {
-    RAISES: ("raised", "raised RuntimeError: a fault on purpose", "in _raise", None),
+    RAISES: ("raised", "raised RuntimeError: injected fault", "in _raise", None),
     MEMORY: ("raised", "raised MemoryError", "_run_out_of_memory", None),
     EXITS: (
         "gone",

@@ -166,7 +166,7 @@ def test_the_data_axis_of_a_device_mesh_is_a_group(pool):
 
 
 def foreign_unit(rank, size):
-    with pytest.raises(UsageError, match="unit Linear is no submodule"):
+    with pytest.raises(UsageError, match="unit Linear is not a submodule"):
         paceline.DataParallel(model_zoo.build("Plain"), sync="full-shard", units=[torch.nn.Linear(2, 2)])
 
 

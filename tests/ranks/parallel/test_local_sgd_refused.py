@@ -32,7 +32,7 @@ def other_on_rank_1(rank):
         ("DiLoCo", {"every": 0}, "every=0"),
         ("LocalSGD", {"every": 2.5}, "every=2.5"),
         ("DiLoCo", {"every": 9, "fragments": 5}, "fragments=5, but the model has 4 layers"),
-        ("DiLoCo", {"every": 3, "fragments": 4}, "at most as many fragments as steps"),
+        ("DiLoCo", {"every": 3, "fragments": 4}, "at most one fragment per step"),
         ("DiLoCo", {"every": 3, "delay": 3}, "delay=3 with every=3"),
         ("DiLoCo", {"every": 3, "delay": -1}, "delay=-1"),
         ("DiLoCo", {"every": 3, "mix": 1.0}, "mix=1.0"),

@@ -156,7 +156,7 @@ class TuningCache:
             "parameters": sum(slot.numel for slot in self._slots),
             "device": self._slots[0].param.device.type if self._slots else "cpu",
             "backend": self._comm.backend,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "hosts": hosts,
         }
         text = ""
