@@ -31,36 +31,54 @@ HERE = Path(__file__).parent
 _LONG: dict[str, Any] = {"context": 256}
 
 MEASURED: list[tuple[str, TrainingSetting]] = [
-    ("tiny", TrainingSetting("alone", 1, 8)),
-    ("tiny", TrainingSetting("bucketed", 2, 8, autocast="bf16")),
-    ("tiny", TrainingSetting("bucketed", 2, 4, accumulate=4)),
-    ("tiny", TrainingSetting("sharded", 4, 4)),
-    ("mini", TrainingSetting("naive", 2, 4)),
-    ("mini", TrainingSetting("sharded", 2, 4, autocast="bf16")),
-    ("mini", TrainingSetting("full-shard", 4, 2)),
-    ("mini", TrainingSetting("full-shard", 2, 8, checkpointing=True)),
-    ("44m", TrainingSetting("alone", 1, 2, **_LONG)),
-    ("44m", TrainingSetting("bucketed", 2, 2, **_LONG)),
-    ("44m", TrainingSetting("sharded", 2, 2, **_LONG)),
-    ("44m", TrainingSetting("full-shard", 2, 2, gather="bf16", **_LONG)),
-    ("small", TrainingSetting("alone", 1, 1, optimizer="sgd", **_LONG)),
-    ("small", TrainingSetting("full-shard", 2, 1, checkpointing=True, **_LONG)),
-    ("models:mlp", TrainingSetting("alone", 1, 256, optimizer="sgd")),
-    ("models:mlp", TrainingSetting("flat", 2, 256, optimizer="sgd-momentum")),
-    ("models:mlp", TrainingSetting("sharded", 3, 64)),
-    ("models:conv_net", TrainingSetting("alone", 1, 16)),
-    ("models:conv_net", TrainingSetting("bucketed", 2, 16, autocast="bf16")),
-    ("models:conv_net", TrainingSetting("full-shard", 2, 8, optimizer="sgd-momentum")),
-    ("models:encoder", TrainingSetting("alone", 1, 4)),
-    ("models:encoder", TrainingSetting("bucketed", 2, 4, checkpointing=True)),
-    ("models:encoder", TrainingSetting("sharded", 2, 4, autocast="bf16")),
-    ("models:recurrent", TrainingSetting("alone", 1, 4, 32)),
-    ("models:gpt2", TrainingSetting("bucketed", 2, 4)),
+    ("tiny", TrainingSetting(strategy="alone", ranks=1, batch=8)),
+    ("tiny", TrainingSetting(strategy="bucketed", ranks=2, batch=8, autocast="bf16")),
+    ("tiny", TrainingSetting(strategy="bucketed", ranks=2, batch=4, accumulate=4)),
+    ("tiny", TrainingSetting(strategy="sharded", ranks=4, batch=4)),
+    ("mini", TrainingSetting(strategy="naive", ranks=2, batch=4)),
+    ("mini", TrainingSetting(strategy="sharded", ranks=2, batch=4, autocast="bf16")),
+    ("mini", TrainingSetting(strategy="full-shard", ranks=4, batch=2)),
+    ("mini", TrainingSetting(strategy="full-shard", ranks=2, batch=8, checkpointing=True)),
+    ("44m", TrainingSetting(strategy="alone", ranks=1, batch=2, **_LONG)),
+    ("44m", TrainingSetting(strategy="bucketed", ranks=2, batch=2, **_LONG)),
+    ("44m", TrainingSetting(strategy="sharded", ranks=2, batch=2, **_LONG)),
+    ("44m", TrainingSetting(strategy="full-shard", ranks=2, batch=2, gather="bf16", **_LONG)),
+    ("small", TrainingSetting(strategy="alone", ranks=1, batch=1, optimizer="sgd", **_LONG)),
+    ("small", TrainingSetting(strategy="full-shard", ranks=2, batch=1, checkpointing=True, **_LONG)),
+    ("models:mlp", TrainingSetting(strategy="alone", ranks=1, batch=256, optimizer="sgd")),
+    ("models:mlp", TrainingSetting(strategy="flat", ranks=2, batch=256, optimizer="sgd-momentum")),
+    ("models:mlp", TrainingSetting(strategy="sharded", ranks=3, batch=64)),
+    ("models:conv_net", TrainingSetting(strategy="alone", ranks=1, batch=16)),
+    ("models:conv_net", TrainingSetting(strategy="bucketed", ranks=2, batch=16, autocast="bf16")),
+    ("models:conv_net", TrainingSetting(strategy="full-shard", ranks=2, batch=8, optimizer="sgd-momentum")),
+    ("models:encoder", TrainingSetting(strategy="alone", ranks=1, batch=4)),
+    ("models:encoder", TrainingSetting(strategy="bucketed", ranks=2, batch=4, checkpointing=True)),
+    ("models:encoder", TrainingSetting(strategy="sharded", ranks=2, batch=4, autocast="bf16")),
+    ("models:recurrent", TrainingSetting(strategy="alone", ranks=1, batch=4, context=32)),
+    ("models:gpt2", TrainingSetting(strategy="bucketed", ranks=2, batch=4)),
 ]
 PREDICTED: list[tuple[str, TrainingSetting]] = [
-    ("medium", TrainingSetting(strategy, 64, 8, 1024, autocast="bf16", backend="nccl", device="cuda"))
+    (
+        "medium",
+        TrainingSetting(
+            strategy=strategy, ranks=64, batch=8, context=1024, autocast="bf16", backend="nccl", device="cuda"
+        ),
+    )
     for strategy in ("bucketed", "sharded", "full-shard")
-] + [("xxl", TrainingSetting("full-shard", 64, 1, 1024, gather="bf16", backend="nccl", device="cuda"))]
+] + [
+    (
+        "xxl",
+        TrainingSetting(
+            strategy="full-shard",
+            ranks=64,
+            batch=1,
+            context=1024,
+            gather="bf16",
+            backend="nccl",
+            device="cuda",
+        ),
+    )
+]
 
 
 def main(

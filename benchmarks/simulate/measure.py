@@ -119,10 +119,10 @@ def clock() -> dict[str, Any]:
     """Return how long the simulator itself takes for 10,000 nodes of 8 ranks with everything in, and for a sweep."""
     network = ClusterNetwork(link=400e9, latency=14e-6, per_node=8, inside=450e9, inside_latency=3.4e-6)
     plan = ClusterPlan(
-        network,
-        1.2,
-        28e9,
-        ClusterMachines(spread=0.02, jitter=0.03),
+        network=network,
+        step_seconds=1.2,
+        nbytes=28e9,
+        machines=ClusterMachines(spread=0.02, jitter=0.03),
         node_mtbf=1800 * DAY,
         write=60.0,
         restart=300.0,

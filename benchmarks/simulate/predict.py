@@ -80,4 +80,6 @@ def predict(name: str, ranks: int, fit: CollectiveFit, host: Host, nbytes: float
     plan: dict[str, Any] = {"strategy": strategy.name} | {each: getattr(host, each) for each in NAMES}
     if strategy.name != "flat":
         plan["bucket_nbytes"] = strategy.bucket_mib * 2**20
-    return simulate_cluster(ClusterPlan(FittedNetwork(fit), host.computing, nbytes, **plan), ranks)
+    return simulate_cluster(
+        ClusterPlan(network=FittedNetwork(fit), step_seconds=host.computing, nbytes=nbytes, **plan), ranks
+    )

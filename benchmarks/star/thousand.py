@@ -32,7 +32,9 @@ CADENCES = (SyncSchedule(1), SyncSchedule(4, 1, 1))
 
 def run(workers: int, rounds: int, cadence: SyncSchedule) -> dict[str, Any]:
     """Simulate a large star; return what it took and what came out."""
-    plan = AsyncPlan([MACHINE] * workers, steps=cadence.every * rounds, cadence=cadence, compression=None)
+    plan = AsyncPlan(
+        machines=[MACHINE] * workers, steps=cadence.every * rounds, cadence=cadence, compression=None
+    )
     begun, used = time.perf_counter(), _processor_seconds()
     found = simulate_async(plan, LinearTask())
     return {

@@ -128,12 +128,14 @@ def run(way: Way, seed: int) -> dict[str, Any]:
     if way.kind != "star":
         machines = [SimulatedMachine(step_seconds=1.0)] * (WORKERS if way.kind == "ddp" else 1)
         schedule = SCHEDULES[way.falls]
-        plan = DdpPlan(machines, steps=STEPS, schedule=schedule, members=WORKERS, score_every=STEPS / 12)
+        plan = DdpPlan(
+            machines=machines, steps=STEPS, schedule=schedule, members=WORKERS, score_every=STEPS / 12
+        )
         done = simulate_ddp(plan, task)
         curve = [(each.seconds, each.loss) for each in done.points]
         return {"loss": done.loss, "nbytes": 2 * done.nbytes / numel, "curve": curve, "digest": done.digest}
     plan = AsyncPlan(
-        [SimulatedMachine(step_seconds=1.0) for _ in range(WORKERS)],
+        machines=[SimulatedMachine(step_seconds=1.0) for _ in range(WORKERS)],
         steps=STEPS,
         cadence=SyncSchedule(way.every, 1, way.delay),
         rules=HubRules(outer=way.outer, population=way.population, down=way.down),

@@ -15,7 +15,7 @@ BAR = 0.05
 @pytest.mark.parametrize("strategy", ["alone", "bucketed"])
 def test_a_predicted_peak_is_the_measured_one(strategy, autocast):
     setting = TrainingSetting(
-        strategy, batch=8, context=128, autocast=autocast, backend="nccl", device="cuda"
+        strategy=strategy, batch=8, context=128, autocast=autocast, backend="nccl", device="cuda"
     )
     checked = check_prediction(resolve_subject("small"), setting, run_ranks)
     assert abs(checked.error) <= BAR, checked.facts()

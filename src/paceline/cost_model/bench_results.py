@@ -113,7 +113,7 @@ class MeasuredStep:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _CollectiveRow:
     op: str
     backend: str
@@ -143,7 +143,7 @@ class _StrategyFields:
     bucket_mib: NonNegative | str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _StepFields:
     model: str
     ranks: Count

@@ -20,7 +20,7 @@ __all__ = ["DEVICES", "DTYPES", "INTERCONNECTS", "Device", "Interconnect", "find
 DTYPES = ("bf16", "fp16", "tf32", "fp32")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """A device from its data sheet; see [Note: data sheets].
 
@@ -104,15 +104,15 @@ def _device(
         return None if rate is None else rate * 1e12
 
     return Device(
-        name,
-        round(memory_gb * 1e9),
-        flops(bf16),
-        flops(fp16),
-        flops(tf32),
-        flops(fp32),
-        gb_per_second * 1e9,
-        link,
-        source,
+        name=name,
+        memory_nbytes=round(memory_gb * 1e9),
+        bf16=flops(bf16),
+        fp16=flops(fp16),
+        tf32=flops(tf32),
+        fp32=flops(fp32),
+        memory_nbytes_per_second=gb_per_second * 1e9,
+        link=link,
+        source=source,
     )
 
 

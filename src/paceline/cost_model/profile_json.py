@@ -35,7 +35,7 @@ __all__ = ["decode_entries", "encode_entries"]
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _ProfileLists:
     sources: tuple[Source, ...]
     collectives: tuple[Record, ...]

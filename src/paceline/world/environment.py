@@ -17,7 +17,7 @@ from paceline.world.rendezvous_store import resolve_init_method
 __all__ = ["ProcessPlace", "boot_id", "host_label", "read_environment"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcessPlace:
     """This process's place in the world, as far as arguments and variables give it.
 
@@ -43,7 +43,7 @@ class ProcessPlace:
     source: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Launcher:
     """Names of the variables in which a launcher gives a process its place; empty: it has none."""
 
@@ -57,18 +57,31 @@ class Launcher:
 
 
 TORCHRUN = Launcher(
-    "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
+    name="torchrun",
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    node="GROUP_RANK",
+    nodes="GROUP_WORLD_SIZE",
 )
 OPEN_MPI = Launcher(
-    "Open MPI",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    name="Open MPI",
+    rank="OMPI_COMM_WORLD_RANK",
+    size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-MPICH = Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+MPICH = Launcher(
+    name="MPICH", rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"
+)
 SLURM = Launcher(
-    "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", node="SLURM_NODEID", nodes="SLURM_NNODES"
+    name="Slurm",
+    rank="SLURM_PROCID",
+    size="SLURM_NTASKS",
+    local_rank="SLURM_LOCALID",
+    node="SLURM_NODEID",
+    nodes="SLURM_NNODES",
 )
 
 # Slurm's batch scripts and interactive shells have no step id, or one numbered from the top: negative if it is printed

@@ -39,7 +39,7 @@ __all__ = [
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MachineFacts:
     """Facts of this machine that matter to training.
 
@@ -96,7 +96,7 @@ class MachineFacts:
     compiler: CompilerFacts | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopbackTiming:
     """Times of an all-reduce between ranks of this machine.
 

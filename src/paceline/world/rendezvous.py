@@ -39,7 +39,7 @@ _LEAVE_SECONDS = 10.0  # longest wait of rank 0 for the others to have read the 
 _STALE_SECONDS = 10.0  # how long something that may be left from earlier must persist to be believed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankClaim:
     """A rank's description of itself."""
 
@@ -58,7 +58,13 @@ class RankClaim:
     def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str] | None = None) -> RankClaim:
         """Return a new claim of this process to `rank`."""
         return cls(
-            rank, size, socket.gethostname(), boot_id(), os.getpid(), uuid.uuid4().hex, dict(facts or {})
+            rank=rank,
+            size=size,
+            host=socket.gethostname(),
+            boot=boot_id(),
+            pid=os.getpid(),
+            nonce=uuid.uuid4().hex,
+            facts=dict(facts or {}),
         )
 
     @classmethod

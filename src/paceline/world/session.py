@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["World", "init", "shutdown"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class World:
     """This process's place among all processes of a training.
 
@@ -194,7 +194,16 @@ def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout:
         device_id=gpu if backend == "nccl" else None,
     )
     _session.owns_group = True
-    return World(place.rank, place.size, local_rank, local_size, node, nodes, backend, chosen)
+    return World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=node,
+        nodes=nodes,
+        backend=backend,
+        device=chosen,
+    )
 
 
 def _open(place: ProcessPlace, timeout: float) -> Store:

@@ -19,11 +19,13 @@ def start(argv, ranks, *, env):
 @pytest.mark.parametrize(
     "setting",
     [
-        TrainingSetting("bucketed", 2, 4, 64, autocast="bf16"),
-        TrainingSetting("sharded", 2, 2, 64),
-        TrainingSetting("full-shard", 2, 2, 64, checkpointing=True),
-        TrainingSetting("full-shard", 2, 2, 64, gather="bf16", optimizer="sgd-momentum"),
-        TrainingSetting("naive", 3, 2, 32, accumulate=2),
+        TrainingSetting(strategy="bucketed", ranks=2, batch=4, context=64, autocast="bf16"),
+        TrainingSetting(strategy="sharded", ranks=2, batch=2, context=64),
+        TrainingSetting(strategy="full-shard", ranks=2, batch=2, context=64, checkpointing=True),
+        TrainingSetting(
+            strategy="full-shard", ranks=2, batch=2, context=64, gather="bf16", optimizer="sgd-momentum"
+        ),
+        TrainingSetting(strategy="naive", ranks=3, batch=2, context=32, accumulate=2),
     ],
     ids=lambda setting: setting.name,
 )
@@ -38,12 +40,21 @@ def test_a_prediction_is_what_ranks_take(setting):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("autocast", ["off", "bf16"])
 def test_a_prediction_is_what_a_gpu_gives_out(autocast):
-    setting = TrainingSetting("alone", 1, 8, 128, autocast=autocast, device="cuda", backend="nccl")
+    setting = TrainingSetting(
+        strategy="alone", ranks=1, batch=8, context=128, autocast=autocast, device="cuda", backend="nccl"
+    )
     assert abs(check_prediction(resolve_subject("mini"), setting, start).error) < 0.10
 
 
 def test_more_gpus_than_there_are_can_not_be_measured():
-    setting = TrainingSetting("bucketed", 1 + torch.cuda.device_count(), 1, 32, device="cuda", backend="nccl")
+    setting = TrainingSetting(
+        strategy="bucketed",
+        ranks=1 + torch.cuda.device_count(),
+        batch=1,
+        context=32,
+        device="cuda",
+        backend="nccl",
+    )
     with pytest.raises(UsageError, match="can't run here"):
         measure_memory("tiny", setting, start)
 
@@ -51,4 +62,6 @@ def test_more_gpus_than_there_are_can_not_be_measured():
 @pytest.mark.thorough
 def test_a_training_that_exceeds_memory_is_refused_before_it_runs():
     with pytest.raises(UsageError, match="are available"):
-        check_prediction(resolve_subject("xl"), TrainingSetting("bucketed", 64, 8, 256), start)
+        check_prediction(
+            resolve_subject("xl"), TrainingSetting(strategy="bucketed", ranks=64, batch=8, context=256), start
+        )

@@ -45,7 +45,7 @@ def run(
 ) -> AsyncResult:
     return simulate_async(
         AsyncPlan(
-            [SimulatedMachine(step_seconds=1.0)] * workers,
+            machines=[SimulatedMachine(step_seconds=1.0)] * workers,
             steps=steps,
             cadence=cadence,
             compression=None,

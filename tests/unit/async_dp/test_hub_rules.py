@@ -22,7 +22,11 @@ from paceline.errors import UsageError
 
 def check(screen: UpdateScreen, norm: float, *, worker: int = 1, now: float = 0.0, **changes) -> str:
     header = UpdateHeader(
-        0, 1.0, changes.get("steps", 1), score=changes.get("score"), before=changes.get("before")
+        base=0,
+        samples=1.0,
+        steps=changes.get("steps", 1),
+        score=changes.get("score"),
+        before=changes.get("before"),
     )
     return screen.check(worker, 0, norm, header, now)
 

@@ -19,7 +19,7 @@ def trained(rules: PopulationRules) -> AsyncResult:
     task = GPTTask(GptSize("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=4, lr=1e-2, held_out=32)
     machines = [SimulatedMachine(step_seconds=1.0, lr=lr) for lr in (None, None, None, 1.0)]
     plan = AsyncPlan(
-        machines,
+        machines=machines,
         steps=160,
         cadence=SyncSchedule(ROUND, 1, 3),
         rules=HubRules(population=rules),

@@ -27,7 +27,14 @@ ROWS = (
     {"plan": "sharded, 5 MiB", "seconds": [0.8, 0.9], "ratio": 0.81},
     {"plan": "flat", "seconds": [1.2, None], "ratio": 1.2},
 )
-TUNED = TuningResult(Sync(5.0, shard="optimizer"), 0.85, 1.05, 0.81, "2026-01-02T03:04:05+00:00", ROWS)
+TUNED = TuningResult(
+    plan=Sync(5.0, shard="optimizer"),
+    step_seconds=0.85,
+    default_seconds=1.05,
+    ratio=0.81,
+    date="2026-01-02T03:04:05+00:00",
+    rows=ROWS,
+)
 
 
 # ---------------------------------------------------------------------- candidates
@@ -93,7 +100,9 @@ def test_a_result_is_loaded_as_it_was_saved(tmp_path):
 
 
 def test_a_single_bucket_can_be_saved(tmp_path):
-    flat = TuningResult(STRATEGIES["flat"], 1.0, 1.1, 0.9, "2026", ROWS)
+    flat = TuningResult(
+        plan=STRATEGIES["flat"], step_seconds=1.0, default_seconds=1.1, ratio=0.9, date="2026", rows=ROWS
+    )
     save_result(tmp_path, KEY, flat)
     found = load_result(tmp_path, KEY)
     assert found is not None
@@ -152,5 +161,7 @@ def test_the_message_names_the_choice_the_gain_and_the_measurements():
 
 
 def test_the_message_of_a_default_that_stays():
-    stays = TuningResult(Sync(), 1.0, 1.0, 1.0, "2026", ROWS)
+    stays = TuningResult(
+        plan=Sync(), step_seconds=1.0, default_seconds=1.0, ratio=1.0, date="2026", rows=ROWS
+    )
     assert stays.sentence.startswith("bucketed, 25 MiB, the default, stays: no other plan is faster")

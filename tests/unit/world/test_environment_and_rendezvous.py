@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import MissingRanks, UsageError, WorldError
-from paceline.world import ProcessPlace as Place
-from paceline.world import World, init, read_environment, shutdown
+from paceline.world import ProcessPlace, World, init, read_environment, shutdown
 from paceline.world.device_selection import choose_device
 from paceline.world.rendezvous import RankClaim, RankRoster, Refusal, format_ranks
 from paceline.world.rendezvous_store import first_host, path_of, split_tcp
@@ -48,7 +47,14 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-ALONE = Place(0, 1, None, None, None, None, None, "arguments")
+
+
+def place(*values):
+    """Return a `ProcessPlace` from the values of its fields, in their order."""
+    return ProcessPlace(**dict(zip([field.name for field in fields(ProcessPlace)], values, strict=True)))
+
+
+ALONE = place(0, 1, None, None, None, None, None, "arguments")
 
 
 def without(env, *names):
@@ -68,37 +74,37 @@ def without(env, *names):
         (SLURM | {"SLURM_STEP_ID": "-5"}, ALONE),
         (SLURM | {"SLURM_STEP_ID": "-6"}, ALONE),
         (without(SLURM, "SLURM_STEP_ID"), ALONE),
-        (PLAIN, Place(1, 4, None, None, None, None, "tcp://pc1:4000", "torchrun")),
-        (PLAIN | {"MASTER_ADDR": "fe80::1"}, Place(1, 4, *[None] * 4, "tcp://[fe80::1]:4000", "torchrun")),
-        (PLAIN | {"PACELINE_INIT_METHOD": "file:///s/x"}, Place(1, 4, *[None] * 4, "file:///s/x", "torchrun")),
-        (PLAIN | {"PACELINE_INIT_METHOD": "env://"}, Place(1, 4, *[None] * 4, "tcp://pc1:4000", "torchrun")),
-        (PLAIN | {"PACELINE_INIT_METHOD": ""}, Place(1, 4, *[None] * 4, "tcp://pc1:4000", "torchrun")),
-        (PLAIN | {"RANK": "0", "WORLD_SIZE": "1"}, Place(0, 1, *[None] * 4, "tcp://pc1:4000", "torchrun")),
+        (PLAIN, place(1, 4, None, None, None, None, "tcp://pc1:4000", "torchrun")),
+        (PLAIN | {"MASTER_ADDR": "fe80::1"}, place(1, 4, *[None] * 4, "tcp://[fe80::1]:4000", "torchrun")),
+        (PLAIN | {"PACELINE_INIT_METHOD": "file:///s/x"}, place(1, 4, *[None] * 4, "file:///s/x", "torchrun")),
+        (PLAIN | {"PACELINE_INIT_METHOD": "env://"}, place(1, 4, *[None] * 4, "tcp://pc1:4000", "torchrun")),
+        (PLAIN | {"PACELINE_INIT_METHOD": ""}, place(1, 4, *[None] * 4, "tcp://pc1:4000", "torchrun")),
+        (PLAIN | {"RANK": "0", "WORLD_SIZE": "1"}, place(0, 1, *[None] * 4, "tcp://pc1:4000", "torchrun")),
         ({"RANK": "0", "WORLD_SIZE": "1"}, replace(ALONE, source="torchrun")),
-        (AGENT, Place(3, 4, 1, 2, 1, 2, "env://", "torchrun")),
-        (AGENT | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, Place(3, 4, 1, 2, 1, 2, "tcp://pc1:4000", "torchrun")),
-        (AGENT | SLURM, Place(3, 4, 1, 2, 1, 2, "env://", "torchrun")),
-        (AGENT | OPEN_MPI, Place(3, 4, 1, 2, 1, 2, "env://", "torchrun")),
-        (SLURM, Place(2, 4, 0, None, 1, 2, f"tcp://gpu07:{20000 + 1234 * 31 % 20000}", "Slurm")),
-        (SLURM | MASTER, Place(2, 4, 0, None, 1, 2, "tcp://pc1:4000", "Slurm")),
-        (SLURM | MASTER | {"WORLD_SIZE": "4"}, Place(2, 4, 0, None, 1, 2, "tcp://pc1:4000", "Slurm")),
-        (SLURM | PLAIN | {"RANK": "2"}, Place(2, 4, None, None, None, None, "tcp://pc1:4000", "torchrun")),
-        (SLURM | {"MASTER_PORT": "4000"}, Place(2, 4, 0, None, 1, 2, "tcp://gpu07:4000", "Slurm")),
+        (AGENT, place(3, 4, 1, 2, 1, 2, "env://", "torchrun")),
+        (AGENT | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, place(3, 4, 1, 2, 1, 2, "tcp://pc1:4000", "torchrun")),
+        (AGENT | SLURM, place(3, 4, 1, 2, 1, 2, "env://", "torchrun")),
+        (AGENT | OPEN_MPI, place(3, 4, 1, 2, 1, 2, "env://", "torchrun")),
+        (SLURM, place(2, 4, 0, None, 1, 2, f"tcp://gpu07:{20000 + 1234 * 31 % 20000}", "Slurm")),
+        (SLURM | MASTER, place(2, 4, 0, None, 1, 2, "tcp://pc1:4000", "Slurm")),
+        (SLURM | MASTER | {"WORLD_SIZE": "4"}, place(2, 4, 0, None, 1, 2, "tcp://pc1:4000", "Slurm")),
+        (SLURM | PLAIN | {"RANK": "2"}, place(2, 4, None, None, None, None, "tcp://pc1:4000", "torchrun")),
+        (SLURM | {"MASTER_PORT": "4000"}, place(2, 4, 0, None, 1, 2, "tcp://gpu07:4000", "Slurm")),
         (SLURM | {"MASTER_PORT": "4000", "SLURM_NNODES": "1", "SLURM_NODEID": "0"},
-         Place(2, 4, 0, None, 0, 1, "tcp://127.0.0.1:4000", "Slurm")),
+         place(2, 4, 0, None, 0, 1, "tcp://127.0.0.1:4000", "Slurm")),
         (without(SLURM, "SLURM_STEP_NODELIST") | {"MASTER_PORT": "4000"},
-         Place(2, 4, 0, None, 1, 2, "tcp://10.0.0.1:4000", "Slurm")),
+         place(2, 4, 0, None, 1, 2, "tcp://10.0.0.1:4000", "Slurm")),
         (without(SLURM, "SLURM_STEP_NODELIST") | {"MASTER_PORT": "4000", "SLURM_JOB_NODELIST": "b2,b3"},
-         Place(2, 4, 0, None, 1, 2, "tcp://b2:4000", "Slurm")),
+         place(2, 4, 0, None, 1, 2, "tcp://b2:4000", "Slurm")),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, replace(ALONE, source="Slurm")),
-        (SLURM | MASTER | {"PMI_RANK": "2", "PMI_SIZE": "4"}, Place(2, 4, 0, None, 1, 2, "tcp://pc1:4000", "Slurm")),
-        (OPEN_MPI, Place(1, 2, 1, 2, None, None, "tcp://127.0.0.1:29500", "Open MPI")),
-        (OPEN_MPI | MASTER, Place(1, 2, 1, 2, None, None, "tcp://pc1:4000", "Open MPI")),
+        (SLURM | MASTER | {"PMI_RANK": "2", "PMI_SIZE": "4"}, place(2, 4, 0, None, 1, 2, "tcp://pc1:4000", "Slurm")),
+        (OPEN_MPI, place(1, 2, 1, 2, None, None, "tcp://127.0.0.1:29500", "Open MPI")),
+        (OPEN_MPI | MASTER, place(1, 2, 1, 2, None, None, "tcp://pc1:4000", "Open MPI")),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"} | MASTER,
-         Place(1, 2, 0, 1, None, None, "tcp://pc1:4000", "Open MPI")),
-        (OPEN_MPI | SLURM, Place(1, 2, 1, 2, None, None, "tcp://127.0.0.1:29500", "Open MPI")),
-        (MPICH, Place(0, 2, 0, 2, None, None, "tcp://127.0.0.1:29500", "MPICH")),
-        (MPICH | {"MASTER_PORT": "5000"}, Place(0, 2, 0, 2, None, None, "tcp://127.0.0.1:5000", "MPICH")),
+         place(1, 2, 0, 1, None, None, "tcp://pc1:4000", "Open MPI")),
+        (OPEN_MPI | SLURM, place(1, 2, 1, 2, None, None, "tcp://127.0.0.1:29500", "Open MPI")),
+        (MPICH, place(0, 2, 0, 2, None, None, "tcp://127.0.0.1:29500", "MPICH")),
+        (MPICH | {"MASTER_PORT": "5000"}, place(0, 2, 0, 2, None, None, "tcp://127.0.0.1:5000", "MPICH")),
     ],
 )  # fmt: skip
 def test_launchers_are_read(env, expected):
@@ -166,19 +172,19 @@ def test_wrong_variables_are_named(env, named):
     [
         ({"rank": 0, "size": 1}, {}, ALONE),
         ({"rank": 0, "size": 1}, PLAIN, ALONE),
-        ({"rank": 1, "size": 2, "init_method": "tcp://h:1"}, {}, Place(1, 2, *[None] * 4, "tcp://h:1", "arguments")),
+        ({"rank": 1, "size": 2, "init_method": "tcp://h:1"}, {}, place(1, 2, *[None] * 4, "tcp://h:1", "arguments")),
         ({"rank": 1, "size": 2, "init_method": "tcp://h:1"}, {"RANK": "x"},
-         Place(1, 2, *[None] * 4, "tcp://h:1", "arguments")),
+         place(1, 2, *[None] * 4, "tcp://h:1", "arguments")),
         ({"rank": 1, "size": 2, "init_method": "env://"}, MASTER,
-         Place(1, 2, *[None] * 4, "tcp://pc1:4000", "arguments")),
-        ({"rank": 1, "size": 2}, MASTER, Place(1, 2, *[None] * 4, "tcp://pc1:4000", "arguments")),
-        ({"rank": 3}, PLAIN, Place(3, 4, *[None] * 4, "tcp://pc1:4000", "torchrun")),
-        ({"size": 2}, PLAIN, Place(1, 2, *[None] * 4, "tcp://pc1:4000", "torchrun")),
-        ({"rank": 2}, AGENT, Place(2, 4, *[None] * 4, "env://", "torchrun")),
-        ({"local_rank": 0}, AGENT, Place(3, 4, 0, 2, 1, 2, "env://", "torchrun")),
-        ({"init_method": "file:///s/x"}, AGENT, Place(3, 4, 1, 2, 1, 2, "file:///s/x", "torchrun")),
+         place(1, 2, *[None] * 4, "tcp://pc1:4000", "arguments")),
+        ({"rank": 1, "size": 2}, MASTER, place(1, 2, *[None] * 4, "tcp://pc1:4000", "arguments")),
+        ({"rank": 3}, PLAIN, place(3, 4, *[None] * 4, "tcp://pc1:4000", "torchrun")),
+        ({"size": 2}, PLAIN, place(1, 2, *[None] * 4, "tcp://pc1:4000", "torchrun")),
+        ({"rank": 2}, AGENT, place(2, 4, *[None] * 4, "env://", "torchrun")),
+        ({"local_rank": 0}, AGENT, place(3, 4, 0, 2, 1, 2, "env://", "torchrun")),
+        ({"init_method": "file:///s/x"}, AGENT, place(3, 4, 1, 2, 1, 2, "file:///s/x", "torchrun")),
         ({"init_method": "tcp://h:1"}, PLAIN | {"PACELINE_INIT_METHOD": "nonsense"},
-         Place(1, 4, *[None] * 4, "tcp://h:1", "torchrun")),
+         place(1, 4, *[None] * 4, "tcp://h:1", "torchrun")),
     ],
 )  # fmt: skip
 def test_arguments_beat_variables(arguments, env, expected):
@@ -280,10 +286,13 @@ def test_a_refusal_is_missing_ranks_or_a_world_error():
 
 
 def test_local_places_are_found_from_the_hosts_and_told_ones_are_kept():
-    claims = [RankClaim(rank, 4, host, "", rank, "") for rank, host in enumerate(["a", "b", "a", "b"])]
-    place = Place(2, 4, None, None, None, None, "tcp://a:1", "arguments")
-    assert _local_place(place, claims) == (1, 2, 0, 2)
-    assert _local_place(replace(place, local_rank=0, nodes=4), claims) == (0, 2, 0, 4)
+    claims = [
+        RankClaim(rank=rank, size=4, host=host, boot="", pid=rank, nonce="")
+        for rank, host in enumerate(["a", "b", "a", "b"])
+    ]
+    own = place(2, 4, None, None, None, None, "tcp://a:1", "arguments")
+    assert _local_place(own, claims) == (1, 2, 0, 2)
+    assert _local_place(replace(own, local_rank=0, nodes=4), claims) == (0, 2, 0, 4)
 
 
 def test_a_world_of_one_needs_nothing(monkeypatch):

@@ -60,7 +60,9 @@ GOOD = MachineFacts(
     mpi=MpiFacts("4.0", "/usr/bin/mpiexec"),
     compiler=CompilerFacts("/usr/bin/g++", "g++ 12.2.0"),
 )
-MEASURED = LoopbackTiming(2, True, True, 60e-6, 25 * 2**20, 0.003, 0.02)
+MEASURED = LoopbackTiming(
+    ranks=2, right=True, shared=True, small_seconds=60e-6, nbytes=25 * 2**20, seconds=0.003, gloo_seconds=0.02
+)
 
 
 def found(facts, subject, loopback=MEASURED):

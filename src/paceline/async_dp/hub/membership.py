@@ -20,7 +20,7 @@ __all__ = ["HubCounters", "HubMember", "HubMembership", "PendingFetches", "Stale
 _SESSIONS_KEPT = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class HubMember:
     """A worker; times are of the hub's clock, in seconds."""
 
@@ -131,7 +131,7 @@ class HubMembership:
         if member is None:
             if len(self._members) >= self._limit:
                 self._forget_one()
-            member = self._members[number] = HubMember(number)
+            member = self._members[number] = HubMember(number=number)
         return member
 
     def mark_seen(self, member: HubMember, now: float) -> bool:

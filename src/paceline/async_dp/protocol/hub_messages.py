@@ -90,7 +90,7 @@ def meta_text(meta: Mapping[str, Any], name: str) -> str:
     return "".join(each for each in value[:_TEXT_LIMIT] if each.isprintable())
 
 
-@dataclass
+@dataclass(kw_only=True)
 class UpdateHeader:
     """Metadata of an update."""
 
@@ -106,8 +106,8 @@ class UpdateHeader:
         """Return the header in `meta`, whatever that holds."""
         required = [meta_number(meta, name) for name in ("base", "samples", "steps")]
         base, samples, steps = (math.nan if value is None else value for value in required)
-        optional = [meta_number(meta, name) for name in ("rate", "score", "before")]
-        return cls(base, samples, steps, *optional)
+        optional = {name: meta_number(meta, name) for name in ("rate", "score", "before")}
+        return cls(base=base, samples=samples, steps=steps, **optional)
 
     def is_plausible(self, revision: int) -> bool:
         """Return whether an update can have these values when the global parameters are at `revision`."""

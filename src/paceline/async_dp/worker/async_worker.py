@@ -38,7 +38,7 @@ _SMOOTHING_STEPS = 20
 _WARMUP_EVERY = 2
 
 
-@dataclass
+@dataclass(kw_only=True)
 class WorkerCounts:
     """Counters of a worker.
 

@@ -38,7 +38,7 @@ class SessionRequest:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HubStatus:
     """Last report of a hub."""
 

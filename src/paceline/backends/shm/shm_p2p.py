@@ -117,7 +117,7 @@ class _PostedReceive:
     since: float = field(default_factory=time.monotonic)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _PeerQueues:
     """Messages to and from another rank.
 
@@ -148,7 +148,8 @@ class ShmPointToPoint:
         self._control, self._barrier, self._me = barrier.control, barrier, barrier.index
         self._peers = {
             rank: _PeerQueues(
-                ByteFifo(self._control, self._me, rank), ByteFifo(self._control, rank, self._me)
+                write_fifo=ByteFifo(self._control, self._me, rank),
+                read_fifo=ByteFifo(self._control, rank, self._me),
             )
             for rank in range(barrier.size)
         }

@@ -65,7 +65,7 @@ class GradientBuckets(Protocol):
     def buckets(self) -> Sequence[GradientBucket]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompressionStats:
     """What compression does to one bucket.
 
@@ -217,13 +217,13 @@ class CompressedBucket:
         """Return what compression does to the bucket."""
         nbytes, ways = self._bucket.grads.nbytes, 1 if self._sharded else 2
         return CompressionStats(
-            self._bucket.index,
-            tuple(slot.name for slot in self._bucket.slots),
-            nbytes,
-            self.sent_nbytes,
-            ways * nbytes * (self._comm.size - 1) / self._comm.size,
-            self._error,
-            self._measured,
+            bucket=self._bucket.index,
+            names=tuple(slot.name for slot in self._bucket.slots),
+            nbytes=nbytes,
+            sent_nbytes=self.sent_nbytes,
+            uncompressed_nbytes=ways * nbytes * (self._comm.size - 1) / self._comm.size,
+            error=self._error,
+            step=self._measured,
         )
 
     # ------------------------------------------------------------------ state

@@ -229,9 +229,14 @@ class Tuner:
             {"plan": plan.label, "seconds": seconds, "ratio": race.score(number)}
             for number, (plan, seconds) in enumerate(zip(plans, race.seconds, strict=True))
         )
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        times = race.step_seconds(winner), race.step_seconds(0), race.score(winner)
-        result = TuningResult(plans[winner], *times, date, rows)
+        result = TuningResult(
+            plan=plans[winner],
+            step_seconds=race.step_seconds(winner),
+            default_seconds=race.step_seconds(0),
+            ratio=race.score(winner),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            rows=rows,
+        )
         file = self._cache.write(result)
         self._report(result.sentence + (f" Kept in {file}." if file else ""))
         return result

@@ -27,7 +27,7 @@ __all__ = ["TuningCache", "TuningResult", "cache_file", "cache_folder", "load_re
 KIND, SCHEMA = "paceline-tuned", 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TuningResult:
     """The result of a search.
 
@@ -80,12 +80,12 @@ class TuningResult:
                 return None
             plan = record["plan"]
             return cls(
-                Sync(float(plan["bucket_mib"]), bool(plan["overlap"]), plan["shard"]),
-                float(record["step_seconds"]),
-                float(record["default_seconds"]),
-                float(record["ratio"]),
-                str(record["date"]),
-                tuple(record["rows"]),
+                plan=Sync(float(plan["bucket_mib"]), bool(plan["overlap"]), plan["shard"]),
+                step_seconds=float(record["step_seconds"]),
+                default_seconds=float(record["default_seconds"]),
+                ratio=float(record["ratio"]),
+                date=str(record["date"]),
+                rows=tuple(record["rows"]),
             )
         except (KeyError, TypeError, ValueError, UsageError):
             return None

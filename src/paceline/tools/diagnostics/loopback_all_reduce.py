@@ -44,7 +44,15 @@ def measure_loopback(nbytes: int = 25 * MIB) -> LoopbackTiming:
     assert isinstance(gloo, dist.ProcessGroup), "every rank belongs to it"
     large = torch.zeros(nbytes // 4)
     shared = dist.group.WORLD.supports_tensor_alloc(large.device)  # type: ignore[union-attr]
-    return LoopbackTiming(ranks, right, shared, median(large[:1]), nbytes, median(large), median(large, gloo))
+    return LoopbackTiming(
+        ranks=ranks,
+        right=right,
+        shared=shared,
+        small_seconds=median(large[:1]),
+        nbytes=nbytes,
+        seconds=median(large),
+        gloo_seconds=median(large, gloo),
+    )
 
 
 def main(result: Path) -> None:

@@ -20,7 +20,7 @@ __all__ = ["BatchBalance", "PolicyOutcome", "is_even", "safe_batch_sizes", "safe
 Numbers = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyOutcome:
     """An epoch under one policy.
 
@@ -100,16 +100,16 @@ class BatchBalance:
         try:
             portions = RankPortions(counts, self.batch_size, policy)
         except (UnevenData, UsageError) as error:
-            return PolicyOutcome(policy, None, refused=str(error).partition("\n")[0])
+            return PolicyOutcome(policy=policy, steps=None, refused=str(error).partition("\n")[0])
         served = [portions.bounds(rank, portions.steps - 1)[1] for rank in range(len(counts))]
         return PolicyOutcome(
-            policy,
-            portions.steps,
-            portions.used,
-            portions.dropped,
-            portions.repeated,
-            portions.empty,
-            moved_weight(served, counts),
+            policy=policy,
+            steps=portions.steps,
+            used=portions.used,
+            dropped=portions.dropped,
+            repeated=portions.repeated,
+            empty=portions.empty,
+            moved=moved_weight(served, counts),
         )
 
     @property
@@ -119,10 +119,10 @@ class BatchBalance:
         used = sum(min(count, steps * self.batch_size) for count in counts)
         weights = [1 if steps else 0] * len(counts)
         return PolicyOutcome(
-            "none",
-            steps,
-            used,
-            sum(counts) - used,
+            policy="none",
+            steps=steps,
+            used=used,
+            dropped=sum(counts) - used,
             moved=moved_weight(weights, counts),
             deadlock=self.deadlock,
         )

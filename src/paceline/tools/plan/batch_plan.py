@@ -230,12 +230,12 @@ def _states_figure(request: BatchRequest) -> DerivedFigure:
     parts = [f"{shared} B divided"] if shared else []
     parts += [f"{whole} B on every device"] if whole else []
     return DerivedFigure(
-        "state_nbytes",
-        "weights, gradients and Adam's states",
-        f"{shared + whole} · {format_count(request.parameters)} parameters ({', '.join(parts)})",
-        states.shared + states.whole,
-        format_decimal(states.shared + states.whole),
-        "float32: 4 bytes of weight, 4 of gradient, 8 of Adam; mixed precision with 2 + 2 + 12 needs the same",
+        key="state_nbytes",
+        what="weights, gradients and Adam's states",
+        formula=f"{shared + whole} · {format_count(request.parameters)} parameters ({', '.join(parts)})",
+        value=states.shared + states.whole,
+        shown=format_decimal(states.shared + states.whole),
+        why="float32: 4 bytes of weight, 4 of gradient, 8 of Adam; mixed precision with 2 + 2 + 12 needs the same",
     )
 
 
@@ -255,13 +255,13 @@ def _least_figure(request: BatchRequest, least: int | None) -> DerivedFigure:
                 f"(S + A)/n would give {naive}: what is not divided of A is on every device, whatever n is."
             )
     return DerivedFigure(
-        "devices",
-        "fewest devices, with a micro-batch of one sample",
-        formula,
-        math.inf if least is None else least,
-        "no number is enough" if least is None else str(least),
-        f"M is {request.usable:.0%} of {format_decimal(request.memory)}: the rest is left to allocator and libraries",
-        wrong,
+        key="devices",
+        what="fewest devices, with a micro-batch of one sample",
+        formula=formula,
+        value=math.inf if least is None else least,
+        shown="no number is enough" if least is None else str(least),
+        why=f"M is {request.usable:.0%} of {format_decimal(request.memory)}: allocator and libraries take the rest",
+        wrong=wrong,
     )
 
 
@@ -269,22 +269,22 @@ def _micro_batch_figure(request: BatchRequest, devices: int, most: int) -> Deriv
     usable, states = request.usable_memory / 1e9, request.states.nbytes_on(devices) / 1e9
     per_sample = device_nbytes(ModelStates(0.0), request.sample_activations, devices, request.shared) / 1e9
     return DerivedFigure(
-        "most_samples",
-        f"largest micro-batch on {plural(devices, 'device')}",
-        f"⌊({usable:,.4g} − {states:,.4g}) GB / {per_sample:,.3g} GB per sample⌋",
-        most,
-        f"{plural(most, 'sample')} of {plural(request.sample_tokens, 'token')}",
+        key="most_samples",
+        what=f"largest micro-batch on {plural(devices, 'device')}",
+        formula=f"⌊({usable:,.4g} − {states:,.4g}) GB / {per_sample:,.3g} GB per sample⌋",
+        value=most,
+        shown=f"{plural(most, 'sample')} of {plural(request.sample_tokens, 'token')}",
     )
 
 
 def _split_figure(split: BatchSplit) -> DerivedFigure:
     return DerivedFigure(
-        "split",
-        "global batch = micro-batch × accumulation × ranks",
-        f"{split.samples} = {split.label}" + (f" − {split.missing}" if split.missing else ""),
-        split.micro * split.accumulation * split.ranks,
-        split.label,
-        "ranks first, because they run in parallel; accumulation only for what does not fit into memory",
+        key="split",
+        what="global batch = micro-batch × accumulation × ranks",
+        formula=f"{split.samples} = {split.label}" + (f" − {split.missing}" if split.missing else ""),
+        value=split.micro * split.accumulation * split.ranks,
+        shown=split.label,
+        why="ranks first, because they run in parallel; accumulation only for what does not fit into memory",
     )
 
 
@@ -317,12 +317,12 @@ def _threshold_figure(request: BatchRequest, name: str, threshold: TokenThreshol
     if threshold.per == "micro-batch":
         wrong = "counting the tokens of several micro-batches: each gathers the weights and scatters gradients again."
     return DerivedFigure(
-        f"tokens_{name.replace(', ', '_').replace(' ', '_')}",
-        f"tokens on a device from which computing hides communication, {name}",
-        threshold.formula,
-        threshold.tokens,
-        shown,
-        f"C = {format_count(request.flops.value)}FLOP/s ({request.flops.source}), "
+        key=f"tokens_{name.replace(', ', '_').replace(' ', '_')}",
+        what=f"tokens on a device from which computing hides communication, {name}",
+        formula=threshold.formula,
+        value=threshold.tokens,
+        shown=shown,
+        why=f"C = {format_count(request.flops.value)}FLOP/s ({request.flops.source}), "
         f"W = {format_decimal(wire.value)}/s ({wire.source})",
-        wrong,
+        wrong=wrong,
     )

@@ -29,7 +29,7 @@ MOST_DRAWN = 200_000
 """Limit of draws × ranks per block size, unless a number of draws is given."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DispatchRequest:
     """Data to dispatch, and the sizes to forecast for.
 
@@ -120,7 +120,7 @@ class Imbalance:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DispatchForecast:
     """Forecast for one block size and one batch size.
 
@@ -188,7 +188,16 @@ def forecast_dispatch(request: DispatchRequest) -> list[DispatchForecast]:
         safe = safe_batch_sizes(dispatch.counts, [*range(1, tried + 1), *larger], drop_last=drop_last)
         for size, blocks in safe_blocks_of.items():
             balance = BatchBalance(dispatch, size, drop_last)
-            found.append(DispatchForecast(balance, imbalance, blocks, blocks_tried, safe, tried))
+            found.append(
+                DispatchForecast(
+                    balance=balance,
+                    imbalance=imbalance,
+                    safe_blocks=blocks,
+                    blocks_tried=blocks_tried,
+                    safe_batch_sizes=safe,
+                    batch_sizes_tried=tried,
+                )
+            )
     return found
 
 

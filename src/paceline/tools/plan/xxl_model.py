@@ -15,7 +15,7 @@ from paceline.tools.plan.communication_roofline import fsdp_tp_tokens
 __all__ = ["BLOCKS", "D_FF", "D_MODEL", "PARAMETERS", "TOKEN_NBYTES", "DerivedFigure", "derive_figures"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DerivedFigure:
     """A figure with its derivation.
 
@@ -63,42 +63,42 @@ def _sizes() -> tuple[DerivedFigure, ...]:
     states = 16 * PARAMETERS
     return (
         DerivedFigure(
-            "parameters",
-            "parameters",
-            "N = 2 · 126 · 16384 · 53248",
-            PARAMETERS,
-            f"{PARAMETERS / 1e9:.2f} G",
-            "two matrices of d_model × d_ff in each block, no biases",
+            key="parameters",
+            what="parameters",
+            formula="N = 2 · 126 · 16384 · 53248",
+            value=PARAMETERS,
+            shown=f"{PARAMETERS / 1e9:.2f} G",
+            why="two matrices of d_model × d_ff in each block, no biases",
         ),
         _bytes("weights_nbytes", "master weights, float32", "4 · N", 4 * PARAMETERS),
         _bytes("gradients_nbytes", "accumulated gradients, float32", "4 · N", 4 * PARAMETERS),
         _bytes("adam_nbytes", "Adam's two moments, float32", "8 · N", 8 * PARAMETERS),
         DerivedFigure(
-            "state_nbytes",
-            "all states",
-            "16 · N",
-            states,
-            _both(states),
-            "all of them persist from step to step",
-            "3276 GiB / 80 GB = 41 mixes units; 80 GB and 3518 GB are decimal. Only where the driver shows 80 GiB "
-            "(85.9 GB) do 41 do.",
+            key="state_nbytes",
+            what="all states",
+            formula="16 · N",
+            value=states,
+            shown=_both(states),
+            why="all of them persist from step to step",
+            wrong="3276 GiB / 80 GB = 41 mixes units; 80 GB and 3518 GB are decimal. Only where the driver shows "
+            "80 GiB (85.9 GB) do 41 do.",
         ),
         DerivedFigure(
-            "devices_80",
-            "devices of 80 GB for the states alone",
-            f"⌈{states / 1e9:,.1f} / 80⌉ = ⌈{states / GPU_NBYTES:.2f}⌉",
-            devices_needed(ModelStates(states), 0.0, GPU_NBYTES) or 0,
-            f"{devices_needed(ModelStates(states), 0.0, GPU_NBYTES)}",
-            "which leaves no memory for activations",
+            key="devices_80",
+            what="devices of 80 GB for the states alone",
+            formula=f"⌈{states / 1e9:,.1f} / 80⌉ = ⌈{states / GPU_NBYTES:.2f}⌉",
+            value=devices_needed(ModelStates(states), 0.0, GPU_NBYTES) or 0,
+            shown=f"{devices_needed(ModelStates(states), 0.0, GPU_NBYTES)}",
+            why="which leaves no memory for activations",
         ),
         DerivedFigure(
-            "token_nbytes",
-            "activations of a token, bfloat16",
-            "A₁ = 2 B · 126 · (16384 + 53248)",
-            TOKEN_NBYTES,
-            f"{TOKEN_NBYTES:,} B",
-            "backward needs the input of each linear layer: d_model of the first, d_ff of the second",
-            "17,543,808 appears elsewhere. It is not a multiple of 2 · 126 = 252, so no pair of widths gives it.",
+            key="token_nbytes",
+            what="activations of a token, bfloat16",
+            formula="A₁ = 2 B · 126 · (16384 + 53248)",
+            value=TOKEN_NBYTES,
+            shown=f"{TOKEN_NBYTES:,} B",
+            why="backward needs the input of each linear layer: d_model of the first, d_ff of the second",
+            wrong="17,543,808 appears elsewhere. It is not a multiple of 2 · 126 = 252, so no pair of widths gives it.",
         ),
     )
 
@@ -121,16 +121,16 @@ def _devices() -> tuple[DerivedFigure, ...]:
             )
         found.append(
             DerivedFigure(
-                f"devices_{memory / 1e9:.0f}_{tokens}",
-                f"devices of {memory / 1e9:.0f} GB, {tokens} tokens" if tokens else
+                key=f"devices_{memory / 1e9:.0f}_{tokens}",
+                what=f"devices of {memory / 1e9:.0f} GB, {tokens} tokens" if tokens else
                 f"devices of {memory / 1e9:.0f} GB, few tokens (A → 0)",
-                f"n ≥ (16·N + A/2)/(M − A/2) = ({states.shared / 1e9:,.1f} + {half:.2f})/"
+                formula=f"n ≥ (16·N + A/2)/(M − A/2) = ({states.shared / 1e9:,.1f} + {half:.2f})/"
                 f"({memory / 1e9:.0f} − {half:.2f}) = {(states.shared / 1e9 + half) / (memory / 1e9 - half):.2f}",
-                count,
-                f"{count} ({held:.1f} GB each)",
-                "m = (16·N + A/2)/n + A/2: n devices divide the states and every second layer's activations, "
+                value=count,
+                shown=f"{count} ({held:.1f} GB each)",
+                why="m = (16·N + A/2)/n + A/2: n devices divide the states and every second layer's activations, "
                 "and each keeps the other half of its own",
-                wrong,
+                wrong=wrong,
             )
         )  # fmt: skip
     return tuple(found)
@@ -142,58 +142,58 @@ def _compute_bound() -> tuple[DerivedFigure, ...]:
     overlapped = fsdp_tp_tokens(alpha, D_FF, _Y, _MX, _MY, overlap=True)
     return (
         DerivedFigure(
-            "intensity",
-            "FLOP per byte sent",
-            "α = C/W = 4.6e14 / (2 · 9e10)",
-            alpha,
-            f"{alpha:,.0f} FLOP/B",
-            "the time to compute b tokens and the time to send weights are equal at b = α on one axis",
+            key="intensity",
+            what="FLOP per byte sent",
+            formula="α = C/W = 4.6e14 / (2 · 9e10)",
+            value=alpha,
+            shown=f"{alpha:,.0f} FLOP/B",
+            why="the time to compute b tokens and the time to send weights are equal at b = α on one axis",
         ),
         DerivedFigure(
-            "tokens_added",
-            "tokens of an FSDP shard from which forward is compute-bound, FSDP and TP one after another",
-            f"b = B/X ≥ (α/Mx)/(1 − Y·α/(F·My)) = {added.formula}",
-            added.tokens,
-            f"{added.tokens:,.0f} tokens",
-            "a block computes 4·b·D·F/(Y·C), gathers 4·D·F/(Y·W·Mx) of weights and exchanges 4·b·D/(W·My) of "
+            key="tokens_added",
+            what="tokens of an FSDP shard from which forward is compute-bound, FSDP and TP one after another",
+            formula=f"b = B/X ≥ (α/Mx)/(1 − Y·α/(F·My)) = {added.formula}",
+            value=added.tokens,
+            shown=f"{added.tokens:,.0f} tokens",
+            why="a block computes 4·b·D·F/(Y·C), gathers 4·D·F/(Y·W·Mx) of weights and exchanges 4·b·D/(W·My) of "
             "activations; b is where the first equals the sum of the others",
-            f"counting four micro-batches of {added.tokens / 4:,.0f} tokens as {added.tokens:,.0f}. FSDP gathers the "
-            "weights in each of them, so each must be large enough. Only under DDP do tokens of a step add up.",
+            wrong=f"counting four micro-batches of {added.tokens / 4:,.0f} tokens as {added.tokens:,.0f}. FSDP gathers "
+            "the weights in each of them, so each must be large enough. Only under DDP do tokens of a step add up.",
         ),
         DerivedFigure(
-            "tokens_overlapped",
-            "the same, FSDP and TP at the same time",
-            f"b ≥ α/Mx = {overlapped.formula}, while Y·α/(F·My) = {_Y * alpha / (D_FF * _MY):.3f} ≤ 1",
-            overlapped.tokens,
-            f"{overlapped.tokens:,.0f} tokens",
-            "they use separate axes, so the longer one decides",
+            key="tokens_overlapped",
+            what="the same, FSDP and TP at the same time",
+            formula=f"b ≥ α/Mx = {overlapped.formula}, while Y·α/(F·My) = {_Y * alpha / (D_FF * _MY):.3f} ≤ 1",
+            value=overlapped.tokens,
+            shown=f"{overlapped.tokens:,.0f} tokens",
+            why="they use separate axes, so the longer one decides",
         ),
         _whole(added.tokens, "one after another"),
         _whole(overlapped.tokens, "at the same time"),
         DerivedFigure(
-            "tokens_device",
-            "tokens of each chip, one after another",
-            f"{added.tokens:,.0f} / Y = {added.tokens:,.0f} / {_Y}",
-            added.tokens / _Y,
-            f"{added.tokens / _Y:,.0f} tokens",
-            "Y chips work on the same tokens",
-            "b is per FSDP shard (B/X). Read as per chip, the batch would come out Y = 4 times too large.",
+            key="tokens_device",
+            what="tokens of each chip, one after another",
+            formula=f"{added.tokens:,.0f} / Y = {added.tokens:,.0f} / {_Y}",
+            value=added.tokens / _Y,
+            shown=f"{added.tokens / _Y:,.0f} tokens",
+            why="Y chips work on the same tokens",
+            wrong="b is per FSDP shard (B/X). Read as per chip, the batch would come out Y = 4 times too large.",
         ),
     )  # fmt: skip
 
 
 def _whole(tokens: float, how: str) -> DerivedFigure:
     return DerivedFigure(
-        f"tokens_global_{how.split()[0]}",
-        f"global batch, {how}",
-        f"X · {tokens:,.0f} = {_X} · {tokens:,.0f}",
-        _X * tokens,
-        f"{_X * tokens / 1e3:.1f} k tokens",
+        key=f"tokens_global_{how.split()[0]}",
+        what=f"global batch, {how}",
+        formula=f"X · {tokens:,.0f} = {_X} · {tokens:,.0f}",
+        value=_X * tokens,
+        shown=f"{_X * tokens / 1e3:.1f} k tokens",
     )
 
 
 def _bytes(key: str, what: str, formula: str, nbytes: float) -> DerivedFigure:
-    return DerivedFigure(key, what, formula, nbytes, _both(nbytes))
+    return DerivedFigure(key=key, what=what, formula=formula, value=nbytes, shown=_both(nbytes))
 
 
 def _both(nbytes: float) -> str:

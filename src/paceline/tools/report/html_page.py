@@ -37,7 +37,7 @@ class Tile:
     note: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PageFigure:
     """A chart with caption and optional table.
 
@@ -99,7 +99,7 @@ class SentBytes:
     buckets: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReportPage:
     """Content of a page from top to bottom.
 
@@ -153,7 +153,9 @@ def responsive_figure(
 ) -> PageFigure:
     """Return a figure drawn wide (``draw(True)``) and narrow; `name` makes its element ids unique."""
     wide, narrow = draw(True).inline_svg(f"{name}-desk"), draw(False).inline_svg(f"{name}-phone")
-    return PageFigure(title, caption, wide, narrow, table, wrap_last)
+    return PageFigure(
+        title=title, caption=caption, wide_svg=wide, narrow_svg=narrow, table=table, wrap_last=wrap_last
+    )
 
 
 def write_page(folder: Path, html: str) -> Path:

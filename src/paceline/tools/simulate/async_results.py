@@ -22,7 +22,7 @@ class LossPoint:
     loss: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AsyncRow:
     """A schedule and its result.
 

@@ -88,7 +88,7 @@ class ChurnEvent:
     joins: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AsyncPlan:
     """Settings of an asynchronous simulation, which ends after `seconds` or `steps`, whichever is first.
 

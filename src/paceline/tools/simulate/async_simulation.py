@@ -39,7 +39,7 @@ _DRAIN_SECONDS, _DRAIN_POLL_SECONDS = 30.0, 0.1
 """Longest wait for pending messages after the last step, and the interval of checks."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AsyncResult:
     """Result of an asynchronous simulation.
 
@@ -254,25 +254,25 @@ class AsyncSimulation:
         if not self._points or self._points[-1].seconds < point.seconds:
             self._points.append(point)
         return AsyncResult(
-            tuple(self._points),
-            point.loss,
-            self._best(),
-            self.clock.now,
-            self.clock.now if self._working else self._trained_seconds,
-            self.steps,
-            hub.counters.samples,
-            hub.updates,
-            dict(self._refused),
-            hub.counters.histogram.rows(),
-            median(journal.staleness) if journal.staleness else None,
-            max(journal.staleness, default=None),
-            sum(worker.link.sent_nbytes for worker in self._workers),
-            link.sent_nbytes,
-            self._busy(),
-            self.network.messages,
-            [worker.counts for worker in self._workers],
-            journal.decisions,
-            xxh3_64_hexdigest(self.theta().numpy().tobytes()),
+            points=tuple(self._points),
+            loss=point.loss,
+            best=self._best(),
+            seconds=self.clock.now,
+            trained_seconds=self.clock.now if self._working else self._trained_seconds,
+            steps=self.steps,
+            samples=hub.counters.samples,
+            updates=hub.updates,
+            refused=dict(self._refused),
+            staleness=hub.counters.histogram.rows(),
+            staleness_median=median(journal.staleness) if journal.staleness else None,
+            staleness_max=max(journal.staleness, default=None),
+            nbytes_up=sum(worker.link.sent_nbytes for worker in self._workers),
+            nbytes_down=link.sent_nbytes,
+            hub_busy=self._busy(),
+            messages=self.network.messages,
+            counts=[worker.counts for worker in self._workers],
+            decisions=journal.decisions,
+            digest=xxh3_64_hexdigest(self.theta().numpy().tobytes()),
         )
 
 

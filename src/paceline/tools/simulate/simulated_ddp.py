@@ -26,7 +26,7 @@ from paceline.transport.virtual_time import WIRE_OVERHEAD
 __all__ = ["DdpPlan", "DdpResult", "ring_all_reduce_seconds", "simulate_ddp"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DdpPlan:
     """Settings of a DDP simulation, which ends after `seconds` or `steps`, whichever is first.
 
@@ -66,7 +66,7 @@ class DdpPlan:
             raise UsageError(f"overlap={self.overlap!r}", remedy="give a share of a step, 0 to 1")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DdpResult:
     """Result of a DDP simulation.
 
@@ -198,14 +198,14 @@ class _DdpSimulation:
     def _result(self, steps: int) -> DdpResult:
         seconds = self._now or 1.0
         return DdpResult(
-            tuple(self._points),
-            self._points[-1].loss,
-            self._now,
-            steps,
-            steps * self._nbytes_of_step,
-            self._exposed / seconds,
-            self._waited / seconds,
-            _digest(self._learners[0]),
+            points=tuple(self._points),
+            loss=self._points[-1].loss,
+            seconds=self._now,
+            steps=steps,
+            nbytes=steps * self._nbytes_of_step,
+            communication=self._exposed / seconds,
+            waiting=self._waited / seconds,
+            digest=_digest(self._learners[0]),
         )
 
 

@@ -14,7 +14,9 @@ from paceline.tools.plan.dispatch_forecast import DispatchRequest, forecast_disp
 
 def test_every_block_size_with_every_batch_size():
     found = forecast_dispatch(
-        DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 1000), batch_sizes=(64, 4096), draws=3)
+        DispatchRequest(
+            samples=50_000, shares=RankShares.equal(7), blocks=(2, 1000), batch_sizes=(64, 4096), draws=3
+        )
     )
     assert [(each.block, each.batch_size) for each in found] == [(2, 64), (2, 4096), (1000, 64), (1000, 4096)]
     for each in found:
@@ -26,7 +28,9 @@ def test_every_block_size_with_every_batch_size():
 
 def test_requested_sizes_are_checked_however_large():
     (found,) = forecast_dispatch(
-        DispatchRequest(10**6, RankShares.equal(2), blocks=(500_000,), batch_sizes=(10_000,), draws=1)
+        DispatchRequest(
+            samples=10**6, shares=RankShares.equal(2), blocks=(500_000,), batch_sizes=(10_000,), draws=1
+        )
     )
     assert found.blocks_tried == 10_000
     assert found.batch_sizes_tried == 4096
@@ -35,7 +39,7 @@ def test_requested_sizes_are_checked_however_large():
 
 
 def test_a_huge_batch_size_does_not_have_all_smaller_ones_looked_at():
-    options = DispatchRequest(10**6, RankShares.equal(2), batch_sizes=(64, 10**15), draws=0)
+    options = DispatchRequest(samples=10**6, shares=RankShares.equal(2), batch_sizes=(64, 10**15), draws=0)
     small, huge = forecast_dispatch(options)
     assert small.safe_batch_sizes == huge.safe_batch_sizes
     assert huge.safe_batch_sizes[-1] == 10**15
@@ -44,7 +48,7 @@ def test_a_huge_batch_size_does_not_have_all_smaller_ones_looked_at():
 
 def test_imbalance_of_each_scheme():
     (found,) = forecast_dispatch(
-        DispatchRequest(50_000, RankShares.equal(7), "random", blocks=(1000,), draws=50)
+        DispatchRequest(samples=50_000, shares=RankShares.equal(7), scheme="random", blocks=(1000,), draws=50)
     )
     counts = found.balance.dispatch.counts
     assert found.imbalance.dealt == pytest.approx(max(counts) / (50_000 / 7) - 1)
@@ -55,14 +59,19 @@ def test_imbalance_of_each_scheme():
 
 
 def test_fewer_draws_are_made_for_many_ranks_by_default():
-    assert DispatchRequest(100, RankShares.equal(7)).draws_per_block == 400
-    assert DispatchRequest(10**6, RankShares.equal(4000)).draws_per_block == 50
-    assert DispatchRequest(10**6, RankShares.equal(4000), draws=400).draws_per_block == 400
+    assert DispatchRequest(samples=100, shares=RankShares.equal(7)).draws_per_block == 400
+    assert DispatchRequest(samples=10**6, shares=RankShares.equal(4000)).draws_per_block == 50
+    assert DispatchRequest(samples=10**6, shares=RankShares.equal(4000), draws=400).draws_per_block == 400
 
 
 def test_as_json():
     options = DispatchRequest(
-        1000, RankShares((5, 5, 2, 8)), "shares", blocks=(10,), batch_sizes=(16,), draws=0
+        samples=1000,
+        shares=RankShares((5, 5, 2, 8)),
+        scheme="shares",
+        blocks=(10,),
+        batch_sizes=(16,),
+        draws=0,
     )
     (found,) = forecast_dispatch(options)
     entry = json.loads(json.dumps(found.to_json(), allow_nan=False))

@@ -72,9 +72,12 @@ def test_many_starving_ranks_are_counted():
     assert "ranks 60–99 (40) after 0" in describe_loop(BatchBalance(dispatch_blocks(600, 100, block=10), 10))
 
 
+FIELDS = ("dropped", "repeated", "empty", "moved")
+
+
 def test_the_worst_case_of_each_policy_is_described():
     found = [
-        ("here", PolicyOutcome(policy, 10, 100, *amounts))
+        ("here", PolicyOutcome(policy=policy, steps=10, used=100, **dict(zip(FIELDS, amounts, strict=False))))
         for policy, amounts in {
             "join": (0, 0),
             "rebalance": (0, 0),
@@ -84,12 +87,14 @@ def test_the_worst_case_of_each_policy_is_described():
             "error": (0, 0),
         }.items()
     ]
-    output, bias = describe_bias([*found, ("there", PolicyOutcome("truncate", 9, 80, 25, moved=0.1))], 105)
+    output, bias = describe_bias(
+        [*found, ("there", PolicyOutcome(policy="truncate", steps=9, used=80, dropped=25, moved=0.1))], 105
+    )
     assert "truncate never uses up to 25 of 105 samples (23.8%), and moves 10% of" in output
     assert "(there); pad uses again up to 7 of 105" in output
     assert "drop never uses up to 9" in output
     assert "some ranks'" in bias
-    clean = [(place, PolicyOutcome(each.policy, 10, 105)) for place, each in found]
+    clean = [(place, PolicyOutcome(policy=each.policy, steps=10, used=105)) for place, each in found]
     assert describe_bias(clean, 105) == []
 
 
@@ -110,7 +115,7 @@ def texts(chart):
 
 
 def test_imbalance_by_block_size():
-    options = DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 10, 100, 1000), draws=20)
+    options = DispatchRequest(samples=50_000, shares=RankShares.equal(7), blocks=(2, 10, 100, 1000), draws=20)
     said = texts(imbalance_chart(forecast_dispatch(options), title="seven workers"))
     assert {"seven workers", "at random: expected", "at random: 1 in 1000 above", "in turns: never more"} <= {
         *said
@@ -120,14 +125,14 @@ def test_imbalance_by_block_size():
 
 
 def test_zeros_are_labelled_where_they_cannot_be_drawn():
-    options = DispatchRequest(49_000, RankShares.equal(7), blocks=(1, 10, 900), draws=0)
+    options = DispatchRequest(samples=49_000, shares=RankShares.equal(7), blocks=(1, 10, 900), draws=0)
     said = texts(imbalance_chart(forecast_dispatch(options), title=""))
     assert "in turns, exact (0 for blocks of 1, 10)" in said
     assert not any("draws" in each for each in said)
 
 
 def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
-    options = DispatchRequest(50_000, RankShares.equal(7), blocks=(2, 1000), draws=0)
+    options = DispatchRequest(samples=50_000, shares=RankShares.equal(7), blocks=(2, 1000), draws=0)
     said = texts(epoch_end_chart(forecast_dispatch(options), title="the end"))
     assert "block 2, batch 64: all ranks run 112 steps" in said
     output = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
@@ -136,13 +141,15 @@ def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
 
 
 def test_a_policy_without_steps_is_labelled():
-    options = DispatchRequest(100, RankShares((1, 99)), blocks=(1,), draws=0)
+    options = DispatchRequest(samples=100, shares=RankShares((1, 99)), blocks=(1,), draws=0)
     said = texts(epoch_end_chart(forecast_dispatch(options), title=""))
     assert "block 1, batch 64: join and pad 2 steps, truncate 1, drop no, rebalance 1 (line)" in said
 
 
 def test_the_most_uneven_are_drawn():
-    options = DispatchRequest(50_000, RankShares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0)
+    options = DispatchRequest(
+        samples=50_000, shares=RankShares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0
+    )
     said = [
         each
         for each in texts(epoch_end_chart(forecast_dispatch(options), title=""))
@@ -156,6 +163,8 @@ def test_the_most_uneven_are_drawn():
 @pytest.mark.parametrize("scheme", ["random", "round_robin"])
 @pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (3, 7), (10**6, 3000)])
 def test_everything_can_be_drawn(samples, ranks, scheme, tmp_path):
-    found = forecast_dispatch(DispatchRequest(samples, RankShares.equal(ranks), scheme, draws=2))
+    found = forecast_dispatch(
+        DispatchRequest(samples=samples, shares=RankShares.equal(ranks), scheme=scheme, draws=2)
+    )
     for number, chart in enumerate((imbalance_chart(found, title="x"), epoch_end_chart(found, title="x"))):
         assert chart.save(tmp_path / f"{number}.png").stat().st_size > 1000

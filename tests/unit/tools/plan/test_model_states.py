@@ -32,7 +32,10 @@ def test_unknown_names_are_refused(wrong):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "sgd"])
 @pytest.mark.parametrize("strategy", ["flat", "sharded", "full-shard"])
 def test_what_is_traced_is_what_the_formula_says(strategy, optimizer):
-    found = predict_memory(resolve_subject("tiny"), TrainingSetting(strategy, 8, 1, 16, optimizer=optimizer))
+    found = predict_memory(
+        resolve_subject("tiny"),
+        TrainingSetting(strategy=strategy, ranks=8, batch=1, context=16, optimizer=optimizer),
+    )
     states = states_of(found.parameter_nbytes, strategy, 8, optimizer)
     tick = next(mark.tick for mark in found.timeline.marks if (mark.step, mark.phase) == (1, "optimizer"))
     alive = found.timeline.alive_at(tick - 1)  # the last backward has ended

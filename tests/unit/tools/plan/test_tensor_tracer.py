@@ -176,7 +176,9 @@ def test_tensors_without_memory_of_their_own_do_not_disturb_a_measurement():
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"])
 def test_states_are_what_the_strategy_says_on_64_devices(strategy):
-    found = predict_memory(resolve_subject("tiny"), TrainingSetting(strategy, 64, 2, 32))
+    found = predict_memory(
+        resolve_subject("tiny"), TrainingSetting(strategy=strategy, ranks=64, batch=2, context=32)
+    )
     end = found.timeline.alive_at(found.timeline.ticks - 1)
     held = {
         name: sum(b.nbytes for b in end if b.category == name) for name in ("parameters", "optimizer state")
@@ -191,7 +193,9 @@ def test_states_are_what_the_strategy_says_on_64_devices(strategy):
 def test_more_devices_take_less_with_shards_and_as_much_without():
     def peak(strategy, ranks):
         return (
-            predict_memory(resolve_subject("tiny"), TrainingSetting(strategy, ranks, 1, 16))
+            predict_memory(
+                resolve_subject("tiny"), TrainingSetting(strategy=strategy, ranks=ranks, batch=1, context=16)
+            )
             .timeline.steps()
             .peak()
             .nbytes
@@ -208,7 +212,9 @@ def test_more_devices_take_less_with_shards_and_as_much_without():
 def test_batch_checkpointing_and_precision_matter():
     def peak(**changes):
         return (
-            predict_memory(resolve_subject("tiny"), TrainingSetting("alone", 1, **{"batch": 8, **changes}))
+            predict_memory(
+                resolve_subject("tiny"), TrainingSetting(strategy="alone", ranks=1, **{"batch": 8, **changes})
+            )
             .timeline.peak()
             .nbytes
         )
@@ -221,7 +227,7 @@ def test_batch_checkpointing_and_precision_matter():
 
 
 def test_a_prediction_is_what_one_process_takes():
-    setting = TrainingSetting("alone", 1, 4, 64)
+    setting = TrainingSetting(strategy="alone", ranks=1, batch=4, context=64)
     train_subject(resolve_subject("tiny"), setting, Comm(), SilentObserver())
     with CpuAllocations() as allocated:
         train_subject(resolve_subject("tiny"), setting, Comm(), SilentObserver())
@@ -249,14 +255,14 @@ def low_precision(convert):
 
 @pytest.mark.parametrize("strategy", ["alone", "sharded"])
 def test_a_model_that_is_converted_takes_what_it_becomes(strategy):
-    setting = TrainingSetting(strategy, 1 if strategy == "alone" else 2, batch=32)
+    setting = TrainingSetting(strategy=strategy, ranks=1 if strategy == "alone" else 2, batch=32)
     converted, made = (predict_memory(low_precision(way), setting) for way in (True, False))
     assert converted.parameter_nbytes == made.parameter_nbytes == 2 * (64 * 96 + 96 + 96 * 8 + 8)
     assert converted.timeline.peak().nbytes == made.timeline.peak().nbytes
 
 
 def test_predictions_are_repeatable():
-    setting = TrainingSetting("sharded", 4, 2, 32)
+    setting = TrainingSetting(strategy="sharded", ranks=4, batch=2, context=32)
     one, two = (predict_memory(resolve_subject("tiny"), setting).timeline for _ in range(2))
     assert one.blocks == two.blocks
 
@@ -299,7 +305,7 @@ def test_shapes_that_depend_on_values_are_refused():
         )
 
     with pytest.raises(Untraceable, match="state alone take 320 B"):
-        predict_memory(TrainingSubject("choosy", build), TrainingSetting("alone"))
+        predict_memory(TrainingSubject("choosy", build), TrainingSetting(strategy="alone"))
 
 
 @pytest.mark.parametrize(
@@ -321,5 +327,5 @@ def test_settings_that_make_no_sense_are_refused(wrong):
 
 
 def test_settings_survive_json():
-    setting = TrainingSetting("sharded", 4, 2, autocast="bf16", bucket_mib=5.0)
+    setting = TrainingSetting(strategy="sharded", ranks=4, batch=2, autocast="bf16", bucket_mib=5.0)
     assert TrainingSetting.from_json(setting.to_json()) == setting

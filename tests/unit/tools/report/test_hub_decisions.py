@@ -6,7 +6,7 @@ from paceline.tools.report.hub.hub_decisions import DecisionLog, HubDecision
 
 
 def refused(at, worker=1, reason="not finite"):
-    return HubDecision(at, worker, "update refused", f"{reason}: at {at}", reason=reason)
+    return HubDecision(at=at, worker=worker, what="update refused", why=f"{reason}: at {at}", reason=reason)
 
 
 def test_a_worker_that_is_refused_again_and_again_has_one_row():
@@ -27,24 +27,30 @@ def test_a_worker_that_is_refused_again_and_again_has_one_row():
 
 def test_another_reason_or_something_in_between_is_another_row():
     log = DecisionLog()
-    for each in (refused(0), refused(1, reason="stale"), refused(2), HubDecision(3, 1, "left"), refused(4)):
+    for each in (
+        refused(0),
+        refused(1, reason="stale"),
+        refused(2),
+        HubDecision(at=3, worker=1, what="left"),
+        refused(4),
+    ):
         log.add(each)
-    log.add(HubDecision(5, 1, "put in quarantine"), important=True)
+    log.add(HubDecision(at=5, worker=1, what="put in quarantine"), important=True)
     log.add(refused(6))
     assert [each.repeats for each in log.newest()] == [1] * 7
 
 
 def test_who_joins_twice_has_two_rows():
     log = DecisionLog()
-    log.add(HubDecision(0, 1, "joined"))
-    log.add(HubDecision(1, 1, "joined"))
+    log.add(HubDecision(at=0, worker=1, what="joined"))
+    log.add(HubDecision(at=1, worker=1, what="joined"))
     assert log.rows == 2
 
 
 def test_only_the_newest_are_shown_and_how_many_more_there_were_is_told():
     log = DecisionLog(limit=10)
     for at in range(25):
-        log.add(HubDecision(at, at, "joined"))
+        log.add(HubDecision(at=at, worker=at, what="joined"))
     assert [each.at for each in log.newest()] == list(range(15, 25))
     assert log.hidden == 15
 
@@ -52,14 +58,14 @@ def test_only_the_newest_are_shown_and_how_many_more_there_were_is_told():
 def test_joins_do_not_crowd_out_what_is_weighty_nor_the_other_way_round():
     log = DecisionLog(limit=10)
     for at in range(8):
-        log.add(HubDecision(at, at, "replaced"), important=True)
+        log.add(HubDecision(at=at, worker=at, what="replaced"), important=True)
     for at in range(100, 200):
-        log.add(HubDecision(at, at, "joined"))
+        log.add(HubDecision(at=at, worker=at, what="joined"))
     assert [each.at for each in log.newest()] == [3, 4, 5, 6, 7, 195, 196, 197, 198, 199]
     log = DecisionLog(limit=10)
     for at in range(100):
-        log.add(HubDecision(at, at, "replaced"), important=True)
-    log.add(HubDecision(200, 1, "joined"))
+        log.add(HubDecision(at=at, worker=at, what="replaced"), important=True)
+    log.add(HubDecision(at=200, worker=1, what="joined"))
     assert [each.at for each in log.newest()] == [*range(91, 100), 200]
 
 
@@ -67,6 +73,6 @@ def test_a_row_that_fell_out_counts_no_further():
     log = DecisionLog(limit=3)
     log.add(refused(0, worker=7))
     for at in range(1, 4):
-        log.add(HubDecision(at, at, "joined"))
+        log.add(HubDecision(at=at, worker=at, what="joined"))
     log.add(refused(4, worker=7))
     assert [(each.at, each.repeats) for each in log.newest()] == [(2, 1), (3, 1), (4, 1)]

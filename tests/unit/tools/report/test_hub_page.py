@@ -178,7 +178,11 @@ def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
         SimulatedMachine(0.02, lr=1e-5),
     ]
     plan = AsyncPlan(
-        machines, steps=600, cadence=SyncSchedule(20, 1, 5), policy=SelectionPolicy(scored=True), same_init=False,
+        machines=machines,
+        steps=600,
+        cadence=SyncSchedule(20, 1, 5),
+        policy=SelectionPolicy(scored=True),
+        same_init=False,
         rules=HubRules(
             population=PopulationRules(60),
             screen=ScreeningRules(max_score_increase=0.0, strikes=2),

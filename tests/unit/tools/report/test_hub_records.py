@@ -185,7 +185,7 @@ def test_lines_that_come_while_it_is_read_count(tmp_path):
                     file.writelines(line(5000 + more, update(9999, 2)) for more in range(10))
             yield values
 
-    run = HubRun(folder)
+    run = HubRun(folder=folder)
     read_records(run, growing())
     assert (run.updates, worker(run, 2).updates) == (5010, 10)
 
@@ -264,7 +264,7 @@ def test_whatever_a_ledger_holds_it_can_be_read(run):
 
 @pytest.mark.thorough
 def test_memory_does_not_grow_with_the_ledger():
-    run = HubRun(None)  # type: ignore[arg-type]
+    run = HubRun(folder=None)  # type: ignore[arg-type]
     tracemalloc.start()
     try:
         read_records(run, long_run(20_000))
@@ -277,7 +277,7 @@ def test_memory_does_not_grow_with_the_ledger():
 
 
 def test_memory_does_not_grow_with_workers_that_come_and_go():
-    run = HubRun(None)  # type: ignore[arg-type]
+    run = HubRun(folder=None)  # type: ignore[arg-type]
     records = (
         each
         for number in range(12_000)

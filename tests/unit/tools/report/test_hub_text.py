@@ -21,7 +21,7 @@ from reported_hub_folder import begin, centre, join, record, refuse, traffic, up
 
 
 def run_of(*records):
-    run = HubRun(None)  # type: ignore[arg-type]
+    run = HubRun(folder=None)  # type: ignore[arg-type]
     read_records(run, records)
     return run
 
@@ -147,7 +147,7 @@ def test_more_than_twenty_workers_are_the_largest_and_others():
 
 
 def test_workers_that_were_folded_together_are_among_the_others():
-    run = HubRun(None, workers=WorkerTable(limit=10))  # type: ignore[arg-type]
+    run = HubRun(folder=None, workers=WorkerTable(limit=10))  # type: ignore[arg-type]
     read_records(run, [update(1, each, samples=float(each)) for each in range(1, 51)])
     rows = contribution_rows(run, 3)
     assert (len(rows), rows[0].name, rows[-1].name) == (4, "50", "47 others")

@@ -55,15 +55,53 @@ def _line(rank, step, came, through, longer, part):
         phases.append(StepInterval(name, at, at + seconds))
         at += seconds
     phases.append(StepInterval("exchange", at, through))
-    calls = (TracedCall("reduce", 0, 1_000_000, 1_000_000, came, came, came, None, through),)
+    calls = (
+        TracedCall(
+            kind="reduce",
+            bucket=0,
+            nbytes=1_000_000,
+            sent=1_000_000,
+            ready=came,
+            launched=came,
+            posted=came,
+            done=None,
+            seen=through,
+        ),
+    )
     waits = (TracedWait(0, came, through),)
-    return TracedStep(step, rank, 50.0 + step, through, tuple(phases), waits, (), calls, 8.0, 0.1, 2)
+    return TracedStep(
+        step=step,
+        rank=rank,
+        start=50.0 + step,
+        seconds=through,
+        phases=tuple(phases),
+        waits=waits,
+        tasks=(),
+        calls=calls,
+        samples=8.0,
+        cpu=0.1,
+        preempted=2,
+    )
 
 
 def summary_of(traces):
     ranks = tuple(rank_time(rank, each) for rank, each in traces.items())
     arrivals = compare_arrivals(traces)
-    return RunSummary(20, 0.16, None, None, None, None, None, None, ranks, 1, 1e6, arrivals, traces)
+    return RunSummary(
+        steps=20,
+        step_seconds=0.16,
+        tokens_per_second=None,
+        exposed_share=None,
+        loss_first=None,
+        loss_last=None,
+        val_loss_first=None,
+        val_loss_last=None,
+        ranks=ranks,
+        calls=1,
+        nbytes=1e6,
+        arrivals=arrivals,
+        timelines=traces,
+    )
 
 
 def test_the_late_rank_is_found_though_all_steps_take_the_same_time():

@@ -43,7 +43,7 @@ def test_a_run_without_steps(tmp_path):
 
 def test_losses_are_the_first_and_the_mean_of_the_last_tenth(tmp_path):
     run = read_run(write_run(tmp_path / "r", steps=3))
-    steps = tuple(LoggedStep(number, float(number)) for number in range(1, 21))
+    steps = tuple(LoggedStep(step=number, loss=float(number)) for number in range(1, 21))
     summary = summarise_run(replace(run, steps=steps))
     assert (summary.loss_first, summary.loss_last) == (1.0, 19.5)
 
@@ -52,7 +52,19 @@ def summary_of(*shares_of_rank, **changes):
     ranks = tuple(
         RankTime(rank, 10, dict.fromkeys(PHASES, 0.0) | shares) for rank, shares in enumerate(shares_of_rank)
     )
-    given = RunSummary(600, 0.152, 12_345.0, 0.1, 5.55, 2.1, 5.6, 2.21, ranks, 3, 26_214_400)
+    given = RunSummary(
+        steps=600,
+        step_seconds=0.152,
+        tokens_per_second=12_345.0,
+        exposed_share=0.1,
+        loss_first=5.55,
+        loss_last=2.1,
+        val_loss_first=5.6,
+        val_loss_last=2.21,
+        ranks=ranks,
+        calls=3,
+        nbytes=26_214_400,
+    )
     return replace(given, **changes)
 
 

@@ -31,7 +31,7 @@ def line(phases, seconds, **more):
     """Return a step of (name, start) phases."""
     ends = [*(start for _, start in phases[1:]), seconds]
     intervals = tuple(StepInterval(name, start, end) for (name, start), end in zip(phases, ends, strict=True))
-    return TracedStep(0, 0, 100.0, seconds, intervals, **more)
+    return TracedStep(step=0, rank=0, start=100.0, seconds=seconds, phases=intervals, **more)
 
 
 ORDINARY = [
@@ -64,7 +64,19 @@ def test_waits_launches_and_tasks_are_taken_out_of_where_they_lie():
         ORDINARY,
         10.0,
         waits=(TracedWait(0, 7.2, 7.6), TracedWait(-1, 8.6, 9.1)),
-        calls=(TracedCall("reduce", 0, 8, 8, 3.9, 4.0, 4.5, None, 7.6),),
+        calls=(
+            TracedCall(
+                kind="reduce",
+                bucket=0,
+                nbytes=8,
+                sent=8,
+                ready=3.9,
+                launched=4.0,
+                posted=4.5,
+                done=None,
+                seen=7.6,
+            ),
+        ),
         tasks=(StepInterval("eval", 9.5, 9.7),),
     )
     parts = step_parts(traced)
@@ -90,7 +102,20 @@ def test_parts_add_up_to_the_step_and_pieces_leave_no_gap(kinds, starts, waits, 
         phases,
         10.0,
         waits=tuple(TracedWait(0, *pair) for pair in pairs),
-        calls=tuple(TracedCall("reduce", 0, 1, 1, None, *pair, None, None) for pair in sent),
+        calls=tuple(
+            TracedCall(
+                kind="reduce",
+                bucket=0,
+                nbytes=1,
+                sent=1,
+                ready=None,
+                launched=one,
+                posted=two,
+                done=None,
+                seen=None,
+            )
+            for one, two in sent
+        ),
         tasks=tuple(StepInterval("eval", *pair) for pair in done),
     )
     assert sum(step_parts(traced).values()) == pytest.approx(10.0)
@@ -111,7 +136,19 @@ def test_intervals_that_touch_become_one():
 
 
 def test_what_quiet_steps_tell_is_exposed_too():
-    calls = (TracedCall("reduce", 0, 8, 8, None, 7.0, 7.0, None, 7.5),)
+    calls = (
+        TracedCall(
+            kind="reduce",
+            bucket=0,
+            nbytes=8,
+            sent=8,
+            ready=None,
+            launched=7.0,
+            posted=7.0,
+            done=None,
+            seen=7.5,
+        ),
+    )
     usual = line(ORDINARY, 10.0, calls=calls)
     quiet = line([("forward", 0.0), ("backward", 3.0), ("exchange", 6.5)], 10.0, quiet=True, calls=calls)
     mean = mean_parts([usual, usual, quiet, quiet, quiet])

@@ -33,7 +33,9 @@ def points(*losses_: float) -> list[LossPoint]:
 def row(name: str = "k 10, d 5", losses_: tuple[float, ...] = (8.0, 4.0, 1.0), **values) -> AsyncRow:
     every = None if name == "DDP" else 10
     usual = {"best": 1.0, "seconds": 20.0, "steps": 100, "nbytes": 5e6, "digest": "", "initial_loss": 8.0}
-    return AsyncRow(name, every, every, losses_[-1], points=points(*losses_), **usual | values)
+    return AsyncRow(
+        name=name, every=every, delay=every, loss=losses_[-1], points=points(*losses_), **usual | values
+    )
 
 
 DDP = row("DDP", (8.0, 6.0, 4.0), communication=0.5, waiting=0.3)
@@ -81,7 +83,7 @@ def test_paces_repeat_and_spread():
 @pytest.mark.parametrize(("share", "workers"), [(0.05, 4), (0.3, 10), (0.5, 2), (0.5, 3)])
 def test_who_comes_and_goes_makes_a_plan_and_somebody_is_always_there(share, workers):
     turns = draw_churn(share, workers, 100.0, seed=3)
-    AsyncPlan([SimulatedMachine()] * workers, seconds=100.0, churn=turns)
+    AsyncPlan(machines=[SimulatedMachine()] * workers, seconds=100.0, churn=turns)
     assert turns == draw_churn(share, workers, 100.0, seed=3) != draw_churn(share, workers, 100.0, seed=4)
     away: set[int] = set()
     for each in sorted(turns, key=lambda each: each.seconds):

@@ -19,7 +19,7 @@ from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
 
 FOUR = tuple(SimulatedMachine(step_seconds=seconds, jitter=0.1) for seconds in (0.1, 0.1, 0.2, 0.4))
 EQUAL = (SimulatedMachine(step_seconds=1.0),) * 4
-PLAN = AsyncPlan(FOUR, seconds=40.0, cadence=SyncSchedule(10, 1, 5), score_every=10.0)
+PLAN = AsyncPlan(machines=FOUR, seconds=40.0, cadence=SyncSchedule(10, 1, 5), score_every=10.0)
 BARE = {"compression": None, "rules": HubRules(down="fp32"), "stagger": False}
 
 
@@ -56,7 +56,7 @@ def test_two_runs_of_a_plan_are_the_same_to_the_bit(usual):
 
 
 def test_one_worker_that_sends_every_step_is_plain_sgd():
-    simulation = at_the_end(AsyncPlan(EQUAL[:1], steps=50, cadence=SyncSchedule(1, 1, 0), **BARE))
+    simulation = at_the_end(AsyncPlan(machines=EQUAL[:1], steps=50, cadence=SyncSchedule(1, 1, 0), **BARE))
     alone = LinearTask().learner(0, 1)
     alone.steps(0, 50, 1.0)
     sgd = alone.module.weight.detach().flatten()  # type: ignore[union-attr]
@@ -67,7 +67,7 @@ def test_equal_workers_that_send_every_step_average_gradients_that_are_one_excha
     # Nobody waits: step n + 1 begins while the centre of step n is under way, so it is no lock-step. What it is
     # exactly: every worker's gradient is that of its own last snapshot, and the centre takes a step by their mean.
     steps, workers = 30, 4
-    simulation = at_the_end(AsyncPlan(EQUAL, steps=steps, cadence=SyncSchedule(1, 1, 0), **BARE))
+    simulation = at_the_end(AsyncPlan(machines=EQUAL, steps=steps, cadence=SyncSchedule(1, 1, 0), **BARE))
     learners = [LinearTask().learner(worker, workers) for worker in range(workers)]
     weights = [learner.module.weight.detach().numpy() for learner in learners]  # type: ignore[union-attr]
     learners[0].steps(
@@ -89,8 +89,10 @@ def test_equal_workers_that_send_every_step_average_gradients_that_are_one_excha
 
 
 def test_equal_workers_that_send_every_step_come_to_what_ddp_comes_to():
-    star = simulate_async(AsyncPlan(EQUAL, steps=150, cadence=SyncSchedule(1, 1, 0), **BARE), LinearTask())
-    ddp = simulate_ddp(DdpPlan(EQUAL, steps=150), LinearTask())
+    star = simulate_async(
+        AsyncPlan(machines=EQUAL, steps=150, cadence=SyncSchedule(1, 1, 0), **BARE), LinearTask()
+    )
+    ddp = simulate_ddp(DdpPlan(machines=EQUAL, steps=150), LinearTask())
     assert star.loss == pytest.approx(ddp.loss, rel=0.1)
 
 
@@ -174,7 +176,7 @@ def test_a_worker_that_comes_back_after_its_last_step_ends_once():
 def test_nesterov_at_every_arrival_diverges_and_has_to_be_asked_for():
     with pytest.raises(UsageError, match="diverges"):
         HubOptimizer("nesterov", 0.7, 0.9)
-    plan = AsyncPlan(EQUAL * 2, steps=150, cadence=SyncSchedule(10, 1, 0))
+    plan = AsyncPlan(machines=EQUAL * 2, steps=150, cadence=SyncSchedule(10, 1, 0))
     losses = {}
     for name in ("nesterov", "delayed-nesterov", "averaging"):
         outer = HubOptimizer(name, 1.0 if name == "averaging" else 0.7, 0.9, unstable=True)
@@ -187,7 +189,7 @@ def test_nesterov_at_every_arrival_diverges_and_has_to_be_asked_for():
 
 def test_policies_for_stale_updates_show():
     machines = [SimulatedMachine(step_seconds=0.1)] * 5 + [SimulatedMachine(step_seconds=2.0)]
-    plan = AsyncPlan(machines, seconds=60.0, cadence=SyncSchedule(5, 1, 0))
+    plan = AsyncPlan(machines=machines, seconds=60.0, cadence=SyncSchedule(5, 1, 0))
 
     def under(policy: str) -> AsyncResult:
         return simulate_async(
@@ -241,7 +243,7 @@ def test_fragments_are_sent_in_turns():
     from paceline.tools.simulate.learning_tasks import GPTTask
 
     task = GPTTask(GptSize("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=2, held_out=16)
-    plan = AsyncPlan(EQUAL[:2], steps=24, cadence=SyncSchedule(8, 2, 2))
+    plan = AsyncPlan(machines=EQUAL[:2], steps=24, cadence=SyncSchedule(8, 2, 2))
     found = simulate_async(plan, task)
     whole = simulate_async(replace(plan, cadence=SyncSchedule(8, 1, 2)), task)
     assert found.updates > whole.updates
@@ -252,7 +254,8 @@ def test_fragments_are_sent_in_turns():
 def test_a_thousand_workers_for_five_rounds():
     machine = SimulatedMachine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
     found = simulate_async(
-        AsyncPlan([machine] * 1000, steps=20, cadence=SyncSchedule(4, 1, 1), compression=None), LinearTask()
+        AsyncPlan(machines=[machine] * 1000, steps=20, cadence=SyncSchedule(4, 1, 1), compression=None),
+        LinearTask(),
     )
     assert found.updates == total(found, "acknowledged")
     assert found.updates > 3500
@@ -261,7 +264,7 @@ def test_a_thousand_workers_for_five_rounds():
 
 def test_plans_that_make_no_sense():
     with pytest.raises(UsageError, match="without workers"):
-        AsyncPlan([], steps=1)
+        AsyncPlan(machines=[], steps=1)
     with pytest.raises(UsageError, match="parameters=0"):
         replace(PLAN, parameters=0)
     with pytest.raises(UsageError, match="still running"):

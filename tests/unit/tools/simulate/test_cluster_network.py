@@ -50,7 +50,7 @@ def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_al
         make_schedule("all-reduce", algorithm, ranks), make(ranks, 1e8, 1e-4), NBYTES
     ).seconds
     found = (
-        ClusterNetwork(make.__name__, link=1e8, latency=1e-4)
+        ClusterNetwork(topology=make.__name__, link=1e8, latency=1e-4)
         .time_all_reduce(algorithm, ranks, NBYTES)
         .seconds
     )
@@ -115,8 +115,8 @@ def test_one_node_of_several_ranks_stays_inside():
 )
 @settings(max_examples=60, deadline=None)
 def test_a_faster_link_is_never_slower(algorithm, ranks, shape, faster):
-    slow = ClusterNetwork(shape, link=1e7, latency=1e-4).time_all_reduce(algorithm, ranks, NBYTES)
-    fast = ClusterNetwork(shape, link=1e7 * faster, latency=1e-4 / faster).time_all_reduce(
+    slow = ClusterNetwork(topology=shape, link=1e7, latency=1e-4).time_all_reduce(algorithm, ranks, NBYTES)
+    fast = ClusterNetwork(topology=shape, link=1e7 * faster, latency=1e-4 / faster).time_all_reduce(
         algorithm, ranks, NBYTES
     )
     assert fast.seconds <= slow.seconds
@@ -179,13 +179,13 @@ def test_a_measured_network_gives_back_what_was_measured():
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda: ClusterNetwork("mesh"), "unknown topology"),
+        (lambda: ClusterNetwork(topology="mesh"), "unknown topology"),
         (lambda: ClusterNetwork(link=0.0), "link=0.0"),
         (lambda: ClusterNetwork(link=math.nan), "link=nan"),
         (lambda: ClusterNetwork(latency=-1.0), "latency=-1.0"),
         (lambda: ClusterNetwork(per_node=0), "per_node=0"),
-        (lambda: ClusterNetwork("ring", per_node=2), "nodes of 2 ranks in a ring"),
-        (lambda: ClusterNetwork("ring", switch=1e9), "has no switch"),
+        (lambda: ClusterNetwork(topology="ring", per_node=2), "nodes of 2 ranks in a ring"),
+        (lambda: ClusterNetwork(topology="ring", switch=1e9), "has no switch"),
         (lambda: ClusterNetwork().time_all_reduce("two-level", 4, 1.0), "two-level on a star"),
         (lambda: all_reduce_rounds("bruck", 4), "unknown algorithm"),
     ],

@@ -30,7 +30,9 @@ FAST = ClusterNetwork(link=math.inf, latency=0.0)
 
 
 def plan(network=SLOW, step=1.0, nbytes=80e6, **options):
-    return ClusterPlan(network, step, nbytes, **{"draws": 200_000, "jobs": 8, **options})
+    return ClusterPlan(
+        network=network, step_seconds=step, nbytes=nbytes, **{"draws": 200_000, "jobs": 8, **options}
+    )
 
 
 def test_flat_gradients_are_computing_and_then_the_ring():

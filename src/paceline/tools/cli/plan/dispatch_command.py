@@ -144,9 +144,9 @@ def _request(
     if scheme == "shares" and given is None:
         raise UsageError("--scheme shares without --shares", remedy="pass for example --shares .25,.25,.1,.4")
     return DispatchRequest(
-        samples,
-        RankShares.of(given, len(given or ()) if ranks is None else ranks),
-        cast("DispatchScheme", scheme.replace("-", "_")),
+        samples=samples,
+        shares=RankShares.of(given, len(given or ()) if ranks is None else ranks),
+        scheme=cast("DispatchScheme", scheme.replace("-", "_")),
         seed=seed,
         blocks=blocks,
         batch_sizes=batch_sizes,

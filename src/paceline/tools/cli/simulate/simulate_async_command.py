@@ -167,7 +167,7 @@ def async_(
     if parameters is not None:
         message_parameters = int(parse_positive("--parameters", parameters, parse_count, "20M"))
     plan = AsyncPlan(
-        machines,
+        machines=machines,
         seconds=seconds,
         steps=steps,
         rules=HubRules(

@@ -129,7 +129,7 @@ def cluster(
     cost = None if loaded is None else request.measured_network(loaded, backend, network)
     slowdowns = request.parse_contention(contention, loaded, backend, cost.network if cost else None)
     plan = ClusterPlan(
-        request.parse_network(
+        network=request.parse_network(
             cost,
             topology=topology,
             link=link,
@@ -139,9 +139,9 @@ def cluster(
             inside_latency=inside_latency,
             switch=switch,
         ),
-        step_seconds,
-        float(gradients * parameter_count),
-        ClusterMachines(
+        step_seconds=step_seconds,
+        nbytes=float(gradients * parameter_count),
+        machines=ClusterMachines(
             parse_list("--speeds", speeds, float, example="1:1:2:4", separator=":"),
             parse_share(spread),
             parse_share(jitter),

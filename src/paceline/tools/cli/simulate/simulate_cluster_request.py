@@ -161,7 +161,15 @@ def parse_network(
             remedy="pass --inside, such as nvlink4",
         )
     switch_rate = math.inf if switch is None else parse_rate(switch)
-    return ClusterNetwork(topology, rate, seconds, ranks_per_node, inside_rate, inside_seconds, switch_rate)
+    return ClusterNetwork(
+        topology=topology,
+        link=rate,
+        latency=seconds,
+        per_node=ranks_per_node,
+        inside=inside_rate,
+        inside_latency=inside_seconds,
+        switch=switch_rate,
+    )
 
 
 def parse_link(option: str, text: str, latency: str | None) -> tuple[float, float]:

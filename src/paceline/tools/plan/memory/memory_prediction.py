@@ -89,7 +89,7 @@ class Untraceable(UsageError):
     """Raised if a model's memory depends on values, which tensors without memory don't have."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryPrediction:
     """Predicted memory of a training.
 
@@ -148,12 +148,12 @@ def predict_memory(
             with _traceable(subject, setting, tracer), _FakeTensorMode(), tracer:
                 train_subject(subject, _shortened(setting), comm, tracer, steps)
     return MemoryPrediction(
-        setting,
-        tracer.timeline(),
-        tracer.parameters,
-        tracer.parameter_nbytes,
-        tracer.value_reads,
-        time.perf_counter() - began,
+        setting=setting,
+        timeline=tracer.timeline(),
+        parameters=tracer.parameters,
+        parameter_nbytes=tracer.parameter_nbytes,
+        value_reads=tracer.value_reads,
+        seconds=time.perf_counter() - began,
     )
 
 

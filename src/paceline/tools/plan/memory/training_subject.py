@@ -53,7 +53,7 @@ BACKENDS = ("gloo", "nccl", "paceline")
 _AUTOCASTS = ("off", "bf16", "fp16")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingSetting:
     """Setting of a training, as far as memory depends on it.
 

@@ -39,7 +39,7 @@ _COLOURS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryCurve:
     """Memory in use over a step.
 

@@ -16,7 +16,7 @@ HUB_ITSELF = -1
 """Worker number of rows about the hub itself."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HubDecision:
     """A row of the log.
 

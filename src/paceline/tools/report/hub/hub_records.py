@@ -48,7 +48,7 @@ class WorkerReplacement:
     score: float | None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HubRun:
     """An asynchronous run, read from its hub's ledger.
 
@@ -129,7 +129,7 @@ def read_hub_run(folder: Path) -> HubRun:
     Raises:
         UsageError: the folder was written by a newer version of Paceline.
     """
-    run = HubRun(folder)
+    run = HubRun(folder=folder)
     try:
         run.name = printable(read_checked_file(folder / "run.json").get("run", ""))
     except FileNotFoundError:
@@ -201,7 +201,9 @@ class _RecordReader:
 
     def _decide(self, t: float, worker: WorkerStatistics, what: str, why: str = "", **more: Any) -> None:
         important = more.pop("important", False)
-        self._run.decisions.add(HubDecision(t, worker.number, what, why, **more), important=important)
+        self._run.decisions.add(
+            HubDecision(at=t, worker=worker.number, what=what, why=why, **more), important=important
+        )
 
     # ------------------------------------------------------------------ presence
 
@@ -316,7 +318,10 @@ class _RecordReader:
             run.workers.mark_hub_down(downtime.since)
             length = format_seconds(max(0.1, downtime.until - downtime.since))
             restart = HubDecision(
-                downtime.until, HUB_ITSELF, "was down", f"for about {length}, then restarted"
+                at=downtime.until,
+                worker=HUB_ITSELF,
+                what="was down",
+                why=f"for about {length}, then restarted",
             )
             run.decisions.add(restart, important=True)
         run.max_present = max(run.max_present, int(_real(values, "alive") or 0))

@@ -45,7 +45,7 @@ class ContributionRow:
 def contribution_rows(run: HubRun, limit: int = 20) -> list[ContributionRow]:
     """Return a row per worker, largest contribution first; workers beyond `limit` share the last row."""
     names, ranked = run.workers.names(), run.workers.ranked()
-    rest = WorkerStatistics(0, "others", count=0)
+    rest = WorkerStatistics(number=0, name="others", count=0)
     for each in [run.workers.others, *ranked[limit:]]:
         rest.add(each)
     rows = [_row(run, names[each.number], each) for each in ranked[:limit]]

@@ -45,7 +45,7 @@ class PeakRate:
     at: float = 0.0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HubTraffic:
     """Accumulates traffic records.
 

@@ -16,7 +16,7 @@ __all__ = ["WorkerStatistics", "WorkerTable", "printable"]
 _MAX_NAME_LENGTH = 40
 
 
-@dataclass
+@dataclass(kw_only=True)
 class WorkerStatistics:
     """Statistics of a worker, or of several merged ones.
 
@@ -96,7 +96,7 @@ class WorkerTable:
     def __init__(self, limit: int = 5000) -> None:
         self._limit = limit
         self._workers: dict[int, WorkerStatistics] = {}
-        self.others = WorkerStatistics(0, "others", count=0)
+        self.others = WorkerStatistics(number=0, name="others", count=0)
 
     def __iter__(self) -> Iterator[WorkerStatistics]:
         return iter(self._workers.values())
@@ -118,7 +118,7 @@ class WorkerTable:
         if worker is None:
             if len(self._workers) >= self._limit:
                 self._merge_smallest()
-            worker = self._workers[number] = WorkerStatistics(number, last_seen=t)
+            worker = self._workers[number] = WorkerStatistics(number=number, last_seen=t)
         return worker
 
     def get(self, number: int) -> WorkerStatistics | None:

@@ -15,7 +15,7 @@ from paceline._core.format import (
     format_seconds,
 )
 from paceline.tools.plan.slow_network import SyncOption, advise_network
-from paceline.tools.report.run.rank_arrivals import Straggler
+from paceline.tools.report.run.rank_arrivals import StragglerBreakdown
 from paceline.tools.report.run.run_summary import RankTime, RunSummary
 from paceline.tools.report.run.step_breakdown import merge_intervals
 from paceline.tools.report.run.trace_reader import RankTrace, StepInterval, TracedStep
@@ -188,7 +188,7 @@ def _straggler(summary: RunSummary) -> Bottleneck:
     )
 
 
-def straggler_cause(straggler: Straggler) -> str:
+def straggler_cause(straggler: StragglerBreakdown) -> str:
     """Return one sentence on the part of its step that takes longer than on the other ranks, and why."""
     part = _longest_excess(straggler)
     mine, theirs = straggler.parts[part], straggler.other_parts[part]
@@ -216,7 +216,7 @@ def straggler_cause(straggler: Straggler) -> str:
     )
 
 
-def straggler_remedy(straggler: Straggler) -> tuple[str, str]:
+def straggler_remedy(straggler: StragglerBreakdown) -> tuple[str, str]:
     """Return the action against a straggler and how to take it."""
     rank = straggler.rank
     if _more_samples(straggler):
@@ -238,11 +238,11 @@ def straggler_remedy(straggler: Straggler) -> tuple[str, str]:
     return f"Stop other programs on the host of rank {rank}", how
 
 
-def _longest_excess(straggler: Straggler) -> str:
+def _longest_excess(straggler: StragglerBreakdown) -> str:
     return max(straggler.excess, key=lambda part: straggler.excess[part])
 
 
-def _more_samples(straggler: Straggler) -> bool:
+def _more_samples(straggler: StragglerBreakdown) -> bool:
     computing = sum(straggler.excess[part] for part in _COMPUTING)
     return computing > 0 and straggler.samples > _MORE * straggler.others_samples > 0
 

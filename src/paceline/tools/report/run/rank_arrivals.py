@@ -14,7 +14,7 @@ from statistics import median
 from paceline.tools.report.run.step_breakdown import PHASES, exposed_intervals, step_parts
 from paceline.tools.report.run.trace_reader import RankTrace, TracedStep
 
-__all__ = ["Arrivals", "RankArrivals", "Straggler", "compare_arrivals"]
+__all__ = ["Arrivals", "RankArrivals", "StragglerBreakdown", "compare_arrivals"]
 
 _MIN_LAST_SHARE = 0.5
 """Share of the steps in which a straggler is last, at least."""
@@ -23,7 +23,7 @@ _MIN_LATENESS = 0.03
 """Lateness of a straggler, at least, as a share of the step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankArrivals:
     """Arrivals of one rank at the last collective of its steps.
 
@@ -44,8 +44,8 @@ class RankArrivals:
     transfer: float
 
 
-@dataclass(frozen=True)
-class Straggler:
+@dataclass(frozen=True, kw_only=True)
+class StragglerBreakdown:
     """The rank that the others wait for, compared with them; medians over steps.
 
     Attributes:
@@ -90,7 +90,7 @@ class Arrivals:
 
     steps: int = 0
     ranks: tuple[RankArrivals, ...] = ()
-    straggler: Straggler | None = None
+    straggler: StragglerBreakdown | None = None
     clock_error: float = 0.0
 
 
@@ -131,7 +131,14 @@ def _rank(rank: int, compared: Sequence[tuple[dict[int, TracedStep], dict[int, f
         imbalance, transfer = imbalance + before, transfer + after
     steps = len(compared)
     often = sorted(late)[min(steps - 1, int(0.95 * steps))]
-    return RankArrivals(rank, last / steps, median(late), often, imbalance / steps, transfer / steps)
+    return RankArrivals(
+        rank=rank,
+        last_share=last / steps,
+        lateness=median(late),
+        lateness_p95=often,
+        imbalance=imbalance / steps,
+        transfer=transfer / steps,
+    )
 
 
 def _split(line: TracedStep, last: float) -> tuple[float, float]:
@@ -147,7 +154,7 @@ def _straggler(
     ranks: Sequence[RankArrivals],
     compared: Sequence[tuple[dict[int, TracedStep], dict[int, float]]],
     error: float,
-) -> Straggler | None:
+) -> StragglerBreakdown | None:
     slowest = max(ranks, key=lambda each: each.lateness)
     step = median(line.seconds for lines, _ in compared for line in lines.values())
     if slowest.last_share < _MIN_LAST_SHARE or slowest.lateness < max(_MIN_LATENESS * step, error):
@@ -156,18 +163,20 @@ def _straggler(
     own = [lines[rank] for lines, _ in compared]
     others = [line for lines, _ in compared for other, line in lines.items() if other != rank]
     parts, theirs = _medians(own), _medians(others)
-    return Straggler(
-        rank,
-        slowest.last_share,
-        slowest.lateness,
-        {name: parts[name] - theirs[name] for name in parts if name != "exposed"},
-        parts,
-        theirs,
-        *(median(getattr(line, what) for line in lines) for what in _COUNTED for lines in (own, others)),
+    return StragglerBreakdown(
+        rank=rank,
+        last_share=slowest.last_share,
+        lateness=slowest.lateness,
+        excess={name: parts[name] - theirs[name] for name in parts if name != "exposed"},
+        parts=parts,
+        other_parts=theirs,
+        cpu=median(line.cpu for line in own),
+        others_cpu=median(line.cpu for line in others),
+        preempted=median(line.preempted for line in own),
+        others_preempted=median(line.preempted for line in others),
+        samples=median(line.samples for line in own),
+        others_samples=median(line.samples for line in others),
     )
-
-
-_COUNTED = ("cpu", "preempted", "samples")
 
 
 def _medians(lines: Sequence[TracedStep]) -> dict[str, float]:

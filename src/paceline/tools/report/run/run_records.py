@@ -34,7 +34,7 @@ _OF_A_STEP = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoggedStep:
     """One optimizer step logged by rank 0.
 
@@ -96,7 +96,7 @@ class RestartRecord:
     ranks_after: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedRun:
     """Content of a run folder.
 
@@ -136,7 +136,15 @@ def read_run(folder: Path) -> RecordedRun:
     sample = folder / "sample.txt"
     text = sample.read_text(encoding="utf-8", errors="replace") if sample.is_file() else ""
     restarts = tuple(_restarts(folder / "logs" / "restarts.jsonl", notes))
-    return RecordedRun(folder, facts, steps, spans_of_rank, text, tuple(notes), restarts)
+    return RecordedRun(
+        folder=folder,
+        facts=facts,
+        steps=steps,
+        spans_of_rank=spans_of_rank,
+        sample=text,
+        notes=tuple(notes),
+        restarts=restarts,
+    )
 
 
 def _read_facts(folder: Path) -> dict[str, object]:
@@ -186,7 +194,7 @@ def _step(record: Mapping[str, object]) -> LoggedStep:
     }
     samples = known.get("samples")
     return LoggedStep(
-        int(_number(record, "step")),
+        step=int(_number(record, "step")),
         **own,
         samples=None if samples is None else int(samples),
         numbers=numbers,

@@ -52,7 +52,7 @@ class RankTime:
         return self.share("forward") + self.share("backward") + self.share("optimizer")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """Key numbers of a run; None if not recorded.
 

@@ -42,7 +42,7 @@ class TracedWait:
     end: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TracedCall:
     """A collective call of the engine; times in seconds since the step began, None if unknown.
 
@@ -75,7 +75,7 @@ class TracedCall:
         return max(self.posted, min(known)) if known else self.posted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TracedStep:
     """One step of one rank.
 
@@ -197,26 +197,26 @@ def _step(span: TraceSpan, marks: Sequence[tuple[float, float]]) -> list[TracedS
             return []  # only a forward: a held-out loss after the last step
         return [
             TracedStep(
-                int(fields["step"]),
-                span.rank,
-                span.start - clock_offset_at(marks, span.start),
-                span.seconds,
-                tuple(
+                step=int(fields["step"]),
+                rank=span.rank,
+                start=span.start - clock_offset_at(marks, span.start),
+                seconds=span.seconds,
+                phases=tuple(
                     StepInterval(name, since, end) for (name, since), end in zip(phases, ends, strict=True)
                 ),
-                tuple(
+                waits=tuple(
                     TracedWait(int(bucket), since / 1e6, until / 1e6)
                     for bucket, since, until in fields["waits"]
                 ),
-                tuple(
+                tasks=tuple(
                     StepInterval(str(name), since / 1e6, until / 1e6)
                     for name, since, until in fields["tasks"]
                 ),
-                tuple(calls),
-                float(fields.get("samples") or 0.0),
-                float(fields.get("cpu") or 0.0),
-                int(fields.get("preempted") or 0),
-                fields.get("quiet") is True,
+                calls=tuple(calls),
+                samples=float(fields.get("samples") or 0.0),
+                cpu=float(fields.get("cpu") or 0.0),
+                preempted=int(fields.get("preempted") or 0),
+                quiet=fields.get("quiet") is True,
             )
         ]
     except (KeyError, TypeError, ValueError):
@@ -228,7 +228,17 @@ def _call(kind: str, bucket: int, nbytes: int, sent: int, *moments: float | None
     ready, launched, posted, done, seen = (None if moment is None else moment / 1e6 for moment in moments)
     if launched is None or posted is None:
         raise ValueError("every call is launched")
-    return TracedCall(str(kind), int(bucket), int(nbytes), int(sent), ready, launched, posted, done, seen)
+    return TracedCall(
+        kind=str(kind),
+        bucket=int(bucket),
+        nbytes=int(nbytes),
+        sent=int(sent),
+        ready=ready,
+        launched=launched,
+        posted=posted,
+        done=done,
+        seen=seen,
+    )
 
 
 def clock_offset_at(marks: Sequence[tuple[float, float]], moment: float) -> float:

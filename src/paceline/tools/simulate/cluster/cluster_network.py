@@ -75,7 +75,7 @@ class NetworkModel(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterNetwork:
     """Nodes with full-duplex links.
 

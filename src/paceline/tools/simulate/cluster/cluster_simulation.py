@@ -75,7 +75,7 @@ _P90 = 1.6449
 Numbers = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
     """A training, independent of the number of nodes.
 
@@ -193,7 +193,7 @@ class CheckpointIntervals:
     simulated: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterRow:
     """Result for one number of nodes.
 
@@ -348,21 +348,21 @@ def _row(
     efficiency = ledger["useful"]
     hours = total / 3600.0 * nodes
     return ClusterRow(
-        nodes,
-        nodes * plan.network.per_node,
-        price.algorithm,
-        compute,
-        comm,
-        Percentiles.of(whole.ravel()),
-        Percentiles.of(efficiency),
-        {name: float(part.mean()) for name, part in ledger.items()},
-        float((efficiency * nodes * plan.network.per_node / steps.useful).mean()),
-        None if risk.mtbf == np.inf else risk.mtbf,
-        float(took.failures.mean()),
-        intervals,
-        None if took.stuck else Percentiles.of(total),
-        None if plan.price is None or took.stuck else Percentiles.of(hours * plan.price),
-        took.stuck,
+        nodes=nodes,
+        ranks=nodes * plan.network.per_node,
+        algorithm=price.algorithm,
+        compute_seconds=compute,
+        comm_seconds=comm,
+        step=Percentiles.of(whole.ravel()),
+        efficiency=Percentiles.of(efficiency),
+        ledger={name: float(part.mean()) for name, part in ledger.items()},
+        speedup=float((efficiency * nodes * plan.network.per_node / steps.useful).mean()),
+        mtbf_seconds=None if risk.mtbf == np.inf else risk.mtbf,
+        failures=float(took.failures.mean()),
+        intervals=intervals,
+        job_seconds=None if took.stuck else Percentiles.of(total),
+        cost=None if plan.price is None or took.stuck else Percentiles.of(hours * plan.price),
+        stuck=took.stuck,
     )
 
 

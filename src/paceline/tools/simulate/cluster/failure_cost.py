@@ -107,7 +107,7 @@ def expected_slowdown(risk: FailureModel, interval: float) -> float:
     return risk.mtbf * math.exp(risk.restart / risk.mtbf) * math.expm1(exponent) / interval
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobTimes:
     """Seconds of simulated jobs, one element per job.
 
@@ -149,9 +149,9 @@ def simulate_jobs(risk: FailureModel, interval: float, work: Numbers, seed: Sequ
     segments = np.maximum(0, np.ceil(work / interval - 1e-9).astype(np.int64) - 1)
     writing = segments * risk.write
     if risk.mtbf == math.inf:
-        return JobTimes(work, writing, zero, zero, none)
+        return JobTimes(work=work, writing=writing, lost=zero, restarting=zero, failures=none)
     if expected_slowdown(risk, interval) > _STUCK:
-        return JobTimes(work, zero, zero, zero, none, stuck=True)
+        return JobTimes(work=work, writing=zero, lost=zero, restarting=zero, failures=none, stuck=True)
     rng = np.random.default_rng(list(seed))
     period = interval + risk.write
     done, failures = none.copy(), none.copy()
@@ -171,7 +171,7 @@ def simulate_jobs(risk: FailureModel, interval: float, work: Numbers, seed: Sequ
         seconds, more = _restart(risk, len(running), rng)
         restarting[running] += seconds
         failures[running] += more
-    return JobTimes(work, writing, lost, restarting, failures)
+    return JobTimes(work=work, writing=writing, lost=lost, restarting=restarting, failures=failures)
 
 
 def _restart(risk: FailureModel, count: int, rng: np.random.Generator) -> tuple[Numbers, NDArray[np.int64]]:
