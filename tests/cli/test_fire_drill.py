@@ -16,6 +16,7 @@ from paceline.tools.train.start_training import start_training
 from paceline.tools.train.train_settings import TrainSettings
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_is_named_on_the_terminal(tmp_path):
     text = tmp_path / "text.py"
     text.write_bytes((Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()[:20_000])

@@ -211,7 +211,7 @@ def test_token_file(tmp_path, here):
         ("--sync auto --every 4", "which chooses that itself"),
         ("--resume --overwrite", "exclude each other"),
         ("--resume", "leave --resume out"),
-        ("--data {tmp}/nowhere", "there is no such file or folder"),
+        ("--data {tmp}/nowhere", "no such file or folder"),
         ("--data {tmp}/empty.txt", "is an empty file"),
         ("--data {tmp}/empty.txt", "→ give a text file"),
         ("--data {tmp}/short.txt --context 16 --batch-size 30", "less data than one batch"),

@@ -34,6 +34,7 @@ def test_every_page_and_picture_is_there(site):
     assert (site / "docs" / "pictures" / "worlds.png").is_file()
 
 
+@pytest.mark.thorough
 def test_a_reader_fetches_nothing_from_elsewhere(site):
     for page in PAGES:
         text = page_of(site, page).read_text(encoding="utf-8")

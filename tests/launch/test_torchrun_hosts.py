@@ -39,6 +39,7 @@ def launch(lab, notes, tmp_path):
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.launcher("torchrun", "finishes")
 def test_it_finishes(launch, notes, undisturbed):
     told = launch()

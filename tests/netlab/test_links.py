@@ -19,6 +19,7 @@ def near(rate):
     return pytest.approx(rate, rel=TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rate", "nbytes"), [("20Mbit/s", 2e6), ("100Mbit/s", 8e6), ("400Mbit/s", 3e7)])
 def test_a_link_has_its_rate(lab, wire, rate, nbytes):
     for host in (0, 1):
@@ -26,6 +27,7 @@ def test_a_link_has_its_rate(lab, wire, rate, nbytes):
     assert wire.measure(0, 1, int(nbytes)) == near(lab.rates[0] * 8)
 
 
+@pytest.mark.thorough
 def test_directions_are_independent(wire):
     there, back = wire.start(0, 1, 6_000_000), wire.start(1, 0, 6_000_000)
     # each direction also carries the acknowledgements of the other
@@ -33,6 +35,7 @@ def test_directions_are_independent(wire):
     assert wire.finish(back) == pytest.approx(100e6, rel=2 * TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_two_senders_share_the_receiver_s_link(wire):
     first, second = wire.start(0, 2, 4_000_000), wire.start(1, 2, 4_000_000)
     started = time.monotonic()
@@ -50,6 +53,7 @@ def test_a_slow_host_is_slow_and_others_are_not():
         assert wire.measure(1, 0, 10_000_000) == near(200e6)
 
 
+@pytest.mark.thorough
 def test_the_rate_changes_at_run_time(lab, wire):
     transfer = wire.start(0, 1, 6_000_000)  # half a second, were it not for the change
     lab.rate(1, "20Mbit/s")
@@ -62,12 +66,14 @@ def test_the_rate_changes_at_run_time(lab, wire):
     assert wire.measure(0, 1, 50_000_000) > 300e6
 
 
+@pytest.mark.thorough
 def test_without_a_rate_links_are_as_fast_as_the_machine():
     with Lab(hosts=2) as lab:
         assert lab.rates == [None, None]
         assert Wire(lab).measure(0, 1, 50_000_000) > 300e6
 
 
+@pytest.mark.thorough
 def test_a_short_message_is_not_faster_than_the_link(lab, wire):
     for host in (0, 1):
         lab.rate(host, "10Mbit/s")
@@ -75,6 +81,7 @@ def test_a_short_message_is_not_faster_than_the_link(lab, wire):
     assert seen < 1.25 * 10e6
 
 
+@pytest.mark.thorough
 def test_bytes_are_those_that_passed(lab, wire):
     before = [lab.bytes(host) for host in range(3)]
     wire.measure(0, 1, 5_000_000)
@@ -87,6 +94,7 @@ def test_bytes_are_those_that_passed(lab, wire):
     assert passed[2].sent + passed[2].received < 2_000
 
 
+@pytest.mark.thorough
 def test_bytes_are_the_kernel_s_own(lab):
     table = lab.run(["cat", "/proc/net/dev"], on=2)[0].stdout
     (line,) = [line for line in table.splitlines() if "eth0" in line]
@@ -94,6 +102,7 @@ def test_bytes_are_the_kernel_s_own(lab):
     assert lab.bytes(2) == InterfaceBytes(sent=columns[8], received=columns[0])
 
 
+@pytest.mark.thorough
 def test_a_cut_host_is_out_of_reach_until_mended(lab, wire):
     server = lab.start(_server(7000), on=1)
     assert wire.reaches(0, lab.addresses[1], 7000, 10.0)
@@ -105,6 +114,7 @@ def test_a_cut_host_is_out_of_reach_until_mended(lab, wire):
     assert wire.reaches(0, lab.addresses[1], 7000, 10.0)
 
 
+@pytest.mark.thorough
 def test_a_transfer_survives_a_short_cut(lab, wire):
     before = lab.bytes(1)
     transfer = wire.start(0, 1, 4_000_000)
@@ -119,6 +129,7 @@ def test_a_transfer_survives_a_short_cut(lab, wire):
     assert (lab.bytes(1) - before).received > 4_000_000
 
 
+@pytest.mark.thorough
 def test_labs_do_not_meet(lab, wire):
     server = lab.start(_server(7001), on=0)
     assert wire.reaches(1, lab.addresses[0], 7001, 10.0)
@@ -132,6 +143,7 @@ def test_labs_do_not_meet(lab, wire):
     assert wire.reaches(1, lab.addresses[0], 7001)
 
 
+@pytest.mark.thorough
 def test_a_delay_needs_netem_and_says_so():
     problem = missing(delay=True)
     if problem is not None:
@@ -150,6 +162,7 @@ def _server(port):
     return ["python", "-I", "-S", "-c", code]
 
 
+@pytest.mark.thorough
 def test_tcp_is_the_same_on_all_machines(lab):
     names = ["tcp_congestion_control", "tcp_slow_start_after_idle", "tcp_no_metrics_save"]
     told = lab.run(["cat", *(f"/proc/sys/net/ipv4/{name}" for name in names)])

@@ -87,6 +87,7 @@ def test_a_sender_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
     assert to_hub > 0.25 * LINK
 
 
+@pytest.mark.thorough
 def test_a_receiver_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
     jobs = star(hosts, SHARE, "-")
     samples = watched(hosts, WORKER, jobs)
@@ -97,6 +98,7 @@ def test_a_receiver_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
     assert to_worker > 0.25 * LINK
 
 
+@pytest.mark.thorough
 def test_both_ways_at_once(hosts):
     jobs = star(hosts, SHARE, SHARE)
     samples = watched(hosts, WORKER, jobs)
@@ -107,6 +109,7 @@ def test_both_ways_at_once(hosts):
         assert mean >= LEAST
 
 
+@pytest.mark.thorough
 def test_what_a_cut_link_has_held_up_does_not_come_all_at_once(hosts):
     state = {"cut": False}
 

@@ -80,6 +80,7 @@ def test_every_variant_ran_every_step_on_every_rank(found):
                     assert 0 <= waited <= optimizer
 
 
+@pytest.mark.thorough
 def test_rows_are_finite_positive_and_their_parts_add_up(rows):
     for row in rows:
         assert math.isfinite(row.step_ms)

@@ -259,7 +259,7 @@ def simulate_cluster(plan: ClusterPlan, nodes: int) -> ClusterRow:
 
     Example:
         >>> from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork
-        >>> plan = ClusterPlan(ClusterNetwork(link=25e6), step_seconds=1.0, nbytes=80e6, strategy="flat")
+        >>> plan = ClusterPlan(network=ClusterNetwork(link=25e6), step_seconds=1.0, nbytes=80e6, strategy="flat")
         >>> row = simulate_cluster(plan, 4)
         >>> row.algorithm, round(row.step.mean, 3), round(row.ledger["communication"], 3)
         ('halving-doubling', 5.8, 0.828)
