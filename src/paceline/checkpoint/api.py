@@ -89,8 +89,8 @@ class Checkpoint:
         CheckpointError: another run writes to the folder.
 
     Example:
-        >>> keep = Checkpoint("runs/a", model, optim, loader, every=100)  # doctest: +SKIP
-        >>> for batch in keep.resume(loader):  # doctest: +SKIP
+        >>> checkpoint = Checkpoint("runs/a", model, optim, loader, every=100)  # doctest: +SKIP
+        >>> for batch in checkpoint.resume(loader):  # doctest: +SKIP
         ...     train_on(batch)
     """
 
