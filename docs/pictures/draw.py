@@ -32,15 +32,15 @@ def worlds() -> Chart:
     figure, (axes,) = stacked_panels(12, 3.2)
     for column, launcher in enumerate(launchers):
         for row, fact in enumerate(FACTS):
-            told = getattr(launcher, fact)
+            value = getattr(launcher, fact)
             axes.text(
                 column,
                 row,
-                told or "·",
+                value or "·",
                 ha="center",
                 va="center",
                 fontsize=8,
-                color=COLOURS[0] if told else MUTED,
+                color=COLOURS[0] if value else MUTED,
             )
     axes.set_xticks(range(len(launchers)), [launcher.name for launcher in launchers])
     axes.set_yticks(range(len(FACTS)), [fact.replace("_", " ") for fact in FACTS])
