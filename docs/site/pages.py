@@ -81,7 +81,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for old in list(files.documentation_pages()) + list(files.media_files()):
         if old.generated_by is None and not old.src_uri.startswith("assets/_mkdocstrings"):
             files.remove(old)
-    sources = {*pages(), ROOT / _STYLE, *(path for page in pages() for path in linked(page) if path.is_file())}
+    sources = {
+        *pages(),
+        ROOT / _STYLE,
+        *(path for page in pages() for path in linked(page) if path.is_file()),
+    }
     for path in sorted(sources):
         name = path.relative_to(ROOT).as_posix()
         new = File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.INCLUDED)
