@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.tools.bench.turn_statistics import InterleavedTimes
+from bench_harness.turns import InterleavedTimes
 
 __all__ = [
     "ARENA",

@@ -26,13 +26,13 @@ from figures import ARENA, BEST, COPY, MPICH, ORDINARY, contestants_at
 from rich.table import Table
 
 from bench_harness.program import run_program
+from bench_harness.turns import InterleavedTimes
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes, format_count, format_seconds
 from paceline._core.units import parse_bytes
 from paceline.errors import UsageError
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.bench.turn_statistics import InterleavedTimes
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import check_writable, result_head

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from figures import ARENA, BEST, COPY, COPY_ALONE, GLOO, HALVES, MPICH, ORDINARY, PASS, contestants_at
 from mpi4py import MPI
 
+from bench_harness.turns import InterleavedTimes
 from paceline.tools.bench.collectives import exact_buffers
-from paceline.tools.bench.turn_statistics import InterleavedTimes, turn_order
+from paceline.tools.bench.turn_statistics import turn_order
 
 
 class Ranks:

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 import paceline
+from bench_harness.turns import ratio_of
 from paceline._core.files import write_json
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import result_head

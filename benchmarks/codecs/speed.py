@@ -22,12 +22,12 @@ import typer
 from plain import plain_of
 
 from bench_harness.program import run_program
+from bench_harness.turns import ratio_of
 from paceline._core.files import write_json
 from paceline.parallel.compression import blockwise
 from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
 from paceline.parallel.compression.topk import TopKCodec
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent

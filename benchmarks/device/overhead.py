@@ -25,10 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from bench_harness.program import run_program
+from bench_harness.turns import ratio_of
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.bench.turn_statistics import ratio_of, turn_order
+from paceline.tools.bench.turn_statistics import turn_order
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent

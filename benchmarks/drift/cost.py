@@ -26,13 +26,13 @@ import typer
 
 import paceline
 from bench_harness.program import run_program
+from bench_harness.turns import ratio_of
 from paceline._core.files import write_json
 from paceline.health.replica_check import tensor_digest
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.parallel.engine.finite_check import peak_of
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.bench.step.strategy_trainers import random_batch
-from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head

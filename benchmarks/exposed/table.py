@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from bench_harness.markdown import fill, table
+from bench_harness.turns import ratio_of
 from paceline._core.files import write_text
-from paceline.tools.bench.turn_statistics import ratio_of
 
 HERE = Path(__file__).parent
 HEAD = [

@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import paceline
 from bench_harness.program import run_program
+from bench_harness.turns import ratio_of
 from paceline._core.files import write_json
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from bench_harness.turns import ratio_of
 from paceline._core.files import write_json
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bench_harness.markdown import fill, table
+from bench_harness.turns import ratio_of
 from paceline._core.format import format_seconds
-from paceline.tools.bench.turn_statistics import ratio_of
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "data.md"

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from paceline.tools.bench.turn_statistics import Ratio, ratio_of
+from bench_harness.turns import Ratio, ratio_of
 
 __all__ = [
     "BY_HAND",

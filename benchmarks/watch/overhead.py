@@ -19,11 +19,11 @@ import typer
 from steps import BATCH, CONTEXT, STEPS
 
 from bench_harness.program import run_program
+from bench_harness.turns import ratio_of
 from paceline._core.files import write_json
 from paceline._core.step_state import StepState
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent

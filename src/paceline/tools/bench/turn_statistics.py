@@ -10,25 +10,18 @@ the median of few rounds can be trusted is estimated by resampling the rounds (b
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 __all__ = [
-    "InterleavedTimes",
-    "Ratio",
     "RoundTimes",
     "StepBreakdown",
     "median_ratio",
-    "ratio_of",
     "round_times",
     "step_breakdown",
     "turn_order",
 ]
-
-_RESAMPLES = 2000
 
 
 def turn_order(count: int, turn: int) -> list[int]:
@@ -103,80 +96,3 @@ def step_breakdown(own: Sequence[RoundTimes], bare: Sequence[RoundTimes]) -> Ste
 def median_ratio(own: Sequence[RoundTimes], other: Sequence[RoundTimes]) -> float:
     """Return the median over rounds of own step ÷ other step."""
     return median(mine.step / theirs.step for mine, theirs in zip(own, other, strict=True))
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Ratio of two times: `median` over rounds, and the ends `low` and `high` of its 95 % bootstrap interval."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        """Return ``"6.99 (6.51 to 7.67)"``."""
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
-
-
-def ratio_of(own: Sequence[float], other: Sequence[float]) -> Ratio:
-    """Return own ÷ other over the same rounds; deterministic.
-
-    Args:
-        own: one value per round.
-        other: values of the same rounds, above 0.
-
-    Raises:
-        ValueError: no rounds, or different numbers of them.
-
-    Example:
-        >>> ratio_of([8.0, 9.0, 8.0], [4.0, 4.5, 4.0])
-        Ratio(median=2.0, low=2.0, high=2.0)
-    """
-    ratios = [mine / theirs for mine, theirs in zip(own, other, strict=True)]
-    if not ratios:
-        raise ValueError("no rounds to compare")
-    generator = random.Random(0)
-    medians = sorted(median(generator.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
-    tail = _RESAMPLES // 40
-    return Ratio(median(ratios), medians[tail], medians[-1 - tail])
-
-
-@dataclass(frozen=True)
-class InterleavedTimes:
-    """Times of all benchmarked runs at one message size.
-
-    Attributes:
-        nbytes: of the message.
-        seconds: by run, the median over all iterations.
-        rounds: by run, the median of each turn.
-    """
-
-    nbytes: int
-    seconds: dict[str, float]
-    rounds: dict[str, list[float]]
-
-    @classmethod
-    def of(cls, nbytes: int, seconds: Mapping[str, Sequence[Sequence[float]]]) -> InterleavedTimes:
-        """Return the times from ``seconds[run][round][iteration]`` of the slowest rank."""
-        return cls(
-            nbytes,
-            {name: median(value for turn in turns for value in turn) for name, turns in seconds.items()},
-            {name: [median(turn) for turn in turns] for name, turns in seconds.items()},
-        )
-
-    def with_best(self, title: str, names: Iterable[str]) -> InterleavedTimes:
-        """Return the times with the fastest of those `names` that were run added as `title`."""
-        best = min((name for name in names if name in self.seconds), key=self.seconds.__getitem__)
-        return InterleavedTimes(
-            self.nbytes,
-            self.seconds | {title: self.seconds[best]},
-            self.rounds | {title: self.rounds[best]},
-        )
-
-    def ratio(self, own: str, other: str) -> Ratio:
-        """Return own ÷ other."""
-        return ratio_of(self.rounds[own], self.rounds[other])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the times for JSON, which ``InterleavedTimes(**record)`` reads."""
-        return dict(vars(self))

@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench_harness.turns import InterleavedTimes, Ratio, ratio_of
 from paceline.tools.bench.step.comm_traffic import covered_seconds
 from paceline.tools.bench.turn_statistics import (
-    InterleavedTimes,
-    Ratio,
     RoundTimes,
     median_ratio,
-    ratio_of,
     round_times,
     step_breakdown,
     turn_order,
