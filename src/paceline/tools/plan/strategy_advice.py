@@ -269,8 +269,8 @@ def _point(costs: StepCosts, time: StepTime, batch: RankBatch) -> ScalingPoint:
         high=extra * (1 + spread) + time.high,
         samples_per_second=costs.ranks * batch.samples / seconds,
         efficiency=alone / seconds,
-        least=alone / longest,
-        most=alone / shortest,
+        least=alone / max(longest, seconds),  # not above `efficiency` by a rounding
+        most=alone / min(shortest, seconds),
         beyond=time.beyond,
     )
 
