@@ -23,7 +23,7 @@ from paceline.tools.bench.step.strategy_trainers import StrategyTrainer, build_t
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.models.token_windows import TokenBatch
 from paceline.world import init, shutdown
-from paceline.world.object_collectives import sum_over_ranks
+from paceline.world.control_collectives import sum_over_ranks
 
 _WARM_UP = 3
 

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from paceline._core.files import write_json
-from paceline.data.epoch_plan import SampleOrder
-from paceline.data.loader_position import DispatchSettings, LoaderPosition
+from paceline.data.batch_assignment import SampleOrder
+from paceline.data.map_loader_state import DispatchSettings, LoaderPosition
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.result_files import result_head

@@ -20,8 +20,8 @@ import typer
 from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.tools.bench.parts.parts_settings import PartsSettings
 from paceline.tools.bench.step.step_strategies import NO_SYNC, StrategyVariant
+from paceline.tools.bench.step_parts.parts_settings import PartsSettings
 from paceline.tools.bench.turn_statistics import round_times, step_breakdown
 from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
 from paceline.tools.models.gpt_sizes import GptSize

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import Source
-from paceline.tools.bench.parts.parts_settings import PartsSettings
-from paceline.tools.bench.parts.parts_worker import measure_parts
-from paceline.tools.bench.parts.workload import reference_workload
 from paceline.tools.bench.step.step_strategies import StrategyVariant
 from paceline.tools.bench.step.step_worker import gather_step_seconds, print_tick, time_interleaved
 from paceline.tools.bench.step.strategy_trainers import build_trainer, random_batch, run_step
+from paceline.tools.bench.step_parts.parts_settings import PartsSettings
+from paceline.tools.bench.step_parts.parts_worker import measure_parts
+from paceline.tools.bench.step_parts.training_workload import reference_workload
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.world import init, shutdown
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from bench_harness.markdown import fill, table
 from paceline._core.units import MIB
+from paceline.cost_model.bucket_assignment import plan_buckets
 from paceline.cost_model.bucket_closed_form import EqualBuckets
-from paceline.cost_model.bucket_layout import plan_buckets
 from paceline.cost_model.piecewise_fit import fit_line
 
 DOCS = Path(__file__).parents[2] / "docs" / "step-time.md"

@@ -19,18 +19,18 @@ from bench_harness.markdown import fill, table
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline._core.units import MIB
-from paceline.cost_model.bench_results import (
+from paceline.cost_model.collective_fit import PredictionError
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.step_costs import StepCosts, pick_step_costs
+from paceline.cost_model.step_strategy import StepStrategy
+from paceline.cost_model.step_time import StepTime, best_simulated_bucket, predict_steps
+from paceline.tools.bench.bench_results import (
     MeasuredStep,
     load_measured_steps,
     measured_by_strategy,
     pair_with_measured,
     step_prediction_error,
 )
-from paceline.cost_model.collective_fit import PredictionError
-from paceline.cost_model.profile import Profile
-from paceline.cost_model.step_costs import StepCosts, pick_step_costs
-from paceline.cost_model.step_strategy import StepStrategy
-from paceline.cost_model.step_time import StepTime, best_simulated_bucket, predict_steps
 from paceline.tools.bench.step.step_strategies import NO_SYNC
 from paceline.tools.cli.plan.plan_step_command import draw_breakdown, draw_buckets
 from paceline.tools.result_files import result_head

@@ -24,11 +24,11 @@ from strategies import ALONE, STRATEGIES
 import paceline
 from paceline.cost_model.profile_entries import Source
 from paceline.parallel.comm import Comm
-from paceline.tools.bench.parts.contention import measure_contention
-from paceline.tools.bench.parts.exchange_times import Exchanger
-from paceline.tools.bench.parts.model_compute_times import WrappedModel, measure_model_step
-from paceline.tools.bench.parts.workload import reference_workload
 from paceline.tools.bench.step.step_worker import print_tick
+from paceline.tools.bench.step_parts.contention import measure_contention
+from paceline.tools.bench.step_parts.exchange_times import Exchanger
+from paceline.tools.bench.step_parts.model_compute_times import WrappedModel, measure_model_step
+from paceline.tools.bench.step_parts.training_workload import reference_workload
 from paceline.tools.bench.turn_statistics import turn_order
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import gpt_size

@@ -33,7 +33,7 @@ from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import token_loss as loss_of
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows, summed_token_loss
-from paceline.tools.train.training_job import cosine_lr
+from paceline.tools.train.lr_schedule import cosine_lr
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 CLIP = 1.0

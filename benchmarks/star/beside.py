@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from training import Training, seconds_of, wait_until
 
 from paceline.testing.netlab.lab_network import parse_traffic
-from paceline.tools.train.training_job import cosine_lr
+from paceline.tools.train.lr_schedule import cosine_lr
 
 __all__ = ["Part", "play"]
 

@@ -15,7 +15,7 @@ from training import Training, seconds_of, wait_until
 
 import paceline
 from paceline.testing.netlab.lab_network import parse_traffic
-from paceline.tools.train.training_job import cosine_lr
+from paceline.tools.train.lr_schedule import cosine_lr
 
 
 def main(job_file: str, rank: int) -> None:

@@ -31,7 +31,7 @@ from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
 from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import GPTTask
 from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
-from paceline.tools.train.training_job import cosine_lr
+from paceline.tools.train.lr_schedule import cosine_lr
 
 HERE = Path(__file__).parent
 SIZE = GptSize("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)

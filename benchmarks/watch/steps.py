@@ -14,7 +14,7 @@ import torch
 import paceline
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import gpt_size
-from paceline.world.object_collectives import barrier
+from paceline.world.control_collectives import barrier
 
 STEPS, BATCH, CONTEXT = 8, 4, 128
 """Of a block; windows of a rank's batch, and tokens of a window."""

@@ -66,6 +66,7 @@ __all__ = [
     "UnsyncedGradients",
     "UsageError",
     "WorldError",
+    "require",
     "unknown",
 ]
 
@@ -281,6 +282,12 @@ class HostFailed(PacelineError, RuntimeError):
     def __init__(self, message: str, *, host: int | None = None, **known: Unpack[_Known]) -> None:
         super().__init__(message, **known)
         self.host = host
+
+
+def require(condition: bool, given: str, remedy: str) -> None:
+    """Raise a `UsageError` about what was `given` unless `condition` holds."""
+    if not condition:
+        raise UsageError(given, remedy=remedy)
 
 
 def unknown(kind: str, given: object, valid: Iterable[str]) -> UsageError:

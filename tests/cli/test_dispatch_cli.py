@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.tools.cli import app as module
-from paceline.tools.cli.plan import dispatch_command
+from paceline.tools.cli import dispatch_command
 
 SEVEN = ["--samples", 50_000, "--workers", 7]
 POLICIES = ["none", "join", "rebalance", "truncate", "pad", "drop", "error"]

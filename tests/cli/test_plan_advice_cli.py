@@ -46,21 +46,15 @@ def test_without_a_batch_the_measured_one_is_planned(call, saved):
 
 
 def test_a_context_that_was_not_measured_is_refused_and_the_measured_one_is_usual(call, saved):
-    from paceline.tools.cli.plan import plan_advice_command
+    from paceline.tools.cli.plan import plan_command
 
     options = ("--model", "net", "--devices", "2", "--profile", saved)
     assert call(*options)[0] == 0
     code, _, output = call(*options, "--context", "16")
     assert code == 2
     assert "it has: context 8" in output
-    assert (
-        plan_advice_command._context_of(plan_advice_command._Training(model="net", devices=(2,)), profile())
-        == 8
-    )
-    assert (
-        plan_advice_command._context_of(plan_advice_command._Training(model="other", devices=(2,)), profile())
-        == 128
-    )
+    assert plan_command._context_of(plan_command._Training(model="net", devices=(2,)), profile()) == 8
+    assert plan_command._context_of(plan_command._Training(model="other", devices=(2,)), profile()) == 128
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ from paceline.cost_model.hardware_catalog import DEVICES, INTERCONNECTS
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, Rate, Source
 from paceline.tools.cli.plan.plan_batch_command import show_xxl
-from paceline.tools.cli.plan.plan_command import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
+from paceline.tools.cli.plan.plan_hardware_command import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
 
 ASKED = "--model medium --device rtx-4090 --link 10gbe --devices 8 --batch 500"
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.errors import UsageError
-from paceline.tools.cli.plan.plan_command import app
+from paceline.tools.cli.plan import app
 
 MODEL = """
 import torch

@@ -34,7 +34,7 @@ WITHOUT_TORCH = [
 """Modules, and folders with all that is in them, that answer before torch is loaded."""
 
 NEEDS_TORCH = {
-    "paceline.world.object_collectives",
+    "paceline.world.control_collectives",
     "paceline.launch.agent.elastic_agent",
     "paceline.launch.agent.elastic_rendezvous",
     "paceline.tools.cli.simulate.simulate_async_run",

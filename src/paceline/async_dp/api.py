@@ -31,14 +31,13 @@ from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.async_dp.worker.async_worker import AsyncWorker, WorkerCounts
+from paceline.async_dp.worker.auto_settings import auto_fragments, choose_settings
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
-from paceline.async_dp.worker.selection_policy import SelectionPolicy
+from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.async_dp.worker.worker_resources import (
-    auto_fragments,
     bandwidth_limit,
     check_hub_address,
-    choose_settings,
     link_rate,
     reserved_cores,
 )

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from paceline._core.cpu_cores import usable_cores
-from paceline.backends.group_base import GroupBase
 from paceline.backends.hierarchical import HierarchicalCollectives
 from paceline.backends.inter_host import InterHostCollectives
 from paceline.backends.op_signature import CollectiveOps
 from paceline.backends.process_group import PacelineProcessGroup
+from paceline.backends.process_group_base import GroupBase
 from paceline.backends.shm import futex
 from paceline.backends.shm.control_block import ControlBlock
 from paceline.backends.shm.host_peers import (

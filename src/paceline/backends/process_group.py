@@ -18,7 +18,6 @@ from torch import Tensor
 
 from paceline.backends.async_work import untraced
 from paceline.backends.block_reduction import get_reduction
-from paceline.backends.group_base import GroupBase
 from paceline.backends.op_arguments import (
     Contiguous,
     ContiguousList,
@@ -35,6 +34,7 @@ from paceline.backends.op_arguments import (
     total_nbytes,
 )
 from paceline.backends.op_signature import CollectiveOps, OpSignature
+from paceline.backends.process_group_base import GroupBase
 
 __all__ = ["PacelineProcessGroup"]
 

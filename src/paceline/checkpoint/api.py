@@ -32,7 +32,7 @@ from paceline.checkpoint.named_objects import NamedObjects
 from paceline.checkpoint.resume import SkippedCheckpoint, find_resume_point
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.errors import CheckpointError, PacelineError, UsageError
-from paceline.world.object_collectives import gather_texts, rank_and_size, sum_over_ranks
+from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
 
 __all__ = ["Checkpoint", "Resumed"]
 

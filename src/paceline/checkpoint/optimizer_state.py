@@ -2,7 +2,7 @@
 
 Pieces represent the state of every strategy, whole or sharded, so a checkpoint fits any number of ranks and any
 strategy. Elements are counted in the order in which the parameter is stored, a complex one as two, as in shards
-(`paceline.parallel.sharding.reshard`).
+(`paceline.parallel.sharding.optimizer_resharding`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import UsageError
 from paceline.parallel.engine.bucket import storage_numel
-from paceline.parallel.sharding.reshard import flatten_state, unflatten_state
+from paceline.parallel.sharding.optimizer_resharding import flatten_state, unflatten_state
 from paceline.parallel.sharding.zero import ShardedOptimizer
 
 __all__ = ["Piece", "check_optimizer", "load_optimizer", "optimizer_state", "partition_by_size"]

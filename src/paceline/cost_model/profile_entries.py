@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
 from paceline._core.json_codec import Meta, NonNegative, Positive, Whole
-from paceline.cost_model.bucket_layout import ReadyGradient
+from paceline.cost_model.backward_simulation import ReadyGradient
 from paceline.cost_model.collective_fit import CollectiveFit, TimePrediction
 from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.errors import UsageError, unknown
@@ -165,7 +165,7 @@ class Parameter:
 
     @property
     def ready(self) -> ReadyGradient:
-        """The gradient, for `paceline.cost_model.bucket_layout`."""
+        """The gradient, for `paceline.cost_model.backward_simulation`."""
         return ReadyGradient(self.nbytes, self.seconds, self.kind)
 
 

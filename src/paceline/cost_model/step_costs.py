@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from paceline.cost_model.backward_simulation import CommChannel
 from paceline.cost_model.bucket_closed_form import EqualBuckets
-from paceline.cost_model.bucket_layout import CommChannel
 from paceline.cost_model.collective_fit import PredictionError
 from paceline.cost_model.fit_measurements import held_out_ranks, held_out_sizes
 from paceline.cost_model.piecewise_fit import fit_line
@@ -65,7 +65,7 @@ class ExchangePrice:
 
     @property
     def channel(self) -> CommChannel:
-        """The price as `paceline.cost_model.bucket_layout` takes it."""
+        """The price as `paceline.cost_model.backward_simulation` takes it."""
         return CommChannel(
             self.seconds,
             self.gap,

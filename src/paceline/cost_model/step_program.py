@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.cost_model.bucket_layout import plan_buckets, update_parts
+from paceline.cost_model.bucket_assignment import plan_buckets, update_parts
 from paceline.cost_model.step_costs import ExchangePrice, StepCosts
 from paceline.cost_model.step_simulator import Compute, Launch, Wait
 from paceline.cost_model.step_strategy import ELEMENT_NBYTES, StepStrategy

@@ -62,7 +62,7 @@ class StepStrategy:
 
     @property
     def caps(self) -> float | tuple[float, ...]:
-        """Bytes per bucket, as `paceline.cost_model.bucket_layout.plan_buckets` takes them."""
+        """Bytes per bucket, as `paceline.cost_model.bucket_assignment.plan_buckets` takes them."""
         if self.name in ("naive", "overlap"):
             return 0.0
         if self.name == "flat":

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.cost_model.bucket_layout import BestBucket, best_bucket
+from paceline.cost_model.backward_simulation import BestBucket, best_bucket
 from paceline.cost_model.step_costs import StepCosts
 from paceline.cost_model.step_program import step_program
 from paceline.cost_model.step_simulator import Compute, Launch, SimulatedStep, Wait, simulate_step

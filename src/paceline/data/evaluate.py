@@ -13,7 +13,7 @@ from paceline._core.step_state import step_state, wait_counters
 from paceline.data.loader import Loader
 from paceline.data.sampling.uneven_policies import EXACT
 from paceline.errors import MismatchError, UsageError
-from paceline.world.object_collectives import gather_rows, verify_same
+from paceline.world.control_collectives import gather_rows, verify_same
 
 __all__ = ["evaluate"]
 

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from paceline.data.counted_batch import with_samples
-from paceline.data.sampling.block_dispatch import DispatchScheme
-from paceline.data.sampling.rank_shares import RankShares
-from paceline.data.stream_reader import (
+from paceline.data.batch_sample_count import with_samples
+from paceline.data.iterable_loader_state import StreamState
+from paceline.data.iterable_sharding import (
     CollateStream,
     PrepareWorker,
     RankReader,
@@ -29,10 +28,11 @@ from paceline.data.stream_reader import (
     StreamBatch,
     StreamLayer,
 )
-from paceline.data.stream_state import StreamState
+from paceline.data.sampling.block_dispatch import DispatchScheme
+from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.torch_dataloader import BatchFetcher, LoaderOptions
 from paceline.errors import DataError, UnevenData, UsageError
-from paceline.world.object_collectives import PendingRows, gather_rows_async
+from paceline.world.control_collectives import PendingRows, gather_rows_async
 
 __all__ = ["IterableLoader", "StreamSettings"]
 

@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import Sampler
 
 from paceline._core.step_state import wait_counters
-from paceline.data.counted_batch import with_samples
-from paceline.data.epoch_plan import SampleOrder
-from paceline.data.loader_position import DispatchSettings, LoaderPosition
+from paceline.data.batch_assignment import SampleOrder
+from paceline.data.batch_sample_count import with_samples
+from paceline.data.map_loader_state import DispatchSettings, LoaderPosition
 from paceline.data.measured_shares import MeasuredShares
 from paceline.data.torch_dataloader import BatchFetcher, LoaderOptions
 from paceline.errors import DataError, UsageError

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from paceline._core.step_state import wait_counters
 from paceline.data.sampling.rank_shares import MAX_PARTS, RankShares, by_largest_remainder
-from paceline.world.object_collectives import gather_rows
+from paceline.world.control_collectives import gather_rows
 
 __all__ = ["MeasuredShares", "blend_speeds", "largest_share_change", "shares_from_speeds"]
 

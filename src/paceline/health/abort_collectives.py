@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator
 import torch
 import torch.distributed as dist
 
-from paceline.backends.group_base import GroupBase
+from paceline.backends.process_group_base import GroupBase
 from paceline.errors import PeerFailed
 
 __all__ = ["EXIT_CODE", "abort_groups", "end_process", "gloo_sockets", "raise_in_thread"]

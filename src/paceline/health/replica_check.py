@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import ReplicasDiverged, UsageError
 from paceline.parallel.comm import broadcast_tensors
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
-from paceline.world.object_collectives import PendingRows, gather_rows, gather_rows_async, verify_same
+from paceline.world.control_collectives import PendingRows, gather_rows, gather_rows_async, verify_same
 from paceline.world.rendezvous import format_ranks
 
 __all__ = ["Divergence", "ReplicaCheck", "find_divergence", "mixed_digest", "tensor_digest"]

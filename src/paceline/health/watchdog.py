@@ -46,7 +46,7 @@ from paceline.health.peer_mesh import PeerMesh
 from paceline.health.process_probe import host_key, process_start_ticks
 from paceline.health.straggler import Straggler, find_slowest
 from paceline.health.thread_probe import format_exception
-from paceline.world.object_collectives import gather_texts, rank_and_size
+from paceline.world.control_collectives import gather_texts, rank_and_size
 
 __all__ = ["Watchdog", "is_symptom"]
 

@@ -31,7 +31,7 @@ from paceline.parallel.sharding.fsdp import FSDPEngine
 from paceline.parallel.strategy import Sync
 from paceline.parallel.tuning.tuner import DEFAULT, Tuner
 from paceline.testing import fault_injection
-from paceline.world.object_collectives import verify_same
+from paceline.world.control_collectives import verify_same
 
 __all__ = ["DataParallel", "check_optimizer_owned"]
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from paceline.world.control_collectives import gather_texts
 from paceline.world.environment import boot_id
-from paceline.world.object_collectives import gather_texts
 
 __all__ = ["ClockOffset", "compare_clocks", "is_due"]
 

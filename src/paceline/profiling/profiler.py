@@ -23,9 +23,9 @@ from paceline._core.format import format_bytes
 from paceline.errors import UsageError
 from paceline.profiling.rank_timeline import RankTimeline, RecordedModel
 from paceline.profiling.step_metrics import StepMetrics
+from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
 from paceline.world.environment import host_label
 from paceline.world.machine_facts import read_machine_facts
-from paceline.world.object_collectives import gather_texts, rank_and_size, sum_over_ranks
 
 __all__ = ["Profiler", "machine_facts", "versions"]
 

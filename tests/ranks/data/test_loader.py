@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 
 import model_zoo
 import paceline
-from paceline.data.loader_position import LoaderPosition
+from paceline.data.map_loader_state import LoaderPosition
 from paceline.data.sampling.uneven_policies import EXACT
 from paceline.errors import UsageError
-from paceline.world.object_collectives import gather_rows
+from paceline.world.control_collectives import gather_rows
 
 POLICIES = ["join", "rebalance", "error", "truncate", "drop", "pad"]
 QUARTERS = [0.25, 0.25, 0.10, 0.40]

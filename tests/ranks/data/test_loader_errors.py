@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline.errors import DataError, MismatchError, PeerLost, SyncError, UsageError
-from paceline.world.object_collectives import gather_rows, gather_rows_async, sum_over_ranks
+from paceline.world.control_collectives import gather_rows, gather_rows_async, sum_over_ranks
 
 
 class Broken(Dataset):

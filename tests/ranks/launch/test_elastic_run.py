@@ -267,7 +267,7 @@ def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
 
 def test_a_surplus_host_learns_that_the_job_ended_well(monkeypatch, capfd):
     from paceline.launch.agent.elastic_agent import ElasticAgent, run_host
-    from paceline.launch.agent.world_agreement import JobEnded, JobOutcome
+    from paceline.launch.agent.restart_policy import JobEnded, JobOutcome
 
     def over(self):
         raise JobEnded(JobOutcome(0))

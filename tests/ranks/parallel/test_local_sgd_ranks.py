@@ -11,7 +11,7 @@ import paceline
 from local_sgd_cases import WIDTH, adamw, batch_of, flat, network, same, sgd, take_step
 from paceline.errors import SyncError, UsageError
 from paceline.parallel.comm import Comm
-from paceline.parallel.local_sgd.state_averaging import average_state
+from paceline.parallel.local_sgd.optimizer_state_averaging import average_state
 
 
 def uneven(rank, size, steps, options):

@@ -15,9 +15,9 @@ from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.profiling.clock_sync import compare_clocks
 from paceline.profiling.step_metrics import StepMetrics
-from paceline.tools.report.run.rank_arrivals import compare_arrivals
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.step_breakdown import step_parts
+from paceline.tools.report.run.straggler_detection import compare_arrivals
 from paceline.tools.report.run.trace_reader import read_timeline
 
 PLANS = [

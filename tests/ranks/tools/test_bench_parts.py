@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from paceline.cost_model.bucket_layout import plan_buckets
+from paceline.cost_model.bucket_assignment import plan_buckets
 from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import Source
@@ -18,7 +18,7 @@ from paceline.cost_model.step_costs import pick_step_costs
 from paceline.cost_model.step_strategy import StepStrategy, standard_strategies
 from paceline.cost_model.step_time import predict_step
 from paceline.errors import UsageError
-from paceline.tools.bench.parts.exchange_times import EXCHANGE_OPS, fit_exchange_cost, sizes_up_to
+from paceline.tools.bench.step_parts.exchange_times import EXCHANGE_OPS, fit_exchange_cost, sizes_up_to
 from paceline.tools.models.gpt_sizes import gpt_size
 
 SIZE = gpt_size("tiny")
@@ -29,9 +29,9 @@ WAYS = standard_strategies([0.25, 1.0, math.inf], compressions=["bf16"])
 def measure(rank, size, backend):
     """Return the entries of a short measurement, as JSON."""
     import paceline
-    from paceline.tools.bench.parts.parts_settings import PartsSettings
-    from paceline.tools.bench.parts.parts_worker import measure_parts
-    from paceline.tools.bench.parts.workload import reference_workload
+    from paceline.tools.bench.step_parts.parts_settings import PartsSettings
+    from paceline.tools.bench.step_parts.parts_worker import measure_parts
+    from paceline.tools.bench.step_parts.training_workload import reference_workload
 
     settings = PartsSettings(
         ranks=size, size="tiny", batch_size=1, context=8, backend=backend, steps=3, rounds=1, seconds=0.02
@@ -186,7 +186,7 @@ def test_other_numbers_of_ranks_join_the_fit():
     ],
 )
 def test_a_missing_workload_is_refused(tmp_path, text, said):
-    from paceline.tools.bench.parts.workload import user_workload
+    from paceline.tools.bench.step_parts.training_workload import user_workload
 
     path = tmp_path / "net.py"
     path.write_text("def make():\n    return 3\n")
@@ -197,7 +197,7 @@ def test_a_missing_workload_is_refused(tmp_path, text, said):
 
 
 def test_a_workload_that_returns_something_else_is_refused_with_its_types(tmp_path):
-    from paceline.tools.bench.parts.workload import user_workload
+    from paceline.tools.bench.step_parts.training_workload import user_workload
 
     path = tmp_path / "net.py"
     path.write_text("import torch\ndef make():\n    return torch.nn.Linear(1, 1), torch.sum, 'eight'\n")
@@ -206,7 +206,7 @@ def test_a_workload_that_returns_something_else_is_refused_with_its_types(tmp_pa
 
 
 def test_a_workload_may_have_dataclasses_of_its_own(tmp_path):
-    from paceline.tools.bench.parts.workload import user_workload
+    from paceline.tools.bench.step_parts.training_workload import user_workload
 
     path = tmp_path / "net.py"
     path.write_text(

@@ -9,7 +9,7 @@ from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.async_dp.worker.async_worker import AsyncWorker
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
-from paceline.async_dp.worker.selection_policy import SelectionPolicy
+from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
 from paceline.tools.simulate.async_simulation import AsyncResult, simulate_async

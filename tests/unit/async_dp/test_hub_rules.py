@@ -4,19 +4,14 @@ import math
 
 import pytest
 
-from paceline.async_dp.hub.hub_rules import (
-    HubRules,
-    HubShard,
-    PopulationRules,
-    ScreeningRules,
-    StalenessPolicy,
-)
+from paceline.async_dp.hub.hub_rules import HubRules, HubShard, PopulationRules, ScreeningRules
 from paceline.async_dp.hub.membership import StalenessHistogram
 from paceline.async_dp.hub.population import JoinDecision, Population, ReplaceDecision
+from paceline.async_dp.hub.staleness_policy import StalenessPolicy
 from paceline.async_dp.hub.update_screening import UpdateScreen
 from paceline.async_dp.protocol.hub_messages import UpdateHeader
-from paceline.async_dp.worker.selection_policy import SelectionPolicy
-from paceline.async_dp.worker.worker_resources import auto_fragments, choose_settings
+from paceline.async_dp.worker.auto_settings import auto_fragments, choose_settings
+from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.errors import UsageError
 
 

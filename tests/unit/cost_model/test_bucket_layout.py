@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline._core.units import MIB
-from paceline.cost_model.bucket_closed_form import EqualBuckets
-from paceline.cost_model.bucket_layout import (
+from paceline.cost_model.backward_simulation import (
     CommChannel,
     ReadyGradient,
     best_bucket,
     candidate_caps,
-    plan_buckets,
     simulate_backward,
 )
+from paceline.cost_model.bucket_assignment import plan_buckets
+from paceline.cost_model.bucket_closed_form import EqualBuckets
 from paceline.cost_model.piecewise_fit import fit_line
 from paceline.errors import UsageError
 

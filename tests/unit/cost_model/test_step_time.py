@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.cost_model.backward_simulation import simulate_backward
 from paceline.cost_model.bucket_closed_form import EqualBuckets
-from paceline.cost_model.bucket_layout import simulate_backward
 from paceline.cost_model.profile_entries import Parameter
 from paceline.cost_model.step_costs import pick_step_costs
 from paceline.cost_model.step_program import step_program

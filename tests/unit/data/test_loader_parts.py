@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
-from paceline.data.counted_batch import with_samples
+from paceline.data.batch_sample_count import with_samples
 from paceline.data.measured_shares import (
     MAX_MULTIPLE,
     MIN_MULTIPLE,
@@ -201,7 +201,7 @@ def test_a_placeholder_shares_the_tensors_memory():
 
 CHECKSUMS = """
 import torch
-from paceline.data.stream_reader import sample_checksum
+from paceline.data.iterable_sharding import sample_checksum
 text = torch.arange(6.0), {"x": torch.ones(2, 3, dtype=torch.bfloat16), "name": "a"}
 print([sample_checksum(each) for each in (torch.arange(6.0), text, "text", [1, 2], lambda: 0)])
 """

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline._core.json_codec import decode, encode
 from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_secondary
-from paceline.launch.agent.world_agreement import (
+from paceline.launch.agent.restart_policy import (
     HostMember,
     JobOutcome,
     PreviousWorld,

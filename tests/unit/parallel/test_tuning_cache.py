@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cost_model.bucket_layout import ReadyGradient
+from paceline.cost_model.backward_simulation import ReadyGradient
 from paceline.parallel.strategy import STRATEGIES, Sync
 from paceline.parallel.tuning.candidates import CallCost, candidate_plans
 from paceline.parallel.tuning.tuning_cache import (

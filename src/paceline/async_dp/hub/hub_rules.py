@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
-from paceline.errors import UsageError, unknown
+from paceline.async_dp.hub.staleness_policy import StalenessPolicy
+from paceline.errors import require, unknown
 
-__all__ = ["HubOptimizer", "HubRules", "HubShard", "PopulationRules", "ScreeningRules", "StalenessPolicy"]
+__all__ = [
+    "HubOptimizer",
+    "HubRules",
+    "HubShard",
+    "PopulationRules",
+    "ScreeningRules",
+]
 
 _OUTER_OPTIMIZERS = ("averaging", "delayed-nesterov", "nesterov")
-_STALENESS_POLICIES = ("accept", "down-weight", "drop", "wait")
 _PARAM_CODECS = ("bf16", "fp16", "fp32", "int8")
 _MAX_STABLE_LR = 0.1  # largest ε · μ of Nesterov per arrival that is allowed without `unstable`
-
-
-def _require(condition: bool, given: str, remedy: str) -> None:
-    if not condition:
-        raise UsageError(given, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class HubOptimizer:
         if self.name not in _OUTER_OPTIMIZERS:
             raise unknown("outer optimizer", self.name, _OUTER_OPTIMIZERS)
         lr_ok = isinstance(lr, int | float) and 0 < lr < math.inf
-        _require(lr_ok, f"outer lr={lr!r}", "give a number above 0, such as 1")
+        require(lr_ok, f"outer lr={lr!r}", "give a number above 0, such as 1")
         momentum_ok = isinstance(momentum, int | float) and 0 <= momentum < 1
-        _require(momentum_ok, f"outer momentum={momentum!r}", "give a number from 0 to below 1, such as 0.9")
+        require(momentum_ok, f"outer momentum={momentum!r}", "give a number from 0 to below 1, such as 0.9")
         warmup_ok = type(warmup) is int and warmup >= 0
-        _require(warmup_ok, f"outer warmup={warmup!r}", "give a whole number of rounds, 0 or more")
-        _require(
+        require(warmup_ok, f"outer warmup={warmup!r}", "give a whole number of rounds, 0 or more")
+        require(
             self.name != "nesterov" or lr * momentum <= _MAX_STABLE_LR or self.unstable,
             f"Nesterov momentum {momentum:g} at every arrival with lr {lr:g} diverges",
             "use delayed-nesterov or averaging; to see it diverge pass --unstable (unstable=True)",
@@ -64,59 +64,6 @@ class HubOptimizer:
     def has_momentum(self) -> bool:
         """Whether it keeps a momentum."""
         return self.name != "averaging" and self.momentum > 0
-
-
-@dataclass(frozen=True)
-class StalenessPolicy:
-    """Policy for stale updates.
-
-    Staleness is the number of updates merged between the parameters that a worker started from and its own update,
-    divided by the number of workers: in rounds, so it means the same for 4 workers and for 400.
-
-        accept        every update has full weight
-        down-weight   the weight is (1 + staleness)^-power
-        drop          updates beyond the bound are refused
-        wait          no update gets staler than the bound: a worker that is ahead waits for its next parameters
-                      (stale-synchronous parallel: Ho et al., NIPS 2013)
-
-    Example:
-        >>> StalenessPolicy("down-weight").weight(3.0)
-        0.5
-    """
-
-    policy: str = "accept"
-    bound: float = 16.0  # in rounds
-    power: float = 0.5  # usual for polynomial weights
-
-    def __post_init__(self) -> None:
-        if self.policy not in _STALENESS_POLICIES:
-            raise unknown("policy for stale updates", self.policy, _STALENESS_POLICIES)
-        _require(0 < self.bound < math.inf, f"bound={self.bound!r}", "give rounds above 0, such as 16")
-        _require(
-            0 <= self.power < math.inf, f"power={self.power!r}", "give a number of 0 or more, such as 0.5"
-        )
-
-    def weight(self, staleness: float) -> float:
-        """Return the weight of an update relative to a fresh one; 0: it is refused."""
-        if self.policy == "down-weight":
-            return (1 + max(0.0, staleness)) ** -self.power
-        if self.policy == "drop" and staleness > self.bound:
-            return 0.0
-        return 1.0
-
-    def holds_back(self, base: int, others: Collection[int], revision: int, workers: int) -> bool:
-        """Return whether a worker must wait for new parameters, so that no other's next update gets too stale.
-
-        Args:
-            base: revision that the worker started from last.
-            others: the same of the other live workers.
-            revision: of the global parameters.
-            workers: number of live workers.
-        """
-        if self.policy != "wait" or not others:
-            return False
-        oldest = min(others)
-        return base > oldest and (revision + 1 - oldest) / max(1, workers) > self.bound
 
 
 @dataclass(frozen=True)
@@ -131,19 +78,19 @@ class ScreeningRules:
 
     def __post_init__(self) -> None:
         ratio, increase, seconds = self.max_norm_ratio, self.max_score_increase, self.quarantine_seconds
-        _require(
+        require(
             ratio == 0 or 1 < ratio < math.inf,
             f"max_norm_ratio={ratio!r}",
             "give a number above 1, such as 10, or 0 for no limit",
         )
-        _require(
+        require(
             increase is None or 0 <= increase < math.inf,
             f"max_score_increase={increase!r}",
             "give a number of 0 or more, such as 0.05, or None",
         )
         strikes_ok = 1 <= self.strikes <= self.window
-        _require(strikes_ok, f"strikes={self.strikes!r} of window={self.window!r}", "give 1 up to the window")
-        _require(0 < seconds < math.inf, f"quarantine_seconds={seconds!r}", "give seconds above 0")
+        require(strikes_ok, f"strikes={self.strikes!r} of window={self.window!r}", "give 1 up to the window")
+        require(0 < seconds < math.inf, f"quarantine_seconds={seconds!r}", "give seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -170,11 +117,11 @@ class PopulationRules:
     def __post_init__(self) -> None:
         steps, grace, perturb, gap = self.steps, self.grace, self.perturb, self.gap
         steps_ok, grace_ok = type(steps) is int and steps >= 1, type(grace) is int and grace >= 0
-        _require(steps_ok, f"population of {steps!r} steps", "give a whole number of 1 or more")
-        _require(self.margin > 0, f"margin={self.margin!r}", "give a share above 0, such as 0.05")
-        _require(grace_ok, f"grace={grace!r}", "give a whole number of scores, 0 or more")
-        _require(1 <= perturb < math.inf, f"perturb={perturb!r}", "give a factor of 1 or more, such as 1.2")
-        _require(gap is None or gap > 0, f"gap={gap!r}", "give a share above 0, such as 0.2, or None")
+        require(steps_ok, f"population of {steps!r} steps", "give a whole number of 1 or more")
+        require(self.margin > 0, f"margin={self.margin!r}", "give a share above 0, such as 0.05")
+        require(grace_ok, f"grace={grace!r}", "give a whole number of scores, 0 or more")
+        require(1 <= perturb < math.inf, f"perturb={perturb!r}", "give a factor of 1 or more, such as 1.2")
+        require(gap is None or gap > 0, f"gap={gap!r}", "give a share above 0, such as 0.2, or None")
 
 
 @dataclass(frozen=True)
@@ -186,9 +133,7 @@ class HubShard:
 
     def __post_init__(self) -> None:
         index_ok = 0 <= self.index < self.count
-        _require(
-            index_ok, f"shard {self.index} of {self.count}", "count hubs from 0, for example 0/2 and 1/2"
-        )
+        require(index_ok, f"shard {self.index} of {self.count}", "count hubs from 0, for example 0/2 and 1/2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,13 +154,13 @@ class HubRules:
         silent_after, snapshot_every = self.silent_after, self.snapshot_every
         if self.down not in _PARAM_CODECS:
             raise unknown("codec of the global parameters", self.down, _PARAM_CODECS)
-        _require(
+        require(
             self.population is None or self.shard.count == 1,
             "a population with several hubs",
             "lead the population with one hub, or leave it out",
         )
-        _require(silent_after > 0, f"silent_after={silent_after!r}", "give seconds above 0, such as 15")
+        require(silent_after > 0, f"silent_after={silent_after!r}", "give seconds above 0, such as 15")
         snapshot_ok = type(snapshot_every) is int and snapshot_every >= 1
-        _require(
+        require(
             snapshot_ok, f"snapshot_every={snapshot_every!r}", "give a whole number of updates, 1 or more"
         )

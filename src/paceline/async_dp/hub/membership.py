@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paceline.async_dp.hub.hub_rules import StalenessPolicy
+from paceline.async_dp.hub.staleness_policy import StalenessPolicy
 from paceline.async_dp.protocol.message_assembly import ReplayWindow
 
 __all__ = ["HubCounters", "HubMember", "HubMembership", "PendingFetches", "StalenessHistogram"]

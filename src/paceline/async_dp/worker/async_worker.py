@@ -26,7 +26,7 @@ import torch
 from paceline.async_dp.protocol.hub_messages import HubMessage, meta_number
 from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
 from paceline.async_dp.worker.hub_session import HubSession
-from paceline.async_dp.worker.selection_policy import SelectionPolicy
+from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.async_dp.worker.session_state import SessionRequest
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 

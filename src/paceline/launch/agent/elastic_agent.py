@@ -56,7 +56,7 @@ from paceline.launch.agent.job_spec import JobSpec
 from paceline.launch.agent.job_store import JobStore, too_few_hosts
 from paceline.launch.agent.rank_failure import RankFailure, is_secondary
 from paceline.launch.agent.restart_log import RestartLog, log_line
-from paceline.launch.agent.world_agreement import (
+from paceline.launch.agent.restart_policy import (
     HostMember,
     JobEnded,
     JobOutcome,

@@ -17,7 +17,7 @@ from paceline.errors import MissingRanks, UsageError, WorldError
 from paceline.launch.agent.job_spec import JobSpec
 from paceline.launch.agent.rank_failure import RankFailure
 from paceline.launch.agent.restart_log import log_line
-from paceline.launch.agent.world_agreement import (
+from paceline.launch.agent.restart_policy import (
     HostMember,
     JobOutcome,
     PreviousWorld,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline._core.json_codec import encode
 from paceline.launch.agent.rank_failure import RankFailure
-from paceline.launch.agent.world_agreement import WorldAgreement
+from paceline.launch.agent.restart_policy import WorldAgreement
 
 __all__ = ["RestartLog", "log_line"]
 

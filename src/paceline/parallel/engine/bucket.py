@@ -1,7 +1,8 @@
 """Contiguous gradient buffers, and where each parameter's gradient lies in them.
 
-`paceline.cost_model.bucket_layout.plan_buckets` assigns parameters to buckets; `Bucket` holds the memory. A parameter's
-gradient is a view into its bucket: backward writes where the collective reads, and nothing is packed or unpacked.
+`paceline.cost_model.bucket_assignment.plan_buckets` assigns parameters to buckets; `Bucket` holds the memory. The
+gradient of a parameter is a view into its bucket: backward writes where the collective reads, so nothing is packed or
+unpacked.
 
     flat   | grad 0 | grad 1 |..pad..| grad 2 | round status or padding |
              └ slots[0].view

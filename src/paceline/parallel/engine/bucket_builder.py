@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.cost_model.bucket_layout import plan_buckets
+from paceline.cost_model.bucket_assignment import plan_buckets
 from paceline.parallel.comm import Comm
 from paceline.parallel.compression.compressed_bucket import CompressedBucket
 from paceline.parallel.compression.exchange_thread import ExchangeThread

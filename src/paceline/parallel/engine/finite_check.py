@@ -25,7 +25,7 @@ import torch
 
 from paceline._core.format import plural
 from paceline.parallel.comm import Comm
-from paceline.world.object_collectives import sum_over_ranks
+from paceline.world.control_collectives import sum_over_ranks
 
 __all__ = [
     "FiniteCheck",

@@ -17,11 +17,12 @@ from paceline.parallel.comm import Comm
 from paceline.parallel.compression.compressed_bucket import ResidualState
 from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece
 from paceline.parallel.engine.bucket_builder import build_buckets
+from paceline.parallel.engine.engine_protocols import PlanController
 from paceline.parallel.engine.finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.grad_hooks import LateGradients
-from paceline.parallel.engine.interfaces import PlanController
 from paceline.parallel.engine.launch_queue import LaunchQueue, SyncTimings
-from paceline.parallel.engine.round_status import LossWeights, RoundSummary
+from paceline.parallel.engine.loss_weights import LossWeights
+from paceline.parallel.engine.round_status import RoundSummary
 from paceline.parallel.strategy import Sync
 
 __all__ = ["GradientState"]

@@ -34,8 +34,11 @@ from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
 from paceline.parallel.engine.model_checks import model_signature
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.local_sgd.model_fragment import ModelFragment, SyncResult
+from paceline.parallel.local_sgd.optimizer_state_averaging import (
+    average_state_before_next_step,
+    cancel_state_averaging,
+)
 from paceline.parallel.local_sgd.outer_optimizers import Averaging, OuterOptimizer
-from paceline.parallel.local_sgd.state_averaging import average_state_before_next_step, cancel_state_averaging
 from paceline.parallel.local_sgd.sync_schedule import (
     SyncSchedule,
     check_synchronisable,
@@ -44,7 +47,7 @@ from paceline.parallel.local_sgd.sync_schedule import (
 )
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.profiling import trace_file
-from paceline.world.object_collectives import verify_same
+from paceline.world.control_collectives import verify_same
 
 __all__ = ["OuterLoop"]
 

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from paceline._core.step_state import step_state
-from paceline.cost_model.bucket_layout import update_parts
+from paceline.cost_model.bucket_assignment import update_parts
 from paceline.errors import UsageError
 from paceline.parallel.engine.bucket import Bucket, ShardPiece, storage_numel
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.step_guard import ConsumesShards
-from paceline.parallel.sharding import reshard
-from paceline.parallel.sharding.reshard import Shards, StateOf
+from paceline.parallel.sharding import optimizer_resharding
+from paceline.parallel.sharding.optimizer_resharding import Shards, StateOf
 
 __all__ = ["ShardedOptimizer"]
 
@@ -86,7 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             )
         self._engine = model.engine
         self._class, self._options = optimizer, options
-        defaults = reshard.defaults_with(optimizer, options)
+        defaults = optimizer_resharding.defaults_with(optimizer, options)
         given = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
         super().__init__(cast(Any, given), defaults)
         for param in (param for group in self.param_groups for param in group["params"]):
@@ -117,12 +117,12 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
     @cached_property
     def can_shard(self) -> bool:
         """Whether the optimizer is elementwise, so that it may update parts of parameters."""
-        return reshard.is_elementwise(self._class, self._options)
+        return optimizer_resharding.is_elementwise(self._class, self._options)
 
     @cached_property
     def _elementwise(self) -> frozenset[str]:
         """Names of the per-element entries of the state."""
-        return reshard.elementwise_keys(self._class, self._options)
+        return optimizer_resharding.elementwise_keys(self._class, self._options)
 
     def _update_whole(self) -> None:
         """Update whole parameters from now on."""
@@ -213,7 +213,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             for piece, param in pieces:
                 name = piece.slot.name
                 if name in self._loaded:
-                    state = reshard.slice_state(
+                    state = optimizer_resharding.slice_state(
                         name, piece.start, piece.stop, self._loaded[name], self._elementwise
                     )
                     built.optimizer.state[param] = state
@@ -271,12 +271,12 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if self._whole is not None:
             held = [(name, param, self._whole.state.get(param)) for name, param in self._named()]
             return {
-                name: reshard.flatten_state(state, param, self._elementwise)
+                name: optimizer_resharding.flatten_state(state, param, self._elementwise)
                 for name, param, state in held
                 if state
             }
         buckets = [bucket for group in self._groups for bucket in group.buckets]
-        return reshard.gather_state(self._pieces_with_state(), buckets, self._engine.comm)
+        return optimizer_resharding.gather_state(self._pieces_with_state(), buckets, self._engine.comm)
 
     def resume_state(self, state_of: StateOf) -> None:
         """Continue from a gathered state, in the layout that the engine has now."""
@@ -284,10 +284,14 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         held = [(name, param) for name, param in self._engine.named_parameters() if name in state_of]
         if self._reducer is None:
             self._update_whole()
-            self.state.update((param, reshard.unflatten_state(state_of[name], param)) for name, param in held)
+            self.state.update(
+                (param, optimizer_resharding.unflatten_state(state_of[name], param)) for name, param in held
+            )
             return
         self.state = defaultdict(dict)
-        self._loaded = {name: [reshard.whole_shard(state_of[name], param)] for name, param in held}
+        self._loaded = {
+            name: [optimizer_resharding.whole_shard(state_of[name], param)] for name, param in held
+        }
         self._build(self._reducer)
 
     def forget_state(self) -> None:
@@ -322,8 +326,11 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         else:
             self._loaded = {
                 name: [
-                    reshard.whole_shard(
-                        reshard.flatten_state(state_dict["state"][index], param, self._elementwise), param
+                    optimizer_resharding.whole_shard(
+                        optimizer_resharding.flatten_state(
+                            state_dict["state"][index], param, self._elementwise
+                        ),
+                        param,
                     )
                 ]
                 for index, (name, param) in enumerate(self._named())
@@ -333,12 +340,14 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
     def _unsharded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a sharded state in torch's format, with the shards of all ranks."""
-        shards_of = reshard.merge_shards(self._engine.comm.gather_objects(state_dict["shards"]))
+        shards_of = optimizer_resharding.merge_shards(self._engine.comm.gather_objects(state_dict["shards"]))
         state: dict[int, dict[str, Any]] = {}
         for index, (name, param) in enumerate(self._named()):
             if name in shards_of:
-                whole = reshard.slice_state(name, 0, storage_numel(param), shards_of[name], self._elementwise)
-                state[index] = reshard.unflatten_state(whole, param)
+                whole = optimizer_resharding.slice_state(
+                    name, 0, storage_numel(param), shards_of[name], self._elementwise
+                )
+                state[index] = optimizer_resharding.unflatten_state(whole, param)
         at = itertools.count()
         groups = [
             {**_options_of(loaded), "params": [next(at) for _ in group["params"]]}

@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from paceline.cost_model.bucket_layout import CommChannel, ReadyGradient, plan_buckets, simulate_backward
+from paceline.cost_model.backward_simulation import CommChannel, ReadyGradient, simulate_backward
+from paceline.cost_model.bucket_assignment import plan_buckets
 from paceline.parallel.strategy import STRATEGIES, Shard, Sync
 
 __all__ = ["GAIN", "CallCost", "CandidateRace", "candidate_plans"]

@@ -29,14 +29,14 @@ from datetime import UTC, datetime
 
 import torch
 
-from paceline.cost_model.bucket_layout import ReadyGradient
+from paceline.cost_model.backward_simulation import ReadyGradient
 from paceline.parallel.comm import Comm
-from paceline.parallel.engine.interfaces import ReshardableOptimizer
+from paceline.parallel.engine.engine_protocols import ReshardableOptimizer
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.strategy import Sync
 from paceline.parallel.tuning.candidates import CallCost, CandidateRace, candidate_plans
 from paceline.parallel.tuning.tuning_cache import TuningCache, TuningResult
-from paceline.world.object_collectives import gather_rows
+from paceline.world.control_collectives import gather_rows
 
 __all__ = ["DEFAULT", "Tuner", "max_over_ranks", "measure_call_cost"]
 

@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 from paceline.parallel.comm import Comm
 from paceline.parallel.engine.bucket import GradSlot
 from paceline.parallel.strategy import Sync
-from paceline.world.object_collectives import gather_texts
+from paceline.world.control_collectives import gather_texts
 
 __all__ = ["TuningCache", "TuningResult", "cache_file", "cache_folder", "load_result", "save_result"]
 

@@ -26,7 +26,7 @@ COMMANDS = {  # name: (module, a function or a typer.Typer in it, help)
     "run": (".run_command", "run", "Run a script on hosts, restarted after failures."),
     "launch": (".launch_command", "app", "Run a script by torchrun, Slurm, Ray, MPI or Kubernetes."),
     "bench": (
-        ".bench.bench_step_command",
+        ".bench",
         "app",
         "Measure training steps and collectives, against torch.",
     ),
@@ -36,14 +36,14 @@ COMMANDS = {  # name: (module, a function or a typer.Typer in it, help)
         "Prove, price, explain, draw and run a collective algorithm.",
     ),
     "dispatch": (
-        ".plan.dispatch_command",
+        ".dispatch_command",
         "dispatch",
         "Show which rank gets which data, which starve, what is safe.",
     ),
-    "plan": (".plan.plan_command", "app", "Plan a training from measurements, before anything runs."),
-    "hub": (".hub_command", "app", "Serve asynchronous training: the hub of a star."),
+    "plan": (".plan", "app", "Plan a training from measurements, before anything runs."),
+    "hub": (".hub_command", "app", "Serve asynchronous training to workers."),
     "simulate": (
-        ".simulate.simulate_async_command",
+        ".simulate",
         "app",
         "Predict how a job would run on many nodes, or elsewhere.",
     ),

@@ -106,7 +106,7 @@ def parse_model_parameters(model: str | None, parameters: str | None) -> int:
         (219848638464, 20000000)
     """
     from paceline.tools.models.gpt_sizes import SIZES
-    from paceline.tools.plan import xxl_model
+    from paceline.tools.plan import xxl_worked_example
 
     if (model is None) == (parameters is None):
         raise UsageError(
@@ -119,7 +119,7 @@ def parse_model_parameters(model: str | None, parameters: str | None) -> int:
             raise UsageError(f"--parameters {parameters}", remedy="pass 1 or more")
         return count
     if model == "xxl":
-        return xxl_model.PARAMETERS
+        return xxl_worked_example.PARAMETERS
     if model not in SIZES:
         raise unknown("model", model, [*SIZES, "xxl"])
     return SIZES[model].parameters()

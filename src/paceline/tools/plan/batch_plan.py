@@ -1,7 +1,8 @@
 """Devices, micro-batch, accumulation and the bound of a step, derived from plain numbers (pure).
 
 First which number of devices holds the model, then the split of the global batch, then whether each device gets enough
-tokens to hide communication. Every figure comes with its derivation (`paceline.tools.plan.xxl_model.DerivedFigure`).
+tokens to hide communication. Every figure comes with its derivation
+(`paceline.tools.plan.xxl_worked_example.DerivedFigure`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.tools.plan.communication_roofline import (
     hsdp_tokens,
     intensity,
 )
-from paceline.tools.plan.xxl_model import DerivedFigure
+from paceline.tools.plan.xxl_worked_example import DerivedFigure
 
 __all__ = ["BatchPlan", "BatchRequest", "describe_split", "plan_batch"]
 

@@ -9,7 +9,7 @@ from paceline.data.sampling.block_dispatch import BlockDispatch, DispatchScheme,
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import check_batching
 from paceline.errors import UsageError
-from paceline.tools.plan.balance_report import BatchBalance, is_even, safe_batch_sizes, safe_blocks
+from paceline.tools.plan.batch_balance import BatchBalance, is_even, safe_batch_sizes, safe_blocks
 from paceline.tools.plan.imbalance_statistics import (
     DRAWS,
     ImbalanceSpread,

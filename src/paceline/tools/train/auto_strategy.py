@@ -32,7 +32,7 @@ from paceline.tools.train.local_sgd_settings import gpt_layers
 from paceline.tools.train.run_folder import original_settings
 from paceline.tools.train.train_settings import CHOSEN_BY_AUTO, TrainSettings
 from paceline.world import World
-from paceline.world.object_collectives import barrier, gather_texts
+from paceline.world.control_collectives import barrier, gather_texts
 
 __all__ = ["AutoChoice", "choose_strategy"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,12 +22,12 @@ from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows, summed_token_loss
 from paceline.tools.train.auto_strategy import AutoChoice, choose_strategy
 from paceline.tools.train.run_folder import RunFolder, check_facts, checkpoint_facts
-from paceline.tools.train.sent_bytes import SentBytes, float32_gradient_nbytes, interface_nbytes
+from paceline.tools.train.traffic_counter import SentBytes, float32_gradient_nbytes, interface_nbytes
 from paceline.tools.train.train_settings import AUTO, TrainSettings
 from paceline.world import World
-from paceline.world.object_collectives import sum_over_ranks, verify_same
+from paceline.world.control_collectives import sum_over_ranks, verify_same
 
-__all__ = ["TrainingJob", "build_job", "cosine_lr", "held_out_loss"]
+__all__ = ["TrainingJob", "build_job", "held_out_loss"]
 
 
 @dataclass(kw_only=True)
@@ -187,26 +186,6 @@ def _facts(settings: TrainSettings, corpus: Corpus) -> list[str]:
         *(f"{name}={value!r}" for name, value in values.items()),
         f"data of number {corpus.fingerprint}",
     ]
-
-
-def cosine_lr(step: int, *, steps: int, warmup: int, peak: float, floor: float = 0.1) -> float:
-    """Return the learning rate of `step`: linear warm-up, then half a cosine down to `floor`.
-
-    Args:
-        step: steps done so far, 0 ≤ step < steps.
-        steps: total number of steps.
-        warmup: steps over which the rate rises to `peak`; the first one is not zero.
-        peak: the largest rate.
-        floor: rate of the last step as a share of `peak`.
-
-    Example:
-        >>> [round(cosine_lr(step, steps=5, warmup=2, peak=1.0), 2) for step in range(5)]
-        [0.5, 1.0, 1.0, 0.55, 0.1]
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - 1 - warmup)
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
 def held_out_loss(model: nn.Module, held_out: HeldOutWindows, world: World) -> float:

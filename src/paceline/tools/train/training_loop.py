@@ -23,9 +23,10 @@ from paceline._core.step_state import step_state
 from paceline.errors import PacelineError
 from paceline.health.watchdog import Watchdog
 from paceline.tools.models.gpt import token_loss as loss_of
-from paceline.tools.train.training_job import TrainingJob, cosine_lr
+from paceline.tools.train.lr_schedule import cosine_lr
+from paceline.tools.train.training_job import TrainingJob
 from paceline.tools.train.training_progress import TrainingProgress
-from paceline.world.object_collectives import sum_over_ranks
+from paceline.world.control_collectives import sum_over_ranks
 
 __all__ = ["run_training"]
 

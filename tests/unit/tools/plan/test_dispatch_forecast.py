@@ -8,7 +8,7 @@ import pytest
 
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.errors import UsageError
-from paceline.tools.plan.balance_report import BatchBalance
+from paceline.tools.plan.batch_balance import BatchBalance
 from paceline.tools.plan.dispatch_forecast import DispatchRequest, forecast_dispatch
 
 

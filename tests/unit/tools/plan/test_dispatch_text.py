@@ -8,7 +8,7 @@ import pytest
 
 from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
-from paceline.tools.plan.balance_report import BatchBalance, PolicyOutcome
+from paceline.tools.plan.batch_balance import BatchBalance, PolicyOutcome
 from paceline.tools.plan.dispatch_forecast import DispatchRequest, forecast_dispatch
 from paceline.tools.plan.dispatch_text import (
     describe_bias,

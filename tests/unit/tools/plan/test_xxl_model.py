@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.tools.plan.batch_split import ModelStates, device_nbytes
-from paceline.tools.plan.xxl_model import PARAMETERS, TOKEN_NBYTES, derive_figures
+from paceline.tools.plan.xxl_worked_example import PARAMETERS, TOKEN_NBYTES, derive_figures
 
 
 @pytest.fixture(scope="module")

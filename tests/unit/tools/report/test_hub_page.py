@@ -12,7 +12,7 @@ from test_run_page import parse
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules, ScreeningRules
 from paceline.async_dp.wal.hub_journal import HubJournal
-from paceline.async_dp.worker.selection_policy import SelectionPolicy
+from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.report.hub.hub_page import _bars, write_hub_report
 from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine

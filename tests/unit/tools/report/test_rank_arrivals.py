@@ -12,8 +12,8 @@ from paceline.tools.report.run.bottleneck import (
     straggler_remedy,
     transfer_rate,
 )
-from paceline.tools.report.run.rank_arrivals import compare_arrivals
 from paceline.tools.report.run.run_summary import RunSummary, rank_time
+from paceline.tools.report.run.straggler_detection import compare_arrivals
 from paceline.tools.report.run.trace_reader import (
     RankTrace,
     StepInterval,

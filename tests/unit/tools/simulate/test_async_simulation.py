@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules, PopulationRules, StalenessPolicy
-from paceline.async_dp.worker.selection_policy import SelectionPolicy
+from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules, PopulationRules
+from paceline.async_dp.hub.staleness_policy import StalenessPolicy
+from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine, draw_churn

@@ -12,9 +12,9 @@ from paceline.errors import UsageError
 from paceline.health.straggler import Straggler
 from paceline.profiling.step_metrics import StepMetrics
 from paceline.tools.report.run.run_records import read_run
+from paceline.tools.train.lr_schedule import cosine_lr
 from paceline.tools.train.run_folder import RunFolder
-from paceline.tools.train.sent_bytes import SentBytes, float32_gradient_nbytes, interface_nbytes
-from paceline.tools.train.training_job import cosine_lr
+from paceline.tools.train.traffic_counter import SentBytes, float32_gradient_nbytes, interface_nbytes
 from paceline.tools.train.training_progress import TrainingProgress, format_step
 
 

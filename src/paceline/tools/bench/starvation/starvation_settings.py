@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.epoch_plan import EpochPlan, SampleOrder
-from paceline.data.loader_position import DispatchSettings, LoaderPosition
+from paceline.data.batch_assignment import EpochPlan, SampleOrder
+from paceline.data.map_loader_state import DispatchSettings, LoaderPosition
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError, unknown
-from paceline.tools.plan.balance_report import BatchBalance
+from paceline.tools.plan.batch_balance import BatchBalance
 
 __all__ = ["EXAMPLE_BALANCE", "MOST_RANKS", "Numbers", "StarvationSettings"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from paceline.cost_model.profile import Profile
     from paceline.cost_model.profile_entries import Contention, ExchangeCost, ModelStep, Source
-    from paceline.tools.bench.parts.parts_settings import PartsSettings
+    from paceline.tools.bench.step_parts.parts_settings import PartsSettings
     from paceline.world import ProcessPlace
 
 __all__ = ["parts"]
@@ -76,7 +76,7 @@ def parts(
     """
     from paceline.cost_model.profile import Profile
     from paceline.tools.bench.collectives.benchmarked_backends import check_backends
-    from paceline.tools.bench.parts.parts_settings import PartsSettings
+    from paceline.tools.bench.step_parts.parts_settings import PartsSettings
     from paceline.world import read_environment
 
     place = read_environment(os.environ)
@@ -115,7 +115,7 @@ def _number_of_ranks(given: int | None, place: ProcessPlace) -> int:
 
 def _measure_as_rank(settings: PartsSettings, earlier: Profile, source: Source) -> Profile | None:
     """Take part as the rank that a launcher started."""
-    from paceline.tools.bench.parts.parts_worker import measure_as_rank
+    from paceline.tools.bench.step_parts.parts_worker import measure_as_rank
 
     return measure_as_rank(settings, earlier, source)
 
@@ -127,7 +127,7 @@ def _measure_in_new_ranks(settings: PartsSettings, earlier: Profile, source: Sou
     from paceline.tools.bench.rank_jobs import run_rank_job
 
     job = {"settings": encode(settings), "source": vars(source), "earlier": earlier.to_json()}
-    module, env = "paceline.tools.bench.parts.parts_worker", {"OMP_NUM_THREADS": str(settings.threads)}
+    module, env = "paceline.tools.bench.step_parts.parts_worker", {"OMP_NUM_THREADS": str(settings.threads)}
     return Profile.from_json(run_rank_job(run_ranks, module, job, settings.ranks, env=env))
 
 

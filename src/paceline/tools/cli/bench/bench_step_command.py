@@ -1,4 +1,4 @@
-"""``paceline bench``: measurements that end in a table, JSON, CSV and charts; and its command ``step``."""
+"""``paceline bench step``: training steps of all strategies, with torch DDP in the same table."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import typer
 
 from paceline._core.files import write_json
 from paceline._core.units import parse_list
-from paceline.tools.cli.bench.bench_collectives_command import collectives, compare
-from paceline.tools.cli.bench.bench_fit_command import fit
-from paceline.tools.cli.bench.bench_machine_command import machine
-from paceline.tools.cli.bench.bench_parts_command import parts
 from paceline.tools.cli.shared_options import BucketsOption, CsvOption, JsonOption, ThreadsOption
 from paceline.tools.result_files import checked_files, paceline_command
 
@@ -21,19 +17,9 @@ if TYPE_CHECKING:
     from paceline.tools.bench.step.step_benchmark import StepSettings
     from paceline.tools.bench.step.step_rows import StepRow
 
-__all__ = ["app"]
-
-app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-for _command in (collectives, compare, machine, fit, parts):
-    app.command()(_command)
+__all__ = ["step"]
 
 
-@app.callback()
-def bench() -> None:
-    """Measure, with torch in the same table."""
-
-
-@app.command()
 def step(
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
     size: Annotated[str, typer.Option(help="Reference models, separated by commas.")] = "tiny,mini",

@@ -16,7 +16,7 @@ from paceline._core.files import write_json
 from paceline._core.units import parse_bytes, parse_count, parse_rate, parse_share
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import JsonOption, NetworkOption, parse_model_parameters
-from paceline.tools.plan.xxl_model import DerivedFigure
+from paceline.tools.plan.xxl_worked_example import DerivedFigure
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
@@ -141,14 +141,14 @@ def _plan(request: BatchRequest, json_file: Path | None) -> None:
 def _model_sizes(model: str | None, parameters: str | None) -> tuple[int, float | None, int]:
     """Return parameters, bytes of activations per token (None: unknown) and tokens per sample."""
     from paceline.tools.models.gpt_sizes import SIZES
-    from paceline.tools.plan import xxl_model
+    from paceline.tools.plan import xxl_worked_example
     from paceline.tools.plan.batch_split import transformer_token_nbytes
 
     count = parse_model_parameters(model, parameters)
     if model is None:
         return count, None, 1
     if model == "xxl":
-        return count, float(xxl_model.TOKEN_NBYTES), 1
+        return count, float(xxl_worked_example.TOKEN_NBYTES), 1
     size = SIZES[model]
     return count, transformer_token_nbytes(size.d_model, size.layers, size.vocabulary), size.context
 
@@ -235,7 +235,7 @@ def _facts(request: BatchRequest, plan: BatchPlan) -> dict[str, Any]:
 
 def show_xxl() -> None:
     """Print every figure of the XXL model with its derivation."""
-    from paceline.tools.plan.xxl_model import derive_figures
+    from paceline.tools.plan.xxl_worked_example import derive_figures
 
     typer.echo("XXL: 126 blocks of two linear layers, 16384 → 53248 → 16384; M is the memory of a device.\n")
     show_figures(derive_figures())

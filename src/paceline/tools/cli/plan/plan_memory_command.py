@@ -12,7 +12,7 @@ import typer
 from paceline._core.format import format_bytes
 from paceline._core.units import parse_list
 from paceline.errors import UsageError
-from paceline.tools.cli.device_memory import CUDA_CONTEXT, KINDS, available_memory, parse_device_memory
+from paceline.tools.cli.plan.device_memory import CUDA_CONTEXT, KINDS, available_memory, parse_device_memory
 from paceline.tools.cli.shared_options import (
     AccumulateOption,
     AutocastOption,

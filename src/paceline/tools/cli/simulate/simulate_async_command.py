@@ -21,18 +21,13 @@ from paceline.tools.cli.shared_options import (
     UnstableOption,
     hub_optimizer,
 )
-from paceline.tools.cli.simulate.simulate_cluster_command import cluster
 
-__all__ = ["app"]
-
-app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-app.callback(invoke_without_command=True)(cluster)
+__all__ = ["async_"]
 
 _TASKS = ("linear", "gpt")
 _COMPRESSIONS = ("int4", "int8", "bf16", "fp16", "none")
 
 
-@app.command("async")
 def async_(
     context: typer.Context,
     workers: Annotated[int, typer.Option(help="Number of machines that train.")] = 4,
@@ -150,8 +145,9 @@ def async_(
     request.check_choice("task", task, _TASKS)
     request.check_choice("compression", compression, _COMPRESSIONS)
     request.check_numbers(workers=workers, steps=steps, warmup=warmup, seed=seed, lr=lr, target=target)
-    from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules, StalenessPolicy
-    from paceline.async_dp.worker.selection_policy import SelectionPolicy
+    from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules
+    from paceline.async_dp.hub.staleness_policy import StalenessPolicy
+    from paceline.async_dp.worker.score_based_selection import SelectionPolicy
     from paceline.tools.cli.simulate import simulate_async_output
     from paceline.tools.simulate.async_settings import AsyncPlan
 

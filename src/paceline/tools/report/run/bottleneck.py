@@ -15,9 +15,9 @@ from paceline._core.format import (
     format_seconds,
 )
 from paceline.tools.plan.slow_network import SyncOption, advise_network
-from paceline.tools.report.run.rank_arrivals import StragglerBreakdown
 from paceline.tools.report.run.run_summary import RankTime, RunSummary
 from paceline.tools.report.run.step_breakdown import merge_intervals
+from paceline.tools.report.run.straggler_detection import StragglerBreakdown
 from paceline.tools.report.run.trace_reader import RankTrace, StepInterval, TracedStep
 
 __all__ = ["Bottleneck", "Remedy", "find_bottleneck", "mean_share", "transfer_rate"]

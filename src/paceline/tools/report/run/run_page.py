@@ -21,10 +21,10 @@ from paceline.tools.report.html_page import (
 )
 from paceline.tools.report.run.bottleneck import Bottleneck, find_bottleneck, mean_share
 from paceline.tools.report.run.bucket_timeline import make_bucket_view
-from paceline.tools.report.run.bytes_sent import summarise_sent_bytes
 from paceline.tools.report.run.predicted_vs_measured import compare_with_prediction
 from paceline.tools.report.run.run_records import LoggedStep, RecordedRun, RestartRecord, read_run
 from paceline.tools.report.run.run_summary import RankTime, RunSummary, summarise_run
+from paceline.tools.report.run.run_traffic import summarise_sent_bytes
 from paceline.tools.report.run.step_breakdown import PHASES
 
 __all__ = ["render_run_page", "run_headline", "timing_caveats", "write_run_report"]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from paceline.tools.report.run.rank_arrivals import Arrivals, compare_arrivals
 from paceline.tools.report.run.run_records import RecordedRun
 from paceline.tools.report.run.step_breakdown import PHASES, backward_slowdown, mean_parts
+from paceline.tools.report.run.straggler_detection import Arrivals, compare_arrivals
 from paceline.tools.report.run.trace_reader import RankTrace, TracedCall, read_timeline
 
 __all__ = ["PHASES", "RankTime", "RunSummary", "rank_time", "summarise_run"]

@@ -14,8 +14,8 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.parallel.sharding.fsdp import default_units
-from paceline.tools.bench.parts.parts_settings import split_workload_name
 from paceline.tools.bench.step.strategy_trainers import random_batch
+from paceline.tools.bench.step_parts.parts_settings import split_workload_name
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import GptSize
 

@@ -33,7 +33,7 @@ class PartsSettings:
     Attributes:
         ranks: processes, 2 or more.
         size: name of a reference model; None if there is a `workload`.
-        workload: ``FILE.py:FUNCTION``; see `paceline.tools.bench.parts.workload.user_workload`.
+        workload: ``FILE.py:FUNCTION``; see `paceline.tools.bench.step_parts.training_workload.user_workload`.
         batch_size: windows of a rank's batch, of a reference model.
         context: tokens of a window, of a reference model.
         threads: of a rank.

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline._core.json_codec import Whole
-from paceline.data.loader_position import decode_state
+from paceline.data.iterable_sharding import StreamLayer
+from paceline.data.map_loader_state import decode_state
 from paceline.data.sampling.block_dispatch import DispatchScheme, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
-from paceline.data.stream_reader import StreamLayer
 from paceline.errors import UsageError
 
 __all__ = ["StreamState"]

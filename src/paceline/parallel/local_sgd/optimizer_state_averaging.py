@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.comm import Comm
-from paceline.world.object_collectives import gather_texts
+from paceline.world.control_collectives import gather_texts
 
 __all__ = ["average_state", "average_state_before_next_step", "cancel_state_averaging"]
 

@@ -21,7 +21,7 @@ from paceline.cost_model.profile_entries import ModelStep, Parameter, Source
 from paceline.parallel.comm import Comm
 from paceline.parallel.data_parallel import DataParallel
 from paceline.tools.bench.device_clock import Moment, gather_ranks, mark, now, seconds_between, slowest_rank
-from paceline.tools.bench.parts.workload import Workload, model_fingerprint, unit_of_parameter
+from paceline.tools.bench.step_parts.training_workload import Workload, model_fingerprint, unit_of_parameter
 
 __all__ = ["WrappedModel", "measure_model_step"]
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from paceline._core.files import write_json, write_text
 from paceline._core.format import plural
 from paceline.tools.console_table import print_wide
-from paceline.tools.plan.balance_report import PolicyOutcome
+from paceline.tools.plan.batch_balance import PolicyOutcome
 from paceline.tools.plan.dispatch_forecast import SCHEMA, DispatchForecast, DispatchRequest
 from paceline.tools.plan.dispatch_text import (
     describe_bias,

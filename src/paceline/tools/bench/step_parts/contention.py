@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from paceline.cost_model.profile_entries import Contention, ModelStep, Source
 from paceline.tools.bench.device_clock import Moment, mark, seconds_between, slowest_rank
-from paceline.tools.bench.parts.exchange_times import Exchanger, ExchangeWork
-from paceline.tools.bench.parts.model_compute_times import WrappedModel
+from paceline.tools.bench.step_parts.exchange_times import Exchanger, ExchangeWork
+from paceline.tools.bench.step_parts.model_compute_times import WrappedModel
 
 __all__ = ["completed_by", "measure_contention"]
 

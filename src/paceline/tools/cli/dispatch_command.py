@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.data.sampling.block_dispatch import DispatchScheme
-    from paceline.tools.plan.balance_report import BatchBalance
+    from paceline.tools.plan.batch_balance import BatchBalance
     from paceline.tools.plan.dispatch_forecast import DispatchRequest
 
 __all__ = ["dispatch", "starve"]
@@ -157,7 +157,7 @@ def _request(
 
 def _forecast(request: DispatchRequest, json_file: Path | None, out: Path | None) -> None:
     """Print the forecast, and write the files."""
-    from paceline.tools.cli.plan.dispatch_output import dispatch_files, show_forecasts
+    from paceline.tools.cli.dispatch_output import dispatch_files, show_forecasts
     from paceline.tools.plan.dispatch_forecast import forecast_dispatch
 
     writer_of = dispatch_files(json_file, out)
@@ -170,7 +170,7 @@ def _forecast(request: DispatchRequest, json_file: Path | None, out: Path | None
 
 def _starve(request: DispatchRequest | None, timeout: float, backend: str, json_file: Path | None) -> None:
     """Run the starvation scenes with the requested data, or with the built-in example."""
-    from paceline.tools.plan.balance_report import BatchBalance
+    from paceline.tools.plan.batch_balance import BatchBalance
 
     balance = None
     if request is not None:

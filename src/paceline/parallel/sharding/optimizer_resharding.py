@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.parallel.comm import Comm
 from paceline.parallel.engine.bucket import Bucket, ShardPiece, shaped_as, storage_numel
-from paceline.world.object_collectives import gather_texts
+from paceline.world.control_collectives import gather_texts
 
 __all__ = [
     "Shards",

@@ -1,4 +1,7 @@
-"""Program of each rank of `paceline bench parts`: ``python -m paceline.tools.bench.parts.parts_worker job.json``."""
+"""Program of each rank of `paceline bench parts`.
+
+``python -m paceline.tools.bench.step_parts.parts_worker job.json``
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ from paceline._core.json_codec import decode
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import ExchangeCost, Source
 from paceline.parallel.comm import Comm
-from paceline.tools.bench.parts.contention import measure_contention
-from paceline.tools.bench.parts.exchange_times import (
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.bench.rank_jobs import read_job, write_job_result
+from paceline.tools.bench.step_parts.contention import measure_contention
+from paceline.tools.bench.step_parts.exchange_times import (
     Exchanger,
     fit_exchange_cost,
     measure_points,
     sizes_up_to,
 )
-from paceline.tools.bench.parts.model_compute_times import WrappedModel, measure_model_step
-from paceline.tools.bench.parts.parts_settings import PartsSettings
-from paceline.tools.bench.parts.workload import Workload, reference_workload, user_workload
-from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.bench.rank_jobs import read_job, write_job_result
+from paceline.tools.bench.step_parts.model_compute_times import WrappedModel, measure_model_step
+from paceline.tools.bench.step_parts.parts_settings import PartsSettings
+from paceline.tools.bench.step_parts.training_workload import Workload, reference_workload, user_workload
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.world import World, init, shutdown
 

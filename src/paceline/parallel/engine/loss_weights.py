@@ -1,0 +1,73 @@
+"""Weights of one rank's gradients, with which the sum over ranks is the mean over all samples.
+
+[Note: loss weights] A rank multiplies its loss by samples / reference, which costs nothing. The reference is the
+previous round's total, so while the total stays the same, the sum over ranks is the mean over all samples. When it
+changes, one multiplication by reference / total corrects the sum.
+"""
+
+from __future__ import annotations
+
+from paceline.parallel.engine.round_status import RoundSummary, Status
+
+__all__ = ["LossWeights"]
+
+
+class LossWeights:
+    """The weights of one rank's gradients; see [Note: loss weights].
+
+    Attributes:
+        status: how the present gradient is weighted.
+        samples: this rank's samples since the last round.
+        total: all ranks' samples behind the latest result.
+        reference: the total by which this round's losses are weighted; it decides the last bits of the result.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._ranks = ranks
+        self.carries_result = rank == 0 or ranks == 1
+        """Whether this rank carries a result into the next round; see `carry`."""
+        self.reference = float(ranks)
+        self.status = Status.EQUAL
+        self.samples = 0.0
+        self.total = 0.0
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the collective averages, since the loss was not scaled (``loss.backward()``)."""
+        return self.status is Status.EQUAL
+
+    @property
+    def counted(self) -> bool:
+        """Whether ranks are weighted by samples."""
+        return self.status is Status.SAMPLES
+
+    def loss_factor(self, samples: float | None) -> float:
+        """Return the factor for a loss that is the mean over `samples`; None: ranks count equally."""
+        return 1 / self._ranks if samples is None else samples / self.reference
+
+    def samples_for(self, factor: float) -> float:
+        """Return the samples that a (rounded) factor stands for."""
+        return factor * self.reference
+
+    def carry(self) -> float:
+        """Take the latest result into the next round; return the factor on the ranks that carry it.
+
+        A result that zero_grad() did not drop must count once, not once per rank. So one rank carries it and the others
+        start from zero; when sharded, each rank carries its shard.
+        """
+        if not self.counted:
+            return float(self._ranks) if self.averaged else 1.0
+        self.samples = self.total if self.carries_result else 0.0
+        return self.total / self.reference
+
+    def end_round(self, summary: RoundSummary) -> float:
+        """Record a round's totals; return the factor that makes its sum the mean.
+
+        Args:
+            summary: of the round, with at least one sample if ranks are weighted by samples.
+        """
+        self.samples, self.total = 0.0, summary.total
+        if not self.counted:
+            return 1.0
+        factor, self.reference = self.reference / summary.total, summary.total
+        return factor
