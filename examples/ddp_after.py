@@ -1,9 +1,9 @@
-"""An ordinary script for torch's DistributedDataParallel, as tutorials write it: before, and after one line is changed.
+"""A typical DistributedDataParallel script, before and after switching to Paceline.
 
 torchrun --nproc-per-node 2 examples/ddp_before.py [SNAPSHOT]
 torchrun --nproc-per-node 2 examples/ddp_after.py [SNAPSHOT]
 
-The two files differ in where DistributedDataParallel comes from.
+The two files differ in one line: the import of DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Waves(Dataset[tuple[Tensor, Tensor]]):
-    """Points x in [−3, 3] with sin(x₀) · cos(x₁)."""
+    """Points x in [−3, 3]² with the target sin(x₀) · cos(x₁)."""
 
     def __init__(self, samples: int) -> None:
         self.points = torch.rand(samples, 2, generator=torch.Generator().manual_seed(0)) * 6 - 3
@@ -47,7 +47,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def run_batch(self, points: Tensor, targets: Tensor) -> float:
-        """Make one step; return the loss."""
+        """Run one training step; return the loss."""
         self.optimizer.zero_grad()
         loss = functional.mse_loss(self.model(points), targets)
         loss.backward()
@@ -55,7 +55,7 @@ class Trainer:
         return loss.item()
 
     def train(self, epochs: int) -> None:
-        """Train up to that many epochs."""
+        """Train from the current epoch up to `epochs`."""
         for epoch in range(self.epoch, epochs):
             self.data.sampler.set_epoch(epoch)
             losses = [self.run_batch(x.to(self.device), y.to(self.device)) for x, y in self.data]
@@ -65,7 +65,7 @@ class Trainer:
 
 
 def main(snapshot: str = "snapshot.pt", epochs: int = 4) -> None:
-    """Train from the snapshot, if there is one."""
+    """Train, from the snapshot if it exists."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""An ordinary training loop, data-parallel: a small model of bytes on the Python standard library's sources.
+"""A data-parallel training loop: a small byte-level language model on the sources of Python's standard library.
 
 torchrun --nproc-per-node 2 examples/train.py
 """
@@ -15,25 +15,25 @@ from torch.nn import functional
 
 import paceline
 
-CONTEXT, BATCH, STEPS = 64, 32, 200
+CONTEXT, BATCH_SIZE, STEPS = 64, 32, 200
 
 
 class ByteModel(nn.Module):
-    """Predicts each byte from those before it."""
+    """GRU that predicts each byte from the previous ones."""
 
     def __init__(self, width: int = 192) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
-        self.memory = nn.GRU(width, width, batch_first=True)
+        self.gru = nn.GRU(width, width, batch_first=True)
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
         """Return logits [batch, context, 256] for `text` [batch, context]."""
-        return self.head(self.memory(self.embedding(text))[0])
+        return self.head(self.gru(self.embedding(text))[0])
 
 
 def main() -> None:
-    """Train, and print the loss of rank 0."""
+    """Train; rank 0 prints its loss."""
     world = paceline.init()
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in sources)), dtype=torch.uint8)
@@ -41,9 +41,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = paceline.DataParallel(ByteModel().to(world.device), sync="sharded")
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=4e-3)
-    loader = paceline.Loader(
-        text.unfold(0, CONTEXT + 1, 1), BATCH
-    )  # every window of the text, each on one rank
+    windows_of_text = text.unfold(0, CONTEXT + 1, 1)
+    loader = paceline.Loader(windows_of_text, BATCH_SIZE)  # deals every window to one rank
 
     for step, batch in enumerate(itertools.islice(loader, STEPS)):
         windows = batch.long().to(world.device)

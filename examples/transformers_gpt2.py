@@ -1,9 +1,9 @@
-"""A Hugging Face model, data-parallel: a small GPT-2, built from its configuration, learns lines of Python.
+"""Data-parallel training of a Hugging Face model: a small GPT-2 with random weights, on lines of Python.
 
 torchrun --nproc-per-node 2 examples/transformers_gpt2.py
 
-Lines are of unequal length, so ranks have unequal numbers of tokens in a step. A batch counts for the tokens that its
-loss is the mean of: the gradient is that of the mean over all tokens of all ranks, as one process computes it.
+Lines have different lengths, so ranks have different numbers of tokens in a step. Each batch is weighted by the number
+of tokens in its loss: the gradient is that of the mean over all tokens of all ranks, as in one process.
 """
 
 from __future__ import annotations
@@ -18,51 +18,52 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import paceline
 
-LONGEST, BATCH, STEPS = 64, 16, 100
-END, IGNORED = 256, -100  # the 257th token; a label that the loss leaves out
+MAX_TOKENS, BATCH_SIZE, STEPS = 64, 16, 100
+END_TOKEN, IGNORED_LABEL = 256, -100  # the 257th token; the label that the loss ignores
 
 
 class Tokens(dict[str, Tensor]):
-    """What the model takes by name; it counts for `samples` tokens."""
+    """The model's keyword arguments; `samples` is the number of predicted tokens."""
 
     samples: int
 
 
-def lines_of_python() -> list[Tensor]:
-    """Return the lines of the standard library's sources as bytes."""
+def python_lines() -> list[Tensor]:
+    """Return lines of the standard library's sources, one token per byte."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
     lines = [line.strip() for source in sources for line in source.read_bytes().splitlines()]
-    return [torch.tensor([*line[: LONGEST - 1], END]) for line in lines if len(line) > 4]
+    return [torch.tensor([*line[: MAX_TOKENS - 1], END_TOKEN]) for line in lines if len(line) > 4]
 
 
-def padded(lines: list[Tensor]) -> Tokens:
-    """Return a batch of lines, made equally long."""
-    tokens = torch.nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=END)
+def collate_lines(lines: list[Tensor]) -> Tokens:
+    """Return a batch of lines, padded to equal length."""
+    tokens = torch.nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=END_TOKEN)
     lengths = torch.tensor([len(line) for line in lines])
     mask = torch.arange(tokens.shape[1]) < lengths[:, None]
-    batch = Tokens(input_ids=tokens, attention_mask=mask.long(), labels=tokens.where(mask, IGNORED))
-    batch.samples = int((batch["labels"][:, 1:] != IGNORED).sum())  # the model predicts all but the first
+    batch = Tokens(input_ids=tokens, attention_mask=mask.long(), labels=tokens.where(mask, IGNORED_LABEL))
+    predicted = batch["labels"][:, 1:] != IGNORED_LABEL  # every token but the first
+    batch.samples = int(predicted.sum())
     return batch
 
 
 def build() -> GPT2LMHeadModel:
-    """Return the model, with random weights: nothing is downloaded."""
+    """Return the model with random weights; nothing is downloaded."""
     torch.manual_seed(0)
-    size = {"n_positions": LONGEST, "n_embd": 96, "n_layer": 2, "n_head": 4, "vocab_size": END + 1}
+    size = {"n_positions": MAX_TOKENS, "n_embd": 96, "n_layer": 2, "n_head": 4, "vocab_size": END_TOKEN + 1}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**size, **no_dropout, bos_token_id=END, eos_token_id=END))
+    model = GPT2LMHeadModel(GPT2Config(**size, **no_dropout, bos_token_id=END_TOKEN, eos_token_id=END_TOKEN))
     model.loss_type = "ForCausalLM"
     return model
 
 
 def train(
-    net: GPT2LMHeadModel, steps: int = STEPS, batch_size: int = BATCH, sync: str = "sharded"
+    net: GPT2LMHeadModel, steps: int = STEPS, batch_size: int = BATCH_SIZE, sync: str = "sharded"
 ) -> tuple[paceline.DataParallel, list[float]]:
     """Train on this rank; return the model and its losses."""
     world = paceline.init()
     model = paceline.DataParallel(net.to(world.device), sync=sync)
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=2e-3, weight_decay=0.01)
-    loader = paceline.Loader(lines_of_python(), batch_size, collate_fn=padded)
+    loader = paceline.Loader(python_lines(), batch_size, collate_fn=collate_lines)
     losses = []
     for batch in itertools.islice(loader, steps):
         inputs = {name: tensor.to(world.device) for name, tensor in batch.items()}

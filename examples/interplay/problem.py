@@ -1,4 +1,4 @@
-"""A small problem, and what one process on the whole batch makes of it: trials are held against that."""
+"""A small training problem and its solution by one process on the whole batch, with which trials are compared."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 STEPS, SAMPLES, RATE = 4, 3, 0.01
 
 Gap = float
-"""The largest difference of any parameter from what one process has."""
+"""Largest difference of a parameter from the result of one process."""
 
 
 def build() -> nn.Module:
-    """Return the model, the same every time, in float64."""
+    """Return the model in float64, always with the same weights."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
 def batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of a rank's batch."""
-    draw = torch.Generator().manual_seed(100 * number + rank)
+    """Return the inputs and targets of a rank's batch."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
     sizes = ((SAMPLES, 4), (SAMPLES, 1))
-    inputs, targets = (torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes)
+    inputs, targets = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
     return inputs, targets
 
 
@@ -41,7 +41,7 @@ def learn(
     rank: int,
     clip: Callable[[], object] = lambda: None,
 ) -> None:
-    """Make the steps of a rank, with whatever runs backward and clips."""
+    """Train on this rank, with the given functions for backward and clipping."""
     for step in range(STEPS):
         backward(loss_of(model, step, rank))
         clip()
@@ -50,7 +50,7 @@ def learn(
 
 
 def one_process(ranks: int, *, micro: int = 1, clip: float | None = None) -> list[Tensor]:
-    """Train on the batches of all ranks, `micro` of each rank to a step; return the parameters."""
+    """Train in one process on the batches of all ranks, `micro` per rank and step; return the parameters."""
     model = build()
     optim = torch.optim.AdamW(model.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -65,24 +65,24 @@ def one_process(ranks: int, *, micro: int = 1, clip: float | None = None) -> lis
 
 
 def gap(params: list[Tensor], expected: list[Tensor]) -> Gap:
-    """Return the largest difference of any element."""
+    """Return the largest difference of an element."""
     return max((a.detach() - b).abs().max().item() for a, b in zip(params, expected, strict=True))
 
 
-def tried(trials: list[Callable[[], Gap]]) -> dict[str, Gap | str]:
-    """Make every trial on this rank; rank 0 says what came of each."""
-    found: dict[str, Gap | str] = {}
+def run_trials(trials: list[Callable[[], Gap]]) -> dict[str, Gap | str]:
+    """Run every trial on this rank and return the results; rank 0 prints them."""
+    results: dict[str, Gap | str] = {}
     for trial in trials:
-        found[trial.__name__] = outcome = _outcome(trial)
+        results[trial.__name__] = outcome = _outcome(trial)
         if os.environ.get("RANK", "0") == "0":
-            told = outcome if isinstance(outcome, str) else f"{outcome:.0e} from one process"
-            print(f"{trial.__name__}: {told}", flush=True)
-    return found
+            text = outcome if isinstance(outcome, str) else f"{outcome:.0e} from one process"
+            print(f"{trial.__name__}: {text}", flush=True)
+    return results
 
 
 def _outcome(trial: Callable[[], Gap]) -> Gap | str:
     try:
         return trial()
     except (RuntimeError, TypeError, ValueError) as error:
-        said = str(error).splitlines()[0]
-        return f"raises {type(error).__name__}: {said if len(said) <= 80 else f'{said[:80]}…'}"
+        message = str(error).splitlines()[0]
+        return f"raises {type(error).__name__}: {message if len(message) <= 80 else f'{message[:80]}…'}"

@@ -1,9 +1,9 @@
-"""Paceline in a loop written for Accelerate, way by way, each held against one process on the whole batch.
+"""Ways to use Paceline in a loop written for Accelerate, each compared with one process on the whole batch.
 
 pip install accelerate
 torchrun --nproc-per-node 2 examples/interplay/with_accelerate.py
 
-What came of it, and what follows: docs/interplay.md.
+Results and conclusions: docs/interplay.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from problem import RATE, STEPS, Gap, build, gap, learn, loss_of, one_process, tried
+from problem import RATE, STEPS, Gap, build, gap, learn, loss_of, one_process, run_trials
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
@@ -28,7 +28,7 @@ def wrapped(sync: str) -> tuple[paceline.DataParallel, paceline.ShardedOptimizer
 
 
 def prepared_optimizer() -> Gap:
-    """Let Accelerate run backward and wrap the optimizer, not the model."""
+    """Accelerate runs backward and wraps the optimizer, but not the model."""
     accelerator = Accelerator(cpu=True)
     model, optim = wrapped("sharded")
     optim = accelerator.prepare(optim)
@@ -37,7 +37,7 @@ def prepared_optimizer() -> Gap:
 
 
 def accumulated() -> Gap:
-    """Have Accelerate say when to synchronise: it calls the model's `no_sync`."""
+    """Accelerate controls accumulation: it calls the model's `no_sync`."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optim = wrapped("sharded")
     optim = accelerator.prepare(optim)
@@ -46,7 +46,7 @@ def accumulated() -> Gap:
             accelerator.backward(loss_of(model, number, accelerator.process_index))
             optim.step()
             optim.zero_grad()
-    assert model.engine.step == STEPS, "one round of synchronisation for each step"
+    assert model.engine.step == STEPS, "one round of synchronisation per step"
     return gap(model.whole_parameters(), one_process(accelerator.num_processes, micro=2))
 
 
@@ -61,22 +61,22 @@ def _clipped(sync: str, *, ours: bool) -> Gap:
 
 
 def clipped_by_accelerate_bucketed() -> Gap:
-    """Clip as Accelerate does, where every rank has whole gradients."""
+    """Accelerate clips; every rank has whole gradients."""
     return _clipped("bucketed", ours=False)
 
 
 def clipped_by_accelerate_sharded() -> Gap:
-    """Clip as Accelerate does, where ``param.grad`` is None: its norm is 0, and nothing is clipped."""
+    """Accelerate clips, but ``param.grad`` is None: its norm is 0, and nothing is clipped."""
     return _clipped("sharded", ours=False)
 
 
 def clipped_by_paceline_sharded() -> Gap:
-    """Clip by the norm over all shards."""
+    """Paceline clips by the norm over all shards."""
     return _clipped("sharded", ours=True)
 
 
 def prepared_model() -> Gap:
-    """Give Accelerate the model too: it wraps it in DDP, which sends everything a second time."""
+    """Accelerate also wraps the model in DDP, which sends everything a second time."""
     accelerator = Accelerator(cpu=True)
     model, optim = wrapped("bucketed")
     twice, optim = accelerator.prepare(model, optim)
@@ -86,7 +86,7 @@ def prepared_model() -> Gap:
 
 
 def ddp_on_our_backend() -> Gap:
-    """Use Accelerate as it is, with torch's DDP, in the process group that `paceline.init()` made."""
+    """Accelerate with torch's DDP, in the process group that `paceline.init()` created."""
     accelerator = Accelerator(cpu=True)
     assert dist.get_backend() == "paceline"
     net = build()
@@ -96,12 +96,12 @@ def ddp_on_our_backend() -> Gap:
 
 
 def loader_left_alone() -> Gap:
-    """Prepare a `paceline.Loader`: it comes back as it is, and serves every sample once."""
+    """Accelerate returns a `paceline.Loader` unchanged; it serves every sample once."""
     accelerator = Accelerator(cpu=True)
     loader = paceline.Loader(list(range(10)), batch_size=2, shuffle=False)
     assert accelerator.prepare(loader) is loader
-    mine = torch.tensor([sum(batch.sum().item() for batch in loader)])
-    return abs(accelerator.reduce(mine).item() - sum(range(10)))
+    local_sum = torch.tensor([sum(batch.sum().item() for batch in loader)])
+    return abs(accelerator.reduce(local_sum).item() - sum(range(10)))
 
 
 TRIALS = [
@@ -117,6 +117,6 @@ TRIALS = [
 
 
 if __name__ == "__main__":
-    paceline.init(device="cpu")  # before the first Accelerator, which then takes this process group
-    tried(TRIALS)
+    paceline.init(device="cpu")  # before the first Accelerator, which then uses this process group
+    run_trials(TRIALS)
     paceline.shutdown()

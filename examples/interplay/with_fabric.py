@@ -1,9 +1,9 @@
-"""Paceline in a loop written for Lightning Fabric, way by way, each held against one process on the whole batch.
+"""Ways to use Paceline in a loop written for Lightning Fabric, each compared with one process on the whole batch.
 
 pip install lightning-fabric
 torchrun --nproc-per-node 2 examples/interplay/with_fabric.py
 
-What came of it, and what follows: docs/interplay.md.
+Results and conclusions: docs/interplay.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy, SingleDeviceStrategy
-from problem import RATE, SAMPLES, STEPS, Gap, build, gap, learn, loss_of, one_process, tried
+from problem import RATE, SAMPLES, STEPS, Gap, build, gap, learn, loss_of, one_process, run_trials
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
@@ -24,8 +24,8 @@ import paceline
 CLIP = 0.1
 
 
-def fabric_of_all() -> Fabric:
-    """Return a Fabric that has made (or, after the first, found) the process group, on our backend."""
+def world_fabric() -> Fabric:
+    """Return a Fabric on the paceline backend; the first call creates the process group."""
     strategy = DDPStrategy(process_group_backend="paceline")
     fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
     fabric.launch()
@@ -33,14 +33,14 @@ def fabric_of_all() -> Fabric:
 
 
 def wrapped(sync: str) -> tuple[paceline.DataParallel, paceline.ShardedOptimizer]:
-    """Return Paceline's model and optimizer, in the process group that is there."""
+    """Return Paceline's model and optimizer, in the existing process group."""
     model = paceline.DataParallel(build(), sync=sync)
     return model, paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=RATE)
 
 
 def ddp_on_our_backend() -> Gap:
-    """Use Fabric as it is, with torch's DDP, on our backend by its name."""
-    fabric, net = fabric_of_all(), build()
+    """Fabric with torch's DDP, on the paceline backend selected by name."""
+    fabric, net = world_fabric(), build()
     model, optim = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=RATE))
     assert dist.get_backend() == "paceline"
     learn(model, optim, fabric.backward, fabric.global_rank)
@@ -48,8 +48,8 @@ def ddp_on_our_backend() -> Gap:
 
 
 def our_model_in_its_world() -> Gap:
-    """Set up the optimizer, not the model; `paceline.init()` is not called."""
-    fabric = fabric_of_all()
+    """Fabric sets up the optimizer, but not the model; `paceline.init()` is not called."""
+    fabric = world_fabric()
     model, optim = wrapped("sharded")
     optim = fabric.setup_optimizers(optim)
     learn(model, optim, fabric.backward, fabric.global_rank)
@@ -57,8 +57,8 @@ def our_model_in_its_world() -> Gap:
 
 
 def accumulated() -> Gap:
-    """Accumulate with the model's own context: `fabric.no_backward_sync` wants a model that was set up."""
-    fabric = fabric_of_all()
+    """Accumulate with `model.accumulate()`: `fabric.no_backward_sync` needs a model that Fabric set up."""
+    fabric = world_fabric()
     model, optim = wrapped("sharded")
     optim = fabric.setup_optimizers(optim)
     for number in range(2 * STEPS):
@@ -67,19 +67,19 @@ def accumulated() -> Gap:
         if number % 2:
             optim.step()
             optim.zero_grad()
-    assert model.engine.step == STEPS, "one round of synchronisation for each step"
+    assert model.engine.step == STEPS, "one round of synchronisation per step"
     return gap(model.whole_parameters(), one_process(fabric.world_size, micro=2))
 
 
 def no_backward_sync() -> Gap:
-    """Ask Fabric for its own context."""
-    with fabric_of_all().no_backward_sync(wrapped("bucketed")[0]):
+    """Use Fabric's own accumulation context."""
+    with world_fabric().no_backward_sync(wrapped("bucketed")[0]):
         return 0.0
 
 
 def clipped_by_fabric_sharded() -> Gap:
-    """Clip as Fabric does, where ``param.grad`` is None: its norm is 0, and nothing is clipped."""
-    fabric = fabric_of_all()
+    """Fabric clips, but ``param.grad`` is None: its norm is 0, and nothing is clipped."""
+    fabric = world_fabric()
     model, optim = wrapped("sharded")
     optim = fabric.setup_optimizers(optim)
     clip = partial(fabric.clip_gradients, model, optim, max_norm=CLIP)
@@ -88,8 +88,8 @@ def clipped_by_fabric_sharded() -> Gap:
 
 
 def set_up_in_ddp() -> Gap:
-    """Give Fabric the model too: its strategy wraps it in DDP, which sends everything a second time."""
-    fabric = fabric_of_all()
+    """Fabric also sets up the model: its strategy wraps it in DDP, which sends everything a second time."""
+    fabric = world_fabric()
     ours, optim = wrapped("bucketed")
     model, optim = fabric.setup(ours, optim)
     assert isinstance(model._forward_module, DistributedDataParallel)
@@ -98,7 +98,7 @@ def set_up_in_ddp() -> Gap:
 
 
 def set_up_one_device_each() -> Gap:
-    """Let Fabric care for one device, Paceline for the ranks: model and optimizer set up, weights by samples."""
+    """Fabric manages one device, Paceline the ranks; Fabric sets up model and optimizer, samples are weights."""
     fabric = Fabric(accelerator="cpu", devices=1, strategy=SingleDeviceStrategy("cpu"))
     ours, optim = wrapped("sharded")
     model, optim = fabric.setup(ours, optim)
@@ -108,8 +108,8 @@ def set_up_one_device_each() -> Gap:
 
 
 def loader() -> Gap:
-    """Ask Fabric to set up a `paceline.Loader`."""
-    fabric_of_all().setup_dataloaders(paceline.Loader(list(range(10)), batch_size=2))
+    """Fabric sets up a `paceline.Loader`."""
+    world_fabric().setup_dataloaders(paceline.Loader(list(range(10)), batch_size=2))
     return 0.0
 
 
@@ -126,5 +126,5 @@ TRIALS = [
 
 
 if __name__ == "__main__":
-    tried(TRIALS)
+    run_trials(TRIALS)
     dist.destroy_process_group()

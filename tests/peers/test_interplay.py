@@ -15,11 +15,11 @@ EXACT = 1e-12
 def trials(rank, size):
     sys.path.append(str(INTERPLAY))
     import with_accelerate
-    from problem import tried
+    from problem import run_trials
 
     paceline.init(device="cpu")
     try:
-        return tried(with_accelerate.TRIALS)
+        return run_trials(with_accelerate.TRIALS)
     finally:
         paceline.shutdown()
 
