@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.async_dp.hub.hub import Hub
-from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules
 from paceline.async_dp.hub.hub_server import HubServer
+from paceline.async_dp.hub.hub_settings import HubOptimizer, HubRules
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.transport.zmq import HubExchange
 

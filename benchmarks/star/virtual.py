@@ -20,7 +20,7 @@ import typer
 
 from bench_harness.program import run_program
 from paceline._core.files import write_json
-from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules, PopulationRules
+from paceline.async_dp.hub.hub_settings import HubOptimizer, HubRules, PopulationRules
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.bench.progress_bar import ProgressBar

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from paceline.async_dp.hub.hub import Hub
-from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.protocol.hub_messages import PROTOCOL_VERSION, HubMessage
 from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.async_dp.hub.hub import Hub
-from paceline.async_dp.hub.hub_rules import HubRules
 from paceline.async_dp.hub.hub_server import HubServer
+from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.transport.zmq import HubExchange
 

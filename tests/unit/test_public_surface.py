@@ -26,10 +26,10 @@ WITHOUT_TORCH = [
     "errors", "_core", "testing", "world", "cost_model", "transport", "launch", "tools.report", "tools.cli",
     "tools.simulate.cluster", "collectives.algorithms", "collectives.simulated_cost",
     "collectives.closed_form_cost", "collectives.schedule_text", "collectives.prove", "collectives.schedule",
-    "collectives.topology", "profiling.trace_file", "profiling.step_recorder", "profiling.step_metrics",
-    "data.loader_position", "data.epoch_plan", "data.sampling",
+    "collectives.topology", "profiling.trace_file", "profiling.step_recorder", "profiling.metrics_writer",
+    "data.map_loader_state", "data.batch_assignment", "data.sampling",
     "checkpoint.format.checkpoint_folder", "checkpoint.format.manifest", "health.attribution", "health.failure_text",
-    "async_dp.wal", "tools.plan.balance_report", "tools.plan.dispatch_forecast", "tools.plan.imbalance_statistics",
+    "async_dp.wal", "tools.plan.batch_balance", "tools.plan.dispatch_forecast", "tools.plan.imbalance_statistics",
 ]  # fmt: skip
 """Modules, and folders with all that is in them, that answer before torch is loaded."""
 

@@ -29,7 +29,7 @@ from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers
 from paceline.checkpoint.contents import collect_contents, restore_contents
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, checkpoint_name
 from paceline.checkpoint.named_objects import NamedObjects
-from paceline.checkpoint.resume import SkippedCheckpoint, find_resume_point
+from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume_point
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks

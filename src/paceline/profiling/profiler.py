@@ -21,8 +21,8 @@ from paceline._core import __version__
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError
+from paceline.profiling.metrics_writer import StepMetrics
 from paceline.profiling.rank_timeline import RankTimeline, RecordedModel
-from paceline.profiling.step_metrics import StepMetrics
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
 from paceline.world.environment import host_label
 from paceline.world.machine_facts import read_machine_facts

@@ -4,7 +4,7 @@
     print(world.rank, world.size, world.device)
     paceline.shutdown()
 
-`environment` reads variables and arguments, `rendezvous_store` and `rendezvous` bring the ranks together, `session`
+`environment` reads variables and arguments, `key_value_store` and `rendezvous` bring the ranks together, `session`
 holds the world of this process. Nothing is read or started at import, and torch is imported by `init` only.
 """
 

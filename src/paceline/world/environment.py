@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import WorldError
-from paceline.world.rendezvous_store import resolve_init_method
+from paceline.world.key_value_store import resolve_init_method
 
 __all__ = ["ProcessPlace", "boot_id", "host_label", "read_environment"]
 

@@ -16,8 +16,8 @@ from paceline.testing import fault_injection
 from paceline.world.consistency_check import facts_of_this_process, find_mismatch
 from paceline.world.device_selection import BACKENDS, choose_device
 from paceline.world.environment import ProcessPlace, read_environment
+from paceline.world.key_value_store import open_store
 from paceline.world.rendezvous import RankClaim, join_rendezvous, leave_rendezvous
-from paceline.world.rendezvous_store import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store

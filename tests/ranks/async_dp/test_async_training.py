@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline
 from hub_process import HubProcess, HubThread, hub_thread, wait_until
-from paceline.async_dp.hub.hub_rules import HubRules, HubShard, PopulationRules, ScreeningRules
+from paceline.async_dp.hub.hub_settings import HubRules, HubShard, PopulationRules, ScreeningRules
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.errors import UsageError
 from paceline.transport.zmq.curve_keys import make_keys

@@ -242,7 +242,7 @@ def held(rank, size):
 
 
 def test_exchanged_tensors_are_held_until_no_gloo_thread_needs_them(pool):
-    """See [Note: held works] in world/object_collectives.py."""
+    """See [Note: held works] in world/control_collectives.py."""
     assert pool(3).run(held) == [([True] * 7, [False] * 7)] * 3
 
 

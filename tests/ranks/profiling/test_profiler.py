@@ -14,7 +14,7 @@ import paceline
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.profiling.clock_sync import compare_clocks
-from paceline.profiling.step_metrics import StepMetrics
+from paceline.profiling.metrics_writer import StepMetrics
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.step_breakdown import step_parts
 from paceline.tools.report.run.straggler_detection import compare_arrivals

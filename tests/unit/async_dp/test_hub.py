@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hub_driver import LAYOUT, NUMEL, ONES, HubDriver, kinds
-from paceline.async_dp.hub.hub_rules import HubRules, HubShard
+from paceline.async_dp.hub.hub_settings import HubRules, HubShard
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.errors import CheckpointError
 from paceline.tools.cli.hub_live_table import HubLiveTable

@@ -5,7 +5,7 @@ import math
 import torch
 
 from hub_driver import NUMEL, HubDriver, kinds
-from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules
+from paceline.async_dp.hub.hub_settings import HubRules, PopulationRules
 
 
 def test_a_population_replaces_the_worst_and_then_joins_the_best() -> None:

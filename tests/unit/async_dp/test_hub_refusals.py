@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hub_driver import NUMEL, ONES, RUN, HubDriver, kinds, net
-from paceline.async_dp.hub.hub_rules import HubRules, ScreeningRules
+from paceline.async_dp.hub.hub_settings import HubRules, ScreeningRules
 from paceline.async_dp.hub.staleness_policy import StalenessPolicy
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 

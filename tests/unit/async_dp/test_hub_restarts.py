@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from hub_driver import NUMEL, ONES, HubDriver, kinds
-from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules
+from paceline.async_dp.hub.hub_settings import HubOptimizer, HubRules
 from paceline.async_dp.wal.hub_journal import HubJournal
 
 

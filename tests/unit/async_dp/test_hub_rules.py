@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from paceline.async_dp.hub.hub_rules import HubRules, HubShard, PopulationRules, ScreeningRules
+from paceline.async_dp.hub.hub_settings import HubRules, HubShard, PopulationRules, ScreeningRules
 from paceline.async_dp.hub.membership import StalenessHistogram
 from paceline.async_dp.hub.population import JoinDecision, Population, ReplaceDecision
 from paceline.async_dp.hub.staleness_policy import StalenessPolicy

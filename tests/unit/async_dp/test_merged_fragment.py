@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from paceline.async_dp.hub.global_params import MergedFragment
-from paceline.async_dp.hub.hub_rules import HubOptimizer
+from paceline.async_dp.hub.hub_settings import HubOptimizer
+from paceline.async_dp.hub.update_merging import MergedFragment
 from paceline.errors import UsageError
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules
+from paceline.async_dp.hub.hub_settings import HubRules, PopulationRules
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine

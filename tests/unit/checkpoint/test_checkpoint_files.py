@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, Manifest, StoredWeights
 from paceline.checkpoint.format.tensor_files import VerifiedReader, write_safetensors
-from paceline.checkpoint.resume import find_problem, find_resume_point
+from paceline.checkpoint.newest_checkpoint import find_problem, find_resume_point
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline._core.json_codec import decode, encode
-from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_secondary
+from paceline.launch.agent.first_failure import RankFailure, first_failure, is_secondary
 from paceline.launch.agent.restart_policy import (
     HostMember,
     JobOutcome,

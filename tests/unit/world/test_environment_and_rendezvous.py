@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from paceline.errors import MissingRanks, UsageError, WorldError
 from paceline.world import ProcessPlace, World, init, read_environment, shutdown
 from paceline.world.device_selection import choose_device
+from paceline.world.key_value_store import first_host, path_of, split_tcp
 from paceline.world.rendezvous import RankClaim, RankRoster, Refusal, format_ranks
-from paceline.world.rendezvous_store import first_host, path_of, split_tcp
 from paceline.world.session import _local_place
 
 MASTER = {"MASTER_ADDR": "pc1", "MASTER_PORT": "4000"}

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from paceline.async_dp.api import AsyncDataParallel
 from paceline.async_dp.hub.hub import Hub
-from paceline.async_dp.hub.hub_rules import HubRules
 from paceline.async_dp.hub.hub_server import HubServer
+from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.transport.zmq import HubExchange

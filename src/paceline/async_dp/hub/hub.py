@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline._core import __version__
-from paceline.async_dp.hub.global_params import GlobalParams
-from paceline.async_dp.hub.hub_recovery import replay_records, restore_snapshot, snapshot_facts
-from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.hub_settings import HubRules
+from paceline.async_dp.hub.journal_replay import replay_records, restore_snapshot, snapshot_facts
 from paceline.async_dp.hub.membership import HubCounters, HubMember, HubMembership, PendingFetches
 from paceline.async_dp.hub.population import InitialParamsCoordinator
+from paceline.async_dp.hub.update_merging import GlobalParams
 from paceline.async_dp.hub.update_screening import UpdateScreen
 from paceline.async_dp.protocol.hub_messages import (
     BULK_KINDS,

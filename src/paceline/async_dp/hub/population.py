@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline._core.keyed_random import derive_key
-from paceline.async_dp.hub.hub_rules import PopulationRules
+from paceline.async_dp.hub.hub_settings import PopulationRules
 from paceline.async_dp.hub.membership import HubMember
 from paceline.async_dp.protocol.hub_messages import HubMessage, meta_count, meta_number
 from paceline.transport.envelope import Bytes

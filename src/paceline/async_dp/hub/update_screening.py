@@ -18,7 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import median
 
-from paceline.async_dp.hub.hub_rules import ScreeningRules
+from paceline.async_dp.hub.hub_settings import ScreeningRules
 from paceline.async_dp.protocol.hub_messages import UpdateHeader
 
 __all__ = ["UpdateScreen"]

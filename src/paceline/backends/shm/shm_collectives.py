@@ -7,7 +7,7 @@ Phases of every collective:
     3. combine or copy what the others expose, in place where the data lie in the arena
     4. another barrier, where others read or write this rank's own tensor
 
-How data are exposed depends on where they lie (data_paths.py).
+How data are exposed depends on where they lie (`transfer_modes`).
 
 All-reduce, direct, on rank r of N: reduce the r-th slice of all ranks into the own tensor, block by block, and write
 each block into the others' tensors while it is in the cache: about the memory traffic of one copy.

@@ -52,9 +52,9 @@ from paceline.launch.agent.elastic_rendezvous import (
     open_endpoint,
     open_job_store,
 )
+from paceline.launch.agent.first_failure import RankFailure, is_secondary
 from paceline.launch.agent.job_spec import JobSpec
 from paceline.launch.agent.job_store import JobStore, too_few_hosts
-from paceline.launch.agent.rank_failure import RankFailure, is_secondary
 from paceline.launch.agent.restart_log import RestartLog, log_line
 from paceline.launch.agent.restart_policy import (
     HostMember,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline._core.json_codec import decode, encode
 from paceline.errors import MissingRanks, UsageError, WorldError
+from paceline.launch.agent.first_failure import RankFailure
 from paceline.launch.agent.job_spec import JobSpec
-from paceline.launch.agent.rank_failure import RankFailure
 from paceline.launch.agent.restart_log import log_line
 from paceline.launch.agent.restart_policy import (
     HostMember,

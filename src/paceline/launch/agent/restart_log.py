@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from paceline._core.json_codec import encode
-from paceline.launch.agent.rank_failure import RankFailure
+from paceline.launch.agent.first_failure import RankFailure
 from paceline.launch.agent.restart_policy import WorldAgreement
 
 __all__ = ["RestartLog", "log_line"]

@@ -17,7 +17,7 @@ from typing import Literal
 
 from paceline._core.format import plural
 from paceline.errors import RankFailed
-from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_secondary
+from paceline.launch.agent.first_failure import RankFailure, first_failure, is_secondary
 from paceline.launch.process.rank_process import exit_remedy, exit_status
 
 __all__ = [

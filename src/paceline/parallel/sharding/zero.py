@@ -25,8 +25,8 @@ from paceline._core.step_state import step_state
 from paceline.cost_model.bucket_assignment import update_parts
 from paceline.errors import UsageError
 from paceline.parallel.engine.bucket import Bucket, ShardPiece, storage_numel
+from paceline.parallel.engine.optimizer_step_guard import ConsumesShards
 from paceline.parallel.engine.reducer import Reducer
-from paceline.parallel.engine.step_guard import ConsumesShards
 from paceline.parallel.sharding import optimizer_resharding
 from paceline.parallel.sharding.optimizer_resharding import Shards, StateOf
 
@@ -267,7 +267,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         return self._whole is not None or not (self._expected or self._loaded)
 
     def gather_state(self) -> StateOf:
-        """Return the whole state of every parameter, in the form of `reshard`; a collective."""
+        """Return the whole state of every parameter, in the form of `optimizer_resharding`; a collective."""
         if self._whole is not None:
             held = [(name, param, self._whole.state.get(param)) for name, param in self._named()]
             return {

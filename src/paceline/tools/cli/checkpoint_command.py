@@ -90,7 +90,7 @@ def _read_row(path: Path, verify: bool) -> CheckpointRow:
         return CheckpointRow(path, None, str(error))
     if not verify:
         return CheckpointRow(path, manifest, None)
-    from paceline.checkpoint.resume import find_problem
+    from paceline.checkpoint.newest_checkpoint import find_problem
 
     return CheckpointRow(path, manifest, find_problem(path))
 

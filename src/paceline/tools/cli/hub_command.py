@@ -86,8 +86,8 @@ def hub(
     if context.invoked_subcommand is not None:
         return
     from paceline.async_dp.hub.hub import Hub
-    from paceline.async_dp.hub.hub_rules import HubRules, HubShard, PopulationRules, ScreeningRules
     from paceline.async_dp.hub.hub_server import HubServer
+    from paceline.async_dp.hub.hub_settings import HubRules, HubShard, PopulationRules, ScreeningRules
     from paceline.async_dp.hub.staleness_policy import StalenessPolicy
     from paceline.async_dp.wal.hub_journal import HubJournal
     from paceline.async_dp.worker.worker_resources import bandwidth_limit

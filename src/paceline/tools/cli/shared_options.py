@@ -15,7 +15,7 @@ from paceline._core.units import parse_count
 from paceline.errors import UsageError, unknown
 
 if TYPE_CHECKING:
-    from paceline.async_dp.hub.hub_rules import HubOptimizer
+    from paceline.async_dp.hub.hub_settings import HubOptimizer
 
 __all__ = [
     "AccumulateOption",
@@ -82,7 +82,7 @@ def hub_optimizer(name: str, lr: float | None, momentum: float, warmup: int, uns
     Raises:
         UsageError: the name is unknown, or a number is out of range.
     """
-    from paceline.async_dp.hub.hub_rules import HubOptimizer
+    from paceline.async_dp.hub.hub_settings import HubOptimizer
 
     default_lr = 1.0 if name == "averaging" else 0.7
     return HubOptimizer(name, default_lr if lr is None else lr, momentum, warmup, unstable)  # type: ignore[arg-type]

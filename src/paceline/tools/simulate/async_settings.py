@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from paceline._core.keyed_random import derive_key
-from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule

@@ -14,7 +14,7 @@ from paceline.checkpoint.api import Checkpoint
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
 from paceline.parallel.sharding.zero import ShardedOptimizer
-from paceline.profiling.step_metrics import StepMetrics
+from paceline.profiling.metrics_writer import StepMetrics
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.corpus import Corpus
 from paceline.tools.models.gpt import GPT

@@ -10,7 +10,7 @@ import pytest
 from test_run_page import parse
 
 from paceline.async_dp.hub.hub import Hub
-from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules, ScreeningRules
+from paceline.async_dp.hub.hub_settings import HubRules, PopulationRules, ScreeningRules
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.async_dp.hub.hub_rules import HubOptimizer, HubRules, PopulationRules
+from paceline.async_dp.hub.hub_settings import HubOptimizer, HubRules, PopulationRules
 from paceline.async_dp.hub.staleness_policy import StalenessPolicy
 from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.errors import UsageError

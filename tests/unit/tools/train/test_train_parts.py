@@ -10,7 +10,7 @@ from rich.console import Console
 
 from paceline.errors import UsageError
 from paceline.health.straggler import Straggler
-from paceline.profiling.step_metrics import StepMetrics
+from paceline.profiling.metrics_writer import StepMetrics
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.train.lr_schedule import cosine_lr
 from paceline.tools.train.run_folder import RunFolder

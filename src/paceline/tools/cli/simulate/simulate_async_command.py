@@ -145,7 +145,7 @@ def async_(
     request.check_choice("task", task, _TASKS)
     request.check_choice("compression", compression, _COMPRESSIONS)
     request.check_numbers(workers=workers, steps=steps, warmup=warmup, seed=seed, lr=lr, target=target)
-    from paceline.async_dp.hub.hub_rules import HubRules, PopulationRules
+    from paceline.async_dp.hub.hub_settings import HubRules, PopulationRules
     from paceline.async_dp.hub.staleness_policy import StalenessPolicy
     from paceline.async_dp.worker.score_based_selection import SelectionPolicy
     from paceline.tools.cli.simulate import simulate_async_output

@@ -24,7 +24,7 @@ _MAX_STABLE_LR = 0.1  # largest ε · μ of Nesterov per arrival that is allowed
 
 @dataclass(frozen=True)
 class HubOptimizer:
-    """Outer optimizer that merges updates, see `paceline.async_dp.hub.global_params`.
+    """Outer optimizer that merges updates, see `paceline.async_dp.hub.update_merging`.
 
     Attributes:
         name: ``"averaging"``, ``"delayed-nesterov"`` or ``"nesterov"``.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from paceline.async_dp.hub.global_params import GlobalParams
 from paceline.async_dp.hub.membership import HubCounters, HubMembership
+from paceline.async_dp.hub.update_merging import GlobalParams
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.transport.envelope import Bytes
 
