@@ -2,7 +2,7 @@
 
 Every worker of torch's DataLoader reads its own stream. A rank keeps all of it (each rank has its own stream) or its
 blocks (all ranks read the same stream). To resume, the stream is read again from its start and used samples are
-skipped: a stack of layers as in `batch_assignment`, but counted while the stream is read, since its length is not known.
+skipped: a stack of layers as in `batch_assignment`, but counted while reading, since the length is not known.
 """
 
 from __future__ import annotations
