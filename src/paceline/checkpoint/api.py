@@ -26,7 +26,7 @@ from paceline._core import __version__
 from paceline._core.file_lock import FolderLock
 from paceline._core.step_state import step_state
 from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers
-from paceline.checkpoint.contents import collect_contents, restore_contents
+from paceline.checkpoint.checkpoint_contents import collect_contents, restore_contents
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, checkpoint_name
 from paceline.checkpoint.named_objects import NamedObjects
 from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume_point

@@ -27,7 +27,7 @@ from torch import Tensor
 from paceline._core.file_lock import FolderLock
 from paceline._core.files import write_text
 from paceline._core.json_codec import decode
-from paceline.checkpoint.contents import CheckpointContents
+from paceline.checkpoint.checkpoint_contents import CheckpointContents
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest, TensorFile
 from paceline.checkpoint.format.tensor_files import write_safetensors

@@ -13,14 +13,7 @@ from dataclasses import dataclass
 
 from paceline._core.format import format_count, format_decimal, plural
 from paceline.errors import UsageError
-from paceline.tools.plan.batch_split import (
-    BatchSplit,
-    ModelStates,
-    device_nbytes,
-    devices_needed,
-    max_micro_batch,
-    split_batch,
-)
+from paceline.tools.plan.batch_split import BatchSplit, split_batch
 from paceline.tools.plan.communication_roofline import (
     RateEstimate,
     TokenThreshold,
@@ -29,6 +22,7 @@ from paceline.tools.plan.communication_roofline import (
     hsdp_tokens,
     intensity,
 )
+from paceline.tools.plan.devices_needed import ModelStates, device_nbytes, devices_needed, max_micro_batch
 from paceline.tools.plan.xxl_worked_example import DerivedFigure
 
 __all__ = ["BatchPlan", "BatchRequest", "describe_split", "plan_batch"]
@@ -42,7 +36,7 @@ class BatchRequest:
 
     Attributes:
         parameters: of the model.
-        strategy: one of `paceline.tools.plan.batch_split.STATES`.
+        strategy: one of `paceline.tools.plan.devices_needed.STATES`.
         memory: bytes per device.
         usable: fraction of the memory to plan with.
         token_activations: bytes that a token saves for backward; None: unknown, and left out.

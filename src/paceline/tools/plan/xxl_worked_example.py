@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.tools.plan.batch_split import ModelStates, device_nbytes, devices_needed
 from paceline.tools.plan.communication_roofline import fsdp_tp_tokens
+from paceline.tools.plan.devices_needed import ModelStates, device_nbytes, devices_needed
 
 __all__ = ["BLOCKS", "D_FF", "D_MODEL", "PARAMETERS", "TOKEN_NBYTES", "DerivedFigure", "derive_figures"]
 

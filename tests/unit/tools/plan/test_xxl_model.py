@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.tools.plan.batch_split import ModelStates, device_nbytes
+from paceline.tools.plan.devices_needed import ModelStates, device_nbytes
 from paceline.tools.plan.xxl_worked_example import PARAMETERS, TOKEN_NBYTES, derive_figures
 
 

@@ -142,7 +142,7 @@ def _model_sizes(model: str | None, parameters: str | None) -> tuple[int, float 
     """Return parameters, bytes of activations per token (None: unknown) and tokens per sample."""
     from paceline.tools.models.gpt_sizes import SIZES
     from paceline.tools.plan import xxl_worked_example
-    from paceline.tools.plan.batch_split import transformer_token_nbytes
+    from paceline.tools.plan.devices_needed import transformer_token_nbytes
 
     count = parse_model_parameters(model, parameters)
     if model is None:
