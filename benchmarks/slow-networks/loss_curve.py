@@ -24,8 +24,8 @@ from paceline.tools.models.corpus import load_corpus
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows, summed_token_loss
-from paceline.tools.train.sent_bytes import float32_gradient_nbytes
-from paceline.tools.train.training_job import cosine_lr
+from paceline.tools.train.lr_schedule import cosine_lr
+from paceline.tools.train.traffic_counter import float32_gradient_nbytes
 
 SIZE, BATCH, CLIP = "mini", 2, 1.0
 HELD_OUT = 512  # windows

@@ -25,7 +25,7 @@ from workload import EVERY, OUTER_LR, OUTER_MOMENTUM, SIZE, Peer, Place
 
 from paceline.testing.netlab.lab_network import host_address
 from paceline.tools.models.gpt import GPT
-from paceline.tools.train.sent_bytes import float32_gradient_nbytes
+from paceline.tools.train.traffic_counter import float32_gradient_nbytes
 
 _AHEAD = 5
 """Inner steps before the end of a round at which matchmaking begins."""

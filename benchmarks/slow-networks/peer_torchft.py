@@ -24,7 +24,7 @@ from torchft.local_sgd import DiLoCo  # pyright: ignore[reportMissingImports]
 from workload import EVERY, OUTER_LR, OUTER_MOMENTUM, SIZE, Peer, Place, stepper
 
 from paceline.tools.models.gpt import GPT
-from paceline.tools.train.sent_bytes import float32_gradient_nbytes
+from paceline.tools.train.traffic_counter import float32_gradient_nbytes
 
 _TIMEOUT = timedelta(seconds=300)
 _TICK_MS = 10

@@ -55,7 +55,7 @@ from paceline.tools.bench.turn_statistics import turn_order
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt import GPT
 from paceline.tools.result_files import versions
-from paceline.tools.train.sent_bytes import float32_gradient_nbytes
+from paceline.tools.train.traffic_counter import float32_gradient_nbytes
 
 HOMES = Path.home() / ".cache" / "paceline-peers"
 TRIES, TURN_SECONDS = 3, 400.0

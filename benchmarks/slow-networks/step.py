@@ -40,7 +40,7 @@ from paceline.tools.report.charts.chart_style import (
     set_title,
     stacked_panels,
 )
-from paceline.tools.train.sent_bytes import float32_gradient_nbytes
+from paceline.tools.train.traffic_counter import float32_gradient_nbytes
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
