@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -22,11 +21,12 @@ from typer import Option
 
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
+from bench_harness.ranks import interface_bytes
 from bench_harness.turns import InterleavedTimes, take_turns
 from paceline._core.format import format_count
 from paceline._core.units import parse_bytes
 from paceline.errors import UsageError
-from paceline.testing.netlab.lab_network import InterfaceBytes, parse_traffic
+from paceline.testing.netlab.lab_network import InterfaceBytes
 from paceline.tools.bench.collectives import exact_buffers
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.report.charts.training_charts import Chart, ChartLine, time_and_ratio_chart
@@ -138,11 +138,6 @@ def turn(name: str, contestant: Contestant, calls: int) -> tuple[list[float], In
     if not exact_buffers.all_equal(buffer, float(dist.get_world_size()) ** calls):
         raise RuntimeError(f"{name} is wrong at {buffer.nbytes} bytes after {calls} calls")
     return seconds, passed
-
-
-def interface_bytes() -> InterfaceBytes:
-    """Return what this host's interface has counted."""
-    return parse_traffic(Path("/proc/net/dev").read_text())
 
 
 def measure(gloo: dist.ProcessGroup, nbytes: int, rounds: int, calls: int) -> dict[str, Any]:

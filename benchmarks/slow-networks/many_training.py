@@ -1,8 +1,9 @@
-"""What each rank of `many.py` runs: DiLoCo on the tiny model, watched and saved, and a note of every step.
+"""Each rank of `many.py`: DiLoCo on the tiny model, with watchdog and checkpoints, and a record of every step.
 
     python many_training.py FOLDER STEPS EVERY
 
-The host named by ``SLOW_ON`` takes three times as long for every step as it would.
+It imports no more than a training does, because `many.py` times how soon 16 processes are up on two cores. On the host
+named by ``SLOW_ON`` every step takes three times as long.
 """
 
 from __future__ import annotations
@@ -16,54 +17,46 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.tools.models import corpus as corpora
-from paceline.tools.models.gpt import GPT
-from paceline.tools.models.gpt import token_loss as loss_of
+from paceline.tools.models.corpus import load_corpus
+from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.models.token_windows import TrainingWindows
-
-BATCH, SEED = 2, 0
-STALL, LOST = 60.0, 10.0
-"""Many processes share few cores here, so a rank may be silent for long without being lost."""
 
 
 def main(folder: Path, steps: int, every: int) -> None:
     """Train to the end from wherever the newest checkpoint is."""
     world = paceline.init("gloo")
     torch.set_num_threads(1)
-    corpus, size = corpora.load_corpus(None), gpt_size("tiny")
-    torch.manual_seed(SEED)
+    corpus, size = load_corpus(None), gpt_size("tiny")
+    torch.manual_seed(0)
     model = paceline.DataParallel(GPT(size), sync="bucketed")
     optim = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     outer = paceline.DiLoCo(model, optim, every=every)
-    keep = paceline.Checkpoint(folder / "checkpoint", model, optim, outer=outer)
-    keep.load()
-    batches = TrainingWindows(corpus.train, BATCH, size.context, rank=world.rank, size=world.size, seed=SEED)
-    host, notes = os.uname().nodename, folder / f"steps-{os.uname().nodename}.jsonl"
-    with paceline.Watchdog(stall=STALL, lost=LOST), outer:
-        while keep.step < steps:
+    checkpoint = paceline.Checkpoint(folder / "checkpoint", model, optim, outer=outer)
+    checkpoint.load()
+    batches = TrainingWindows(corpus.train, 2, size.context, rank=world.rank, size=world.size)
+    host = os.uname().nodename
+    # Many processes share few cores, so a rank may be silent for long without being lost.
+    with paceline.Watchdog(stall=60.0, lost=10.0), outer:
+        while checkpoint.step < steps:
             started = time.perf_counter()
-            batch = batches.at(keep.step)
-            loss = loss_of(model(batch.inputs), batch.targets)
+            batch = batches.at(checkpoint.step)
+            loss = token_loss(model(batch.inputs), batch.targets)
             model.backward(loss, samples=batch.samples)
             optim.step()
             optim.zero_grad()
-            if host == os.environ.get("SLOW_ON") and keep.step % every:  # else it waited for others as well
+            # not where parameters are exchanged, which includes waiting for others
+            if host == os.environ.get("SLOW_ON") and checkpoint.step % every:
                 time.sleep(2 * (time.perf_counter() - started))
-            told = {"step": keep.step, "size": world.size, "loss": loss.item(), "at": time.time()}
-            with notes.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(told) + "\n")
-            if keep.step % (2 * every) == 0:
-                keep.save()
-    keep.save(wait=True)
-    keep.close()
+            step = {"step": checkpoint.step, "size": world.size, "loss": loss.item(), "at": time.time()}
+            with (folder / f"steps-{host}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(step) + "\n")
+            if checkpoint.step % (2 * every) == 0:
+                checkpoint.save()
+    checkpoint.save(wait=True)
+    checkpoint.close()
     flat = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
-    end = {
-        "size": world.size,
-        "sum": float(flat.double().sum()),
-        "sent": outer.sent_nbytes,
-        "syncs": outer.syncs,
-    }
+    end = {"sum": float(flat.double().sum()), "sent": outer.sent_nbytes}
     (folder / f"end-{host}.json").write_text(json.dumps(end), encoding="utf-8")
     paceline.shutdown()
 

@@ -1,12 +1,12 @@
-"""hivemind's averager, as one contestant of `peers.py`; runs under the Python that hivemind is installed into.
+"""hivemind's averager for `peers.py`; runs under the Python that hivemind is installed into.
 
 Settings: `compression`, the name of a class of hivemind.compression.
 
-Each host runs hivemind's DHT and averager in processes of their own; host 0 is the bootstrap peer. What is averaged is
-the pseudo-gradient of all parameters as one vector; a Nesterov step with the mean follows, as in OpenDiLoCo (arXiv
-2407.07852), which is built on the same averager. A group is full with all hosts, so it begins as soon as all are there.
-Looking for it begins some inner steps ahead, as hivemind's own optimizer does it, so it is not in the time of a
-synchronisation alone (`matchmaking` tells it). Addresses are known: no relays, no hole punching, no port mapping.
+Each host runs hivemind's DHT and averager in their own processes; host 0 is the bootstrap peer. The pseudo-gradient of
+all parameters is averaged as one vector; a Nesterov step with the mean follows, as in OpenDiLoCo (arXiv 2407.07852),
+which is built on the same averager. A group is full with all hosts, so it begins as soon as all are there. Matchmaking
+begins some inner steps ahead, as in hivemind's own optimizer, so it is not in the time of a synchronisation alone
+(`matchmaking` has its seconds). Addresses are known: no relays, no hole punching, no port mapping.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 from hivemind import DHT  # pyright: ignore[reportMissingImports]
 from hivemind.averaging import DecentralizedAverager  # pyright: ignore[reportMissingImports]
 from hivemind.averaging.control import AveragingStage  # pyright: ignore[reportMissingImports]
-from peer_turn import OUTER_LR, OUTER_MOMENTUM, Peer, Place, play, ring_nbytes
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from workload import EVERY
+from workload import EVERY, OUTER_LR, OUTER_MOMENTUM, SIZE, Peer, Place
 
 from paceline.testing.netlab.lab_network import host_address
 from paceline.tools.models.gpt import GPT
+from paceline.tools.train.traffic_counter import float32_gradient_nbytes
 
 _AHEAD = 5
-"""Inner steps before the end of a round at which a group is looked for."""
+"""Inner steps before the end of a round at which matchmaking begins."""
 
-_MATCHMAKING_SECONDS, _REQUEST_SECONDS, _PATIENCE_SECONDS = 1.0, 0.5, 120.0
+_MATCHMAKING_SECONDS, _REQUEST_SECONDS, _TIMEOUT_SECONDS = 1.0, 0.5, 120.0
 _BYTES_OF_COMPRESSION = {
     "NoCompression": 4,
     "Float16Compression": 2,
@@ -41,13 +41,13 @@ _BYTES_OF_COMPRESSION = {
 
 
 def join(place: Place) -> DHT:
-    """Return this host's node of the DHT; host 0 tells the others where it is."""
-    card = place.folder / "host0"
+    """Return this host's node of the DHT; host 0 writes its address to a file for the others."""
+    address = place.folder / "host0"
     peers = None
     if place.rank:
-        while not card.exists():
+        while not address.exists():
             time.sleep(0.05)
-        peers = card.read_text().split()
+        peers = address.read_text().split()
     dht = DHT(
         initial_peers=peers,
         start=True,
@@ -60,11 +60,11 @@ def join(place: Place) -> DHT:
     if not place.rank:
         new = place.folder / "host0.new"
         new.write_text("\n".join(map(str, dht.get_visible_maddrs())))
-        new.rename(card)
+        new.rename(address)
     return dht
 
 
-class Averaged:
+class Averaging:
     """Inner steps, and every so many a Nesterov step with the mean pseudo-gradient."""
 
     def __init__(self, averager: DecentralizedAverager, model: GPT, optimizer: torch.optim.Optimizer) -> None:
@@ -75,18 +75,14 @@ class Averaged:
         self._control: Any = None
         self.extra: dict[str, list[float]] = {"matchmaking": []}
 
-    def begin(self) -> None:
-        """Go back to what all ranks had in common."""
-        self._copy_back()
+    def begin_matchmaking(self) -> None:
+        """Begin matchmaking."""
+        self._control = self._averager.step(wait=False, require_trigger=True, timeout=_TIMEOUT_SECONDS)
 
-    def look(self) -> None:
-        """Begin to look for a group."""
-        self._control = self._averager.step(wait=False, require_trigger=True, timeout=_PATIENCE_SECONDS)
-
-    def find(self) -> None:
-        """Look for a group and wait until it is there."""
+    def find_group(self) -> None:
+        """Begin matchmaking and wait until the group is complete."""
         started = time.perf_counter()
-        self.look()
+        self.begin_matchmaking()
         while self._control.stage != AveragingStage.AWAITING_TRIGGER:
             time.sleep(0.005)
         self.extra["matchmaking"].append(time.perf_counter() - started)
@@ -98,24 +94,25 @@ class Averaged:
         self._optimizer.zero_grad()
         self._steps += 1
         if self._steps % EVERY == EVERY - _AHEAD and self._control is None:
-            self.look()
+            self.begin_matchmaking()
         if self._steps % EVERY == 0:
-            self._agree()
+            self._average()
 
-    def _agree(self) -> None:
+    def _average(self) -> None:
         """Average what the parameters have moved by, and take an outer step."""
         with self._averager.get_tensors() as (shared,):
             torch.sub(self._base, parameters_to_vector(self._model.parameters()), out=shared)
         self._control.allow_allreduce()
-        self._control.result(_PATIENCE_SECONDS)
+        self._control.result(_TIMEOUT_SECONDS)
         self._control = None
         with self._averager.get_tensors() as (shared,):
             self._base.grad = shared
             self._outer.step()
-        self._copy_back()
+        self.go_back()
 
     @torch.no_grad()
-    def _copy_back(self) -> None:
+    def go_back(self) -> None:
+        """Go back to what all ranks have in common."""
         vector_to_parameters(self._base.detach().clone(), self._model.parameters())
 
 
@@ -124,7 +121,7 @@ def build(place: Place, model: GPT, optimizer: torch.optim.Optimizer) -> Peer:
     name = place.settings["compression"]
     dht = join(place)
     averager = DecentralizedAverager(
-        [torch.zeros(sum(parameter.numel() for parameter in model.parameters()))],
+        [torch.zeros(SIZE.parameters())],
         dht,
         start=True,
         prefix="paceline",
@@ -138,10 +135,6 @@ def build(place: Place, model: GPT, optimizer: torch.optim.Optimizer) -> Peer:
     running = ExitStack()
     running.callback(dht.shutdown)
     running.callback(averager.shutdown)
-    work = Averaged(averager, model, optimizer)
-    sent = ring_nbytes(model, place.ranks) * _BYTES_OF_COMPRESSION[name] / 4
-    return Peer(work.finish, running, sent, begin=work.begin, prepare=work.find, extra=work.extra)
-
-
-if __name__ == "__main__":
-    play(build)
+    work = Averaging(averager, model, optimizer)
+    sent = float32_gradient_nbytes(SIZE.parameters(), place.ranks) * _BYTES_OF_COMPRESSION[name] / 4
+    return Peer(work.finish, running, sent, begin=work.go_back, prepare=work.find_group, extra=work.extra)

@@ -1,12 +1,12 @@
-"""torchft's DiLoCo, as one contestant of `peers.py`; runs under the Python that torchft is installed into.
+"""torchft's DiLoCo for `peers.py`; runs under the Python that torchft is installed into.
 
 Settings: `fragments` of the model, whose synchronisations are spread over a round, and `delay`, the inner steps
 between sending a fragment and waiting for it (0: the classic DiLoCo with one fragment).
 
-Each host is a replica group of one rank with a store of its own, and host 0 has the lighthouse. The quorum is
-synchronous, as DiLoCo demands, and looked for every 10 ms rather than 100; nothing is fetched at the start, since all
-begin alike. torchft quantises on a GPU alone, so it sends float32 here; its buckets are left off, as they are by
-default: with several of them it leaves parameters unsynchronised (`benchmarks/peers`).
+Each host is a replica group of one rank with its own store, and host 0 has the lighthouse. The quorum is synchronous,
+as DiLoCo requires, and checked every 10 ms rather than 100; nothing is fetched at the start, since all begin alike.
+torchft quantises only on a GPU, so it sends float32 here; its buckets are off, as by default: with several of them it
+leaves parameters unsynchronised (`benchmarks/peers`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from datetime import timedelta
 from itertools import pairwise
 
 import torch
-from peer_turn import OUTER_LR, OUTER_MOMENTUM, Peer, Place, play, ring_nbytes
 from torch import nn
 from torchft import Manager, ProcessGroupGloo  # pyright: ignore[reportMissingImports]
 from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
 from torchft.local_sgd import DiLoCo  # pyright: ignore[reportMissingImports]
-from workload import EVERY
+from workload import EVERY, OUTER_LR, OUTER_MOMENTUM, SIZE, Peer, Place, stepper
 
 from paceline.tools.models.gpt import GPT
+from paceline.tools.train.traffic_counter import float32_gradient_nbytes
 
-_PATIENCE = timedelta(seconds=300)
+_TIMEOUT = timedelta(seconds=300)
 _TICK_MS = 10
 
 
@@ -50,14 +50,14 @@ def manager_of(place: Place) -> Manager:
     store = torch.distributed.TCPStore(here, place.port + 1, is_master=True, wait_for_workers=False)
     place.settings["store"] = store
     return Manager(
-        pg=ProcessGroupGloo(timeout=_PATIENCE),
+        pg=ProcessGroupGloo(timeout=_TIMEOUT),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=place.ranks,
         use_async_quorum=False,
-        timeout=_PATIENCE,
-        quorum_timeout=_PATIENCE,
-        connect_timeout=_PATIENCE,
+        timeout=_TIMEOUT,
+        quorum_timeout=_TIMEOUT,
+        connect_timeout=_TIMEOUT,
         rank=0,
         world_size=1,
         store_addr=here,
@@ -79,20 +79,14 @@ def build(place: Place, model: GPT, optimizer: torch.optim.Optimizer) -> Peer:
     manager = manager_of(place)
     diloco = DiLoCo(manager, fragments, optimizer, outer, sync_every=EVERY, fragment_sync_delay=delay)
 
-    def finish() -> None:
-        optimizer.step()  # DiLoCo has hooked into it
-        optimizer.zero_grad()
-
     running = ExitStack()
     running.enter_context(diloco)
     running.callback(manager.shutdown)
 
     def agreed() -> list[torch.Tensor]:
-        """Return what every fragment was set to: all but the latest have gone on from there."""
+        """Return what every fragment was set to; all but the latest have been trained further since."""
         return [tensor for part in diloco._fragments for tensor in part.original_parameters.values()]
 
-    return Peer(finish, running, ring_nbytes(model, place.ranks), overlaps=delay > 0, agreed=agreed)
-
-
-if __name__ == "__main__":
-    play(build)
+    sent = float32_gradient_nbytes(SIZE.parameters(), place.ranks)
+    # DiLoCo has hooked into the optimizer
+    return Peer(stepper(optimizer), running, sent, overlaps=delay > 0, agreed=agreed)

@@ -1,210 +1,397 @@
-"""What agreeing every so many steps costs on a slow network, by library: torchft, hivemind, and Paceline.
+"""Synchronising every 20 steps on a slow network, by library: torchft, hivemind, and Paceline.
 
     python benchmarks/peers/set_up.py
-    python benchmarks/slow-networks/peers.py
+    python benchmarks/slow-networks/peers.py run     (as root, on Linux: plays the hosts with `paceline.testing.netlab`)
+    python benchmarks/slow-networks/peers.py table
 
-Plays the hosts with `paceline.testing.netlab` (as root, on Linux), one rank on each, and writes
-``peers-4x200Mbit.json`` beside this file. Libraries can't share a process, so each turn starts its own,
-under the Python that the library was installed into; the turns alternate.
+One rank per host. Libraries can't share a process, so each turn starts its own, under the Python that the library was
+installed into; the turns alternate.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import fmean, median
 from typing import Annotated, Any
 
-import typer
-from figures import (
-    BY_HAND,
-    HIVEMIND,
-    HIVEMIND_FP16,
-    HIVEMIND_FP32,
-    OURS,
-    OURS_STREAMING,
-    TORCHFT,
-    TORCHFT_STREAMING,
-    PeerResult,
+import torch
+import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from typer import Option
+from workload import (
+    EVERY,
+    FACTS,
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    SIZE,
+    Peer,
+    Place,
+    batch_of,
+    digest_of,
+    model_and_optimizer,
+    stepper,
+    train_step,
 )
-from rich.table import Table
-from workload import BATCH, EVERY, SIZE
 
-from bench_harness.program import run_program
-from paceline._core.files import write_json
+import paceline
+from bench_harness.benchmark import Benchmark
+from bench_harness.markdown import fill, table
+from bench_harness.ranks import gather, interface_bytes
+from bench_harness.turns import Ratio, ratio_of
+from paceline._core.files import write_text
 from paceline.errors import HostFailed, UsageError, unknown
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.bench.turn_statistics import turn_order
-from paceline.tools.console_table import print_wide
-from paceline.tools.result_files import check_writable, result_head
+from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.models.gpt import GPT
+from paceline.tools.result_files import versions
+from paceline.tools.train.traffic_counter import float32_gradient_nbytes
 
-HERE = Path(__file__).parent
 HOMES = Path.home() / ".cache" / "paceline-peers"
 TRIES, TURN_SECONDS = 3, 400.0
-_VERSIONS = (
-    "import json; from paceline.tools.result_files import versions; print(json.dumps(versions({packages!r})))"
-)
+ALONE_STEPS, FARTHEST = 3, 1e-2
+TORCHFT = "torchft DiLoCo"
+STREAMING = {"fragments": 2, "delay": 5}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "torch's all-reduce, by hand": ("by_hand", {}),
+    TORCHFT: ("torchft", {"fragments": 1, "delay": 0}),
+    "torchft DiLoCo, 2 fragments, delay 5": ("torchft", STREAMING),
+    "hivemind averager, 8 bits": ("hivemind", {"compression": "Uniform8BitQuantization"}),
+    "Paceline DiLoCo, int4": ("paceline", {"fragments": 1, "delay": 0, "compression": "int4"}),
+    "Paceline DiLoCo, int4, 2 fragments, delay 5": ("paceline", STREAMING | {"compression": "int4"}),
+}
+"""Library and settings, by name."""
+
+ON_REQUEST: dict[str, tuple[str, dict[str, Any]]] = {
+    "hivemind averager, fp16": ("hivemind", {"compression": "Float16Compression"}),
+    "hivemind averager, float32": ("hivemind", {"compression": "NoCompression"}),
+}
+"""Measured only when named."""
+
+bench = Benchmark(__file__)
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """Who takes part.
+# ---------------------------------------------------------------------- libraries
 
-    Attributes:
-        script: what each rank runs, beside this file; it calls :func:`peer_turn.play`.
-        settings: what the script is told.
-        home: name of the virtual environment that it runs under; empty: that of this program.
+
+Build = Callable[[Place, GPT, torch.optim.Optimizer], Peer]
+
+
+def by_hand(place: Place, model: GPT, optimizer: torch.optim.Optimizer) -> Peer:
+    """Return DiLoCo by hand: the inner optimizer, and every so many steps a Nesterov step with the mean movement.
+
+    It shows what a single all-reduce of torch costs, without any library.
     """
+    base = torch.nn.Parameter(parameters_to_vector(model.parameters()).detach().clone())
+    outer = torch.optim.SGD([base], lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+    inner_step, steps = stepper(optimizer), 0
 
-    script: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    home: str = ""
+    @torch.no_grad()
+    def go_back() -> None:
+        vector_to_parameters(base.detach().clone(), model.parameters())
 
-    def python(self, homes: Path) -> Path:
-        """Return the interpreter that runs the script."""
-        return homes / self.home / "bin" / "python" if self.home else Path(sys.executable)
+    @torch.no_grad()
+    def finish() -> None:
+        nonlocal steps
+        inner_step()
+        steps += 1
+        if steps % EVERY == 0:
+            moved = base - parameters_to_vector(model.parameters())
+            dist.all_reduce(moved)
+            base.grad = moved.div_(place.ranks)
+            outer.step()
+            go_back()
 
-
-CONTESTANTS = {
-    BY_HAND: Contestant("peer_plain.py"),
-    TORCHFT: Contestant("peer_torchft.py", {"fragments": 1, "delay": 0}, "torchft"),
-    TORCHFT_STREAMING: Contestant("peer_torchft.py", {"fragments": 2, "delay": 5}, "torchft"),
-    HIVEMIND: Contestant("peer_hivemind.py", {"compression": "Uniform8BitQuantization"}, "hivemind"),
-    OURS: Contestant("peer_paceline.py", {"fragments": 1, "delay": 0, "compression": "int4"}),
-    OURS_STREAMING: Contestant("peer_paceline.py", {"fragments": 2, "delay": 5, "compression": "int4"}),
-}
-
-ON_REQUEST = {
-    HIVEMIND_FP16: Contestant("peer_hivemind.py", {"compression": "Float16Compression"}, "hivemind"),
-    HIVEMIND_FP32: Contestant("peer_hivemind.py", {"compression": "NoCompression"}, "hivemind"),
-}
-"""Who takes part only when named."""
+    sent = float32_gradient_nbytes(SIZE.parameters(), place.ranks)
+    return Peer(finish, nullcontext(), sent, begin=go_back)
 
 
-def main(
-    hosts: Annotated[int, typer.Option(help="Hosts around the switch, a rank on each.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s",
-    turns: Annotated[int, typer.Option(help="Turns of each contestant.")] = 3,
-    syncs: Annotated[int, typer.Option(help="Synchronisations alone in a turn.")] = 2,
-    rounds: Annotated[int, typer.Option(help="Rounds of real inner steps in a turn.")] = 1,
+def diloco(place: Place, model: GPT, optimizer: torch.optim.Optimizer) -> Peer:
+    """Return Paceline's DiLoCo, which counts the steps of the inner optimizer."""
+    loop = paceline.DiLoCo(
+        model, optimizer, EVERY, outer_lr=OUTER_LR, outer_momentum=OUTER_MOMENTUM, **place.settings
+    )
+    overlaps = place.settings["delay"] > 0
+    return Peer(
+        stepper(optimizer),
+        loop,
+        loop.round_nbytes,
+        overlaps=overlaps,
+        agreed=(lambda: loop.shared().values()) if overlaps else None,
+    )
+
+
+OWN: dict[str, Build] = {"by_hand": by_hand, "paceline": diloco}
+"""Need no installation; the others are built by ``peer_<library>.py``, which runs where the library is installed."""
+
+
+def python_of(library: str, homes: Path) -> Path:
+    """Return the interpreter of a library."""
+    return Path(sys.executable) if library in OWN else homes / library / "bin" / "python"
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+@bench.run
+def run(
+    hosts: Annotated[int, Option(min=2, help="Hosts around the switch, a rank on each.")] = 4,
+    rate: Annotated[str, Option(help="Rate of every link, each direction.")] = "200Mbit/s",
+    turns: Annotated[int, Option(min=1, help="Turns of each variant.")] = 3,
+    syncs: Annotated[int, Option(min=1, help="Synchronisations alone in a turn.")] = 2,
+    rounds: Annotated[int, Option(min=1, help="Rounds of real inner steps in a turn.")] = 1,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="This contestant, and others so named; else all.")
+        list[str] | None, Option(metavar="NAME", help="This variant, and others so named; else all.")
     ] = None,
     peers: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where set_up.py made the environments.")
+        Path, Option(metavar="FOLDER", help="Folder of the environments made by set_up.py.")
     ] = HOMES,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write there; else peers-<hosts>x<rate>.json."),
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Time outer steps by library, the synchronisation alone and whole rounds, and count the bytes."""
-    chosen = choose(only or [], peers)
-    if hosts < 2 or min(turns, syncs, rounds) < 1:
-        raise UsageError(
-            f"--hosts {hosts} --turns {turns} --syncs {syncs} --rounds {rounds}: nothing to measure",
-            remedy="give 2 hosts or more, and 1 or more of the others",
-        )
-    path = json_file or HERE / f"peers-{hosts}x{rate.removesuffix('/s')}.json"
-    check_writable(path, make_folder=True)
-    asked = {"hosts": hosts, "rate": rate, "turns": turns, "syncs": syncs, "rounds": rounds, "threads": 1}
-    result = result_head("outer-steps-by-library")
-    result["versions"] = {"": result["versions"]} | versions_of_homes(chosen, peers)
-    result |= {
-        "settings": asked
-        | {"batch": BATCH, "model": vars(SIZE), "parameters": SIZE.parameters(), "every": EVERY},
-        "rows": run(chosen, peers, asked),
-    }
-    write_json(path, result)
-    show(PeerResult.load(path))
-    print(path)
-
-
-def choose(names: list[str], peers: Path) -> dict[str, Contestant]:
-    """Return those that are named, or all that take part unasked.
-
-    Raises:
-        UsageError: nobody has such a name, or what it needs isn't installed.
-    """
-    every = CONTESTANTS | ON_REQUEST
-    for name in names:
-        if name not in every:
-            raise unknown("contestant", name, every)
-    chosen = {name: one for name, one in every.items() if name in (names or CONTESTANTS)}
-    for name, one in chosen.items():
-        if not one.python(peers).exists():
+    known = VARIANTS | ON_REQUEST
+    for name in only or []:
+        if name not in known:
+            raise unknown("variant", name, known)
+    chosen = {name: each for name, each in known.items() if name in (only or VARIANTS)}
+    for name, (library, _) in chosen.items():
+        if not python_of(library, peers).exists():
             raise UsageError(f"{name}: no environment in {peers}", remedy="run benchmarks/peers/set_up.py")
-    return chosen
-
-
-def versions_of_homes(chosen: dict[str, Contestant], peers: Path) -> dict[str, dict[str, str]]:
-    """Return what is installed in the environments that take part."""
-    found = {}
-    for one in chosen.values():
-        if one.home and one.home not in found:
-            program = _VERSIONS.format(packages=[one.home, "torch", "numpy"])
-            said = subprocess.run([one.python(peers), "-c", program], capture_output=True, check=True)
-            found[one.home] = json.loads(said.stdout)
-    return found
-
-
-def run(chosen: dict[str, Contestant], peers: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """Make the hosts, let the contestants take turns, and return what each wrote."""
+    path = bench.output(json_file, f"peers-{hosts}x{rate.removesuffix('/s')}")
+    installed = {"": versions(("paceline", "torch"))}
+    installed |= versions_of({library for library, _ in chosen.values()}, peers)
     rows: dict[str, Any] = {
-        name: {"settings": one.settings, "turns": [], "failures": []} for name, one in chosen.items()
+        name: {"settings": settings, "turns": [], "failures": []} for name, (_, settings) in chosen.items()
     }
-    names, hosts, rate = list(chosen), asked["hosts"], asked["rate"]
-    port = 20_000  # below those that the kernel gives away by itself
-    with (
-        Lab(hosts, rate) as lab,
-        ProgressBar(f"outer steps, {hosts} hosts, {rate}", asked["turns"] * len(names)) as tick,
-    ):
-        for number in range(asked["turns"]):
+    names, port = list(chosen), 20_000  # below the ports that the kernel gives away by itself
+    title = f"outer steps, {hosts} hosts, {rate}"
+    with Lab(hosts, rate) as lab, ProgressBar(title, turns * len(names)) as tick:
+        for number in range(turns):
             for index in turn_order(len(names), number):
                 name = names[index]
                 for attempt in range(TRIES):
                     port += 100
+                    job = {"variant": chosen[name], "port": port, "syncs": syncs, "rounds": rounds}
                     try:
-                        rows[name]["turns"].append(take_turn(lab, chosen[name], peers, asked, port))
+                        rows[name]["turns"].append(take_turn(lab, job, peers))
                         break
                     except HostFailed as error:
                         rows[name]["failures"].append(str(error).partition("\n")[0])
                         if attempt == TRIES - 1:
                             raise
                 tick()
-    return rows
+    settings = {"hosts": hosts, "rate": rate, "turns": turns, "syncs": syncs, "rounds": rounds} | FACTS
+    bench.write(path, "outer-steps-by-library", settings, versions=installed, rows=rows)
+    print(figures(rows))
 
 
-def take_turn(lab: Lab, one: Contestant, peers: Path, asked: dict[str, Any], port: int) -> dict[str, Any]:
-    """Run one contestant's ranks on all hosts, and return what rank 0 wrote."""
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        out, job = Path(folder, "found.json"), Path(folder, "job.json")
-        told = {"ranks": lab.hosts, "port": port, "folder": folder, "settings": one.settings, "out": str(out)}
-        told |= {"syncs": asked["syncs"], "rounds": asked["rounds"]}
-        job.write_text(json.dumps(told), encoding="utf-8")
-        command = [str(one.python(peers)), str(HERE / one.script), str(job)]
+def take_turn(lab: Lab, job: dict[str, Any], homes: Path) -> dict[str, Any]:
+    """Run one variant's ranks on all hosts, and return what they measured."""
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
+        bench.job(job | {"ranks": lab.hosts, "folder": folder}) as (program, result),
+    ):
+        command = [str(python_of(job["variant"][0], homes)), *program]
         lab.run(command, env={"OMP_NUM_THREADS": "1"}, timeout=TURN_SECONDS)
-        return json.loads(out.read_text(encoding="utf-8"))
+        return result()
 
 
-def show(result: PeerResult) -> None:
-    """Print seconds and bytes of an outer step."""
-    table = Table(title="an outer step", title_justify="left", box=None, pad_edge=False)
-    table.add_column("contestant", no_wrap=True)
-    for title in ("alone, s", "torchft ÷", "per inner step, s", "MB sent", "÷ expected", "apart"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in result.rows:
-        sync = "" if row.sync is None else f"{row.sync:.3f}"
-        sent = [f"{row.sent / 1e6:.3f}", f"{row.sent_ratio:.3f}"]
-        table.add_row(
-            row.name, sync, str(result.speedup(row) or ""), f"{row.inner:.3f}", *sent, f"{row.apart:.0e}"
+def versions_of(libraries: set[str], homes: Path) -> dict[str, dict[str, str]]:
+    """Return what is installed in the environments of libraries."""
+    found = {}
+    for library in sorted(libraries - set(OWN)):
+        program = (
+            "import json; from paceline.tools.result_files import versions; "
+            f"print(json.dumps(versions({[library, 'torch', 'numpy']!r})))"
         )
-    print_wide(table)
+        ended = subprocess.run([python_of(library, homes), "-c", program], capture_output=True, check=True)
+        found[library] = json.loads(ended.stdout)
+    return found
+
+
+@bench.rank
+def rank(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Take one turn of a variant.
+
+    Phases: set the library up; form a gloo group that is used between measurements only; take some steps without the
+    library; a first round, which opens connections; rounds whose inner steps change the parameters but compute nothing,
+    which leaves the synchronisation alone; rounds of real inner steps; measure how far apart the ranks are.
+    """
+    library, settings = job["variant"]
+    build: Build = OWN.get(library) or importlib.import_module(f"peer_{library}").build
+    host = int(socket.gethostname().removeprefix("host"))
+    place = Place(host, job["ranks"], job["port"] + 1, Path(job["folder"]), settings)
+    model, optimizer = model_and_optimizer()
+    meeting = f"tcp://host0:{job['port']}"
+    dist.init_process_group("gloo", init_method=meeting, rank=host, world_size=place.ranks)
+    peer = build(place, model, optimizer)
+    mine: dict[str, Any] = {"alone": seconds_alone(model, optimizer, place)}
+    with peer.running:
+        peer.begin()
+        take_round(peer, model, place, compute=False)
+        for kept in peer.extra.values():
+            kept.clear()
+        syncs = [
+            take_round(peer, model, place, compute=False) for _ in range(0 if peer.overlaps else job["syncs"])
+        ]
+        rounds = [take_round(peer, model, place, compute=True) for _ in range(job["rounds"])]
+        mine["syncs"], mine["rounds"] = ([seconds for seconds, _ in each] for each in (syncs, rounds))
+        mine["passed"] = [passed for _, passed in syncs + rounds]
+        mine["apart"] = distance(list(model.parameters() if peer.agreed is None else peer.agreed()))
+        mine["extra"] = dict(peer.extra)
+        every = gather(mine)
+    dist.barrier()
+    dist.destroy_process_group()
+    return slowest(every) | {"expected_sent": peer.sent} if host == 0 else None
+
+
+def seconds_alone(model: GPT, optimizer: torch.optim.Optimizer, place: Place) -> float:
+    """Return the seconds of a step without synchronisation, beside the other ranks' steps."""
+    seconds, batch, finish = [], batch_of(place.rank), stepper(optimizer)
+    for _ in range(1 + ALONE_STEPS):
+        dist.barrier()
+        started = time.perf_counter()
+        train_step(model, batch, finish)
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[1:])
+
+
+def take_round(peer: Peer, model: GPT, place: Place, *, compute: bool) -> tuple[float, tuple[int, int]]:
+    """Return the seconds of a round on this rank, and the bytes that its host sent and received."""
+    batch, before = batch_of(place.rank), interface_bytes()
+    if not compute:
+        peer.prepare()
+        nudge(model, place.rank)
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(EVERY):
+        if compute:
+            train_step(model, batch, peer.finish)
+        else:
+            peer.finish()
+    seconds = time.perf_counter() - started
+    dist.barrier()
+    passed = interface_bytes() - before
+    return seconds, (passed.sent, passed.received)
+
+
+@torch.no_grad()
+def nudge(model: torch.nn.Module, rank: int) -> None:
+    """Change the parameters as an inner step might, without computing one."""
+    drawn = torch.Generator().manual_seed(rank)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape[-1], generator=drawn), alpha=1e-3)
+
+
+@torch.no_grad()
+def distance(agreed: list[torch.Tensor]) -> float:
+    """Return how far this rank is from rank 0: ‖a − b‖ / ‖b‖ over all that should be equal; 0: bit for bit.
+
+    Raises:
+        RuntimeError: it is further than rounding on the wire explains.
+    """
+    if len(set(gather(digest_of(agreed)))) == 1:
+        return 0.0
+    mine = torch.cat([tensor.detach().reshape(-1) for tensor in agreed])
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    apart = float((mine - first).norm() / first.norm())
+    if not apart < FARTHEST:
+        raise RuntimeError(f"after a round this rank's parameters are {apart:.2g} away from rank 0's")
+    return apart
+
+
+def slowest(every: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the slowest rank's seconds, and the bytes of every round and host."""
+
+    def largest(lists: list[list[float]]) -> list[float]:
+        return [max(values) for values in zip(*lists, strict=True)]
+
+    return {
+        "alone": max(one["alone"] for one in every),
+        "apart": max(one["apart"] for one in every),
+        "syncs": largest([one["syncs"] for one in every]),
+        "rounds": largest([one["rounds"] for one in every]),
+        "passed": [list(hosts) for hosts in zip(*(one["passed"] for one in every), strict=True)],
+        "extra": {name: largest([one["extra"][name] for one in every]) for name in every[0]["extra"]},
+    }
+
+
+# ---------------------------------------------------------------------- results
+
+
+def syncs_of(row: dict[str, Any]) -> list[float]:
+    """Return the seconds of a synchronisation alone in each turn; none if it overlaps with inner steps."""
+    return [median(turn["syncs"]) for turn in row["turns"] if turn["syncs"]]
+
+
+def sent_of(row: dict[str, Any], over_hosts: Callable[[list[float]], float]) -> float:
+    """Return the bytes sent in a round, reduced over hosts: median over rounds."""
+    return median(
+        over_hosts([sent for sent, _ in hosts]) for turn in row["turns"] for hosts in turn["passed"]
+    )
+
+
+def apart_of(row: dict[str, Any]) -> float:
+    """Return how far ranks are apart after all rounds of a turn."""
+    return max(turn["apart"] for turn in row["turns"])
+
+
+def figures(rows: dict[str, Any]) -> str:
+    """Return the table of outer steps: a row per variant."""
+    cells = []
+    for name, row in rows.items():
+        syncs, turns = syncs_of(row), row["turns"]
+        ratio: Ratio | str = ratio_of(syncs_of(rows[TORCHFT]), syncs) if syncs and TORCHFT in rows else ""
+        cells.append(
+            [
+                name,
+                f"{median(syncs):.3g}" if syncs else "hidden",
+                str(ratio),
+                f"{median(median(turn['rounds']) for turn in turns) / EVERY:.3g}",
+                f"{median(turn['alone'] for turn in turns):.3g}",
+                f"{sent_of(row, max) / 1e6:.4g}",
+                f"{sent_of(row, fmean) / turns[0]['expected_sent']:.3f}",
+                f"{apart_of(row):.1g}",
+            ]
+        )
+    titles = [
+        "",
+        "s alone",
+        "torchft ÷",
+        "s per inner step",
+        "a step alone",
+        "MB sent",
+        "÷ expected",
+        "apart",
+    ]
+    return table(titles, cells)
+
+
+@bench.tables
+def tables() -> dict[str, str]:
+    """Return the block of README.md, and fill the one of hivemind's compressions in benchmarks/peers."""
+    rows = [
+        [name, f"{median(syncs_of(row)):.3g}", f"{sent_of(row, max) / 1e6:.4g}", f"{apart_of(row):.1g}"]
+        for name, row in bench.read("hivemind-compression")["rows"].items()
+    ]
+    page = bench.folder.parent / "peers" / "README.md"
+    block = table(["", "s alone", "MB sent", "apart"], rows)
+    write_text(page, fill(page.read_text(encoding="utf-8"), "compression", block))
+    print(page)
+    return {"peers": figures(bench.read("peers-4x200Mbit")["rows"])}
 
 
 if __name__ == "__main__":
-    run_program(main)
+    bench.main()

@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -182,14 +183,36 @@ class Benchmark:
         Raises:
             RankFailed, HostFailed: a rank failed. LabError: no lab can be made here.
         """
-        with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-            job_file, out = Path(folder, "job.json"), Path(folder, "out.json")
-            job_file.write_text(json.dumps({"job": job, "out": str(out)}), encoding="utf-8")
-            program = [str(self._program), "rank", str(job_file)]
+        with self.job(job) as (program, result):
             if rate is None:
                 run_ranks(program, ranks, env={"OMP_NUM_THREADS": "1"}, timeout=timeout)
             else:
                 shown = ", ".join(filter(None, [title, f"{ranks} hosts", rate]))
                 with Lab(ranks, rate) as lab, ProgressBar(shown, turns) as tick:
                     lab.start_torchrun(program, ranks_per_host=per_host).follow(tick, turns)
-            return json.loads(out.read_text(encoding="utf-8"))
+            return result()
+
+    def run_in_lab(
+        self, lab: Lab, job: Mapping[str, Any], tick: Callable[[], object], per_host: int = 1
+    ) -> Any:
+        """Run ranks on all hosts of a lab, for programs that do so several times, and return what rank 0 returned.
+
+        Args:
+            job: for the function declared by `rank`.
+            tick: called when rank 0 calls `tick`. per_host: ranks on each host.
+
+        Raises:
+            HostFailed: a rank failed.
+        """
+        with self.job(job) as (program, result):
+            lab.start_torchrun(program, ranks_per_host=per_host).follow(tick)
+            return result()
+
+    @contextmanager
+    def job(self, job: Mapping[str, Any]) -> Iterator[tuple[list[str], Callable[[], Any]]]:
+        """Write a job for ranks to a file; yield the program of a rank, and a function that returns rank 0's result."""
+        with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+            job_file, out = Path(folder, "job.json"), Path(folder, "out.json")
+            job_file.write_text(json.dumps({"job": job, "out": str(out)}), encoding="utf-8")
+            program = [str(self._program), "rank", str(job_file)]
+            yield program, lambda: json.loads(out.read_text(encoding="utf-8"))

@@ -18,12 +18,16 @@ FOLDERS_OF_RUNS = "report"  # as paceline train leaves them
 @pytest.mark.parametrize(
     ("program", "arguments", "said"),
     [
-        ("slow-networks/tradeoff.py", ["--only", "averagd every 4, int4"], "did you mean 'averaged every 4"),
+        (
+            "slow-networks/tradeoff.py",
+            ["run", "--only", "averagd every 4, int4"],
+            "did you mean 'averaged every 4",
+        ),
         ("plan-memory/measure.py", ["--only", "huge"], "no model is called so"),
         ("exposed/measure.py", ["--only", "0"], "give a number of cases from 1 to 7"),
         ("device/overhead.py", ["--device", "cpu"], "a result from a CPU is none"),
-        ("slow-networks/loss.py", ["--seeds", "0"], "greater than or equal to 1"),
-        ("slow-networks/many.py", ["--hosts", "4"], "greater than or equal to 6"),
+        ("slow-networks/loss.py", ["run", "--seeds", "0"], "greater than or equal to 1"),
+        ("slow-networks/many.py", ["run", "--hosts", "4"], "greater than or equal to 6"),
         ("kills/kills.py", ["--kills", "0"], "give 1 or more"),
         ("failover/failover.py", ["--repeats", "0"], "give 1 or more"),
         ("checkpoint/disk.py", ["--turns", "0"], "give 1 or more"),
@@ -35,7 +39,7 @@ def test_what_makes_no_sense_is_refused_and_no_result_is_replaced(program, argum
     asked = program.startswith(("slow-networks", "plan-memory", "exposed"))  # where to write; others know it
     place = [option, str(tmp_path / "result.json")] if asked else []
     ended = subprocess.run(
-        [sys.executable, str(BENCHMARKS / program), *place, *arguments],
+        [sys.executable, str(BENCHMARKS / program), *arguments, *place],
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,0 +1,48 @@
+"""What ranks of several measurements do: gather values, count their host's traffic, wrap a model in torch DDP."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.testing.netlab.lab_network import InterfaceBytes, parse_traffic
+
+__all__ = ["gather", "interface_bytes", "tuned_ddp"]
+
+
+def gather(value: Any) -> list[Any]:
+    """Return every rank's value."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+def interface_bytes() -> InterfaceBytes:
+    """Return what the interface of this rank's host in a lab has counted."""
+    return parse_traffic(Path("/proc/net/dev").read_text())
+
+
+def tuned_ddp(
+    net: nn.Module, bucket_mib: float, group: ProcessGroup | None = None
+) -> DistributedDataParallel:
+    """Return torch DDP at its best settings for a model with constant buffers and the same parameters on all ranks.
+
+    Gradients are views into the buckets, buffers are not broadcast, the graph is static.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)  # its successor is too young
+        return DistributedDataParallel(
+            net,
+            process_group=group,
+            bucket_cap_mb=bucket_mib,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            static_graph=True,
+            init_sync=False,
+        )
