@@ -44,7 +44,7 @@ def test_the_page_is_written_and_named(monkeypatch, capsys, run, browser):
     assert browser == []
 
 
-def test_the_browser_is_asked_only_by_option(monkeypatch, run, browser):
+def test_the_browser_opens_only_with_the_option(monkeypatch, run, browser):
     assert paceline(monkeypatch, "report", run, "--open") == 0
     assert browser == [(run / "report.html").resolve().as_uri()]
 
@@ -73,7 +73,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, run, mis
     assert "Traceback" not in shown
 
 
-def test_a_run_is_asked_for(monkeypatch, capsys):
+def test_a_missing_run_prints_the_usage(monkeypatch, capsys):
     assert paceline(monkeypatch, "report") == 2
     assert "Usage: paceline report" in capsys.readouterr().err
 

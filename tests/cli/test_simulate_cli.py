@@ -82,7 +82,7 @@ def test_without_ddp_there_is_a_target_only_if_it_is_given(call):
     assert "Use k 10, d 5: it reaches a loss of 5 in" in output
 
 
-def test_a_full_hub_is_told_and_what_to_do(call):
+def test_a_full_hub_is_reported_with_a_remedy(call):
     code, output, _ = call(f"{QUICK} --parameters 20M --hub-link 100Mbit/s")
     assert code == 0
     assert "The hub's link is full" in output
@@ -91,7 +91,7 @@ def test_a_full_hub_is_told_and_what_to_do(call):
     assert "for the network" in output
 
 
-def test_what_diverges_is_told_and_why(call, tmp_path):
+def test_divergence_is_reported_with_its_cause(call, tmp_path):
     command = f"{QUICK} --workers 6 --speeds 1 --outer nesterov --unstable --json {tmp_path}/a.json --out {tmp_path}"
     code, output, _ = call(command)
     assert code == 0
@@ -100,7 +100,7 @@ def test_what_diverges_is_told_and_why(call, tmp_path):
     assert row["diverged"] or "got worse again" in output
 
 
-def test_a_population_a_bad_rate_and_who_is_replaced(call):
+def test_a_population_replaces_a_worker_with_a_bad_rate(call):
     code, output, _ = call(
         f"{QUICK} --population 100 --different --bad-lr 2:9 --every 5 --delay 1 --spread 0.2"
     )
@@ -109,7 +109,7 @@ def test_a_population_a_bad_rate_and_who_is_replaced(call):
     assert "--bad-lr does not affect it" in output
 
 
-def test_a_hub_and_a_worker_leave_and_come_back(call, tmp_path):
+def test_a_hub_and_a_worker_leave_and_return(call, tmp_path):
     code, output, _ = call(f"{QUICK} --churn 5s:-3,8s:+3,10s:-hub,11s:+hub --json {tmp_path}/a.json")
     assert code == 0
     assert "DDP is simulated without churn and faults" in output

@@ -108,5 +108,5 @@ def test_a_wrong_line_is_found(wrong):
         check(wrong.split())
 
 
-def test_there_is_something_to_parse():
+def test_the_manual_has_command_lines():
     assert sum(map(len, LINES.values())) > 100

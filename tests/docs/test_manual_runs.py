@@ -23,7 +23,7 @@ RUN = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("page", RUN)
-def test_a_line_of_the_manual(page, tmp_path):
+def test_a_command_line_of_the_manual_runs(page, tmp_path):
     begins, says = RUN[page]
     line = next(line for line in command_lines(ROOT / page) if " ".join(line.words).startswith(begins))
     (tmp_path / "profile.json").write_bytes((ROOT / "tests" / "docs" / "profile.json").read_bytes())

@@ -36,7 +36,7 @@ def test_every_public_name_is_in_the_reference_with_an_example(name):
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_the_reference_asks_for_is_there(name):
+def test_names_in_the_reference_exist(name):
     module, _, last = name.rpartition(".")
     value = import_module(name) if name in MODULES else getattr(import_module(module), last)
     assert inspect.getdoc(value)

@@ -93,7 +93,7 @@ def test_a_requeued_job_resumes_and_a_cancelled_one_once_it_is_submitted_again(
     notes.check_resumed(undisturbed, lives=3, nodes=2)
 
 
-def test_tasks_that_srun_starts_meet_without_a_launcher(cluster, notes, undisturbed):
+def test_tasks_that_srun_starts_join_without_a_launcher(cluster, notes, undisturbed):
     said = cluster.run("srun", "-N2", "-n2", sys.executable, *notes.words())
     assert notes.steps(), said
     notes.check_finished(undisturbed, nodes=2)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.thorough
-def test_a_star_survives_a_storm(tmp_path: Path) -> None:
+def test_asynchronous_training_survives_a_fault_storm(tmp_path: Path) -> None:
     mishaps = [
         Fault(10.0, "stop", 1, 4.0),
         Fault(12.0, "kill", 2, 2.0),
@@ -29,7 +29,7 @@ def test_a_star_survives_a_storm(tmp_path: Path) -> None:
     assert (found.ended, found.ended_with_centre) == (2, 2)
 
 
-def test_storms_are_drawn_alike_and_one_host_has_one_mishap_at_a_time() -> None:
+def test_storms_are_deterministic_and_a_host_has_one_fault_at_a_time() -> None:
     plan = draw_faults(600.0, 8, 60, 5, seed=3)
     assert plan == draw_faults(600.0, 8, 60, 5, seed=3)
     assert plan != draw_faults(600.0, 8, 60, 5, seed=4)

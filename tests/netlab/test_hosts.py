@@ -89,7 +89,7 @@ def test_much_output_does_not_block(lab):
     assert len(result.stdout) == len(result.stderr) > 1_000_000
 
 
-def test_lines_come_while_it_runs(lab):
+def test_lines_appear_while_it_runs(lab):
     job = lab.start(
         "echo first; while [ ! -e /dev/shm/go ]; do sleep 0.02; done; echo second; printf end", on=[0, 1]
     )
@@ -110,7 +110,7 @@ def test_follow_counts_ticks_and_shows_the_rest(lab, capsys):
     assert (len(ticks), capsys.readouterr().err) == (2, "host1 | between\n")
 
 
-def test_follow_shows_what_came_last_if_the_job_fails(lab, capsys):
+def test_follow_shows_the_last_output_if_the_job_fails(lab, capsys):
     job = lab.start("echo tick; echo behind; exit 3", on=0)
     with pytest.raises(HostFailed):
         job.follow(lambda: None, 1)
@@ -145,7 +145,7 @@ def test_a_hang_names_the_hosts(lab):
     assert processes(lab, 0) == processes(lab, 2) == []
 
 
-def test_ending_takes_descendants_and_the_deaf_along(lab, monkeypatch):
+def test_ending_kills_descendants_and_processes_that_ignore_sigterm(lab, monkeypatch):
     monkeypatch.setattr("paceline.testing.netlab.lab_job._END_SECONDS", 0.5)
     job = lab.start(f"trap '' TERM; setsid sh -c 'trap : TERM; {FOREVER}' & {FOREVER}", on=0)
     until(lambda: len(processes(lab, 0)) >= 2)
@@ -162,7 +162,7 @@ def test_a_program_may_clean_up_when_ended(lab, tmp_path):
     assert (result.code, result.stdout) == (4, "ready\ntidy\n")
 
 
-def test_what_has_hardly_started_can_be_ended(lab):
+def test_a_process_that_just_started_can_be_ended(lab):
     for _ in range(5):
         job = lab.start(FOREVER)
         job.end()
@@ -272,7 +272,7 @@ time.sleep(1000)
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_of_an_owner_that_is_killed(number):
+def test_nothing_remains_of_a_killed_owner(number):
     devices = os.listdir("/sys/class/net")
     words = [sys.executable, "-c", OWNER, f"{ORPHAN}; {FOREVER}"]
     owner = subprocess.Popen(

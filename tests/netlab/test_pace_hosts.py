@@ -110,7 +110,7 @@ def test_both_ways_at_once(hosts):
 
 
 @pytest.mark.thorough
-def test_what_a_cut_link_has_held_up_does_not_come_all_at_once(hosts):
+def test_messages_held_by_a_disconnected_link_do_not_arrive_all_at_once(hosts):
     state = {"cut": False}
 
     def disturb(seconds):

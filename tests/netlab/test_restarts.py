@@ -71,7 +71,7 @@ def follow(lab, folder, *jobs):
 
 
 @pytest.mark.thorough
-def test_the_host_of_rank_0_is_lost_and_comes_back(tmp_path):
+def test_the_host_of_rank_0_is_lost_and_returns(tmp_path):
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
     run = ["paceline", "run", "--hosts", "3", "--min-ranks", "2", "--rendezvous", "host3:29400"]

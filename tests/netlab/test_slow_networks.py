@@ -26,7 +26,7 @@ def told(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_interface_sends_what_was_foretold(told: list[dict[str, Any]], kind: str) -> None:
+def test_the_interface_sends_the_predicted_bytes(told: list[dict[str, Any]], kind: str) -> None:
     for host in told:
         found = host[kind]
         assert found["equal"]

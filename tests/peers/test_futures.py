@@ -81,7 +81,7 @@ def fail_in_a_future(rank, size, folder):
     return texts
 
 
-def test_an_error_reaches_whoever_waits(pool, tmp_path):
+def test_an_error_reaches_all_waiters(pool, tmp_path):
     texts = pool(2).run(fail_in_a_future, str(tmp_path), world=False)[0]
     assert [kind for kind, _ in texts] == ["PeerLost", "RuntimeError", "RuntimeError"]
     assert all("rank 1" in text for _, text in texts)

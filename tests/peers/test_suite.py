@@ -65,7 +65,7 @@ def test_all_that_torch_runs_on_gloo_without_gpus_runs_here(pool):
     assert needed & set(suite.skipped()) == set()
 
 
-def test_what_torch_skips_itself_it_skips_whatever_the_backend(pool):
+def test_tests_that_torch_skips_itself_are_skipped_on_any_backend(pool):
     [(guards, _)] = pool(1).run(guards_of_gloo, world=False)
     for name in suite.DATA["skipped"]["torch"]["tests"]:
         assert any("github.com/pytorch" in reason or "flaki" in reason for reason in guards[name]), name
@@ -79,7 +79,7 @@ def test_what_runs_under_another_name_does_run():
         assert twin not in suite.skipped()
 
 
-def test_the_readme_tells_how_many_are_not_run_for_each_reason():
+def test_the_readme_counts_the_skipped_tests_by_reason():
     text = Path(__file__).with_name("README.md").read_text()
     for group in suite.DATA["skipped"].values():
         assert f"| {len(group['tests'])} | {group['why']} |" in text

@@ -77,14 +77,14 @@ def tree_of(module):
     return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
 
 
-def test_all_is_sorted_and_nothing_but_what_has_a_home():
+def test_all_is_sorted_and_lists_only_names_with_a_module():
     assert paceline.__all__ == sorted(paceline.__all__)
     assert set(paceline.__all__) == set(paceline._HOME) | {"__version__"}
     assert dir(paceline) == paceline.__all__
 
 
 @pytest.mark.parametrize("name", paceline.__all__)
-def test_every_name_is_there_and_is_public_at_home(name):
+def test_every_name_exists_and_is_public_in_its_module(name):
     value = getattr(paceline, name)
     if name in paceline._HOME:
         home = import_module(paceline._HOME[name])

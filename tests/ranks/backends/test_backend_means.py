@@ -42,7 +42,7 @@ def groups_come_and_go(rank, size, count):
 
 
 @pytest.mark.thorough
-def test_groups_that_come_and_go_leave_nothing(pool):
+def test_groups_that_are_created_and_destroyed_leave_nothing(pool):
     for before, after in pool(2, "paceline").run(groups_come_and_go, 150, timeout=100):
         assert after[0] == before[0]
         assert after[1] <= before[1] + 2

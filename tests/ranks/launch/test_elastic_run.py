@@ -250,7 +250,7 @@ def test_a_host_whose_clock_is_wrong_is_refused(ahead, word):
     check_endpoint(Told(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
 
 
-def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
+def test_another_service_at_the_rendezvous_address_is_reported(monkeypatch, capfd):
     from paceline.launch.agent import elastic_rendezvous
 
     monkeypatch.setattr(elastic_rendezvous, "_STORE_SECONDS", 0.5)

@@ -74,7 +74,7 @@ def assert_clean(home, ranks):
 
 
 @pytest.mark.thorough
-def test_ranks_get_their_places_and_meet_without_a_port(home):
+def test_ranks_get_their_numbers_and_join_without_a_port(home):
     body = """
 import paceline, torch
 world = paceline.init()
@@ -342,12 +342,12 @@ note(f"place{rank}", (place.rank, place.size, place.init_method.startswith("file
 @pytest.mark.parametrize(
     ("argv", "ranks", "text"), [([], 2, "no program"), (["-V"], 0, "ranks=0"), (["-V"], -1, "ranks=-1")]
 )
-def test_what_cannot_be_run_is_refused(argv, ranks, text):
+def test_programs_that_cannot_run_are_refused(argv, ranks, text):
     with pytest.raises(UsageError, match=text):
         run_ranks(argv, ranks)
 
 
-def test_the_leash_runs_the_program_under_the_same_process_id():
+def test_the_pdeathsig_wrapper_keeps_the_process_id():
     from paceline._core import pdeathsig
 
     code = "import os; print(os.getpid())"

@@ -95,7 +95,7 @@ def test_all_ranks_get_the_same_and_nearly_the_exact_one(pool, backend, shard, c
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
 @pytest.mark.parametrize("compression", [SPARSE, DEEP, THIN], ids=lambda each: each.name)
-def test_what_sends_a_part_only_is_the_same_on_all_ranks_and_learns(pool, backend, shard, compression):
+def test_sparse_compression_is_equal_on_all_ranks_and_learns(pool, backend, shard, compression):
     first = pool(3, backend).run(train, None, shard, 0.05, 1)[0][1]
     ours = pool(3, backend).run(train, compression, shard, 0.05, 24)
     assert all(torch.equal(ours[0][0], other) for other, *_ in ours)
@@ -167,7 +167,7 @@ def accumulated(rank, size, compression, uneven, call):
 @pytest.mark.parametrize(
     "compression", ["int8", "int4", paceline.Compression("bf16", feedback=True), SPARSE, THIN], ids=str
 )
-def test_what_was_sent_and_what_is_left_out_make_up_what_was_given(pool, compression, call):
+def test_sent_values_plus_the_residual_make_up_the_input(pool, compression, call):
     """Also where ranks have other samples in every step, and results are scaled after the sum."""
     results = pool(3).run(accumulated, compression, call == "samples", call)
     for sent, given in ([sum_ for sum_ in totals] for totals, _ in results):
@@ -307,13 +307,13 @@ class Zeros(dict):
         ({"name": "int8", "exempt": "*.bias"}, "give a tuple: exempt=('*.bias',)"),
     ],
 )
-def test_a_compression_that_makes_no_sense_is_refused(options, said):
+def test_an_invalid_compression_is_refused(options, said):
     with pytest.raises(UsageError) as refused:
         paceline.Compression(**options)
     assert said in str(refused.value)
 
 
-def test_what_names_no_compression_is_refused():
+def test_an_unknown_compression_is_refused():
     with pytest.raises(UsageError, match="unknown compression 8"):
         paceline.Sync(compression=8)
 

@@ -133,7 +133,7 @@ def late_gradient(rank, size, sync):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("sync", ["overlap", "bucketed", "sharded", "flat"])
-def test_gradients_that_come_after_their_bucket_left_are_not_lost(pool, sync):
+def test_gradients_that_arrive_after_their_bucket_was_sent_are_not_lost(pool, sync):
     assert all(gap < 1e-12 for gap in pool(3).run(late_gradient, sync))
 
 

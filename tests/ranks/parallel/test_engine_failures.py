@@ -90,7 +90,7 @@ def one_process_without_step_2(size):
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("bad", [[0], [1], [0, 1, 2]])
 @pytest.mark.parametrize("sync", ["naive", "flat", "overlap", "bucketed", "sharded"])
-def test_an_exception_in_backward_is_named_and_training_goes_on(pool, sync, bad, plain):
+def test_an_exception_in_backward_is_named_and_training_continues(pool, sync, bad, plain):
     assert all(gap < 1e-12 for gap in pool(3).run(fails_on, sync, bad, plain))
 
 
@@ -108,7 +108,7 @@ def rounds_told(rank, size, sync):
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded"])
-def test_all_ranks_are_told_of_the_same_rounds(pool, sync):
+def test_all_ranks_are_notified_of_the_same_rounds(pool, sync):
     """Who is told may call collectives (`Timeline` compares clocks), so no rank may be told alone."""
     assert pool(2).run(rounds_told, sync) == [[1, 3]] * 2
 
@@ -133,7 +133,7 @@ def peer_gone(rank, size, folder, sync, while_clipping):
 @pytest.mark.parametrize(
     ("sync", "while_clipping"), [("bucketed", False), ("sharded", False), ("sharded", True)]
 )
-def test_a_rank_that_is_gone_is_an_error_that_says_so(tmp_path, sync, while_clipping):
+def test_a_rank_that_has_exited_is_an_error_that_names_it(tmp_path, sync, while_clipping):
     with pytest.raises(RankError) as caught:
         spawn(peer_gone, 2, str(tmp_path), sync, while_clipping)
     assert list(caught.value.failures) == [1]

@@ -42,7 +42,7 @@ def different_models(rank, size, what):
         ("plan", r"rank 1.*sync plan"),
     ],
 )
-def test_ranks_with_different_models_are_told_the_parameter_and_the_rank(pool, what, message):
+def test_ranks_with_different_models_get_the_parameter_and_the_rank(pool, what, message):
     with pytest.raises(RankError) as caught:
         pool(3).run(different_models, what)
     assert isinstance(caught.value.cause, MismatchError)
@@ -75,13 +75,13 @@ def test_parameters_and_buffers_come_from_rank_0(pool, sync):
         ({"sync": ["bucketed"]}, "unknown strategy"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, said):
+def test_invalid_options_are_refused(options, said):
     with pytest.raises(UsageError, match=said):
         paceline.DataParallel(torch.nn.Linear(2, 2).bfloat16(), **options)
 
 
 @pytest.mark.parametrize("wrap", [paceline.DataParallel, list], ids=["twice", "a list"])
-def test_what_is_no_bare_module_is_refused(wrap):
+def test_only_a_bare_module_is_accepted(wrap):
     with pytest.raises(UsageError, match=r"pass the bare torch\.nn\.Module"):
         paceline.DataParallel(wrap(torch.nn.Sequential(torch.nn.Linear(1, 1))))
 
@@ -135,7 +135,7 @@ def in_two_groups(rank, size):
     return apart(model.whole_parameters(), reference.parameters())
 
 
-def test_groups_of_ranks_train_apart(pool):
+def test_groups_of_ranks_train_separately(pool):
     assert all(gap < 1e-13 for gap in pool(4).run(in_two_groups))
 
 

@@ -35,7 +35,7 @@ def test_ranks_may_make_different_numbers_of_steps(pool, options):
     assert len({syncs for *_, syncs in results}) == 1, "all took part in all of them"
 
 
-def test_what_a_finished_rank_had_not_sent_still_counts(pool):
+def test_gradients_that_a_finished_rank_had_not_sent_count(pool):
     """Rank 0 makes 3 of 4 steps: its last three count as three steps beside rank 1's four."""
     options = {"every": 4, "compression": None, "outer_lr": 1.0, "outer_momentum": 0.0}
     results = pool(2).run(uneven_plain, [3, 4], options)

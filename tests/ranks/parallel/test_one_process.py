@@ -250,7 +250,7 @@ def around_the_wrapper(rank, size, sync):
 
 
 @pytest.mark.parametrize("sync", [*REPLICATED, "sharded"])
-def test_a_loss_that_came_around_the_wrapper_is_synchronised(pool, sync):
+def test_a_loss_computed_outside_the_wrapper_is_synchronised(pool, sync):
     same(pool(2).run(around_the_wrapper, sync))
 
 

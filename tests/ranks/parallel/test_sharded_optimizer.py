@@ -83,7 +83,7 @@ def regroup(rank, size, first, second):
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 3), (3, 2)])
-def test_state_is_dealt_anew_to_any_number_of_ranks(pool, first, second):
+def test_state_is_resharded_to_any_number_of_ranks(pool, first, second):
     assert all(gap < 1e-12 for gap in pool(3).run(regroup, first, second))
 
 
@@ -122,7 +122,7 @@ def options_are_restored(rank, size, sync):
 
 
 @pytest.mark.parametrize("sync", ["sharded", "bucketed"])
-def test_options_come_back_with_the_state(pool, sync):
+def test_options_are_restored_with_the_state(pool, sync):
     assert pool(2).run(options_are_restored, sync) == [0.025, 0.025]
 
 
@@ -291,7 +291,7 @@ def refused(rank, size):
         paceline.ShardedOptimizer(model, torch.optim.AdamW, [torch.nn.Parameter(torch.zeros(3))])
 
 
-def test_what_can_not_be_sharded_is_refused(pool):
+def test_unshardable_optimizers_are_refused(pool):
     pool(2).run(refused)
 
 

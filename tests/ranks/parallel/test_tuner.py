@@ -98,7 +98,7 @@ def test_plans_that_change_before_every_step_leave_every_bit_as_it_is(pool, rank
         assert all(equal)
 
 
-def test_nor_in_float32(pool):
+def test_moving_between_plans_changes_nothing_in_float32(pool):
     for equal in pool(2, "paceline").run(check_moving, "Plain", "adamw", torch.float32):
         assert all(equal)
 
@@ -184,7 +184,7 @@ def check_saved_states(rank, size, folder):
 
 
 @pytest.mark.thorough
-def test_what_was_saved_in_any_layout_goes_on_to_the_same_bit(pool, tmp_path):
+def test_a_checkpoint_in_any_layout_resumes_bitwise(pool, tmp_path):
     for equal in pool(2, "paceline").run(check_saved_states, tmp_path):
         assert all(equal)
 
@@ -246,7 +246,7 @@ def test_all_ranks_settle_on_one_plan_within_40_steps(pool, ranks, backend, tmp_
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("options", [{"idle": 1}, {"accumulate": 2}, {"sharded": False}])
-def test_the_search_goes_on_whatever_the_program_does(pool, options, tmp_path):
+def test_the_search_continues_whatever_the_program_does(pool, options, tmp_path):
     found = pool(2, "paceline").run(check_search, options, env=kept_in(tmp_path))
     plans, _, settled, params = found[0]
     assert settled is not None
@@ -261,7 +261,7 @@ def check_two_runs(rank, size, other_model):
     return first[2].plan, again[0], again[1], again[2]
 
 
-def test_what_was_found_is_there_in_the_next_run(pool, tmp_path):
+def test_the_result_is_reused_in_the_next_run(pool, tmp_path):
     for plan, plans, told, settled in pool(2, "paceline").run(check_two_runs, False, env=kept_in(tmp_path)):
         assert settled.plan == plan
         assert plans[-1] == plan.label
@@ -308,12 +308,12 @@ def check_apart(rank, size):
     return str(caught.value)
 
 
-def test_ranks_that_train_apart_refuse_it(pool):
+def test_ranks_of_local_sgd_refuse_it(pool):
     for said in pool(2, "paceline").run(check_apart):
         assert "use 'bucketed'" in said
 
 
-def test_a_name_that_is_none_is_refused_with_those_that_are():
+def test_an_unknown_name_is_refused_with_the_valid_ones():
     with pytest.raises(UsageError, match=r"'automatic'.*auto"):
         paceline.DataParallel(torch.nn.Linear(2, 2), sync="automatic")
     with pytest.raises(UsageError, match="DataParallel"):

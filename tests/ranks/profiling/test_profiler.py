@@ -90,7 +90,7 @@ def test_recording_changes_no_bit_and_every_step_adds_up(pool, tmp_path, sync, b
             assert ready
 
 
-def test_the_end_of_a_call_is_known_where_the_backend_tells(pool, tmp_path):
+def test_the_end_of_a_call_is_known_where_the_backend_reports_it(pool, tmp_path):
     for backend in ("gloo", "paceline"):
         pool(2, backend).run(train, tmp_path / backend, paceline.Sync(2**-11), 4)
         calls = [call for line in timelines(tmp_path / backend)[0].steps for call in line.calls]
@@ -143,7 +143,7 @@ def goes_on(rank, size, folder):
     train(rank, size, folder, "bucketed", 3)
 
 
-def test_a_folder_is_gone_on_with_and_steps_done_again_count_once(pool, tmp_path):
+def test_a_folder_is_continued_and_repeated_steps_count_once(pool, tmp_path):
     pool(2).run(goes_on, tmp_path)
     told = timelines(tmp_path)
     assert [line.step for line in told[0].steps] == [0, 1, 2]
@@ -233,7 +233,7 @@ def refuses(rank, size, folder):
             record.log(samples=-1)
 
 
-def test_what_makes_no_sense_is_refused_on_all_ranks(pool, tmp_path):
+def test_invalid_values_are_refused_on_all_ranks(pool, tmp_path):
     (tmp_path / "file").write_text("")
     pool(2).run(refuses, tmp_path)
 

@@ -46,7 +46,7 @@ def test_a_prediction_is_what_a_gpu_gives_out(autocast):
     assert abs(check_prediction(resolve_subject("mini"), setting, start).error) < 0.10
 
 
-def test_more_gpus_than_there_are_can_not_be_measured():
+def test_more_than_the_available_gpus_can_not_be_measured():
     setting = TrainingSetting(
         strategy="bucketed",
         ranks=1 + torch.cuda.device_count(),

@@ -69,7 +69,7 @@ def test_the_paceline_backend_names_the_lost_rank_and_the_calls(killable):
 
 
 @pytest.mark.thorough
-def test_waiting_for_a_rank_that_does_something_else_hangs(killable):
+def test_a_receive_that_no_rank_sends_hangs(killable):
     found = run_cases(killable, "idles", "barrier", "fsdp2", timeout=SHORT_TIMEOUT)
     waits, goes_on = ("time-out", "RuntimeError"), ("finished", "")
     assert {outcome["scene"]: kinds(outcome) for outcome in found} == {

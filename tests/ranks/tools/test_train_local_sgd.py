@@ -76,7 +76,7 @@ def test_resumed_between_synchronisations_it_is_the_same_to_the_bit(pool, settin
 
 
 @pytest.mark.thorough
-def test_other_ranks_go_on_from_the_shared_parameters(pool, settings):
+def test_another_number_of_ranks_continues_from_the_shared_parameters(pool, settings):
     settings = clean(replace(settings, every=4, batch_size=6), "a")
     (shared, _) = pool(2).run(run_local_sgd_to, settings, 6)
     found = pool(3).run(evaluated, replace(settings, batch_size=4, existing="resume"))

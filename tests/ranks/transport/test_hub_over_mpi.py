@@ -21,17 +21,17 @@ def told(ranks, case):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_sent_arrives_there_and_back(ranks):
+def test_messages_arrive_in_both_directions(ranks):
     assert told(ranks, "crowd") == {rank: 60 if rank else 60 * (ranks - 1) for rank in range(ranks)}
 
 
-def test_what_no_hub_should_take_is_counted_and_not_delivered():
+def test_invalid_messages_are_counted_and_not_delivered():
     came = told(3, "strangers")
     assert set(came[0]) == {"DamagedEnvelope", "TruncatedEnvelope", "ForeignEnvelope"}
     assert sum(came[0].values()) == came[1] + came[2]
 
 
-def test_a_hub_that_looks_at_nothing_holds_up_its_workers_and_gets_all_in_the_end():
+def test_a_hub_that_does_not_poll_blocks_its_workers_and_receives_everything_later():
     came = told(3, "slow_hub")
     assert came[0] == came[1] + came[2]
     assert 1 < came[1] < 20

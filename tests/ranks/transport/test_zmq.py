@@ -58,13 +58,13 @@ def test_invalid_identities_have_no_worker_number(identity):
 
 
 @pytest.mark.parametrize("number", [0, -1, 2**53, True, 1.5, "1"])
-def test_what_is_no_number_of_a_worker_is_refused(number):
+def test_invalid_worker_numbers_are_refused(number):
     with pytest.raises(UsageError, match="is not a worker number"):
         WorkerExchange("tcp://127.0.0.1:7000", number)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_what_is_sent_arrives_there_and_back(ends, tmp_path, transport):
+def test_messages_arrive_in_both_directions(ends, tmp_path, transport):
     hub = ends(HubExchange, LOOPBACK if transport == "tcp" else f"ipc://{tmp_path}/hub", "run")
     worker = ends(WorkerExchange, hub.address, 7, "run")
     meet(hub, worker)
@@ -165,7 +165,7 @@ def test_send_is_refused_without_a_peer(ends, hub):
     assert hub.sent_nbytes == worker.sent_nbytes == 0
 
 
-def test_what_can_never_be_sent_is_a_usage_error(ends, hub):
+def test_an_unsendable_envelope_is_a_usage_error(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7)
     meet(hub, worker)
     for end, wrong, message in (
@@ -288,7 +288,7 @@ def test_a_worker_with_a_stale_connection_keeps_its_number(ends, hub):
         drive([worker], lambda came: came[0])
 
 
-def test_a_hub_remembers_only_the_latest_of_those_it_heard_of(ends):
+def test_a_hub_remembers_only_the_latest_senders(ends):
     hub = ends(HubExchange, LOOPBACK, "run", max_peers=3)
     workers = [ends(WorkerExchange, hub.address, number) for number in range(1, 6)]
     drive([hub, *workers], lambda _: all(worker.peers() for worker in workers))
@@ -298,7 +298,7 @@ def test_a_hub_remembers_only_the_latest_of_those_it_heard_of(ends):
     assert hub.peers() == [1, 4, 5]
 
 
-def test_a_worker_that_was_not_heard_of_for_long_is_no_peer(ends):
+def test_a_worker_that_is_silent_for_long_is_no_peer(ends):
     hub = ends(HubExchange, LOOPBACK, "run", recent_seconds=0.2)
     worker = ends(WorkerExchange, hub.address, 7)
     meet(hub, worker)
@@ -315,7 +315,7 @@ def answered_by(server, worker):
 
 
 @pytest.mark.thorough
-def test_what_listens_there_may_be_the_hub_next_time(ends):
+def test_a_hub_may_replace_another_service_at_its_address(ends):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         worker = ends(WorkerExchange, address, 7)
@@ -351,7 +351,7 @@ def test_ends_leave_nothing_behind():
 # --- addresses
 
 
-def test_a_port_that_is_taken_is_said_to_be(ends, hub):
+def test_a_taken_port_is_reported(ends, hub):
     with pytest.raises(
         UsageError, match=rf"can't bind {hub.address}: Address already in use.*\n.*another port"
     ):

@@ -43,7 +43,7 @@ def test_recorded_workers_connect_and_exchange_envelopes(ends, hub, folder):
     assert hub.rejected == {}
 
 
-def test_what_is_said_can_not_be_read_on_the_way(ends, hub, folder):
+def test_messages_can_not_be_read_on_the_way(ends, hub, folder):
     secret = b"nobody else may read this " * 40
     seen = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -94,7 +94,7 @@ def test_a_wrong_or_missing_key_is_rejected_with_a_reason(ends, hub, folder, tmp
     assert {"unknown key", "invalid handshake"} <= set(hub.rejected)
 
 
-def test_a_worker_with_keys_does_not_talk_to_a_hub_without(ends, folder):
+def test_a_worker_with_keys_does_not_connect_to_a_hub_without(ends, folder):
     hub = ends(HubExchange, LOOPBACK, "run")
     worker = worker_of(ends, hub, folder, "alice")
     drive([hub, worker], lambda _: "is not a hub with keys" in worker.problem)
@@ -120,7 +120,7 @@ def test_a_worker_added_while_the_hub_runs_connects(ends, hub, folder, tmp_path)
     assert worker.problem == ""
 
 
-def test_a_worker_that_is_removed_does_not_come_in_again(ends, hub, folder):
+def test_a_removed_worker_is_not_readmitted(ends, hub, folder):
     first = worker_of(ends, hub, folder, "alice")
     meet(hub, first)
     (folder / "workers" / "alice.pub").unlink()
@@ -141,7 +141,7 @@ def test_an_unreadable_record_is_reported_and_the_others_are_valid(ends, hub, fo
     assert hub.problem == ""
 
 
-def test_hubs_in_one_process_have_a_door_each(ends, hub, folder, tmp_path):
+def test_hubs_in_one_process_authenticate_separately(ends, hub, folder, tmp_path):
     make_keys(tmp_path / "second", "bob")
     second = ends(HubExchange, LOOPBACK, "run", keys=HubKeys.read(tmp_path / "second"))
     meet(hub, worker_of(ends, hub, folder, "alice"))
@@ -208,7 +208,7 @@ def test_connections_are_held_to_the_rate_at_both_ends(ends, folder):
         {"frame_nbytes": True},
     ],
 )
-def test_settings_that_cannot_be_are_refused(wrong):
+def test_impossible_settings_are_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         SocketSettings(**wrong)
 

@@ -65,7 +65,7 @@ class Raw:
         self.context.term()
 
 
-def test_what_no_hub_should_take_is_counted_by_what_it_is(ends, hub):
+def test_invalid_messages_are_counted_by_kind(ends, hub):
     raw = ends(Raw, hub, 2**40)
     for number in range(20):
         for parts in bad_messages(random.Random(number), raw.me):
@@ -148,7 +148,7 @@ def mutated(draw, sent):
     return came
 
 
-def test_whatever_happens_to_an_envelope_it_is_refused_or_what_was_sent(ends, hub):
+def test_a_damaged_envelope_is_refused_or_equals_the_sent_one(ends, hub):
     raw = ends(Raw, hub, 5)
     outcomes = set()
 
@@ -214,7 +214,7 @@ def ended(raw, hub):
     return False
 
 
-def test_a_part_that_is_too_long_ends_its_connection_before_it_has_come(ends, hub):
+def test_an_oversized_part_closes_its_connection_before_it_arrives(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7)
     meet(hub, worker)
     for size in (2**63, 1 << 40, FRAME + 1000):
@@ -225,7 +225,7 @@ def test_a_part_that_is_too_long_ends_its_connection_before_it_has_come(ends, hu
     drive([hub], lambda came: came[0])
 
 
-def test_half_an_envelope_is_none(ends, hub):
+def test_half_an_envelope_is_not_delivered(ends, hub):
     parts = wired(make(77, HUB, 0, bytes(1000)))
     whole = b"".join(frame(part, more=index < 2) for index, part in enumerate(parts))
     for end in range(0, len(whole), 37):

@@ -87,7 +87,7 @@ def alone(rank, size):
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_ranks_meet_at_an_address(pool, tmp_path, kind, size):
+def test_ranks_join_at_an_address(pool, tmp_path, kind, size):
     address = ways_to_meet(kind, tmp_path)
     arguments = [{"init_method": address, "rank": rank, "size": size} for rank in range(size)]
     for rank, (world, total) in enumerate(pool(size).run(enter_as, arguments, world=False)):
@@ -212,7 +212,7 @@ def test_a_group_that_somebody_else_made_is_not_taken_over(pool, tmp_path):
     assert isinstance(caught.value.cause, WorldError)
 
 
-def test_a_world_of_one_makes_a_group_only_when_asked(pool):
+def test_a_world_of_one_creates_a_group_only_on_request(pool):
     [(world, initialized)] = pool(1).run(alone, world=False)
     assert (world.size, world.backend, initialized) == (1, "none", False)
     assert pool(1).run(group_of_one, world=False) == [("gloo", 2.0)]

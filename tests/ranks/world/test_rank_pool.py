@@ -99,7 +99,7 @@ def test_a_failure_names_the_rank_and_shows_its_traceback(pool):
     assert pool(2).run(total_of_ranks, 0) == [1.0, 1.0]
 
 
-def test_an_exception_that_cannot_travel_is_told_by_its_text(pool):
+def test_an_unpicklable_exception_is_reported_by_its_text(pool):
     with pytest.raises(RankError, match="cannot travel") as caught:
         pool(1).run(fail_unpicklably)
     assert caught.value.cause is None

@@ -76,6 +76,6 @@ def test_a_task_covers_the_phases_in_it_and_ends_also_where_it_raises():
     assert here.task == ""
 
 
-def test_only_what_is_known_can_be_written():
+def test_unknown_values_can_not_be_written():
     with pytest.raises(AttributeError):
         StepState().stage = "forward"

@@ -100,7 +100,7 @@ def test_a_formatted_time_reads_back_to_three_digits(seconds):
 
 
 @given(st.integers(60, 10**7))
-def test_a_long_time_is_told_to_the_second_or_minute(seconds):
+def test_a_long_time_is_shown_to_the_second_or_minute(seconds):
     parts = re.findall(r"(\d+) (h|min|s)\b", format_seconds(seconds))
     told = sum(int(number) * {"h": 3600, "min": 60, "s": 1}[unit] for number, unit in parts)
     assert 0 <= seconds - told < (60 if seconds >= 3600 else 1)
@@ -132,7 +132,7 @@ def test_a_value_is_rounded_before_its_unit_is_chosen():
     "text",
     ["", "MB", "five MB", "5 XB", "5 M", "-5MB", "5MB/s", "5 MB extra", "nan", "inf", "1e999GB", "9" * 400],
 )
-def test_what_is_no_size_is_refused(text):
+def test_an_invalid_size_is_refused(text):
     with pytest.raises(UsageError, match="is no size") as caught:
         parse_bytes(text)
     assert repr(text) in str(caught.value)
@@ -140,13 +140,13 @@ def test_what_is_no_size_is_refused(text):
 
 
 @pytest.mark.parametrize("text", ["", "fast", "5MB", "5", "1 Xbit/s", "1 Gbit/h", "-1Gbit/s", "1e400Gbit/s"])
-def test_what_is_no_rate_is_refused(text):
+def test_an_invalid_rate_is_refused(text):
     with pytest.raises(UsageError, match="is no rate"):
         parse_rate(text)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "5", "5 days", "-1s", "1MB", "1e400s"])
-def test_what_is_no_time_is_refused(text):
+def test_an_invalid_time_is_refused(text):
     with pytest.raises(UsageError, match="is no time"):
         parse_seconds(text)
 
@@ -176,7 +176,7 @@ def test_counts_for_people(count, text):
     assert format_count(count) == text
 
 
-def test_no_reading_of_a_word_is_infinite():
+def test_no_parsed_word_is_infinite():
     assert math.isfinite(parse_seconds("1e200d"))
     assert math.isfinite(parse_rate("1e200TiB/s"))
 
@@ -195,12 +195,12 @@ def test_shares(text, share):
 
 
 @pytest.mark.parametrize("text", ["", "many", "20MiB", "-3", "3Q", "10%", "1e400"])
-def test_what_is_no_count(text):
+def test_invalid_counts_are_refused(text):
     with pytest.raises(UsageError, match="is no count"):
         parse_count(text)
 
 
 @pytest.mark.parametrize("text", ["", "half", "10 MB", "-3%", "1/2", "10/"])
-def test_what_is_no_share(text):
+def test_invalid_shares_are_refused(text):
     with pytest.raises(UsageError, match="is no share"):
         parse_share(text)

@@ -209,7 +209,7 @@ def test_launching_costs_the_rank_time():
         ([ReadyGradient(-1, 0.2)], {}),
     ],
 )
-def test_gradients_that_make_no_sense_are_refused(ready, options):
+def test_invalid_gradients_are_refused(ready, options):
     with pytest.raises(UsageError):
         simulate_backward(ready, 0, CommChannel(lambda nbytes: 0.0), **options)
 

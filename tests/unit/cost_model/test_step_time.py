@@ -58,7 +58,7 @@ def test_torchs_default_starts_with_a_small_bucket():
         ("ddp", None, "bf16"),
     ],
 )
-def test_ways_that_make_no_sense_are_refused(arguments):
+def test_invalid_strategies_are_refused(arguments):
     with pytest.raises(UsageError):
         StepStrategy(*arguments)
 

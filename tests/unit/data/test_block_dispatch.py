@@ -109,7 +109,7 @@ def test_at_every_prefix_no_rank_is_a_whole_block_off(given_shares):
             assert turns.counts(rank, np.array(turn + 1)) == had[rank]
 
 
-def test_equal_shares_take_turns_in_rank_order():
+def test_equal_shares_alternate_in_rank_order():
     assert TurnOrder.of(RankShares.equal(5)).owners.tolist() == [0, 1, 2, 3, 4]
 
 

@@ -247,7 +247,7 @@ def test_relayed_heartbeats_have_more_time():
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_the_rank_that_stands_still_is_named_with_one_that_waits(phase):
+def test_a_stalled_rank_is_named_with_a_waiting_one(phase):
     observations = world(waiting(0, 61), busy(1, phase=phase, age=70.0, still=70.0), waiting(2, 65))
     assert attribute_failure(0, observations, [], LIMITS) == Attribution(
         "stalled", 1, pytest.approx(65.1), (), 2

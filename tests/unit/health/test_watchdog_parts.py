@@ -39,7 +39,7 @@ def until(condition, seconds=20.0):
 # ------------------------------------------------------------------ processes of this host
 
 
-def test_a_process_runs_is_stopped_and_gone():
+def test_a_process_runs_stops_and_exits():
     child = subprocess.Popen(["sleep", "1000"])
     process = LocalProcess(child.pid, process_start_ticks(child.pid))
     assert process.state() == "runs"

@@ -73,7 +73,7 @@ def test_paceline_run_gets_the_hosts():
     )
 
 
-def test_torchrun_meets_at_the_first_host():
+def test_torchruns_rendezvous_is_on_the_first_host():
     work = ClusterJob(("train.py", "--x"), **NAMED, min_hosts=1, ranks_per_host=2, max_restarts=1, port=400)
     assert shlex.join(torchrun_command(work)) == (
         "python3 -m torch.distributed.run --nnodes=1:2 --rdzv-backend=c10d --rdzv-id=train --rdzv-endpoint=pc1:400 "

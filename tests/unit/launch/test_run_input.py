@@ -50,7 +50,7 @@ def test_invalid_addresses_are_refused(text):
 
 
 @pytest.mark.parametrize("port", [0, 65536, 99999])
-def test_ports_that_cannot_be_are_refused(port):
+def test_invalid_ports_are_refused(port):
     with pytest.raises(UsageError, match=f"has the invalid port {port}"):
         parse_rendezvous_address(f"pc1:{port}")
 
@@ -69,7 +69,7 @@ def test_ports_that_cannot_be_are_refused(port):
         ({"address": PC1}, "a rendezvous at pc1:29400, but only one host"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(numbers, text):
+def test_impossible_numbers_are_refused(numbers, text):
     with pytest.raises(UsageError, match=text):
         JobSpec(["train.py"], **{"ranks": 2, "min_ranks": 2} | numbers)
 

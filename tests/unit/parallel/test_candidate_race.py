@@ -21,7 +21,7 @@ def run(race, seconds_of):
     return order
 
 
-def test_the_order_alternates_and_the_slow_ones_leave():
+def test_the_order_alternates_and_slow_candidates_are_dropped():
     order = run(CandidateRace(5, rounds=4), lambda number, _: [1.0, 0.9, 0.7, 0.8, 1.1][number])
     assert order == [0, 1, 2, 3, 4, 3, 2, 0, 0, 2, 2, 0]
 

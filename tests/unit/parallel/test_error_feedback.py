@@ -37,7 +37,7 @@ def sent_of(feedback: ErrorFeedback, values: torch.Tensor, start: int = 0) -> to
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
-def test_what_was_sent_and_what_is_left_are_what_was_given(make, device):
+def test_sent_values_plus_the_residual_equal_the_input(make, device):
     """Over many rounds, in parts that come in any order."""
     numel, parts = 3001, [(2000, 3001), (0, 700), (700, 2000)]
     feedback = ErrorFeedback(make(), numel, device)
@@ -54,7 +54,7 @@ def test_what_was_sent_and_what_is_left_are_what_was_given(make, device):
     assert left.norm() > 0
 
 
-def test_what_is_small_beside_a_level_gets_there_in_time():
+def test_values_below_a_level_are_sent_in_time():
     """Without feedback it never would."""
     values = torch.full((256,), 0.01)
     values[0] = 7.0
@@ -132,7 +132,7 @@ def test_momentum_keeps_what_rounding_lost():
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("many", [False, True])
-def test_what_is_no_number_does_not_stay(momentum, bad, many, device):
+def test_non_finite_values_leave_no_residual(momentum, bad, many, device):
     for make in CODECS.values() if momentum == 0 else [lambda: TopKCodec(0.01)]:
         codec: Codec = make()
         feedback = ErrorFeedback(codec, 2000, device, momentum=momentum)
@@ -154,7 +154,7 @@ def test_what_is_no_number_does_not_stay(momentum, bad, many, device):
         lambda: sent_of(ErrorFeedback(IntCodec(8), 10), torch.zeros(5), -1),
     ],
 )
-def test_what_makes_no_sense_is_refused(make):
+def test_invalid_values_are_refused(make):
     with pytest.raises(UsageError):
         make()
 

@@ -100,7 +100,7 @@ def test_a_ledger_carries_the_peak_of_every_rank(ranks):
     assert RoundSummary((1.0,), (Status.EQUAL,), ()).peaks == ()
 
 
-def test_what_is_broken_is_told_in_short():
+def test_failures_are_summarised():
     one = NonFiniteReport(4, (1,), ("a.weight",), 9)
     assert str(one) == "the gradient of 1 of 9 parameters is NaN or infinite ('a.weight'): from rank 1"
     many = NonFiniteReport(4, (0, 2), ("a", "b", "c", "d"), 9)
@@ -134,7 +134,7 @@ def step(model, optim, factor=1.0, clip=False):
 @pytest.mark.parametrize("source", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("bad", BAD)
-def test_one_process_skips_a_step_and_goes_on(bad, clip, source, caplog):
+def test_one_process_skips_a_step_and_continues(bad, clip, source, caplog):
     model, optim, finite = alone(source=source)
     assert step(model, optim, clip=clip)
     assert not step(model, optim, bad, clip=clip)
@@ -221,7 +221,7 @@ def other_optimizer():
         (lambda model, optim: (model, other_optimizer()), "holds no parameter of this model"),
     ],
 )
-def test_what_is_not_this_models_is_refused(kind, spoil, message):
+def test_objects_of_another_model_are_refused(kind, spoil, message):
     model, optim, _ = alone()
     with pytest.raises(UsageError, match=message):
         getattr(paceline, kind)(*spoil(model, optim))
@@ -245,7 +245,7 @@ def test_wrong_options_are_refused(kind, options, message):
         getattr(paceline, kind)(model, optim, **options)
 
 
-def test_one_process_has_nobody_to_drift_from():
+def test_one_process_does_not_drift():
     model, optim, _ = alone()
     drift = paceline.ReplicaCheck(model, optim, every=1)
     for _ in range(3):

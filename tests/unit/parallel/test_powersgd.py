@@ -84,7 +84,7 @@ def test_three_rounds_of_two_ranks_are_those_of_the_paper():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("true_rank", [0, 1, 3])
-def test_a_matrix_of_no_more_than_that_rank_comes_out_exactly(true_rank, device):
+def test_a_matrix_of_at_most_that_rank_is_reproduced_exactly(true_rank, device):
     random = torch.Generator().manual_seed(true_rank)
     matrix = torch.randn(60, true_rank, generator=random) @ torch.randn(true_rank, 50, generator=random)
     low = LowRankFactors([(60, 50)], rank=3, device=device)
@@ -179,7 +179,7 @@ def test_a_round_without_gradient_is_no_end():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_no_number_comes_out_as_such_and_does_not_stay(bad):
+def test_non_finite_values_are_transmitted_and_leave_no_residual(bad):
     low, tensors = LowRankFactors(SHAPES, rank=2), tensors_of(0)
     tensors[0][3, 3] = bad
     (seen,) = round_of([low], [tensors])

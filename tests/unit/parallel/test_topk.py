@@ -114,7 +114,7 @@ def test_packets_add_up(device):
     assert torch.allclose(onto, 1 - 0.5 * came_out(codec, packet, values))
 
 
-def test_equal_numbers_make_equal_bytes_and_a_packet_has_the_size_that_was_said():
+def test_equal_numbers_make_equal_bytes_and_a_packet_has_the_declared_size():
     for numel in (0, 1, 3, 1000, 600_000):
         values, codec = torch.randn(numel), TopKCodec(0.01)
         packet = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
@@ -136,7 +136,7 @@ def test_the_error_may_go_where_the_values_are():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("numel", [1000, 600_000])
-def test_what_is_no_number_is_sent_as_such_and_leaves_no_error(bad, numel, device):
+def test_non_finite_values_are_transmitted_and_leave_no_error(bad, numel, device):
     codec, values = TopKCodec(0.01), torch.randn(numel, device=device)
     at = [0, 500, numel - 1]
     values[at] = bad
@@ -149,7 +149,7 @@ def test_what_is_no_number_is_sent_as_such_and_leaves_no_error(bad, numel, devic
     assert torch.equal(error[rest], (values - into)[rest])
 
 
-def test_more_of_what_is_no_number_than_is_sent():
+def test_more_non_finite_values_than_are_sent():
     codec, values = TopKCodec(0.01), torch.randn(1000)
     values[100:200] = math.nan
     error = torch.empty_like(values)
@@ -161,12 +161,12 @@ def test_more_of_what_is_no_number_than_is_sent():
 
 
 @pytest.mark.parametrize("keep", [0, -0.1, 1.01, math.nan])
-def test_a_part_that_is_none_is_refused(keep):
+def test_an_invalid_fraction_is_refused(keep):
     with pytest.raises(UsageError, match="keep"):
         TopKCodec(keep)
 
 
-def test_names_tell_what_is_kept():
+def test_names_contain_the_kept_share():
     assert [TopKCodec(keep).name for keep in (1, 0.1, 0.01, 0.001)] == [
         "top-100%",
         "top-10%",

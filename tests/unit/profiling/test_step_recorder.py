@@ -59,7 +59,7 @@ def test_a_step_is_one_line_from_its_forward_to_the_next(lines):
     assert 0 <= since <= until <= 1e6 * first["seconds"]
 
 
-def test_calls_tell_what_is_known_of_them(lines):
+def test_calls_are_recorded_with_their_known_fields(lines):
     recorder = StepRecorder(Round(5))
     start = time.perf_counter()
     recorder.phase("forward", start)
@@ -80,7 +80,7 @@ def test_calls_tell_what_is_known_of_them(lines):
     assert line["preempted"] >= 0
 
 
-def test_tasks_and_plans_are_told(lines):
+def test_tasks_and_plans_are_recorded(lines):
     here = StepState()
     here.recorder = StepRecorder(Round())
     here.begin_phase(0, "forward")

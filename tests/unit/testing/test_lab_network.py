@@ -32,7 +32,7 @@ def lines(steps, host, tool):
     return [step.line for step in steps if (step.host, step.tool) == (host, tool)]
 
 
-def test_a_star_holds_a_rate_per_host():
+def test_a_lab_network_has_a_rate_per_host():
     assert plan_network(3, "1Gbit/s", {2: "100Mbit/s"}, "1ms") == LabNetwork((125e6, 125e6, 12.5e6), 0.001)
     assert plan_network(2) == LabNetwork((None, None), 0.0)
     assert plan_network(2, slow={0: 1e6}).rates == (1e6, None)

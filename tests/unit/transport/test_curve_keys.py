@@ -167,7 +167,7 @@ def private(path, data):
 @pytest.mark.parametrize(
     "data", [b"", b"hello", b"\xff\xfe\x00", b"kind = house\n", b"kind=worker\n", b"x" * 10**6, bytes(5000)]
 )
-def test_what_is_no_file_of_keys_is_said_to_be_none(tmp_path, data):
+def test_an_invalid_key_file_is_reported(tmp_path, data):
     path = private(tmp_path / "file", data)
     for read in (HubKeys.read, WorkerKeys.read):
         with pytest.raises(UsageError, match=r"is not a key file|can't be read as a \w+ key"):

@@ -82,7 +82,7 @@ def mutations(draw):
 
 @settings(deadline=None)
 @given(mutations())
-def test_whatever_is_done_to_an_envelope_it_is_refused_or_it_is_what_was_sent(made):
+def test_a_changed_envelope_is_refused_or_equals_the_sent_one(made):
     sent, came, other = made
     try:
         opened = decode_parts(came, limit=LIMIT)
@@ -94,7 +94,7 @@ def test_whatever_is_done_to_an_envelope_it_is_refused_or_it_is_what_was_sent(ma
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 5])
-def test_too_few_and_too_many_parts_are_none(count):
+def test_too_few_and_too_many_parts_are_refused(count):
     parts = (parts_of(PLAIN, b"hello") * 2)[:count]
     with pytest.raises(TruncatedEnvelope if count < 3 else DamagedEnvelope, match="parts"):
         decode_parts(parts, limit=LIMIT)
@@ -106,7 +106,7 @@ def test_a_payload_may_be_as_long_as_the_limit_and_no_longer():
         decode_parts(parts_of(PLAIN, bytes(LIMIT + 1)), limit=LIMIT)
 
 
-def test_what_follows_the_head_is_no_part_of_it():
+def test_bytes_after_the_head_are_not_part_of_it():
     head, payload, tail = parts_of(PLAIN, b"hello")
     with pytest.raises(DamagedEnvelope, match=r"envelope 3 .* has a head of .* bytes, expected"):
         decode_parts([head + b"x", payload, tail], limit=LIMIT)
@@ -133,7 +133,7 @@ def test_a_long_payload_is_not_copied_and_a_short_one_holds_nothing_else():
         ({"target": 5}, 7, "was delivered to 0"),
     ],
 )
-def test_what_is_for_others_or_of_others_is_foreign(changes, carried_from, what):
+def test_envelopes_of_another_run_source_or_target_are_foreign(changes, carried_from, what):
     check_route(PLAIN, me=0, run="run", carried_from=7)
     with pytest.raises(ForeignEnvelope, match=what):
         check_route(replace(PLAIN, **changes), me=0, run="run", carried_from=carried_from)

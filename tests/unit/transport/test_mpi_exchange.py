@@ -281,7 +281,7 @@ class LostCarrier(Carrier):
         return request
 
 
-def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
+def test_buffers_of_pending_messages_stay_in_memory_when_an_exchange_is_abandoned():
     ring = ring_of_one(kind=LostCarrier)
     outcome = ring.exchange(bytes(1000), bytearray(1000))
     assert [each.kind for each in outcome.problems] == ["MissingEnvelope"]

@@ -42,7 +42,7 @@ class Gone:
         return True
 
 
-def test_without_a_bucket_all_leaves_at_once_in_turn_and_in_order():
+def test_without_a_bucket_everything_is_sent_at_once_interleaved_and_in_order():
     paced, gone = PacedQueue(), Gone()
     for target in (1, 2, 3):
         for sequence in range(target):
@@ -76,7 +76,7 @@ def test_targets_go_on_in_turn_where_the_bucket_stopped():
     assert now == pytest.approx((9 * (LONG + ENVELOPE_OVERHEAD_NBYTES) - 1.5 * LONG) / 1e6)
 
 
-def test_a_long_one_is_not_passed_by_those_that_would_fit():
+def test_a_long_envelope_is_not_overtaken_by_those_that_would_fit():
     paced, gone = (
         PacedQueue(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_OVERHEAD_NBYTES, now=0.0)),
         Gone(),
@@ -121,7 +121,7 @@ def test_a_blocked_peer_delays_no_other_and_keeps_its_place():
     assert keys(gone.taken[3:]) == [(1, 0), (1, 1), (1, 2)]
 
 
-def test_what_is_not_taken_costs_nothing():
+def test_an_envelope_that_is_not_accepted_uses_no_tokens():
     bucket = TokenBucket(rate=1e6, burst=1e6, now=0.0)
     paced, gone = PacedQueue(bucket=bucket), Gone(room=0)
     paced.put(envelope(1, 0, LONG))
@@ -129,7 +129,7 @@ def test_what_is_not_taken_costs_nothing():
     assert bucket.available(0.0) == 1_000_000
 
 
-def test_no_more_than_so_many_bytes_wait():
+def test_the_queue_holds_a_limited_number_of_bytes():
     paced, gone = PacedQueue(max_nbytes=3 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone(room=1)
     assert [paced.put(envelope(1, sequence, LONG)) for sequence in range(4)] == [True, True, True, False]
     assert not paced.put(envelope(2, 0, 0))
@@ -151,7 +151,7 @@ def test_a_target_that_is_forgotten_makes_room():
     assert keys(gone.taken) == [(2, 0)]
 
 
-def test_what_cannot_be_sent_at_all_raises_once_and_does_not_come_up_again():
+def test_an_unsendable_message_raises_once():
     paced, gone = PacedQueue(), Gone()
     wrong = envelope(1, 0, LONG)
 

@@ -66,7 +66,7 @@ def test_available_bytes_are_those_accrued():
     assert bucket.available(99.0) == 100
 
 
-def test_what_does_not_fit_leaves_when_the_bucket_is_full_and_is_paid_back():
+def test_an_oversized_envelope_is_sent_when_the_bucket_is_full_and_repaid():
     bucket = TokenBucket(1000, 100, now=0.0)
     assert bucket.seconds_until(350, 0.0) == 0.0
     bucket.take(350, 0.0)
@@ -183,7 +183,7 @@ def test_a_share_is_a_rate(text, link, rate):
         ("30% of 30%", 1e6, "is no rate|unknown unit"),
     ],
 )
-def test_a_share_that_cannot_be_is_a_usage_error(text, link, message):
+def test_an_impossible_share_is_a_usage_error(text, link, message):
     with pytest.raises(UsageError, match=message):
         parse_share(text, link)
 

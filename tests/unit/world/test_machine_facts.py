@@ -70,7 +70,7 @@ def found(facts, subject, loopback=MEASURED):
     return finding
 
 
-def test_a_good_machine_has_nothing_to_mend():
+def test_a_good_machine_has_no_remedies():
     assert {finding.status for finding in diagnose_machine(GOOD, MEASURED)} == {"ok", "note"}
     assert [finding.subject for finding in diagnose_machine(GOOD, MEASURED) if finding.status == "note"] == [
         "GPUs"
@@ -167,7 +167,7 @@ def test_the_speed_of_a_link_is_read(monkeypatch, mbit, bytes_per_second):
     ("address", "expected"),
     [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False), ("pc1", False), ("", False)],
 )
-def test_loopback_addresses_are_told_apart(address, expected):
+def test_loopback_addresses_are_recognised(address, expected):
     assert is_loopback(address) is expected
 
 

@@ -55,7 +55,7 @@ def balance(*counts, size=10, drop_last=False):
     return BatchBalance(BlockDispatch(sum(counts), RankShares(counts)), size, drop_last)
 
 
-def test_what_a_loop_over_ones_own_batches_does():
+def test_a_custom_loop_over_uneven_batches():
     assert describe_loop(balance(20, 15)) == "all make 2 steps"
     assert describe_loop(balance(20, 15, drop_last=True)) == "deadlock in step 2; out of data: rank 1 after 1"
     assert describe_loop(balance(50, 30, 30, 20, 41)) == (

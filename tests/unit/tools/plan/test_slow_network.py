@@ -99,7 +99,7 @@ def test_a_slower_network_never_gets_a_milder_remedy(parameters, ranks, step, ra
         (10, "--every 15 --outer diloco --compression int4 --fragments 4 --delay 4"),
     ],
 )
-def test_the_mildest_that_will_do(rate, flags):
+def test_the_mildest_sufficient_remedy(rate, flags):
     advice = advise_network(20_000_000, 4, rate * MEGABIT, 0.97)
     assert advice.chosen.flags == flags
     assert advice.enough

@@ -321,7 +321,7 @@ def test_shapes_that_depend_on_values_are_refused():
         {"context": 0},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(wrong):
+def test_invalid_settings_are_refused(wrong):
     with pytest.raises(UsageError):
         TrainingSetting(**wrong)
 

@@ -27,7 +27,7 @@ def page(tmp_path_factory):
     return write_hub_report(demo(tmp_path_factory.mktemp("hub"))).read_text()
 
 
-def test_the_page_tells_what_was_reached_who_gave_what_and_what_was_decided(page):
+def test_the_page_shows_results_contributions_and_decisions(page):
     for text in (
         "<h1>Asynchronous run demo</h1>",
         "In 51.5 s the hub accepted 41 updates of 3 workers",
@@ -121,7 +121,7 @@ def test_a_run_without_updates_says_so(tmp_path):
     assert "<h2>Staleness</h2>" not in page
 
 
-def test_training_losses_stand_in_where_no_score_is_told(tmp_path):
+def test_training_losses_replace_missing_scores(tmp_path):
     reports = {1: {"steps": 1, "speed": 2.0, "loss": 4.0}}
     records = [join(0, 1, "ann"), *(traffic(5 * at, workers=reports) for at in range(1, 9)), update(50, 1)]
     page = write_hub_report(write(tmp_path, records)).read_text()
@@ -155,7 +155,7 @@ def test_the_histogram_has_no_holes_and_ends_with_its_last_bar():
     ]
 
 
-def test_a_run_of_days_tells_dates(tmp_path):
+def test_a_run_of_days_shows_dates(tmp_path):
     page = write_hub_report(
         write(tmp_path, [join(0, 1), update(5 * 86400, 1), record("leave", 5 * 86400, worker=1)])
     ).read_text()

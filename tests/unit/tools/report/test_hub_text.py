@@ -80,20 +80,20 @@ def test_what_ddp_sends_is_that_of_the_local_steps_with_n_as_it_was():
     assert local_steps(run) == 60
 
 
-def test_a_step_is_counted_once_however_many_fragments_tell_of_it():
+def test_a_step_is_counted_once_however_many_fragments_report_it():
     one = run_of(begin(0, 1), update(1, 1, steps=20))
     four = run_of(begin(0, 1), *(update(1, 1, steps=20, fragment=each) for each in range(4)))
     assert ddp_nbytes(one) == ddp_nbytes(four)
     assert local_steps(one) == local_steps(four) == 20
 
 
-def test_what_ddp_sends_is_not_told_where_the_model_or_the_others_are_not_known():
+def test_ddp_bytes_are_unknown_without_the_model_or_other_workers():
     assert ddp_nbytes(run_of(update(1, 1))) is None
     assert ddp_nbytes(run_of(begin(0, 1), update(1, 1, workers=1))) is None
     assert "torch DDP" not in " ".join(said(update(1, 1), traffic(5)))
 
 
-def test_a_star_that_sends_more_than_ddp_would_says_so():
+def test_asynchronous_training_that_sends_more_than_ddp_is_reported():
     assert "only 10 % of that" in " ".join(said(*two_workers(), traffic(9, 6 * 10**9, 6 * 10**9)))
 
 
@@ -105,12 +105,12 @@ def test_a_run_without_updates_says_so():
     assert found[1].startswith("Most updates of 1 were refused (not finite 2)")
 
 
-def test_workers_that_train_apart_are_told_with_the_best_of_them():
+def test_separate_workers_are_described_with_the_best_one():
     scores = [record("score", 9, worker=each, score=7.0 - each, steps=20, lr=0.1) for each in (1, 2)]
     assert said(join(0, 2, "ann"), *scores)[1] == "2 workers train separately; the best score is 5, of ann."
 
 
-def test_who_is_mostly_refused_is_named():
+def test_a_worker_that_is_mostly_refused_is_named():
     found = said(
         *two_workers(), *(refuse(20, 2, why) for why in ["not finite"] * 5 + ["stale: 20.0 rounds old"])
     )
@@ -119,7 +119,7 @@ def test_who_is_mostly_refused_is_named():
     assert any("as were those of 3 more workers" in sentence for sentence in found)
 
 
-def test_who_gives_most_is_named_where_it_is_more_than_its_part():
+def test_the_largest_contributor_is_named_if_above_its_share():
     many = [update(1, 1, samples=100.0), *(update(1, each, samples=10.0) for each in range(2, 6))]
     assert "1 alone contributed 71 % of the training." in said(*many)
     assert not any("alone" in sentence for sentence in said(*two_workers()))
@@ -155,13 +155,13 @@ def test_workers_that_were_folded_together_are_among_the_others():
     assert sum(row.share for row in rows) == pytest.approx(1)
 
 
-def test_shares_are_of_updates_where_no_samples_are_told():
+def test_shares_are_of_updates_where_no_samples_are_reported():
     run = run_of(update(1, 1, samples=0.0), *(update(1, 2, samples=0.0) for _ in range(3)))
     assert [(row.name, row.share) for row in contribution_rows(run)] == [("2", 0.75), ("1", 0.25)]
     assert "Share of all updates" in contributions_caption(run, contribution_rows(run))
 
 
-def test_shares_are_numbers_whatever_samples_were_told():
+def test_shares_are_numbers_for_any_reported_samples():
     run = run_of(*(update(1, each, samples=1.7e308) for each in (1, 2)))
     assert [row.share for row in contribution_rows(run)] == [0.5, 0.5]
     assert hub_headline(run, contribution_rows(run))
@@ -173,7 +173,7 @@ def test_samples_that_are_steps_are_called_so():
     assert "count each step" not in contributions_caption(run_of(update(1, 1)), ())
 
 
-def test_the_chart_of_scores_is_told_with_its_marks():
+def test_the_score_chart_is_described_with_its_marks():
     run = run_of(
         *two_workers(), record("replace", 1, worker=1, by=2, why=""), record("together", 2, worker=2, why="")
     )
@@ -188,14 +188,14 @@ def test_the_chart_of_scores_is_told_with_its_marks():
     )
 
 
-def test_old_updates_are_told():
+def test_old_updates_are_reported():
     assert "none was 4 rounds stale or more." in staleness_caption(run_of(update(1, 1)))
     assert "50 % were 4 rounds stale or more." in staleness_caption(
         run_of(update(1, 1), update(1, 1, staleness=9.0))
     )
 
 
-def test_the_reservation_is_told_with_what_was_used_of_it():
+def test_the_reservation_is_shown_with_its_used_part():
     assert "No rate is reserved" in traffic_caption(run_of(traffic(5), traffic(10)))
     found = traffic_caption(
         run_of(traffic(5, 4000, 100, bandwidth=1000), traffic(10, 100, 2000, bandwidth=1000))
@@ -210,7 +210,7 @@ def test_the_reservation_is_told_with_what_was_used_of_it():
     )
 
 
-def test_how_many_decisions_are_not_shown_is_told():
+def test_the_number_of_hidden_decisions_is_shown():
     assert "more are not shown" not in decisions_caption(run_of(join(0, 1)))
     assert decisions_caption(run_of(*(join(0, each) for each in range(1500)))).endswith(
         "1,300 more are not shown."

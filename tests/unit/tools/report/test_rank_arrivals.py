@@ -125,7 +125,7 @@ def test_the_late_rank_is_found_though_all_steps_take_the_same_time():
         {},
     ],
 )
-def test_nobody_is_called_a_straggler_without_reason(traces):
+def test_no_rank_is_called_a_straggler_without_reason(traces):
     assert compare_arrivals(traces).straggler is None
 
 
@@ -150,7 +150,7 @@ def test_only_steps_that_all_ranks_know_are_compared():
         ),
     ],
 )
-def test_the_cause_is_told_by_what_differs(changes, said, done):
+def test_the_cause_is_inferred_from_what_differs(changes, said, done):
     found = compare_arrivals(timelines(slow=1, **changes)).straggler
     assert said in straggler_cause(found)
     assert done in straggler_remedy(found)[1]
@@ -192,7 +192,7 @@ def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
 
 
-def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
+def test_a_custom_loop_is_advised_how_to_exchange_less_often():
     remedies = find_bottleneck(slow_network(seconds=2.0), {"parameters": 250_000}).remedies
     assert remedies[1].action == "Send int4 parameters every 3 steps in 3 fragments, 1 step late"
     assert remedies[1].how == (
@@ -201,7 +201,7 @@ def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
     )
 
 
-def test_nobody_is_told_to_pack_what_goes_through_the_memory_of_one_host():
+def test_compression_is_not_advised_within_one_host():
     limit = find_bottleneck(slow_network(), {"parameters": 250_000, "world": {"nodes": 1}})
     assert limit.kind == "communication"
     assert "sent between processes of this host at 5" in limit.sentences[0]

@@ -43,7 +43,7 @@ def test_spans_keep_their_own_fields(folder):
 
 
 @pytest.mark.parametrize("cut", ["", '{"step": 13, "lo', '{"step": 13, "loss": 2.0', "\n"])
-def test_a_cut_last_line_is_left_out_and_said(folder, cut):
+def test_a_truncated_last_line_is_skipped_and_reported(folder, cut):
     append(folder / "steps.jsonl", cut)
     run = read_run(folder)
     assert len(run.steps) == 12

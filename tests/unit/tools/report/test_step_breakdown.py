@@ -135,7 +135,7 @@ def test_intervals_that_touch_become_one():
     assert [(each.start, each.end) for each in found] == [(1, 2.5), (3, 4)]
 
 
-def test_what_quiet_steps_tell_is_exposed_too():
+def test_waits_of_quiet_steps_are_exposed_too():
     calls = (
         TracedCall(
             kind="reduce",
@@ -215,7 +215,7 @@ def test_between_measurements_an_offset_is_on_a_line(at, offset):
     assert clock_offset_at([], at) == 0.0
 
 
-def test_buckets_and_memory_are_those_told_last():
+def test_buckets_and_memory_are_those_reported_last():
     bucket = {"call": "all-reduce", "nbytes": 8, "parameters": 2, "first": "a"}
     plans = [span("plan", step=0, buckets=[bucket, bucket]), span("plan", step=4, buckets=[bucket])]
     trace = read_timeline([*plans, span("memory", resident=5), span("memory", resident=7), step(0)])

@@ -81,7 +81,7 @@ def test_paces_repeat_and_spread():
 
 
 @pytest.mark.parametrize(("share", "workers"), [(0.05, 4), (0.3, 10), (0.5, 2), (0.5, 3)])
-def test_who_comes_and_goes_makes_a_plan_and_somebody_is_always_there(share, workers):
+def test_churn_is_planned_and_a_worker_is_always_present(share, workers):
     turns = draw_churn(share, workers, 100.0, seed=3)
     AsyncPlan(machines=[SimulatedMachine()] * workers, seconds=100.0, churn=turns)
     assert turns == draw_churn(share, workers, 100.0, seed=3) != draw_churn(share, workers, 100.0, seed=4)
@@ -94,13 +94,13 @@ def test_who_comes_and_goes_makes_a_plan_and_somebody_is_always_there(share, wor
     assert most < len(turns) or workers == 2
 
 
-def test_nobody_goes_unless_somebody_may():
+def test_without_churn_or_with_one_worker_nobody_leaves():
     assert draw_churn(0.0, 4, 100.0) == draw_churn(0.5, 1, 100.0) == []
     with pytest.raises(UsageError, match="60%"):
         draw_churn(0.6, 4, 100.0)
 
 
-def test_spoiling_is_drawn_by_seed_and_damage_is_found():
+def test_injected_faults_depend_on_the_seed_and_damage_is_detected():
     envelope = Envelope(Header("run", "update", 1, 0, 7, dtype="fp32", nbytes=64), b"x" * 64)
     spoiling = RandomFaults(0.4, seed=1)
     came = [spoiling(envelope) for _ in range(1000)]
@@ -118,7 +118,7 @@ def test_spoiling_is_drawn_by_seed_and_damage_is_found():
         RandomFaults(1.0)
 
 
-def test_sentences_tell_what_to_take_and_what_bounds_it():
+def test_sentences_name_the_choice_and_its_bound():
     rows = with_times_to_target(
         [DDP, row(hub_busy=0.93), row("k 25, d 0", (8.0, 4.05, 1.0), nbytes=1e6)], 4.0
     )
@@ -145,7 +145,7 @@ def test_sentences_where_ddp_is_better_or_nothing_gets_there():
     )
 
 
-def test_sentences_tell_what_went_wrong():
+def test_sentences_describe_faults():
     gone = row(
         losses_=(8.0, 80.0), refused={"exploding": 3, "repeated": 2}, replaced=["worker 4 at 3.0 s: bad"]
     )

@@ -88,7 +88,7 @@ def test_equal_workers_that_send_every_step_average_gradients_that_are_one_excha
     assert np.allclose(simulation.theta().numpy(), centre.ravel(), rtol=0, atol=1e-5)
 
 
-def test_equal_workers_that_send_every_step_come_to_what_ddp_comes_to():
+def test_equal_workers_that_send_every_step_reach_the_parameters_of_ddp():
     star = simulate_async(
         AsyncPlan(machines=EQUAL, steps=150, cadence=SyncSchedule(1, 1, 0), **BARE), LinearTask()
     )
@@ -116,13 +116,13 @@ def test_a_hub_that_is_killed_and_started_again_loses_nothing():
     assert found.loss == pytest.approx(whole.loss, abs=1e-3)
 
 
-def test_of_a_hub_that_stays_away_its_journal_is_left():
+def test_the_journal_of_a_lost_hub_remains():
     found = simulate_async(replace(PLAN, churn=(ChurnEvent(20.0, -1, False),)), LinearTask())
     assert 0 < found.updates < simulate_async(PLAN, LinearTask()).updates
     assert math.isfinite(found.loss)
 
 
-def test_spoilt_messages_cost_next_to_nothing_and_no_round_counts_twice():
+def test_injected_faults_cost_almost_nothing_and_no_round_counts_twice():
     spoiling = RandomFaults(0.05)
     plan = replace(PLAN, seconds=math.inf, steps=1500, machines=FOUR[:2])
     found = simulate_async(replace(plan, fault=spoiling), LinearTask())
@@ -136,14 +136,14 @@ def test_spoilt_messages_cost_next_to_nothing_and_no_round_counts_twice():
 
 
 @pytest.mark.parametrize("seed", [1, 3, 7, 8])
-def test_what_is_lost_before_all_share_a_centre_keeps_nobody_out(seed):
+def test_losses_before_the_centre_is_shared_exclude_no_worker(seed):
     """In turn: the request or its reply, and the message that all share one."""
     plan = replace(PLAN, seconds=math.inf, steps=600, machines=FOUR, fault=RandomFaults(0.2, seed))
     found = simulate_async(plan, LinearTask())
     assert all(each["taken"] > 5 for each in found.counts)
 
 
-def test_workers_that_come_and_go(usual):
+def test_workers_that_join_and_leave(usual):
     plan = replace(PLAN, churn=draw_churn(0.3, 4, PLAN.seconds, seed=1))
     found = simulate_async(plan, LinearTask())
     assert found == simulate_async(plan, LinearTask())
@@ -159,7 +159,7 @@ def test_a_worker_that_leaves_for_good_does_not_keep_the_others_from_ending():
     assert 3 * 60 < found.steps < 4 * 60
 
 
-def test_a_worker_that_comes_back_after_its_last_step_ends_once():
+def test_a_worker_that_returns_after_its_last_step_ends_once():
     turns = (
         ChurnEvent(1.0, 0, False),
         ChurnEvent(1.5, 0, True),
@@ -173,7 +173,7 @@ def test_a_worker_that_comes_back_after_its_last_step_ends_once():
 # ---------------------------------------------------------------------- what its rules bring about
 
 
-def test_nesterov_at_every_arrival_diverges_and_has_to_be_asked_for():
+def test_nesterov_at_every_arrival_diverges_and_must_be_enabled():
     with pytest.raises(UsageError, match="diverges"):
         HubOptimizer("nesterov", 0.7, 0.9)
     plan = AsyncPlan(machines=EQUAL * 2, steps=150, cadence=SyncSchedule(10, 1, 0))
@@ -238,7 +238,7 @@ def test_messages_of_a_larger_model_fill_the_links():
     assert total(found, "skipped") > total(own, "skipped")
 
 
-def test_fragments_are_sent_in_turns():
+def test_fragments_are_sent_in_rotation():
     from paceline.tools.models.gpt_sizes import GptSize
     from paceline.tools.simulate.learning_tasks import GPTTask
 
@@ -262,7 +262,7 @@ def test_a_thousand_workers_for_five_rounds():
     assert found.loss < LinearTask().learner(0, 1).score()
 
 
-def test_plans_that_make_no_sense():
+def test_invalid_plans_are_refused():
     with pytest.raises(UsageError, match="without workers"):
         AsyncPlan(machines=[], steps=1)
     with pytest.raises(UsageError, match="parameters=0"):

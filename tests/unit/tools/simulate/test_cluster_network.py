@@ -89,7 +89,7 @@ def test_what_is_sent_in_all_is_what_the_schedule_sends(algorithm, nodes, per_no
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_everybody_sends_to_somebody_else(algorithm):
+def test_every_rank_sends_to_another(algorithm):
     for phase in all_reduce_rounds(algorithm, 24, 4):
         assert (phase.src != phase.dst).all()
         assert len(np.unique(phase.src * 24 + phase.dst)) == len(phase.src)
@@ -190,7 +190,7 @@ def test_a_measured_network_gives_back_what_was_measured():
         (lambda: all_reduce_rounds("bruck", 4), "unknown algorithm"),
     ],
 )
-def test_what_makes_no_sense_is_refused(ask, said):
+def test_invalid_values_are_refused(ask, said):
     with pytest.raises(UsageError, match=said):
         ask()
 

@@ -155,7 +155,7 @@ def test_weak_scaling_of_n_times_the_step_is_strong_scaling():
     assert weak.ledger == strong.ledger
 
 
-def test_dealing_by_speed_takes_what_equal_shares_lose():
+def test_dispatch_by_speed_uses_what_equal_shares_lose():
     speeds = (1, 1, 2, 4)
     equal = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds)), 4)
     dealt = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds, shares="speed")), 4)
@@ -187,7 +187,7 @@ def test_another_interval_than_the_best_costs_more():
         assert other.efficiency.mean < best.efficiency.mean
 
 
-def test_a_job_that_never_ends_is_told_and_has_no_time():
+def test_a_job_that_never_ends_is_reported_and_has_no_time():
     row = simulate_cluster(plan(FAST, node_mtbf=3600.0, write=600.0, restart=600.0, price=1.0), 1000)
     assert row.stuck
     assert (row.efficiency.mean, row.speedup, row.job_seconds, row.cost) == (0.0, 0.0, None, None)
@@ -258,12 +258,12 @@ def test_words_name_what_limits():
         ({"node_mtbf": 10.0}, "take no time"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(options, said):
+def test_invalid_values_are_refused(options, said):
     with pytest.raises(UsageError, match=said):
         simulate_cluster(plan(**options), 4)
 
 
 @pytest.mark.parametrize("nodes", [0, -1, 1.5, 10**7])
-def test_numbers_of_nodes_that_are_none_are_refused(nodes):
+def test_invalid_numbers_of_nodes_are_refused(nodes):
     with pytest.raises(UsageError, match="nodes"):
         simulate_cluster(plan(), nodes)

@@ -75,7 +75,7 @@ def test_writing_that_takes_longer_than_nothing_fails_has_the_time_between_failu
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_what_the_time_goes_into_adds_up_and_is_never_negative(mtbf, write, restart, factor, seed):
+def test_parts_of_the_time_add_up_and_are_never_negative(mtbf, write, restart, factor, seed):
     risk = FailureModel(mtbf, write, restart)
     interval = factor * daly_interval(risk)
     found = simulate_jobs(risk, interval, jobs(20 * interval, 8), [seed])
@@ -114,7 +114,7 @@ def test_more_failures_cost_more_with_the_same_draws():
     assert took == sorted(took)
 
 
-def test_a_job_that_never_gets_through_is_told():
+def test_a_job_that_never_completes_is_reported():
     assert simulate_jobs(FailureModel(60.0, 600.0, 600.0), 600.0, jobs(1e5), [0]).stuck
     assert not simulate_jobs(FailureModel(6e4, 60.0, 60.0), 600.0, jobs(1e5), [0]).stuck
 
@@ -127,6 +127,6 @@ def test_the_same_seed_gives_the_same_to_the_bit():
 
 
 @pytest.mark.parametrize("bad", [(0.0, 1.0, 1.0), (1.0, -1.0, 0.0), (1.0, 0.0, -1.0), (math.nan, 1.0, 1.0)])
-def test_what_makes_no_sense_is_refused(bad):
+def test_invalid_values_are_refused(bad):
     with pytest.raises(UsageError):
         FailureModel(*bad)

@@ -90,6 +90,6 @@ def test_a_schedule_by_what_is_done():
         ({"steps": 1, "overlap": 1.5}, "overlap=1.5"),
     ],
 )
-def test_plans_that_make_no_sense(values, said):
+def test_invalid_plans_are_refused(values, said):
     with pytest.raises(UsageError, match=said):
         DdpPlan(**{"machines": MACHINES, "seconds": math.inf} | values)
