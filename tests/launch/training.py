@@ -25,7 +25,7 @@ model = paceline.DataParallel(net, sync="sharded")
 optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
 data = torch.randn(8 * steps, 8, generator=torch.Generator().manual_seed(1))
 loader = paceline.Loader(data, batch_size=4)
-keep = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=1)
+checkpoint = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=1)
 
 
 def note(**what):
@@ -35,15 +35,15 @@ def note(**what):
         file.write(json.dumps(what | place | {"pid": os.getpid()}) + "\n")
 
 
-for batch in keep.resume(loader, epochs=4):
-    note(step=keep.step)
+for batch in checkpoint.resume(loader, epochs=4):
+    note(step=checkpoint.step)
     model.backward(model(batch).square().mean(), samples=batch.samples)
     optim.step()
     optim.zero_grad()
-    if keep.step >= steps:
+    if checkpoint.step >= steps:
         break
     time.sleep(pause)
-keep.close()
+checkpoint.close()
 flat = torch.cat([one.detach().flatten() for one in net.parameters()])
 note(digest=hashlib.sha256(flat.numpy().tobytes()).hexdigest(), words=sys.argv[4:])
 paceline.shutdown()

@@ -228,15 +228,15 @@ def resumed(rank, size, folder, compression, steps, total):
     torch.manual_seed(rank)
     model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    keep = paceline.Checkpoint(folder, model, optim)
-    keep.load()
-    while keep.step < steps:
-        model.backward(loss_of(model, rank, keep.step), samples=8)
+    checkpoint = paceline.Checkpoint(folder, model, optim)
+    checkpoint.load()
+    while checkpoint.step < steps:
+        model.backward(loss_of(model, rank, checkpoint.step), samples=8)
         optim.step()
         optim.zero_grad()
     if steps < total:
-        keep.save(wait=True)
-    keep.close()
+        checkpoint.save(wait=True)
+    checkpoint.close()
     kept = model.engine.residuals.state()["parts"]
     owed = {name: parts["residual"].double() for name, parts in kept.items() if "residual" in parts}
     return flat(model.parameters()), owed
@@ -269,9 +269,9 @@ def test_other_ranks_owe_what_the_old_ones_had_left_out(pool, tmp_path, ranks):
 def owed_after_loading(rank, size, folder, compression):
     model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    keep = paceline.Checkpoint(folder, model, optim)
-    keep.load()
-    keep.close()
+    checkpoint = paceline.Checkpoint(folder, model, optim)
+    checkpoint.load()
+    checkpoint.close()
     owed = [state["parts"] for state in model.engine.residuals._loaded]
     return (
         {name: sum(parts[name]["residual"].double() for parts in owed) for name in owed[0]}

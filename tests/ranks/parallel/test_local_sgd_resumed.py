@@ -14,17 +14,17 @@ def trained(rank, size, folder, total, options, broken_at):
     model = paceline.DataParallel(network(torch.float32), sync="bucketed")
     optim = adamw(model)
     loop = paceline.DiLoCo(model, optim, **options)
-    keep = paceline.Checkpoint(folder, model, optim, loop)
-    keep.load()
+    checkpoint = paceline.Checkpoint(folder, model, optim, loop)
+    checkpoint.load()
     with loop:
-        while keep.step < (broken_at or total):
-            take_step(model, optim, rank, keep.step + 1, dtype=torch.float32)
+        while checkpoint.step < (broken_at or total):
+            take_step(model, optim, rank, checkpoint.step + 1, dtype=torch.float32)
         if broken_at:
-            keep.save(wait=True)
+            checkpoint.save(wait=True)
             saved = {name: each.clone() for name, each in loop.shared().items()}
-            keep.close()
+            checkpoint.close()
             return saved
-    keep.close()
+    checkpoint.close()
     return flat(model)
 
 
@@ -59,11 +59,11 @@ def resumed(rank, size, folder, options):
     model = paceline.DataParallel(network(torch.float32), sync="bucketed")
     optim = adamw(model)
     loop = paceline.DiLoCo(model, optim, **options)
-    keep = paceline.Checkpoint(folder, model, optim, loop)
-    found = keep.load()
+    checkpoint = paceline.Checkpoint(folder, model, optim, loop)
+    found = checkpoint.load()
     start = {name: param.detach().clone() for name, param in model.module.named_parameters()}
     with loop:
         for step in range(10, 16):
             take_step(model, optim, rank, step, dtype=torch.float32)
-    keep.close()
+    checkpoint.close()
     return start, found.step, flat(model)

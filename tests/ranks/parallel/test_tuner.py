@@ -165,8 +165,8 @@ def check_saved_states(rank, size, folder):
 
     straight, layouts = made(), set()
     for number in steps(*straight, 0):
-        with paceline.Checkpoint(folder / str(number), *straight) as keep:
-            keep.save(wait=True)
+        with paceline.Checkpoint(folder / str(number), *straight) as checkpoint:
+            checkpoint.save(wait=True)
         layouts.add("shards" in straight[1].state_dict())
         torch.save([part.state_dict() for part in straight], folder / f"{number}-{rank}.pt")
     assert layouts == {True, False}
@@ -175,8 +175,8 @@ def check_saved_states(rank, size, folder):
         by_hand, by_checkpoint = made(), made()
         for part, state in zip(by_hand, torch.load(folder / f"{number}-{rank}.pt"), strict=True):
             part.load_state_dict(state)
-        with paceline.Checkpoint(folder / str(number), *by_checkpoint) as keep:
-            keep.load()
+        with paceline.Checkpoint(folder / str(number), *by_checkpoint) as checkpoint:
+            checkpoint.load()
         for model, optim in (by_hand, by_checkpoint):
             list(steps(model, optim, number + 1))
             ends.append(list(model.parameters()))
