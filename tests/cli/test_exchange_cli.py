@@ -45,10 +45,10 @@ def never_started(monkeypatch):
 
 
 def test_an_unknown_shape_is_refused_with_the_nearest(paceline, never_started):
-    code, said = paceline("rng")
+    code, output = paceline("rng")
     assert code == 2
-    assert "unknown shape of exchange 'rng'; valid: ring, all-to-all" in said
-    assert "did you mean 'ring'?" in said
+    assert "unknown shape of exchange 'rng'; valid: ring, all-to-all" in output
+    assert "did you mean 'ring'?" in output
 
 
 @pytest.mark.parametrize(

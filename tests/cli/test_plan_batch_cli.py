@@ -124,7 +124,7 @@ def test_too_few_devices_and_none_that_is_enough(call):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--device h100", "which model?"),
         ("--device h100 --model tiny --parameters 7B", "which model?"),
@@ -152,10 +152,10 @@ def test_too_few_devices_and_none_that_is_enough(call):
         (f"{ASKED} --json /nowhere/a.json", "no such folder"),
     ],
 )
-def test_bad_input_is_one_clear_message(call, arguments, said):
+def test_bad_input_is_one_clear_message(call, arguments, message):
     code, output, error = call(arguments)
     assert code == 2
-    assert said in error
+    assert message in error
     assert output == ""
     assert "Traceback" not in error
 

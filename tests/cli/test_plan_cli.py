@@ -45,7 +45,7 @@ def test_a_larger_share_may_be_waited_for(call):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--parameters 20Q --ranks 4 --rate 200Mbit/s --step 1s", "unknown unit 'q'"),
         ("--parameters 20M --ranks 0 --rate 200Mbit/s --step 1s", "ranks=0"),
@@ -58,9 +58,9 @@ def test_a_larger_share_may_be_waited_for(call):
         ("--ranks 4", "Missing option"),
     ],
 )
-def test_bad_input_is_one_clear_message(call, arguments, said):
+def test_bad_input_is_one_clear_message(call, arguments, message):
     code, output, error = call(arguments)
     assert code == 2
-    assert said in error
+    assert message in error
     assert output == ""
     assert "Traceback" not in error

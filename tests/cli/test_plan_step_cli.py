@@ -96,7 +96,7 @@ def test_other_numbers_of_ranks_are_noted_as_beyond_measurements(call, saved):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--bucket-mib", "0"], "--bucket-mib '0'"),
         (["--bucket-mib", "five"], "--bucket-mib 'five'"),
@@ -111,10 +111,10 @@ def test_other_numbers_of_ranks_are_noted_as_beyond_measurements(call, saved):
         (["--json", "/dev/null/a.json"], "can't write"),
     ],
 )
-def test_bad_input_is_one_clear_message(call, saved, arguments, said):
+def test_bad_input_is_one_clear_message(call, saved, arguments, message):
     code, output, error = call("--profile", saved, *arguments)
     assert code == 2
-    assert said in error
+    assert message in error
     assert output == ""
     assert "Traceback" not in error
 

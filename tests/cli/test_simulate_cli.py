@@ -136,7 +136,7 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--workers 0", "--workers 0"),
         ("--task quadratic", "unknown task 'quadratic'; valid: linear, gpt"),
@@ -193,10 +193,10 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
         ("--out /dev/null/a", "can't write --out"),
     ],
 )
-def test_bad_input_is_one_clear_message_before_anything_is_computed(call, arguments, said):
+def test_bad_input_is_one_clear_message_before_anything_is_computed(call, arguments, message):
     code, output, error = call(arguments)
     assert code == 2
-    assert said in error
+    assert message in error
     assert "simulated:" not in error
     assert output == ""
 

@@ -22,9 +22,9 @@ def run(backend, device, folder):
 
 
 def check(found):
-    said = found.pop("captured")
-    assert "CUDA graph" in said
-    assert "world of 2 ranks" in said
+    message = found.pop("captured")
+    assert "CUDA graph" in message
+    assert "world of 2 ranks" in message
     assert "is a CUDA graph" in found.pop("sharded graph")
     assert len(found) == 2 * 8 + 2
     assert {case: gap for case, gap in found.items() if not gap <= TOLERANCE} == {}

@@ -31,7 +31,7 @@ def train(model: paceline.DataParallel, rank: int, device: str, steps: int = STE
 
 def gap(model: paceline.DataParallel, name: str, device: str) -> float:
     """Return how far `model` is from what one process has."""
-    return on.apart(model.whole_parameters(), on.one_process(name, device, STEPS, ranks=(0, 1)))
+    return on.max_difference(model.whole_parameters(), on.one_process(name, device, STEPS, ranks=(0, 1)))
 
 
 def strategies(rank: int, device: str) -> dict[str, float]:
@@ -88,15 +88,15 @@ def captured_backward(rank: int, device: str) -> str:
             model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
             model.zero_grad()
     torch.cuda.current_stream(device).wait_stream(side)
-    said = "nothing"
+    message = "nothing"
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
     except paceline.PacelineError as error:
-        said = str(error)
+        message = str(error)
     model.zero_grad()
     model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
-    return said
+    return message
 
 
 def main(backend: str, device: str, out: str) -> None:

@@ -62,8 +62,8 @@ def test_command_lines_are_right(page):
         try:
             check(line.words)
         except (TyperException, AssertionError) as error:
-            told = error.format_message() if hasattr(error, "format_message") else error
-            wrong.append(f"{line.place}: {' '.join(line.words)}\n    {told}")
+            message = error.format_message() if hasattr(error, "format_message") else error
+            wrong.append(f"{line.place}: {' '.join(line.words)}\n    {message}")
     assert not wrong, "\n".join(wrong)
 
 

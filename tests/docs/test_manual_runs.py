@@ -24,7 +24,7 @@ RUN = {
 @pytest.mark.sweep
 @pytest.mark.parametrize("page", RUN)
 def test_a_command_line_of_the_manual_runs(page, tmp_path):
-    begins, says = RUN[page]
+    begins, expected = RUN[page]
     line = next(line for line in command_lines(ROOT / page) if " ".join(line.words).startswith(begins))
     (tmp_path / "profile.json").write_bytes((ROOT / "tests" / "docs" / "profile.json").read_bytes())
     ended = subprocess.run(
@@ -36,4 +36,4 @@ def test_a_command_line_of_the_manual_runs(page, tmp_path):
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert says in ended.stdout
+    assert expected in ended.stdout

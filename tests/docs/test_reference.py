@@ -60,7 +60,7 @@ def test_examples_in_docstrings_are_true(module, tmp_path, monkeypatch):
     found = [test for test in doctest.DocTestFinder(exclude_empty=True).find(loaded) if test.examples]
     known = names() if found else {}
     for test in found:
-        told = []
+        output = []
         test.globs = {**known, **vars(loaded)}
-        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=told.append)
-        assert not result.failed, "".join(told)
+        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)
+        assert not result.failed, "".join(output)

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def calm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def launch_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One thread for each rank, no colours, this Python's scripts first on the PATH; temporary files here."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

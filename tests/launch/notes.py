@@ -35,18 +35,18 @@ class Notes:
 
     def steps(self, rank: int = 0) -> list[list[int]]:
         """Return the steps that a rank made, for each of its lives."""
-        lives: dict[int, list[int]] = {}
+        steps_of_process: dict[int, list[int]] = {}
         for note in self.all():
             if note["rank"] == rank and "step" in note:
-                lives.setdefault(note["pid"], []).append(note["step"])
-        return list(lives.values())
+                steps_of_process.setdefault(note["pid"], []).append(note["step"])
+        return list(steps_of_process.values())
 
     def digest(self) -> str:
         """Return the digest of the weights at the end, which all ranks have."""
         [digest] = {note["digest"] for note in self.all() if "digest" in note}
         return digest
 
-    def await_step(self, step: int, said: Callable[[], object] = str) -> list[int]:
+    def await_step(self, step: int, details: Callable[[], object] = str) -> list[int]:
         """Return the process ids of the latest ranks once they have begun `step`."""
         deadline = time.monotonic() + 120
         while True:
@@ -55,7 +55,7 @@ class Notes:
                 return [
                     next(one["pid"] for one in reversed(here) if one["rank"] == rank) for rank in range(2)
                 ]
-            assert time.monotonic() < deadline, (self.all(), said())
+            assert time.monotonic() < deadline, (self.all(), details())
             time.sleep(0.05)
 
     def check_finished(
@@ -65,10 +65,10 @@ class Notes:
         assert self.steps() == [list(range(STEPS))]
         self._check_end(undisturbed, nodes, backends)
 
-    def check_resumed(self, undisturbed: str, *, lives: int = 2, nodes: int = 1) -> None:
+    def check_resumed(self, undisturbed: str, *, starts: int = 2, nodes: int = 1) -> None:
         """Assert that the training went on from a checkpoint, and ended as if nothing had happened."""
         made = self.steps()
-        assert len(made) == lives, made
+        assert len(made) == starts, made
         for earlier, later in pairwise(made):
             assert 0 < later[0] <= earlier[-1] + 1, made  # from a checkpoint, and no step was left out
         assert made[-1][-1] == STEPS - 1

@@ -86,8 +86,8 @@ class SlurmCluster:
 
     def run(self, *command: str) -> str:
         """Run one of Slurm's commands on the first host, and return what it says."""
-        [told] = self.lab.run(list(command), on=0, env=self.env, timeout=60, check=False)
-        return (told.stdout + told.stderr).strip()
+        [result] = self.lab.run(list(command), on=0, env=self.env, timeout=60, check=False)
+        return (result.stdout + result.stderr).strip()
 
     def _daemon(self, command: list[str], host: int):
         path = which(command[0], path=_PATH)
@@ -97,7 +97,7 @@ class SlurmCluster:
     def _await(self, reached, jobs) -> None:
         deadline = time.monotonic() + 60
         while not reached():
-            said = [line for job in jobs for line in job.lines()]
-            assert time.monotonic() < deadline, said
-            assert all(job.running() for job in jobs), said
+            output = [line for job in jobs for line in job.lines()]
+            assert time.monotonic() < deadline, output
+            assert all(job.running() for job in jobs), output
             time.sleep(0.1)

@@ -29,8 +29,8 @@ def main(out: str, kinds: list[str]) -> None:
     """Train in one way after the other, and note what was sent, and what was foretold."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    told = {kind: moved(kind) for kind in kinds}
-    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(told))
+    results = {kind: moved(kind) for kind in kinds}
+    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

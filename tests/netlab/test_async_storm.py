@@ -15,14 +15,14 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.mark.thorough
 def test_asynchronous_training_survives_a_fault_storm(tmp_path: Path) -> None:
-    mishaps = [
+    faults = [
         Fault(10.0, "stop", 1, 4.0),
         Fault(12.0, "kill", 2, 2.0),
         Fault(16.0, "hub", 0, 2.0),
         Fault(22.0, "cut", 1, 5.0),
     ]
     with Lab(3, "200Mbit/s") as lab:
-        Storm(lab, tmp_path, 36.0, corrupted=0.05).play(mishaps)
+        Storm(lab, tmp_path, 36.0, corrupted=0.05).play(faults)
     found = count_losses(tmp_path, 2)
     assert (found.lost, found.twice, found.gaps) == (0, 0, 0)
     assert found.acknowledged > 10

@@ -72,8 +72,8 @@ def test_the_disk_the_folder_and_the_environment_are_shared(lab, tmp_path):
 
 def test_a_module_is_run_by_this_python(lab, tmp_path):
     (tmp_path / "named.py").write_text("import socket, sys; print(socket.gethostname(), sys.argv[1:])")
-    told = lab.run(["-m", "named", "a", "-b"], cwd=tmp_path, on=[0, 1])
-    assert [one.stdout for one in told] == [f"host{host} ['a', '-b']\n" for host in range(2)]
+    results = lab.run(["-m", "named", "a", "-b"], cwd=tmp_path, on=[0, 1])
+    assert [one.stdout for one in results] == [f"host{host} ['a', '-b']\n" for host in range(2)]
 
 
 def test_output_and_exit_codes_are_per_host(lab):
@@ -295,7 +295,7 @@ def test_nothing_remains_of_a_killed_owner(number):
     finally:
         owner.send_signal(number)
         owner.wait(30)
-    until(lambda: not any(lives(one) for one in family))
+    until(lambda: not any(is_alive(one) for one in family))
     foreign = set(network_of.values()) - {None, network_of_process("self")}
     assert len(foreign) == 3  # two hosts and the switch
     until(lambda: foreign.isdisjoint(map(network_of_process, psutil.pids())))
@@ -304,7 +304,7 @@ def test_nothing_remains_of_a_killed_owner(number):
     assert os.listdir("/sys/class/net") == devices
 
 
-def lives(process):
+def is_alive(process):
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

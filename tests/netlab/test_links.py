@@ -165,5 +165,5 @@ def _server(port):
 @pytest.mark.thorough
 def test_tcp_is_the_same_on_all_machines(lab):
     names = ["tcp_congestion_control", "tcp_slow_start_after_idle", "tcp_no_metrics_save"]
-    told = lab.run(["cat", *(f"/proc/sys/net/ipv4/{name}" for name in names)])
-    assert [one.stdout.split() for one in told] == [["reno", "0", "1"]] * lab.hosts
+    results = lab.run(["cat", *(f"/proc/sys/net/ipv4/{name}" for name in names)])
+    assert [one.stdout.split() for one in results] == [["reno", "0", "1"]] * lab.hosts

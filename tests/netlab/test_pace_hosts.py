@@ -55,7 +55,7 @@ def shares(samples, column):
     return most / LINK, mean / LINK
 
 
-def star(lab, hub_share, worker_share):
+def start_hub_and_worker(lab, hub_share, worker_share):
     """Start a hub and a worker, on a host each."""
     port = 7000 + next(_PORTS)
     address = f"tcp://{lab.addresses[HUB]}:{port}"
@@ -78,7 +78,7 @@ def finished(jobs):
 
 
 def test_a_sender_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
-    jobs = star(hosts, "-", SHARE)
+    jobs = start_hub_and_worker(hosts, "-", SHARE)
     samples = watched(hosts, WORKER, jobs)
     to_hub, _ = finished(jobs)
     most, mean = shares(samples, 1)
@@ -89,7 +89,7 @@ def test_a_sender_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
 
 @pytest.mark.thorough
 def test_a_receiver_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
-    jobs = star(hosts, SHARE, "-")
+    jobs = start_hub_and_worker(hosts, SHARE, "-")
     samples = watched(hosts, WORKER, jobs)
     _, to_worker = finished(jobs)
     most, mean = shares(samples, 2)
@@ -100,7 +100,7 @@ def test_a_receiver_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
 
 @pytest.mark.thorough
 def test_both_ways_at_once(hosts):
-    jobs = star(hosts, SHARE, SHARE)
+    jobs = start_hub_and_worker(hosts, SHARE, SHARE)
     samples = watched(hosts, WORKER, jobs)
     finished(jobs)
     for column in (1, 2):
@@ -119,7 +119,7 @@ def test_messages_held_by_a_disconnected_link_do_not_arrive_all_at_once(hosts):
             state["cut"] = cut
             (hosts.cut if cut else hosts.mend)(HUB)
 
-    jobs = star(hosts, SHARE, SHARE)
+    jobs = start_hub_and_worker(hosts, SHARE, SHARE)
     samples = watched(hosts, WORKER, jobs, disturb)
     hosts.mend(HUB)
     finished(jobs)

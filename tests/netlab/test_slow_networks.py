@@ -17,7 +17,7 @@ KINDS = ["plain", "bf16", "int8", "int4", "topk", "powersgd", "diloco", "streami
 
 
 @pytest.fixture(scope="module")
-def told(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def bytes_by_kind(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each host noted of each kind."""
     out, script = tmp_path_factory.mktemp("slow") / "told", Path(__file__).with_name("slow_ranks.py")
     shared.torchrun([str(script), str(out), *KINDS], ranks_per_host=1, timeout=240)
@@ -26,8 +26,8 @@ def told(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_interface_sends_the_predicted_bytes(told: list[dict[str, Any]], kind: str) -> None:
-    for host in told:
+def test_the_interface_sends_the_predicted_bytes(bytes_by_kind: list[dict[str, Any]], kind: str) -> None:
+    for host in bytes_by_kind:
         found = host[kind]
         assert found["equal"]
         assert found["foretold"] > 0

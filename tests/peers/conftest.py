@@ -34,7 +34,7 @@ def pool() -> Iterator[Staff]:
 def places() -> Callable[[int], list[dict[str, str]]]:
     """`places(2)` is what torchrun would tell each of two ranks, with a port of their own to meet at."""
 
-    def told(size: int) -> list[dict[str, str]]:
+    def variables(size: int) -> list[dict[str, str]]:
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             port = listening.getsockname()[1]
@@ -42,4 +42,4 @@ def places() -> Callable[[int], list[dict[str, str]]]:
         local = {"LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0"}
         return [shared | local | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
-    return told
+    return variables

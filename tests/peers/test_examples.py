@@ -97,10 +97,10 @@ def test_a_network_with_batchnorm_is_evaluated_with_rank_0s_statistics(pool):
 
 def run_script(rank, size, name, snapshot):
     """Run an example as torchrun would; return the losses that it printed."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), mock.patch.object(sys, "argv", [name, snapshot]):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), mock.patch.object(sys, "argv", [name, snapshot]):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return [float(line.split()[-1]) for line in said.getvalue().splitlines()]
+    return [float(line.split()[-1]) for line in output.getvalue().splitlines()]
 
 
 def test_a_ddp_script_changed_in_one_line_learns_the_same(pool, places, tmp_path):
@@ -110,12 +110,12 @@ def test_a_ddp_script_changed_in_one_line_learns_the_same(pool, places, tmp_path
         "- from torch.nn.parallel import DistributedDataParallel",
         "+ from paceline import DataParallel as DistributedDataParallel",
     ]
-    said, saved = [], []
+    output, saved = [], []
     for name in ("ddp_before.py", "ddp_after.py"):
         snapshot = tmp_path / name
-        said.append(pool(2).run(run_script, name, str(snapshot), world=False, env=places(2))[0])
+        output.append(pool(2).run(run_script, name, str(snapshot), world=False, env=places(2))[0])
         saved.append(torch.load(snapshot, weights_only=True))
-    assert said[0] == said[1]
-    assert said[0][-1] < 0.2 * said[0][0]
+    assert output[0] == output[1]
+    assert output[0][-1] < 0.2 * output[0][0]
     assert saved[0]["epoch"] == saved[1]["epoch"] == 4
     assert apart(saved[0]["model"].values(), saved[1]["model"].values()) <= 1e-6

@@ -64,9 +64,9 @@ def train_zero(group, rank, size):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("keep", [True, False], ids=["shards again", "stays whole"])
-def test_fsdp2(pool, tmp_path, size, keep):
-    compare(pool, tmp_path, size, train_fsdp2, {"reshard_after_forward": keep})
+@pytest.mark.parametrize("reshard", [True, False], ids=["shards again", "stays whole"])
+def test_fsdp2(pool, tmp_path, size, reshard):
+    compare(pool, tmp_path, size, train_fsdp2, {"reshard_after_forward": reshard})
 
 
 def test_fsdp1(pool, tmp_path):

@@ -49,8 +49,8 @@ def test_torchs_tests_without_a_world(pool):
 
 def test_every_name_in_the_data_is_a_test():
     lifted, groups = suite.DATA["lifted"], suite.DATA["skipped"].values()
-    told = [*lifted["as_gloo"], *lifted["tests"], *(name for group in groups for name in group["tests"])]
-    assert set(told) <= set(suite.names())
+    named = [*lifted["as_gloo"], *lifted["tests"], *(name for group in groups for name in group["tests"])]
+    assert set(named) <= set(suite.names())
     assert len(suite.skipped()) == sum(len(group["tests"]) for group in groups), "a test has two reasons"
 
 

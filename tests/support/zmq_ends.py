@@ -43,13 +43,13 @@ def wired(envelope):
 
 def drive(ends, until, seconds=ENOUGH):
     """Poll the ends in turn until something is so, and return what came to each."""
-    came = [[] for _ in ends]
+    received = [[] for _ in ends]
     deadline = time.monotonic() + seconds
-    while not until(came):
+    while not until(received):
         assert time.monotonic() < deadline, [(end.refused, getattr(end, "problem", "")) for end in ends]
-        for mine, end in zip(came, ends, strict=True):
+        for mine, end in zip(received, ends, strict=True):
             mine += end.poll(0.002)
-    return came
+    return received
 
 
 def settle(ends, seconds):
@@ -93,9 +93,9 @@ def echo(address, keys=""):
     hub = HubExchange(address, "run", keys=HubKeys.read(keys) if keys else None)
     print(hub.address, flush=True)
     while True:
-        for came in hub.poll(1.0):
-            back = replace(came.header, source=HUB, target=came.header.source)
-            hub.send(Envelope(back, came.payload))
+        for received in hub.poll(1.0):
+            back = replace(received.header, source=HUB, target=received.header.source)
+            hub.send(Envelope(back, received.payload))
 
 
 # --- ZMTP 3.0 by hand, RFC 23: what libzmq itself would not send
@@ -114,10 +114,10 @@ def frame(body, *, more=False, command=False, size=None):
 
 
 def ready(identity):
-    def told(name, value):
+    def entry(name, value):
         return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
 
-    body = b"\x05READY" + told(b"Socket-Type", b"DEALER") + told(b"Identity", identity)
+    body = b"\x05READY" + entry(b"Socket-Type", b"DEALER") + entry(b"Identity", identity)
     return frame(body, command=True)
 
 

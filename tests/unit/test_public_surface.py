@@ -127,12 +127,12 @@ def test_every_module_says_what_it_is_for_and_what_is_public(module):
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
     ]
-    told = [
+    declared = [
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
     ]
     if public:
-        assert told, "it has public names but no __all__"
-    for names in told:
+        assert declared, "it has public names but no __all__"
+    for names in declared:
         assert len(names) == len(set(names))

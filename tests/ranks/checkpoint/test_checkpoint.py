@@ -220,13 +220,13 @@ def refused(rank, size, folder, other):
 
 def test_a_checkpoint_of_other_objects_is_refused_by_name(pool, tmp_path):
     pool(2).run(train, tmp_path, "sharded", 6)
-    said = pool(2).run(refused, tmp_path, {"net": Wider})
+    messages = pool(2).run(refused, tmp_path, {"net": Wider})
     assert all(
         "is of another model: 'first.weight' is float64 [16, 6], here float64 [20, 6]" in text
-        for text in said
+        for text in messages
     )
-    said = pool(2).run(refused, tmp_path, {"more": nn.Linear(1, 1)})[0]
-    assert "model 'more' is not in the checkpoint" in said
+    text = pool(2).run(refused, tmp_path, {"more": nn.Linear(1, 1)})[0]
+    assert "model 'more' is not in the checkpoint" in text
     assert pool(2).run(train, tmp_path, "sharded")[0][-1] == 16
 
 

@@ -99,9 +99,9 @@ def test_measured_shares_are_resumed_by_the_same_number_of_ranks(pool):
 
 def without_waiting(rank, size, sync, every):
     """Serve without a model that measures waits, and return the shares and the log."""
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     log = logging.getLogger("paceline.data")
     log.addHandler(handler)
     try:
@@ -114,15 +114,15 @@ def without_waiting(rank, size, sync, every):
             shares = train(loader, sync)[2][-1]
     finally:
         log.removeHandler(handler)
-    return shares, [each for each in said if "shares stay as they are" in each]
+    return shares, [each for each in messages if "shares stay as they are" in each]
 
 
 @pytest.mark.parametrize(("sync", "every"), [(None, None), (None, 1), ("full-shard", 2)])
 def test_without_known_waits_shares_stay_and_one_warning_is_logged(pool, sync, every):
-    (shares, said), (others, silent) = pool(2).run(without_waiting, sync, every)
+    (shares, messages), (others, silent) = pool(2).run(without_waiting, sync, every)
     assert shares == others == [1, 1]
-    assert len(said) == 1
-    assert "paceline.DataParallel" in said[0]
+    assert len(messages) == 1
+    assert "paceline.DataParallel" in messages[0]
     assert silent == []
 
 

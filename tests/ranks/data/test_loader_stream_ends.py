@@ -122,9 +122,9 @@ def test_empty_streams_are_epochs_without_a_step(pool, size):
 
 def warnings_of(rank, size, firsts, stream, kind, samples=9):
     """Serve an epoch, and return the log."""
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
+    handler.emit = lambda record: messages.append((record.levelname, record.getMessage()))
     log = logging.getLogger("paceline.data")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -134,7 +134,7 @@ def warnings_of(rank, size, firsts, stream, kind, samples=9):
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
-    return said
+    return messages
 
 
 class Shown(IterableDataset):

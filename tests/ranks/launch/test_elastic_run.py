@@ -133,21 +133,21 @@ def assert_gone(home, names):
 
 @pytest.mark.thorough
 def test_worlds_form_anew_at_the_same_size_and_at_a_smaller_one(home, capfd):
-    asked = []
+    calls = []
     logs = home / "logs"
-    run_elastic(script(home, WORLDS), 2, log_dir=logs, min_ranks=1, progress=lambda: bool(asked.append(0)))
+    run_elastic(script(home, WORLDS), 2, log_dir=logs, min_ranks=1, progress=lambda: bool(calls.append(0)))
     shown = capfd.readouterr()
     assert shown.out.splitlines() == ["0 0 2 2 3", "1 0 2 2 3", "2 0 1 1 1"]
     assert (logs / "rank1.log").read_text().startswith("0 1 2 2 3\n")
     assert (logs / "restart1" / "rank1.log").read_text() == "1 1 2 2 3\n"
     assert not (logs / "restart2").exists()
-    told = [line for line in shown.err.splitlines() if line.startswith("paceline: ")]
-    assert [line.partition(" after ")[0] for line in told] == [
+    messages = [line for line in shown.err.splitlines() if line.startswith("paceline: ")]
+    assert [line.partition(" after ")[0] for line in messages] == [
         f"paceline: restart 1: rank 1 on {os.uname().nodename} ended with exit code 1",
         f"paceline: restart 2: rank 1 on {os.uname().nodename} was ended by SIGKILL",
     ]
-    assert told[0].endswith("(ValueError: a bad batch); 2 → 2 ranks")
-    assert told[1].endswith("the same rank failed 2 times in a row without progress; 2 → 1 rank")
+    assert messages[0].endswith("(ValueError: a bad batch); 2 → 2 ranks")
+    assert messages[1].endswith("the same rank failed 2 times in a row without progress; 2 → 1 rank")
     records = restarts(logs)
     assert [(one["restart"], one["action"], one["ranks_before"], one["ranks_after"]) for one in records] == [
         (1, "same", 2, 2),
@@ -155,7 +155,7 @@ def test_worlds_form_anew_at_the_same_size_and_at_a_smaller_one(home, capfd):
     ]
     assert [(one["first"]["rank"], one["first"]["exit_code"]) for one in records] == [(1, 1), (1, -9)]
     assert records[0]["first"]["lines"][-1].endswith("ValueError: a bad batch")
-    assert len(asked) == 2
+    assert len(calls) == 2
     assert list((home / "tmp").iterdir()) == []
 
 
@@ -172,7 +172,7 @@ def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
     assert shown.out == "out 0\nout 1\nout 2\n"
     assert [line for line in shown.err.splitlines() if "restart" not in line] == ["err 0", "err 1", "err 2"]
     assert shown.err.count("; 2 → 2 ranks\n") == 2
-    assert_gone(home, [f"here{rank}-{life}" for rank in range(2) for life in range(3)])
+    assert_gone(home, [f"here{rank}-{restart}" for rank in range(2) for restart in range(3)])
     assert list((home / "tmp").iterdir()) == []
 
 
@@ -203,7 +203,7 @@ def signalled(fork, folder, words, notes, number):
     return child.wait()
 
 
-def command(tell, words, notes):
+def command(send, words, notes):
     os.environ |= {"NOTES": notes, "PYTHONPATH": SOURCE}
     tempfile.tempdir = str(Path(notes).with_name("tmp"))  # a killed command leaves its logs there
     sys.argv = ["paceline", *words]
@@ -241,11 +241,11 @@ class Told:
 def test_a_host_whose_clock_is_wrong_is_refused(ahead, word):
     from paceline.launch.agent.elastic_rendezvous import check_endpoint
 
-    told = Told(b"1", b"0", repr(time.time() - ahead).encode())
+    answers = Told(b"1", b"0", repr(time.time() - ahead).encode())
     with pytest.raises(
         WorldError, match=rf"clock of this host is \d+\.\d s {word} that at pc1:29400"
     ) as caught:
-        check_endpoint(told, JobTimeouts())
+        check_endpoint(answers, JobTimeouts())
     assert "NTP" in caught.value.remedy
     check_endpoint(Told(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
 
@@ -274,8 +274,8 @@ def test_a_surplus_host_learns_that_the_job_ended_well(monkeypatch, capfd):
 
     monkeypatch.setattr(ElasticAgent, "run", over)
     run_host(JobSpec(["train.py"], 1, 1), RankLogs(None))
-    said = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
-    assert "paceline: the job ended well while this host waited to join" in said
+    lines = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
+    assert "paceline: the job ended well while this host waited to join" in lines
 
 
 def test_two_servers_at_one_port_are_refused_without_a_traceback():

@@ -84,8 +84,8 @@ note(f"world{rank}", (world.rank, world.size, world.local_rank, world.local_size
 paceline.shutdown()
 """
     run_ranks(program(body), 3, timeout=120)
-    told = notes(home)
-    assert [eval(told[f"world{rank}"]) for rank in range(3)] == [
+    lines = notes(home)
+    assert [eval(lines[f"world{rank}"]) for rank in range(3)] == [
         (rank, 3, rank, 3, 1, 6.0) for rank in range(3)
     ]
     assert_clean(home, 3)
@@ -249,13 +249,13 @@ def start_parent(home):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
+    ("number", "code", "message"),
     [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, ""), (signal.SIGHUP, 129, "")],
 )
-def test_a_signal_to_the_parent_ends_all_in_order(home, start_parent, number, code, said):
+def test_a_signal_to_the_parent_ends_all_in_order(home, start_parent, number, code, message):
     parent = start_parent()
     parent.send_signal(number)
-    assert parent.communicate(timeout=60)[0] == said
+    assert parent.communicate(timeout=60)[0] == message
     assert parent.returncode == code
     assert_clean(home, 2)
 

@@ -291,7 +291,7 @@ class Zeros(dict):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"name": "int7"}, "unknown compression 'int7'"),
         ({"name": "topk", "keep": 0}, "keep=0"),
@@ -307,10 +307,10 @@ class Zeros(dict):
         ({"name": "int8", "exempt": "*.bias"}, "give a tuple: exempt=('*.bias',)"),
     ],
 )
-def test_an_invalid_compression_is_refused(options, said):
+def test_an_invalid_compression_is_refused(options, message):
     with pytest.raises(UsageError) as refused:
         paceline.Compression(**options)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_an_unknown_compression_is_refused():
@@ -341,6 +341,6 @@ def differing(rank, size):
 
 
 def test_a_rank_with_another_compression_is_named_at_the_start(pool):
-    for said in pool(3).run(differing):
-        assert "[rank 1] the model differs between ranks" in said
-        assert "block=128" in said
+    for message in pool(3).run(differing):
+        assert "[rank 1] the model differs between ranks" in message
+        assert "block=128" in message

@@ -68,10 +68,10 @@ def test_a_batch_without_samples_is_never_counted_as_one(pool, sync, plain):
     first, second = pool(2, "paceline").run(counts_a_filler, sync, plain)
     assert [kind for kind, _ in first] == [None, BackwardFailed, BackwardFailed, BackwardFailed]
     assert [kind for kind, _ in second] == [None, SyncError, SyncError, SyncError]
-    for step, ((_, heard), (_, told)) in enumerate(zip(first[1:], second[1:], strict=True), start=1):
-        assert f"[rank 1, step {step}] backward without samples=" in told
-        assert "model.backward(loss, samples=batch.samples)" in told
-        assert f"[rank 1, step {step}] backward raised an exception" in heard
+    for step, ((_, other_message), (_, own_message)) in enumerate(zip(first[1:], second[1:], strict=True), start=1):
+        assert f"[rank 1, step {step}] backward without samples=" in own_message
+        assert "model.backward(loss, samples=batch.samples)" in own_message
+        assert f"[rank 1, step {step}] backward raised an exception" in other_message
 
 
 def one_process_without_step_2(size):
@@ -96,15 +96,15 @@ def test_an_exception_in_backward_is_named_and_training_continues(pool, sync, ba
 
 def rounds_told(rank, size, sync):
     """Return the rounds that this rank was told of; backward raises on rank 1 in the second one."""
-    model, told = paceline.DataParallel(model_zoo.Exploding().double(), sync=sync), []
-    model.engine.on_round_end = told.append
+    model, rounds = paceline.DataParallel(model_zoo.Exploding().double(), sync=sync), []
+    model.engine.on_round_end = rounds.append
     for step in range(3):
         model.module.broken = step == 1 and rank == 1
         try:
             model.backward(loss_on(model, rank, step, "Exploding"), samples=6)
         except (FloatingPointError, BackwardFailed):
             model.zero_grad()
-    return told
+    return rounds
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded"])

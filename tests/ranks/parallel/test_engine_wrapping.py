@@ -67,7 +67,7 @@ def test_parameters_and_buffers_come_from_rank_0(pool, sync):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"reduce_dtype": torch.int32}, "reduce_dtype=torch.int32 is no floating-point dtype"),
         ({"reduce_dtype": "float32"}, "reduce_dtype='float32'"),
@@ -75,8 +75,8 @@ def test_parameters_and_buffers_come_from_rank_0(pool, sync):
         ({"sync": ["bucketed"]}, "unknown strategy"),
     ],
 )
-def test_invalid_options_are_refused(options, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
         paceline.DataParallel(torch.nn.Linear(2, 2).bfloat16(), **options)
 
 

@@ -195,24 +195,24 @@ def broken_off(rank, size):
             take_step(model, optim, rank, 3)
             raise ValueError("a fault of the program")
     except ValueError as error:
-        said = [str(error)]
+        messages = [str(error)]
     for attempt in (lambda: take_step(model, optim, rank, 3), loop.__enter__):
         try:
             attempt()
         except (SyncError, UsageError) as error:
-            said.append(str(error))
+            messages.append(str(error))
     with paceline.LocalSGD(
         model, optim, every=2, compression=None
     ):  # a new one begins from rank 0's parameters
         take_step(model, optim, rank, 4)
     take_step(model, optim, rank, 5)
-    return said, flat(model)
+    return messages, flat(model)
 
 
 def test_an_exception_ends_the_block_without_more_messages(pool):
     results = pool(2).run(broken_off)
-    for said, _ in results:
-        assert said[0] == "a fault of the program"
-        assert "parameters differ between ranks" in said[1]
-        assert "was left by an exception" in said[2]
+    for messages, _ in results:
+        assert messages[0] == "a fault of the program"
+        assert "parameters differ between ranks" in messages[1]
+        assert "was left by an exception" in messages[2]
     same([params for _, params in results])

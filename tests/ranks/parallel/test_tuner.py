@@ -223,21 +223,21 @@ def tuned(rank, steps, *, sharded=True, idle=None, accumulate=1, moments=None):
 
 
 def check_search(rank, size, options):
-    plans, told, settled, params = tuned(rank, 45, **options)
-    return plans, told, None if settled is None else settled.plan.label, params
+    plans, sentences, settled, params = tuned(rank, 45, **options)
+    return plans, sentences, None if settled is None else settled.plan.label, params
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_settle_on_one_plan_within_40_steps(pool, ranks, backend, tmp_path):
     found = pool(ranks, backend).run(check_search, {}, env=kept_in(tmp_path, ranks))
-    plans, told, settled, params = found[0]
+    plans, sentences, settled, params = found[0]
     assert all(other[0] == plans and other[2] == settled for other in found)
     assert set(plans[:3]) == {"bucketed, 25 MiB"}
     assert len(set(plans)) == 5, "a few candidates ran"
     assert any(plan.startswith("sharded") for plan in plans)
     assert set(plans[40:]) == {settled}, "it is in force in step 40 at the latest, seen before its forward"
-    (sentence,) = told
+    (sentence,) = sentences
     assert settled in sentence
     assert "Seconds per step, by rounds: bucketed, 25 MiB: " in sentence
     for other in found:
@@ -262,10 +262,10 @@ def check_two_runs(rank, size, other_model):
 
 
 def test_the_result_is_reused_in_the_next_run(pool, tmp_path):
-    for plan, plans, told, settled in pool(2, "paceline").run(check_two_runs, False, env=kept_in(tmp_path)):
+    for plan, plans, sentences, settled in pool(2, "paceline").run(check_two_runs, False, env=kept_in(tmp_path)):
         assert settled.plan == plan
         assert plans[-1] == plan.label
-        assert "found for this model on these hosts on" in told[0]
+        assert "found for this model on these hosts on" in sentences[0]
     assert len(list((tmp_path / "paceline" / "tuned").iterdir())) == 1
 
 
@@ -285,8 +285,8 @@ def check_drift(rank, size):
 
 
 def test_when_steps_become_much_slower_the_search_begins_again(pool, tmp_path):
-    for told, settled in pool(2, "paceline").run(check_drift, env=kept_in(tmp_path)):
-        assert "the search begins again" in told[1]
+    for sentences, settled in pool(2, "paceline").run(check_drift, env=kept_in(tmp_path)):
+        assert "the search begins again" in sentences[1]
         assert settled is None
 
 
@@ -309,8 +309,8 @@ def check_apart(rank, size):
 
 
 def test_ranks_of_local_sgd_refuse_it(pool):
-    for said in pool(2, "paceline").run(check_apart):
-        assert "use 'bucketed'" in said
+    for message in pool(2, "paceline").run(check_apart):
+        assert "use 'bucketed'" in message
 
 
 def test_an_unknown_name_is_refused_with_the_valid_ones():

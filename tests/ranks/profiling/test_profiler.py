@@ -72,9 +72,9 @@ def test_recording_changes_no_bit_and_every_step_adds_up(pool, tmp_path, sync, b
     recorded = pool(2, backend).run(train, tmp_path, sync, 6)
     for before, after in zip(plain, recorded, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    told = timelines(tmp_path)
-    assert sorted(told) == [0, 1]
-    for each in told.values():
+    traces = timelines(tmp_path)
+    assert sorted(traces) == [0, 1]
+    for each in traces.values():
         assert [line.step for line in each.steps] == [0, 1, 2, 3, 4, 5]
         assert [line.quiet for line in each.steps] == [False, False, True, False, True, False]
         assert each.memory["resident"] > 0
@@ -145,8 +145,8 @@ def goes_on(rank, size, folder):
 
 def test_a_folder_is_continued_and_repeated_steps_count_once(pool, tmp_path):
     pool(2).run(goes_on, tmp_path)
-    told = timelines(tmp_path)
-    assert [line.step for line in told[0].steps] == [0, 1, 2]
+    traces = timelines(tmp_path)
+    assert [line.step for line in traces[0].steps] == [0, 1, 2]
     names = [span.name for span in read_run(tmp_path).spans_of_rank[0]]
     assert names.count("session") == 2
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
@@ -171,10 +171,10 @@ def trains_two(rank, size, folder):
 
 def test_of_two_models_the_steps_are_those_of_the_one_that_was_named(pool, tmp_path):
     pool(2).run(trains_two, tmp_path)
-    for told in timelines(tmp_path).values():
-        assert [line.step for line in told.steps] == [0, 1, 2, 3]
-        assert len({len(line.calls) for line in told.steps[1:]}) == 1
-        for line in told.steps:
+    for trace in timelines(tmp_path).values():
+        assert [line.step for line in trace.steps] == [0, 1, 2, 3]
+        assert len({len(line.calls) for line in trace.steps[1:]}) == 1
+        for line in trace.steps:
             assert [phase.name for phase in line.phases].count("exchange") == 2
             assert sum(step_parts(line).values()) == pytest.approx(line.seconds)
             assert line.samples == 4
@@ -223,11 +223,11 @@ def refuses(rank, size, folder):
     ):
         record.log(loss=None, samples=4)
     with paceline.Profiler(folder, model, tensorboard=False) as record:
-        for values, said in (
+        for values, message in (
             ({"loss": torch.ones(2)}, r"loss is a tensor of shape \[2\]"),
             ({"loss": "x"}, "a str"),
         ):
-            with pytest.raises(UsageError, match=said):
+            with pytest.raises(UsageError, match=message):
                 record.log(**values)
         with pytest.raises(UsageError, match="samples=-1"):
             record.log(samples=-1)

@@ -178,19 +178,19 @@ def test_other_numbers_of_ranks_join_the_fit():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("net.py", "names no Python file"),
         ("nothing.py:make", "names no Python file"),
         ("{}:other", "has no function 'other'"),
     ],
 )
-def test_a_missing_workload_is_refused(tmp_path, text, said):
+def test_a_missing_workload_is_refused(tmp_path, text, message):
     from paceline.tools.bench.parts.workload import user_workload
 
     path = tmp_path / "net.py"
     path.write_text("def make():\n    return 3\n")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         user_workload(text.format(path))
     with pytest.raises(UsageError, match="returned int"):
         user_workload(f"{path}:make")

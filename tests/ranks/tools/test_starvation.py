@@ -58,10 +58,10 @@ def test_waiting_for_a_rank_that_has_ended_is_an_error(killable):
 
 
 def test_the_paceline_backend_names_the_lost_rank_and_the_calls(killable):
-    gone, other = run_cases(killable, "exits", "metric", backend="paceline")
-    assert [one["kind"] for one in gone["ranks"]] == ["error", "finished"]
-    assert "PeerLost" in gone["ranks"][0]["message"]
-    assert "rank 1" in gone["ranks"][0]["message"]
+    exited, other = run_cases(killable, "exits", "metric", backend="paceline")
+    assert [one["kind"] for one in exited["ranks"]] == ["error", "finished"]
+    assert "PeerLost" in exited["ranks"][0]["message"]
+    assert "rank 1" in exited["ranks"][0]["message"]
     assert [one["kind"] for one in other["ranks"]] == ["error", "error"]
     for one, theirs in zip(other["ranks"], ("float64[1]", "float64[161]"), strict=True):
         assert "MismatchError" in (one["error"] + one["message"])

@@ -173,10 +173,10 @@ def test_auto_chooses_local_sgd_on_a_slow_network_and_keeps_it(pool, settings):
     settings = clean(replace(settings, sync="auto"), "a")
     results = pool(2).run(slow, settings, 30.0, timeout=120)
     same([params for params, *_ in results])
-    chosen, said = results[0][1:]
+    chosen, message = results[0][1:]
     assert (chosen.every, chosen.compression, chosen.strategy) > (1, "int4", "")
-    assert "--sync auto measured" in said[0]
-    assert f"--every {chosen.every}" in " ".join(said)
+    assert "--sync auto measured" in message[0]
+    assert f"--every {chosen.every}" in " ".join(message)
     more = replace(settings, existing="resume", steps=13)
     again = pool(2).run(slow, more, 1e-9, timeout=120)
     assert again[0][1] == replace(chosen, existing="resume", steps=13)

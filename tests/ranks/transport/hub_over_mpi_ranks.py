@@ -32,30 +32,30 @@ def payload(source, sequence):
 
 def crowd(carrier, end):
     """All workers send a lot, and the hub sends all of it back."""
-    many, came = 60, []
+    many, received = 60, []
     others = list(range(1, carrier.size)) if end.me == HUB else [HUB]
     assert list(end.peers()) == others
     if end.me == HUB:
-        while len(came) < many * len(others):
+        while len(received) < many * len(others):
             for each in end.poll(1.0):
-                came.append((each.header.source, each.header.sequence))
+                received.append((each.header.source, each.header.sequence))
                 back = make(HUB, each.header.source, each.header.sequence, each.payload)
                 until(lambda back=back: end.send(back))
         for source in others:
-            assert [sequence for who, sequence in came if who == source] == list(range(many))
+            assert [sequence for sender, sequence in received if sender == source] == list(range(many))
     else:
         sequence = 0
-        while len(came) < many:
+        while len(received) < many:
             if sequence < many and end.send(make(end.me, HUB, sequence, payload(end.me, sequence))):
                 sequence += 1
             for each in end.poll():
                 assert bytes(each.payload) == payload(end.me, each.header.sequence)
-                came.append(each.header.sequence)
-        assert came == list(range(many))
+                received.append(each.header.sequence)
+        assert received == list(range(many))
         assert end.sent_nbytes == end.received_nbytes
     assert not end.send(make(end.me, 99)), "there is no such rank"
     assert not end.send(make(end.me, end.me))
-    return len(came)
+    return len(received)
 
 
 def is_good(message, source):
@@ -70,10 +70,10 @@ def is_good(message, source):
 def strangers(carrier, end):
     """Workers send what no hub should take, and now and then an envelope."""
     if end.me == HUB:
-        came = []
-        while len(came) < 3 * (carrier.size - 1):
-            came += end.poll(1.0)
-        assert all(each.header.kind == "good" for each in came)
+        received = []
+        while len(received) < 3 * (carrier.size - 1):
+            received += end.poll(1.0)
+        assert all(each.header.kind == "good" for each in received)
         return dict(end.refused)
     requests, sent = [], 0
     for number in range(3):
@@ -95,12 +95,12 @@ def slow_hub(carrier, end):
     """The hub looks at nothing for a while: who sends to it is told."""
     if end.me == HUB:
         time.sleep(0.3)
-        came = []
+        received = []
         deadline = time.monotonic() + ENOUGH
-        while sum(each.header.kind == "last" for each in came) < carrier.size - 1:
+        while sum(each.header.kind == "last" for each in received) < carrier.size - 1:
             assert time.monotonic() < deadline
-            came += end.poll(0.1)
-        return len(came)
+            received += end.poll(0.1)
+        return len(received)
     taken = 0
     while end.send(make(end.me, HUB, taken, bytes(1 << 20))):
         taken += 1

@@ -26,15 +26,15 @@ def test_messages_arrive_in_both_directions(ranks):
 
 
 def test_invalid_messages_are_counted_and_not_delivered():
-    came = told(3, "strangers")
-    assert set(came[0]) == {"DamagedEnvelope", "TruncatedEnvelope", "ForeignEnvelope"}
-    assert sum(came[0].values()) == came[1] + came[2]
+    results = told(3, "strangers")
+    assert set(results[0]) == {"DamagedEnvelope", "TruncatedEnvelope", "ForeignEnvelope"}
+    assert sum(results[0].values()) == results[1] + results[2]
 
 
 def test_a_hub_that_does_not_poll_blocks_its_workers_and_receives_everything_later():
-    came = told(3, "slow_hub")
-    assert came[0] == came[1] + came[2]
-    assert 1 < came[1] < 20
+    results = told(3, "slow_hub")
+    assert results[0] == results[1] + results[2]
+    assert 1 < results[1] < 20
 
 
 @pytest.mark.thorough

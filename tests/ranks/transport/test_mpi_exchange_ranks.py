@@ -26,18 +26,18 @@ def test_all_ranks_finish_with_what_was_sent_to_them(ranks):
 def test_faults_on_the_wire_are_known_to_all_ranks_and_named_alike():
     ended = mpi_worlds.mpi_world(3, PROGRAM, "faults", *CLOSABLE)
     assert ended.code == 0, ended
-    told = ended.told()
-    assert sorted(told) == [0, 1, 2]
+    reports = ended.told()
+    assert sorted(reports) == [0, 1, 2]
     kind = {"drop": "Truncated", "truncate": "Truncated", "flip": "Damaged", "repeat": "Repeated"}
     kind |= {"foreign": "Foreign", "lose": "Missing", "swap": "Misplaced"}
     for number, name in enumerate(CLOSABLE):
         faulty = number % 3
         victim = (faulty + 1) % 3
         for rank in range(3):
-            shown, at, whole, closed, problems = told[rank][number]
+            shown, at, whole, closed, problems = reports[rank][number]
             assert (shown, at, closed) == (name, faulty, True)
             assert whole == (rank != victim), f"{name}: rank {rank}"
-            assert problems == told[0][number][4], "ranks disagree"
+            assert problems == reports[0][number][4], "ranks disagree"
             assert {(found_by, culprit) for _, found_by, culprit in problems} == {(victim, faulty)}
             assert problems[0][0] == f"{kind[name.partition('-')[0]]}Envelope"
 

@@ -74,9 +74,9 @@ def test_messages_arrive_in_both_directions(ends, tmp_path, transport):
         for sequence, payload in enumerate(payloads):
             sent = make(there.me, back.me, sequence, payload, meta={"score": 0.5, "name": "x"})
             assert there.send(sent)
-            (came,) = drive([back], lambda came: came[0])[0]
-            assert bytes(came.payload) == bytes(payload)
-            assert replace(came.header, nbytes=0, total_nbytes=0, checksum=0) == sent.header
+            (received,) = drive([back], lambda received: received[0])[0]
+            assert bytes(received.payload) == bytes(payload)
+            assert replace(received.header, nbytes=0, total_nbytes=0, checksum=0) == sent.header
         assert back.received_nbytes - before > sum(map(len, payloads))
     assert (hub.sent_nbytes, worker.sent_nbytes) == (worker.received_nbytes, hub.received_nbytes)
     assert hub.refused == worker.refused == Counter()
@@ -90,8 +90,8 @@ def test_a_payload_that_may_change_is_sent_as_it_was(ends, hub):
     for sequence in range(4):
         assert worker.send(make(7, HUB, sequence, payload))
         payload[:] = bytes([ord("b") + sequence]) * len(payload)
-    came = drive([hub], lambda came: len(came[0]) == 4)[0]
-    assert [bytes(each.payload[:1]) for each in came] == [b"a", b"b", b"c", b"d"]
+    received = drive([hub], lambda received: len(received[0]) == 4)[0]
+    assert [bytes(each.payload[:1]) for each in received] == [b"a", b"b", b"c", b"d"]
     assert hub.refused == {}
 
 
@@ -100,16 +100,16 @@ def test_many_workers_at_once_each_in_its_order(ends, hub):
 
     def work(number):
         worker = WorkerExchange(hub.address, number, "run")
-        sequence, heard = 0, []
+        sequence, received = 0, []
         deadline = time.monotonic() + ENOUGH
-        while len(heard) < 50 and time.monotonic() < deadline:
+        while len(received) < 50 and time.monotonic() < deadline:
             if sequence < 50 and worker.send(make(number, HUB, sequence, bytes([number]) * 20_000)):
                 sequence += 1
-            heard += worker.poll(0.001)
-        heard_by[number] = [each.header.sequence for each in heard]
+            received += worker.poll(0.001)
+        received_by[number] = [each.header.sequence for each in received]
         worker.close()
 
-    heard_by, came = {}, {number: [] for number in numbers}
+    received_by, arrived = {}, {number: [] for number in numbers}
     threads = [threading.Thread(target=work, args=(number,)) for number in numbers]
     for thread in threads:
         thread.start()
@@ -118,9 +118,9 @@ def test_many_workers_at_once_each_in_its_order(ends, hub):
         for each in hub.poll(min(0.01, back.pump(time.monotonic(), hub.send))):
             source = each.header.source
             assert bytes(each.payload) == bytes([source]) * 20_000
-            came[source].append(each.header.sequence)
+            arrived[source].append(each.header.sequence)
             assert back.put(make(HUB, source, each.header.sequence))
-    assert came == heard_by == {number: list(range(50)) for number in numbers}
+    assert arrived == received_by == {number: list(range(50)) for number in numbers}
 
 
 def test_a_thread_that_wakes_the_other_ends_its_wait(ends, hub):
@@ -150,8 +150,8 @@ def test_poll_returns_on_a_message_or_a_connection(ends, hub):
         stop.set()
         polling.join()
     worker.send(make(7, HUB, 0))
-    (came,) = hub.poll(3600.0)
-    assert came.header.source == 7
+    (received,) = hub.poll(3600.0)
+    assert received.header.source == 7
 
 
 def test_send_is_refused_without_a_peer(ends, hub):
@@ -197,14 +197,14 @@ def test_a_peer_that_receives_nothing_delays_only_its_sender(ends, hub):
     payload = os.urandom(1 << 20)
     taken = filled(hub, 7, payload)
     assert hub.send(make(HUB, 8, 0, payload))
-    drive([quick], lambda came: came[0])
-    came = drive([slow], lambda came: len(came[0]) == taken)[0]
-    assert [each.header.sequence for each in came] == list(range(taken))
+    drive([quick], lambda received: received[0])
+    received = drive([slow], lambda received: len(received[0]) == taken)[0]
+    assert [each.header.sequence for each in received] == list(range(taken))
 
     taken = filled(slow, HUB, payload)
     assert quick.send(make(8, HUB, 0))
-    came = drive([hub], lambda came: len(came[0]) == taken + 1)[0]
-    assert [each.header.sequence for each in came if each.header.source == 7] == list(range(taken))
+    received = drive([hub], lambda received: len(received[0]) == taken + 1)[0]
+    assert [each.header.sequence for each in received if each.header.source == 7] == list(range(taken))
     assert hub.refused == slow.refused == quick.refused == {}
 
 
@@ -213,11 +213,11 @@ def test_one_poll_does_not_last_for_ever_where_there_is_more(ends, hub):
     meet(hub, worker)
     for sequence in range(500):
         assert worker.send(make(7, HUB, sequence))
-    came = []
-    while len(came) < 500:
+    received = []
+    while len(received) < 500:
         some = hub.poll(1.0)
         assert 0 < len(some) <= 64
-        came += some
+        received += some
 
 
 # --- ends that come and go
@@ -272,20 +272,20 @@ def test_a_worker_that_starts_again_keeps_its_number(ends, hub):
     second = ends(WorkerExchange, hub.address, 7)
     meet(hub, second)
     assert hub.send(make(HUB, 7, 3, b"again"))
-    (came,) = drive([second], lambda came: came[0])[0]
-    assert bytes(came.payload) == b"again"
+    (received,) = drive([second], lambda received: received[0])[0]
+    assert bytes(received.payload) == b"again"
 
 
 def test_a_worker_with_a_stale_connection_keeps_its_number(ends, hub):
     with socket.create_connection(("127.0.0.1", port_of(hub.address))) as old:
         shake_hands(old, worker_identity(7), hub.poll)
         old.sendall(b"".join(frame(part, more=index < 2) for index, part in enumerate(wired(make(7, HUB)))))
-        drive([hub], lambda came: came[0])
+        drive([hub], lambda received: received[0])
         assert hub.peers() == [7]
         worker = ends(WorkerExchange, hub.address, 7)
         meet(hub, worker)
         assert hub.send(make(HUB, 7, 3, b"again"))
-        drive([worker], lambda came: came[0])
+        drive([worker], lambda received: received[0])
 
 
 def test_a_hub_remembers_only_the_latest_senders(ends):
@@ -294,7 +294,7 @@ def test_a_hub_remembers_only_the_latest_senders(ends):
     drive([hub, *workers], lambda _: all(worker.peers() for worker in workers))
     for number in (1, 2, 3, 1, 4, 5):
         assert workers[number - 1].send(make(number, HUB))
-        drive([hub], lambda came: came[0])
+        drive([hub], lambda received: received[0])
     assert hub.peers() == [1, 4, 5]
 
 

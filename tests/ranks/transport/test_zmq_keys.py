@@ -37,9 +37,9 @@ def test_recorded_workers_connect_and_exchange_envelopes(ends, hub, folder):
     meet(hub, worker)
     payload = os.urandom(4 << 20)
     assert worker.send(make(7, HUB, 1, payload))
-    assert drive([hub], lambda came: came[0])[0][0].payload == payload
+    assert drive([hub], lambda received: received[0])[0][0].payload == payload
     assert hub.send(make(HUB, 7, 1, payload))
-    assert drive([worker], lambda came: came[0])[0][0].payload == payload
+    assert drive([worker], lambda received: received[0])[0][0].payload == payload
     assert hub.rejected == {}
 
 
@@ -65,8 +65,8 @@ def test_messages_can_not_be_read_on_the_way(ends, hub, folder):
     with here, there:
         drive([hub, worker], lambda _: pass_on() or worker.peers())
         assert worker.send(make(7, HUB, 1, secret))
-        came = drive([hub], lambda came: pass_on() or came[0])[0]
-    assert came[0].payload == secret
+        received = drive([hub], lambda received: pass_on() or received[0])[0]
+    assert received[0].payload == secret
     assert len(seen) > len(secret)
     assert secret[:26] not in seen
 
@@ -79,8 +79,8 @@ def test_a_wrong_or_missing_key_is_rejected_with_a_reason(ends, hub, folder, tmp
     without = ends(WorkerExchange, hub.address, 3)
     nobody = [of_another_hub, unknown, without]
     good = worker_of(ends, hub, folder, "alice")
-    came = drive([hub, *nobody, good], lambda _: good.peers() and all(each.problem for each in nobody))[0]
-    assert came == []
+    received = drive([hub, *nobody, good], lambda _: good.peers() and all(each.problem for each in nobody))[0]
+    assert received == []
     assert "its key differs from the one that this worker was given" in of_another_hub.problem
     assert "does not admit worker 'eve'" in unknown.problem
     assert re.search("requires? a key", without.problem)
@@ -175,8 +175,8 @@ def paced_sockets(port, rate):
             if each.family != socket.AF_INET or each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 continue
             ends_at = {each.getsockname()[1], each.getpeername()[1]}
-            told = int.from_bytes(each.getsockopt(socket.SOL_SOCKET, 47, 4), "little")
-            found += port in ends_at and told == rate
+            pacing_rate = int.from_bytes(each.getsockopt(socket.SOL_SOCKET, 47, 4), "little")
+            found += port in ends_at and pacing_rate == rate
     return found
 
 

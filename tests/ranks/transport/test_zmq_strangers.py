@@ -56,9 +56,9 @@ class Raw:
         self.socket.send_multipart(parts)
         self.sequence += 1
         self.socket.send_multipart(wired(make(self.me, HUB, self.sequence, kind="after")))
-        came = drive([self.hub], lambda came: any(each.header.kind == "after" for each in came[0]))[0]
-        assert came[-1].header.sequence == self.sequence
-        return came[:-1]
+        received = drive([self.hub], lambda received: any(each.header.kind == "after" for each in received[0]))[0]
+        assert received[-1].header.sequence == self.sequence
+        return received[:-1]
 
     def close(self):
         self.socket.close(0)
@@ -113,8 +113,8 @@ def test_a_worker_accepts_envelopes_of_the_hub_only(ends):
                 router.send_multipart([worker_identity(7), *parts])
                 sent += 1
         router.send_multipart([worker_identity(7), *wired(make(HUB, 7, 9))])
-        came = drive([worker], lambda came: came[0])[0]
-        assert [each.header.sequence for each in came] == [9]
+        received = drive([worker], lambda received: received[0])[0]
+        assert [each.header.sequence for each in received] == [9]
         assert worker.refused.total() == sent
     finally:
         router.close(0)
@@ -123,29 +123,29 @@ def test_a_worker_accepts_envelopes_of_the_hub_only(ends):
 
 def mutated(draw, sent):
     """Return the parts of an envelope after something happened to them."""
-    came = list(sent)
+    received = list(sent)
     for _ in range(draw(st.integers(0, 3))):
-        if not came:
+        if not received:
             break
-        at = draw(st.integers(0, len(came) - 1))
+        at = draw(st.integers(0, len(received) - 1))
         way = draw(st.sampled_from(["flip", "cut", "longer", "drop", "twice", "noise", "swap"]))
-        if way == "flip" and came[at]:
-            byte = draw(st.integers(0, len(came[at]) - 1))
-            flipped = came[at][byte] ^ 1 << draw(st.integers(0, 7))
-            came[at] = came[at][:byte] + bytes([flipped]) + came[at][byte + 1 :]
+        if way == "flip" and received[at]:
+            byte = draw(st.integers(0, len(received[at]) - 1))
+            flipped = received[at][byte] ^ 1 << draw(st.integers(0, 7))
+            received[at] = received[at][:byte] + bytes([flipped]) + received[at][byte + 1 :]
         elif way == "cut":
-            came[at] = came[at][: draw(st.integers(0, len(came[at])))]
+            received[at] = received[at][: draw(st.integers(0, len(received[at])))]
         elif way == "longer":
-            came[at] += draw(st.binary(max_size=9))
+            received[at] += draw(st.binary(max_size=9))
         elif way == "drop":
-            del came[at]
+            del received[at]
         elif way == "twice":
-            came.insert(at, came[at])
+            received.insert(at, received[at])
         elif way == "noise":
-            came[at] = draw(st.binary(max_size=100))
+            received[at] = draw(st.binary(max_size=100))
         elif way == "swap":
-            came.append(came.pop(at))
-    return came
+            received.append(received.pop(at))
+    return received
 
 
 def test_a_damaged_envelope_is_refused_or_equals_the_sent_one(ends, hub):
@@ -157,11 +157,11 @@ def test_a_damaged_envelope_is_refused_or_equals_the_sent_one(ends, hub):
     def change(data, payload):
         sent = wired(make(5, HUB, 3, payload, meta={"base": 4, "worker": "x"}))
         parts = mutated(data.draw, sent)
-        came = raw.come(parts or [b""])
-        assert len(came) <= 1
-        for each in came:
+        received = raw.come(parts or [b""])
+        assert len(received) <= 1
+        for each in received:
             assert [bytes(part) for part in encode_checksummed(each.header, each.payload)] == sent == parts
-        outcomes.add(len(came))
+        outcomes.add(len(received))
 
     change()
     assert outcomes == {0, 1}
@@ -179,8 +179,8 @@ def test_ten_thousand_bad_messages_leak_nothing_and_delay_no_peer(ends, hub):
             while strangers.poll() is None:
                 if worker.send(make(7, HUB, served, os.urandom(10_000))):
                     served += 1
-                for came in hub.poll(0.01):
-                    assert (came.header.source, came.header.run, len(came.payload)) == (7, "run", 10_000)
+                for received in hub.poll(0.01):
+                    assert (received.header.source, received.header.run, len(received.payload)) == (7, "run", 10_000)
             assert int(strangers.stdout.read()) >= count
             assert strangers.returncode == 0
         settle([hub], 0.3)
@@ -222,7 +222,7 @@ def test_an_oversized_part_closes_its_connection_before_it_arrives(ends, hub):
             raw.sendall(frame(b"begin", size=size))
             assert ended(raw, hub)
     assert worker.send(make(7, HUB, 1, bytes(FRAME)))
-    drive([hub], lambda came: came[0])
+    drive([hub], lambda received: received[0])
 
 
 def test_half_an_envelope_is_not_delivered(ends, hub):
@@ -233,17 +233,17 @@ def test_half_an_envelope_is_not_delivered(ends, hub):
             raw.sendall(whole[:end])
     with connected(hub) as raw:
         raw.sendall(whole)
-        came = drive([hub], lambda came: came[0])[0]
-    assert len(came) == 1
+        received = drive([hub], lambda received: received[0])[0]
+    assert len(received) == 1
     assert hub.refused == {}
 
 
 def test_other_protocols_add_no_peer(ends, hub):
-    draw, came = random.Random(1), []
+    draw, received = random.Random(1), []
     for _ in range(200):
-        garbage(hub.address, draw, lambda: came.extend(hub.poll()))
-    came += settle([hub], 0.2)[0]
-    assert (came, hub.peers(), hub.sent_nbytes) == ([], [], 0)
+        garbage(hub.address, draw, lambda: received.extend(hub.poll()))
+    received += settle([hub], 0.2)[0]
+    assert (received, hub.peers(), hub.sent_nbytes) == ([], [], 0)
     meet(hub, ends(WorkerExchange, hub.address, 7))
 
 

@@ -49,8 +49,8 @@ def run(tell, rank, folder, *arguments):
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["bucketed", "sharded", "flat"])
 def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(killable, strategy):
-    (_, zero), (_, one) = told = killable.run_ranks(run_ranks, "batch", strategy, timeout=100)
-    assert [code for code, _ in told] == [1, 1]
+    (_, zero), (_, one) = results = killable.run_ranks(run_ranks, "batch", strategy, timeout=100)
+    assert [code for code, _ in results] == [1, 1]
     assert "mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8)" in one
     assert "rank 1" in zero
     assert "ended well" not in zero + one
@@ -79,11 +79,11 @@ def test_a_mistake_on_one_rank_ends_torchrun_and_without_one_it_ends_well(tmp_pa
     env |= {"OMP_NUM_THREADS": "1"}
     for mistake in ("batch", "none"):
         command = [sys.executable, *torchrun, str(script), mistake, "bucketed"]
-        told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         if mistake == "batch":
-            assert told.returncode != 0
-            assert "mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8)" in told.stderr
-            assert "ended well" not in told.stdout
+            assert result.returncode != 0
+            assert "mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8)" in result.stderr
+            assert "ended well" not in result.stdout
         else:
-            assert told.returncode == 0, told.stderr
-            assert told.stdout.count("ended well") == 2
+            assert result.returncode == 0, result.stderr
+            assert result.stdout.count("ended well") == 2

@@ -176,8 +176,8 @@ def variables_of(launcher, rank, size):
         ),
         "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     }[launcher]
-    told = {name: str(value) for name, value in zip(names, (rank, size, rank, size), strict=True) if name}
-    return told | ({"SLURM_STEP_ID": "0"} if launcher == "Slurm" else {})
+    variables = {name: str(value) for name, value in zip(names, (rank, size, rank, size), strict=True) if name}
+    return variables | ({"SLURM_STEP_ID": "0"} if launcher == "Slurm" else {})
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "Slurm", "Open MPI", "MPICH"])

@@ -161,9 +161,9 @@ def programs_that_differ(fork, folder, address):
 
 
 def test_another_text_of_the_program_on_one_rank_ends_both(killable, tmp_path):
-    codes, told = killable.run_ranks(programs_that_differ, f"file://{tmp_path}/meet")
+    codes, texts = killable.run_ranks(programs_that_differ, f"file://{tmp_path}/meet")
     assert codes == [1, 1]
-    for text in told:
+    for text in texts:
         assert re.search(
             r"the program differs between ranks: train\.py .* rank 0; train-later\.py .* rank 1", text
         )

@@ -102,8 +102,8 @@ def test_a_formatted_time_reads_back_to_three_digits(seconds):
 @given(st.integers(60, 10**7))
 def test_a_long_time_is_shown_to_the_second_or_minute(seconds):
     parts = re.findall(r"(\d+) (h|min|s)\b", format_seconds(seconds))
-    told = sum(int(number) * {"h": 3600, "min": 60, "s": 1}[unit] for number, unit in parts)
-    assert 0 <= seconds - told < (60 if seconds >= 3600 else 1)
+    shown = sum(int(number) * {"h": 3600, "min": 60, "s": 1}[unit] for number, unit in parts)
+    assert 0 <= seconds - shown < (60 if seconds >= 3600 else 1)
 
 
 @given(st.floats(0, 1e15))

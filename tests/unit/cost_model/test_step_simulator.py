@@ -83,7 +83,7 @@ def test_an_empty_program_ends_at_once():
 
 
 @pytest.mark.parametrize(
-    ("program", "options", "said"),
+    ("program", "options", "message"),
     [
         ([Wait(3)], {}, "call 3 is waited for"),
         ([Launch(0, 1.0), Launch(0, 1.0)], {}, "two calls have the key 0"),
@@ -92,8 +92,8 @@ def test_an_empty_program_ends_at_once():
         ([], {"calls_slow": math.nan}, "calls_slow=nan"),
     ],
 )
-def test_invalid_values_are_refused(program, options, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(program, options, message):
+    with pytest.raises(UsageError, match=message):
         simulate_step(program, **options)
 
 

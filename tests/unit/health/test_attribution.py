@@ -104,9 +104,9 @@ def test_the_first_exception_counts(first, second):
     assert found(world(*map(busy, range(3))), notices) == ("raised", first)
 
 
-@pytest.mark.parametrize(("gone", "raised", "blamed"), [(1.0, 0.9, 2), (0.1, 1.9, 1), (0.9, 1.2, 2)])
-def test_an_exception_right_after_an_exit_is_its_consequence(gone, raised, blamed):
-    notices = [FailureNotice("raised", 1, 1, raised), FailureNotice("gone", 2, 0, gone, code=-9)]
+@pytest.mark.parametrize(("exit_at", "raised", "blamed"), [(1.0, 0.9, 2), (0.1, 1.9, 1), (0.9, 1.2, 2)])
+def test_an_exception_right_after_an_exit_is_its_consequence(exit_at, raised, blamed):
+    notices = [FailureNotice("raised", 1, 1, raised), FailureNotice("gone", 2, 0, exit_at, code=-9)]
     assert found(world(*map(busy, range(3))), notices)[1] == blamed
 
 
@@ -184,9 +184,9 @@ def test_a_silent_rank_on_an_answering_host_is_stopped_unless_it_dumped_its_stac
     silent = {"silent": 30.0, "unanswered": 0.1}
     observations = world(waiting(0, 30), busy(1), hosts="ab", r1=silent)
     assert found(observations) == ("stopped", 1)
-    told = world(waiting(0, 30), busy(1), hosts="ab", r1=silent | {"dumped": True})
-    assert found(told) is None
-    assert find_late_rank(told, [], 15.0) == Attribution("held", 1, 30.0, (), 0)
+    dumped = world(waiting(0, 30), busy(1), hosts="ab", r1=silent | {"dumped": True})
+    assert found(dumped) is None
+    assert find_late_rank(dumped, [], 15.0) == Attribution("held", 1, 30.0, (), 0)
     observations = world(waiting(0, 70), busy(1), hosts="ab", r1={"silent": 70.0, "dumped": True})
     assert found(observations) == ("held", 1)
 
@@ -304,14 +304,14 @@ def test_after_a_connection_error_weaker_evidence_counts(how):
 
 
 def test_all_ranks_share_an_announced_attribution():
-    told = [
+    notices = [
         FailureNotice("verdict", 2, 3, 1.0, name="stalled"),
         FailureNotice("verdict", 1, 0, 0.5, name="stopped", others=(3,)),
     ]
     observations = world(*map(busy, range(4)))
-    assert attribute_failure(0, observations, told, LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
-    assert attribute_failure(0, observations, told[::-1], LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
-    assert found(observations, [*told, FailureNotice("raised", 3, 3)]) == ("raised", 3)
+    assert attribute_failure(0, observations, notices, LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
+    assert attribute_failure(0, observations, notices[::-1], LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
+    assert found(observations, [*notices, FailureNotice("raised", 3, 3)]) == ("raised", 3)
 
 
 # ------------------------------------------------------------------ anything

@@ -70,8 +70,8 @@ def test_without_a_pidfd_the_start_time_identifies_a_process():
 
 def test_processes_of_a_host_share_its_key():
     line = "from paceline.health.process_probe import host_key; print(host_key())"
-    told = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout
-    assert told.strip() == host_key()
+    output = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == host_key()
 
 
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])

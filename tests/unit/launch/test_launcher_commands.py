@@ -20,7 +20,7 @@ NAMED = {"hosts": 2, "host_names": ("pc1", "pc2")}
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "message"),
     [
         ({"program": ()}, "no program to run"),
         ({"program": ("",)}, "no program to run"),
@@ -50,8 +50,8 @@ NAMED = {"hosts": 2, "host_names": ("pc1", "pc2")}
         ({"folder": "/runs\n/a"}, "is not the same everywhere"),
     ],
 )
-def test_invalid_jobs_are_refused(what, said):
-    with pytest.raises(UsageError, match=said) as caught:
+def test_invalid_jobs_are_refused(what, message):
+    with pytest.raises(UsageError, match=message) as caught:
         ClusterJob(**{"program": ("train.py",)} | what)
     assert "→" in str(caught.value)
 
@@ -147,7 +147,7 @@ def test_a_batch_script_without_limit_is_not_warned():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: SlurmOptions(options=("constraint",)), "'constraint' is not an option of sbatch"),
         (lambda: SlurmOptions(options=("--a=b\nrm",)), "is not possible in a batch script"),
@@ -160,8 +160,8 @@ def test_a_batch_script_without_limit_is_not_warned():
         (lambda: batch_script(ClusterJob(("x.py",), folder="/a\\b")), "has a backslash"),
     ],
 )
-def test_invalid_slurm_options_are_refused(make, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_slurm_options_are_refused(make, message):
+    with pytest.raises(UsageError, match=message):
         make()
 
 

@@ -214,17 +214,17 @@ def other_optimizer():
 
 @pytest.mark.parametrize("kind", ["NonFiniteGuard", "ReplicaCheck"])
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (lambda model, optim: (model.module, optim), "wrap the model"),
         (lambda model, optim: (model, model), "pass the optimizer"),
         (lambda model, optim: (model, other_optimizer()), "holds no parameter of this model"),
     ],
 )
-def test_objects_of_another_model_are_refused(kind, spoil, message):
+def test_objects_of_another_model_are_refused(kind, damage, message):
     model, optim, _ = alone()
     with pytest.raises(UsageError, match=message):
-        getattr(paceline, kind)(*spoil(model, optim))
+        getattr(paceline, kind)(*damage(model, optim))
 
 
 @pytest.mark.parametrize(

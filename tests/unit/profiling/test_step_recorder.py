@@ -91,9 +91,9 @@ def test_tasks_and_plans_are_recorded(lines):
         here.recorder.planned(buckets, lambda: {"step": 0, "buckets": []})
     here.recorder.planned([object()], lambda: {"step": 1, "buckets": []})
     here.recorder.flush()
-    told = lines()
-    assert [line["name"] for line in told] == ["plan", "plan", "step"]
-    assert told[-1]["tasks"][0][0] == "checkpoint"
+    recorded = lines()
+    assert [line["name"] for line in recorded] == ["plan", "plan", "step"]
+    assert recorded[-1]["tasks"][0][0] == "checkpoint"
 
 
 def test_what_another_model_does_is_part_of_the_step(lines):
@@ -109,11 +109,11 @@ def test_what_another_model_does_is_part_of_the_step(lines):
             each.step += 1
             here.enter_phase("optimizer")
     here.recorder.flush()
-    told = lines()
+    recorded = lines()
     # the other's forward comes after the round, so it is the next step's
-    assert [line["step"] for line in told] == [0, 1, 2]
+    assert [line["step"] for line in recorded] == [0, 1, 2]
     phases = ["forward", "backward", "exchange", "optimizer"]
-    assert [[name for name, _ in line["phases"]] for line in told] == [phases, 2 * phases, phases]
+    assert [[name for name, _ in line["phases"]] for line in recorded] == [phases, 2 * phases, phases]
 
 
 def test_some_steps_are_quiet():

@@ -81,13 +81,13 @@ class Carrier:
         queue = self.comm.between(source, self.rank)
         if not queue or self.comm.rng.random() < 0.3:
             return None
-        came, buffer = queue.popleft()
+        received_tag, buffer = queue.popleft()
 
         def receive(place):
             memoryview(place)[:] = buffer
             return FakeRequest(self.comm.rng.randrange(3))
 
-        return ProbedMessage(came, memoryview(buffer).nbytes, receive)
+        return ProbedMessage(received_tag, memoryview(buffer).nbytes, receive)
 
 
 class Pair:
@@ -162,14 +162,14 @@ class SlowCarrier(Carrier):
         queue = self.comm.between(source, self.rank)
         if not queue:
             return None
-        came, buffer = queue.popleft()
+        received_tag, buffer = queue.popleft()
 
         def receive(place):
             memoryview(place)[:] = buffer
-            self.asked.append((came, isinstance(place, memoryview)))
-            return Held() if came == MessageTag.PAYLOAD else FakeRequest(0)
+            self.asked.append((received_tag, isinstance(place, memoryview)))
+            return Held() if received_tag == MessageTag.PAYLOAD else FakeRequest(0)
 
-        return ProbedMessage(came, memoryview(buffer).nbytes, receive)
+        return ProbedMessage(received_tag, memoryview(buffer).nbytes, receive)
 
 
 def test_receives_of_two_envelopes_are_posted_while_the_first_payload_arrives(monkeypatch):

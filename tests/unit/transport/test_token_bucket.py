@@ -42,10 +42,10 @@ def most_in_any(seconds, left):
     st.floats(0.01, 2.0),
     st.lists(st.tuples(st.floats(0, 0.5), st.floats(0.001, 1.0)), min_size=1, max_size=60),
 )
-def test_no_second_has_more_than_the_rate_and_the_burst(rate, burst_seconds, asked):
+def test_no_second_has_more_than_the_rate_and_the_burst(rate, burst_seconds, requests):
     burst = rate * burst_seconds
     bucket, now, left = TokenBucket(rate, burst, 0.0), 0.0, []
-    for pause, part in asked:
+    for pause, part in requests:
         now += pause
         nbytes = part * burst
         now += bucket.seconds_until(nbytes, now)

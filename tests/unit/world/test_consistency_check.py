@@ -27,16 +27,16 @@ def test_this_process_reports_its_versions_and_program():
 
 def test_only_the_text_of_a_program_counts_and_neither_its_path_nor_its_line_ends(tmp_path):
     texts = {"a": b"x = 1\n", "b": b"x = 1\r\n", "c": b"x = 2\n"}
-    told = {}
+    facts = {}
     for folder, text in texts.items():
         (tmp_path / folder).mkdir()
         file = tmp_path / folder / "train.py"
         file.write_bytes(text)
-        told[folder] = program_fact(file, "", tmp_path)
-    assert told["a"] == told["b"] != told["c"]
-    assert told["a"]["the program"].startswith("train.py (text ")
+        facts[folder] = program_fact(file, "", tmp_path)
+    assert facts["a"] == facts["b"] != facts["c"]
+    assert facts["a"]["the program"].startswith("train.py (text ")
     module = program_fact(tmp_path / "a" / "train.py", "my.train", tmp_path)
-    assert module["the program"] == told["a"]["the program"].replace("train.py", "my.train")
+    assert module["the program"] == facts["a"]["the program"].replace("train.py", "my.train")
 
 
 def test_an_installed_command_is_identified_by_name_and_an_unreadable_one_is_not(tmp_path):
@@ -98,6 +98,6 @@ def test_a_claim_without_facts_and_one_with_unknown_fields_are_read():
 
 def test_a_claim_with_facts_is_the_same_after_its_way_through_the_store():
     claims = tuple(RankClaim.of_this_process(rank, 2, USUAL) for rank in range(2))
-    told = json.loads(json.dumps(asdict(RankRoster("name", claims))))
-    assert RankRoster(told["name"], tuple(map(RankClaim.of_json, told["claims"]))).holds(claims[1])
+    decoded = json.loads(json.dumps(asdict(RankRoster("name", claims))))
+    assert RankRoster(decoded["name"], tuple(map(RankClaim.of_json, decoded["claims"]))).holds(claims[1])
     assert len({*claims}) == 2

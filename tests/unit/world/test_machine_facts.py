@@ -78,7 +78,7 @@ def test_a_good_machine_has_no_remedies():
 
 
 @pytest.mark.parametrize(
-    ("changes", "subject", "status", "said"),
+    ("changes", "subject", "status", "message"),
     [
         ({"load": 20.0}, "cores", "warn", "20.0 processes"),
         ({"usable_cores": 1.5}, "cores", "ok", "1.5 of 16"),
@@ -112,10 +112,10 @@ def test_a_good_machine_has_no_remedies():
         ({"compiler": None}, "C++ compiler", "note", "none"),
     ],
 )
-def test_facts_are_judged(changes, subject, status, said):
+def test_facts_are_judged(changes, subject, status, message):
     finding = found(replace(GOOD, **changes), subject)
     assert finding.status == status
-    assert said in finding.value
+    assert message in finding.value
     if status in ("warn", "broken"):
         assert finding.remedy
 
@@ -131,7 +131,7 @@ def test_the_remedy_for_an_address_names_an_interface():
 
 
 @pytest.mark.parametrize(
-    ("loopback", "status", "said"),
+    ("loopback", "status", "message"),
     [
         (MEASURED, "ok", "4 B in 60 µs, 25 MiB in 3 ms (8.14 GiB/s; over gloo 20 ms)"),
         (replace(MEASURED, shared=False), "warn", "share no memory"),
@@ -140,10 +140,10 @@ def test_the_remedy_for_an_address_names_an_interface():
         (None, "note", "not tried"),
     ],
 )
-def test_the_all_reduce_is_judged(loopback, status, said):
+def test_the_all_reduce_is_judged(loopback, status, message):
     finding = found(GOOD, "all-reduce here", loopback)
     assert finding.status == status
-    assert said in finding.value
+    assert message in finding.value
 
 
 def test_interfaces_are_listed_with_their_speed():

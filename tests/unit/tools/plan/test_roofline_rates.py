@@ -85,7 +85,7 @@ def test_the_table_has_no_error_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
         (lambda: measured_link_rate(Profile(), "gloo"), "no all-reduce on gloo"),
         (lambda: measured_link_rate(profile(), "gloo", ranks=1), "1 ranks"),
@@ -97,6 +97,6 @@ def test_the_table_has_no_error_and_says_so():
         ),
     ],
 )
-def test_missing_rates_are_reported(ask, said):
-    with pytest.raises(UsageError, match=said):
+def test_missing_rates_are_reported(ask, message):
+    with pytest.raises(UsageError, match=message):
         ask()

@@ -132,7 +132,7 @@ def test_every_compression_has_words_from_every_step_on():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ((0, 2, 1.0, 1.0), "parameters=0"),
         ((1, 0, 1.0, 1.0), "ranks=0"),
@@ -145,6 +145,6 @@ def test_every_compression_has_words_from_every_step_on():
         ((1, 2, 1.0, 1.0, 0.1, -1), "layers=-1"),
     ],
 )
-def test_values_out_of_range_are_refused(values, said):
-    with pytest.raises(UsageError, match=said):
+def test_values_out_of_range_are_refused(values, message):
+    with pytest.raises(UsageError, match=message):
         advise_network(*values)

@@ -140,7 +140,7 @@ def test_the_sentences_say_what_to_do_and_what_to_expect():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "batch", "strategies", "said"),
+    ("ranks", "batch", "strategies", "message"),
     [
         ([], BATCH, ["flat"], "ranks"),
         ([1], BATCH, ["flat"], "2 or more"),
@@ -150,8 +150,8 @@ def test_the_sentences_say_what_to_do_and_what_to_expect():
         ([2], BATCH, [], "strategies"),
     ],
 )
-def test_invalid_values_are_refused(ranks, batch, strategies, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(ranks, batch, strategies, message):
+    with pytest.raises(UsageError, match=message):
         advise_step(made.profile(), ranks, batch, strategies)
 
 

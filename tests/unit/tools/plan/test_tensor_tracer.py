@@ -51,8 +51,8 @@ def test_an_mlp_takes_what_is_computed_by_hand():
     # at the end: parameters, gradients, input; ReLU's result is dropped when its backward has run
     lasting = {"parameters": weights, "gradients": weights, "inputs": 4 * 16 * 64}
     end = timeline.alive_at(timeline.ticks - 1)
-    told = {name: sum(block.nbytes for block in end if block.category == name) for name in lasting}
-    assert told == lasting
+    measured = {name: sum(block.nbytes for block in end if block.category == name) for name in lasting}
+    assert measured == lasting
     # ReLU's backward makes the gradient of its input beside that of its output, and its saved result
     middle = 4 * 16 * 128
     second = 4 * 128 * 32

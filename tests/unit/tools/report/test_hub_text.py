@@ -26,7 +26,7 @@ def run_of(*records):
     return run
 
 
-def said(*records):
+def sentences(*records):
     run = run_of(*records)
     return hub_headline(run, contribution_rows(run))
 
@@ -41,7 +41,7 @@ def two_workers(**changes):
 
 
 def test_what_was_reached_how_old_updates_were_and_what_was_sent():
-    found = said(
+    found = sentences(
         *two_workers(),
         traffic(10, 6_000_000, 2_000_000),
         centre(11, 1, 5.0),
@@ -58,15 +58,15 @@ def test_what_was_reached_how_old_updates_were_and_what_was_sent():
 
 
 def test_a_score_that_got_worse_is_called_so():
-    found = said(*two_workers(), centre(1, 1, 5.0), centre(3, 1, 4.0), centre(9, 1, 60.0))
+    found = sentences(*two_workers(), centre(1, 1, 5.0), centre(3, 1, 4.0), centre(9, 1, 60.0))
     assert found[1] == (
         "The centre's score went from 5 to 60, worse than at the beginning; its best was 4 after 3 s (lower is better)."
     )
 
 
 def test_a_single_score_and_none():
-    assert "was scored once: 5" in said(*two_workers(), centre(1, 1, 5.0))[1]
-    assert "No worker reported a score" in said(*two_workers())[1]
+    assert "was scored once: 5" in sentences(*two_workers(), centre(1, 1, 5.0))[1]
+    assert "No worker reported a score" in sentences(*two_workers())[1]
 
 
 def test_what_ddp_sends_is_that_of_the_local_steps_with_n_as_it_was():
@@ -90,49 +90,49 @@ def test_a_step_is_counted_once_however_many_fragments_report_it():
 def test_ddp_bytes_are_unknown_without_the_model_or_other_workers():
     assert ddp_nbytes(run_of(update(1, 1))) is None
     assert ddp_nbytes(run_of(begin(0, 1), update(1, 1, workers=1))) is None
-    assert "torch DDP" not in " ".join(said(update(1, 1), traffic(5)))
+    assert "torch DDP" not in " ".join(sentences(update(1, 1), traffic(5)))
 
 
 def test_asynchronous_training_that_sends_more_than_ddp_is_reported():
-    assert "only 10 % of that" in " ".join(said(*two_workers(), traffic(9, 6 * 10**9, 6 * 10**9)))
+    assert "only 10 % of that" in " ".join(sentences(*two_workers(), traffic(9, 6 * 10**9, 6 * 10**9)))
 
 
 def test_a_run_without_updates_says_so():
-    assert said() == ("There are no records yet: no worker has joined, and the hub has just started.",)
-    assert said(traffic(5), traffic(10)) == ("No update has been accepted yet: in 5 s no worker joined.",)
-    found = said(join(0, 1), refuse(4, 1), refuse(5, 1))
+    assert sentences() == ("There are no records yet: no worker has joined, and the hub has just started.",)
+    assert sentences(traffic(5), traffic(10)) == ("No update has been accepted yet: in 5 s no worker joined.",)
+    found = sentences(join(0, 1), refuse(4, 1), refuse(5, 1))
     assert found[0] == "No update has been accepted yet: in 5 s 1 worker joined; 2 updates were refused."
     assert found[1].startswith("Most updates of 1 were refused (not finite 2)")
 
 
 def test_separate_workers_are_described_with_the_best_one():
     scores = [record("score", 9, worker=each, score=7.0 - each, steps=20, lr=0.1) for each in (1, 2)]
-    assert said(join(0, 2, "ann"), *scores)[1] == "2 workers train separately; the best score is 5, of ann."
+    assert sentences(join(0, 2, "ann"), *scores)[1] == "2 workers train separately; the best score is 5, of ann."
 
 
 def test_a_worker_that_is_mostly_refused_is_named():
-    found = said(
+    found = sentences(
         *two_workers(), *(refuse(20, 2, why) for why in ["not finite"] * 5 + ["stale: 20.0 rounds old"])
     )
     assert "Most updates of bob were refused (not finite 5, stale 1): investigate this first." in found
-    found = said(*two_workers(), *(refuse(20, each) for each in (2, 3, 4, 5) for _ in range(6)))
+    found = sentences(*two_workers(), *(refuse(20, each) for each in (2, 3, 4, 5) for _ in range(6)))
     assert any("as were those of 3 more workers" in sentence for sentence in found)
 
 
 def test_the_largest_contributor_is_named_if_above_its_share():
     many = [update(1, 1, samples=100.0), *(update(1, each, samples=10.0) for each in range(2, 6))]
-    assert "1 alone contributed 71 % of the training." in said(*many)
-    assert not any("alone" in sentence for sentence in said(*two_workers()))
-    assert not any("alone" in sentence for sentence in said(update(1, 1)))
+    assert "1 alone contributed 71 % of the training." in sentences(*many)
+    assert not any("alone" in sentence for sentence in sentences(*two_workers()))
+    assert not any("alone" in sentence for sentence in sentences(update(1, 1)))
 
 
 def test_a_full_reservation_is_named_as_what_limits():
     full = [traffic(5 * at, 4_900, 10, bandwidth=1000) for at in range(1, 5)]
     assert any(
-        "more than 90 % of it was used 100 % of the time" in each for each in said(*two_workers(), *full)
+        "more than 90 % of it was used 100 % of the time" in each for each in sentences(*two_workers(), *full)
     )
     half = [*full, *(traffic(5 * at, 100, 10, bandwidth=1000) for at in range(5, 20))]
-    assert not any("limits" in each for each in said(*two_workers(), *half))
+    assert not any("limits" in each for each in sentences(*two_workers(), *half))
 
 
 def test_more_than_twenty_workers_are_the_largest_and_others():

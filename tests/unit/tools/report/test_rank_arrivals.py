@@ -34,10 +34,10 @@ def timelines(
     for step in range(steps):
         late = step % ranks if turns else slow
         longer = {rank: extra if rank == late else 0.0 for rank in range(ranks)}
-        came = {rank: 0.1 + more for rank, more in longer.items()}
-        through = max(came.values()) + NETWORK
+        arrived = {rank: 0.1 + more for rank, more in longer.items()}
+        through = max(arrived.values()) + NETWORK
         for rank in range(ranks):
-            lines[rank].append(_line(rank, step, came[rank], through, longer[rank], part))
+            lines[rank].append(_line(rank, step, arrived[rank], through, longer[rank], part))
             if rank == late:
                 lines[rank][-1] = replace(lines[rank][-1], **changes)
     buckets = ((0, (TracedBucket("all-reduce", 1_000_000, 3, "a"),)),)
@@ -47,7 +47,7 @@ def timelines(
     }
 
 
-def _line(rank, step, came, through, longer, part):
+def _line(rank, step, arrived, through, longer, part):
     lengths = {"data": 0.001, "forward": 0.040, "backward": 0.059}
     lengths[part] = lengths.get(part, 0.0) + longer
     phases, at = [], 0.0
@@ -61,14 +61,14 @@ def _line(rank, step, came, through, longer, part):
             bucket=0,
             nbytes=1_000_000,
             sent=1_000_000,
-            ready=came,
-            launched=came,
-            posted=came,
+            ready=arrived,
+            launched=arrived,
+            posted=arrived,
             done=None,
             seen=through,
         ),
     )
-    waits = (TracedWait(0, came, through),)
+    waits = (TracedWait(0, arrived, through),)
     return TracedStep(
         step=step,
         rank=rank,
@@ -136,7 +136,7 @@ def test_only_steps_that_all_ranks_know_are_compared():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "done"),
+    ("changes", "cause", "done"),
     [
         ({"part": "data"}, "It waits for its data: 51 ms per step, 1 ms on the others.", "num_workers"),
         ({"part": "optimizer"}, "Its optimizer takes many times as long", "doctor"),
@@ -150,9 +150,9 @@ def test_only_steps_that_all_ranks_know_are_compared():
         ),
     ],
 )
-def test_the_cause_is_inferred_from_what_differs(changes, said, done):
+def test_the_cause_is_inferred_from_what_differs(changes, cause, done):
     found = compare_arrivals(timelines(slow=1, **changes)).straggler
-    assert said in straggler_cause(found)
+    assert cause in straggler_cause(found)
     assert done in straggler_remedy(found)[1]
 
 

@@ -227,7 +227,7 @@ def test_bytes_that_are_not_counted_are_called_so(folder):
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "message"),
     [
         ({"synchronised": "full-shard"}, "PyTorch waits inside forward and backward"),
         ({"world": {"device": "cuda:0"}}, "Times are host times"),
@@ -235,7 +235,7 @@ def test_bytes_that_are_not_counted_are_called_so(folder):
         ({"world": {"device": "cpu", "backend": "gloo"}, "synchronised": "bucketed"}, ""),
     ],
 )
-def test_the_page_names_the_limits_of_its_times(facts, said):
+def test_the_page_names_the_limits_of_its_times(facts, message):
     text = " ".join(timing_caveats(facts))
-    assert said in text
-    assert bool(text) is bool(said)
+    assert message in text
+    assert bool(text) is bool(message)

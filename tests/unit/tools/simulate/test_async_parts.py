@@ -50,9 +50,9 @@ def test_the_time_to_a_loss_lies_between_points():
 
 
 def test_rows_beside_ddp():
-    ddp, star, never = with_times_to_target([DDP, row(), row("k 25, d 0", (8.0, 7.0, 6.0))], 4.0)
+    ddp, asynchronous, never = with_times_to_target([DDP, row(), row("k 25, d 0", (8.0, 7.0, 6.0))], 4.0)
     assert (ddp.seconds_to_target, ddp.speedup) == (20.0, 1.0)
-    assert (star.seconds_to_target, star.speedup) == (10.0, 2.0)
+    assert (asynchronous.seconds_to_target, asynchronous.speedup) == (10.0, 2.0)
     assert (never.seconds_to_target, never.speedup) == (None, None)
     assert with_times_to_target([row()], None)[0].seconds_to_target is None
     assert with_times_to_target([row()], 4.0)[0].speedup is None
@@ -102,17 +102,17 @@ def test_without_churn_or_with_one_worker_nobody_leaves():
 
 def test_injected_faults_depend_on_the_seed_and_damage_is_detected():
     envelope = Envelope(Header("run", "update", 1, 0, 7, dtype="fp32", nbytes=64), b"x" * 64)
-    spoiling = RandomFaults(0.4, seed=1)
-    came = [spoiling(envelope) for _ in range(1000)]
-    spoilt = sum(spoiling.counts[name] for name in ("lost", "repeated", "late", "damaged"))
-    assert 330 < spoilt < 470
-    assert min(spoiling.counts.values()) > 50
-    assert spoiling.counts["let through"] == 0
-    lengths = Counter(len(each) for each in came)
-    assert lengths[0] == spoiling.counts["lost"] + spoiling.counts["damaged"]
-    assert lengths[2] == spoiling.counts["repeated"]
+    faults = RandomFaults(0.4, seed=1)
+    received = [faults(envelope) for _ in range(1000)]
+    faulty = sum(faults.counts[name] for name in ("lost", "repeated", "late", "damaged"))
+    assert 330 < faulty < 470
+    assert min(faults.counts.values()) > 50
+    assert faults.counts["let through"] == 0
+    lengths = Counter(len(each) for each in received)
+    assert lengths[0] == faults.counts["lost"] + faults.counts["damaged"]
+    assert lengths[2] == faults.counts["repeated"]
     again = RandomFaults(0.4, seed=1)
-    assert [again(envelope) for _ in range(1000)] == came
+    assert [again(envelope) for _ in range(1000)] == received
     assert RandomFaults(0.0)(envelope) == [(0.0, envelope)]
     with pytest.raises(UsageError, match=r"faults in 1\.0 of all messages"):
         RandomFaults(1.0)
@@ -146,10 +146,10 @@ def test_sentences_where_ddp_is_better_or_nothing_gets_there():
 
 
 def test_sentences_describe_faults():
-    gone = row(
+    diverged = row(
         losses_=(8.0, 80.0), refused={"exploding": 3, "repeated": 2}, replaced=["worker 4 at 3.0 s: bad"]
     )
-    findings = "\n".join(async_findings([DDP, gone], outer="nesterov"))
+    findings = "\n".join(async_findings([DDP, diverged], outer="nesterov"))
     assert "All schedules diverged" in findings
     assert "Nesterov at every arrival" in findings
     assert "refused 3 exploding." in findings

@@ -89,11 +89,11 @@ def test_equal_workers_that_send_every_step_average_gradients_that_are_one_excha
 
 
 def test_equal_workers_that_send_every_step_reach_the_parameters_of_ddp():
-    star = simulate_async(
+    asynchronous = simulate_async(
         AsyncPlan(machines=EQUAL, steps=150, cadence=SyncSchedule(1, 1, 0), **BARE), LinearTask()
     )
     ddp = simulate_ddp(DdpPlan(machines=EQUAL, steps=150), LinearTask())
-    assert star.loss == pytest.approx(ddp.loss, rel=0.1)
+    assert asynchronous.loss == pytest.approx(ddp.loss, rel=0.1)
 
 
 # ---------------------------------------------------------------------- what it survives

@@ -177,7 +177,7 @@ def test_a_measured_network_gives_back_what_was_measured():
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
         (lambda: ClusterNetwork(topology="mesh"), "unknown topology"),
         (lambda: ClusterNetwork(link=0.0), "link=0.0"),
@@ -190,8 +190,8 @@ def test_a_measured_network_gives_back_what_was_measured():
         (lambda: all_reduce_rounds("bruck", 4), "unknown algorithm"),
     ],
 )
-def test_invalid_values_are_refused(ask, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(ask, message):
+    with pytest.raises(UsageError, match=message):
         ask()
 
 

@@ -245,7 +245,7 @@ def test_words_name_what_limits():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"step": 0.0}, "step_seconds"), ({"nbytes": -1.0}, "nbytes"), ({"batch": "big"}, "unknown batch"),
         ({"strategy": "magic"}, "unknown strategy"), ({"bucket_nbytes": 0.0}, "bucket_nbytes"),
@@ -258,8 +258,8 @@ def test_words_name_what_limits():
         ({"node_mtbf": 10.0}, "take no time"),
     ],
 )  # fmt: skip
-def test_invalid_values_are_refused(options, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
         simulate_cluster(plan(**options), 4)
 
 

@@ -133,13 +133,13 @@ def test_the_same_seed_gives_the_same_to_the_bit(machines, nodes):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"speeds": ()}, "speeds"), ({"speeds": (1.0, 0.0)}, "speeds"), ({"spread": -0.1}, "spread"),
         ({"jitter": 9.0}, "jitter"), ({"jitter": math.nan}, "jitter"), ({"measured": (1.0, 0.0)}, "measured"),
         ({"measured": (1.0, 2.0), "jitter": 0.1}, "omit jitter"), ({"shares": "fair"}, "unknown shares"),
     ],
 )  # fmt: skip
-def test_invalid_values_are_refused(options, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
         ClusterMachines(**options)

@@ -83,13 +83,13 @@ def test_a_schedule_by_what_is_done():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"machines": []}, "without workers"),
         ({}, "without an end"),
         ({"steps": 1, "overlap": 1.5}, "overlap=1.5"),
     ],
 )
-def test_invalid_plans_are_refused(values, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_plans_are_refused(values, message):
+    with pytest.raises(UsageError, match=message):
         DdpPlan(**{"machines": MACHINES, "seconds": math.inf} | values)
