@@ -40,7 +40,16 @@ def entries(path):
 
 
 def test_the_round_robin_rows(paceline, tmp_path):
-    options = ["--scheme", "round_robin", "--block", "2,10,100,1000", "--batch-size", 64, "--json", "rows.json"]
+    options = [
+        "--scheme",
+        "round_robin",
+        "--block",
+        "2,10,100,1000",
+        "--batch-size",
+        64,
+        "--json",
+        "rows.json",
+    ]
     code, out, err = paceline(*SEVEN, *options)
     assert (code, err) == (0, "")
     for row in ("7144 ×3, 7142 ×4", "7150 ×2, 7140 ×5", "7200 ×3, 7100 ×4", "8000, 7000 ×6"):
@@ -159,7 +168,18 @@ def test_starvation_runs_with_the_given_data(paceline, monkeypatch):
         dispatch_command, "starve", lambda balance, **options: played.append((balance, options))
     )
     assert paceline("--starve")[0] == 0
-    arguments = ["--samples", 1000, "--shares", ".25,.25,.1,.4", "--block", 5, "--batch-size", 16, "--timeout", 3]
+    arguments = [
+        "--samples",
+        1000,
+        "--shares",
+        ".25,.25,.1,.4",
+        "--block",
+        5,
+        "--batch-size",
+        16,
+        "--timeout",
+        3,
+    ]
     arguments += ["--backend", "paceline"]
     assert paceline("--starve", *arguments, "--json", "a.json")[0] == 0
     (example, default), (balance, options) = played

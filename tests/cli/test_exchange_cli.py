@@ -226,7 +226,7 @@ def test_the_ranks_end_with_the_command_however_that_ends(number, code):
         os.kill(command.pid, number)
         command.communicate(timeout=20)
         assert command.returncode == code
-        assert mpi_worlds.gone(ranks)
+        assert mpi_worlds.all_ended(ranks)
 
 
 def test_help_imports_neither_torch_nor_mpi4py():

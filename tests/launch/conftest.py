@@ -1,4 +1,4 @@
-"""Shared by tests of launchers: the training that they start, and the weights that it ends with if undisturbed.
+"""Shared by tests of launchers: the training that they start, and the weights that it ends with without failures.
 
 Each such test says which cell of the table of launchers it fills: ``@pytest.mark.launcher("Slurm", "finishes")``; the
 table is printed at the end of the session (`launchers_table`).
@@ -36,7 +36,7 @@ def launch_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def expected_digest(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the weights of two ranks that were not disturbed."""
     notes = Notes(tmp_path_factory.mktemp("undisturbed"))
     run_ranks(

@@ -59,25 +59,25 @@ class Notes:
             time.sleep(0.05)
 
     def check_finished(
-        self, undisturbed: str, *, nodes: int = 1, backends: Sequence[str] = ("paceline",)
+        self, expected_digest: str, *, nodes: int = 1, backends: Sequence[str] = ("paceline",)
     ) -> None:
         """Assert that one life of two ranks made all steps, with the right words and weights."""
         assert self.steps() == [list(range(STEPS))]
-        self._check_end(undisturbed, nodes, backends)
+        self._check_end(expected_digest, nodes, backends)
 
-    def check_resumed(self, undisturbed: str, *, starts: int = 2, nodes: int = 1) -> None:
+    def check_resumed(self, expected_digest: str, *, starts: int = 2, nodes: int = 1) -> None:
         """Assert that the training went on from a checkpoint, and ended as if nothing had happened."""
         made = self.steps()
         assert len(made) == starts, made
         for earlier, later in pairwise(made):
             assert 0 < later[0] <= earlier[-1] + 1, made  # from a checkpoint, and no step was left out
         assert made[-1][-1] == STEPS - 1
-        self._check_end(undisturbed, nodes, ("paceline",))
+        self._check_end(expected_digest, nodes, ("paceline",))
 
-    def _check_end(self, undisturbed: str, nodes: int, backends: Sequence[str]) -> None:
+    def _check_end(self, expected_digest: str, nodes: int, backends: Sequence[str]) -> None:
         ends = [note for note in self.all() if "digest" in note]
         assert sorted(note["rank"] for note in ends) == [0, 1]
         for note in ends:
             assert (note["size"], note["nodes"], note["words"]) == (2, nodes, list(WEIRD))
             assert note["backend"] in backends
-        assert self.digest() == undisturbed
+        assert self.digest() == expected_digest

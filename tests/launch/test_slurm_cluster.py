@@ -68,10 +68,10 @@ def start_again(cluster, job):
 
 @pytest.mark.thorough
 @pytest.mark.launcher("Slurm", "finishes")
-def test_it_finishes_on_two_hosts_and_is_followed(launch, notes, undisturbed):
+def test_it_finishes_on_two_hosts_and_is_followed(launch, notes, expected_digest):
     [result] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
     assert result.code == 0, result.stdout + result.stderr
-    notes.check_finished(undisturbed, nodes=2)
+    notes.check_finished(expected_digest, nodes=2)
     assert "RUNNING on host[0-1]" in result.stderr
     assert re.search(r"job \d+: COMPLETED, exit code 0", result.stderr)
 
@@ -79,7 +79,7 @@ def test_it_finishes_on_two_hosts_and_is_followed(launch, notes, undisturbed):
 @pytest.mark.thorough
 @pytest.mark.launcher("Slurm", "killed and resumed")
 def test_a_requeued_job_resumes_and_a_cancelled_one_once_it_is_submitted_again(
-    cluster, launch, notes, undisturbed
+    cluster, launch, notes, expected_digest
 ):
     job = number_of(launch("--hosts", "2", "--time", "1h", "--submit", pause=0.2))
     notes.await_step(3)
@@ -90,13 +90,13 @@ def test_a_requeued_job_resumes_and_a_cancelled_one_once_it_is_submitted_again(
     assert " Restarts=1 " in await_state(cluster, job, "CANCELLED")
     [result] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
     assert result.code == 0, result.stdout + result.stderr
-    notes.check_resumed(undisturbed, lives=3, nodes=2)
+    notes.check_resumed(expected_digest, starts=3, nodes=2)
 
 
-def test_tasks_that_srun_starts_join_without_a_launcher(cluster, notes, undisturbed):
+def test_tasks_that_srun_starts_join_without_a_launcher(cluster, notes, expected_digest):
     output = cluster.run("srun", "-N2", "-n2", sys.executable, *notes.words())
     assert notes.steps(), output
-    notes.check_finished(undisturbed, nodes=2)
+    notes.check_finished(expected_digest, nodes=2)
 
 
 @pytest.mark.thorough

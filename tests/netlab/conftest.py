@@ -11,7 +11,7 @@ from paceline.testing.netlab import Lab, missing
 
 
 @pytest.fixture(scope="session", autouse=True)
-def possible() -> None:
+def require_lab() -> None:
     """Skip, with the reason, where no lab can be made."""
     problem = missing()
     if problem is not None:

@@ -19,7 +19,7 @@ KINDS = ["plain", "bf16", "int8", "int4", "topk", "powersgd", "diloco", "streami
 @pytest.fixture(scope="module")
 def bytes_by_kind(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each host noted of each kind."""
-    out, script = tmp_path_factory.mktemp("slow") / "told", Path(__file__).with_name("slow_ranks.py")
+    out, script = tmp_path_factory.mktemp("slow") / "results", Path(__file__).with_name("slow_ranks.py")
     shared.torchrun([str(script), str(out), *KINDS], ranks_per_host=1, timeout=240)
     return [json.loads(Path(f"{out}.{host}").read_text()) for host in range(shared.hosts)]
 
@@ -30,7 +30,7 @@ def test_the_interface_sends_the_predicted_bytes(bytes_by_kind: list[dict[str, A
     for host in bytes_by_kind:
         found = host[kind]
         assert found["equal"]
-        assert found["foretold"] > 0
+        assert found["predicted"] > 0
         # What TCP and gloo put around each message, and what comes with a barrier at either end.
         around = 600 * found["messages"] + 20_000
-        assert found["foretold"] <= found["moved"] <= 1.03 * found["foretold"] + around
+        assert found["predicted"] <= found["moved"] <= 1.03 * found["predicted"] + around

@@ -27,9 +27,9 @@ import paceline
 world = paceline.init(backend="gloo", timeout=120.0)
 values = torch.full((250_000,), world.rank + 1.0)
 dist.all_reduce(values)
-told = {name: os.environ[name] for name in ("GROUP_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
-told |= vars(world) | {"sum": values.unique().tolist(), "hostname": socket.gethostname(), "words": sys.argv[1:]}
-os.write(1, (json.dumps(told) + "\\n").encode())  # one write, so that ranks of a host do not mix their lines
+facts = {name: os.environ[name] for name in ("GROUP_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
+facts |= vars(world) | {"sum": values.unique().tolist(), "hostname": socket.gethostname(), "words": sys.argv[1:]}
+os.write(1, (json.dumps(facts) + "\\n").encode())  # one write, so that ranks of a host do not mix their lines
 paceline.shutdown()
 """
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from backend_scenes import enter
 
-__all__ = ["apart", "compare", "on_both", "world"]
+__all__ = ["compare", "max_difference", "on_both", "world"]
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def on_both(rank: int, size: int, folder: str, work: Callable[..., Any], *args: 
     return results[0], results[1]
 
 
-def apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+def max_difference(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     """Return the largest difference of any element, NaN if there is a NaN; 0 means equal to the bit."""
     assert [each.dtype for each in left] == [each.dtype for each in right]
     gaps = [(a - b).abs().max().double() for a, b in zip(left, right, strict=True) if a.numel()]
@@ -45,5 +45,5 @@ def compare(pool, tmp_path, size: int, *case: Any) -> None:
     """
     results = pool(size).run(on_both, str(tmp_path), *case, world=False)
     for ours, gloos in results:
-        assert apart(ours, results[0][0]) == 0.0, "the ranks differ"
-        assert apart(ours, gloos) <= (0.0 if size == 2 else 1e-6)
+        assert max_difference(ours, results[0][0]) == 0.0, "the ranks differ"
+        assert max_difference(ours, gloos) <= (0.0 if size == 2 else 1e-6)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import record
 
-from rank_pool import Staff
+from rank_pool import RankProcesses
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,16 +23,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Staff]:
+def pool() -> Iterator[RankProcesses]:
     """`pool(3)` is a pool of three warm ranks; see tests/support/rank_pool.py."""
-    staff = Staff()
-    yield staff
-    staff.close()
+    processes = RankProcesses()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture
-def places() -> Callable[[int], list[dict[str, str]]]:
-    """`places(2)` is what torchrun would tell each of two ranks, with a port of their own to meet at."""
+def rank_environments() -> Callable[[int], list[dict[str, str]]]:
+    """`rank_environments(2)` is what torchrun would tell each of two ranks, with a port of their own to meet at."""
 
     def variables(size: int) -> list[dict[str, str]]:
         with socket.socket() as listening:

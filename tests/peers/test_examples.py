@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from model_zoo import apart
+from model_zoo import max_difference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -57,7 +57,7 @@ def test_a_hugging_face_model_counts_tokens(pool):
     assert falls(losses)
     for sync in ("sharded", "full-shard"):
         for params, _ in pool(2, "paceline").run(learn_lines, 8, sync):
-            assert apart(params, expected) <= TOLERANCE
+            assert max_difference(params, expected) <= TOLERANCE
 
 
 def learn_shapes(rank, size):
@@ -75,8 +75,8 @@ def learn_shapes(rank, size):
     before = [buffer.double().clone() for buffer in model.module.buffers()]
     accuracy = convnet.accuracy(model, samples=256)
     gaps = [
-        apart(model.parameters(), reference.parameters()),
-        apart([buffer.double() for buffer in model.module.buffers()], before),
+        max_difference(model.parameters(), reference.parameters()),
+        max_difference([buffer.double() for buffer in model.module.buffers()], before),
     ]
     return *gaps, list(model.module.buffers()), list(reference.module.buffers()), losses, accuracy
 
@@ -89,7 +89,10 @@ def test_a_network_with_batchnorm_is_evaluated_with_rank_0s_statistics(pool):
     assert first[1] == 0.0, "rank 0 keeps its statistics"
     assert second[1] > 0.0, "rank 1 had others, of its own batches"
     for _, _, ours, theirs, losses, accuracy in (first, second):
-        assert apart([each.double() for each in ours], [each.double() for each in first[3]]) <= TOLERANCE
+        assert (
+            max_difference([each.double() for each in ours], [each.double() for each in first[3]])
+            <= TOLERANCE
+        )
         assert len(ours) == len(theirs) == 18
         assert falls(losses)
         assert accuracy == first[5] > 0.5  # a quarter by chance
@@ -103,7 +106,7 @@ def run_script(rank, size, name, snapshot):
     return [float(line.split()[-1]) for line in output.getvalue().splitlines()]
 
 
-def test_a_ddp_script_changed_in_one_line_learns_the_same(pool, places, tmp_path):
+def test_a_ddp_script_changed_in_one_line_learns_the_same(pool, rank_environments, tmp_path):
     before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("ddp_before.py", "ddp_after.py"))
     changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
     assert changed == [
@@ -113,9 +116,9 @@ def test_a_ddp_script_changed_in_one_line_learns_the_same(pool, places, tmp_path
     output, saved = [], []
     for name in ("ddp_before.py", "ddp_after.py"):
         snapshot = tmp_path / name
-        output.append(pool(2).run(run_script, name, str(snapshot), world=False, env=places(2))[0])
+        output.append(pool(2).run(run_script, name, str(snapshot), world=False, env=rank_environments(2))[0])
         saved.append(torch.load(snapshot, weights_only=True))
     assert output[0] == output[1]
     assert output[0][-1] < 0.2 * output[0][0]
     assert saved[0]["epoch"] == saved[1]["epoch"] == 4
-    assert apart(saved[0]["model"].values(), saved[1]["model"].values()) <= 1e-6
+    assert max_difference(saved[0]["model"].values(), saved[1]["model"].values()) <= 1e-6

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from both import apart, compare, world
+from both import compare, max_difference, world
 from test_ddp import STEPS, batch, build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -91,7 +91,7 @@ def train_hybrid(rank, size, folder):
 
 def test_sharding_inside_groups_that_are_replicated(pool, tmp_path):
     for hybrid, ddp in pool(4).run(train_hybrid, str(tmp_path), world=False):
-        assert apart(hybrid, ddp) <= 1e-6
+        assert max_difference(hybrid, ddp) <= 1e-6
 
 
 def save_and_resume(rank, size, folder):
@@ -114,7 +114,7 @@ def save_and_resume(rank, size, folder):
 
 def test_distributed_checkpoint(pool, tmp_path):
     for straight, resumed in pool(2).run(save_and_resume, str(tmp_path), world=False):
-        assert apart(straight, resumed) == 0.0
+        assert max_difference(straight, resumed) == 0.0
 
 
 def test_the_world_is_a_paceline_one(pool, tmp_path):

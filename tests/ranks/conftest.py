@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from killable_ranks import KillableRanks
-from rank_pool import Staff
+from rank_pool import RankProcesses
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Staff]:
+def pool() -> Iterator[RankProcesses]:
     """`pool(3)` is a pool of three warm ranks; see pool.py."""
-    staff = Staff()
-    yield staff
-    staff.close()
+    processes = RankProcesses()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """A process that has imported torch and started no thread, and forks ranks: milliseconds instead of seconds each.
 
-    mother = Mother()
-    pid = mother.fork(connection, stacks)      # a process that serves cases at the other end (pool.py)
-    mother.code(pid)                           # its exit code, None while it runs
+    server = ForkServer()
+    pid = server.fork(connection, stacks)      # a process that serves cases at the other end (pool.py)
+    server.code(pid)                           # its exit code, None while it runs
 
 What it forked ends with it, and it ends with the process that made it.
 """
@@ -22,14 +22,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from warm_start import die_with, import_what_ranks_need, start_warm
+from warm_start import die_with, preload_modules, start_warm_process
 
-__all__ = ["Mother"]
+__all__ = ["ForkServer"]
 
 _MESSAGE_NBYTES = 4096
 
 
-class Mother:
+class ForkServer:
     """That process, as others see it; started when first needed."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Mother:
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = start_warm(__file__, theirs.fileno())
+        self._process = start_warm_process(__file__, theirs.fileno())
         atexit.register(self.close)
         theirs.close()
 
@@ -85,21 +85,21 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _fork(requests: socket.socket, descriptor: int, stacks: str) -> int:
-    mother = os.getpid()
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         requests.close()
-        _be_rank(mother, descriptor, stacks)
+        _become_rank(parent, descriptor, stacks)
     os.close(descriptor)
     return child
 
 
-def _be_rank(mother: int, descriptor: int, stacks: str) -> None:
+def _become_rank(parent: int, descriptor: int, stacks: str) -> None:
     from rank_pool import serve
 
     code = 1
     try:
-        die_with(mother)
+        die_with(parent)
         with open(stacks, "w") as file:
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
             serve(Connection(descriptor))
@@ -121,7 +121,7 @@ def main() -> None:
     """Import what ranks need, then fork them."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
-    import_what_ranks_need()
+    preload_modules()
     _serve(socket.socket(fileno=descriptor))
 
 

@@ -209,7 +209,7 @@ def loss_of(model, name, x, y):
     return (out - y).square().mean()
 
 
-def apart(left, right):
+def max_difference(left, right):
     """Return the largest difference of any element of two lists of tensors; NaN if there is a NaN."""
     gaps = [(a - b).abs().max().double() for a, b in zip(left, right, strict=True) if a.numel()]
     return torch.stack(gaps).max().item() if gaps else 0.0

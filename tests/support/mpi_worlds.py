@@ -25,16 +25,16 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_INIT_METHOD", "MASTER_ADDR
 
 
 @dataclass(frozen=True)
-class Ended:
+class WorldResult:
     """What became of a world: mpiexec's exit code, what it wrote, and what its ranks told in JSON."""
 
     code: int
     out: str
     err: str
 
-    def told(self):
+    def reports(self):
         """Return what ranks told by `tell`, by rank."""
-        found = [json.loads(line[5:]) for line in self.out.splitlines() if line.startswith("TOLD ")]
+        found = [json.loads(line[7:]) for line in self.out.splitlines() if line.startswith("REPORT ")]
         return dict(sorted(found))
 
     def __str__(self):
@@ -67,7 +67,7 @@ def run(command, timeout=60, env=None):
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             raise AssertionError(f"not over after {timeout} s:\n{out}\n{err}") from None
-    return Ended(process.returncode, out, err)
+    return WorldResult(process.returncode, out, err)
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def start(command, env=None):
         process.wait()
 
 
-def gone(pids, timeout=10.0):
+def all_ended(pids, timeout=10.0):
     """Return whether all processes end in time; zombies have ended."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -107,7 +107,7 @@ def _runs(pid):
         return False
 
 
-def tell(rank, what):
+def report(rank, what):
     """In a rank: tell the test something, once, in one write."""
-    sys.stdout.write(f"TOLD {json.dumps([rank, what])}\n")
+    sys.stdout.write(f"REPORT {json.dumps([rank, what])}\n")
     sys.stdout.flush()

@@ -32,11 +32,11 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from fork_server import Mother
+from fork_server import ForkServer
 
-__all__ = ["Pool", "RankError", "Staff", "serve", "spawn"]
+__all__ = ["Pool", "RankError", "RankProcesses", "serve", "spawn"]
 
-_mother = Mother()  # of all processes here: what is imported takes seconds
+_fork_server = ForkServer()  # of all processes here: what is imported takes seconds
 GRACE_SECONDS = 2.0  # after the first failure: how long the other ranks may take to fail too
 
 
@@ -71,19 +71,19 @@ class Case:
 class Worker:
     """One process that serves cases through a pipe."""
 
-    def __init__(self, mother: Mother, folder: Path) -> None:
+    def __init__(self, fork_server: ForkServer, folder: Path) -> None:
         self.pipe, theirs = Pipe()
         self.stacks = folder / f"stacks-{random.getrandbits(48):x}"
-        self.mother, self.pid = mother, mother.fork(theirs, self.stacks)
+        self.fork_server, self.pid = fork_server, fork_server.fork(theirs, self.stacks)
         theirs.close()
 
     def runs(self) -> bool:
         """Return whether it has not ended."""
-        return self.mother.code(self.pid) is None
+        return self.fork_server.code(self.pid) is None
 
     def ended(self) -> str:
         """Say how the process ended."""
-        code = self.mother.code(self.pid, wait=True) or 0
+        code = self.fork_server.code(self.pid, wait=True) or 0
         return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def where(self) -> str:
@@ -99,12 +99,12 @@ class Worker:
         """End the process."""
         if self.runs():
             os.kill(self.pid, signal.SIGKILL)
-            self.mother.code(self.pid, wait=True)
+            self.fork_server.code(self.pid, wait=True)
         self.pipe.close()
         self.stacks.unlink(missing_ok=True)
 
 
-class Staff:
+class RankProcesses:
     """The processes behind all pools of a session: started when first needed."""
 
     def __init__(self) -> None:
@@ -117,16 +117,16 @@ class Staff:
         """Return the pool of `size` ranks, whose world has `backend`."""
         return Pool(self, size, backend)
 
-    def hire(self, size: int) -> list[Worker]:
+    def acquire(self, size: int) -> list[Worker]:
         """Return the processes of ranks 0 … size − 1, starting those that are not there."""
         for rank in range(size):
             if rank in self.workers and not self.workers[rank].runs():
-                self.fire([rank])
+                self.discard([rank])
             if rank not in self.workers:
-                self.workers[rank] = Worker(_mother, self.folder)
+                self.workers[rank] = Worker(_fork_server, self.folder)
         return [self.workers[rank] for rank in range(size)]
 
-    def fire(self, ranks: Sequence[int]) -> None:
+    def discard(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks`; whoever shared a world with them gets a new one."""
         for rank in ranks:
             self.workers.pop(rank).close()
@@ -140,15 +140,15 @@ class Staff:
 
     def close(self) -> None:
         """End all processes and remove their folder."""
-        self.fire(list(self.workers))
+        self.discard(list(self.workers))
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Pool:
     """A number of warm ranks."""
 
-    def __init__(self, staff: Staff, size: int, backend: str) -> None:
-        self.staff, self.size, self.backend = staff, size, backend
+    def __init__(self, processes: RankProcesses, size: int, backend: str) -> None:
+        self.processes, self.size, self.backend = processes, size, backend
 
     def run(
         self,
@@ -170,7 +170,7 @@ class Pool:
         Raises:
             RankError: the function raised, died or hung on some rank.
         """
-        workers = self.staff.hire(self.size)
+        workers = self.processes.acquire(self.size)
         try:
             for rank, worker in enumerate(workers):
                 worker.pipe.send_bytes(pickle.dumps(self._case(function, args, rank, world, env)))
@@ -180,10 +180,10 @@ class Pool:
             if isinstance(outcome, RankError):
                 raise outcome from outcome.cause
         except BaseException:  # pytest's own time-out too: nobody may read the answers to this case later
-            self.staff.fire(range(self.size))
+            self.processes.discard(range(self.size))
             raise
         if not world:
-            self.staff.worlds += 1
+            self.processes.worlds += 1
         return outcome
 
     def _case(
@@ -194,7 +194,7 @@ class Pool:
         world: bool,
         env: Sequence[Mapping[str, str]] | None,
     ) -> Case:
-        init_method = self.staff.init_method(self.size, self.backend) if world else None
+        init_method = self.processes.init_method(self.size, self.backend) if world else None
         call = pickle.dumps((function, args))
         return Case(
             call, rank, self.size, self.backend, init_method, env[rank] if env else {}, list(sys.path)
@@ -233,8 +233,8 @@ def spawn(
     env: Sequence[Mapping[str, str]] | None = None,
 ) -> list[Any]:
     """Run ``function(rank, ranks, *args)`` without a world, in processes that nobody else uses."""
-    with contextlib.closing(Staff()) as staff:
-        return staff(ranks).run(function, *args, timeout=timeout, world=False, env=env)
+    with contextlib.closing(RankProcesses()) as processes:
+        return processes(ranks).run(function, *args, timeout=timeout, world=False, env=env)
 
 
 def _receive(worker: Worker) -> tuple[str, Any, BaseException | None]:

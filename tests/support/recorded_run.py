@@ -76,7 +76,9 @@ def _write_step(trace: list[str], rank: int, step: int, clock: float, pace: floa
     arrived = round(1e6 * sum(computing.values()))
     through = arrived + round(1e6 * idle)
     nbytes = 26_248_000 // 7
-    calls = [["reduce", each, nbytes, nbytes, arrived, arrived, arrived, through, through] for each in range(7)]
+    calls = [
+        ["reduce", each, nbytes, nbytes, arrived, arrived, arrived, through, through] for each in range(7)
+    ]
     if step == 0:
         trace.append(json.dumps({"name": "session", "start": clock, "seconds": 0.0, "rank": rank, "step": 0}))
         buckets = [

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 
-__all__ = ["die_with", "import_what_ranks_need", "start_warm"]
+__all__ = ["die_with", "preload_modules", "start_warm_process"]
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
-def start_warm(script: str, descriptor: int) -> subprocess.Popen[bytes]:
+def start_warm_process(script: str, descriptor: int) -> subprocess.Popen[bytes]:
     """Start a script that serves at `descriptor`, one thread for its sums; both it and our pid are its arguments."""
     return subprocess.Popen(
         [sys.executable, script, str(descriptor), str(os.getpid())],
@@ -31,7 +31,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def import_what_ranks_need() -> None:
+def preload_modules() -> None:
     """Import torch, what its optimizers and FSDP2 import when first used, and Paceline, and start no thread."""
     import torch
     import torch._dynamo  # a second: so that no child that makes an optimizer need

@@ -1,7 +1,7 @@
-"""Ends of a star for test_zeromq.py: driven together in one thread, or as a program of its own.
+"""Hub and workers over ZeroMQ for tests: polled together in one thread, or run as a program.
 
-python star_ends.py hub ADDRESS [KEYS]       a hub that sends back whatever comes; prints its address
-python star_ends.py strangers ADDRESS COUNT  sends what no hub should take, in every way; prints how many
+python zmq_ends.py hub ADDRESS [KEYS]       run a hub that echoes every message; print its address
+python zmq_ends.py invalid ADDRESS COUNT    send messages that a hub has to reject, of every kind; print how many
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make(source, target, sequence=0, payload=b"", *, run="run", kind="frame", **
     return Envelope(Header(run, kind, source, target, sequence, **changes), payload)
 
 
-def wired(envelope):
+def wire_parts(envelope):
     """Return an envelope as the parts that it travels in."""
     return [bytes(part) for part in encode(envelope.header, envelope.payload)]
 
@@ -52,13 +52,13 @@ def drive(ends, until, seconds=ENOUGH):
     return received
 
 
-def settle(ends, seconds):
+def poll_for(ends, seconds):
     """Poll the ends in turn for a while, and return what came to each."""
     deadline = time.monotonic() + seconds
     return drive(ends, lambda _: time.monotonic() >= deadline)
 
 
-def meet(hub, *workers):
+def connect_all(hub, *workers):
     """Have workers connect, and the hub hear of them."""
     drive([hub, *workers], lambda _: all(worker.peers() for worker in workers))
     for worker in workers:
@@ -66,7 +66,7 @@ def meet(hub, *workers):
     return drive([hub, *workers], lambda _: {worker.me for worker in workers} <= set(hub.peers()))[0]
 
 
-def told_address(process):
+def read_address(process):
     """Return where the hub that was started as a program is."""
     return process.stdout.readline().strip()
 
@@ -121,7 +121,7 @@ def ready(identity):
     return frame(body, command=True)
 
 
-def shake_hands(raw, identity, look=lambda: None):
+def handshake(raw, identity, look=lambda: None):
     """Become a peer over a TCP connection; `look` is called until the hub has answered."""
     raw.sendall(greeting() + ready(identity))
     raw.settimeout(0.02)
@@ -134,7 +134,7 @@ def shake_hands(raw, identity, look=lambda: None):
     raw.settimeout(ENOUGH)
 
 
-# --- strangers
+# --- clients that send invalid messages
 
 
 def bad_messages(draw, me):
@@ -160,7 +160,7 @@ def bad_messages(draw, me):
     yield [bytes(part) for part in encode(Header("run", "frame", HUB, HUB, 5))]
 
 
-def strangers(address, count):
+def send_invalid_messages(address, count):
     """Send `count` bad messages by sockets of libzmq, and as many bytes of garbage as hands can make."""
     context, draw, sent = zmq.Context(), random.Random(3), 0
     identities = [worker_identity(2**40), b"", b"short", b"x" * 255, b"\x01" * 8, bytes(8)]
@@ -186,7 +186,7 @@ def strangers(address, count):
 
 def garbage(address, draw, look=lambda: None):
     """Send garbage over TCP, from what is no ZeroMQ at all to what almost is a message."""
-    good = b"".join(frame(part, more=index < 2) for index, part in enumerate(wired(make(77, HUB))))
+    good = b"".join(frame(part, more=index < 2) for index, part in enumerate(wire_parts(make(77, HUB))))
     begins = [b"", b"GET / HTTP/1.1\r\n\r\n", greeting(), greeting(b"CURVE"), greeting() + ready(b"x" * 300)]
     follow = [
         b"",
@@ -199,7 +199,7 @@ def garbage(address, draw, look=lambda: None):
         if draw.random() < 0.5:
             raw.sendall(draw.choice(begins))
         else:
-            shake_hands(raw, worker_identity(77), look)
+            handshake(raw, worker_identity(77), look)
             raw.sendall(draw.choice(follow))
         raw.sendall(draw.randbytes(draw.randrange(2000)))
         if draw.random() < 0.5:
@@ -211,4 +211,4 @@ if __name__ == "__main__":
     if what == "hub":
         echo(where, *more_arguments)
     else:
-        strangers(where, int(more_arguments[0]))
+        send_invalid_messages(where, int(more_arguments[0]))

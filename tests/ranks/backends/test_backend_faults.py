@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import random_calls as calls
-from backend_scenes import belongings, enter
+from backend_scenes import enter, open_resources
 from paceline.errors import CollectiveError
 
 RUNS = {"killed": 20, "exits": 8, "raises": 6, "leaves": 6, "stops": 5}
@@ -62,7 +62,7 @@ def pass_on(rank, size, numel):
 
 def one_rank(report, rank, size, folder, seed, victim, how, delay):
     warnings.simplefilter("ignore", FutureWarning)  # torch renames calls
-    before = belongings()
+    before = open_resources()
     group = enter(folder, rank, size, STOP_TIMEOUT if how == "stops" else 60.0)
     when = time.monotonic() + delay
 
@@ -84,7 +84,7 @@ def one_rank(report, rank, size, folder, seed, victim, how, delay):
         report(describe(error, time.monotonic(), int(group._collectives.control.step)))
     dist.destroy_process_group()
     del group
-    report((before, belongings()))
+    report((before, open_resources()))
     others = [each for each in range(size) if each != victim]
     if rank in others:
         group = enter(folder, others.index(rank), len(others), name="again")

@@ -73,7 +73,7 @@ def test_the_faster_rank_gets_more_and_results_stay_exact(pool, sync, every):
     assert speeds[0] > speeds[1] > 0
 
 
-def go_on(rank, size, state, epochs):
+def continue_from(rank, size, state, epochs):
     loader = paceline.Loader(data(SAMPLES), 16, shares="measured")
     loader.load_state_dict(json.loads(json.dumps(state)))
     shares = loader.state_dict()["dealt"]["parts"]
@@ -87,11 +87,11 @@ def gathered_all(loader):
 
 def test_measured_shares_are_resumed_by_the_same_number_of_ranks(pool):
     state = pool(2, "paceline").run(one_rank_is_slower, "bucketed", None)[0][4]
-    for shares, complete, speeds in pool(2).run(go_on, state, 1):
+    for shares, complete, speeds in pool(2).run(continue_from, state, 1):
         assert shares == state["dealt"]["parts"]
         assert complete, "an epoch later"
         assert speeds == state["speeds"]
-    for shares, complete, speeds in pool(3).run(go_on, state, 1):
+    for shares, complete, speeds in pool(3).run(continue_from, state, 1):
         assert shares == state["dealt"]["parts"], "nothing is left of that epoch"
         assert complete
         assert speeds is None, "of three ranks nobody knows the speed"

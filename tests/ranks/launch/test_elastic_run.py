@@ -222,7 +222,7 @@ def test_a_signal_ends_all(home, killable, number, code):
     assert_gone(home, ["here0", "here1"])
 
 
-class Told:
+class StoreAnswers:
     """A place whose store answers from a list."""
 
     address = RendezvousAddress("pc1", 29400)
@@ -241,13 +241,13 @@ class Told:
 def test_a_host_whose_clock_is_wrong_is_refused(ahead, word):
     from paceline.launch.agent.elastic_rendezvous import check_endpoint
 
-    answers = Told(b"1", b"0", repr(time.time() - ahead).encode())
+    answers = StoreAnswers(b"1", b"0", repr(time.time() - ahead).encode())
     with pytest.raises(
         WorldError, match=rf"clock of this host is \d+\.\d s {word} that at pc1:29400"
     ) as caught:
         check_endpoint(answers, JobTimeouts())
     assert "NTP" in caught.value.remedy
-    check_endpoint(Told(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
+    check_endpoint(StoreAnswers(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
 
 
 def test_another_service_at_the_rendezvous_address_is_reported(monkeypatch, capfd):

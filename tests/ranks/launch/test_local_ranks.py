@@ -214,7 +214,7 @@ except KeyboardInterrupt:
 """
 
 
-def hear_signals():
+def print_signals():
     """Take signals as usual, also where the tests run under a shell's background job or nohup."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -230,7 +230,7 @@ def start_parent(home):
     """Start a process that runs two ranks which sleep; it is ended with the test at the latest."""
     started = []
 
-    def start(prepare=hear_signals):
+    def start(prepare=print_signals):
         body = 'note(f"ready{rank}", ""); time.sleep(600)'
         command = [sys.executable, "-c", PARENT, *program(body)]
         parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=prepare)

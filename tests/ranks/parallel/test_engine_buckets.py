@@ -11,7 +11,7 @@ import torch
 import model_zoo
 import paceline
 from engine_cases import loss_on, wrapped
-from model_zoo import apart
+from model_zoo import max_difference
 
 
 def gradients_are_views(rank, size, sync):
@@ -128,7 +128,7 @@ def late_gradient(rank, size, sync):
             losses[-1].backward()
         other.step()
         other.zero_grad()
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.sweep

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import model_zoo
 import paceline
 from engine_cases import ALL, loss_on, same_on_all_ranks
-from model_zoo import apart
+from model_zoo import max_difference
 from paceline.errors import MismatchError, SyncError, UsageError
 from rank_pool import RankError
 
@@ -132,7 +132,7 @@ def in_two_groups(rank, size):
     first = rank // 2 * 2
     sum(loss_on(reference, r) / 2 for r in (first, first + 1)).backward()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 def test_groups_of_ranks_train_separately(pool):

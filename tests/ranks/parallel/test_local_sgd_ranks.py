@@ -158,7 +158,7 @@ def test_ranks_of_a_host_may_synchronise_gradients_while_hosts_synchronise_param
     assert torch.allclose(mine, flat(theta), rtol=0, atol=1e-10)
 
 
-def begun_apart(rank, size, kind):
+def started_apart(rank, size, kind):
     """Train before the block; return what all ranks share when it has begun, and what they have at its end."""
     torch.manual_seed(rank)  # other parameters on each rank
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
@@ -180,7 +180,7 @@ def begun_apart(rank, size, kind):
 
 @pytest.mark.parametrize("kind", ["bare", "synchronised", "in groups of one"])
 def test_ranks_that_differ_when_the_block_begins_are_made_equal(pool, kind):
-    for each in zip(*pool(3).run(begun_apart, kind), strict=True):
+    for each in zip(*pool(3).run(started_apart, kind), strict=True):
         same(each)
 
 

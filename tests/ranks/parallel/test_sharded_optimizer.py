@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import model_zoo
 import paceline
-from model_zoo import apart
+from model_zoo import max_difference
 from paceline.errors import UsageError
 from paceline.parallel.comm import Comm
 
@@ -79,7 +79,7 @@ def regroup(rank, size, first, second):
     reference = paceline.DataParallel(model_zoo.build("Plain"), group=groups[second], sync="naive")
     other = torch.optim.AdamW(reference.parameters(), **ADAMW)
     train(reference, other, rank, range(6))
-    return apart(model.parameters(), reference.parameters())
+    return max_difference(model.parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 3), (3, 2)])
@@ -180,30 +180,30 @@ def test_shards_that_are_missing_on_all_ranks_are_named(pool):
     pool(2).run(shards_that_leave_some_out)
 
 
-class Stumbling(torch.optim.SGD):
-    stumbles = False
+class FailingSGD(torch.optim.SGD):
+    fails = False
 
     def step(self, closure=None):
-        if self.stumbles:
+        if self.fails:
             raise ArithmeticError("an update that fails")
         return super().step(closure)
 
 
 def after_a_step_given_up(rank, size):
-    model, optim = build(Stumbling, lr=0.1)
+    model, optim = build(FailingSGD, lr=0.1)
     train(model, optim, rank, range(1))
-    Stumbling.stumbles = True
+    FailingSGD.fails = True
     x, y = torch.ones(2, model_zoo.WIDTH, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
     model.backward(model_zoo.loss_of(model, "Plain", x, y), samples=2)
     if rank == 0:
         with pytest.raises(ArithmeticError):
             optim.step()  # its receives are posted, and rank 1 never sends
-    Stumbling.stumbles = False
+    FailingSGD.fails = False
     again, other = build(torch.optim.AdamW, **ADAMW)
     train(again, other, rank, range(3))
     reference, plain = build(torch.optim.AdamW, sync="naive", **ADAMW)
     train(reference, plain, rank, range(3))
-    return apart(again.parameters(), reference.parameters())
+    return max_difference(again.parameters(), reference.parameters())
 
 
 def test_messages_of_a_step_given_up_do_not_reach_the_next_model(pool):
@@ -232,7 +232,7 @@ def groups_and_schedule(rank, size, sync):
         train(reference, other, rank, [step])
         schedule.step(), theirs.step()
     same_rate = optim.param_groups[0]["lr"] == other.param_groups[0]["lr"]
-    return apart(model.whole_parameters(), reference.parameters()), same_rate
+    return max_difference(model.whole_parameters(), reference.parameters()), same_rate
 
 
 @pytest.mark.parametrize("sync", ["sharded", "bucketed", "full-shard"])
@@ -262,7 +262,7 @@ def every_elementwise(rank, size):
         train(model, optim, rank, range(3))
         reference = paceline.DataParallel(model_zoo.build("Plain"), sync="naive")
         train(reference, kind(reference.parameters(), lr=0.01), rank, range(3))
-        gaps[name] = apart(model.parameters(), reference.parameters())
+        gaps[name] = max_difference(model.parameters(), reference.parameters())
     return gaps
 
 
@@ -322,7 +322,7 @@ def by_collectives(rank, size):
     with mock.patch.object(Comm, "_by_backend", return_value=True):
         model, optim = build(torch.optim.AdamW, **ADAMW)
         train(model, optim, rank, range(3))
-    return apart(model.parameters(), reference.parameters())
+    return max_difference(model.parameters(), reference.parameters())
 
 
 def test_gloos_own_collectives_do_for_shards(pool):

@@ -262,7 +262,9 @@ def check_two_runs(rank, size, other_model):
 
 
 def test_the_result_is_reused_in_the_next_run(pool, tmp_path):
-    for plan, plans, sentences, settled in pool(2, "paceline").run(check_two_runs, False, env=kept_in(tmp_path)):
+    for plan, plans, sentences, settled in pool(2, "paceline").run(
+        check_two_runs, False, env=kept_in(tmp_path)
+    ):
         assert settled.plan == plan
         assert plans[-1] == plan.label
         assert "found for this model on these hosts on" in sentences[0]
@@ -300,7 +302,7 @@ def test_a_world_of_one_has_nothing_to_tune():
     assert all(param.grad is not None for param in model.parameters())
 
 
-def check_apart(rank, size):
+def check_local_sgd_ranks(rank, size):
     model = paceline.DataParallel(torch.nn.Linear(2, 2), sync="auto")
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="sync='auto'") as caught, paceline.LocalSGD(model, optim, every=2):
@@ -309,7 +311,7 @@ def check_apart(rank, size):
 
 
 def test_ranks_of_local_sgd_refuse_it(pool):
-    for message in pool(2, "paceline").run(check_apart):
+    for message in pool(2, "paceline").run(check_local_sgd_ranks):
         assert "use 'bucketed'" in message
 
 

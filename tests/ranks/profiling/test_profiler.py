@@ -138,13 +138,13 @@ def test_scalars_for_tensorboard(tmp_path):
     assert lines[0] == {"step": 1, "loss": 5.0, "told": "words", "grad_norm": None, "bad": None}
 
 
-def goes_on(rank, size, folder):
+def continues(rank, size, folder):
     train(rank, size, folder, "bucketed", 5)
     train(rank, size, folder, "bucketed", 3)
 
 
 def test_a_folder_is_continued_and_repeated_steps_count_once(pool, tmp_path):
-    pool(2).run(goes_on, tmp_path)
+    pool(2).run(continues, tmp_path)
     traces = timelines(tmp_path)
     assert [line.step for line in traces[0].steps] == [0, 1, 2]
     names = [span.name for span in read_run(tmp_path).spans_of_rank[0]]

@@ -71,11 +71,11 @@ def test_the_paceline_backend_names_the_lost_rank_and_the_calls(killable):
 @pytest.mark.thorough
 def test_a_receive_that_no_rank_sends_hangs(killable):
     found = run_cases(killable, "idles", "barrier", "fsdp2", timeout=SHORT_TIMEOUT)
-    waits, goes_on = ("time-out", "RuntimeError"), ("finished", "")
+    waits, continues = ("time-out", "RuntimeError"), ("finished", "")
     assert {outcome["scene"]: kinds(outcome) for outcome in found} == {
-        "idles": [waits, goes_on],
+        "idles": [waits, continues],
         "barrier": [waits, waits],
-        "fsdp2": [waits, goes_on],
+        "fsdp2": [waits, continues],
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpi_worlds import tell
+from mpi_worlds import report
 from paceline.errors import EnvelopeError
 from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
 from paceline.transport.mpi_exchange.ring_and_all_to_all import AllToAllExchange, RingExchange
@@ -74,7 +74,7 @@ def faults(carrier, names):
 
 def stopped(carrier):
     """Rank 1 is stopped, as by a machine that hangs: the others name it."""
-    tell(carrier.rank, os.getpid())
+    report(carrier.rank, os.getpid())
     ring = RingExchange(carrier, timeout=0.5)
     if carrier.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -88,7 +88,7 @@ def stopped(carrier):
 
 def killed(carrier):
     """Rank 1 is killed: mpiexec ends the others."""
-    tell(carrier.rank, os.getpid())
+    report(carrier.rank, os.getpid())
     ring = RingExchange(carrier, timeout=30)
     if carrier.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -108,11 +108,11 @@ def main():
     carrier = MpiCarrier()
     case, arguments = sys.argv[1], sys.argv[2:]
     if case == "faults":
-        tell(carrier.rank, faults(carrier, arguments))
+        report(carrier.rank, faults(carrier, arguments))
     elif case in ("stopped", "killed"):
         globals()[case](carrier)
     else:
-        tell(carrier.rank, globals()[case](carrier))
+        report(carrier.rank, globals()[case](carrier))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import threading
 import time
 
 from hub_over_mpi import MpiExchange
-from mpi_worlds import tell
+from mpi_worlds import report
 from paceline.errors import EnvelopeError, UsageError
 from paceline.transport.envelope import check_route, decode_envelope
 from paceline.transport.mpi_exchange.message_carrier import MessageTag, MpiCarrier
@@ -30,7 +30,7 @@ def payload(source, sequence):
     return bytes([source + sequence % 50]) * SIZES[sequence % len(SIZES)]
 
 
-def crowd(carrier, end):
+def many_messages(carrier, end):
     """All workers send a lot, and the hub sends all of it back."""
     many, received = 60, []
     others = list(range(1, carrier.size)) if end.me == HUB else [HUB]
@@ -67,7 +67,7 @@ def is_good(message, source):
     return True
 
 
-def strangers(carrier, end):
+def invalid_messages(carrier, end):
     """Workers send what no hub should take, and now and then an envelope."""
     if end.me == HUB:
         received = []
@@ -139,7 +139,7 @@ def main():
     end = MpiExchange(carrier, "run")
     what = globals()[sys.argv[1]](carrier, end)
     end.close()
-    tell(carrier.rank, what)
+    report(carrier.rank, what)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ CLOSABLE = sorted(set(ENVELOPE_FAULTS) - {"stall"})
 def test_all_ranks_finish_with_what_was_sent_to_them(ranks):
     ended = mpi_worlds.mpi_world(ranks, PROGRAM, "shapes")
     assert ended.code == 0, ended
-    assert ended.told() == dict.fromkeys(range(ranks), 20)
+    assert ended.reports() == dict.fromkeys(range(ranks), 20)
 
 
 def test_faults_on_the_wire_are_known_to_all_ranks_and_named_alike():
     ended = mpi_worlds.mpi_world(3, PROGRAM, "faults", *CLOSABLE)
     assert ended.code == 0, ended
-    reports = ended.told()
+    reports = ended.reports()
     assert sorted(reports) == [0, 1, 2]
     kind = {"drop": "Truncated", "truncate": "Truncated", "flip": "Damaged", "repeat": "Repeated"}
     kind |= {"foreign": "Foreign", "lose": "Missing", "swap": "Misplaced"}
@@ -48,21 +48,21 @@ def test_a_rank_that_hangs_is_named_and_all_end():
     assert ended.code != 0
     assert "rank 1 reported nothing for" in ended.out
     assert "rank 2 found a MissingEnvelope of rank 1" in ended.out
-    assert mpi_worlds.gone(ended.told().values())
+    assert mpi_worlds.all_ended(ended.reports().values())
 
 
 @pytest.mark.thorough
 def test_a_rank_that_is_killed_ends_all():
     ended = mpi_worlds.mpi_world(3, PROGRAM, "killed", timeout=40)
     assert ended.code != 0
-    assert mpi_worlds.gone(ended.told().values())
+    assert mpi_worlds.all_ended(ended.reports().values())
 
 
 def test_ranks_with_different_sizes_get_an_error():
     ended = mpi_worlds.mpi_world(2, PROGRAM, "sizes_differ")
     assert ended.code == 0, ended
-    problems = ended.told()[1]
-    assert problems == ended.told()[0]
+    problems = ended.reports()[1]
+    assert problems == ended.reports()[0]
     assert {found_by for _, found_by, _, _ in problems} == {0, 1}
     assert "ForeignEnvelope" in {kind for kind, *_ in problems}
     assert any("3000 bytes in 3 frames; expected 2000 bytes in 2 frames" in text for *_, text in problems)

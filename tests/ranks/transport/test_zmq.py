@@ -22,16 +22,16 @@ from paceline.transport.zmq.zmq_socket import MAX_WORKER_NUMBER, worker_identity
 from zmq_ends import (
     ENOUGH,
     LOOPBACK,
+    connect_all,
     drive,
     frame,
     greeting,
+    handshake,
     make,
-    meet,
     port_of,
     program,
-    shake_hands,
-    told_address,
-    wired,
+    read_address,
+    wire_parts,
 )
 
 FRAME = 4 << 20
@@ -67,7 +67,7 @@ def test_invalid_worker_numbers_are_refused(number):
 def test_messages_arrive_in_both_directions(ends, tmp_path, transport):
     hub = ends(HubExchange, LOOPBACK if transport == "tcp" else f"ipc://{tmp_path}/hub", "run")
     worker = ends(WorkerExchange, hub.address, 7, "run")
-    meet(hub, worker)
+    connect_all(hub, worker)
     payloads = [b"", b"x", os.urandom(5000), bytearray(os.urandom(100_000)), memoryview(os.urandom(FRAME))]
     for there, back in ((worker, hub), (hub, worker)):
         before = back.received_nbytes
@@ -85,7 +85,7 @@ def test_messages_arrive_in_both_directions(ends, tmp_path, transport):
 
 def test_a_payload_that_may_change_is_sent_as_it_was(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7)
-    meet(hub, worker)
+    connect_all(hub, worker)
     payload = bytearray(b"a" * 1_000_000)
     for sequence in range(4):
         assert worker.send(make(7, HUB, sequence, payload))
@@ -125,7 +125,7 @@ def test_many_workers_at_once_each_in_its_order(ends, hub):
 
 def test_a_thread_that_wakes_the_other_ends_its_wait(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7)
-    meet(hub, worker)
+    connect_all(hub, worker)
     for end in (hub, worker):
         end.wake()
         end.wake()
@@ -167,7 +167,7 @@ def test_send_is_refused_without_a_peer(ends, hub):
 
 def test_an_unsendable_envelope_is_a_usage_error(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7)
-    meet(hub, worker)
+    connect_all(hub, worker)
     for end, wrong, message in (
         (hub, make(7, 7), "can't be sent from 0"),
         (worker, make(HUB, HUB), "can't be sent from 7"),
@@ -193,7 +193,7 @@ def filled(end, target, payload):
 
 def test_a_peer_that_receives_nothing_delays_only_its_sender(ends, hub):
     slow, quick = ends(WorkerExchange, hub.address, 7), ends(WorkerExchange, hub.address, 8)
-    meet(hub, slow, quick)
+    connect_all(hub, slow, quick)
     payload = os.urandom(1 << 20)
     taken = filled(hub, 7, payload)
     assert hub.send(make(HUB, 8, 0, payload))
@@ -210,7 +210,7 @@ def test_a_peer_that_receives_nothing_delays_only_its_sender(ends, hub):
 
 def test_one_poll_does_not_last_for_ever_where_there_is_more(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(queue_length=1000))
-    meet(hub, worker)
+    connect_all(hub, worker)
     for sequence in range(500):
         assert worker.send(make(7, HUB, sequence))
     received = []
@@ -238,7 +238,7 @@ def answered(worker, sequence, seconds=ENOUGH):
 
 def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
     with program("hub", LOOPBACK) as process:
-        address = told_address(process)
+        address = read_address(process)
         worker = ends(WorkerExchange, address, 7, "run")
         answered(worker, 0)
     deadline = time.monotonic() + ENOUGH
@@ -247,14 +247,14 @@ def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
         worker.poll(0.02)
     assert not worker.send(make(7, HUB, 1))
     with program("hub", address) as process:
-        assert told_address(process) == address
+        assert read_address(process) == address
         answered(worker, 2)
         assert (worker.peers(), worker.problem) == ([HUB], "")
 
 
 def test_a_stopped_hub_times_out_and_reconnects(ends):
     with program("hub", LOOPBACK) as process:
-        worker = ends(WorkerExchange, told_address(process), 7, settings=SocketSettings(peer_timeout=0.6))
+        worker = ends(WorkerExchange, read_address(process), 7, settings=SocketSettings(peer_timeout=0.6))
         answered(worker, 0)
         process.send_signal(signal.SIGSTOP)
         drive([worker], lambda _: not worker.peers())
@@ -265,12 +265,12 @@ def test_a_stopped_hub_times_out_and_reconnects(ends):
 
 def test_a_worker_that_starts_again_keeps_its_number(ends, hub):
     first = ends(WorkerExchange, hub.address, 7)
-    meet(hub, first)
+    connect_all(hub, first)
     first.close()
     drive([hub], lambda _: not hub.send(make(HUB, 7)))
     assert hub.peers() == []
     second = ends(WorkerExchange, hub.address, 7)
-    meet(hub, second)
+    connect_all(hub, second)
     assert hub.send(make(HUB, 7, 3, b"again"))
     (received,) = drive([second], lambda received: received[0])[0]
     assert bytes(received.payload) == b"again"
@@ -278,12 +278,14 @@ def test_a_worker_that_starts_again_keeps_its_number(ends, hub):
 
 def test_a_worker_with_a_stale_connection_keeps_its_number(ends, hub):
     with socket.create_connection(("127.0.0.1", port_of(hub.address))) as old:
-        shake_hands(old, worker_identity(7), hub.poll)
-        old.sendall(b"".join(frame(part, more=index < 2) for index, part in enumerate(wired(make(7, HUB)))))
+        handshake(old, worker_identity(7), hub.poll)
+        old.sendall(
+            b"".join(frame(part, more=index < 2) for index, part in enumerate(wire_parts(make(7, HUB))))
+        )
         drive([hub], lambda received: received[0])
         assert hub.peers() == [7]
         worker = ends(WorkerExchange, hub.address, 7)
-        meet(hub, worker)
+        connect_all(hub, worker)
         assert hub.send(make(HUB, 7, 3, b"again"))
         drive([worker], lambda received: received[0])
 
@@ -301,7 +303,7 @@ def test_a_hub_remembers_only_the_latest_senders(ends):
 def test_a_worker_that_is_silent_for_long_is_no_peer(ends):
     hub = ends(HubExchange, LOOPBACK, "run", recent_seconds=0.2)
     worker = ends(WorkerExchange, hub.address, 7)
-    meet(hub, worker)
+    connect_all(hub, worker)
     drive([hub], lambda _: not hub.peers())
     assert hub.send(make(HUB, 7)), "it may only have been silent"
 
@@ -325,7 +327,7 @@ def test_a_hub_may_replace_another_service_at_its_address(ends):
                 connection.sendall(greeting(b"PLAIN"))
                 drive([worker], lambda _: "is not a hub without keys" in worker.problem)
     hub = ends(HubExchange, address, "run")
-    meet(hub, worker)
+    connect_all(hub, worker)
     assert worker.problem == ""
 
 
@@ -333,7 +335,7 @@ def test_ends_leave_nothing_behind():
     def once():
         hub = HubExchange(LOOPBACK, "run")
         worker = WorkerExchange(hub.address, 7)
-        meet(hub, worker)
+        connect_all(hub, worker)
         for end in (worker, hub):
             end.close()
             end.close()
@@ -377,13 +379,13 @@ def test_a_reachable_hub_requires_keys_or_insecure(ends):
         HubExchange("tcp://*:*", "run")
     hub = ends(HubExchange, "tcp://*:*", "run", insecure=True)
     worker = ends(WorkerExchange, f"tcp://localhost:{port_of(hub.address)}", 7)
-    meet(hub, worker)
+    connect_all(hub, worker)
 
 
 def test_a_hub_may_be_named_and_be_at_a_number_of_ipv6(ends):
     hub = ends(HubExchange, "tcp://localhost:*", "run")
-    meet(hub, ends(WorkerExchange, f"tcp://localhost:{port_of(hub.address)}", 7))
+    connect_all(hub, ends(WorkerExchange, f"tcp://localhost:{port_of(hub.address)}", 7))
     if not os.path.exists("/proc/net/if_inet6"):
         return
     hub = ends(HubExchange, "tcp://[::1]:*", "run")
-    meet(hub, ends(WorkerExchange, hub.address, 7))
+    connect_all(hub, ends(WorkerExchange, hub.address, 7))

@@ -35,7 +35,7 @@ def run_ranks(fork, folder, *arguments):
     return [(code, (Path(folder) / f"rank{rank}").read_text()) for rank, code in enumerate(codes)]
 
 
-def run(tell, rank, folder, *arguments):
+def run(send, rank, folder, *arguments):
     """Be a rank that runs the program, and end as it ends."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     os.environ["PACELINE_INIT_METHOD"] = f"file://{folder}/meet"

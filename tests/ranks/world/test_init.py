@@ -111,7 +111,7 @@ def test_a_rank_that_gave_up_may_try_again(pool, tmp_path, kind):
     assert outcome == [("MissingRanks", 3.0), ("NoneType", 3.0)]
 
 
-def lead(tell, address):
+def lead(send, address):
     import torch
 
     import paceline
@@ -121,7 +121,7 @@ def lead(tell, address):
     paceline.shutdown()
 
 
-def follow_two_leaders(tell, address, ended):
+def follow_two_leaders(send, address, ended):
     """Enter a world twice at one address, each time with another process as rank 0."""
     import time
 
@@ -133,7 +133,7 @@ def follow_two_leaders(tell, address, ended):
         paceline.init(init_method=address, rank=1, size=2, device="cpu", timeout=40.0)
         torch.distributed.barrier()
         paceline.shutdown()
-        tell("left")
+        send("left")
         while not ended.exists():
             time.sleep(0.01)
 
@@ -176,7 +176,9 @@ def variables_of(launcher, rank, size):
         ),
         "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     }[launcher]
-    variables = {name: str(value) for name, value in zip(names, (rank, size, rank, size), strict=True) if name}
+    variables = {
+        name: str(value) for name, value in zip(names, (rank, size, rank, size), strict=True) if name
+    }
     return variables | ({"SLURM_STEP_ID": "0"} if launcher == "Slurm" else {})
 
 

@@ -72,7 +72,7 @@ def test_a_rank_claimed_twice_is_named_to_all(pool, tmp_path, kind):
         assert "a rank of its own" in text
 
 
-def give_up(tell, address, rank):
+def give_up(send, address, rank):
     import paceline
 
     try:
@@ -142,11 +142,11 @@ paceline.init(init_method=sys.argv[1], rank=int(sys.argv[2]), size=2, timeout=60
 """
 
 
-def run_a_program(tell, script, address, rank):
+def run_a_program(send, script, address, rank):
     import runpy
 
     sys.argv = [script, address, str(rank)]
-    sys.stderr = open(f"{script}.told", "w")  # noqa: SIM115 — for the rest of this process
+    sys.stderr = open(f"{script}.stderr", "w")  # noqa: SIM115 — for the rest of this process
     runpy.run_path(script, run_name="__main__")
 
 
@@ -157,7 +157,7 @@ def programs_that_differ(fork, folder, address):
         script.write_text(PROGRAM + "# a change\n" * number)
     ranks = [fork(run_a_program, str(script), address, rank) for rank, script in enumerate(scripts)]
     codes = [rank.wait() for rank in ranks]
-    return codes, [Path(f"{script}.told").read_text() for script in scripts]
+    return codes, [Path(f"{script}.stderr").read_text() for script in scripts]
 
 
 def test_another_text_of_the_program_on_one_rank_ends_both(killable, tmp_path):

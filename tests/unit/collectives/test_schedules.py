@@ -62,7 +62,11 @@ def test_a_missing_send_is_a_flaw(algorithm, ranks, data):
     number = data.draw(st.integers(0, len(schedule.rounds) - 1))
     removed = data.draw(st.integers(0, len(schedule.rounds[number]) - 1))
     sends = schedule.rounds[number]
-    rounds = [*schedule.rounds[:number], (*sends[:removed], *sends[removed + 1 :]), *schedule.rounds[number + 1 :]]
+    rounds = [
+        *schedule.rounds[:number],
+        (*sends[:removed], *sends[removed + 1 :]),
+        *schedule.rounds[number + 1 :],
+    ]
     assert find_flaws(replace(schedule, rounds=tuple(rounds)))
 
 

@@ -310,7 +310,9 @@ def test_all_ranks_share_an_announced_attribution():
     ]
     observations = world(*map(busy, range(4)))
     assert attribute_failure(0, observations, notices, LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
-    assert attribute_failure(0, observations, notices[::-1], LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
+    assert attribute_failure(0, observations, notices[::-1], LIMITS) == Attribution(
+        "stopped", 1, 0.5, (3,), 0
+    )
     assert found(observations, [*notices, FailureNotice("raised", 3, 3)]) == ("raised", 3)
 
 

@@ -91,7 +91,7 @@ def meshes():
         mesh.close()
 
 
-def heard(mesh):
+def received_notices(mesh):
     found = []
     until(lambda: found.extend(mesh.receive()) or found)
     return found
@@ -100,9 +100,9 @@ def heard(mesh):
 def test_messages_go_to_all_or_to_one(meshes):
     a, b, c = meshes(3)
     a.send({"ack": [1]})
-    assert heard(b) == heard(c) == [(0, {"ack": [1]})]
+    assert received_notices(b) == received_notices(c) == [(0, {"ack": [1]})]
     b.send({"ack": [2]}, to=2)
-    assert heard(c) == [(1, {"ack": [2]})]
+    assert received_notices(c) == [(1, {"ack": [2]})]
     assert list(a.receive()) == []
 
 
@@ -112,7 +112,7 @@ def test_messages_that_arrive_with_the_hello_are_kept():
     mesh = PeerMesh(own, [own, own], listener, 5.0)
     with socket.create_connection(listener.getsockname()) as caller:
         caller.sendall(encode_frame({"hello": [1, "secret", "beats"]}) + encode_frame({"ack": [7]}))
-        assert heard(mesh) == [(1, {"ack": [7]})]
+        assert received_notices(mesh) == [(1, {"ack": [7]})]
     mesh.close()
 
 
@@ -209,7 +209,7 @@ def test_a_forked_child_leaves_the_connections_alone(meshes):
         os._exit(0)
     os.waitpid(child, 0)
     a.send({"ack": [1]})
-    assert heard(b) == [(0, {"ack": [1]})]
+    assert received_notices(b) == [(0, {"ack": [1]})]
 
 
 # ------------------------------------------------------------------ many monitors in one process

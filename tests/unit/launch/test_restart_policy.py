@@ -76,7 +76,10 @@ def test_restarts_are_counted(restarts, why):
 
 def test_too_few_ranks_left_end_the_run():
     assert action([world_run()], ranks=1) == "end"
-    assert decide_restart([world_run()], 1, min_ranks=2, max_restarts=3).why == "1 rank left, at least 2 required"
+    assert (
+        decide_restart([world_run()], 1, min_ranks=2, max_restarts=3).why
+        == "1 rank left, at least 2 required"
+    )
 
 
 @given(

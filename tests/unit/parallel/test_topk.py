@@ -31,7 +31,7 @@ def packed(codec: TopKCodec, values: torch.Tensor, error: torch.Tensor | None = 
     return memory[16:]
 
 
-def came_out(codec: TopKCodec, packet: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def decoded(codec: TopKCodec, packet: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     into = torch.full_like(like, 7.0)
     codec.decompress(packet, into)
     return into
@@ -52,7 +52,7 @@ def test_the_largest_are_sent_and_of_equal_ones_the_first(values, keep):
     packet = packed(codec, given_, error)
     expected = by_sorting(given_, codec.count(len(values)))
     assert codec.entries(packet)[0].tolist() == expected
-    into = came_out(codec, packet, given_)
+    into = decoded(codec, packet, given_)
     others = torch.ones(len(values), dtype=torch.bool)
     others[expected] = False
     assert (into[others] == 0).all()
@@ -102,7 +102,7 @@ def test_gaps_beyond_16_bits(device):
         assert codec.count(numel) == len(at)
         packet = packed(codec, values)
         assert codec.entries(packet)[0].tolist() == at
-        assert torch.equal(came_out(codec, packet, values), values)
+        assert torch.equal(decoded(codec, packet, values), values)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -111,7 +111,7 @@ def test_packets_add_up(device):
     values = torch.randn(5000, device=device)
     packet = packed(codec, values)
     codec.add(packet, onto, weight=-0.5)
-    assert torch.allclose(onto, 1 - 0.5 * came_out(codec, packet, values))
+    assert torch.allclose(onto, 1 - 0.5 * decoded(codec, packet, values))
 
 
 def test_equal_numbers_make_equal_bytes_and_a_packet_has_the_declared_size():
@@ -122,7 +122,7 @@ def test_equal_numbers_make_equal_bytes_and_a_packet_has_the_declared_size():
         assert torch.equal(packed(codec, values), packet)
         assert codec.nbytes(numel) % 16 == 0
         assert torch.equal(packed(codec, values, values.clone()), packet)
-        assert came_out(codec, packet, values).count_nonzero() == codec.count(numel)
+        assert decoded(codec, packet, values).count_nonzero() == codec.count(numel)
     assert TopKCodec(0.01).nbytes(10_000_000) < 10_000_000 * 0.041
 
 
@@ -142,7 +142,7 @@ def test_non_finite_values_are_transmitted_and_leave_no_error(bad, numel, device
     values[at] = bad
     error = torch.empty_like(values)
     packet = packed(codec, values, error)
-    into = came_out(codec, packet, values)
+    into = decoded(codec, packet, values)
     assert (~into.isfinite()).nonzero().view(-1).tolist() == at
     assert (error[at] == 0).all()
     rest = values.isfinite()
@@ -155,7 +155,7 @@ def test_more_non_finite_values_than_are_sent():
     error = torch.empty_like(values)
     packet = packed(codec, values, error)
     assert codec.entries(packet)[0].tolist() == list(range(100, 110))
-    assert came_out(codec, packet, values)[100:110].isnan().all()
+    assert decoded(codec, packet, values)[100:110].isnan().all()
     assert error.isfinite().all()
     assert torch.equal(error[:100], values[:100])
 

@@ -166,7 +166,7 @@ class SlowCarrier(Carrier):
 
         def receive(place):
             memoryview(place)[:] = buffer
-            self.asked.append((received_tag, isinstance(place, memoryview)))
+            self.posted.append((received_tag, isinstance(place, memoryview)))
             return Held() if received_tag == MessageTag.PAYLOAD else FakeRequest(0)
 
         return ProbedMessage(received_tag, memoryview(buffer).nbytes, receive)
@@ -176,22 +176,24 @@ def test_receives_of_two_envelopes_are_posted_while_the_first_payload_arrives(mo
     monkeypatch.setattr(Held, "held", True)
     comm, message, place = Wire(random.Random(1)), random.Random(2).randbytes(150), bytearray(150)
     receiver = SlowCarrier(comm, 0, 2)
-    receiver.asked = []
+    receiver.posted = []
     out = OutgoingMessage(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
     into = incoming(receiver, ReceiveLedger("run", 0, [1]), memoryview(place))
     for _ in range(10):
         out.advance()
         into.advance()
     head, payload, tail = (MessageTag.HEAD, False), (MessageTag.PAYLOAD, True), (MessageTag.TAIL, False)
-    assert receiver.asked[:6] == [head, payload, tail, head, payload, tail]
-    assert len(receiver.asked) == 7  # the first head has been taken, which leaves room for one more
+    assert receiver.posted[:6] == [head, payload, tail, head, payload, tail]
+    assert len(receiver.posted) == 7  # the first head has been taken, which leaves room for one more
     monkeypatch.setattr(Held, "held", False)
     while not into.done:
         out.advance()
         into.advance()
     assert into.whole
     assert place == message
-    assert [one for one in receiver.asked if one[0] == MessageTag.PAYLOAD] == [payload] * 3  # none came aside
+    assert [one for one in receiver.posted if one[0] == MessageTag.PAYLOAD] == [
+        payload
+    ] * 3  # none came aside
     comm.between(1, 0).append((MessageTag.HEAD, b"of the next round"))
     into.advance()
     assert len(comm.between(1, 0)) == 1
@@ -200,7 +202,7 @@ def test_receives_of_two_envelopes_are_posted_while_the_first_payload_arrives(mo
 def test_no_receive_is_posted_after_a_close():
     comm = Wire(random.Random(1))
     receiver = SlowCarrier(comm, 0, 2)
-    receiver.asked = []
+    receiver.posted = []
     for round, message in enumerate((b"first", b"second")):
         out = OutgoingMessage(
             Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64
@@ -210,7 +212,7 @@ def test_no_receive_is_posted_after_a_close():
     into = incoming(receiver, ReceiveLedger("run", 0, [1]), memoryview(bytearray(5)))
     for _ in range(10):
         into.advance()
-    assert [tag for tag, _ in receiver.asked] == [
+    assert [tag for tag, _ in receiver.posted] == [
         MessageTag.HEAD,
         MessageTag.PAYLOAD,
         MessageTag.TAIL,

@@ -99,7 +99,9 @@ def test_asynchronous_training_that_sends_more_than_ddp_is_reported():
 
 def test_a_run_without_updates_says_so():
     assert sentences() == ("There are no records yet: no worker has joined, and the hub has just started.",)
-    assert sentences(traffic(5), traffic(10)) == ("No update has been accepted yet: in 5 s no worker joined.",)
+    assert sentences(traffic(5), traffic(10)) == (
+        "No update has been accepted yet: in 5 s no worker joined.",
+    )
     found = sentences(join(0, 1), refuse(4, 1), refuse(5, 1))
     assert found[0] == "No update has been accepted yet: in 5 s 1 worker joined; 2 updates were refused."
     assert found[1].startswith("Most updates of 1 were refused (not finite 2)")
@@ -107,7 +109,9 @@ def test_a_run_without_updates_says_so():
 
 def test_separate_workers_are_described_with_the_best_one():
     scores = [record("score", 9, worker=each, score=7.0 - each, steps=20, lr=0.1) for each in (1, 2)]
-    assert sentences(join(0, 2, "ann"), *scores)[1] == "2 workers train separately; the best score is 5, of ann."
+    assert (
+        sentences(join(0, 2, "ann"), *scores)[1] == "2 workers train separately; the best score is 5, of ann."
+    )
 
 
 def test_a_worker_that_is_mostly_refused_is_named():

@@ -123,12 +123,12 @@ def test_the_journal_of_a_lost_hub_remains():
 
 
 def test_injected_faults_cost_almost_nothing_and_no_round_counts_twice():
-    spoiling = RandomFaults(0.05)
+    faults = RandomFaults(0.05)
     plan = replace(PLAN, seconds=math.inf, steps=1500, machines=FOUR[:2])
-    found = simulate_async(replace(plan, fault=spoiling), LinearTask())
+    found = simulate_async(replace(plan, fault=faults), LinearTask())
     whole = simulate_async(plan, LinearTask())
-    assert {"lost", "repeated", "late", "damaged"} <= spoiling.counts.keys()
-    assert spoiling.counts["let through"] == 0
+    assert {"lost", "repeated", "late", "damaged"} <= faults.counts.keys()
+    assert faults.counts["let through"] == 0
     assert found.updates == total(found, "sent") == total(found, "acknowledged")
     assert found.refused["repeated"] > 0
     assert found.loss == pytest.approx(whole.loss, abs=1e-3)
