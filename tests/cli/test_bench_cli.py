@@ -152,7 +152,7 @@ def test_a_wrong_strategy_is_shown_and_fails_the_command(monkeypatch, capsys, tm
     monkeypatch.setattr(measuring, "measure_steps", lambda *_: rows)
     assert paceline(monkeypatch, "bench", "step", "--out", tmp_path) == 1
     assert "WRONG: 1.0e-02" in capsys.readouterr().out
-    assert (tmp_path / "step.json").exists()  # the numbers are kept: they say what is wrong
+    assert (tmp_path / "step.json").exists()  # the numbers are kept: they show what is wrong
 
 
 def test_bench_alone_lists_its_commands(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""``paceline checkpoint``: shows, verifies, exports; a damaged one is an exit code."""
+"""``paceline checkpoint``: shows, verifies, exports; a damaged checkpoint sets the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline collective``: what it shows, what it refuses, and a real run."""
+"""``paceline collective``: output, refused input, and a real run."""
 
 from __future__ import annotations
 

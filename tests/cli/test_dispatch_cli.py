@@ -1,4 +1,4 @@
-"""``paceline dispatch``: what it shows, writes and refuses."""
+"""``paceline dispatch``: output, files and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline exchange`` as a user sees it: refusals before anything starts, results, faults, clean exits."""
+"""``paceline exchange``: refusals before anything starts, results, faults, clean exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline launch` as a user calls it: what is shown and written, what is refused."""
+"""`paceline launch`: output, files and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline plan`, the page of advice, as a user runs it."""
+"""`paceline plan`: the page of advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline plan batch`` as a user runs it."""
+"""``paceline plan batch``: output, files and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline plan network` as a user runs it."""
+"""`paceline plan network`: output, files and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline plan memory``: what it prints, what it writes, what it refuses."""
+"""``paceline plan memory``: output, files and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline plan step` as a user runs it, on a profile of round numbers."""
+"""`paceline plan step` on a profile of round numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline report`` as a user meets it."""
+"""``paceline report``: pages, files, options and refused input."""
 
 from __future__ import annotations
 

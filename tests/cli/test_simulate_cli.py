@@ -1,4 +1,4 @@
-"""`paceline simulate async` as a user runs it."""
+"""`paceline simulate async`: output, files and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline simulate`` as a user runs it: a training on many nodes."""
+"""``paceline simulate``: training on many nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline train` as a user runs it: what it leaves behind, and one clear message for every bad input."""
+"""`paceline train`: its files, and one clear message for every invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a command is to write: what can't be written, or must not be replaced, is refused first."""
+"""Output files: unwritable ones, and ones that must not be replaced, are refused first."""
 
 from __future__ import annotations
 

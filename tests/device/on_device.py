@@ -1,4 +1,4 @@
-"""Models, batches and steps for a device, whichever it is, in float64, so that a wrong gradient can't hide."""
+"""Models, batches and steps for any device, in float64, so that wrong gradients show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks on GPUs learn what one process learns: on one card over gloo, on two cards over NCCL."""
+"""Two ranks on GPUs get the parameters of one process: on one card over gloo, on two cards over NCCL."""
 
 from __future__ import annotations
 

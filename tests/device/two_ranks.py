@@ -1,6 +1,6 @@
-"""What two ranks do on one card over gloo, or on two over NCCL: ``two_ranks.py BACKEND DEVICE OUT.json``.
+"""Program of two ranks on one card over gloo, or on two over NCCL: ``two_ranks.py BACKEND DEVICE OUT.json``.
 
-Writes, for every case, how far the parameters are from one process on both ranks' batches, or what was raised. DEVICE
+Writes, for every case, the difference from one process on both ranks' batches, or the error. DEVICE
 is the same for both ranks (``cuda:0``), or ``cuda``: each its own. (With ``cpu`` the cases without graphs run too.)
 """
 
@@ -67,7 +67,7 @@ def module_in_a_graph(rank: int, device: str) -> float:
 
 
 def sharded_graph(rank: int, device: str) -> str:
-    """Try to shard such a module, whose parameters would move; return what is raised."""
+    """Try to shard such a module, which would move its parameters; return the error."""
     net = on.build("Plain", device)
     graphed = torch.cuda.make_graphed_callables(net, (on.batch(0, [rank], device)[0],))
     try:

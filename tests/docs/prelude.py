@@ -1,4 +1,4 @@
-"""What the manual's examples take for granted: a net, data, a loss; small, and in a world of one."""
+"""Names that the manual's examples assume: a net, data, a loss; small, and in a world of one."""
 
 from __future__ import annotations
 

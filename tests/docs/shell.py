@@ -1,4 +1,4 @@
-"""Command lines of the manual: found in its blocks, and taken apart as a shell would."""
+"""Finds the manual's command lines, and splits them as a shell would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command line of the manual is one that the command line takes: commands, options, values.
+"""Every command line of the manual is valid: commands, options, values.
 
 They are parsed by the real parser and not run; test_manual_runs.py runs a few.
 """
@@ -31,7 +31,7 @@ def parse(words):
 
 
 def remaining(context):
-    """What a group has not taken for itself: a command of its own, and that one's words."""
+    """Return the words that a group leaves to its subcommand."""
     return [*context._protected_args, *context.args]
 
 

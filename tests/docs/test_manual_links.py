@@ -1,4 +1,4 @@
-"""Every link of the manual leads somewhere: files, headings, pictures. Web addresses are looked at, not fetched."""
+"""Every link of the manual has a target: files, headings, pictures. Web addresses are checked, not fetched."""
 
 from __future__ import annotations
 

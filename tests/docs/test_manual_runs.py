@@ -1,4 +1,4 @@
-"""A few command lines of the manual are run as they stand there, and tell what it says that they tell."""
+"""A few command lines of the manual run, and print what the manual shows."""
 
 from __future__ import annotations
 

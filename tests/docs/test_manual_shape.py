@@ -1,4 +1,4 @@
-"""What every page of the manual has: a first sentence, a bearable length, lines that fit; ideas have pictures."""
+"""Form of the manual's pages: a first sentence, a limited length, lines that fit; ideas have pictures."""
 
 from __future__ import annotations
 

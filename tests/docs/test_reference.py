@@ -1,4 +1,4 @@
-"""The reference holds the whole public surface, and the examples in docstrings are true."""
+"""The reference lists the whole public surface, and the examples in docstrings run."""
 
 from __future__ import annotations
 

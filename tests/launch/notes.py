@@ -1,4 +1,4 @@
-"""Training that launchers start (training.py), and the notes of its ranks."""
+"""The training that launchers start (training.py), and the records of its ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KILL_ONCE = "fail_at(rank=1, step=5, how='kill', restart=0)"
 
 
 class Notes:
-    """What the ranks of one training wrote into its folder."""
+    """Records that the ranks of one training wrote into its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class Notes:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def steps(self, rank: int = 0) -> list[list[int]]:
-        """Return the steps that a rank made, for each of its lives."""
+        """Return the steps of a rank, for each of its processes."""
         steps_of_process: dict[int, list[int]] = {}
         for note in self.all():
             if note["rank"] == rank and "step" in note:
@@ -61,12 +61,12 @@ class Notes:
     def check_finished(
         self, expected_digest: str, *, nodes: int = 1, backends: Sequence[str] = ("paceline",)
     ) -> None:
-        """Assert that one life of two ranks made all steps, with the right words and weights."""
+        """Assert that one start of two ranks made all steps, with the right arguments and weights."""
         assert self.steps() == [list(range(STEPS))]
         self._check_end(expected_digest, nodes, backends)
 
     def check_resumed(self, expected_digest: str, *, starts: int = 2, nodes: int = 1) -> None:
-        """Assert that the training went on from a checkpoint, and ended as if nothing had happened."""
+        """Assert that the training resumed from a checkpoint, with the weights of an uninterrupted run."""
         made = self.steps()
         assert len(made) == starts, made
         for earlier, later in pairwise(made):

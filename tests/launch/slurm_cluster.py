@@ -1,6 +1,6 @@
 """A Slurm cluster of its own on the hosts of a lab: munged, slurmctld, and a slurmd on each host.
 
-Hosts of the lab have a network and a process table of their own, so ports are nobody else's, and nothing outlives them.
+Hosts of the lab have a network and a process table of their own, so ports are free, and no process outlives them.
 All that Slurm writes is in one folder.
 """
 
@@ -69,7 +69,7 @@ class SlurmCluster:
         (folder / "munge.key").chmod(0o400)
         (folder / "cgroup.conf").write_text(
             "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/nowhere\n"
-        )  # hosts have none
+        )  # hosts have no such file
         nodes = ",".join(f"host{host}" for host in range(lab.hosts))
         (folder / "slurm.conf").write_text(_CONF.format(folder=folder, nodes=nodes))
 
@@ -85,7 +85,7 @@ class SlurmCluster:
         self._await(lambda: self.run("sinfo", "--noheader", "-o", "%T %D") == f"idle {self.lab.hosts}", jobs)
 
     def run(self, *command: str) -> str:
-        """Run one of Slurm's commands on the first host, and return what it says."""
+        """Run one of Slurm's commands on the first host, and return its output."""
         [result] = self.lab.run(list(command), on=0, env=self.env, timeout=60, check=False)
         return (result.stdout + result.stderr).strip()
 

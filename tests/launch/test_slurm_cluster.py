@@ -50,7 +50,7 @@ def number_of(job):
 
 
 def await_state(cluster, job, state, reason=""):
-    """Wait until Slurm says that of a job, and return all that it says."""
+    """Wait until Slurm reports this state of a job, and return its output."""
     deadline = time.monotonic() + 120
     while True:
         result = cluster.run("scontrol", "show", "job", "--oneliner", job)

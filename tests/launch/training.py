@@ -1,4 +1,4 @@
-"""A small training that ends the same whatever happens on the way: rank 0 writes its steps, and a digest at the end.
+"""Small training with the same result after any restart: ranks record their steps, and a digest at the end.
 
 python training.py FOLDER STEPS SECONDS_A_STEP
 """

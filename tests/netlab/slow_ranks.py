@@ -1,4 +1,4 @@
-"""What each host runs in test_slow_networks.py: a few steps of each kind, its interface's bytes beside those predicted.
+"""Ranks of test_slow_networks.py: a few steps of each kind, the interface's bytes beside the predicted ones.
 
 torchrun … slow_ranks.py OUT KIND [KIND ...]
 """
@@ -26,7 +26,7 @@ def sent() -> int:
 
 
 def main(out: str, kinds: list[str]) -> None:
-    """Train in one way after the other, and note what was sent, and what was predicted."""
+    """Train with each kind in turn, and record the sent and the predicted bytes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {kind: moved(kind) for kind in kinds}
@@ -36,7 +36,7 @@ def main(out: str, kinds: list[str]) -> None:
 
 
 def moved(kind: str) -> dict[str, float]:
-    """Return what a few steps sent, and what was predicted."""
+    """Return the sent and the predicted bytes of a few steps."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
     inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))

@@ -1,4 +1,4 @@
-"""Asynchronous training in a storm of failures: nothing acknowledged is lost or counted twice, and the run ends."""
+"""Asynchronous training under many faults: no acknowledged update is lost or counted twice, and the run ends."""
 
 import itertools
 from pathlib import Path

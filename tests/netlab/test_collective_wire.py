@@ -12,7 +12,7 @@ from paceline.collectives.topology import star
 from paceline.tools.bench.schedule_benchmark import ScheduleCase
 
 HEADERS = 1.08  # Ethernet, IP, TCP, and acknowledgements of what goes the other way
-START = 300_000  # bytes: the ranks meet and tell each other times
+START = 300_000  # bytes: rendezvous, and an exchange of times
 NBYTES, TIMES = 600_000, 2
 CASES = [
     ScheduleCase("broadcast", "one-by-one", 3),

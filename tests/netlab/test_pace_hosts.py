@@ -73,7 +73,7 @@ _PORTS = iter(range(1000))
 
 
 def finished(jobs):
-    """Return the bytes of payloads that came to hub and worker."""
+    """Return the payload bytes that hub and worker received."""
     return [int(job.wait(30)[0].stdout) for job in jobs]
 
 

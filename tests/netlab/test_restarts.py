@@ -1,4 +1,4 @@
-"""Runs across hosts that fail: any of them may be lost and come back, but for the one that serves the rendezvous.
+"""Elastic runs across hosts: any host may be lost and return, except the one that serves the rendezvous.
 
 Starting torch takes seconds, so few tests start much.
 """
@@ -15,7 +15,7 @@ from paceline.testing.netlab import Lab
 
 pytestmark = pytest.mark.timeout(300)
 
-# A rank adds one line for every step that it made, and all end at a step once there are three again and a note says so.
+# A rank writes a line per step. All end at the same step once there are three again and a file requests it.
 STEPS = """
 import json, os, sys, time
 from pathlib import Path
@@ -37,7 +37,7 @@ while True:
 paceline.shutdown()
 """
 
-# Without torch: these ranks only start, and tell who started them.
+# Without torch: these ranks only start, and report their parent.
 SLEEPS = """
 import os, sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""torchrun over the lab: worlds across hosts, what is said when one of them fails, and the command line.
+"""torchrun over the lab: worlds across hosts, reports of failures, and the command line.
 
 Starting torch takes seconds, so few tests start much.
 """

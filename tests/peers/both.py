@@ -16,7 +16,7 @@ __all__ = ["compare", "max_difference", "on_both", "world"]
 
 @contextmanager
 def world(rank: int, size: int, folder: str, seconds: float = 60.0):
-    """Enter a world on "paceline" whose ranks meet in `folder`; an error leaves it as it is."""
+    """Enter a world on "paceline" with its rendezvous in `folder`; after an error it is not left."""
     yield enter(folder, rank, size, seconds)
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The warm ranks of tests/ranks, also for the tests here; and the whole of torch's suite, by --full."""
+"""Fixtures: the warm ranks of tests/ranks; the option --full, which runs all of torch's suite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Write what came of a full run into the README."""
+    """Write the results of a full run into the README."""
     if config.getoption("--full", default=False):
         record.write(terminalreporter.stats)
 
@@ -32,7 +32,7 @@ def pool() -> Iterator[RankProcesses]:
 
 @pytest.fixture
 def rank_environments() -> Callable[[int], list[dict[str, str]]]:
-    """`rank_environments(2)` is what torchrun would tell each of two ranks, with a port of their own to meet at."""
+    """Return a function: `rank_environments(2)` is the environment that torchrun gives two ranks, with a free port."""
 
     def variables(size: int) -> list[dict[str, str]]:
         with socket.socket() as listening:

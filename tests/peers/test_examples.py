@@ -1,4 +1,4 @@
-"""The examples do what they say: the loss falls, and two ranks learn what one process, or torch's DDP, learns."""
+"""The examples run: the loss falls, and two ranks get the parameters of one process, or of torch's DDP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS, TOLERANCE = 50, 1e-10
 
 
 def falls(losses):
-    """Tell whether a loss has fallen by a fifth, from its first to its last three steps."""
+    """Return whether a loss fell by a fifth, from its first to its last three steps."""
     return sum(losses[-3:]) < 0.8 * sum(losses[:3])
 
 

@@ -1,4 +1,4 @@
-"""Collectives by their other doors: functional ones, DTensor, objects, batches of messages, groups of groups."""
+"""Other interfaces of collectives: functional ones, DTensor, objects, batches of messages, nested groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Futures of collectives and messages: their callbacks may make others, and errors are errors to C++ too."""
+"""Futures of collectives and messages: callbacks may start others, and C++ sees errors too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from both import world
 
 
 def nested(rank, size, folder, calls):
-    """Make collectives whose callbacks make collectives and wait for them, while the program makes others."""
+    """Start collectives whose callbacks start collectives and wait for them, while the program starts others."""
 
     def reduce_again(future):
         again = dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]

@@ -1,4 +1,4 @@
-"""What docs/interplay.md says of Accelerate is so: examples/interplay/with_accelerate.py, trial by trial."""
+"""Accelerate as docs/interplay.md describes it: examples/interplay/with_accelerate.py, trial by trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shards a model or its optimizer, on "paceline" as on gloo: to the same bits on two ranks, else to 1e-6."""
+"""Sharded models and optimizers on "paceline" and gloo: bitwise equal on two ranks, else to 1e-6."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_sharding_inside_groups_that_are_replicated(pool, tmp_path):
 
 
 def save_and_resume(rank, size, folder):
-    """Save a sharded model and its optimizer in the middle, and go on from there with new ones."""
+    """Save a sharded model and its optimizer in the middle, and resume with new ones."""
     with world(rank, size, folder) as group:
         model, optim = shard(group)
         advance(model, optim, rank, size, range(2))

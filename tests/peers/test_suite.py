@@ -44,7 +44,7 @@ def test_torchs_tests_without_a_world(pool):
     assert failures == []
 
 
-# What suite.toml says is true.
+# suite.toml matches the suite.
 
 
 def test_every_name_in_the_data_is_a_test():

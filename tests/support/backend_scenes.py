@@ -43,7 +43,7 @@ def open_resources():
 
 
 def run_forked(fork, size, work, *args):
-    """Fork ranks and return what each tells."""
+    """Fork ranks and return the result of each."""
     children = [fork(work, rank, size, *args) for rank in range(size)]
     told = [child.receive() for child in children]
     assert [child.wait() for child in children] == [0] * size

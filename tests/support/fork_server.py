@@ -1,10 +1,10 @@
-"""A process that has imported torch and started no thread, and forks ranks: milliseconds instead of seconds each.
+"""Fork server: a process that has imported torch and started no thread forks ranks in milliseconds, not seconds.
 
     server = ForkServer()
-    pid = server.fork(connection, stacks)      # a process that serves cases at the other end (pool.py)
+    pid = server.fork(connection, stacks)      # a process that serves cases at the other end (rank_pool.py)
     server.code(pid)                           # its exit code, None while it runs
 
-What it forked ends with it, and it ends with the process that made it.
+Forked processes end with the server, and the server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MESSAGE_NBYTES = 4096
 
 
 class ForkServer:
-    """That process, as others see it; started when first needed."""
+    """Client of the fork server, which starts when it is first needed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -41,11 +41,11 @@ class ForkServer:
         return self._ask(("fork", str(stacks)), served.fileno())
 
     def code(self, pid: int, *, wait: bool = False) -> int | None:
-        """Return the exit code of a process, −n where signal n ended it; None while it runs, unless to `wait`."""
+        """Return the exit code of a process, −n where signal n ended it; None while it runs, unless `wait`."""
         return self._ask(("code", pid, wait))
 
     def close(self) -> None:
-        """End it, and with it all that it forked."""
+        """End the server, and with it all forked processes."""
         if self._process is not None and self._socket is not None:
             self._process.kill()
             self._process.wait()
@@ -66,7 +66,7 @@ class ForkServer:
         theirs.close()
 
 
-# In the process itself.
+# In the server.
 
 
 def _serve(requests: socket.socket) -> None:
@@ -104,7 +104,7 @@ def _become_rank(parent: int, descriptor: int, stacks: str) -> None:
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
             serve(Connection(descriptor))
         code = 0
-    except BaseException:  # noqa: BLE001 — a forked child must not go on as its mother would
+    except BaseException:  # noqa: BLE001 — a forked child must not continue as the server
         traceback.print_exc()
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""Ranks that may be killed: forked from one warm process that has imported torch and started no thread.
+"""Ranks that tests may kill, forked from a warm process that has imported torch and started no thread.
 
     def scenario(fork, folder, *args):           # runs in the warm process; at the top level of the test module
         ranks = [fork(rank_main, rank) for rank in range(3)]

@@ -1,4 +1,4 @@
-"""Models and steps of ranks that synchronise every so often."""
+"""Models and steps for tests of local SGD."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Awkward models: what real programs do to parameters, small enough to compare in float64."""
+"""Models with unusual parameters (unused, tied, frozen, strided, …), small enough to compare in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Unused(Plain):
 
 
 class Branches(nn.Module):
-    """A layer is used by the samples that choose it: on some ranks only, in some steps by none."""
+    """Layers that only some samples use: on some ranks only, in some steps not at all."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ class Explode(torch.autograd.Function):
 
 
 class Exploding(Plain):
-    """Raises in the middle of backward when told to."""
+    """Raises in the middle of backward while `broken`."""
 
     broken = False
 

@@ -1,4 +1,4 @@
-"""Worlds under mpiexec, as subprocesses of a test: they end in time, and nothing of them stays."""
+"""Worlds under mpiexec as subprocesses of a test, with a time limit; no process is left behind."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_INIT_METHOD", "MASTER_ADDR
 
 @dataclass(frozen=True)
 class WorldResult:
-    """What became of a world: mpiexec's exit code, what it wrote, and what its ranks told in JSON."""
+    """Result of a world: mpiexec's exit code, its output, and the reports of its ranks."""
 
     code: int
     out: str
     err: str
 
     def reports(self):
-        """Return what ranks told by `tell`, by rank."""
+        """Return the reports of ranks (see `report`), by rank."""
         found = [json.loads(line[7:]) for line in self.out.splitlines() if line.startswith("REPORT ")]
         return dict(sorted(found))
 
@@ -42,7 +42,7 @@ class WorldResult:
 
 
 def environment(**variables):
-    """Return variables for a world of its own."""
+    """Return the environment of a new world."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     own = {
         "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.path.dirname(__file__)}",
@@ -53,13 +53,13 @@ def environment(**variables):
 
 
 def mpi_world(ranks, *program, timeout=60, env=None):
-    """Run ``python *program`` as ranks of MPI and return how it ended; it is killed after `timeout` seconds."""
+    """Run ``python *program`` as ranks of MPI and return its result; it is killed after `timeout` seconds."""
     command = [MPIEXEC, "-n", str(ranks), sys.executable, *map(str, program)]
     return run(command, timeout, env)
 
 
 def run(command, timeout=60, env=None):
-    """Run a command that may start a world, and return how it ended."""
+    """Run a command that may start a world, and return its result."""
     with start(command, env) as process:
         try:
             out, err = process.communicate(timeout=timeout)
@@ -72,7 +72,7 @@ def run(command, timeout=60, env=None):
 
 @contextlib.contextmanager
 def start(command, env=None):
-    """Start a command in a process group of its own, and see to it that nothing of it stays."""
+    """Start a command in a new process group, which is killed at the end."""
     process = subprocess.Popen(
         command,
         env=environment(**env or {}),
@@ -108,6 +108,6 @@ def _runs(pid):
 
 
 def report(rank, what):
-    """In a rank: tell the test something, once, in one write."""
+    """In a rank: send the test a result, once, in one write."""
     sys.stdout.write(f"REPORT {json.dumps([rank, what])}\n")
     sys.stdout.flush()

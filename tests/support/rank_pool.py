@@ -1,17 +1,17 @@
-"""Warm rank processes: importing torch costs seconds, so they are forked where it is there, and run many cases.
+"""Pool of warm rank processes: forked from a server that has imported torch (seconds), and reused for many cases.
 
     def check_sum(rank, size, start):            # at the top level of the test module
-        ...                                      # the world of `size` ranks is there already
+        ...                                      # the world of `size` ranks exists already
         return total
 
     def test_sum(pool):
         assert pool(3).run(check_sum, 5) == [18, 18, 18]                  # over gloo
         assert pool(3, "paceline").run(check_sum, 5) == [18, 18, 18]
 
-A process serves pools of any size: rank k of every pool is process k, and its world is made anew when
+A process serves pools of any size: rank k of every pool is process k, and its world is created again when
 the number of ranks or the backend changes. Seed, default dtype and environment are reset before every case. A case that
-fails or hangs ends the processes that ran it, and the next case starts fresh ones. When pytest goes away,
-however that happens, so do they.
+fails or hangs ends the processes that ran it, and the next case starts fresh ones. When pytest ends,
+also by a kill, so do they.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fork_server import ForkServer
 
 __all__ = ["Pool", "RankError", "RankProcesses", "serve", "spawn"]
 
-_fork_server = ForkServer()  # of all processes here: what is imported takes seconds
+_fork_server = ForkServer()  # shared by all processes: importing takes seconds
 GRACE_SECONDS = 2.0  # after the first failure: how long the other ranks may take to fail too
 
 
@@ -45,7 +45,7 @@ class RankError(Exception):
 
     Attributes:
         rank: the rank that failed first.
-        failures: for every rank that failed, its traceback or what became of it.
+        failures: for every rank that failed, its traceback or how it ended.
         cause: the exception that rank raised, None if it died, hung or raised what can't be pickled.
     """
 
@@ -57,7 +57,7 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """What a process is told to run; `init_method` is None for a case that wants no world."""
+    """A call for one process; `init_method` is None for a case without a world."""
 
     function: bytes
     rank: int
@@ -82,12 +82,12 @@ class Worker:
         return self.fork_server.code(self.pid) is None
 
     def ended(self) -> str:
-        """Say how the process ended."""
+        """Return how the process ended, as text."""
         code = self.fork_server.code(self.pid, wait=True) or 0
         return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def where(self) -> str:
-        """Say where a process that hangs stands: the Python stack of each of its threads."""
+        """Return the Python stack of each thread of a process that hangs."""
         os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and not (self.stacks.exists() and self.stacks.stat().st_size):
@@ -127,13 +127,13 @@ class RankProcesses:
         return [self.workers[rank] for rank in range(size)]
 
     def discard(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks`; whoever shared a world with them gets a new one."""
+        """End the processes of `ranks`; the other ranks of their world get a new one."""
         for rank in ranks:
             self.workers.pop(rank).close()
         self.worlds += 1
 
     def init_method(self, size: int, backend: str) -> str:
-        """Return where the present world meets; another size or backend is another world."""
+        """Return the rendezvous of the current world; another size or backend is another world."""
         if (size, backend) != self.latest:
             self.worlds, self.latest = self.worlds + 1, (size, backend)
         return f"file://{self.folder}/world-{self.worlds}-{size}-{backend}"
@@ -179,7 +179,7 @@ class Pool:
                 outcome = self._collect(workers, time.monotonic() + timeout)
             if isinstance(outcome, RankError):
                 raise outcome from outcome.cause
-        except BaseException:  # pytest's own time-out too: nobody may read the answers to this case later
+        except BaseException:  # pytest's own time-out too: answers to this case must not be read later
             self.processes.discard(range(self.size))
             raise
         if not world:
@@ -232,7 +232,7 @@ def spawn(
     timeout: float = 60.0,
     env: Sequence[Mapping[str, str]] | None = None,
 ) -> list[Any]:
-    """Run ``function(rank, ranks, *args)`` without a world, in processes that nobody else uses."""
+    """Run ``function(rank, ranks, *args)`` without a world, in separate processes."""
     with contextlib.closing(RankProcesses()) as processes:
         return processes(ranks).run(function, *args, timeout=timeout, world=False, env=env)
 
@@ -248,7 +248,7 @@ def _receive(worker: Worker) -> tuple[str, Any, BaseException | None]:
 
 
 def _enter(case: Case, present: str | None) -> str | None:
-    """Leave the present world if `case` wants another, enter that, and return where it met."""
+    """Enter the world of `case`, leaving another one first, and return its rendezvous."""
     import torch
 
     import paceline
@@ -268,7 +268,7 @@ def _enter(case: Case, present: str | None) -> str | None:
 
 
 def _answer(pipe: Connection, work: Callable[[], Any]) -> bool:
-    """Do `work`, tell the other end how it went, and return whether it went well."""
+    """Do `work`, send the outcome to the other end, and return whether it succeeded."""
     well = False
     try:
         message = pickle.dumps(("ok", work(), None))
@@ -278,7 +278,7 @@ def _answer(pipe: Connection, work: Callable[[], Any]) -> bool:
         try:
             message = pickle.dumps(("error", text, error))
             pickle.loads(message)
-        except Exception:  # noqa: BLE001 — an exception that can't be pickled is told by its text
+        except Exception:  # noqa: BLE001 — an exception that can't be pickled is sent as text
             message = pickle.dumps(("error", text, None))
     pipe.send_bytes(message)
     return well

@@ -1,4 +1,4 @@
-"""A made-up run folder in the form that `paceline train` writes, for tests of what reads it."""
+"""A made-up run folder in the form that `paceline train` writes, for tests of its readers."""
 
 from __future__ import annotations
 

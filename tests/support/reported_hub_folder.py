@@ -1,4 +1,4 @@
-"""Made-up folders of hubs: ledgers with the fields that a hub writes, for tests of what reads them."""
+"""Made-up folders of hubs: ledgers with the fields that a hub writes, for tests of their readers."""
 
 from __future__ import annotations
 

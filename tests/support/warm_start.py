@@ -1,4 +1,4 @@
-"""Starting a process that is to stay warm and fork others, and having it end with the one that started it."""
+"""Starts warm processes that fork ranks, and ends them with their parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def start_warm_process(script: str, descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a script that serves at `descriptor`, one thread for its sums; both it and our pid are its arguments."""
+    """Start a script that serves at `descriptor` with one compute thread; arguments: `descriptor` and our pid."""
     return subprocess.Popen(
         [sys.executable, script, str(descriptor), str(os.getpid())],
         pass_fds=[descriptor],
@@ -25,7 +25,7 @@ def start_warm_process(script: str, descriptor: int) -> subprocess.Popen[bytes]:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when `parent` is no more."""
+    """Have the kernel kill this process when `parent` ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -34,7 +34,7 @@ def die_with(parent: int) -> None:
 def preload_modules() -> None:
     """Import torch, what its optimizers and FSDP2 import when first used, and Paceline, and start no thread."""
     import torch
-    import torch._dynamo  # a second: so that no child that makes an optimizer need
+    import torch._dynamo  # takes a second, which no child then needs for an optimizer
     import torch.distributed.fsdp
 
     import paceline.backends.group_factory

@@ -42,7 +42,7 @@ def wire_parts(envelope):
 
 
 def drive(ends, until, seconds=ENOUGH):
-    """Poll the ends in turn until something is so, and return what came to each."""
+    """Poll the ends in turn until a condition holds, and return the messages received by each."""
     received = [[] for _ in ends]
     deadline = time.monotonic() + seconds
     while not until(received):
@@ -53,13 +53,13 @@ def drive(ends, until, seconds=ENOUGH):
 
 
 def poll_for(ends, seconds):
-    """Poll the ends in turn for a while, and return what came to each."""
+    """Poll the ends in turn for a while, and return the messages received by each."""
     deadline = time.monotonic() + seconds
     return drive(ends, lambda _: time.monotonic() >= deadline)
 
 
 def connect_all(hub, *workers):
-    """Have workers connect, and the hub hear of them."""
+    """Connect workers; return once the hub has received a message of each."""
     drive([hub, *workers], lambda _: all(worker.peers() for worker in workers))
     for worker in workers:
         assert worker.send(make(worker.me, HUB))
@@ -67,7 +67,7 @@ def connect_all(hub, *workers):
 
 
 def read_address(process):
-    """Return where the hub that was started as a program is."""
+    """Return the address of a hub that was started as a program."""
     return process.stdout.readline().strip()
 
 
@@ -138,7 +138,7 @@ def handshake(raw, identity, look=lambda: None):
 
 
 def bad_messages(draw, me):
-    """Yield messages, part by part, that no hub should take from worker `me`."""
+    """Yield messages, part by part, that a hub has to reject from worker `me`."""
     good = [bytes(part) for part in encode(Header("run", "frame", me, HUB, 5), draw.randbytes(300))]
     head, payload, tail = good
     at = draw.randrange(len(head))

@@ -1,4 +1,4 @@
-"""The exception tree: what each is, what its text holds, and that it survives the way between processes."""
+"""The exception tree: base classes, texts, and pickling between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public surface: what `paceline` offers, that it is there, and that asking costs no torch."""
+"""The public surface: the names of `paceline` exist, and listing them imports no torch."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def one_rank(report, rank, size, folder, seed, victim, how, delay):
         if how == "raises":
             raise FloatingPointError("the loss is not a number")
         dist.destroy_process_group()
-        time.sleep(60)  # it lives on, and is killed at the end of the scene
+        time.sleep(60)  # it continues, and is killed at the end of the scenario
 
     report("ready")
     try:

@@ -260,7 +260,7 @@ class Through(torch.nn.Module):
 
 
 def batches_through(rank, size, sync):
-    """Return how far parameters are apart after training on batches as they are served, and on plain dicts."""
+    """Return how much parameters differ after training on served batches and on plain dicts."""
     rows = [{"x": x, "y": y} for x, y, _ in data(40)]
     trained = []
     for kind in (lambda batch: batch, dict):

@@ -34,7 +34,7 @@ def train(loader, sync="bucketed", seconds=0.0, epochs=2):
             parameters.append(whole(model))
             steps.append(numbers.tolist() if batch.samples else [])
         assert len(loader) == len(steps), "though it was dealt again on the way"
-        seen = [gathered(numbers) for numbers in steps]  # afterwards: nobody counts how long this waits
+        seen = [gathered(numbers) for numbers in steps]  # afterwards, so that this wait is not measured
         for union, (before, after) in zip(seen, pairwise(parameters), strict=True):
             for old, new, exact in zip(before, after, one_process(before, dataset, union), strict=True):
                 worst = max(worst, ((old - new - exact).abs().max() / exact.abs().max()).item())

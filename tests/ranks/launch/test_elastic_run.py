@@ -68,7 +68,7 @@ if rank == 1:
 time.sleep(600)
 """
 
-# Rank 2 fails, and takes a while to end; rank 0 notices that and has ended before it; rank 1 goes on.
+# Rank 2 fails, and takes a while to end; rank 0 notices that and has ended before it; rank 1 continues.
 FOLLOWS = """
 def ended(name):
     return Path("/proc", (notes / name).read_text(), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -223,7 +223,7 @@ def test_a_signal_ends_all(home, killable, number, code):
 
 
 class StoreAnswers:
-    """A place whose store answers from a list."""
+    """An endpoint whose store answers from a list."""
 
     address = RendezvousAddress("pc1", 29400)
 

@@ -1,4 +1,4 @@
-"""Compressed gradients: the same result on all ranks, close to the exact one, and nothing is lost for good."""
+"""Compressed gradients: the same result on all ranks, close to the exact one, and nothing is lost permanently."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def grads(model):
 
 
 def train(rank, size, compression, shard, bucket_mib, steps, dtype=torch.float32):
-    """Train with unequal batches and accumulation; return parameters, the last loss, and what compression says."""
+    """Train with unequal batches and accumulation; return parameters, the last loss, and the compression statistics."""
     plan = paceline.Sync(bucket_mib=bucket_mib, shard=shard, compression=compression)
     model = paceline.DataParallel(network(dtype), sync=plan)
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=3e-3)
@@ -127,7 +127,7 @@ def with_slow_exchange_thread(rank, size, shard):
 
 
 def test_a_sum_that_is_still_under_way_is_not_scaled(pool):
-    """What compression left out is scaled with the result, so while a thread works on both, neither may be."""
+    """The residual is scaled with the result, so neither may be while a thread works on both."""
     whole, sharded = (pool(2).run(with_slow_exchange_thread, shard)[0] for shard in ("none", "optimizer"))
     assert torch.allclose(sharded, whole, rtol=0, atol=1e-6)
 
@@ -185,7 +185,7 @@ def test_sent_values_plus_the_residual_make_up_the_input(pool, compression, call
 
 
 def poisoned(rank, size, compression):
-    """One gradient of rank 1 is not a number, and one backward of rank 0 fails; training goes on."""
+    """One gradient of rank 1 is not a number, and one backward of rank 0 fails; training continues."""
     model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
     finite = paceline.NonFiniteGuard(model, optim, "skip")
@@ -281,7 +281,7 @@ def owed_after_loading(rank, size, folder, compression):
 
 
 class Zeros(dict):
-    """What a rank owes that had no place in the world before."""
+    """Return the residual of a rank that is new in the world."""
 
     def __missing__(self, name):
         return 0.0

@@ -1,4 +1,4 @@
-"""What people do to a wrapped model, and what must come of it."""
+"""Uses of a wrapped model beside torch's DDP and one process: the same gradients and parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def skipped_layer(rank, size, sync):
     model, optim = wrapped(sync, "Branches")
     reference = model_zoo.build("Branches")
     other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):  # the third branch is taken by few samples, in some steps by none
+    for step in range(4):  # few samples use the third branch, in some steps none
         loss_on(model, rank, step, "Branches").backward()
         optim.step()
         optim.zero_grad()

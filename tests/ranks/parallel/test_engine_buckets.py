@@ -1,4 +1,4 @@
-"""Buckets of gradients: views that are never copied, in the order of backward, whatever comes late."""
+"""Buckets of gradients: views that are never copied, in the order of backward, with late gradients too."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def forgotten(rank, size):
     del model, optim
     gc.collect()
     net.zero_grad()
-    loss_on(net, rank).backward()  # a hook left behind would start a round that nobody ends
+    loss_on(net, rank).backward()  # a leftover hook would start a round that never ends
     hooked = [p for p in net.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     return engine() is None and not hooked
 

@@ -1,4 +1,4 @@
-"""A backward that raises, or a rank that is gone: all ranks are told, and training goes on where it can."""
+"""A backward that raises, or a lost rank: all ranks get an error, and training continues where possible."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_exception_in_backward_is_named_and_training_continues(pool, sync, ba
 
 
 def notified_rounds(rank, size, sync):
-    """Return the rounds that this rank was told of; backward raises on rank 1 in the second one."""
+    """Return the rounds that this rank was notified of; backward raises on rank 1 in the second one."""
     model, rounds = paceline.DataParallel(model_zoo.Exploding().double(), sync=sync), []
     model.engine.on_round_end = rounds.append
     for step in range(3):
@@ -111,7 +111,7 @@ def notified_rounds(rank, size, sync):
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded"])
 def test_all_ranks_are_notified_of_the_same_rounds(pool, sync):
-    """Who is told may call collectives (`Timeline` compares clocks), so no rank may be told alone."""
+    """A notified rank may call collectives (`Timeline` compares clocks), so all ranks have to be notified."""
     assert pool(2).run(notified_rounds, sync) == [[1, 3]] * 2
 
 

@@ -1,4 +1,4 @@
-"""Wrapping a model: ranks are made equal, groups train apart, what does not fit is refused by name."""
+"""Wrapping a model: ranks are made equal, groups train separately, invalid arguments are refused by name."""
 
 from __future__ import annotations
 

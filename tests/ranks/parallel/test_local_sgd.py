@@ -1,4 +1,4 @@
-"""LocalSGD, DiLoCo and SlowMo compute their formulas, to the last digits, whatever is sent when and how."""
+"""LocalSGD, DiLoCo and SlowMo equal their formulas up to rounding, however and whenever parameters are sent."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def streaming_transcript(ranks, steps, every, fragments, delay, mix, layers):
                     merge(step)
     for step in sorted(flying):
         merge(step)
-    delay, mix = 0, 0.0  # at the end everybody takes all of it
+    delay, mix = 0, 0.0  # at the end every worker takes all of it
     for _ in range(fragments):
-        if sent_at[cycle] < steps:  # else nobody has anything new, and θ stays
+        if sent_at[cycle] < steps:  # else no worker has anything new, and θ stays
             send(cycle, steps)
             merge(steps)
         cycle = (cycle + 1) % fragments
@@ -139,7 +139,7 @@ def test_streaming_is_the_delta_rule(pool, fragments, delay, mix):
 
 
 def large(rank, size, compression, fragments, delay):
-    """Tensors larger than a piece, pieces larger than a tensor; return parameters and what was said of the bytes."""
+    """Tensors larger than a piece, pieces larger than a tensor; return parameters and the reported bytes."""
     torch.manual_seed(rank)
     model = nn.Sequential(
         nn.Linear(300, 200), nn.BatchNorm1d(200), nn.ReLU(), nn.Linear(200, 100), nn.Linear(100, 3)

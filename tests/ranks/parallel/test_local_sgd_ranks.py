@@ -1,4 +1,4 @@
-"""Ranks that synchronise every so often and differ: in steps, in groups, by NaN, or from the beginning."""
+"""Local SGD with ranks that differ: in steps, in groups, by NaN, or from the beginning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outer steps refuse, on all ranks and before anything begins."""
+"""Invalid options of outer steps are refused on all ranks, before anything begins."""
 
 from __future__ import annotations
 

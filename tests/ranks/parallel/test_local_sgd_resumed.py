@@ -1,4 +1,4 @@
-"""A run with outer steps that is resumed is the same to the bit."""
+"""A resumed run with outer steps is bitwise equal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from local_sgd_cases import adamw, flat, network, same, take_step
 
 
 def trained(rank, size, folder, total, options, broken_at):
-    """Train to step `total`, or up to `broken_at`; go on from the folder's checkpoint where there is one."""
+    """Train to step `total`, or up to `broken_at`; resume from the folder's checkpoint if there is one."""
     model = paceline.DataParallel(network(torch.float32), sync="bucketed")
     optim = adamw(model)
     loop = paceline.DiLoCo(model, optim, **options)

@@ -1,4 +1,4 @@
-"""Beside one process: what programs do between steps, in backward and after mistakes ends with the same parameters.
+"""Operations between steps, in backward and after mistakes give the parameters of one process.
 
 (test_equality.py holds every strategy against one process where all goes as planned.)
 """
@@ -195,7 +195,7 @@ def test_clipping_by_any_norm(pool, sync, make, norm_type):
     same(pool(3).run(clipped, sync, make, norm_type))
 
 
-# ------------------------------------------------------------------ gradients that come another way
+# ------------------------------------------------------------------ gradients from other sources
 
 
 def settled(sync):

@@ -1,4 +1,4 @@
-"""Beside one process, after mistakes: failed backwards, forgotten synchronisation, steps that raised."""
+"""Parameters equal those of one process after failed backwards, forgotten synchronisation and failed steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pool = pytest.fixture(over_paceline)
 
 
 def failure_is_skipped(rank, size, sync, bad):
-    """What many programs do: on an exception drop the gradients and go on, without a step."""
+    """Drop the gradients after an exception and continue without a step, as many programs do."""
     model, optim, reference, other = pair(sync, model_zoo.Exploding)
     for step in range(4):
         model.module.broken = broken = step == 2 and rank in bad

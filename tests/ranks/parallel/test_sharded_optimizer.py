@@ -1,4 +1,4 @@
-"""The sharded optimizer: state is 1/N, cut to fit, and updates what the whole would."""
+"""The sharded optimizer: each rank holds 1/N of the state, and updates equal those of the whole optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sync="auto"``: results never change, ranks change at the same step, state moves, what was found is kept."""
+"""``sync="auto"``: results never change, ranks switch at the same step, state moves, and the choice is cached."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_gradients_that_were_kept_move_along(pool):
 
 
 def check_saved_states(rank, size, folder):
-    """Save before each change of the layout, by hand and by a checkpoint; go on from both; return what differs."""
+    """Save before each change of the layout, by hand and by a checkpoint; resume from both; return the differences."""
 
     def made():
         model = paceline.DataParallel(model_zoo.build("Plain"), sync="auto")
@@ -193,12 +193,12 @@ def test_a_checkpoint_in_any_layout_resumes_bitwise(pool, tmp_path):
 
 
 def kept_in(folder, ranks=2):
-    """Return the environment of ranks that keep what they find in `folder`."""
+    """Return the environment of ranks that cache their choice in `folder`."""
     return [{"XDG_CACHE_HOME": str(folder)}] * ranks
 
 
 def tuned(rank, steps, *, sharded=True, idle=None, accumulate=1, moments=None):
-    """Train a little model with sync="auto"; return the plan before every step and what was told."""
+    """Train a little model with sync="auto"; return the plan before every step and the messages."""
     torch.manual_seed(5)
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
     model = paceline.DataParallel(net, sync="auto")

@@ -1,4 +1,4 @@
-"""A recorded training: its folder tells what each rank did, on one clock, and recording changes no bit of it."""
+"""A recorded training: its folder shows each rank on one clock, and recording changes no bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline bench parts` with real ranks: it predicts every way, with the engine's own buckets and calls."""
+"""`paceline bench parts` with real ranks: every strategy is predicted, with the engine's own buckets and calls."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ CALL = "from paceline.tools.cli.plan.dispatch_command import starve; starve(scen
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Return a function that starts `starve` in a process, whose temporary files have a folder of their own."""
+    """Return a function that starts `starve` in a process with its own temporary folder."""
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {"PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path / "tmp")}
     started = []

@@ -1,4 +1,4 @@
-"""Training for real on warm ranks: the loss falls, ranks do not change the curve, resume changes nothing."""
+"""Real training on warm ranks: the loss falls, ranks do not change the curve, resume changes nothing."""
 
 from __future__ import annotations
 

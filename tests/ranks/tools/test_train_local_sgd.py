@@ -1,4 +1,4 @@
-"""Training with compressed gradients, and with parameters synchronised every H steps, for real on warm ranks."""
+"""Real training on warm ranks with compressed gradients, and with parameters synchronised every H steps."""
 
 from __future__ import annotations
 

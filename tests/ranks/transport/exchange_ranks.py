@@ -24,7 +24,7 @@ def numbers(nbytes, rank, shift=0):
 
 
 def shapes(carrier):
-    """Rings and all-to-alls of many sizes, some with work: what came is what was sent."""
+    """Run rings and all-to-alls of many sizes, some with work; received data equals the sent data."""
     rank, size, made = carrier.rank, carrier.size, 0
     shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/mpich" in line]
     assert all(line.endswith("(deleted)") for line in shared), "it would stay where ranks are killed"
@@ -55,7 +55,7 @@ def shapes(carrier):
 
 
 def faults(carrier, names):
-    """Every fault of every rank in turn: what each rank knows afterwards."""
+    """Inject every fault on every rank in turn; return the problems that each rank reports."""
     found = []
     for number, name in enumerate(names):
         faulty = number % carrier.size
@@ -82,7 +82,7 @@ def stopped(carrier):
         ring.exchange(numbers(10**6, carrier.rank), np.zeros(10**6, np.uint8))
     except EnvelopeError as error:
         print(f"rank {carrier.rank}: {error}", flush=True)
-        time.sleep(1)  # so that both others can tell
+        time.sleep(1)  # so that both others can report
         carrier.abort(1)
 
 

@@ -92,7 +92,7 @@ def invalid_messages(carrier, end):
 
 
 def slow_hub(carrier, end):
-    """The hub looks at nothing for a while: who sends to it is told."""
+    """The hub does not poll for a while: `send` reports that to workers."""
     if end.me == HUB:
         time.sleep(0.3)
         received = []
@@ -127,7 +127,7 @@ def woken(carrier, end):
 
 
 def leave(carrier, end):
-    """All leave at once, with a lot under way that nobody looks at."""
+    """All ranks leave at once, with many pending messages that no rank receives."""
     for target in end.peers():
         for sequence in range(3):
             assert end.send(make(end.me, target, sequence, bytes(4 << 20)))

@@ -220,7 +220,7 @@ def test_one_poll_does_not_last_for_ever_where_there_is_more(ends, hub):
         received += some
 
 
-# --- ends that come and go
+# --- hubs and workers that leave and return
 
 
 def answered(worker, sequence, seconds=ENOUGH):

@@ -42,7 +42,7 @@ def hub(ends):
 
 
 class Raw:
-    """A DEALER that sends whatever it is told to, as worker `me`."""
+    """A DEALER socket that sends arbitrary parts as worker `me`."""
 
     def __init__(self, hub, me):
         self.context = zmq.Context()

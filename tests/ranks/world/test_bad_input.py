@@ -1,4 +1,4 @@
-"""Mistakes of a program, as ranks of their own and under torchrun: the run ends with an error that says what to do."""
+"""Mistakes of a program, on separate ranks and under torchrun: the run ends with an error that names a remedy."""
 
 from __future__ import annotations
 

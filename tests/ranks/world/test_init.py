@@ -1,4 +1,4 @@
-"""Entering and leaving worlds with real processes: every way to meet."""
+"""Entering and leaving worlds with real processes, by every kind of rendezvous."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from world_entry import enter, enter_as, free_port, ways_to_meet
 def enter_repeatedly(rank, size, arguments, times):
     import time
 
-    late = random.Random(rank)  # some rank or other always leaves, or comes, after the others
+    late = random.Random(rank)  # some rank always leaves, or joins, after the others
     totals = []
     for _ in range(times):
         time.sleep(late.choice([0.0, 0.0, 0.02, 0.2]))

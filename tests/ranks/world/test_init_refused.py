@@ -1,4 +1,4 @@
-"""Worlds that do not come about: every way to fail to enter one, and what each rank is told."""
+"""Worlds that can not form: every way to fail to enter one, and the error on each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warm ranks themselves: results, failures, hangs, isolation, and that nothing stays behind."""
+"""The pool of warm ranks: results, failures, hangs, isolation, and no process left behind."""
 
 from __future__ import annotations
 

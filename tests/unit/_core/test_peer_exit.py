@@ -1,4 +1,4 @@
-"""How a process ended that is not our child: by exit code, by signal, collected or not."""
+"""Exit status of a process that is not our child: by exit code, by signal, reaped or not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_exit_is_detected_after_the_parent_reaped_it(how):
         assert exit_status_of(pidfd, pid) in (
             ExitStatus(how),
             ExitStatus(None),
-        )  # the system tells it since Linux 6.15
+        )  # Linux reports it since 6.15
     finally:
         os.close(pidfd)
 

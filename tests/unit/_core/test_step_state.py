@@ -1,4 +1,4 @@
-"""Whereabouts: what is written and what is read."""
+"""Step state: values are written and read back."""
 
 from __future__ import annotations
 

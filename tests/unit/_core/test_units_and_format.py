@@ -1,4 +1,4 @@
-"""Quantities in and out: exact values, round trips, and refusals that say what is valid."""
+"""Quantities in and out: exact values, round trips, and refusals that name the valid ones."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_an_end_is_detected_while_a_child_holds_the_socket(tmp_path):
         os.close(holding)
         connect(dist.FileStore(path, 2), 1, 2)
         if os.fork() == 0:
-            os.read(held, 1)  # lives until this test has seen its parent's end
+            os.read(held, 1)  # runs until this test has seen its parent exit
         else:
             os.write(writing, b"x")
             time.sleep(0.1)

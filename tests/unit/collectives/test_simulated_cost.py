@@ -28,7 +28,7 @@ def test_equals_the_closed_form(op, name):
             assert cost.seconds == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-# The table of anchors (Thakur, Rabenseifner & Gropp 2005), for a power of two, written out once more by hand.
+# The table of anchors (Thakur, Rabenseifner & Gropp 2005), for a power of two, written out by hand.
 LG, P = 3, 8
 TEXTBOOK = {
     ("broadcast", "tree"): Terms(LG, LG),

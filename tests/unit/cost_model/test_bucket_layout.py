@@ -244,7 +244,7 @@ def test_sizes_worth_trying_group_differently():
         best_bucket(ready, CommChannel(lambda nbytes: 0.0), caps=[])
 
 
-# ---------------------------------------------------------------- somebody's measurement (docs/step-time.md)
+# ---------------------------------------------------------------- published measurement (docs/step-time.md)
 
 
 def medium_gradients():

@@ -1,4 +1,4 @@
-"""A program of computing, launching and waiting, played by hand."""
+"""A program of computing, launching and waiting, worked out by hand."""
 
 from __future__ import annotations
 

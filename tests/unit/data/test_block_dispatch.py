@@ -1,4 +1,4 @@
-"""Assignment of blocks to ranks: in turns by share, at random, in constant memory."""
+"""Assignment of blocks to ranks: round robin by share, random, in constant memory."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_an_exhausted_iteration_stays_exhausted():
             next(batches)
 
 
-# ------------------------------------------------------------------ what is told
+# ------------------------------------------------------------------ messages
 
 
 def test_the_use_of_the_data_is_logged_once(caplog):

@@ -23,7 +23,7 @@ def cut(own, size):
 
 
 def listed(counts, size, policy):
-    """Return the batches of every rank as the policy's words describe them; None where it has no epoch."""
+    """Return the batches of every rank as the policy's description defines them; None where it has no epoch."""
     rows = [list(range(count)) for count in counts]
     if policy == "pad":
         if not all(counts):

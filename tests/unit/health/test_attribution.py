@@ -37,7 +37,7 @@ def busy(rank, **fields):
 
 
 def world(*heartbeats, hosts=None, **changes):
-    """Return what rank 0 observes, all ranks heard just now; `changes` to RankObservation by ``r<rank>``."""
+    """Return what rank 0 observes, a fresh heartbeat of every rank; `changes` to RankObservation by ``r<rank>``."""
     observations = []
     for at, each in enumerate(heartbeats):
         fields = {"silent": 0.1 if at else 0.0} | changes.get(f"r{at}", {})

@@ -164,7 +164,7 @@ def test_the_end_of_a_connection_ends_a_wait(meshes):
     started = time.monotonic()
     a.wait(20.0, [])
     assert time.monotonic() - started < 10
-    assert list(a.receive()) == [(1, {"ack": [1]})]  # what came before the end is not lost
+    assert list(a.receive()) == [(1, {"ack": [1]})]  # messages received before the end are not lost
     assert a.links[1].state == "closed"
     a.send({"ack": [2]})  # goes nowhere
 

@@ -1,4 +1,4 @@
-"""A race between candidates: who runs when, who leaves, who wins; with noise, with drift."""
+"""Race between candidates: order, elimination and winner; with noise, with drift."""
 
 from __future__ import annotations
 

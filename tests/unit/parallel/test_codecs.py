@@ -1,4 +1,4 @@
-"""Codecs: what comes back, what is lost, what a packet weighs, what becomes of numbers that are none."""
+"""Codecs: decoded values, errors, packet sizes, and non-finite values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error feedback: nothing that was given is lost; momentum as in the paper's algorithm."""
+"""Error feedback: no part of the input is lost; momentum as in the paper's algorithm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEVICES = [
 
 
 def sent_of(feedback: ErrorFeedback, values: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Compress, and return what the packet says."""
+    """Compress, and return the decoded packet."""
     packet = torch.empty(feedback.codec.nbytes(len(values)), dtype=torch.uint8, device=values.device)
     feedback.compress(values, packet, start)
     into = torch.empty_like(values)
@@ -38,7 +38,7 @@ def sent_of(feedback: ErrorFeedback, values: torch.Tensor, start: int = 0) -> to
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
 def test_sent_values_plus_the_residual_equal_the_input(make, device):
-    """Over many rounds, in parts that come in any order."""
+    """Over many rounds, with parts in any order."""
     numel, parts = 3001, [(2000, 3001), (0, 700), (700, 2000)]
     feedback = ErrorFeedback(make(), numel, device)
     random = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Peaks of gradients and what follows from them; the ledger that carries them."""
+"""Peaks of gradients and the decisions based on them; the ledger that carries them."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_a_matrix_of_at_most_that_rank_is_reproduced_exactly(true_rank, device):
 
 
 def test_error_feedback_sends_everything_in_time():
-    """What was sent and what is left are what was given, and what is left stays bounded."""
+    """Sent values plus residual equal the input, and the residual stays bounded."""
     low, (matrix,) = LowRankFactors([(40, 30)], rank=2), tensors_of(0)[:1]
     left, sent = torch.zeros(40, 30), torch.zeros(40, 30, dtype=torch.float64)
     for _ in range(80):

@@ -1,4 +1,4 @@
-"""TopK: which numbers are sent, where they come out, what is left."""
+"""TopK: selected values, their positions after decoding, and the residual."""
 
 from __future__ import annotations
 

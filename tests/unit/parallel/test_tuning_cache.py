@@ -1,4 +1,4 @@
-"""Candidates, cached results and messages of the tuner, by plain values."""
+"""Candidates, cached results and messages of the tuner, on plain values."""
 
 from __future__ import annotations
 

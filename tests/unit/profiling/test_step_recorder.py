@@ -1,4 +1,4 @@
-"""What is gathered of a step becomes one line of the trace."""
+"""A recorded step becomes one line of the trace."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_another_model_does_is_part_of_the_step(lines):
             here.enter_phase("optimizer")
     here.recorder.flush()
     recorded = lines()
-    # the other's forward comes after the round, so it is the next step's
+    # the other's forward follows the round, so it belongs to the next step
     assert [line["step"] for line in recorded] == [0, 1, 2]
     phases = ["forward", "backward", "exchange", "optimizer"]
     assert [[name for name, _ in line["phases"]] for line in recorded] == [phases, 2 * phases, phases]

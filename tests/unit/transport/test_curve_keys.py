@@ -1,4 +1,4 @@
-"""Keys of hub and workers: who holds which, permissions, no overwriting, and errors for invalid files."""
+"""Keys of hub and workers: owners, permissions, no overwriting, and errors for invalid files."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ headers = st.builds(
 
 
 def forged(*values, begin=envelope.BEGIN):
-    """Return an envelope whose checksums are right, whatever its header says."""
+    """Return an envelope with valid checksums and any header."""
     packed = msgpack.packb(values[0] if len(values) == 1 else list(values))
     head = begin + envelope._SIZES.pack(len(packed), len(packed) ^ 0xFFFF) + packed
     checksum = envelope._CHECKSUM.pack(xxh3_64_intdigest(head))

@@ -1,4 +1,4 @@
-"""Envelopes received in parts: the sent one or an error, whatever was done to them."""
+"""Envelopes received in parts: any damage gives the sent one or an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_was_sent_is_opened(payload):
 
 @st.composite
 def mutations(draw):
-    """Return parts that were sent, and what became of them on a way that does everything but keep them."""
+    """Return sent parts, and the received ones after random damage."""
     payload = draw(st.binary(max_size=200))
     sent = parts_of(replace(PLAIN, sequence=draw(st.integers(0, 3))), payload)
     other = parts_of(replace(PLAIN, sequence=draw(st.integers(0, 3))), draw(st.binary(max_size=200)))

@@ -91,7 +91,7 @@ def repeat(rng, sent, at):
 
 
 def foreign(rng, sent, at):
-    """Put in an envelope of another run, of an unknown source, or for somebody else."""
+    """Put in an envelope of another run, of an unknown source, or for another target."""
     other = rng.choice([{"run": "run-2"}, {"source": 9}, {"target": 3}])
     return replaced(sent, at, b"".join(send(rng, **other)[at])), ForeignEnvelope, ""
 

@@ -156,7 +156,7 @@ class Held:
 
 
 class SlowCarrier(Carrier):
-    """Payloads take long; nothing else does, and what has come is seen at once."""
+    """Payloads take long; everything else is received at once."""
 
     def probe(self, source, tag=None):
         queue = self.comm.between(source, self.rank)
@@ -193,7 +193,7 @@ def test_receives_of_two_envelopes_are_posted_while_the_first_payload_arrives(mo
     assert place == message
     assert [one for one in receiver.posted if one[0] == MessageTag.PAYLOAD] == [
         payload
-    ] * 3  # none came aside
+    ] * 3  # none was received separately
     comm.between(1, 0).append((MessageTag.HEAD, b"of the next round"))
     into.advance()
     assert len(comm.between(1, 0)) == 1
@@ -275,7 +275,7 @@ def test_after_work_that_raised_no_other_exchange_can_follow():
 
 
 class LostCarrier(Carrier):
-    """What it sends is never taken."""
+    """A carrier whose messages are never received."""
 
     def send(self, buffer, target, tag):
         request = FakeRequest(10**9)

@@ -1,4 +1,4 @@
-"""Token bucket: no second exceeds the rate, whatever the clock does; shares of a link."""
+"""Token bucket: no second exceeds the rate for any clock; shares of a link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions and the program that ranks tell each other: what is told, what differs, who is named."""
+"""Versions and programs that ranks exchange: content, differences, and the ranks that are named."""
 
 from __future__ import annotations
 

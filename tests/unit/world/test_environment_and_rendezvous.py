@@ -1,4 +1,4 @@
-"""Reading a place in the world: launchers, arguments, contradictions. No processes, no torch."""
+"""Rank, size and rendezvous from launchers and arguments; contradictions. No processes, no torch."""
 
 from __future__ import annotations
 

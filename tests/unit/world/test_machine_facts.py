@@ -1,4 +1,4 @@
-"""What facts of a machine mean: pure judgements, and the few readings that can be held against files."""
+"""Checks of machine facts: decisions on plain values, and values read from files."""
 
 from __future__ import annotations
 

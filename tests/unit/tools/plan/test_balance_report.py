@@ -1,4 +1,4 @@
-"""What a dealing does to batches: starving ranks, deadlock, each policy's price, safe sizes."""
+"""Effects of dispatched data on batches: starving ranks, deadlocks, the cost of each policy, safe sizes."""
 
 from __future__ import annotations
 

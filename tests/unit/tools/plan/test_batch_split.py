@@ -1,4 +1,4 @@
-"""Devices that a training needs, and how a global batch is dealt."""
+"""Number of devices that a training needs, and the split of a global batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From how many tokens on computing hides communication: held against the times themselves."""
+"""Number of tokens from which computing hides communication, compared with the times themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatched data in words and pictures."""
+"""Text and charts about dispatched data."""
 
 from __future__ import annotations
 

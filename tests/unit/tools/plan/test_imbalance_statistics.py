@@ -1,4 +1,4 @@
-"""How far apart the ranks' amounts are: closed forms beside draws."""
+"""Imbalance between ranks: closed forms compared with random draws."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from paceline.tools.plan.memory.training_subject import TrainingSetting, Trainin
 
 @pytest.fixture
 def memory(monkeypatch):
-    """`memory(nbytes_of)` has every forecast take what a function says of the micro-batch; returns those tried."""
+    """`memory(nbytes_of)` makes every forecast return a function of the micro-batch; returns the tried ones."""
 
     def use(nbytes_of):
         tried = []

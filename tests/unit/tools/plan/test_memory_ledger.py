@@ -1,4 +1,4 @@
-"""Timelines, their ledgers, and whether what they take fits."""
+"""Timelines, their ledgers, and whether they fit into memory."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_without_an_allocator_lines_add_up_to_the_peak():
 
 @st.composite
 def timelines(draw):
-    """Return any lives of blocks."""
+    """Return random lifetimes of blocks."""
     recording, alive = TimelineRecorder(), []
     for _ in range(draw(st.integers(1, 40))):
         if alive and draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""C and W, out of a profile with their errors or out of the table."""
+"""Compute and network rates C and W, from a profile with their errors or from the table."""
 
 from __future__ import annotations
 

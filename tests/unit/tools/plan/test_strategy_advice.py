@@ -1,4 +1,4 @@
-"""Advice: the best way among those allowed, scaling, what limits, what would help; every figure worked out by hand."""
+"""Advice: the best allowed strategy, scaling, bottlenecks and remedies; every figure worked out by hand."""
 
 from __future__ import annotations
 

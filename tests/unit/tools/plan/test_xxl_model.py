@@ -1,4 +1,4 @@
-"""The XXL model worked out: every figure that the problem is known by."""
+"""The XXL model: every published figure of the problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves that keep their extremes, and values that are counted: in little memory, whatever comes."""
+"""Downsampled curves with their extremes, and counted values, in bounded memory."""
 
 from __future__ import annotations
 

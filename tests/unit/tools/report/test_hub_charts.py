@@ -1,4 +1,4 @@
-"""Charts of asynchronous runs: the texts that a reader needs, names that are no formulas, gaps, many workers."""
+"""Charts of asynchronous runs: texts, names with special characters, gaps, many workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of decisions: repeated refusals are one, the newest stay, weighty ones are not crowded out."""
+"""Rows of decisions: repeated refusals are merged, the newest are kept, important ones are not displaced."""
 
 from __future__ import annotations
 

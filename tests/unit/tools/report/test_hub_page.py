@@ -1,4 +1,4 @@
-"""The page of an asynchronous run: whole, self-contained, safe against names, of any size, of a run at any stage."""
+"""Page of an asynchronous run: complete, self-contained, names escaped, for any size and stage of a run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ HOSTILE = [
 
 
 def page_of_names(folder, names, reason, run):
-    """Return the page of a run whose workers, reasons and name are those of somebody who means ill."""
+    """Return the page of a run with malicious names of workers, reasons and run."""
     records = [join(0, number, name) for number, name in enumerate(names)]
     for number, _ in enumerate(names):
         records += [update(1 + number, number, score=2.0), centre(2 + number, number, 1.0)]

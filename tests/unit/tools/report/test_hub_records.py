@@ -1,4 +1,4 @@
-"""What is read from a hub's folder: counts, times, curves; ledgers that grow, are damaged, or hold nonsense."""
+"""Reading a hub's folder: counts, times, curves; growing, damaged and invalid ledgers."""
 
 from __future__ import annotations
 

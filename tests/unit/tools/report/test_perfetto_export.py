@@ -1,4 +1,4 @@
-"""The timeline in the format of Perfetto: every bar lies where it was, and bars of a row never cross."""
+"""The timeline in the format of Perfetto: every bar has its time, and bars of a row never overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is waited for, and why: by when ranks come to the exchange, on made-up timelines with a known culprit."""
+"""Stragglers and their causes, from the times at which ranks reach the exchange, on made-up timelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run: whole, self-contained, safe against what a run holds, and written in one piece."""
+"""Page of a run: complete, self-contained, content escaped, written atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading run folders: whole, cut, damaged, and none at all."""
+"""Reading run folders: complete, truncated, damaged, and missing ones."""
 
 from __future__ import annotations
 

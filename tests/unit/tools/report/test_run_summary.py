@@ -1,4 +1,4 @@
-"""The numbers of a run and the sentences made of them."""
+"""Numbers of a run, and the sentences about them."""
 
 from __future__ import annotations
 

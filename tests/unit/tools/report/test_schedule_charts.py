@@ -1,4 +1,4 @@
-"""Pictures of schedules: every message an arrow, every price a bar."""
+"""Charts of schedules: an arrow per message, a bar per cost."""
 
 from __future__ import annotations
 

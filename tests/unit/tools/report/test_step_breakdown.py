@@ -1,4 +1,4 @@
-"""Where the time of a step goes: read from its line, by hand-checked cases and laws that hold for any line."""
+"""Breakdown of a step's time: hand-checked cases, and invariants that hold for any line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts: files of the right kind, the texts a reader needs, and what happens without matplotlib."""
+"""Training charts: file formats, texts, and the error without matplotlib."""
 
 from __future__ import annotations
 

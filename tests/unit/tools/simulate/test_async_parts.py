@@ -1,4 +1,4 @@
-"""Parts of simulations: rows, machines that differ, churn, injected faults, words and charts."""
+"""Parts of asynchronous simulations: rows, different machines, churn, injected faults, texts and charts."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A star in virtual time: what it equals, what it survives, what its rules bring about."""
+"""Asynchronous training in virtual time: equivalences, faults, and the effects of the hub's rules."""
 
 import math
 from dataclasses import replace
@@ -64,7 +64,7 @@ def test_one_worker_that_sends_every_step_is_plain_sgd():
 
 
 def test_equal_workers_that_send_every_step_average_gradients_that_are_one_exchange_old():
-    # Nobody waits: step n + 1 begins while the centre of step n is under way, so it is no lock-step. What it is
+    # No worker waits: step n + 1 begins while the centre of step n is under way, so it is no lock-step. What it is
     # exactly: every worker's gradient is that of its own last snapshot, and the centre takes a step by their mean.
     steps, workers = 30, 4
     simulation = at_the_end(AsyncPlan(machines=EQUAL, steps=steps, cadence=SyncSchedule(1, 1, 0), **BARE))
@@ -137,7 +137,7 @@ def test_injected_faults_cost_almost_nothing_and_no_round_counts_twice():
 
 @pytest.mark.parametrize("seed", [1, 3, 7, 8])
 def test_losses_before_the_centre_is_shared_exclude_no_worker(seed):
-    """In turn: the request or its reply, and the message that all share one."""
+    """Lost messages: the request or its reply, and the message that all share a centre."""
     plan = replace(PLAN, seconds=math.inf, steps=600, machines=FOUR, fault=RandomFaults(0.2, seed))
     found = simulate_async(plan, LinearTask())
     assert all(each["taken"] > 5 for each in found.counts)

@@ -1,4 +1,4 @@
-"""A simulated training: identities, limits, and a ledger that adds up."""
+"""Simulated training on a cluster: identities, limits, and a ledger that adds up."""
 
 from __future__ import annotations
 

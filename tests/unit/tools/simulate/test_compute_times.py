@@ -1,4 +1,4 @@
-"""Machines that differ and steps that vary: the longest of many, against what is known of it."""
+"""Different machines and varying steps: the longest of many, compared with known results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures and checkpoints: formulas against simulation, and what must hold whatever is drawn."""
+"""Failures and checkpoints: formulas compared with simulation, and invariants for random draws."""
 
 from __future__ import annotations
 
