@@ -138,7 +138,7 @@ def test_options_become_settings(monkeypatch, measured):
     assert (settings.steps, settings.rounds, settings.threads) == (10, 15, 1)
 
 
-def test_the_table_is_printed_whole_however_narrow_the_terminal(monkeypatch, capsys):
+def test_the_table_is_printed_whole_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     assert paceline(monkeypatch, "bench", "step") == 0
     shown = capsys.readouterr().out

@@ -217,7 +217,7 @@ def test_under_mpiexec_ranks_may_not_contradict_it():
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_the_ranks_end_with_the_command_however_that_ends(number, code):
+def test_the_ranks_end_with_the_command_for_any_exit(number, code):
     options = ["--ranks", "2", "--bytes", "10MB", "--rounds", "3000"]
     with mpi_worlds.start([*PACELINE, "exchange", "ring", *options]) as command:
         assert command.stderr.readline() == "ring, 2 ranks, 10 MB each: 300/3000\n"  # they exchange

@@ -118,7 +118,7 @@ def test_a_missing_launcher_is_reported(command, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["COMPLETED", "NODE_FAIL"])
-def test_a_job_whose_node_is_lost_may_come_back(monkeypatch, tmp_path, end):
+def test_a_job_whose_node_is_lost_may_be_requeued(monkeypatch, tmp_path, end):
     script = tmp_path / "scontrol"  # each call takes one state off the list, but the last
     script.write_text(
         f'#!/bin/sh\ncd {tmp_path}\necho "JobId=3 JobState=$(head -n 1 states) ExitCode=0:0"\n'

@@ -119,7 +119,7 @@ def test_bad_input_is_one_clear_message(call, saved, arguments, message):
     assert "Traceback" not in error
 
 
-def test_a_profile_without_steps_says_what_to_do(call, tmp_path):
+def test_a_profile_without_steps_is_refused_with_a_remedy(call, tmp_path):
     type(profile())().save(tmp_path / "p.json")
     assert "measure with paceline bench parts" in call("--profile", tmp_path / "p.json")[2]
     code, _, error = call()

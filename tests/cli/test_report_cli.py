@@ -65,7 +65,7 @@ def test_a_folder_that_is_no_run(monkeypatch, capsys, tmp_path, run):
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
-def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, run, missing):
+def test_without_the_extra_the_install_command_is_named(monkeypatch, capsys, run, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     assert paceline(monkeypatch, "report", run) == 2
     shown = capsys.readouterr().err

@@ -140,7 +140,7 @@ def test_nodes_of_several_devices_and_a_model_by_name(call):
     assert "two-level" in output
 
 
-def test_strong_scaling_says_where_it_gets_slower(call):
+def test_strong_scaling_reports_where_it_gets_slower(call):
     code, output, _ = call(f"{BASE} --nodes 1:64 --batch fixed --strategy flat")
     assert code == 0
     assert "Beyond 1 node it gets slower" in output

@@ -246,7 +246,7 @@ def test_wrong_input_is_refused(lab, call, message):
     assert all(processes(lab, host) == [] for host in range(3))
 
 
-def test_a_closed_lab_says_so_and_keeps_results():
+def test_a_closed_lab_raises_and_keeps_results():
     with Lab(hosts=1) as lab:
         job = lab.start("echo here; sleep 1000")
         until(lambda: list(job.lines()))

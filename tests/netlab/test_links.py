@@ -144,7 +144,7 @@ def test_labs_are_isolated_from_each_other(lab, wire):
 
 
 @pytest.mark.thorough
-def test_a_delay_needs_netem_and_says_so():
+def test_a_delay_without_netem_is_an_error_that_names_it():
     problem = missing(delay=True)
     if problem is not None:
         assert "netem" in str(problem)

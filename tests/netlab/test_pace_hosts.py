@@ -99,7 +99,7 @@ def test_a_receiver_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
 
 
 @pytest.mark.thorough
-def test_both_ways_at_once(hosts):
+def test_both_directions_at_once(hosts):
     jobs = start_hub_and_worker(hosts, SHARE, SHARE)
     samples = watched(hosts, WORKER, jobs)
     finished(jobs)

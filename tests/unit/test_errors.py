@@ -43,7 +43,7 @@ def test_all_is_sorted_and_complete():
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_class_says_when_it_is_raised(cls):
+def test_every_class_documents_when_it_is_raised(cls):
     assert cls.__doc__
     assert cls.__doc__.partition("\n")[0].endswith(".")
 

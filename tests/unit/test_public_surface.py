@@ -119,7 +119,7 @@ def test_what_a_command_line_loads_first_needs_no_numpy():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_module_says_what_it_is_for_and_what_is_public(module):
+def test_every_module_has_a_docstring_and_all(module):
     tree = tree_of(module)
     assert ast.get_docstring(tree)
     public = [

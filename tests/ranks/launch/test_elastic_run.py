@@ -132,7 +132,7 @@ def assert_gone(home, names):
 
 
 @pytest.mark.thorough
-def test_worlds_form_anew_at_the_same_size_and_at_a_smaller_one(home, capfd):
+def test_worlds_form_again_at_the_same_and_a_smaller_size(home, capfd):
     calls = []
     logs = home / "logs"
     run_elastic(script(home, WORLDS), 2, log_dir=logs, min_ranks=1, progress=lambda: bool(calls.append(0)))
@@ -265,7 +265,7 @@ def test_another_service_at_the_rendezvous_address_is_reported(monkeypatch, capf
     assert capfd.readouterr().err == ""
 
 
-def test_a_surplus_host_learns_that_the_job_ended_well(monkeypatch, capfd):
+def test_a_surplus_host_is_notified_that_the_job_succeeded(monkeypatch, capfd):
     from paceline.launch.agent.elastic_agent import ElasticAgent, run_host
     from paceline.launch.agent.world_agreement import JobEnded, JobOutcome
 

@@ -126,7 +126,7 @@ def with_slow_exchange_thread(rank, size, shard):
     return flat(model.parameters())
 
 
-def test_a_sum_that_is_still_under_way_is_not_scaled(pool):
+def test_a_pending_sum_is_not_scaled(pool):
     """The residual is scaled with the result, so neither may be while a thread works on both."""
     whole, sharded = (pool(2).run(with_slow_exchange_thread, shard)[0] for shard in ("none", "optimizer"))
     assert torch.allclose(sharded, whole, rtol=0, atol=1e-6)

@@ -82,7 +82,7 @@ def equal_backward_beside_ddp(rank, size, sync):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("sync", ALL)
-def test_backward_without_samples_counts_ranks_alike(pool, sync):
+def test_backward_without_samples_counts_ranks_equally(pool, sync):
     assert all(gap < 1e-13 for gap in pool(3).run(equal_backward_beside_ddp, sync))
 
 

@@ -115,7 +115,7 @@ def poisoned_host(rank, size, sync):
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded"])
-def test_a_host_whose_parameters_became_nan_begins_its_optimizer_anew(pool, sync):
+def test_a_host_whose_parameters_became_nan_resets_its_optimizer(pool, sync):
     results = pool(4).run(poisoned_host, sync)
     assert bool(same([params for params, _ in results]).isfinite().all())
     assert [rejected for _, rejected in results] == [{0: 1}] * 4

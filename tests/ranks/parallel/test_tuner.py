@@ -246,7 +246,7 @@ def test_all_ranks_settle_on_one_plan_within_40_steps(pool, ranks, backend, tmp_
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("options", [{"idle": 1}, {"accumulate": 2}, {"sharded": False}])
-def test_the_search_continues_whatever_the_program_does(pool, options, tmp_path):
+def test_the_search_continues_with_uneven_and_accumulated_batches(pool, options, tmp_path):
     found = pool(2, "paceline").run(check_search, options, env=kept_in(tmp_path))
     plans, _, settled, params = found[0]
     assert settled is not None

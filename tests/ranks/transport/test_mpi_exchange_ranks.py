@@ -23,7 +23,7 @@ def test_all_ranks_finish_with_what_was_sent_to_them(ranks):
     assert ended.reports() == dict.fromkeys(range(ranks), 20)
 
 
-def test_faults_on_the_wire_are_known_to_all_ranks_and_named_alike():
+def test_faults_on_the_wire_are_reported_alike_by_all_ranks():
     ended = mpi_worlds.mpi_world(3, PROGRAM, "faults", *CLOSABLE)
     assert ended.code == 0, ended
     reports = ended.reports()

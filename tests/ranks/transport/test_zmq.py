@@ -369,7 +369,7 @@ def test_a_taken_port_is_reported(ends, hub):
         ("tcp://127.0.0.1", "is not a hub address|is not a port"),
     ],
 )
-def test_an_address_where_no_hub_can_be_says_what_can(address, message):
+def test_an_address_without_a_hub_is_refused_with_the_valid_ones(address, message):
     with pytest.raises(UsageError, match=message):
         HubExchange(address, "run", insecure=True)
 

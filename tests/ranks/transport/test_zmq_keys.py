@@ -43,7 +43,7 @@ def test_recorded_workers_connect_and_exchange_envelopes(ends, hub, folder):
     assert hub.rejected == {}
 
 
-def test_messages_can_not_be_read_on_the_way(ends, hub, folder):
+def test_messages_are_encrypted(ends, hub, folder):
     secret = b"nobody else may read this " * 40
     seen = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:

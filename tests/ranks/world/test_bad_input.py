@@ -71,7 +71,7 @@ def test_what_ranks_can_know_at_wrapping_is_one_message(killable, mistake, strat
 
 
 @pytest.mark.thorough
-def test_a_mistake_on_one_rank_ends_torchrun_and_without_one_it_ends_well(tmp_path):
+def test_a_mistake_on_one_rank_ends_torchrun_and_without_one_it_succeeds(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -202,13 +202,13 @@ def test_the_init_method_variable_needs_no_port(pool, tmp_path):
     assert [total for _, total in pool(2).run(enter, world=False, env=env)] == [3.0, 3.0]
 
 
-def test_a_second_init_gives_the_same_world_or_says_why_not(pool):
+def test_a_second_init_returns_the_same_world_or_raises(pool):
     for text in pool(2).run(second_init):
         assert "size=3 (now 2)" in text
         assert "shutdown" in text
 
 
-def test_a_group_that_somebody_else_made_is_not_taken_over(pool, tmp_path):
+def test_a_foreign_group_is_not_taken_over(pool, tmp_path):
     with pytest.raises(RankError, match="has a process group already") as caught:
         pool(1).run(foreign_group, str(tmp_path / "meet"), world=False)
     assert isinstance(caught.value.cause, WorldError)

@@ -49,7 +49,7 @@ def test_an_exit_is_detected_after_the_parent_reaped_it(how):
         os.close(pidfd)
 
 
-def test_a_process_that_lives_on_is_not_waited_for():
+def test_a_process_that_continues_is_not_waited_for():
     pidfd = os.pidfd_open(os.getpid())
     assert not has_ended(pidfd)
     assert exit_status_of(pidfd, os.getpid()) == ExitStatus(None)

@@ -58,7 +58,7 @@ def test_busy_seconds_are_those_of_a_round_without_the_waits(clock):
     assert (here.rounds, here.busy_seconds) == (2, pytest.approx(5.0))
 
 
-def test_a_round_says_whether_it_sees_waiting():
+def test_a_round_reports_whether_it_measures_waiting():
     here = StepState()
     here.end_round(sees_waiting=False)
     assert not here.sees_waiting

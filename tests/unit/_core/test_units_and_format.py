@@ -115,7 +115,7 @@ def test_a_formatted_count_reads_back_to_three_digits(count):
 
 
 @given(st.floats(0, 1e17))
-def test_no_exponent_is_shown_to_people(value):
+def test_no_number_is_shown_with_an_exponent(value):
     for text in (format_bytes(value), format_count(min(value, 1e15)), format_seconds(value)):
         assert "e+" not in text
 
@@ -156,7 +156,7 @@ def test_an_invalid_time_is_refused(text):
     [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (25 * MIB, "25 MiB"), (-MIB, "-1 MiB"), (2.0**50, "1 PiB"),
      (2.0**60, "1024 PiB")],
 )  # fmt: skip
-def test_sizes_for_people(nbytes, text):
+def test_sizes_are_formatted(nbytes, text):
     assert format_bytes(nbytes) == text
 
 
@@ -165,14 +165,14 @@ def test_sizes_for_people(nbytes, text):
     [(0.00025, "250 µs"), (0.0123, "12.3 ms"), (1.0, "1 s"), (59.94, "59.9 s"), (75, "1 min 15 s"), (3600, "1 h 0 min"),
      (5e-9, "5 ns"), (0, "0 s")],
 )  # fmt: skip
-def test_times_for_people(seconds, text):
+def test_times_are_formatted(seconds, text):
     assert format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(999, "999"), (12_345_678, "12.3 M"), (1e12, "1 T"), (0, "0"), (1500, "1.5 k")]
 )
-def test_counts_for_people(count, text):
+def test_counts_are_formatted(count, text):
     assert format_count(count) == text
 
 

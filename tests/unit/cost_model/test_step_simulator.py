@@ -43,7 +43,7 @@ def test_a_gap_longer_than_the_call_is_the_call():
     assert found.end == 2.0
 
 
-def test_computing_slows_while_a_call_is_under_way():
+def test_computing_slows_during_a_call():
     # 1 s of the call's 2 s at full speed of computing / 2, then the rest of computing alone
     found = simulate_step([Launch(0, 2.0), Compute(3.0), Wait(0)], computing_slows=2.0)
     assert times(found) == [(0.0, 0.0, 2.0)]
@@ -103,7 +103,7 @@ def test_invalid_values_are_refused(program, options, message):
     lanes=st.sampled_from([1, 2, 3, math.inf]),
     slows=st.tuples(st.floats(1.0, 3.0), st.floats(1.0, 3.0)),
 )
-def test_whatever_happens_time_is_kept(calls, lanes, slows):
+def test_no_call_ends_too_early_or_later_than_serial_execution(calls, lanes, slows):
     """Nothing ends before it can, or later than if everything ran one after another."""
     program = []
     for key, (compute, seconds, gap) in enumerate(calls):

@@ -29,7 +29,7 @@ def exposed(way, costs=COSTS):
 # ---------------------------------------------------------------- ways
 
 
-def test_ways_have_the_names_of_the_engines_strategies():
+def test_predicted_strategies_have_the_names_of_the_engines():
     from paceline.parallel.strategy import STRATEGIES as ENGINES
     from paceline.parallel.strategy import Sync
 
@@ -89,7 +89,7 @@ def test_bucketed_is_the_formula_of_equal_buckets():
         )
 
 
-def test_the_steps_parts_add_up_to_it_for_every_way():
+def test_the_steps_parts_add_up_to_it_for_every_strategy():
     for time in predict_steps(
         COSTS, standard_strategies([1.0, 4.0, math.inf], compressions=["bf16", "int4"])
     ):

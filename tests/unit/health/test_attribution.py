@@ -71,7 +71,7 @@ def test_silence_is_no_failure_while_no_rank_waits(silent):
 
 
 @pytest.mark.parametrize("wait", [61.0, 600.0])
-def test_a_rank_whose_stack_changes_is_working_however_long_others_wait(wait):
+def test_a_rank_whose_stack_changes_is_working_for_any_wait(wait):
     observations = world(waiting(0, wait), busy(1, age=wait, still=0.4), waiting(2, wait))
     assert found(observations) is None
     assert find_late_rank(observations, [], 15.0) == Attribution(
@@ -132,7 +132,7 @@ def test_a_rank_that_left_may_exit(kind):
     )
 
 
-def test_a_rank_that_left_its_loop_and_exited_while_others_wait_is_gone():
+def test_a_rank_that_left_its_loop_and_exited_while_others_wait_is_lost():
     observations = world(waiting(0, 5), busy(1), waiting(2, 5), r1={"link": "closed", "link_seconds": 4.0})
     done, gone = FailureNotice("done", 1, 1, 5.0), FailureNotice("gone", 1, 0, 4.0, code=0)
     assert found(observations, [done, gone]) == ("gone", 1)
@@ -217,14 +217,14 @@ def test_a_host_may_be_silent_within_the_limit(silent):
     assert found(world(waiting(0, 9), busy(1), waiting(2, 9), hosts="abc", r1=lost)) is None
 
 
-def test_a_host_with_one_heard_rank_is_reachable():
+def test_a_host_with_a_heartbeat_of_one_rank_is_reachable():
     lost = {"silent": 12.0, "unanswered": 12.0}
     observations = world(busy(0), busy(1), busy(2), hosts="abb", r1=lost)
     assert found(observations) is None
 
 
 @pytest.mark.parametrize("lag", [0.0, 0.5])
-def test_a_host_that_hears_no_other_host_is_cut_off(lag):
+def test_a_host_without_heartbeats_of_other_hosts_is_cut_off(lag):
     first, second = ({"silent": s, "unanswered": s} for s in (10.1, 10.1 - lag))
     observations = world(waiting(0, 9), waiting(1, 9), busy(2), busy(3), hosts="aabc", r2=first, r3=second)
     assert found(observations) == (("cut off", None) if lag == 0.0 else None)

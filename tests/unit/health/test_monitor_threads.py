@@ -351,7 +351,7 @@ def test_a_rank_that_is_done_is_no_failure(make_monitors):
     assert not monitors[0].decided.is_set()
 
 
-def test_all_ranks_name_a_closed_connection_alike(make_monitors):
+def test_all_ranks_name_the_same_closed_connection(make_monitors):
     monitors = make_monitors(3)
     take_turns(monitors, 3)
     monitors[1].mesh.close()

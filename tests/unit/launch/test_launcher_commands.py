@@ -95,7 +95,7 @@ def test_the_torchrun_line_is_valid_shell():
     assert "cd " not in torchrun_line(ClusterJob(("train.py",)))
 
 
-def test_a_batch_script_says_what_slurm_is_to_give():
+def test_a_batch_script_requests_the_resources():
     work = ClusterJob(
         ("train.py",),
         name="gpt",

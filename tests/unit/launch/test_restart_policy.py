@@ -88,7 +88,7 @@ def test_too_few_ranks_left_end_the_run():
     min_ranks=st.integers(1, 6),
     max_restarts=st.integers(0, 12),
 )
-def test_whatever_happens_the_run_ends_within_its_bounds(places, ranks, min_ranks, max_restarts):
+def test_the_run_ends_within_its_bounds_for_any_failures(places, ranks, min_ranks, max_restarts):
     past = []
     for place, progress in places:
         past.append(WorldRun(place, ranks, progress))

@@ -32,7 +32,7 @@ def test_one_candidate_needs_no_race():
     assert race.winner == 0
 
 
-def test_the_default_stays_where_nobody_is_faster():
+def test_the_default_stays_if_no_candidate_is_faster():
     race = CandidateRace(4)
     run(race, lambda number, _: [1.0, 1.2, 0.995, 1.0][number])
     assert race.winner == 0

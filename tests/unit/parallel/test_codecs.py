@@ -115,7 +115,7 @@ def test_the_error_may_go_where_the_values_are(codec, numel):
 
 
 @pytest.mark.parametrize("codec", NEAREST.values(), ids=NEAREST)
-def test_equal_numbers_make_equal_bytes_whatever_was_there_before(codec):
+def test_equal_numbers_make_equal_bytes_in_a_used_buffer(codec):
     values = torch.randn(777)
     packet = torch.zeros(codec.nbytes(777), dtype=torch.uint8)
     codec.compress(values, packet)

@@ -57,12 +57,12 @@ def test_large_numbers_are_no_infinities(dtype):
         ([], 1.0, 3e38, False),
     ],
 )
-def test_a_sum_is_surely_finite_where_the_peaks_say_so(peaks, factor, largest, sure):
+def test_a_sum_is_finite_where_the_peaks_prove_it(peaks, factor, largest, sure):
     assert surely_finite(peaks, factor, largest) is sure
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_gauge_writes_one_number_and_begins_anew(dtype):
+def test_a_gauge_writes_one_number_and_restarts(dtype):
     finite_check, place = FiniteCheck(3e38), torch.full((3,), 5.0, dtype=dtype)
     finite_check.record_peak(torch.tensor([3.0, 4.0]))
     finite_check.record_peak(torch.tensor([1.0]))

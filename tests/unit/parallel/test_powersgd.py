@@ -105,7 +105,7 @@ def test_error_feedback_sends_everything_in_time():
     assert left.norm() < 25 * matrix.norm()
 
 
-def test_a_warm_start_comes_closer_round_by_round():
+def test_a_warm_start_improves_with_every_round():
     scales = torch.logspace(0, -3, 30)
     left, _ = torch.linalg.qr(torch.randn(40, 30, generator=torch.Generator().manual_seed(0)))
     right, _ = torch.linalg.qr(torch.randn(30, 30, generator=torch.Generator().manual_seed(1)))
@@ -155,7 +155,7 @@ def test_the_first_q_is_the_seed_s():
 
 
 @pytest.mark.parametrize("make", [torch.zeros, torch.ones, torch.randn])
-def test_columns_become_orthonormal_whatever_they_are(make):
+def test_any_columns_become_orthonormal(make):
     low = LowRankFactors([(50, 40)], rank=4)
     low.p.copy_(make(200))
     low.orthogonalise()

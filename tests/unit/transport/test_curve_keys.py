@@ -126,7 +126,7 @@ def test_a_folder_that_others_can_enter_is_no_place_for_keys(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_says_why(tmp_path):
+def test_a_folder_that_cannot_be_created_is_reported_with_the_reason(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="can't be made"):
         make_keys(tmp_path / "file" / "keys")
@@ -143,7 +143,7 @@ def test_swapped_key_files_are_recognised(tmp_path):
 
 
 @pytest.mark.parametrize("bits", [0o640, 0o604, 0o660, 0o644])
-def test_a_secret_that_others_can_read_is_refused_with_the_way_out(tmp_path, bits):
+def test_a_secret_that_others_can_read_is_refused_with_a_remedy(tmp_path, bits):
     given = make_keys(tmp_path / "keys")
     for path, read in ((given, WorkerKeys.read), (tmp_path / "keys" / "hub.key", HubKeys.read)):
         path.chmod(bits)
@@ -174,7 +174,7 @@ def test_an_invalid_key_file_is_reported(tmp_path, data):
             read(path)
 
 
-def test_a_file_that_is_not_there_or_a_folder_says_so(tmp_path):
+def test_a_missing_file_or_a_folder_is_reported(tmp_path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UsageError, match="can't be read as a worker key"):
             WorkerKeys.read(path)

@@ -22,7 +22,7 @@ from paceline.transport.zmq.curve_keys import needs_keys
         ("ipc:///tmp/hub", HubAddress("ipc", "/tmp/hub", 0)),
     ],
 )
-def test_an_address_is_read_and_written_alike(text, parsed):
+def test_an_address_round_trips(text, parsed):
     assert parse_hub_address(text, bind=True) == parsed
     assert str(parsed) == text
 

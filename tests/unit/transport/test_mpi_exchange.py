@@ -240,7 +240,7 @@ def test_messages_of_another_size_are_foreign_and_say_both_sizes():
     assert "200 bytes in 4 frames; expected 100 bytes in 2 frames" in str(into.problems[0])
 
 
-def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
+def test_work_continues_while_messages_are_pending_and_is_finished():
     comm = Wire(random.Random(1))
     left, into = [5000], bytearray(10_000)
 

@@ -46,7 +46,7 @@ def test_an_installed_command_is_identified_by_name_and_an_unreadable_one_is_not
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_ranks_that_are_alike_raise_nothing(ranks):
+def test_equal_ranks_raise_nothing(ranks):
     assert find_mismatch([USUAL] * ranks) is None
     assert find_mismatch([{}] * ranks) is None
 
@@ -96,7 +96,7 @@ def test_a_claim_without_facts_and_one_with_unknown_fields_are_read():
     assert RankClaim.of_json({**old, "facts": USUAL, "colour": "red"}).facts == USUAL
 
 
-def test_a_claim_with_facts_is_the_same_after_its_way_through_the_store():
+def test_a_claim_with_facts_round_trips_through_the_store():
     claims = tuple(RankClaim.of_this_process(rank, 2, USUAL) for rank in range(2))
     decoded = json.loads(json.dumps(asdict(RankRoster("name", claims))))
     assert RankRoster(decoded["name"], tuple(map(RankClaim.of_json, decoded["claims"]))).holds(claims[1])

@@ -26,7 +26,7 @@ def test_every_block_size_with_every_batch_size():
         assert each.batch_sizes_tried == 4096
 
 
-def test_requested_sizes_are_checked_however_large():
+def test_requested_sizes_of_any_magnitude_are_checked():
     (found,) = forecast_dispatch(
         DispatchRequest(
             samples=10**6, shares=RankShares.equal(2), blocks=(500_000,), batch_sizes=(10_000,), draws=1

@@ -43,7 +43,7 @@ def profile(wobble=0.0):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_ring_gives_back_the_link_whatever_its_ranks(ranks):
+def test_a_ring_gives_the_link_rate_for_any_number_of_ranks(ranks):
     found = measured_link_rate(profile(), "gloo", ranks=ranks)
     assert found.value == pytest.approx(25e6, rel=1e-3)
     assert found.measured
@@ -77,7 +77,7 @@ def test_a_device_without_bf16_is_counted_in_fp16():
     assert "dense fp16" in catalog_matmul_rate("t4").source
 
 
-def test_the_table_has_no_error_and_says_so():
+def test_catalog_rates_have_no_error_and_name_their_source():
     found = intensity(catalog_matmul_rate("h100"), catalog_link_rate("nvlink4"))
     assert found.low == found.value == found.high
     assert not found.measured

@@ -126,7 +126,7 @@ def test_one_rank_sends_nothing():
     assert advice.chosen.flags == ""
 
 
-def test_every_compression_has_words_from_every_step_on():
+def test_every_compression_has_a_loss_effect_from_every_step_on():
     assert {kind for kind, _ in LOSS_EFFECTS} == {"none", "bf16", "int8", "int4"}
     assert all((kind, 1) in LOSS_EFFECTS for kind, _ in LOSS_EFFECTS)
 

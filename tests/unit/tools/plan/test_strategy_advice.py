@@ -75,7 +75,7 @@ def test_accumulation_adds_micro_batches_that_are_not_sent():
     assert thrice.points[1].high == pytest.approx(once.points[1].high + 2 * 1.4 * 1.1)
 
 
-def test_no_range_reaches_below_nothing_however_much_steps_vary():
+def test_no_range_is_negative_for_any_variation_of_steps():
     wild = made.profile(models=(replace(made.model(), spread=1.5),))
     for point in advise_step(wild, [1, 2], RankBatch(4, 3)).points:
         assert 0 < point.low < point.seconds < point.high
@@ -127,7 +127,7 @@ def test_predictions_keep_their_order(micro, accumulation, call):
     assert all(each.factor > 1.0 for each in advice.remedies)
 
 
-def test_the_sentences_say_what_to_do_and_what_to_expect():
+def test_sentences_name_the_choice_and_the_expected_result():
     advice = advise_step(slow(), [1, 2, 4], BATCH)
     output = " ".join(advice_sentences(advice, BATCH))
     assert f"Synchronise with {advice.best.strategy.label}: a step of 4 samples per rank takes" in output

@@ -175,7 +175,7 @@ def test_tensors_without_memory_of_their_own_do_not_disturb_a_measurement():
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"])
-def test_states_are_what_the_strategy_says_on_64_devices(strategy):
+def test_states_are_those_of_the_strategy_on_64_devices(strategy):
     found = predict_memory(
         resolve_subject("tiny"), TrainingSetting(strategy=strategy, ranks=64, batch=2, context=32)
     )

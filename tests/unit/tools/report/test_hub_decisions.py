@@ -55,7 +55,7 @@ def test_only_the_newest_are_shown_with_the_number_of_the_others():
     assert log.hidden == 15
 
 
-def test_joins_do_not_crowd_out_what_is_weighty_nor_the_other_way_round():
+def test_joins_do_not_displace_important_decisions_or_the_reverse():
     log = DecisionLog(limit=10)
     for at in range(8):
         log.add(HubDecision(at=at, worker=at, what="replaced"), important=True)

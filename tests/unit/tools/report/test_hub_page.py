@@ -105,7 +105,7 @@ def elements(page):
     return found
 
 
-def test_a_hub_that_has_just_begun_has_a_page_that_says_so(tmp_path):
+def test_a_hub_that_has_just_begun_has_a_page_that_shows_it(tmp_path):
     with HubJournal.open(tmp_path, resume=True):
         page = write_hub_report(tmp_path).read_text()
     parse(page)
@@ -113,7 +113,7 @@ def test_a_hub_that_has_just_begun_has_a_page_that_says_so(tmp_path):
     assert "<svg" not in page
 
 
-def test_a_run_without_updates_says_so(tmp_path):
+def test_a_run_without_updates_is_reported(tmp_path):
     page = write_hub_report(write(tmp_path, [traffic(5), join(6, 1, "ann"), traffic(10)])).read_text()
     parse(page)
     assert "No update has been accepted yet: in 5 s 1 worker joined." in page

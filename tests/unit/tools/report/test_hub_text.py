@@ -80,7 +80,7 @@ def test_what_ddp_sends_is_that_of_the_local_steps_with_n_as_it_was():
     assert local_steps(run) == 60
 
 
-def test_a_step_is_counted_once_however_many_fragments_report_it():
+def test_a_step_is_counted_once_for_any_number_of_fragments():
     one = run_of(begin(0, 1), update(1, 1, steps=20))
     four = run_of(begin(0, 1), *(update(1, 1, steps=20, fragment=each) for each in range(4)))
     assert ddp_nbytes(one) == ddp_nbytes(four)
@@ -97,7 +97,7 @@ def test_asynchronous_training_that_sends_more_than_ddp_is_reported():
     assert "only 10 % of that" in " ".join(sentences(*two_workers(), traffic(9, 6 * 10**9, 6 * 10**9)))
 
 
-def test_a_run_without_updates_says_so():
+def test_a_run_without_updates_is_reported():
     assert sentences() == ("There are no records yet: no worker has joined, and the hub has just started.",)
     assert sentences(traffic(5), traffic(10)) == (
         "No update has been accepted yet: in 5 s no worker joined.",
@@ -221,7 +221,7 @@ def test_the_number_of_hidden_decisions_is_shown():
     )
 
 
-def test_numbers_in_words():
+def test_numbers_are_described():
     assert format_refusals({"a": 1, "b": 3, "c": 2, "d": 1, "e": 1, "f": 4}) == "f 4, b 3, c 2, a 1, others 2"
     assert (format_number(1234.5), format_number(float("nan"))) == ("1234", "not a number")
     assert (format_percent(0), format_percent(0.0123), format_percent(0.5)) == (

@@ -81,7 +81,7 @@ def test_a_loss_that_is_no_number_is_nan(folder, loss):
     assert math.isnan(read_run(folder).steps[-1].loss)
 
 
-def test_a_step_without_a_loss_has_none_and_whatever_else_was_logged(folder):
+def test_a_step_without_a_loss_has_the_other_logged_values(folder):
     append(folder / "steps.jsonl", '{"step": 13, "samples_per_second": 5, "accuracy": 0.5, "note": "x"}\n')
     step = read_run(folder).steps[-1]
     assert (step.loss, step.samples_per_second, step.numbers) == (None, 5.0, {"accuracy": 0.5})
@@ -119,7 +119,7 @@ def test_a_run_json_that_cannot_be_read(folder, text):
         read_run(folder)
 
 
-def test_restarts_say_what_failed_first(folder):
+def test_restarts_name_the_first_failure(folder):
     assert read_run(folder).restarts == ()
     (folder / "logs").mkdir(exist_ok=True)
     first = {

@@ -97,13 +97,13 @@ def test_work_between_steps_is_named_where_it_limits():
     assert text.startswith("Work outside the training step limits this run: 75 %")
 
 
-def test_the_headline_says_what_was_reached_and_where_time_went():
+def test_the_headline_names_the_result_and_where_time_went():
     reached, went = run_headline(summary_of(WAITING))
     assert reached == "600 steps of 152 ms; the loss went from 5.55 to 2.10, on held-out text to 2.21."
     assert went == "Of each step 60 % is computing and 40 % is waiting for communication."
 
 
-def test_a_run_that_diverged_says_so():
+def test_a_run_that_diverged_is_reported():
     assert "no longer finite" in run_headline(summary_of(BUSY, loss_last=math.nan))[0]
 
 
@@ -111,7 +111,7 @@ def test_a_run_that_logged_no_loss_has_not_diverged():
     assert run_headline(summary_of(loss_first=None, loss_last=None))[0] == "600 steps of 152 ms."
 
 
-def test_speed_is_in_samples_where_nobody_counts_tokens():
+def test_speed_is_in_samples_without_token_counts():
     summary = summary_of(BUSY, BUSY, tokens_per_second=None, samples_per_second=250.0)
     assert find_bottleneck(summary, {}).sentences[0].startswith("Computing limits this run at 250 samples/s")
     assert (

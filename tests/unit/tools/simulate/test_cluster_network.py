@@ -45,7 +45,7 @@ def test_around_a_switch_it_is_the_closed_form(algorithm, ranks):
 @pytest.mark.parametrize(
     "make", [topology.star, topology.ring, topology.tree], ids=lambda make: make.__name__
 )
-def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_alike(make, algorithm, ranks):
+def test_closed_forms_equal_simulated_messages_for_equal_rounds_and_are_never_below(make, algorithm, ranks):
     followed = simulate_cost(
         make_schedule("all-reduce", algorithm, ranks), make(ranks, 1e8, 1e-4), NBYTES
     ).seconds

@@ -167,7 +167,7 @@ def test_dispatch_by_speed_uses_what_equal_shares_lose():
     assert dealt.speedup == pytest.approx(2.0)  # 8 of the slowest, whose fastest has 4
 
 
-def test_failures_cost_what_the_exact_formula_says():
+def test_failures_cost_the_time_of_the_exact_formula():
     options = {"node_mtbf": 100 * DAY, "write": 60.0, "restart": 300.0}
     row = simulate_cluster(plan(FAST, jobs=256, **options), 500)
     risk = FailureModel(100 * DAY / 500, 60.0, 300.0)

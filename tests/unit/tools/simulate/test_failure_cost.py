@@ -34,7 +34,7 @@ def jobs(seconds, count=64):
 
 @pytest.mark.parametrize("risk", RISKS)
 @pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
-def test_simulated_jobs_take_as_long_as_dalys_exact_formula_says(risk, factor):
+def test_simulated_jobs_take_the_time_of_dalys_exact_formula(risk, factor):
     interval = factor * daly_interval(risk)
     work = 200 * interval
     found = simulate_jobs(risk, interval, jobs(work, 400), [7])
@@ -100,7 +100,7 @@ def test_without_failures_only_checkpoints_cost():
     assert expected_slowdown(safe, 100.0) == 1.1
 
 
-def test_without_checkpoints_all_is_done_anew():
+def test_without_checkpoints_all_work_is_repeated():
     risk = FailureModel(1000.0, 0.0)
     found = simulate_jobs(risk, math.inf, jobs(1000.0, 4000), [5])
     assert found.seconds.mean() == pytest.approx(1000 * math.expm1(1), rel=0.05)  # M·(e^(W/M) − 1)
