@@ -93,7 +93,7 @@ def test_without_mpi4py_the_error_explains_how_to_install_it(paceline, monkeypat
     assert "pip install 'paceline[mpi]'" in shown
 
 
-def test_missing_memory_is_reported_with_what_would_fit():
+def test_missing_memory_is_reported_with_fitting_settings():
     check_memory(100 << 20, 4, 2 << 30)
     with pytest.raises(UsageError, match=r"(?s)4 ranks .* would fit \(--bytes \d+\), or --ranks 1") as caught:
         check_memory(1 << 30, 4, 3 << 30)

@@ -23,7 +23,7 @@ def rows_of(path):
     return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
 
 
-def test_table_sentences_and_files_hold_what_was_computed(call, tmp_path):
+def test_table_sentences_and_files_hold_the_computed_values(call, tmp_path):
     code, output, error = call(
         f"--for 20s --every 4,10 --delay 0,5 --json {tmp_path}/a.json --out {tmp_path}/out"
     )

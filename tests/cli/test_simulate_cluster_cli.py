@@ -27,7 +27,7 @@ def written(path):
 
 
 @pytest.mark.thorough
-def test_table_sentences_and_files_hold_what_was_simulated(call, tmp_path):
+def test_table_sentences_and_files_hold_the_simulated_values(call, tmp_path):
     code, output, _ = call(
         f"{BASE} --nodes 1:64 --strategy flat --spread 5% --jitter 5% {RISKY} --job 1000h --price 2"
         f" --json {tmp_path}/a.json --out {tmp_path}/out"

@@ -24,7 +24,7 @@ CASES = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stream", [False, True])
-def test_links_carry_what_is_priced(wire: Wire, tmp_path, stream):
+def test_links_carry_the_priced_bytes(wire: Wire, tmp_path, stream):
     lab, job, out = wire.lab, tmp_path / "job.json", tmp_path / "found.json"
     description = {
         "cases": [asdict(case) for case in CASES],

@@ -143,7 +143,7 @@ def test_the_command_reports_a_failure_once(tmp_path):
     assert json.loads((tmp_path / "lab.json").read_text())["ended_well"] is False
 
 
-def test_the_command_ends_what_takes_too_long():
+def test_the_command_ends_programs_that_take_too_long():
     result = command("--timeout", "500ms", "--ranks", 0, "sleep", 1000)
     assert result.returncode == 1
     assert "not finished within 0.5 s: still running on host0, host1" in result.stderr

@@ -157,7 +157,7 @@ def views(rank, size, folder):
         return sent, gathered, received
 
 
-def test_views_travel_as_what_they_show(pool, tmp_path):
+def test_views_are_sent_as_their_elements(pool, tmp_path):
     results = pool(2).run(views, str(tmp_path), world=False)
     for rank, (_, gathered, received) in enumerate(results):
         for source, (sent, _, _) in enumerate(results):

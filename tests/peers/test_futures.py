@@ -40,7 +40,7 @@ def builds_graphs(rank, size, folder):
         return weight.grad.tolist()
 
 
-def test_what_a_callback_makes_can_be_trained(pool, tmp_path):
+def test_tensors_made_in_a_callback_can_be_trained(pool, tmp_path):
     assert pool(2).run(builds_graphs, str(tmp_path), world=False) == [[1.0] * 3] * 2
 
 

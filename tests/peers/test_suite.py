@@ -71,7 +71,7 @@ def test_tests_that_torch_skips_itself_are_skipped_on_any_backend(pool):
         assert any("github.com/pytorch" in reason or "flaki" in reason for reason in guards[name]), name
 
 
-def test_what_runs_under_another_name_does_run():
+def test_tests_listed_under_another_name_run():
     for name in suite.DATA["skipped"]["same"]["tests"]:
         twin = name.replace("nccl", "gloo" if "batch" in name else "").replace("_cuda", "").rstrip("_")
         twin = twin.replace("__", "_")

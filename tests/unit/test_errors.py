@@ -61,7 +61,7 @@ def test_every_class_documents_when_it_is_raised(cls):
         ("RankFailed", RuntimeError),
     ],
 )
-def test_errors_are_caught_as_what_python_would_raise(name, builtin):
+def test_errors_are_subclasses_of_pythons_exceptions(name, builtin):
     with pytest.raises(builtin):
         raise getattr(errors, name)("it happened")
 

@@ -114,7 +114,7 @@ def test_modules_that_promise_to_do_without_torch_keep_it():
     assert "torch" not in loaded_by(WITHOUT_TORCH)
 
 
-def test_what_a_command_line_loads_first_needs_no_numpy():
+def test_modules_that_the_command_line_loads_first_need_no_numpy():
     assert {"torch", "numpy"}.isdisjoint(loaded_by(WITHOUT_NUMPY))
 
 

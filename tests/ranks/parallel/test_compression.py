@@ -248,7 +248,7 @@ def resumed(rank, size, folder, compression, steps, total):
     ["int8", paceline.Compression("int4", rounding="stochastic"), DEEP, paceline.Compression("powersgd")],
     ids=str,
 )
-def test_what_is_left_out_is_saved_so_a_resumed_run_is_the_same_to_the_bit(pool, tmp_path, compression):
+def test_residuals_are_saved_so_a_resumed_run_is_bitwise_equal(pool, tmp_path, compression):
     whole = pool(2).run(resumed, str(tmp_path / "whole"), compression, 10, 10)
     pool(2).run(resumed, str(tmp_path / "cut"), compression, 6, 10)
     cut = pool(2).run(resumed, str(tmp_path / "cut"), compression, 10, 10)
@@ -257,7 +257,7 @@ def test_what_is_left_out_is_saved_so_a_resumed_run_is_the_same_to_the_bit(pool,
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_other_ranks_owe_what_the_old_ones_had_left_out(pool, tmp_path, ranks):
+def test_new_ranks_take_over_the_residuals_of_the_old_ones(pool, tmp_path, ranks):
     before = [owed for _, owed in pool(3).run(resumed, str(tmp_path), "int4", 5, 10)]
     after = pool(ranks).run(owed_after_loading, str(tmp_path), "int4")
     for name in before[0]:
@@ -318,7 +318,7 @@ def test_an_unknown_compression_is_refused():
         paceline.Sync(compression=8)
 
 
-def test_what_compression_is_unfit_for_is_named():
+def test_values_unfit_for_compression_are_named():
     with pytest.raises(UsageError, match=r"int8 can't compress parameter '0\.weight' of float64"):
         paceline.DataParallel(network(torch.float64), sync=paceline.Sync(compression="int8"))
     with pytest.raises(UsageError, match=r"bf16 can't compress parameter '0\.weight' of bfloat16"):

@@ -35,7 +35,7 @@ def plain_backward_beside_ddp(rank, size, sync):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("sync", ALL)
-def test_plain_backward_does_what_ddp_does(pool, sync):
+def test_plain_backward_equals_ddp(pool, sync):
     assert all(gap < 1e-13 for gap in pool(2).run(plain_backward_beside_ddp, sync))
 
 

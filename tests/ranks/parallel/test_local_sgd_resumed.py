@@ -43,7 +43,7 @@ def test_a_run_that_is_resumed_between_synchronisations_is_the_same_to_the_bit(
     assert torch.equal(same(pool(3).run(trained, str(tmp_path / "cut"), 20, options, None)), whole)
 
 
-def test_with_other_ranks_all_begin_from_what_was_shared(pool, tmp_path):
+def test_another_number_of_ranks_begins_from_the_shared_parameters(pool, tmp_path):
     options = {"every": 4, "fragments": 2, "delay": 1}
     shared = pool(3).run(trained, str(tmp_path), 20, options, 9)[0]
     results = pool(2).run(resumed, str(tmp_path), options)

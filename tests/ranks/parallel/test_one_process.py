@@ -89,7 +89,7 @@ def low_precision_loss(rank, size):
     return model.samples
 
 
-def test_samples_of_a_loss_in_bf16_are_what_its_rounded_weight_means(pool):
+def test_samples_of_a_loss_in_bf16_follow_its_rounded_weight(pool):
     expected = 2 * sum(torch.tensor(n / 2).bfloat16().item() for n in (3, 7))
     assert pool(2).run(low_precision_loss) == [expected] * 2
 

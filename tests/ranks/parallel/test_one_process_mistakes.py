@@ -106,7 +106,7 @@ def refused_then_dropped(rank, size):
     return max_difference(model.whole_parameters(), reference.parameters())
 
 
-def test_full_shard_refuses_to_step_on_what_it_cannot_synchronise(pool):
+def test_full_shard_refuses_to_step_on_unsynchronised_gradients(pool):
     same(pool(2).run(refused_then_dropped))
 
 

@@ -119,7 +119,7 @@ def logs_nan_without_samples(rank, size, folder):
         record.log(loss=math.nan if rank == 0 else 2.0, samples=4 * rank)
 
 
-def test_what_a_rank_without_samples_logs_does_not_count(pool, tmp_path):
+def test_values_logged_without_samples_do_not_count(pool, tmp_path):
     pool(2).run(logs_nan_without_samples, tmp_path)
     assert read_run(tmp_path).steps[0].loss == 2.0
     assert json.loads((tmp_path / "run.json").read_text())["synchronised"] == "bucketed, 25 MiB, int8"

@@ -17,7 +17,7 @@ CLOSABLE = sorted(set(ENVELOPE_FAULTS) - {"stall"})
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-def test_all_ranks_finish_with_what_was_sent_to_them(ranks):
+def test_all_ranks_finish_with_the_data_sent_to_them(ranks):
     ended = mpi_worlds.mpi_world(ranks, PROGRAM, "shapes")
     assert ended.code == 0, ended
     assert ended.reports() == dict.fromkeys(range(ranks), 20)

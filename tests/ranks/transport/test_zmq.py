@@ -208,7 +208,7 @@ def test_a_peer_that_receives_nothing_delays_only_its_sender(ends, hub):
     assert hub.refused == slow.refused == quick.refused == {}
 
 
-def test_one_poll_does_not_last_for_ever_where_there_is_more(ends, hub):
+def test_one_poll_ends_while_messages_keep_arriving(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(queue_length=1000))
     connect_all(hub, worker)
     for sequence in range(500):

@@ -63,7 +63,7 @@ def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(killable, strategy):
         ("none", "bukketed", "did you mean 'bucketed'?"),
     ],
 )
-def test_what_ranks_can_know_at_wrapping_is_one_message(killable, mistake, strategy, message):
+def test_a_mistake_known_at_wrapping_is_one_message(killable, mistake, strategy, message):
     for code, text in killable.run_ranks(run_ranks, mistake, strategy, timeout=100):
         assert code == 1
         assert message in text

@@ -34,7 +34,7 @@ def test_waiting_names_the_bucket_and_ends(clock):
     assert (here.waiting, here.bucket, here.since) == (False, -1, 102.0)
 
 
-def test_what_raises_while_it_waits_stays_marked_until_the_next_phase():
+def test_a_wait_that_raises_stays_marked_until_the_next_phase():
     here = StepState()
     with pytest.raises(RuntimeError), here.waiting_for_peers(2):
         raise RuntimeError

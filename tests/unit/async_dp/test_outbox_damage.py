@@ -111,7 +111,7 @@ def test_an_update_under_the_wrong_file_name_is_set_aside(tmp_path, caplog):
 # ------------------------------------------------------------------ a full disk, and interruptions
 
 
-def test_a_full_disk_is_reported_and_what_did_not_fit_is_not_pending(tmp_path):
+def test_a_full_disk_is_reported_and_unwritten_updates_are_not_pending(tmp_path):
     with Outbox(tmp_path) as outbox:
         number = outbox.next_round(0)
         fault_injection.disk_full(after_nbytes=10)

@@ -150,7 +150,7 @@ def test_held_out_sizes_are_every_second_one_and_never_the_ends():
     assert max(each.error for each in exact) < 1e-9
 
 
-def test_what_is_held_out_has_no_part_in_its_prediction():
+def test_held_out_points_have_no_part_in_their_prediction():
     points = measured(noise=0.02)
     worse = [
         MeasuredPoint(p.nbytes, p.ranks, p.seconds * (9 if p.nbytes in SIZES[1:-1:2] else 1)) for p in points
@@ -248,7 +248,7 @@ def test_impossible_measurements_are_refused(bad):
         fit_points([*measured(), bad], "all-reduce")
 
 
-def test_an_unknown_operation_is_refused_with_those_there_are():
+def test_an_unknown_operation_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match="did you mean 'all-reduce'"):
         fit_points(measured(), "all_reduce")
 

@@ -279,7 +279,7 @@ def test_ranks_that_wait_for_different_things():
     assert attribute_failure(0, observations, [], LIMITS).kind == "elsewhere"
 
 
-def test_what_a_silent_rank_waited_for_is_no_evidence():
+def test_the_wait_of_a_silent_rank_is_no_evidence():
     """Others wait for it in a later step, so it has moved on; its silence has to last for an attribution."""
     limits = replace(LIMITS, stall=1.75, lost=1.5)
     heartbeats = [waiting(0, 1.8), heartbeat(1, age=0.01, step=4), waiting(2, 1.8)]

@@ -130,7 +130,7 @@ def test_a_batch_script_requests_the_resources():
     assert '--rendezvous "$first:$port"' in srun
 
 
-def test_a_batch_script_quotes_what_is_the_program_s():
+def test_a_batch_script_quotes_the_program():
     work = ClusterJob(("train.py", *WEIRD, "$first:$port", "-", "--rendezvous"), hosts=2, env={"A": WEIRD[3]})
     text = batch_script(work)
     assert f"export A={shlex.quote(WEIRD[3])}\n" in text

@@ -289,6 +289,6 @@ def test_usage_errors_are_recognised(code, lines, refused):
     assert verdict.decision.action == ("end" if refused else "same")
 
 
-def test_the_reason_is_no_remedy():
+def test_the_reason_is_separate_from_the_remedy():
     assert rank_failed(0, "step 1", "[rank0]: UsageError: no", "[rank0]:   → yes").why == "UsageError: no"
     assert rank_failed(0, "  → yes").why == rank_failed(0).why == ""

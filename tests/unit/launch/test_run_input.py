@@ -81,7 +81,7 @@ def test_the_least_hosts_hold_the_least_ranks(ranks, least, hosts):
     assert JobSpec(["train.py"], ranks, least, hosts=3, address=PC1).min_hosts == hosts
 
 
-def test_programs_that_are_not_there_are_refused(tmp_path):
+def test_missing_programs_are_refused(tmp_path):
     with pytest.raises(UsageError, match="no program"):
         check_script([])
     with pytest.raises(UsageError, match=r"no such script: .*absent\.py"):

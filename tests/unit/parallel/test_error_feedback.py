@@ -84,7 +84,7 @@ def test_raw_numbers_pass_through(dtype):
     assert (feedback.residual == 0).all()
 
 
-def test_scaling_multiplies_what_is_left():
+def test_scaling_multiplies_the_residual():
     feedback = ErrorFeedback(TopKCodec(0.1), 100, momentum=0.5)
     sent_of(feedback, torch.randn(100))
     residual, velocity = feedback.residual.clone(), feedback.velocity.clone()
@@ -119,7 +119,7 @@ def test_momentum_is_that_of_the_paper():
         assert torch.allclose(sent_of(feedback, values), expected, rtol=2.0**-10, atol=0)
 
 
-def test_momentum_keeps_what_rounding_lost():
+def test_momentum_keeps_rounding_errors():
     feedback = ErrorFeedback(TopKCodec(0.5), 2, momentum=0.9)
     value = 1 + 2.0**-13
     sent = sent_of(feedback, torch.tensor([value, 0.25]))
@@ -159,7 +159,7 @@ def test_invalid_values_are_refused(make):
         make()
 
 
-def test_densities_fall_exponentially_to_what_is_kept():
+def test_densities_fall_exponentially_to_the_kept_share():
     rungs = [density_at(step, 0.001, 40) for step in range(50)]
     assert rungs[:40] == [0.25] * 10 + [0.0625] * 10 + [0.015625] * 10 + [0.00390625] * 10
     assert rungs[40:] == [0.001] * 10

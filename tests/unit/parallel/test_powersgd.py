@@ -170,7 +170,7 @@ def test_any_columns_become_orthonormal(make):
     assert torch.equal(low.p, again.p)
 
 
-def test_a_round_without_gradient_is_no_end():
+def test_a_round_without_gradient_does_not_end_learning():
     low, (matrix,) = LowRankFactors([(40, 30)], rank=2), tensors_of(0)[:1]
     ((nothing,),) = round_of([low], [[torch.zeros(40, 30)]])
     assert (nothing == 0).all()

@@ -96,7 +96,7 @@ def test_tasks_and_plans_are_recorded(lines):
     assert recorded[-1]["tasks"][0][0] == "checkpoint"
 
 
-def test_what_another_model_does_is_part_of_the_step(lines):
+def test_work_of_another_model_is_part_of_the_step(lines):
     here, model, other = StepState(), Round(comm=object()), Round(17, comm=object())
     here.recorder = StepRecorder(model)
     assert here.recorder_of(model.comm) is here.recorder

@@ -108,7 +108,7 @@ def test_programs_are_looked_for_beside_python_and_from_the_folder(tmp_path, mon
         (["./tool"], "no such program: ./tool"),
     ],
 )
-def test_a_program_that_is_not_there_is_refused(tmp_path, program, message):
+def test_a_missing_program_is_refused(tmp_path, program, message):
     (tmp_path / "tool").write_text("")  # neither on the path nor executable
     with pytest.raises(UsageError, match=message):
         check_lab_program(program, tmp_path)

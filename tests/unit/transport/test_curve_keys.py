@@ -42,7 +42,7 @@ def test_secrets_are_their_owner_s_alone(tmp_path):
         assert secret.secret not in repr(secret)
 
 
-def test_a_worker_is_added_and_what_was_there_stays(tmp_path):
+def test_a_worker_is_added_and_existing_files_remain(tmp_path):
     make_keys(tmp_path / "keys", "alice")
     before = content(tmp_path / "keys")
     added = WorkerKeys.read(make_keys(tmp_path / "keys", "bob"))
@@ -78,7 +78,7 @@ def test_a_file_that_appears_at_the_last_moment_is_not_overwritten_either(tmp_pa
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_where_a_file_cannot_be_written_nothing_of_the_worker_stays(tmp_path, monkeypatch, at):
+def test_after_a_failed_write_no_file_of_the_worker_remains(tmp_path, monkeypatch, at):
     folder = tmp_path / "keys"
     make_keys(folder, "bob")
     before, link, done = content(folder), os.link, []
@@ -119,7 +119,7 @@ def test_a_name_that_could_be_another_file_is_refused(tmp_path, name):
     assert not (tmp_path / "keys").exists()
 
 
-def test_a_folder_that_others_can_enter_is_no_place_for_keys(tmp_path):
+def test_a_folder_that_others_can_enter_is_refused_for_keys(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(UsageError, match=f"chmod 700 {tmp_path}"):
         make_keys(tmp_path)

@@ -33,7 +33,7 @@ def turned(data, at, bit):
 
 @settings(deadline=None)
 @given(st.binary(max_size=9000))
-def test_what_was_sent_is_opened(payload):
+def test_a_sent_envelope_is_decoded(payload):
     parts = parts_of(PLAIN, payload)
     for received in (decode_parts(parts, limit=LIMIT), decode_envelope(b"".join(parts), limit=LIMIT)):
         assert bytes(received.payload) == payload

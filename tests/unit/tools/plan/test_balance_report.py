@@ -47,7 +47,7 @@ def test_starving_ranks_and_deadlocks(dealing, size, drop_last):
 
 @given(dealing=dispatches(least=1), size=SIZES, drop_last=st.booleans())
 @settings(deadline=None)
-def test_without_a_policy_what_all_ranks_can_do_together_is_used(dealing, size, drop_last):
+def test_without_a_policy_the_steps_common_to_all_ranks_are_made(dealing, size, drop_last):
     balance = BatchBalance(dealing, size, drop_last)
     outcome = balance.without_policy
     steps = min(batches_of(dealing.counts, size, drop_last))

@@ -131,7 +131,7 @@ def test_zeros_are_labelled_where_they_cannot_be_drawn():
     assert not any("draws" in each for each in labels)
 
 
-def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
+def test_the_end_of_an_epoch_names_ranks_and_the_effect_of_policies():
     options = DispatchRequest(samples=50_000, shares=RankShares.equal(7), blocks=(2, 1000), draws=0)
     labels = texts(epoch_end_chart(forecast_dispatch(options), title="the end"))
     assert "block 2, batch 64: all ranks run 112 steps" in labels

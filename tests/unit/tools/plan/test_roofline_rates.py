@@ -49,7 +49,7 @@ def test_a_ring_gives_the_link_rate_for_any_number_of_ranks(ranks):
     assert found.measured
 
 
-def test_what_was_off_when_held_out_are_the_error_bars():
+def test_held_out_errors_are_the_error_bars():
     found = measured_link_rate(profile(wobble=0.2), "gloo", ranks=4)
     error = profile(wobble=0.2).collectives[0].fit.error_at(4)
     assert found.high / found.value == found.value / found.low == pytest.approx(1 + error.p90)

@@ -53,7 +53,7 @@ def test_computing_grows_with_the_micro_batch():
     assert "measured with 4 samples" in (beyond or "")
 
 
-def test_what_filling_buckets_takes_does_not_grow_with_the_micro_batch():
+def test_the_time_to_fill_buckets_does_not_grow_with_the_micro_batch():
     one, eight = (advise_step(made.profile(), [2], RankBatch(size), ["flat"]).points[0] for size in (4, 32))
     assert eight.seconds - one.seconds == pytest.approx(7 * 1.4)  # forward and backward, nothing else
 
@@ -88,7 +88,7 @@ def test_shares_add_up_and_name_the_limit():
         assert advice.limit == limit
 
 
-def test_what_would_help_depends_on_what_limits():
+def test_remedies_depend_on_the_bottleneck():
     def factors(profile):
         return {each.what: each.factor for each in advise_step(profile, [2], BATCH).remedies}
 
@@ -101,7 +101,7 @@ def test_what_would_help_depends_on_what_limits():
     assert list(bound.values()) == sorted(bound.values(), reverse=True)
 
 
-def test_a_micro_batch_twice_as_large_gains_what_a_plan_with_it_has():
+def test_a_doubled_micro_batch_gains_as_much_as_its_plan():
     once, twice = (advise_step(made.profile(), [2], RankBatch(size), ["flat"]) for size in (4, 8))
     (remedy,) = (each for each in once.remedies if each.what == "a micro-batch twice as large")
     rates = [each.points[0].samples_per_second for each in (once, twice)]

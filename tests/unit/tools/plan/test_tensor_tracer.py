@@ -30,7 +30,7 @@ def of_category(timeline):
     return found
 
 
-def test_an_mlp_takes_what_is_computed_by_hand():
+def test_an_mlp_takes_the_memory_computed_by_hand():
     def step():
         tracer.begin(0, "build")
         net = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 32, bias=False))
@@ -81,7 +81,7 @@ def test_module_and_operator_of_a_block_are_known_in_both_directions():
     assert ("0", "aten.mm.default") in named
 
 
-def test_views_of_what_was_there_before_are_not_counted():
+def test_views_of_earlier_tensors_are_not_counted():
     x = torch.randn(8, 8)
     with TensorTracer() as tracer:
         y = x.t()
@@ -226,7 +226,7 @@ def test_batch_checkpointing_and_precision_matter():
     assert peak(optimizer="sgd") < usual
 
 
-def test_a_prediction_is_what_one_process_takes():
+def test_predicted_memory_equals_that_of_one_process():
     setting = TrainingSetting(strategy="alone", ranks=1, batch=4, context=64)
     train_subject(resolve_subject("tiny"), setting, Comm(), SilentObserver())
     with CpuAllocations() as allocated:
@@ -254,7 +254,7 @@ def low_precision(convert):
 
 
 @pytest.mark.parametrize("strategy", ["alone", "sharded"])
-def test_a_model_that_is_converted_takes_what_it_becomes(strategy):
+def test_a_converted_model_takes_the_memory_of_its_new_dtype(strategy):
     setting = TrainingSetting(strategy=strategy, ranks=1 if strategy == "alone" else 2, batch=32)
     converted, made = (predict_memory(low_precision(way), setting) for way in (True, False))
     assert converted.parameter_nbytes == made.parameter_nbytes == 2 * (64 * 96 + 96 + 96 * 8 + 8)

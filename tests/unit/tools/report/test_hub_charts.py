@@ -103,7 +103,7 @@ def test_the_histogram_names_its_rounds(wide):
 
 
 @pytest.mark.parametrize("wide", [True, False])
-def test_traffic_is_in_bytes_per_second_beside_what_is_reserved(wide):
+def test_traffic_is_in_bytes_per_second_beside_the_reservation(wide):
     points = [(5.0, 2e6), (7200.0, 3e6)]
     found = texts(
         traffic_chart(

@@ -129,7 +129,7 @@ def test_training_losses_replace_missing_scores(tmp_path):
     assert "Training losses reported by 1 worker" in page
 
 
-def test_what_is_missing_is_noted(tmp_path):
+def test_missing_values_are_noted(tmp_path):
     folder = write(tmp_path, [update(1, 1)])
     with (folder / "ledger.jsonl").open("a") as file:
         file.write("?\n")
@@ -163,7 +163,7 @@ def test_a_run_of_days_shows_dates(tmp_path):
 
 
 @pytest.mark.thorough
-def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
+def test_the_ledger_of_a_real_hub_is_read(tmp_path, monkeypatch):
     """Every kind of record, with the fields that the hub gives it."""
     written, note = [], Hub._record
 

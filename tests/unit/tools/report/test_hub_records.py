@@ -65,7 +65,7 @@ def test_updates_are_counted_for_all_and_for_each(run):
     )
 
 
-def test_refusals_are_counted_by_reason_without_what_is_particular(run):
+def test_refusals_are_counted_by_general_reason(run):
     why = ["exploding: 12.3 times the usual norm", "exploding: 99.0 times the usual norm", "not finite"]
     hub_run = run(
         *(
@@ -311,7 +311,7 @@ def test_workers_with_the_same_name_are_distinguished():
     assert workers.names() == {1: "gpu #1", 2: "gpu #2", 3: "4 #3", 4: "4", 5: "own"}
 
 
-def test_texts_lose_what_can_not_be_shown():
+def test_texts_lose_unprintable_characters():
     assert printable("a\x00\u202eb\ud800\n c ") == "ab c"
     assert printable("x" * 100) == "x" * 39 + "…"
     assert printable(17) == "17"

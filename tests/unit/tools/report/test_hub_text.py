@@ -40,7 +40,7 @@ def two_workers(**changes):
     ]
 
 
-def test_what_was_reached_how_old_updates_were_and_what_was_sent():
+def test_results_staleness_and_traffic_are_described():
     found = sentences(
         *two_workers(),
         traffic(10, 6_000_000, 2_000_000),
@@ -69,7 +69,7 @@ def test_a_single_score_and_none():
     assert "No worker reported a score" in sentences(*two_workers())[1]
 
 
-def test_what_ddp_sends_is_that_of_the_local_steps_with_n_as_it_was():
+def test_ddp_bytes_are_those_of_the_local_steps_and_their_workers():
     run = run_of(
         begin(0, 1),
         update(1, 1, steps=10, workers=4),
@@ -130,7 +130,7 @@ def test_the_largest_contributor_is_named_if_above_its_share():
     assert not any("alone" in sentence for sentence in sentences(update(1, 1)))
 
 
-def test_a_full_reservation_is_named_as_what_limits():
+def test_a_full_reservation_is_named_as_the_limit():
     full = [traffic(5 * at, 4_900, 10, bandwidth=1000) for at in range(1, 5)]
     assert any(
         "more than 90 % of it was used 100 % of the time" in each for each in sentences(*two_workers(), *full)
@@ -150,7 +150,7 @@ def test_more_than_twenty_workers_are_the_largest_and_others():
     assert len(contribution_rows(run_of(*(update(1, each) for each in range(20))), 20)) == 20
 
 
-def test_workers_that_were_folded_together_are_among_the_others():
+def test_workers_that_are_summarised_count_as_others():
     run = HubRun(folder=None, workers=WorkerTable(limit=10))  # type: ignore[arg-type]
     read_records(run, [update(1, each, samples=float(each)) for each in range(1, 51)])
     rows = contribution_rows(run, 3)

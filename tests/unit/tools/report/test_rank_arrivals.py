@@ -156,7 +156,7 @@ def test_the_cause_is_inferred_from_what_differs(changes, cause, done):
     assert done in straggler_remedy(found)[1]
 
 
-def test_the_page_names_the_rank_the_cause_and_what_it_costs():
+def test_the_page_names_the_rank_the_cause_and_the_cost():
     limit = find_bottleneck(summary_of(timelines(slow=1)), {})
     assert limit.kind == "straggler"
     assert limit.sentences[0].startswith(

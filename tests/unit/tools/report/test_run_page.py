@@ -55,7 +55,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_page_shows_what_ran_where_time_went_and_what_limits(folder):
+def test_the_page_shows_the_run_its_times_and_the_bottleneck(folder):
     path = write_run_report(folder)
     assert path == folder / "report.html"
     page = path.read_text()
@@ -119,7 +119,7 @@ def test_the_loss_of_a_custom_loop_is_not_called_cross_entropy(folder):
     )
 
 
-def test_what_a_run_holds_is_text_never_markup(folder):
+def test_content_of_a_run_is_escaped(folder):
     facts = json.loads((folder / "run.json").read_text())
     facts["settings"]["data"] = "<script>alert(1)</script>"
     (folder / "run.json").write_text(json.dumps(facts))
@@ -197,7 +197,7 @@ def with_facts(folder, **facts):
     return write_run_report(folder).read_text()
 
 
-def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
+def test_sent_bytes_are_shown_beside_uncompressed_ones(folder):
     buckets = [
         {"first parameter": "head.weight", "parameters": 18, "nbytes": 3_407_872, "sent_nbytes": 865_000,
          "uncompressed_nbytes": 3_407_872.0, "error": 0.008, "step": 0},

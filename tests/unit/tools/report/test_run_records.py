@@ -96,7 +96,7 @@ def test_a_run_that_has_just_begun(tmp_path):
     assert any("There is no trace" in note for note in run.notes)
 
 
-def test_other_files_in_the_trace_folder_are_none_of_ours(folder):
+def test_other_files_in_the_trace_folder_are_ignored(folder):
     (folder / "trace" / "rank0.jsonl.bak").write_text("x")
     (folder / "trace" / "notes.txt").write_text("x")
     assert sorted(read_run(folder).spans_of_rank) == [0, 1, 2]

@@ -86,7 +86,7 @@ CHATTY = {"forward": 0.2, "backward": 0.3, "optimizer": 0.1, "other": 0.4}
         ((CHATTY, CHATTY), "Other work inside the step limits this run: 40 %"),
     ],
 )
-def test_what_limits_is_named(shares, limit):
+def test_the_bottleneck_is_named(shares, limit):
     summary = summary_of(*shares)
     assert run_headline(summary, find_bottleneck(summary, {}))[2].startswith(limit)
 

@@ -45,7 +45,7 @@ def test_many_messages_are_drawn_without_names():
     assert "7" not in labels
 
 
-def test_prices_stand_beside_what_was_measured(tmp_path):
+def test_prices_are_shown_beside_measurements(tmp_path):
     rows = [CostBar("tree", 15.0, [15.2, 15.6, 15.4]), CostBar("one-by-one", 35.0)]
     chart = schedule_cost_chart(rows, title="broadcast")
     labels = texts(chart.inline_svg("prices"))

@@ -59,7 +59,7 @@ def test_phases_become_parts():
     }
 
 
-def test_waits_launches_and_tasks_are_taken_out_of_where_they_lie():
+def test_waits_launches_and_tasks_are_subtracted_from_their_phases():
     traced = line(
         ORDINARY,
         10.0,
@@ -176,7 +176,7 @@ def step(number, start=0.0, seconds=1.0):
     )
 
 
-def test_lines_are_read_with_what_they_hold():
+def test_lines_are_read_with_their_fields():
     (only,) = read_timeline([step(0)]).steps
     assert only.phases[-1] == StepInterval("exchange", 0.8, 1.0)
     (call,) = only.calls
@@ -193,7 +193,7 @@ def test_the_first_step_of_each_session_is_cold_and_steps_done_again_count_once(
     assert trace.steps[4].start == 104
 
 
-def test_a_forward_alone_is_no_step_and_nonsense_is_left_out():
+def test_a_forward_alone_is_no_step_and_invalid_records_are_skipped():
     alone = span("step", seconds=1.0, step=9, phases=[["forward", 0]], waits=[], tasks=[], calls=[])
     broken = span("step", seconds=1.0, step=10, phases=[["backward", None]], waits=[], tasks=[], calls=[])
     assert (

@@ -95,7 +95,7 @@ def test_lines_are_named_at_their_end_or_on_a_phone_above():
     assert "training" in texts(KINDS["phone"]().inline_svg("x"))
 
 
-def test_values_that_are_no_numbers_are_left_out():
+def test_non_numeric_values_are_skipped():
     points = [(1, 5.0), (2, float("nan")), (3, float("inf"))]
     assert "loss" in texts(
         step_curve_chart([ChartLine("a", points), ChartLine("b", [])], x="step", y="loss").inline_svg("x")

@@ -58,7 +58,7 @@ def test_rows_beside_ddp():
     assert with_times_to_target([row()], 4.0)[0].speedup is None
 
 
-def test_what_diverges_or_gets_worse_again_is_known():
+def test_diverging_and_worsening_runs_are_detected():
     assert row(losses_=(8.0, 9.0)).diverged
     assert row(losses_=(8.0, math.nan)).diverged
     assert not row().diverged

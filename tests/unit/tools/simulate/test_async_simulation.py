@@ -216,7 +216,7 @@ def test_a_worker_with_a_bad_learning_rate_is_replaced():
 
 
 @pytest.mark.parametrize("policy", ["better", "best"])
-def test_what_is_sent_and_taken_in_by_score(policy):
+def test_sending_and_merging_by_score(policy):
     found = simulate_async(replace(PLAN, policy=SelectionPolicy(send=policy)), LinearTask())
     assert total(found, "withheld") > 0
     assert total(found, "declined") == 0

@@ -99,7 +99,7 @@ def test_a_faster_link_is_never_slower(strategy):
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 5, 40])
-def test_what_is_exposed_is_what_a_queue_of_buckets_leaves(buckets):
+def test_exposed_time_is_that_of_a_queue_of_buckets(buckets):
     call, transfer = 0.01, 2.0
     for window in (0.0, 0.5, 1.0, 2.0, 3.0, 10.0):
         free = 0.0
@@ -114,7 +114,7 @@ def test_overlap_is_worth_at_most_backward():
     assert flat - 2 / 3 < bucketed < flat
 
 
-def test_contention_lengthens_what_overlaps_and_nothing_else():
+def test_contention_lengthens_overlapping_work_only():
     bare, slowed = (
         {name: simulate_cluster(plan(strategy=name, **options), 8).step.mean for name in ("flat", "bucketed")}
         for options in ({}, {"computing_slows": 1.3, "calls_slow": 1.5})
@@ -155,7 +155,7 @@ def test_weak_scaling_of_n_times_the_step_is_strong_scaling():
     assert weak.ledger == strong.ledger
 
 
-def test_dispatch_by_speed_uses_what_equal_shares_lose():
+def test_dispatch_by_speed_uses_the_time_that_equal_shares_lose():
     speeds = (1, 1, 2, 4)
     equal = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds)), 4)
     dealt = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds, shares="speed")), 4)
@@ -232,7 +232,7 @@ def test_rows_are_plain_values():
     assert json.loads(json.dumps(row.to_record(), allow_nan=False)) == row.to_record()
 
 
-def test_words_name_what_limits():
+def test_texts_name_the_bottleneck():
     rows = list(sweep_nodes(plan(strategy="flat"), [1, 2, 4]))
     findings = cluster_findings(rows)
     assert "80 % is reached up to 1 node" in findings[0]

@@ -179,7 +179,7 @@ def test_with_every_compression_is_of_pseudo_gradients():
         ({"sync": "auto", "bucket_mib": 4.0}, "bucket_mib=4.0 with sync='auto'"),
     ],
 )
-def test_what_does_not_fit_together(values, message):
+def test_contradictory_values_are_refused(values, message):
     with pytest.raises(UsageError, match=message):
         TrainSettings(out="a", **values)
 
