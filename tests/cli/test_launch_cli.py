@@ -158,7 +158,7 @@ def test_a_job_unknown_to_slurm_is_reported(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_silent_controller_is_queried_again(monkeypatch, tmp_path, answers):
-    calls = tmp_path / "asked"
+    calls = tmp_path / "calls"
     script = tmp_path / "scontrol"
     answer = f'[ $(wc -l < {calls}) -lt 2 ] || exec echo "JobId=3 JobState=COMPLETED ExitCode=0:0"'
     script.write_text(f"#!/bin/sh\necho x >> {calls}\n{answer if answers else ''}\nexec sleep 100\n")

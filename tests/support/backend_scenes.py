@@ -45,9 +45,9 @@ def open_resources():
 def run_forked(fork, size, work, *args):
     """Fork ranks and return the result of each."""
     children = [fork(work, rank, size, *args) for rank in range(size)]
-    told = [child.receive() for child in children]
+    results = [child.receive() for child in children]
     assert [child.wait() for child in children] == [0] * size
-    return told
+    return results
 
 
 def error_of(make):

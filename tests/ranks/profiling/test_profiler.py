@@ -129,13 +129,13 @@ def test_scalars_for_tensorboard(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     scalars = StepMetrics(tmp_path)
     for step in (1, 10):
-        scalars.add(step, {"loss": 5.0 / step, "told": "words", "grad_norm": None, "bad": math.inf})
+        scalars.add(step, {"loss": 5.0 / step, "note": "words", "grad_norm": None, "bad": math.inf})
     scalars.close()
     read = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 5.0), (10, 0.5)]
     assert sorted(read.Tags()["scalars"]) == ["bad", "loss"]
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert lines[0] == {"step": 1, "loss": 5.0, "told": "words", "grad_norm": None, "bad": None}
+    assert lines[0] == {"step": 1, "loss": 5.0, "note": "words", "grad_norm": None, "bad": None}
 
 
 def continues(rank, size, folder):

@@ -234,7 +234,7 @@ def test_a_reference_to_the_error_does_not_keep_workers_alive(dataset):
         gc.collect()  # of tests before, too
         time.sleep(0.1)
     assert not multiprocessing.active_children()
-    assert "cat.png" in str(caught.value.__cause__), "though they are gone, it tells what they said"
+    assert "cat.png" in str(caught.value.__cause__), "it reports the cause after its workers ended"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
