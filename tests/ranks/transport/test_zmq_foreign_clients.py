@@ -51,7 +51,7 @@ class Raw:
         self.socket.connect(hub.address)
         self.hub, self.me, self.sequence = hub, me, 0
 
-    def come(self, parts):
+    def delivered(self, parts):
         """Send parts, and return what the hub gets before what is sent after them."""
         self.socket.send_multipart(parts)
         self.sequence += 1
@@ -72,7 +72,7 @@ def test_invalid_messages_are_counted_by_kind(ends, hub):
     for number in range(20):
         for parts in bad_messages(random.Random(number), raw.me):
             before = hub.refused.total()
-            assert raw.come(parts) == []
+            assert raw.delivered(parts) == []
             assert hub.refused.total() == before + 1, parts
     assert set(hub.refused) == {"TruncatedEnvelope", "DamagedEnvelope", "ForeignEnvelope"}
     assert hub.refused["ForeignEnvelope"] == 20 * 4
@@ -81,10 +81,10 @@ def test_invalid_messages_are_counted_by_kind(ends, hub):
 
 def test_an_envelope_with_a_false_source_is_not_delivered_and_adds_no_peer(ends, hub):
     raw = ends(Raw, hub, 5)
-    assert raw.come(wire_parts(make(6, HUB))) == []
+    assert raw.delivered(wire_parts(make(6, HUB))) == []
     assert hub.refused == {"ForeignEnvelope": 1}
     assert hub.peers() == [5]
-    assert len(raw.come(wire_parts(make(5, HUB)))) == 1
+    assert len(raw.delivered(wire_parts(make(5, HUB)))) == 1
 
 
 def until_it_is_known(router, message):
@@ -163,7 +163,7 @@ def test_a_damaged_envelope_is_refused_or_equals_the_sent_one(ends, hub):
     def change(data, payload):
         sent = wire_parts(make(5, HUB, 3, payload, meta={"base": 4, "worker": "x"}))
         parts = mutated(data.draw, sent)
-        received = raw.come(parts or [b""])
+        received = raw.delivered(parts or [b""])
         assert len(received) <= 1
         for each in received:
             assert [bytes(part) for part in encode_checksummed(each.header, each.payload)] == sent == parts
