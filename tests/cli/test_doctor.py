@@ -1,4 +1,4 @@
-"""``paceline doctor``: it runs here, its JSON holds what it shows, and it fails only for what is essential."""
+"""``paceline doctor``: output equals its JSON, and only failed essential checks set the exit code."""
 
 from __future__ import annotations
 

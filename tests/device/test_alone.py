@@ -55,7 +55,7 @@ def test_on_a_stream_of_the_program(world, name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_never_waits_for_the_gpu(world, dtype):
-    """The loss is of `dtype`, too: what a rounded weight means is found out without the GPU."""
+    """The loss is of `dtype`, too: the rounded weight is computed without the GPU."""
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(
         DEVICE, dtype
     )

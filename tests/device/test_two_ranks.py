@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("two_ranks.py")
 
 
 def run(backend, device, folder):
-    """Return what each of the two ranks found."""
+    """Return the results of both ranks."""
     out = folder / "found.json"
     run_ranks([str(SCRIPT), backend, device, str(out)], 2, timeout=240)
     return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]

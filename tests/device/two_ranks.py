@@ -30,7 +30,7 @@ def train(model: paceline.DataParallel, rank: int, device: str, steps: int = STE
 
 
 def gap(model: paceline.DataParallel, name: str, device: str) -> float:
-    """Return how far `model` is from what one process has."""
+    """Return the largest difference between `model` and one process."""
     return on.max_difference(model.whole_parameters(), on.one_process(name, device, STEPS, ranks=(0, 1)))
 
 
@@ -78,7 +78,7 @@ def sharded_graph(rank: int, device: str) -> str:
 
 
 def captured_backward(rank: int, device: str) -> str:
-    """Try to capture a whole step; return what is raised, once a step without a graph has gone well."""
+    """Try to capture a whole step; return the error; a step without a graph succeeds before."""
     model = paceline.DataParallel(on.build("Plain", device))
     inputs, targets = on.batch(0, [rank], device)
     side = torch.cuda.Stream(device)

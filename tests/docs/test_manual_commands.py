@@ -21,7 +21,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding=
 
 
 def parse(words):
-    """Parse a command line as `paceline` would; returns the innermost command's context and what it left."""
+    """Parse a command line as `paceline` would; return the innermost command's context and the rest."""
     command, args = typer.main.get_command(app), list(words[1:])
     context = command.make_context("paceline", args)
     while (rest := remaining(context)) and hasattr(context.command, "resolve_command"):

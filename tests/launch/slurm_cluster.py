@@ -47,7 +47,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def lacking() -> str:
-    """Return what a cluster needs and this machine has not; empty: nothing."""
+    """Return the requirements of a cluster that this machine lacks; empty: none."""
     return ", ".join(name for name in _DAEMONS if which(name, path=_PATH) is None)
 
 

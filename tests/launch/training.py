@@ -29,7 +29,7 @@ checkpoint = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, ev
 
 
 def note(**what):
-    """Add a line for what this rank of this life does."""
+    """Append a record of this rank and process."""
     place = {name: getattr(world, name) for name in ("rank", "size", "nodes", "backend")}
     with open(folder / "notes.jsonl", "a") as file:
         file.write(json.dumps(what | place | {"pid": os.getpid()}) + "\n")

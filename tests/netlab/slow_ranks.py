@@ -21,7 +21,7 @@ WIDTH, STEPS = 512, 8
 
 
 def sent() -> int:
-    """Return what this host has sent so far."""
+    """Return the bytes that this host has sent."""
     return parse_traffic(Path("/proc/net/dev").read_text()).sent
 
 

@@ -62,7 +62,9 @@ def test_each_host_has_its_own_network_processes_and_shared_memory(lab):
 def test_the_disk_the_folder_and_the_environment_are_shared(lab, tmp_path):
     (tmp_path / "greeting.txt").write_text("hello\n")
     env = {"COLOUR": "blue"}
-    (result,) = lab.run("cat greeting.txt; echo $COLOUR $GLOO_SOCKET_IFNAME; pwd", on=2, cwd=tmp_path, env=env)
+    (result,) = lab.run(
+        "cat greeting.txt; echo $COLOUR $GLOO_SOCKET_IFNAME; pwd", on=2, cwd=tmp_path, env=env
+    )
     assert result.stdout == f"hello\nblue eth0\n{tmp_path}\n"
     assert (
         lab.run(["python", "-c", "import sys; print(sys.executable)"], on=0)[0].stdout.strip()

@@ -22,7 +22,7 @@ def world(rank: int, size: int, folder: str, seconds: float = 60.0):
 
 
 def on_both(rank: int, size: int, folder: str, work: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Return what ``work(group, rank, size, *args)`` returns on "paceline", and on gloo."""
+    """Return the results of ``work(group, rank, size, *args)`` on "paceline", and on gloo."""
     with world(rank, size, folder) as ours:
         results = []
         for group in (ours, dist.new_group(backend="gloo")):

@@ -44,7 +44,7 @@ def _is_gpu(value: Any) -> bool:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Keep on the CPU what would go to a GPU, in this thread."""
+    """Keep tensors and modules on the CPU instead of a GPU, in this thread."""
     make, move = DistributedDataParallel.__init__, torch.nn.Module.to
 
     @functools.wraps(make)

@@ -188,7 +188,7 @@ def run(rank: int, size: int, name: str, folder: str) -> str:
 
 
 def _prepare(module: ModuleType, size: int, folder: str) -> None:
-    """Set what the suite's own start would: variables and folders; begin where a fresh process would."""
+    """Set the variables and folders that the suite's own start sets; begin as a fresh process does."""
     import torch.distributed as dist
 
     os.environ.update(
@@ -218,7 +218,7 @@ def _known_as_gloo(module: ModuleType) -> Iterator[None]:
 
 
 def run_plain(rank: int, size: int) -> tuple[int, list[str]]:
-    """Run the tests of the suite that need no world; return their number and what failed."""
+    """Run the tests of the suite that need no world; return their number and the failures."""
     module = sys.modules[MODULE] = load(size)
     cases = [
         kind

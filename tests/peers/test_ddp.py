@@ -120,7 +120,7 @@ def power_sgd_together_and_alone(rank, size, folder):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_power_sgd(pool, tmp_path, size):
-    """All it does is linear in the gradients: so ranks that share a batch compute what one computes on it."""
+    """It is linear in the gradients: so ranks that share a batch get the result of one process."""
     results = pool(size).run(power_sgd_together_and_alone, str(tmp_path), world=False)
     for together, alone in results:
         assert max_difference(together, results[0][0]) == 0.0

@@ -52,7 +52,7 @@ def learn_lines(rank, size, batch_size, sync):
 
 @pytest.mark.thorough
 def test_a_hugging_face_model_counts_tokens(pool):
-    """Ranks have unequal numbers of tokens; what they learn is what one process learns on both their lines."""
+    """Ranks have unequal numbers of tokens; their parameters equal those of one process on both lines."""
     [(expected, losses)] = pool(1).run(learn_lines, 16, "bucketed")
     assert falls(losses)
     for sync in ("sharded", "full-shard"):
@@ -61,7 +61,7 @@ def test_a_hugging_face_model_counts_tokens(pool):
 
 
 def learn_shapes(rank, size):
-    """Train with Paceline, then with DDP on the same batches; return what is asserted."""
+    """Train with Paceline, then with DDP on the same batches; return the values to compare."""
     import convnet
 
     torch.set_default_dtype(torch.float64)

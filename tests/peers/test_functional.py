@@ -142,7 +142,7 @@ def test_batches_of_messages(pool, tmp_path, dtype):
 
 
 def views(rank, size, folder):
-    """Return what arrives of views: transposed, lazily negated, with gaps, repeated; and in such ones."""
+    """Return received views: transposed, lazily negated, with gaps, repeated; and values received into such views."""
     with world(rank, size, folder):
         plain = torch.arange(8).view(2, 4) * (1 + 1j) * (rank + 1)
         sent = [plain.t(), plain.conj().imag, plain[:, ::2], plain.real[:1].expand(3, 4)]
@@ -166,7 +166,7 @@ def test_views_are_sent_as_their_elements(pool, tmp_path):
 
 
 def groups(rank, size, folder):
-    """Return the sums over groups of every kind, and what is left when they are gone."""
+    """Return the sums over groups of every kind, and the resources left after they are destroyed."""
     with world(rank, size, folder):
         found = {}
         for name, ranks in (("pair", [2, 0]), ("alone", [1]), ("rest", [1, 3]), ("turned", [3, 2, 1, 0])):

@@ -32,7 +32,7 @@ def test_callbacks_make_collectives_and_wait_for_them(pool, tmp_path, size):
 
 
 def builds_graphs(rank, size, folder):
-    """Train with what a callback made."""
+    """Train with tensors made in a callback."""
     with world(rank, size, folder) as group:
         future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
         weight = future.then(lambda done: done.value()[0] * 2).wait().requires_grad_()

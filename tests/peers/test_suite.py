@@ -1,4 +1,4 @@
-"""torch's own suite on the backend "paceline"; what is run and what is not is in suite.toml."""
+"""torch's own suite on the backend "paceline"; suite.toml lists the tests that do not run."""
 
 from __future__ import annotations
 

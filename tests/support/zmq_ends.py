@@ -98,7 +98,7 @@ def echo(address, keys=""):
             hub.send(Envelope(back, received.payload))
 
 
-# --- ZMTP 3.0 by hand, RFC 23: what libzmq itself would not send
+# --- ZMTP 3.0 by hand, RFC 23: frames that libzmq itself does not send
 
 
 def greeting(mechanism=b"NULL"):
@@ -185,7 +185,7 @@ def send_invalid_messages(address, count):
 
 
 def garbage(address, draw, look=lambda: None):
-    """Send garbage over TCP, from what is no ZeroMQ at all to what almost is a message."""
+    """Send garbage over TCP, from random bytes to almost valid messages."""
     good = b"".join(frame(part, more=index < 2) for index, part in enumerate(wire_parts(make(77, HUB))))
     begins = [b"", b"GET / HTTP/1.1\r\n\r\n", greeting(), greeting(b"CURVE"), greeting() + ready(b"x" * 300)]
     follow = [

@@ -196,7 +196,7 @@ def test_a_bare_module_and_its_safetensors_file(pool, tmp_path):
     assert equal([again.state_dict()[name] for name in state], state.values())
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refused input
 
 
 class Wider(Net):

@@ -195,7 +195,7 @@ def gradient_errors(rank, size, cases):
 
 
 def gradient_error(size, sync, uneven, samples=83, accumulate=1, **options):
-    """Train an epoch with steps of length 1, so that what changes is the gradient."""
+    """Train an epoch with steps of length 1, so that differences are those of the gradient."""
     dataset = data(samples)
     loader = paceline.Loader(
         dataset, 8, uneven=uneven, **{"shares": QUARTERS if size == 4 else None, **options}

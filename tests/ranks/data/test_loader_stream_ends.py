@@ -117,7 +117,7 @@ def test_empty_streams_are_epochs_without_a_step(pool, size):
     assert pool(size).run(all_empty) == [[[], []]] * size
 
 
-# ------------------------------------------------------------------ what is warned of
+# ------------------------------------------------------------------ warnings
 
 
 def warnings_of(rank, size, firsts, stream, kind, samples=9):
@@ -186,7 +186,7 @@ def test_a_stream_describes_the_use_of_its_data(pool):
     ]
 
 
-# ------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------ failures
 
 
 def failing(rank, size, bad, workers, uneven, times):

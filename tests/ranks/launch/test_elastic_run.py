@@ -56,7 +56,7 @@ def note(name):
     (notes / f"{name}.part").rename(notes / name)
 """
 
-DEAF = """
+IGNORES_SIGTERM = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("out", life, flush=True)
 print("err", life, file=sys.stderr, flush=True)
@@ -162,7 +162,9 @@ def test_worlds_form_again_at_the_same_and_a_smaller_size(home, capfd):
 @pytest.mark.thorough
 def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
     timeouts = JobTimeouts(end=0.2)
-    job = JobSpec(script(home, PLAIN + DEAF), 2, 1, max_restarts=2, progress=lambda: True, timeouts=timeouts)
+    job = JobSpec(
+        script(home, PLAIN + IGNORES_SIGTERM), 2, 1, max_restarts=2, progress=lambda: True, timeouts=timeouts
+    )
     with pytest.raises(RankFailed, match=r"\[rank 1\] ended with exit code 5 after") as caught:
         run_job(job)
     assert (caught.value.rank, caught.value.exit_code) == (1, 5)

@@ -21,7 +21,7 @@ from paceline.launch.process.local_ranks import run_ranks
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 
-# What every rank does first: note its process id, so that the test can see whether it is still there.
+# Every rank first records its process id, so that the test can check whether it still runs.
 NOTE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path

@@ -140,7 +140,7 @@ def test_low_precision_parameters_are_compressed_too(pool, compression):
 
 
 def accumulated(rank, size, compression, uneven, call):
-    """Return the sum of all results, of all exact results, and of what this rank has left out, by parameter."""
+    """Return the sum of all results, of all exact results, and of this rank's residuals, by parameter."""
     squeezed = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     exact = paceline.DataParallel(network(), sync="bucketed")
     totals = []
@@ -224,7 +224,7 @@ def test_a_gradient_that_is_not_finite_is_found_and_leaves_nothing_behind(pool, 
 
 
 def resumed(rank, size, folder, compression, steps, total):
-    """Train up to step `steps` from wherever the checkpoint is; return parameters and what is still owed."""
+    """Train up to step `steps` from the checkpoint on; return parameters and residuals."""
     torch.manual_seed(rank)
     model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -238,8 +238,8 @@ def resumed(rank, size, folder, compression, steps, total):
         checkpoint.save(wait=True)
     checkpoint.close()
     kept = model.engine.residuals.state()["parts"]
-    owed = {name: parts["residual"].double() for name, parts in kept.items() if "residual" in parts}
-    return flat(model.parameters()), owed
+    residuals = {name: parts["residual"].double() for name, parts in kept.items() if "residual" in parts}
+    return flat(model.parameters()), residuals
 
 
 @pytest.mark.sweep
@@ -258,24 +258,24 @@ def test_residuals_are_saved_so_a_resumed_run_is_bitwise_equal(pool, tmp_path, c
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_new_ranks_take_over_the_residuals_of_the_old_ones(pool, tmp_path, ranks):
-    before = [owed for _, owed in pool(3).run(resumed, str(tmp_path), "int4", 5, 10)]
-    after = pool(ranks).run(owed_after_loading, str(tmp_path), "int4")
+    before = [residuals for _, residuals in pool(3).run(resumed, str(tmp_path), "int4", 5, 10)]
+    after = pool(ranks).run(residuals_after_loading, str(tmp_path), "int4")
     for name in before[0]:
-        total = sum(owed[name] for owed in before)
+        total = sum(residuals[name] for residuals in before)
         assert total.norm() > 0
-        assert torch.allclose(sum(owed[name] for owed in after), total, rtol=0, atol=1e-7)
+        assert torch.allclose(sum(residuals[name] for residuals in after), total, rtol=0, atol=1e-7)
 
 
-def owed_after_loading(rank, size, folder, compression):
+def residuals_after_loading(rank, size, folder, compression):
     model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
     checkpoint = paceline.Checkpoint(folder, model, optim)
     checkpoint.load()
     checkpoint.close()
-    owed = [state["parts"] for state in model.engine.residuals._loaded]
+    residuals = [state["parts"] for state in model.engine.residuals._loaded]
     return (
-        {name: sum(parts[name]["residual"].double() for parts in owed) for name in owed[0]}
-        if owed
+        {name: sum(parts[name]["residual"].double() for parts in residuals) for name in residuals[0]}
+        if residuals
         else Zeros()
     )
 

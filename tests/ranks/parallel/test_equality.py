@@ -1,4 +1,4 @@
-"""Every strategy gives, on any number of ranks, what one process gives on the whole batch."""
+"""Every strategy gives, on any number of ranks, the parameters of one process on the whole batch."""
 
 from __future__ import annotations
 

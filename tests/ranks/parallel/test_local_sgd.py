@@ -116,7 +116,7 @@ LAYERS = [[0, 1], [2, 3], [4, 5], [6, 7]]  # parameters of `network` by layer
 
 
 def test_streaming_of_one_fragment_without_delay_is_diloco(pool):
-    """The delta rule then is Algorithm 1 of DiLoCo, and that is what the ranks compute."""
+    """The delta rule then is Algorithm 1 of DiLoCo, and ranks compute it."""
     expected = transcript(2, 20, 5, 0.7, 0.9, adamw)
     assert torch.allclose(streaming_transcript(2, 20, 5, 1, 0, 0.0, LAYERS), expected, rtol=0, atol=1e-12)
     options = {"every": 5, "fragments": 1, "delay": 0, "compression": None}

@@ -57,7 +57,7 @@ def uneven_plain(rank, size, steps, options):
 
 
 def levelled(rank, size):
-    """Return what this rank's optimizer kept of a vector and of a number, and what it keeps once it is levelled."""
+    """Return this rank's optimizer state of a vector and of a number, before and after it is averaged."""
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(()))]
     optim = torch.optim.AdamW(params)
     for _ in range(rank + 1):
@@ -159,7 +159,7 @@ def test_ranks_of_a_host_may_synchronise_gradients_while_hosts_synchronise_param
 
 
 def started_apart(rank, size, kind):
-    """Train before the block; return what all ranks share when it has begun, and what they have at its end."""
+    """Train before the block; return the parameters after its beginning, and at its end."""
     torch.manual_seed(rank)  # other parameters on each rank
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
     if kind == "synchronised":

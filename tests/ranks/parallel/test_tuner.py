@@ -51,7 +51,7 @@ class Ordered:
 
 
 def train(rank, name, kind, sync, plans=None, steps=9, *, dtype=torch.float64, sharded=True, late_zero=False):
-    """Train on this rank's data; return the parameters, what the optimizer keeps, and the plans that were seen."""
+    """Train on this rank's data; return the parameters, the optimizer's state, and the plans."""
     net = model_zoo.build(name).to(dtype)
     model = paceline.DataParallel(net, sync=sync)
     if plans is not None:

@@ -68,7 +68,7 @@ def is_good(message, source):
 
 
 def invalid_messages(carrier, end):
-    """Workers send what no hub should take, and now and then an envelope."""
+    """Workers send invalid messages, and sometimes an envelope."""
     if end.me == HUB:
         received = []
         while len(received) < 3 * (carrier.size - 1):

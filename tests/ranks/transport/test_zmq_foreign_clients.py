@@ -52,7 +52,7 @@ class Raw:
         self.hub, self.me, self.sequence = hub, me, 0
 
     def delivered(self, parts):
-        """Send parts, and return what the hub gets before what is sent after them."""
+        """Send parts, then a valid message; return the messages that the hub receives before it."""
         self.socket.send_multipart(parts)
         self.sequence += 1
         self.socket.send_multipart(wire_parts(make(self.me, HUB, self.sequence, kind="after")))

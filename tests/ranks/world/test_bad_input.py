@@ -29,7 +29,7 @@ print("ended well", flush=True)
 
 
 def run_ranks(fork, folder, *arguments):
-    """Play the program on two ranks; return for each its exit code and what it wrote."""
+    """Run the program on two ranks; return exit code and output of each."""
     ranks = [fork(run, rank, folder, *arguments) for rank in range(2)]
     codes = [rank.wait(timeout=60) for rank in ranks]
     return [(code, (Path(folder) / f"rank{rank}").read_text()) for rank, code in enumerate(codes)]

@@ -151,7 +151,7 @@ def run_a_program(send, script, address, rank):
 
 
 def programs_that_differ(fork, folder, address):
-    """Run one program on rank 0 and a later one on rank 1; return their exit codes and what they wrote."""
+    """Run one program on rank 0 and a later one on rank 1; return their exit codes and output."""
     scripts = [Path(folder) / name for name in ("train.py", "train-later.py")]
     for number, script in enumerate(scripts):
         script.write_text(PROGRAM + "# a change\n" * number)

@@ -1,4 +1,4 @@
-"""Options that list or sweep values: what they mean, and refusals that name the option and what is valid."""
+"""Options that list or sweep values: parsed values, and refusals that name the option and the valid form."""
 
 from __future__ import annotations
 

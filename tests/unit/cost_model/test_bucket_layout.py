@@ -1,4 +1,4 @@
-"""Bucket sizes: the closed form against the simulation, the simulation against what is known, the grouping."""
+"""Bucket sizes: the closed form against the simulation, the simulation against known cases, the grouping."""
 
 from __future__ import annotations
 

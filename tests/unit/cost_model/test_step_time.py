@@ -199,7 +199,7 @@ def test_the_simulated_bucket_is_at_least_as_good_as_all_that_were_tried():
     assert best.backward.exposed <= formula.exposed
 
 
-# ---------------------------------------------------------------- what a profile has
+# ---------------------------------------------------------------- missing and available entries of a profile
 
 
 def test_ambiguous_or_missing_entries_are_reported():

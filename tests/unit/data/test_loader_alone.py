@@ -34,7 +34,7 @@ def in_order(size, batch_size, **options):
     return paceline.Loader(list(range(size)), batch_size, shuffle=False, **options)
 
 
-# ------------------------------------------------------------------ what torch's DataLoader gives
+# ------------------------------------------------------------------ equality with torch's DataLoader
 
 
 def squares(samples):

@@ -130,7 +130,7 @@ def test_persistent_workers_serve_an_epoch_after_an_abandoned_one():
     assert sorted(samples_of(loader)) == list(range(30))
 
 
-# ------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------ failures
 
 
 class Broken(Dataset):

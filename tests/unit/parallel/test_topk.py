@@ -20,7 +20,7 @@ BAD = [math.nan, math.inf, -math.inf]
 
 
 def by_sorting(values: torch.Tensor, k: int) -> list[int]:
-    """The slow oracle: what is not finite first, then by size, then by index."""
+    """The slow oracle: non-finite values first, then by size, then by index."""
     size = [math.inf if math.isnan(value) else abs(value) for value in values.tolist()]
     return sorted(sorted(range(len(size)), key=lambda at: (-size[at], at))[:k])
 

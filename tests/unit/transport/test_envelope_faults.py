@@ -24,7 +24,7 @@ ENVELOPES, RUN, ME = 6, "run-1", 0
 
 
 def send(rng, run=RUN, target=ME, source=1):
-    """Return what a source sends: envelopes as head, payload and tail."""
+    """Return the envelopes that a source sends, each as head, payload and tail."""
     return [
         encode(
             Header(run, "frame", source=source, target=target, sequence=number, meta={"score": rng.random()}),

@@ -58,7 +58,7 @@ class FakeRequest:
 
 @dataclass
 class Wire:
-    """Queues between all pairs of ranks; what is sent is copied when it is received, as by MPI."""
+    """Queues between all pairs of ranks; data is copied when it is received, as by MPI."""
 
     rng: random.Random
     queues: dict = field(default_factory=dict)

@@ -29,7 +29,7 @@ LONG, SHORT = 100_000, 100
 
 
 class FakeTransport:
-    """Takes what is sent, but not what is for `blocked`, and no more than `room`."""
+    """Accepts up to `room` envelopes, except those for `blocked` targets."""
 
     def __init__(self, room=math.inf):
         self.taken, self.blocked, self.room = [], set(), room

@@ -166,11 +166,11 @@ def test_sparse_gradients_are_their_indices_and_values():
 
 
 def test_tensors_without_memory_of_their_own_do_not_disturb_a_measurement():
-    bystanders = [torch.eye(3).to_sparse(), torch.zeros(3, 3).to_mkldnn()]
+    unsupported = [torch.eye(3).to_sparse(), torch.zeros(3, 3).to_mkldnn()]
     with CpuAllocations() as allocated:
         kept = torch.zeros(256)
     assert allocated.nbytes == kept.nbytes
-    del bystanders
+    del unsupported
 
 
 @pytest.mark.sweep
@@ -288,7 +288,7 @@ def test_torchs_tracker_finds_the_same_peak():
 
 
 class Choosy(nn.Module):
-    """Keeps what is positive: how much, depends on values."""
+    """Keeps positive values; their number depends on the data."""
 
     def forward(self, x):
         return x[x > 0]

@@ -17,7 +17,7 @@ VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 
 class Tags(HTMLParser):
-    """Checks that tags close in order, and collects what would load something."""
+    """Checks that tags close in order, and collects attributes that would load something."""
 
     def __init__(self):
         super().__init__()

@@ -46,7 +46,7 @@ def at_the_end(plan: AsyncPlan) -> AsyncSimulation:
     return simulation
 
 
-# ---------------------------------------------------------------------- what it equals
+# ---------------------------------------------------------------------- equivalences
 
 
 def test_two_runs_of_a_plan_are_the_same_to_the_bit(usual):
@@ -96,7 +96,7 @@ def test_equal_workers_that_send_every_step_reach_the_parameters_of_ddp():
     assert asynchronous.loss == pytest.approx(ddp.loss, rel=0.1)
 
 
-# ---------------------------------------------------------------------- what it survives
+# ---------------------------------------------------------------------- faults
 
 
 def test_a_hub_that_is_killed_and_started_again_loses_nothing():
@@ -170,7 +170,7 @@ def test_a_worker_that_returns_after_its_last_step_ends_once():
     assert found.trained_seconds >= 40 * 0.4 * 0.8
 
 
-# ---------------------------------------------------------------------- what its rules bring about
+# ---------------------------------------------------------------------- effects of rules
 
 
 def test_nesterov_at_every_arrival_diverges_and_must_be_enabled():
