@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Options, markers and the environment of all tests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _thorough(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
 
 def _turn(path: Path) -> int:
-    """Return how early the tests of a file have their turn: by the folder that they are in."""
+    """Return the position of a file's tests in the order, by their folder."""
     tests = Path(__file__).parent
     folder = path.relative_to(tests).parts[0] if path.is_relative_to(tests) else ""
     return _LONG_FIRST.index(folder) if folder in _LONG_FIRST else len(_LONG_FIRST)

@@ -1,4 +1,4 @@
-"""The command line in the process of the test."""
+"""Runs the command line in the process of the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a user sees it: help, version, near misses, errors and exit codes."""
+"""The command line: help, version, suggestions, errors and exit codes."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_options_become_settings(monkeypatch, measured):
     assert (settings.steps, settings.rounds, settings.threads) == (10, 15, 1)
 
 
-def test_the_table_is_printed_whole_however_narrow_the_terminal(monkeypatch, capsys):
+def test_the_table_is_printed_whole_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     assert paceline(monkeypatch, "bench", "step") == 0
     shown = capsys.readouterr().out
@@ -152,7 +152,7 @@ def test_a_wrong_strategy_is_shown_and_fails_the_command(monkeypatch, capsys, tm
     monkeypatch.setattr(measuring, "measure_steps", lambda *_: rows)
     assert paceline(monkeypatch, "bench", "step", "--out", tmp_path) == 1
     assert "WRONG: 1.0e-02" in capsys.readouterr().out
-    assert (tmp_path / "step.json").exists()  # the numbers are kept: they say what is wrong
+    assert (tmp_path / "step.json").exists()  # the numbers are kept: they show what is wrong
 
 
 def test_bench_alone_lists_its_commands(monkeypatch, capsys):

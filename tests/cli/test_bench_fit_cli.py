@@ -74,7 +74,7 @@ def test_fits_are_shown_and_added_to_a_profile(monkeypatch, capsys, tmp_path):
     assert call.nbytes == 4
 
 
-def test_networks_stand_side_by_side_in_one_profile(monkeypatch, tmp_path):
+def test_one_profile_holds_several_networks(monkeypatch, tmp_path):
     profile = tmp_path / "profile.json"
     for network in ("loopback", "lab star 1 Gbit/s"):
         result = write(tmp_path / "x.json", rows(), settings={"network": network})

@@ -1,4 +1,4 @@
-"""``paceline checkpoint``: shows, verifies, exports; a damaged one is an exit code."""
+"""``paceline checkpoint``: shows, verifies, exports; a damaged checkpoint sets the exit code."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import paceline
 
 @pytest.fixture
 def run(tmp_path):
-    keep = paceline.Checkpoint(tmp_path / "run" / "checkpoint", torch.nn.Linear(3, 2))
-    for keep.step in (10, 20):
-        keep.save(wait=True)
-    keep.close()
+    checkpoint = paceline.Checkpoint(tmp_path / "run" / "checkpoint", torch.nn.Linear(3, 2))
+    for checkpoint.step in (10, 20):
+        checkpoint.save(wait=True)
+    checkpoint.close()
     return tmp_path / "run"
 
 

@@ -1,4 +1,4 @@
-"""``paceline collective``: what it shows, what it refuses, and a real run."""
+"""``paceline collective``: output, refused input, and a real run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_draws(paceline, tmp_path, name, what):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["rign"], "did you mean 'ring'"),
         (["broadcats"], "unknown algorithm 'broadcats'"),
@@ -120,10 +120,10 @@ def test_draws(paceline, tmp_path, name, what):
         (["ring", "--json", "."], "it is a folder"),
     ],
 )
-def test_wrong_input_is_refused(paceline, arguments, said, tmp_path):
+def test_wrong_input_is_refused(paceline, arguments, message, tmp_path):
     code, _, err = paceline(*arguments)
     assert code == 2
-    assert said in err
+    assert message in err
     assert list(tmp_path.iterdir()) == []
 
 

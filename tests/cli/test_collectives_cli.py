@@ -197,7 +197,7 @@ def test_every_file_is_written_and_named(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "a" / "r.journal.jsonl").exists()
 
 
-def test_the_table_is_printed_whole_however_narrow_the_terminal(monkeypatch, capsys):
+def test_the_table_is_printed_whole_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     assert paceline(monkeypatch, *SMALL) == 0
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``paceline dispatch``: what it shows, writes and refuses."""
+"""``paceline dispatch``: output, files and refused input."""
 
 from __future__ import annotations
 
@@ -40,8 +40,17 @@ def entries(path):
 
 
 def test_the_round_robin_rows(paceline, tmp_path):
-    asked = ["--scheme", "round_robin", "--block", "2,10,100,1000", "--batch-size", 64, "--json", "rows.json"]
-    code, out, err = paceline(*SEVEN, *asked)
+    options = [
+        "--scheme",
+        "round_robin",
+        "--block",
+        "2,10,100,1000",
+        "--batch-size",
+        64,
+        "--json",
+        "rows.json",
+    ]
+    code, out, err = paceline(*SEVEN, *options)
     assert (code, err) == (0, "")
     for row in ("7144 ×3, 7142 ×4", "7150 ×2, 7140 ×5", "7200 ×3, 7100 ×4", "8000, 7000 ×6"):
         assert row in out
@@ -97,13 +106,13 @@ def test_random_draws_depend_on_the_seed(paceline, tmp_path):
 
 
 def test_ranks_is_another_name_of_workers_and_names_may_have_hyphens(paceline):
-    said = paceline(*SEVEN, "--draws", 0)[1]
-    assert paceline("--samples", 50_000, "--ranks", 7, "--scheme", "round-robin", "--draws", 0)[1] == said
+    output = paceline(*SEVEN, "--draws", 0)[1]
+    assert paceline("--samples", 50_000, "--ranks", 7, "--scheme", "round-robin", "--draws", 0)[1] == output
 
 
 def test_loaders_that_leave_out_the_short_batch(paceline, tmp_path):
-    asked = [*SEVEN, "--block", 7139, "--draws", 0]
-    _, out, _ = paceline(*asked, "--drop-last", "--json", "full")
+    options = [*SEVEN, "--block", 7139, "--draws", 0]
+    _, out, _ = paceline(*options, "--drop-last", "--json", "full")
     assert "if each loops over its full batches" in out
     assert entries(tmp_path / "full")[0]["deadlock"] is False
     paceline("--samples", 101, "--workers", 2, "--batch-size", 51, "--drop-last", "--json", "some")
@@ -159,9 +168,20 @@ def test_starvation_runs_with_the_given_data(paceline, monkeypatch):
         dispatch_command, "starve", lambda balance, **options: played.append((balance, options))
     )
     assert paceline("--starve")[0] == 0
-    asked = ["--samples", 1000, "--shares", ".25,.25,.1,.4", "--block", 5, "--batch-size", 16, "--timeout", 3]
-    asked += ["--backend", "paceline"]
-    assert paceline("--starve", *asked, "--json", "a.json")[0] == 0
+    arguments = [
+        "--samples",
+        1000,
+        "--shares",
+        ".25,.25,.1,.4",
+        "--block",
+        5,
+        "--batch-size",
+        16,
+        "--timeout",
+        3,
+    ]
+    arguments += ["--backend", "paceline"]
+    assert paceline("--starve", *arguments, "--json", "a.json")[0] == 0
     (example, default), (balance, options) = played
     assert (example, default) == (None, {"timeout": 10.0, "backend": "gloo", "json_file": None})
     assert (balance.dispatch.counts, balance.batch_size) == ((250, 250, 100, 400), 16)
@@ -178,7 +198,7 @@ def test_it_answers_without_torch():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--samples", 100], "neither --workers nor --shares"),
         (["--workers", 7], "no number of samples"),
@@ -217,9 +237,9 @@ def test_it_answers_without_torch():
         ([*SEVEN, "--json", "."], "it is a folder"),
     ],
 )
-def test_wrong_input_is_refused(paceline, arguments, said, tmp_path):
+def test_wrong_input_is_refused(paceline, arguments, message, tmp_path):
     code, out, err = paceline(*arguments)
     assert code == 2
-    assert said in err
+    assert message in err
     assert out == ""
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""``paceline doctor``: it runs here, its JSON holds what it shows, and it fails only for what is essential."""
+"""``paceline doctor``: output equals its JSON, and only failed essential checks set the exit code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_something_essential_that_is_broken_is_an_exit_code(monkeypatch, facts, 
     assert "2 broken" in shown
 
 
-def test_a_failed_all_reduce_is_told_and_is_an_exit_code(monkeypatch, facts, capsys, tmp_path):
+def test_a_failed_all_reduce_is_reported_and_sets_the_exit_code(monkeypatch, facts, capsys, tmp_path):
     monkeypatch.setattr(module, "read_machine_facts", lambda: facts)
     monkeypatch.setattr(module, "try_loopback", lambda ranks: "[rank 1] ended with exit code 1")
     with pytest.raises(typer.Exit):
@@ -94,7 +94,7 @@ def test_the_all_reduce_is_right_between_three_ranks():
 
 
 @pytest.mark.thorough
-def test_ranks_that_share_no_memory_are_told(monkeypatch):
+def test_ranks_without_common_memory_get_an_error(monkeypatch):
     monkeypatch.setenv("PACELINE_SHARED_MEMORY", "0")
     measured = try_loopback(2)
     assert isinstance(measured, LoopbackTiming)
@@ -102,7 +102,7 @@ def test_ranks_that_share_no_memory_are_told(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_what_breaks_the_all_reduce_is_told(monkeypatch):
+def test_causes_of_a_failed_all_reduce_are_reported(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     message = try_loopback(2)
     assert isinstance(message, str)

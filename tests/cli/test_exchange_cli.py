@@ -1,4 +1,4 @@
-"""``paceline exchange`` as a user sees it: refusals before anything starts, results, faults, clean exits."""
+"""``paceline exchange``: refusals before anything starts, results, faults, clean exits."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def never_started(monkeypatch):
 
 
 def test_an_unknown_shape_is_refused_with_the_nearest(paceline, never_started):
-    code, said = paceline("rng")
+    code, output = paceline("rng")
     assert code == 2
-    assert "unknown shape of exchange 'rng'; valid: ring, all-to-all" in said
-    assert "did you mean 'ring'?" in said
+    assert "unknown shape of exchange 'rng'; valid: ring, all-to-all" in output
+    assert "did you mean 'ring'?" in output
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_without_mpi4py_the_error_explains_how_to_install_it(paceline, monkeypat
     assert "pip install 'paceline[mpi]'" in shown
 
 
-def test_missing_memory_is_reported_with_what_would_fit():
+def test_missing_memory_is_reported_with_fitting_settings():
     check_memory(100 << 20, 4, 2 << 30)
     with pytest.raises(UsageError, match=r"(?s)4 ranks .* would fit \(--bytes \d+\), or --ranks 1") as caught:
         check_memory(1 << 30, 4, 3 << 30)
@@ -217,7 +217,7 @@ def test_under_mpiexec_ranks_may_not_contradict_it():
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_the_ranks_end_with_the_command_however_that_ends(number, code):
+def test_the_ranks_end_with_the_command_for_any_exit(number, code):
     options = ["--ranks", "2", "--bytes", "10MB", "--rounds", "3000"]
     with mpi_worlds.start([*PACELINE, "exchange", "ring", *options]) as command:
         assert command.stderr.readline() == "ring, 2 ranks, 10 MB each: 300/3000\n"  # they exchange
@@ -226,7 +226,7 @@ def test_the_ranks_end_with_the_command_however_that_ends(number, code):
         os.kill(command.pid, number)
         command.communicate(timeout=20)
         assert command.returncode == code
-        assert mpi_worlds.gone(ranks)
+        assert mpi_worlds.all_ended(ranks)
 
 
 def test_help_imports_neither_torch_nor_mpi4py():

@@ -1,4 +1,4 @@
-"""A fire drill of `paceline train`: a fault by environment variable, named by the ranks that live."""
+"""A fire drill of `paceline train`: a fault by environment variable, named by the surviving ranks."""
 
 from __future__ import annotations
 

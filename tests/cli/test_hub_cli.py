@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--exploding", "-1"], "--exploding -1\n  → give a number above 1"),
         (["--exploding", "nan"], "--exploding nan"),
@@ -17,9 +17,9 @@ import pytest
         (["--keys", "nowhere"], "nowhere can't be read"),
     ],
 )
-def test_invalid_options_are_refused(command, tmp_path, monkeypatch, words, said):
+def test_invalid_options_are_refused(command, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     code, out, err = command("hub", *words)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert not list(tmp_path.iterdir())

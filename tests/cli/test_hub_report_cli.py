@@ -26,7 +26,7 @@ def update(number):
     }  # fmt: skip
 
 
-def test_a_hub_s_folder_has_its_own_page_also_while_the_hub_runs(monkeypatch, capsys, tmp_path):
+def test_a_hubs_folder_has_its_own_page_also_while_the_hub_runs(monkeypatch, capsys, tmp_path):
     with HubJournal.open(tmp_path, resume=True) as journal:
         journal.describe({"run": "night"})
         journal.append({"kind": "join", "t": 1.0, "worker": 7, "name": "gpu-1", "every": 20, "delay": 5})
@@ -44,7 +44,7 @@ def test_a_hub_s_folder_has_its_own_page_also_while_the_hub_runs(monkeypatch, ca
     assert "accepted 2 updates of 1 worker" in (tmp_path / "report.html").read_text()
 
 
-def test_a_hub_goes_on_beside_its_page(monkeypatch, tmp_path):
+def test_a_hub_continues_while_its_page_is_written(monkeypatch, tmp_path):
     for _ in range(2):
         with HubJournal.open(tmp_path, resume=True) as journal:
             journal.append(update(0), b"x")

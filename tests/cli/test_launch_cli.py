@@ -1,4 +1,4 @@
-"""`paceline launch` as a user calls it: what is shown and written, what is refused."""
+"""`paceline launch`: output, files and refused input."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_driver_of_ray_is_shown(command):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["torchrun", "--ranks", "0", "train.py"], "ranks_per_host=0"),
         (["torchrun", "--host", "a", "--host", "a", "train.py"], "2 hosts, but these names: a, a"),
@@ -92,10 +92,10 @@ def test_a_driver_of_ray_is_shown(command):
         (["kubernetes", "--image", "x", "--claim", "runs", "train.py"], "no folder to mount it at"),
     ],
 )
-def test_invalid_options_are_refused(command, words, said):
+def test_invalid_options_are_refused(command, words, message):
     code, out, err = command("launch", *words)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
 
 
 def test_a_missing_launcher_is_reported(command, monkeypatch, tmp_path):
@@ -118,7 +118,7 @@ def test_a_missing_launcher_is_reported(command, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["COMPLETED", "NODE_FAIL"])
-def test_a_job_whose_node_is_lost_may_come_back(monkeypatch, tmp_path, end):
+def test_a_job_whose_node_is_lost_may_be_requeued(monkeypatch, tmp_path, end):
     script = tmp_path / "scontrol"  # each call takes one state off the list, but the last
     script.write_text(
         f'#!/bin/sh\ncd {tmp_path}\necho "JobId=3 JobState=$(head -n 1 states) ExitCode=0:0"\n'
@@ -132,10 +132,10 @@ def test_a_job_whose_node_is_lost_may_come_back(monkeypatch, tmp_path, end):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(slurm, "_RETURN_SECONDS", 0.05)
-    said, shown = [], []
-    state = slurm.watch_job(3, tmp_path / "log", said.append, shown.append)
+    messages, shown = [], []
+    state = slurm.watch_job(3, tmp_path / "log", messages.append, shown.append)
     assert (state.state, state.exit_code) == (end, 0 if end == "COMPLETED" else 1)
-    assert [line.split()[2].rstrip(",") for line in said] == [
+    assert [line.split()[2].rstrip(",") for line in messages] == [
         "PENDING",
         "RUNNING",
         "NODE_FAIL",
@@ -158,10 +158,10 @@ def test_a_job_unknown_to_slurm_is_reported(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_silent_controller_is_queried_again(monkeypatch, tmp_path, answers):
-    asked = tmp_path / "asked"
+    calls = tmp_path / "calls"
     script = tmp_path / "scontrol"
-    answer = f'[ $(wc -l < {asked}) -lt 2 ] || exec echo "JobId=3 JobState=COMPLETED ExitCode=0:0"'
-    script.write_text(f"#!/bin/sh\necho x >> {asked}\n{answer if answers else ''}\nexec sleep 100\n")
+    answer = f'[ $(wc -l < {calls}) -lt 2 ] || exec echo "JobId=3 JobState=COMPLETED ExitCode=0:0"'
+    script.write_text(f"#!/bin/sh\necho x >> {calls}\n{answer if answers else ''}\nexec sleep 100\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name, value in (("_ANSWER_SECONDS", 0.3), ("_POLL_SECONDS", 0.01), ("_TRIES", 3)):

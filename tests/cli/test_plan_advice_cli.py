@@ -1,4 +1,4 @@
-"""`paceline plan`, the page of advice, as a user runs it."""
+"""`paceline plan`: the page of advice."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_model_that_does_not_fit_gets_no_further_advice(call):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "nothing to plan with"),
         (["--devices", "two", "--device", "t4"], "--devices 'two'"),
@@ -106,10 +106,10 @@ def test_a_model_that_does_not_fit_gets_no_further_advice(call):
         (["--device", "t4", "--json", "/nowhere/at/all/plan.json"], "/nowhere"),
     ],
 )
-def test_wrong_input_is_refused_before_anything_is_computed(call, arguments, said):
+def test_wrong_input_is_refused_before_anything_is_computed(call, arguments, message):
     code, out, err = call("--model", "tiny", *arguments)
     assert code == 2
-    assert said in err
+    assert message in err
     assert out == ""
 
 

@@ -1,4 +1,4 @@
-"""``paceline plan batch`` as a user runs it."""
+"""``paceline plan batch``: output, files and refused input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.cost_model.profile_entries import CollectiveCost, Rate, Source
 from paceline.tools.cli.plan.plan_batch_command import show_xxl
 from paceline.tools.cli.plan.plan_hardware_command import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
 
-ASKED = "--model medium --device rtx-4090 --link 10gbe --devices 8 --batch 500"
+OPTIONS = "--model medium --device rtx-4090 --link 10gbe --devices 8 --batch 500"
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def figures_of(path):
 
 
 def test_figures_sentences_and_json(call, tmp_path):
-    code, output, _ = call(f"{ASKED} --json {tmp_path}/a.json")
+    code, output, _ = call(f"{OPTIONS} --json {tmp_path}/a.json")
     assert code == 0
     assert "At least 1 device: each then holds 5.39 GB of the 19.2 GB" in output
     assert "they have 62 or 63 samples per step, which Paceline weights exactly" in output
@@ -124,7 +124,7 @@ def test_too_few_devices_and_none_that_is_enough(call):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--device h100", "which model?"),
         ("--device h100 --model tiny --parameters 7B", "which model?"),
@@ -149,13 +149,13 @@ def test_too_few_devices_and_none_that_is_enough(call):
         ("--model tiny --memory 0GB", "memory"),
         ("--parameters 0 --memory 1GB", "--parameters 0"),
         ("--model tiny --device h100 --profile /nowhere.json", "can't read the profile"),
-        (f"{ASKED} --json /nowhere/a.json", "no such folder"),
+        (f"{OPTIONS} --json /nowhere/a.json", "no such folder"),
     ],
 )
-def test_bad_input_is_one_clear_message(call, arguments, said):
+def test_bad_input_is_one_clear_message(call, arguments, message):
     code, output, error = call(arguments)
     assert code == 2
-    assert said in error
+    assert message in error
     assert output == ""
     assert "Traceback" not in error
 

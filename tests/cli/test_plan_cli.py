@@ -1,4 +1,4 @@
-"""`paceline plan network` as a user runs it."""
+"""`paceline plan network`: output, files and refused input."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-ASKED = "--parameters 20M --ranks 4 --rate 200Mbit/s --step 0.97s"
+OPTIONS = "--parameters 20M --ranks 4 --rate 200Mbit/s --step 0.97s"
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def call(command):
 
 
 def test_options_advice_and_json(call, tmp_path):
-    code, output, _ = call(f"{ASKED} --json {tmp_path}/advice.json")
+    code, output, _ = call(f"{OPTIONS} --json {tmp_path}/advice.json")
     assert code == 0
     for words in (
         "float32 gradients every step",
@@ -41,26 +41,26 @@ def test_a_fast_network_needs_no_remedy(call):
 
 
 def test_a_larger_share_may_be_waited_for(call):
-    assert "Use int4 gradients every step (--compression int4)" in call(f"{ASKED} --share 15%")[1]
+    assert "Use int4 gradients every step (--compression int4)" in call(f"{OPTIONS} --share 15%")[1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--parameters 20Q --ranks 4 --rate 200Mbit/s --step 1s", "unknown unit 'q'"),
         ("--parameters 20M --ranks 0 --rate 200Mbit/s --step 1s", "ranks=0"),
         ("--parameters 20M --ranks 4 --rate 200 --step 1s", "no rate"),
         ("--parameters 20M --ranks 4 --rate 200Mbit/s --step 0s", "step_seconds=0.0"),
-        (f"{ASKED} --share 0", "share=0.0"),
-        (f"{ASKED} --share ten", "no share"),
-        (f"{ASKED} --layers 0", "layers=0"),
-        (f"{ASKED} --json /nowhere/a.json", "no such folder"),
+        (f"{OPTIONS} --share 0", "share=0.0"),
+        (f"{OPTIONS} --share ten", "no share"),
+        (f"{OPTIONS} --layers 0", "layers=0"),
+        (f"{OPTIONS} --json /nowhere/a.json", "no such folder"),
         ("--ranks 4", "Missing option"),
     ],
 )
-def test_bad_input_is_one_clear_message(call, arguments, said):
+def test_bad_input_is_one_clear_message(call, arguments, message):
     code, output, error = call(arguments)
     assert code == 2
-    assert said in error
+    assert message in error
     assert output == ""
     assert "Traceback" not in error

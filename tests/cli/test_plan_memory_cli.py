@@ -1,4 +1,4 @@
-"""``paceline plan memory``: what it prints, what it writes, what it refuses."""
+"""``paceline plan memory``: output, files and refused input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_answer_comes_first(run):
 
 
 @pytest.mark.thorough
-def test_what_does_not_fit_gets_computed_advice(run):
+def test_a_model_that_does_not_fit_gets_computed_advice(run):
     small = ("--device", "cpu", "--device-memory", "40MiB")
     printed = run("--model", "tiny", "--batch", "8", *small).stdout
     assert "does not fit" in printed.splitlines()[0]
@@ -78,7 +78,7 @@ def test_a_users_model(run, named):
     assert "(676 parameters)" in printed.splitlines()[0]
 
 
-def test_files_hold_what_is_printed(run, tmp_path):
+def test_files_hold_the_printed_values(run, tmp_path):
     pytest.importorskip("matplotlib", reason="charts need matplotlib")
     run("--model", "plannable:build", "--batch", "4", "--json", "all.json", "--out", "drawn")
     output = json.loads((tmp_path / "all.json").read_text())

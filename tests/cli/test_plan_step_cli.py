@@ -1,4 +1,4 @@
-"""`paceline plan step` as a user runs it, on a profile of round numbers."""
+"""`paceline plan step` on a profile of round numbers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_other_numbers_of_ranks_are_noted_as_beyond_measurements(call, saved):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--bucket-mib", "0"], "--bucket-mib '0'"),
         (["--bucket-mib", "five"], "--bucket-mib 'five'"),
@@ -111,15 +111,15 @@ def test_other_numbers_of_ranks_are_noted_as_beyond_measurements(call, saved):
         (["--json", "/dev/null/a.json"], "can't write"),
     ],
 )
-def test_bad_input_is_one_clear_message(call, saved, arguments, said):
+def test_bad_input_is_one_clear_message(call, saved, arguments, message):
     code, output, error = call("--profile", saved, *arguments)
     assert code == 2
-    assert said in error
+    assert message in error
     assert output == ""
     assert "Traceback" not in error
 
 
-def test_a_profile_without_steps_says_what_to_do(call, tmp_path):
+def test_a_profile_without_steps_is_refused_with_a_remedy(call, tmp_path):
     type(profile())().save(tmp_path / "p.json")
     assert "measure with paceline bench parts" in call("--profile", tmp_path / "p.json")[2]
     code, _, error = call()

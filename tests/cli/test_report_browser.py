@@ -1,4 +1,4 @@
-"""The page of a run in a real browser: it draws, loads nothing, and is led by pointer and keyboard, also on a phone."""
+"""The page of a run in a real browser: it draws, loads nothing, and follows pointer and keyboard, also on a phone."""
 
 from __future__ import annotations
 

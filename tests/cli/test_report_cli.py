@@ -1,4 +1,4 @@
-"""``paceline report`` as a user meets it."""
+"""``paceline report``: pages, files, options and refused input."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_page_is_written_and_named(monkeypatch, capsys, run, browser):
     assert browser == []
 
 
-def test_the_browser_is_asked_only_by_option(monkeypatch, run, browser):
+def test_the_browser_opens_only_with_the_option(monkeypatch, run, browser):
     assert paceline(monkeypatch, "report", run, "--open") == 0
     assert browser == [(run / "report.html").resolve().as_uri()]
 
@@ -65,7 +65,7 @@ def test_a_folder_that_is_no_run(monkeypatch, capsys, tmp_path, run):
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
-def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, run, missing):
+def test_without_the_extra_the_install_command_is_named(monkeypatch, capsys, run, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     assert paceline(monkeypatch, "report", run) == 2
     shown = capsys.readouterr().err
@@ -73,7 +73,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, run, mis
     assert "Traceback" not in shown
 
 
-def test_a_run_is_asked_for(monkeypatch, capsys):
+def test_a_missing_run_prints_the_usage(monkeypatch, capsys):
     assert paceline(monkeypatch, "report") == 2
     assert "Usage: paceline report" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""`paceline run` as a user calls it: its options, arguments of the script, one clear message for every bad input."""
+"""`paceline run`: options, arguments of the script, one clear message for every invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline simulate async` as a user runs it."""
+"""`paceline simulate async`: output, files and refused input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows_of(path):
     return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
 
 
-def test_table_sentences_and_files_hold_what_was_computed(call, tmp_path):
+def test_table_sentences_and_files_hold_the_computed_values(call, tmp_path):
     code, output, error = call(
         f"--for 20s --every 4,10 --delay 0,5 --json {tmp_path}/a.json --out {tmp_path}/out"
     )
@@ -82,7 +82,7 @@ def test_without_ddp_there_is_a_target_only_if_it_is_given(call):
     assert "Use k 10, d 5: it reaches a loss of 5 in" in output
 
 
-def test_a_full_hub_is_told_and_what_to_do(call):
+def test_a_full_hub_is_reported_with_a_remedy(call):
     code, output, _ = call(f"{QUICK} --parameters 20M --hub-link 100Mbit/s")
     assert code == 0
     assert "The hub's link is full" in output
@@ -91,7 +91,7 @@ def test_a_full_hub_is_told_and_what_to_do(call):
     assert "for the network" in output
 
 
-def test_what_diverges_is_told_and_why(call, tmp_path):
+def test_divergence_is_reported_with_its_cause(call, tmp_path):
     command = f"{QUICK} --workers 6 --speeds 1 --outer nesterov --unstable --json {tmp_path}/a.json --out {tmp_path}"
     code, output, _ = call(command)
     assert code == 0
@@ -100,7 +100,7 @@ def test_what_diverges_is_told_and_why(call, tmp_path):
     assert row["diverged"] or "got worse again" in output
 
 
-def test_a_population_a_bad_rate_and_who_is_replaced(call):
+def test_a_population_replaces_a_worker_with_a_bad_rate(call):
     code, output, _ = call(
         f"{QUICK} --population 100 --different --bad-lr 2:9 --every 5 --delay 1 --spread 0.2"
     )
@@ -109,7 +109,7 @@ def test_a_population_a_bad_rate_and_who_is_replaced(call):
     assert "--bad-lr does not affect it" in output
 
 
-def test_a_hub_and_a_worker_leave_and_come_back(call, tmp_path):
+def test_a_hub_and_a_worker_leave_and_return(call, tmp_path):
     code, output, _ = call(f"{QUICK} --churn 5s:-3,8s:+3,10s:-hub,11s:+hub --json {tmp_path}/a.json")
     assert code == 0
     assert "DDP is simulated without churn and faults" in output
@@ -136,7 +136,7 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--workers 0", "--workers 0"),
         ("--task quadratic", "unknown task 'quadratic'; valid: linear, gpt"),
@@ -193,10 +193,10 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
         ("--out /dev/null/a", "can't write --out"),
     ],
 )
-def test_bad_input_is_one_clear_message_before_anything_is_computed(call, arguments, said):
+def test_bad_input_is_one_clear_message_before_anything_is_computed(call, arguments, message):
     code, output, error = call(arguments)
     assert code == 2
-    assert said in error
+    assert message in error
     assert "simulated:" not in error
     assert output == ""
 

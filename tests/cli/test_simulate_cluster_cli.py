@@ -1,4 +1,4 @@
-"""``paceline simulate`` as a user runs it: a training on many nodes."""
+"""``paceline simulate``: training on many nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def written(path):
 
 
 @pytest.mark.thorough
-def test_table_sentences_and_files_hold_what_was_simulated(call, tmp_path):
+def test_table_sentences_and_files_hold_the_simulated_values(call, tmp_path):
     code, output, _ = call(
         f"{BASE} --nodes 1:64 --strategy flat --spread 5% --jitter 5% {RISKY} --job 1000h --price 2"
         f" --json {tmp_path}/a.json --out {tmp_path}/out"
@@ -69,9 +69,9 @@ def test_table_sentences_and_files_hold_what_was_simulated(call, tmp_path):
 
 
 def test_the_same_command_gives_the_same_numbers(call, tmp_path):
-    asked = f"{BASE} --nodes 3,100 --spread 5% --jitter 5% {RISKY} --json {tmp_path}/"
-    assert call(f"{asked}a.json --seed 3")[0] == call(f"{asked}b.json --seed 3")[0] == 0
-    assert call(f"{asked}c.json --seed 4")[0] == 0
+    options = f"{BASE} --nodes 3,100 --spread 5% --jitter 5% {RISKY} --json {tmp_path}/"
+    assert call(f"{options}a.json --seed 3")[0] == call(f"{options}b.json --seed 3")[0] == 0
+    assert call(f"{options}c.json --seed 4")[0] == 0
     first, again, other = (written(tmp_path / f"{name}.json")["rows"] for name in "abc")
     assert first == again != other
 
@@ -80,8 +80,8 @@ def test_steps_are_drawn_from_a_file(call, tmp_path):
     (tmp_path / "steps.txt").write_text("900ms\n1100ms\n1s\n1\n", encoding="utf-8")
     (tmp_path / "steps.json").write_text("[0.9, 1.1, 1.0, 1.0]", encoding="utf-8")
     for name in ("steps.txt", "steps.json"):
-        asked = f"--parameters 20M --step {tmp_path}/{name} --nodes 1000 --link 400gbe"
-        assert call(f"{asked} --json {tmp_path}/{name}.out")[0] == 0
+        options = f"--parameters 20M --step {tmp_path}/{name} --nodes 1000 --link 400gbe"
+        assert call(f"{options} --json {tmp_path}/{name}.out")[0] == 0
     one, other = (written(tmp_path / f"steps.{kind}.out") for kind in ("txt", "json"))
     assert one["rows"] == other["rows"]
     assert one["step_seconds"] == pytest.approx(1.0)
@@ -112,8 +112,8 @@ def test_a_profile_prices_the_network(call, tmp_path):
     )
     elsewhere = replace(beside, network="another", ranks=64, computing_slows=9.0)
     Profile(collectives=(cost,), contentions=(beside, elsewhere)).save(tmp_path / "profile.json")
-    asked = "--parameters 20M --step 1s --nodes 8 --strategy flat --algorithm ring"
-    assert call(f"{asked} --profile {tmp_path}/profile.json --json {tmp_path}/a.json")[0] == 0
+    options = "--parameters 20M --step 1s --nodes 8 --strategy flat --algorithm ring"
+    assert call(f"{options} --profile {tmp_path}/profile.json --json {tmp_path}/a.json")[0] == 0
     assert call(f"{BASE} --nodes 8 --strategy flat --algorithm ring --json {tmp_path}/b.json")[0] == 0
     assert [written(tmp_path / "a.json")[name] for name in ("computing_slows", "calls_slow")] == [1.25, 1.5]
     one, other = (written(tmp_path / name)["rows"][0] for name in ("a.json", "b.json"))
@@ -122,11 +122,11 @@ def test_a_profile_prices_the_network(call, tmp_path):
 
 def test_a_profile_of_parts_knows_exchanges_and_contention(call, tmp_path):
     profile(computing=1.25, calls=1.5).save(tmp_path / "profile.json")
-    asked = f"--parameters 20M --step 1s --nodes 2 --profile {tmp_path}/profile.json"
-    assert call(f"{asked} --json {tmp_path}/a.json")[0] == 0
+    options = f"--parameters 20M --step 1s --nodes 2 --profile {tmp_path}/profile.json"
+    assert call(f"{options} --json {tmp_path}/a.json")[0] == 0
     found = written(tmp_path / "a.json")
     assert (found["computing_slows"], found["calls_slow"]) == (1.25, 1.5)
-    code, _, output = call(f"{asked} --backend nccl")
+    code, _, output = call(f"{options} --backend nccl")
     assert code == 2
     assert "it has: all-reduce on gloo, lab" in output
 
@@ -140,7 +140,7 @@ def test_nodes_of_several_devices_and_a_model_by_name(call):
     assert "two-level" in output
 
 
-def test_strong_scaling_says_where_it_gets_slower(call):
+def test_strong_scaling_reports_where_it_gets_slower(call):
     code, output, _ = call(f"{BASE} --nodes 1:64 --batch fixed --strategy flat")
     assert code == 0
     assert "Beyond 1 node it gets slower" in output
@@ -156,7 +156,7 @@ def test_help_lists_both(call):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--parameters 20M", "the time of a step is missing"),
         ("--step 1s", "which model?"),
@@ -210,18 +210,18 @@ def test_help_lists_both(call):
         (f"{BASE} async --workers 2", "is before async"),
     ],
 )
-def test_bad_input_is_one_clear_message(call, tmp_path, monkeypatch, arguments, said):
+def test_bad_input_is_one_clear_message(call, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     code, output, error = call(arguments)
     assert code == 2
-    assert said in error
+    assert message in error
     assert output == ""
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "holds 0 times"),
         ("1s", "holds 1 times"),
@@ -230,8 +230,8 @@ def test_bad_input_is_one_clear_message(call, tmp_path, monkeypatch, arguments, 
         ("a\nb", "no time"),
     ],
 )
-def test_a_file_without_steps_is_refused(call, tmp_path, text, said):
+def test_a_file_without_steps_is_refused(call, tmp_path, text, message):
     (tmp_path / "steps").write_text(text, encoding="utf-8")
     code, _, error = call(f"--parameters 20M --step {tmp_path}/steps")
     assert code == 2
-    assert said in error
+    assert message in error

@@ -1,4 +1,4 @@
-"""`paceline train` as a user runs it: what it leaves behind, and one clear message for every bad input."""
+"""`paceline train`: its files, and one clear message for every invalid input."""
 
 from __future__ import annotations
 
@@ -254,8 +254,8 @@ def test_killed_ranks_restart_without_changing_the_result(tmp_path, text, here, 
     assert here(*small, "--batch-size", 4, "--ranks", 1, "--out", tmp_path / "calm").returncode == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "calm"), abs=1e-4)
     last = "checkpoint/step-00000007/model.safetensors"
-    found, calm = (load_file(tmp_path / name / last) for name in ("run", "calm"))
-    for name, weights in calm.items():
+    found, undisturbed = (load_file(tmp_path / name / last) for name in ("run", "calm"))
+    for name, weights in undisturbed.items():
         np.testing.assert_allclose(found[name], weights, rtol=0, atol=2e-4)
 
 
@@ -299,13 +299,13 @@ def test_an_interrupt_explains_how_to_resume(tmp_path, text, here, every, remedy
         while not list(out.glob(wanted)) and started.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         started.send_signal(signal.SIGINT)
-        said = started.communicate(timeout=60)[1]
+        output = started.communicate(timeout=60)[1]
     finally:
         started.kill()  # its ranks end with it
     assert started.returncode == 130
-    assert "Interrupted" in said
-    assert remedy in said
-    assert "Traceback" not in said
+    assert "Interrupted" in output
+    assert remedy in output
+    assert "Traceback" not in output
     again = here("--data", text, "--out", out, *SMALL)
     assert again.returncode == 2
     assert ("--resume" in again.stderr) == bool(every)

@@ -1,4 +1,4 @@
-"""Files that a command is to write: what can't be written, or must not be replaced, is refused first."""
+"""Output files: unwritable ones, and ones that must not be replaced, are refused first."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def test_a_file_that_is_there_or_not_may_be_written(tmp_path):
     assert there.read_text() == "{}"
 
 
-def test_a_folder_is_made_only_where_that_is_asked(tmp_path):
+def test_a_folder_is_created_only_on_request(tmp_path):
     with pytest.raises(UsageError, match=r"--json .*: no such folder"):
         check_writable(tmp_path / "a" / "b.json", "--json")
     check_writable(tmp_path / "a" / "b.json", "--out", make_folder=True)
     assert (tmp_path / "a").is_dir()
 
 
-def test_what_is_no_ordinary_file_is_not_replaced(tmp_path):
+def test_only_regular_files_are_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, why in ((pipe, "it is not a regular file"), (tmp_path, "it is a folder")):

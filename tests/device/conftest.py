@@ -1,4 +1,4 @@
-"""Tests that need a GPU: without one they skip, and say so."""
+"""Skips the tests of this folder where there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models, batches and steps for a device, whichever it is, in float64, so that a wrong gradient can't hide."""
+"""Models, batches and steps for any device, in float64, so that wrong gradients show."""
 
 from __future__ import annotations
 
@@ -90,6 +90,6 @@ def one_process(name: str, device: str, steps: int, ranks: Sequence[int] = (0,))
     return [param.detach() for param in model.parameters()]
 
 
-def apart(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+def max_difference(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     """Return the largest difference of any element."""
     return max((a.detach() - b.detach()).abs().max().item() for a, b in zip(left, right, strict=True))

@@ -33,7 +33,7 @@ def test_gradients_are_the_bare_models(world, name, sync):
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=on.RATE)
     for number in range(STEPS):
         step(model, optim, *on.batch(number, [0], DEVICE))
-    assert on.apart(model.whole_parameters(), on.one_process(name, DEVICE, STEPS)) <= TOLERANCE
+    assert on.max_difference(model.whole_parameters(), on.one_process(name, DEVICE, STEPS)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", on.MODELS)
@@ -48,14 +48,14 @@ def test_on_a_stream_of_the_program(world, name):
             on.loss_of(model, *on.batch(number, [0], DEVICE)).backward()
             optim.step()
             optim.zero_grad()
-        gap = on.apart(model.whole_parameters(), expected)
+        gap = on.max_difference(model.whole_parameters(), expected)
     torch.cuda.current_stream().wait_stream(stream)
     assert gap <= TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_never_waits_for_the_gpu(world, dtype):
-    """The loss is of `dtype`, too: what a rounded weight means is found out without the GPU."""
+    """The loss is of `dtype`, too: the rounded weight is computed without the GPU."""
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(
         DEVICE, dtype
     )
@@ -109,7 +109,7 @@ def test_a_whole_step_in_a_graph(world):
         on.loss_of(bare, *on.batch(number, [0], DEVICE)).backward()
         other.step()
         other.zero_grad()
-    assert on.apart(list(model.parameters()), list(bare.parameters())) <= TOLERANCE
+    assert on.max_difference(list(model.parameters()), list(bare.parameters())) <= TOLERANCE
 
 
 def test_a_world_of_one_takes_no_memory(world):

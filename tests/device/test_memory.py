@@ -1,4 +1,4 @@
-"""The planner's memory beside what CUDA's allocator gave out."""
+"""The planner's memory compared with CUDA's allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks on GPUs learn what one process learns: on one card over gloo, on two cards over NCCL."""
+"""Two ranks on GPUs get the parameters of one process: on one card over gloo, on two cards over NCCL."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SCRIPT = Path(__file__).with_name("two_ranks.py")
 
 
 def run(backend, device, folder):
-    """Return what each of the two ranks found."""
+    """Return the results of both ranks."""
     out = folder / "found.json"
     run_ranks([str(SCRIPT), backend, device, str(out)], 2, timeout=240)
     return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
 
 
 def check(found):
-    said = found.pop("captured")
-    assert "CUDA graph" in said
-    assert "world of 2 ranks" in said
+    message = found.pop("captured")
+    assert "CUDA graph" in message
+    assert "world of 2 ranks" in message
     assert "is a CUDA graph" in found.pop("sharded graph")
     assert len(found) == 2 * 8 + 2
     assert {case: gap for case, gap in found.items() if not gap <= TOLERANCE} == {}

@@ -1,6 +1,6 @@
-"""What two ranks do on one card over gloo, or on two over NCCL: ``two_ranks.py BACKEND DEVICE OUT.json``.
+"""Program of two ranks on one card over gloo, or on two over NCCL: ``two_ranks.py BACKEND DEVICE OUT.json``.
 
-Writes, for every case, how far the parameters are from one process on both ranks' batches, or what was raised. DEVICE
+Writes, for every case, the difference from one process on both ranks' batches, or the error. DEVICE
 is the same for both ranks (``cuda:0``), or ``cuda``: each its own. (With ``cpu`` the cases without graphs run too.)
 """
 
@@ -30,8 +30,8 @@ def train(model: paceline.DataParallel, rank: int, device: str, steps: int = STE
 
 
 def gap(model: paceline.DataParallel, name: str, device: str) -> float:
-    """Return how far `model` is from what one process has."""
-    return on.apart(model.whole_parameters(), on.one_process(name, device, STEPS, ranks=(0, 1)))
+    """Return the largest difference between `model` and one process."""
+    return on.max_difference(model.whole_parameters(), on.one_process(name, device, STEPS, ranks=(0, 1)))
 
 
 def strategies(rank: int, device: str) -> dict[str, float]:
@@ -67,7 +67,7 @@ def module_in_a_graph(rank: int, device: str) -> float:
 
 
 def sharded_graph(rank: int, device: str) -> str:
-    """Try to shard such a module, whose parameters would move; return what is raised."""
+    """Try to shard such a module, which would move its parameters; return the error."""
     net = on.build("Plain", device)
     graphed = torch.cuda.make_graphed_callables(net, (on.batch(0, [rank], device)[0],))
     try:
@@ -78,7 +78,7 @@ def sharded_graph(rank: int, device: str) -> str:
 
 
 def captured_backward(rank: int, device: str) -> str:
-    """Try to capture a whole step; return what is raised, once a step without a graph has gone well."""
+    """Try to capture a whole step; return the error; a step without a graph succeeds before."""
     model = paceline.DataParallel(on.build("Plain", device))
     inputs, targets = on.batch(0, [rank], device)
     side = torch.cuda.Stream(device)
@@ -88,15 +88,15 @@ def captured_backward(rank: int, device: str) -> str:
             model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
             model.zero_grad()
     torch.cuda.current_stream(device).wait_stream(side)
-    said = "nothing"
+    message = "nothing"
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
     except paceline.PacelineError as error:
-        said = str(error)
+        message = str(error)
     model.zero_grad()
     model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
-    return said
+    return message
 
 
 def main(backend: str, device: str, out: str) -> None:

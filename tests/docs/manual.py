@@ -1,4 +1,4 @@
-"""The manual as tests read it: its pages, and the blocks of code in them.
+"""Pages of the manual, and the code blocks in them.
 
 A block is fenced, or indented by four spaces. `<!-- not run: why -->` on the line before it says why a test leaves it
 alone; without a reason it is no mark.
@@ -40,7 +40,7 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where it stands, for a message."""
+        """Return page and line, for a message."""
         return f"{name(self.page)}:{self.line}"
 
 

@@ -1,4 +1,4 @@
-"""What the manual's examples take for granted: a net, data, a loss; small, and in a world of one."""
+"""Names that the manual's examples assume: a net, data, a loss; small, and in a world of one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def accuracy_of(model: nn.Module, batch: Any) -> float:
-    """The share of samples whose sign is right."""
+    """Return the share of samples with the right sign."""
     x, y = batch
     return ((model(x).squeeze(-1) > 0) == (y > 0)).float().mean().item()
 
 
 def names() -> dict[str, Any]:
-    """Return what a block finds when it begins."""
+    """Return the names that a block starts with."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
     x = torch.randn(96, WIDTH)

@@ -1,4 +1,4 @@
-"""Command lines of the manual: found in its blocks, and taken apart as a shell would."""
+"""Finds the manual's command lines, and splits them as a shell would."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def command_lines(page: Path) -> list[Line]:
 
 
 def spans(page: Path) -> list[Line]:
-    """Return what is called `paceline …` in the middle of a sentence."""
+    """Return the `paceline …` commands in running text."""
     return [
         Line(f"{page.name}: `{text}`", tuple(text.split())) for text in _SPAN.findall(prose_with_code(page))
     ]

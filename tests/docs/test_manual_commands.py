@@ -1,4 +1,4 @@
-"""Every command line of the manual is one that the command line takes: commands, options, values.
+"""Every command line of the manual is valid: commands, options, values.
 
 They are parsed by the real parser and not run; test_manual_runs.py runs a few.
 """
@@ -21,7 +21,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding=
 
 
 def parse(words):
-    """Parse a command line as `paceline` would; returns the innermost command's context and what it left."""
+    """Parse a command line as `paceline` would; return the innermost command's context and the rest."""
     command, args = typer.main.get_command(app), list(words[1:])
     context = command.make_context("paceline", args)
     while (rest := remaining(context)) and hasattr(context.command, "resolve_command"):
@@ -31,7 +31,7 @@ def parse(words):
 
 
 def remaining(context):
-    """What a group has not taken for itself: a command of its own, and that one's words."""
+    """Return the words that a group leaves to its subcommand."""
     return [*context._protected_args, *context.args]
 
 
@@ -62,8 +62,8 @@ def test_command_lines_are_right(page):
         try:
             check(line.words)
         except (TyperException, AssertionError) as error:
-            told = error.format_message() if hasattr(error, "format_message") else error
-            wrong.append(f"{line.place}: {' '.join(line.words)}\n    {told}")
+            message = error.format_message() if hasattr(error, "format_message") else error
+            wrong.append(f"{line.place}: {' '.join(line.words)}\n    {message}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -108,5 +108,5 @@ def test_a_wrong_line_is_found(wrong):
         check(wrong.split())
 
 
-def test_there_is_something_to_parse():
+def test_the_manual_has_command_lines():
     assert sum(map(len, LINES.values())) > 100

@@ -1,4 +1,4 @@
-"""Every link of the manual leads somewhere: files, headings, pictures. Web addresses are looked at, not fetched."""
+"""Every link of the manual has a target: files, headings, pictures. Web addresses are checked, not fetched."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def test_links_lead_somewhere(page):
     assert not wrong, "\n".join(wrong)
 
 
-def test_there_is_something_to_look_at():
+def test_the_manual_has_links():
     assert sum(len(_TARGET.findall(prose(page))) for page in PAGES) > 200

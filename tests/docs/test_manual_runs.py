@@ -1,4 +1,4 @@
-"""A few command lines of the manual are run as they stand there, and tell what it says that they tell."""
+"""A few command lines of the manual run, and print what the manual shows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ RUN = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("page", RUN)
-def test_a_line_of_the_manual(page, tmp_path):
-    begins, says = RUN[page]
+def test_a_command_line_of_the_manual_runs(page, tmp_path):
+    begins, expected = RUN[page]
     line = next(line for line in command_lines(ROOT / page) if " ".join(line.words).startswith(begins))
     (tmp_path / "profile.json").write_bytes((ROOT / "tests" / "docs" / "profile.json").read_bytes())
     ended = subprocess.run(
@@ -36,4 +36,4 @@ def test_a_line_of_the_manual(page, tmp_path):
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert says in ended.stdout
+    assert expected in ended.stdout

@@ -1,4 +1,4 @@
-"""What every page of the manual has: a first sentence, a bearable length, lines that fit; ideas have pictures."""
+"""Form of the manual's pages: a first sentence, a limited length, lines that fit; ideas have pictures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_idea_has_its_picture(page):
     assert re.search(r"^!\[[^\]]+\]\([^)]+\.png\)$", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.M)
 
 
-def test_pictures_of_ideas_come_from_the_code_beside_them(tmp_path, monkeypatch):
+def test_pictures_of_ideas_are_drawn_by_the_code_beside_them(tmp_path, monkeypatch):
     from importlib.util import module_from_spec, spec_from_file_location
 
     spec = spec_from_file_location("draw", ROOT / "docs" / "pictures" / "draw.py")

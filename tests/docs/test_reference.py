@@ -1,4 +1,4 @@
-"""The reference holds the whole public surface, and the examples in docstrings are true."""
+"""The reference lists the whole public surface, and the examples in docstrings run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import paceline
 REFERENCE = {
     path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "reference").glob("*.md"))
 }
-ASKED = re.findall(r"^<!-- reference: ([\w.]+) -->$", "\n".join(REFERENCE.values()), re.M)
+LISTED = re.findall(r"^<!-- reference: ([\w.]+) -->$", "\n".join(REFERENCE.values()), re.M)
 PUBLIC = [name for name in paceline.__all__ if name != "__version__"]
 MODULES = [
     module.name
@@ -30,13 +30,13 @@ MODULES = [
 def test_every_public_name_is_in_the_reference_with_an_example(name):
     value = getattr(paceline, name)
     home = f"{inspect.getmodule(inspect.unwrap(value)).__name__}.{name}"
-    assert home in ASKED or home.rpartition(".")[0] in ASKED
+    assert home in LISTED or home.rpartition(".")[0] in LISTED
     assert "Example:" in inspect.getdoc(value)
     assert ">>>" in inspect.getdoc(value)
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_what_the_reference_asks_for_is_there(name):
+@pytest.mark.parametrize("name", LISTED)
+def test_names_in_the_reference_exist(name):
     module, _, last = name.rpartition(".")
     value = import_module(name) if name in MODULES else getattr(import_module(module), last)
     assert inspect.getdoc(value)
@@ -60,7 +60,7 @@ def test_examples_in_docstrings_are_true(module, tmp_path, monkeypatch):
     found = [test for test in doctest.DocTestFinder(exclude_empty=True).find(loaded) if test.examples]
     known = names() if found else {}
     for test in found:
-        told = []
+        output = []
         test.globs = {**known, **vars(loaded)}
-        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=told.append)
-        assert not result.failed, "".join(told)
+        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)
+        assert not result.failed, "".join(output)

@@ -42,7 +42,7 @@ def test_a_reader_fetches_nothing_from_elsewhere(site):
         assert 'rel="stylesheet" href="http' not in text
 
 
-def test_docstrings_are_where_the_reference_asks_for_them(site):
+def test_reference_entries_have_docstrings(site):
     text = (site / "docs" / "reference" / "training.html").read_text(encoding="utf-8")
     assert "<!-- reference:" not in text
     assert 'id="paceline.parallel.data_parallel.DataParallel.backward"' in text

@@ -1,7 +1,7 @@
-"""Shared by tests of launchers: the training that they start, and the weights that it ends with if undisturbed.
+"""Fixtures of launcher tests: the training that they start, and its final weights without failures.
 
-Each such test says which cell of the table of launchers it fills: ``@pytest.mark.launcher("Slurm", "finishes")``; the
-table is printed at the end of the session (`launchers_table`).
+Each such test names its cell in the table of launchers: ``@pytest.mark.launcher("Slurm", "finishes")``; the table is
+printed at the end of the session (`launchers_table`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def calm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def launch_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One thread for each rank, no colours, this Python's scripts first on the PATH; temporary files here."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -36,8 +36,8 @@ def calm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of the weights of two ranks that were not disturbed."""
+def expected_digest(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the digest of the final weights of two ranks without failures."""
     notes = Notes(tmp_path_factory.mktemp("undisturbed"))
     run_ranks(
         [str(TRAINING), str(notes.folder), str(STEPS), "0"], 2, env={"OMP_NUM_THREADS": "1"}, timeout=120
@@ -47,7 +47,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def notes(tmp_path: Path) -> Notes:
-    """What the ranks of a test's training write, in a folder whose name wants quoting."""
+    """Return the records of the ranks of a test's training, in a folder whose name needs quoting."""
     folder = tmp_path / 'it\'s a "run" 100%'
     folder.mkdir()
     return Notes(folder)

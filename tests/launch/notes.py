@@ -1,4 +1,4 @@
-"""Training that launchers start (training.py), and the notes of its ranks."""
+"""The training that launchers start (training.py), and the records of its ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KILL_ONCE = "fail_at(rank=1, step=5, how='kill', restart=0)"
 
 
 class Notes:
-    """What the ranks of one training wrote into its folder."""
+    """Records that the ranks of one training wrote into its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,19 +34,19 @@ class Notes:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def steps(self, rank: int = 0) -> list[list[int]]:
-        """Return the steps that a rank made, for each of its lives."""
-        lives: dict[int, list[int]] = {}
+        """Return the steps of a rank, for each of its processes."""
+        steps_of_process: dict[int, list[int]] = {}
         for note in self.all():
             if note["rank"] == rank and "step" in note:
-                lives.setdefault(note["pid"], []).append(note["step"])
-        return list(lives.values())
+                steps_of_process.setdefault(note["pid"], []).append(note["step"])
+        return list(steps_of_process.values())
 
     def digest(self) -> str:
         """Return the digest of the weights at the end, which all ranks have."""
         [digest] = {note["digest"] for note in self.all() if "digest" in note}
         return digest
 
-    def await_step(self, step: int, said: Callable[[], object] = str) -> list[int]:
+    def await_step(self, step: int, details: Callable[[], object] = str) -> list[int]:
         """Return the process ids of the latest ranks once they have begun `step`."""
         deadline = time.monotonic() + 120
         while True:
@@ -55,29 +55,29 @@ class Notes:
                 return [
                     next(one["pid"] for one in reversed(here) if one["rank"] == rank) for rank in range(2)
                 ]
-            assert time.monotonic() < deadline, (self.all(), said())
+            assert time.monotonic() < deadline, (self.all(), details())
             time.sleep(0.05)
 
     def check_finished(
-        self, undisturbed: str, *, nodes: int = 1, backends: Sequence[str] = ("paceline",)
+        self, expected_digest: str, *, nodes: int = 1, backends: Sequence[str] = ("paceline",)
     ) -> None:
-        """Assert that one life of two ranks made all steps, with the right words and weights."""
+        """Assert that one start of two ranks made all steps, with the right arguments and weights."""
         assert self.steps() == [list(range(STEPS))]
-        self._check_end(undisturbed, nodes, backends)
+        self._check_end(expected_digest, nodes, backends)
 
-    def check_resumed(self, undisturbed: str, *, lives: int = 2, nodes: int = 1) -> None:
-        """Assert that the training went on from a checkpoint, and ended as if nothing had happened."""
+    def check_resumed(self, expected_digest: str, *, starts: int = 2, nodes: int = 1) -> None:
+        """Assert that the training resumed from a checkpoint, with the weights of an uninterrupted run."""
         made = self.steps()
-        assert len(made) == lives, made
+        assert len(made) == starts, made
         for earlier, later in pairwise(made):
             assert 0 < later[0] <= earlier[-1] + 1, made  # from a checkpoint, and no step was left out
         assert made[-1][-1] == STEPS - 1
-        self._check_end(undisturbed, nodes, ("paceline",))
+        self._check_end(expected_digest, nodes, ("paceline",))
 
-    def _check_end(self, undisturbed: str, nodes: int, backends: Sequence[str]) -> None:
+    def _check_end(self, expected_digest: str, nodes: int, backends: Sequence[str]) -> None:
         ends = [note for note in self.all() if "digest" in note]
         assert sorted(note["rank"] for note in ends) == [0, 1]
         for note in ends:
             assert (note["size"], note["nodes"], note["words"]) == (2, nodes, list(WEIRD))
             assert note["backend"] in backends
-        assert self.digest() == undisturbed
+        assert self.digest() == expected_digest

@@ -1,6 +1,6 @@
 """A Slurm cluster of its own on the hosts of a lab: munged, slurmctld, and a slurmd on each host.
 
-Hosts of the lab have a network and a process table of their own, so ports are nobody else's, and nothing outlives them.
+Hosts of the lab have a network and a process table of their own, so ports are free, and no process outlives them.
 All that Slurm writes is in one folder.
 """
 
@@ -47,7 +47,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def lacking() -> str:
-    """Return what a cluster needs and this machine has not; empty: nothing."""
+    """Return the requirements of a cluster that this machine lacks; empty: none."""
     return ", ".join(name for name in _DAEMONS if which(name, path=_PATH) is None)
 
 
@@ -69,7 +69,7 @@ class SlurmCluster:
         (folder / "munge.key").chmod(0o400)
         (folder / "cgroup.conf").write_text(
             "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/nowhere\n"
-        )  # hosts have none
+        )  # hosts have no such file
         nodes = ",".join(f"host{host}" for host in range(lab.hosts))
         (folder / "slurm.conf").write_text(_CONF.format(folder=folder, nodes=nodes))
 
@@ -85,9 +85,9 @@ class SlurmCluster:
         self._await(lambda: self.run("sinfo", "--noheader", "-o", "%T %D") == f"idle {self.lab.hosts}", jobs)
 
     def run(self, *command: str) -> str:
-        """Run one of Slurm's commands on the first host, and return what it says."""
-        [told] = self.lab.run(list(command), on=0, env=self.env, timeout=60, check=False)
-        return (told.stdout + told.stderr).strip()
+        """Run one of Slurm's commands on the first host, and return its output."""
+        [result] = self.lab.run(list(command), on=0, env=self.env, timeout=60, check=False)
+        return (result.stdout + result.stderr).strip()
 
     def _daemon(self, command: list[str], host: int):
         path = which(command[0], path=_PATH)
@@ -97,7 +97,7 @@ class SlurmCluster:
     def _await(self, reached, jobs) -> None:
         deadline = time.monotonic() + 60
         while not reached():
-            said = [line for job in jobs for line in job.lines()]
-            assert time.monotonic() < deadline, said
-            assert all(job.running() for job in jobs), said
+            output = [line for job in jobs for line in job.lines()]
+            assert time.monotonic() < deadline, output
+            assert all(job.running() for job in jobs), output
             time.sleep(0.1)

@@ -33,19 +33,19 @@ def launch(notes):
 
 
 @pytest.mark.launcher("MPI", "finishes")
-def test_it_finishes(launch, notes, undisturbed):
-    told = launch()
-    assert told.returncode == 0, told.stdout + told.stderr
-    notes.check_finished(undisturbed)
+def test_it_finishes(launch, notes, expected_digest):
+    result = launch()
+    assert result.returncode == 0, result.stdout + result.stderr
+    notes.check_finished(expected_digest)
     assert notes.all()[-1]["words"] == list(WEIRD)
 
 
 @pytest.mark.thorough
 @pytest.mark.launcher("MPI", "killed and resumed")
-def test_a_killed_world_is_started_again_and_resumes(launch, notes, undisturbed):
+def test_a_killed_world_is_started_again_and_resumes(launch, notes, expected_digest):
     kill = "fail_at(rank=1, step=5, how='kill')"
     ended = launch("--max-restarts", "0", "--env", f"PACELINE_FAULTS={kill}")
     assert ended.returncode not in (0, 2), ended.stdout + ended.stderr
-    told = launch()
-    assert told.returncode == 0, told.stdout + told.stderr
-    notes.check_resumed(undisturbed)
+    result = launch()
+    assert result.returncode == 0, result.stdout + result.stderr
+    notes.check_resumed(expected_digest)

@@ -44,7 +44,7 @@ def cluster(lab):
         start = ["ray", "start", f"--address={first}:6379", f"--node-ip-address={second}", *NODE]
         jobs.append(lab.start(start, on=1, env=ENV))
         yield f"{first}:6379"
-        assert all(job.running() for job in jobs), [told for job in jobs for told in job.lines()]
+        assert all(job.running() for job in jobs), [text for job in jobs for text in job.lines()]
     finally:
         for host in range(lab.hosts):
             lab.kill(host)
@@ -53,24 +53,24 @@ def cluster(lab):
 
 @pytest.mark.thorough
 @pytest.mark.launcher("Ray", "finishes")
-def test_it_finishes_on_a_cluster_of_this_machine(notes, undisturbed):
+def test_it_finishes_on_a_cluster_of_this_machine(notes, expected_digest):
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | ENV
-    told = subprocess.run(line(notes, "--ranks", "2"), env=env, capture_output=True, text=True, timeout=240)
-    assert told.returncode == 0, told.stdout + told.stderr
-    notes.check_finished(undisturbed)
+    result = subprocess.run(line(notes, "--ranks", "2"), env=env, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    notes.check_finished(expected_digest)
 
 
 @pytest.mark.thorough
 @pytest.mark.launcher("Ray", "killed and resumed")
-def test_after_the_death_of_a_worker_on_one_of_two_hosts_it_resumes(lab, cluster, notes, undisturbed):
+def test_after_the_death_of_a_worker_on_one_of_two_hosts_it_resumes(lab, cluster, notes, expected_digest):
     options = ["--hosts", "2", "--address", cluster, "--env", "GLOO_SOCKET_IFNAME=eth0"]
     driver = lab.start(line(notes, *options, pause=0.2), on=0, env=ENV)
     notes.await_step(3, lambda: list(driver.lines()))
     lab.run([sys.executable, "-c", KILL], on=1)
-    [told] = driver.wait(timeout=240, check=False)
-    assert told.code == 0, told.stdout + told.stderr
-    notes.check_resumed(undisturbed, nodes=2)
-    assert "host1 was lost" in told.stdout + told.stderr
+    [result] = driver.wait(timeout=240, check=False)
+    assert result.code == 0, result.stdout + result.stderr
+    notes.check_resumed(expected_digest, nodes=2)
+    assert "host1 was lost" in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(

@@ -44,19 +44,19 @@ def launch(cluster, notes):
 
 
 def number_of(job):
-    [told] = job.wait(timeout=120, check=False)
-    assert told.code == 0, told.stderr
-    return re.match(r"job (\d+); it writes to ", told.stdout)[1]
+    [result] = job.wait(timeout=120, check=False)
+    assert result.code == 0, result.stderr
+    return re.match(r"job (\d+); it writes to ", result.stdout)[1]
 
 
 def await_state(cluster, job, state, reason=""):
-    """Wait until Slurm says that of a job, and return all that it says."""
+    """Wait until Slurm reports this state of a job, and return its output."""
     deadline = time.monotonic() + 120
     while True:
-        told = cluster.run("scontrol", "show", "job", "--oneliner", job)
-        if f"JobState={state} " in told and reason in told:
-            return told
-        assert time.monotonic() < deadline, told
+        result = cluster.run("scontrol", "show", "job", "--oneliner", job)
+        if f"JobState={state} " in result and reason in result:
+            return result
+        assert time.monotonic() < deadline, result
         time.sleep(0.2)
 
 
@@ -68,18 +68,18 @@ def start_again(cluster, job):
 
 @pytest.mark.thorough
 @pytest.mark.launcher("Slurm", "finishes")
-def test_it_finishes_on_two_hosts_and_is_followed(launch, notes, undisturbed):
-    [told] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
-    assert told.code == 0, told.stdout + told.stderr
-    notes.check_finished(undisturbed, nodes=2)
-    assert "RUNNING on host[0-1]" in told.stderr
-    assert re.search(r"job \d+: COMPLETED, exit code 0", told.stderr)
+def test_it_finishes_on_two_hosts_and_is_followed(launch, notes, expected_digest):
+    [result] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
+    assert result.code == 0, result.stdout + result.stderr
+    notes.check_finished(expected_digest, nodes=2)
+    assert "RUNNING on host[0-1]" in result.stderr
+    assert re.search(r"job \d+: COMPLETED, exit code 0", result.stderr)
 
 
 @pytest.mark.thorough
 @pytest.mark.launcher("Slurm", "killed and resumed")
 def test_a_requeued_job_resumes_and_a_cancelled_one_once_it_is_submitted_again(
-    cluster, launch, notes, undisturbed
+    cluster, launch, notes, expected_digest
 ):
     job = number_of(launch("--hosts", "2", "--time", "1h", "--submit", pause=0.2))
     notes.await_step(3)
@@ -88,15 +88,15 @@ def test_a_requeued_job_resumes_and_a_cancelled_one_once_it_is_submitted_again(
     notes.await_step(7)
     assert cluster.run("scancel", job) == ""
     assert " Restarts=1 " in await_state(cluster, job, "CANCELLED")
-    [told] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
-    assert told.code == 0, told.stdout + told.stderr
-    notes.check_resumed(undisturbed, lives=3, nodes=2)
+    [result] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
+    assert result.code == 0, result.stdout + result.stderr
+    notes.check_resumed(expected_digest, starts=3, nodes=2)
 
 
-def test_tasks_that_srun_starts_meet_without_a_launcher(cluster, notes, undisturbed):
-    said = cluster.run("srun", "-N2", "-n2", sys.executable, *notes.words())
-    assert notes.steps(), said
-    notes.check_finished(undisturbed, nodes=2)
+def test_tasks_that_srun_starts_join_without_a_launcher(cluster, notes, expected_digest):
+    output = cluster.run("srun", "-N2", "-n2", sys.executable, *notes.words())
+    assert notes.steps(), output
+    notes.check_finished(expected_digest, nodes=2)
 
 
 @pytest.mark.thorough
@@ -105,9 +105,9 @@ def test_a_failed_job_passes_its_exit_code_on_and_a_refused_one_gives_the_reason
     line = [sys.executable, "-m", "paceline", "launch", "slurm", "--folder", str(notes.folder), "--watch"]
     job = cluster.lab.start([*line, "--max-restarts", "0", "fails.py"], on=0, env=cluster.env)
     refused = cluster.lab.start([*line, "--partition", "no such", "fails.py"], on=0, env=cluster.env)
-    [told], [other] = job.wait(timeout=240, check=False), refused.wait(timeout=240, check=False)
-    assert told.code == 7, told.stdout + told.stderr
-    assert "FAILED (NonZeroExitCode), exit code 7" in told.stderr
+    [result], [other] = job.wait(timeout=240, check=False), refused.wait(timeout=240, check=False)
+    assert result.code == 7, result.stdout + result.stderr
+    assert "FAILED (NonZeroExitCode), exit code 7" in result.stderr
     assert other.code == 2
     assert "sbatch refused" in other.stderr
     assert "invalid partition specified: no such" in other.stderr

@@ -41,16 +41,16 @@ def launch(lab, notes, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.launcher("torchrun", "finishes")
-def test_it_finishes(launch, notes, undisturbed):
-    told = launch()
-    assert told.returncode == 0, told.stdout + told.stderr
-    notes.check_finished(undisturbed, nodes=2)
+def test_it_finishes(launch, notes, expected_digest):
+    result = launch()
+    assert result.returncode == 0, result.stdout + result.stderr
+    notes.check_finished(expected_digest, nodes=2)
 
 
 @pytest.mark.thorough
 @pytest.mark.launcher("torchrun", "killed and resumed")
-def test_a_killed_rank_is_started_again_and_resumes(launch, notes, undisturbed):
-    told = launch("--env", f"PACELINE_FAULTS={KILL_ONCE}")
-    assert told.returncode == 0, told.stdout + told.stderr
-    notes.check_resumed(undisturbed, nodes=2)
-    assert "host1 | " in told.stdout
+def test_a_killed_rank_is_started_again_and_resumes(launch, notes, expected_digest):
+    result = launch("--env", f"PACELINE_FAULTS={KILL_ONCE}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    notes.check_resumed(expected_digest, nodes=2)
+    assert "host1 | " in result.stdout

@@ -1,4 +1,4 @@
-"""A small training that ends the same whatever happens on the way: rank 0 writes its steps, and a digest at the end.
+"""Small training with the same result after any restart: ranks record their steps, and a digest at the end.
 
 python training.py FOLDER STEPS SECONDS_A_STEP
 """
@@ -25,25 +25,25 @@ model = paceline.DataParallel(net, sync="sharded")
 optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
 data = torch.randn(8 * steps, 8, generator=torch.Generator().manual_seed(1))
 loader = paceline.Loader(data, batch_size=4)
-keep = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=1)
+checkpoint = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=1)
 
 
 def note(**what):
-    """Add a line for what this rank of this life does."""
+    """Append a record of this rank and process."""
     place = {name: getattr(world, name) for name in ("rank", "size", "nodes", "backend")}
     with open(folder / "notes.jsonl", "a") as file:
         file.write(json.dumps(what | place | {"pid": os.getpid()}) + "\n")
 
 
-for batch in keep.resume(loader, epochs=4):
-    note(step=keep.step)
+for batch in checkpoint.resume(loader, epochs=4):
+    note(step=checkpoint.step)
     model.backward(model(batch).square().mean(), samples=batch.samples)
     optim.step()
     optim.zero_grad()
-    if keep.step >= steps:
+    if checkpoint.step >= steps:
         break
     time.sleep(pause)
-keep.close()
+checkpoint.close()
 flat = torch.cat([one.detach().flatten() for one in net.parameters()])
 note(digest=hashlib.sha256(flat.numpy().tobytes()).hexdigest(), words=sys.argv[4:])
 paceline.shutdown()

@@ -24,7 +24,7 @@ def receive(port):
         while piece := connection.recv(CHUNK):
             last = time.perf_counter()
             if not nbytes:
-                first, start = len(piece), last  # what came first was on the way before
+                first, start = len(piece), last  # the first piece was sent before
             nbytes += len(piece)
     print(json.dumps({"nbytes": nbytes, "timed_nbytes": nbytes - first, "seconds": last - start}))
 

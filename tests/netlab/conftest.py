@@ -1,4 +1,4 @@
-"""Labs for tests; without root or the kernel features, every test is skipped with the reason."""
+"""Labs for tests: without root or the kernel features, every test is skipped with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.testing.netlab import Lab, missing
 
 
 @pytest.fixture(scope="session", autouse=True)
-def possible() -> None:
+def require_lab() -> None:
     """Skip, with the reason, where no lab can be made."""
     problem = missing()
     if problem is not None:
@@ -20,14 +20,14 @@ def possible() -> None:
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Lab]:
-    """Three hosts at 100 Mbit/s that tests leave as they found them."""
+    """Return three hosts at 100 Mbit/s, shared by all tests."""
     with Lab(hosts=3, rate="100Mbit/s") as lab:
         yield lab
 
 
 @pytest.fixture
 def lab(shared: Lab) -> Iterator[Lab]:
-    """The shared lab, made as new afterwards: links whole and at 100 Mbit/s, nothing running."""
+    """Return the shared lab; afterwards its links are restored and its processes killed."""
     yield shared
     for host in range(shared.hosts):
         shared.kill(host)
@@ -38,5 +38,5 @@ def lab(shared: Lab) -> Iterator[Lab]:
 
 @pytest.fixture
 def wire(lab: Lab) -> Wire:
-    """Transfers between the hosts of `lab`."""
+    """Return a `Wire` that transfers bytes between the hosts of `lab`."""
     return Wire(lab)

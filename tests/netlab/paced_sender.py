@@ -31,7 +31,7 @@ def main():
         end = WorkerExchange(address, 7, "run", settings=settings)
     paced = PacedQueue(max_nbytes=4 << 20)
     if rate is not None and role == "hub":
-        paced.limit(7, make_token_bucket(rate, time.monotonic()))  # as worker 7 has asked for
+        paced.limit(7, make_token_bucket(rate, time.monotonic()))  # as worker 7 requested
     elif rate is not None:
         paced.bucket = make_token_bucket(rate, time.monotonic())
     print(flow(end, paced, None if rate is None else os.urandom(max_frame_nbytes(rate)), float(seconds)))
@@ -39,7 +39,7 @@ def main():
 
 
 def flow(end, paced, frame, seconds):
-    """Send frames, or beats, for so long, and return the bytes that came."""
+    """Send frames, or heartbeats, for some seconds, and return the received bytes."""
     sequence, received, beat_at, deadline = 0, 0, 0.0, time.monotonic() + seconds
     while (now := time.monotonic()) < deadline:
         for target in end.peers():

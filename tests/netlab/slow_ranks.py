@@ -1,4 +1,4 @@
-"""What each host runs in test_slow_networks.py: a few steps of each kind, its interface's bytes beside those foretold.
+"""Ranks of test_slow_networks.py: a few steps of each kind, the interface's bytes beside the predicted ones.
 
 torchrun … slow_ranks.py OUT KIND [KIND ...]
 """
@@ -21,22 +21,22 @@ WIDTH, STEPS = 512, 8
 
 
 def sent() -> int:
-    """Return what this host has sent so far."""
+    """Return the bytes that this host has sent."""
     return parse_traffic(Path("/proc/net/dev").read_text()).sent
 
 
 def main(out: str, kinds: list[str]) -> None:
-    """Train in one way after the other, and note what was sent, and what was foretold."""
+    """Train with each kind in turn, and record the sent and the predicted bytes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    told = {kind: moved(kind) for kind in kinds}
-    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(told))
+    results = {kind: moved(kind) for kind in kinds}
+    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def moved(kind: str) -> dict[str, float]:
-    """Return what a few steps sent, and what was foretold."""
+    """Return the sent and the predicted bytes of a few steps."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
     inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -53,13 +53,13 @@ def moved(kind: str) -> dict[str, float]:
 
     for _ in range(2):
         step()
-    foretold, calls = 0.0, 0
+    predicted, calls = 0.0, 0
     dist.barrier()
     before = sent()
     if compressed or kind == "plain":
         for _ in range(STEPS):
             step()
-            foretold += model.timings.sent_nbytes
+            predicted += model.timings.sent_nbytes
             calls += model.timings.calls
     else:
         fragments = 3 if kind == "streaming" else 1
@@ -68,7 +68,7 @@ def moved(kind: str) -> dict[str, float]:
         ) as outer:
             for _ in range(STEPS):
                 step()
-        foretold, calls = outer.sent_nbytes, 2 * outer.syncs * 8  # two for each of at most 8 pieces
+        predicted, calls = outer.sent_nbytes, 2 * outer.syncs * 8  # two for each of at most 8 pieces
     passed = sent() - before
     same = [torch.zeros_like(param) for param in net.parameters()]
     for mine, theirs in zip(net.parameters(), same, strict=True):
@@ -76,7 +76,7 @@ def moved(kind: str) -> dict[str, float]:
         dist.broadcast(theirs, 0)
     equal = all(torch.equal(mine, theirs) for mine, theirs in zip(net.parameters(), same, strict=True))
     messages = calls * (dist.get_world_size() - 1)
-    return {"moved": passed, "foretold": foretold, "messages": messages, "equal": equal}
+    return {"moved": passed, "predicted": predicted, "messages": messages, "equal": equal}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from paceline.collectives.topology import star
 from paceline.tools.bench.schedule_benchmark import ScheduleCase
 
 HEADERS = 1.08  # Ethernet, IP, TCP, and acknowledgements of what goes the other way
-START = 300_000  # bytes: the ranks meet and tell each other times
+START = 300_000  # bytes: rendezvous, and an exchange of times
 NBYTES, TIMES = 600_000, 2
 CASES = [
     ScheduleCase("broadcast", "one-by-one", 3),
@@ -24,7 +24,7 @@ CASES = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stream", [False, True])
-def test_links_carry_what_is_priced(wire: Wire, tmp_path, stream):
+def test_links_carry_the_priced_bytes(wire: Wire, tmp_path, stream):
     lab, job, out = wire.lab, tmp_path / "job.json", tmp_path / "found.json"
     description = {
         "cases": [asdict(case) for case in CASES],

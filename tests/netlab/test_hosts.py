@@ -60,9 +60,11 @@ def test_each_host_has_its_own_network_processes_and_shared_memory(lab):
 
 
 def test_the_disk_the_folder_and_the_environment_are_shared(lab, tmp_path):
-    (tmp_path / "told").write_text("hello\n")
+    (tmp_path / "greeting.txt").write_text("hello\n")
     env = {"COLOUR": "blue"}
-    (result,) = lab.run("cat told; echo $COLOUR $GLOO_SOCKET_IFNAME; pwd", on=2, cwd=tmp_path, env=env)
+    (result,) = lab.run(
+        "cat greeting.txt; echo $COLOUR $GLOO_SOCKET_IFNAME; pwd", on=2, cwd=tmp_path, env=env
+    )
     assert result.stdout == f"hello\nblue eth0\n{tmp_path}\n"
     assert (
         lab.run(["python", "-c", "import sys; print(sys.executable)"], on=0)[0].stdout.strip()
@@ -72,8 +74,8 @@ def test_the_disk_the_folder_and_the_environment_are_shared(lab, tmp_path):
 
 def test_a_module_is_run_by_this_python(lab, tmp_path):
     (tmp_path / "named.py").write_text("import socket, sys; print(socket.gethostname(), sys.argv[1:])")
-    told = lab.run(["-m", "named", "a", "-b"], cwd=tmp_path, on=[0, 1])
-    assert [one.stdout for one in told] == [f"host{host} ['a', '-b']\n" for host in range(2)]
+    results = lab.run(["-m", "named", "a", "-b"], cwd=tmp_path, on=[0, 1])
+    assert [one.stdout for one in results] == [f"host{host} ['a', '-b']\n" for host in range(2)]
 
 
 def test_output_and_exit_codes_are_per_host(lab):
@@ -89,7 +91,7 @@ def test_much_output_does_not_block(lab):
     assert len(result.stdout) == len(result.stderr) > 1_000_000
 
 
-def test_lines_come_while_it_runs(lab):
+def test_lines_appear_while_it_runs(lab):
     job = lab.start(
         "echo first; while [ ! -e /dev/shm/go ]; do sleep 0.02; done; echo second; printf end", on=[0, 1]
     )
@@ -110,7 +112,7 @@ def test_follow_counts_ticks_and_shows_the_rest(lab, capsys):
     assert (len(ticks), capsys.readouterr().err) == (2, "host1 | between\n")
 
 
-def test_follow_shows_what_came_last_if_the_job_fails(lab, capsys):
+def test_follow_shows_the_last_output_if_the_job_fails(lab, capsys):
     job = lab.start("echo tick; echo behind; exit 3", on=0)
     with pytest.raises(HostFailed):
         job.follow(lambda: None, 1)
@@ -145,7 +147,7 @@ def test_a_hang_names_the_hosts(lab):
     assert processes(lab, 0) == processes(lab, 2) == []
 
 
-def test_ending_takes_descendants_and_the_deaf_along(lab, monkeypatch):
+def test_ending_kills_descendants_and_processes_that_ignore_sigterm(lab, monkeypatch):
     monkeypatch.setattr("paceline.testing.netlab.lab_job._END_SECONDS", 0.5)
     job = lab.start(f"trap '' TERM; setsid sh -c 'trap : TERM; {FOREVER}' & {FOREVER}", on=0)
     until(lambda: len(processes(lab, 0)) >= 2)
@@ -162,7 +164,7 @@ def test_a_program_may_clean_up_when_ended(lab, tmp_path):
     assert (result.code, result.stdout) == (4, "ready\ntidy\n")
 
 
-def test_what_has_hardly_started_can_be_ended(lab):
+def test_a_process_that_just_started_can_be_ended(lab):
     for _ in range(5):
         job = lab.start(FOREVER)
         job.end()
@@ -246,7 +248,7 @@ def test_wrong_input_is_refused(lab, call, message):
     assert all(processes(lab, host) == [] for host in range(3))
 
 
-def test_a_closed_lab_says_so_and_keeps_results():
+def test_a_closed_lab_raises_and_keeps_results():
     with Lab(hosts=1) as lab:
         job = lab.start("echo here; sleep 1000")
         until(lambda: list(job.lines()))
@@ -272,7 +274,7 @@ time.sleep(1000)
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_of_an_owner_that_is_killed(number):
+def test_nothing_remains_of_a_killed_owner(number):
     devices = os.listdir("/sys/class/net")
     words = [sys.executable, "-c", OWNER, f"{ORPHAN}; {FOREVER}"]
     owner = subprocess.Popen(
@@ -295,7 +297,7 @@ def test_nothing_is_left_of_an_owner_that_is_killed(number):
     finally:
         owner.send_signal(number)
         owner.wait(30)
-    until(lambda: not any(lives(one) for one in family))
+    until(lambda: not any(is_alive(one) for one in family))
     foreign = set(network_of.values()) - {None, network_of_process("self")}
     assert len(foreign) == 3  # two hosts and the switch
     until(lambda: foreign.isdisjoint(map(network_of_process, psutil.pids())))
@@ -304,7 +306,7 @@ def test_nothing_is_left_of_an_owner_that_is_killed(number):
     assert os.listdir("/sys/class/net") == devices
 
 
-def lives(process):
+def is_alive(process):
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

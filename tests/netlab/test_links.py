@@ -103,7 +103,7 @@ def test_bytes_are_the_kernel_s_own(lab):
 
 
 @pytest.mark.thorough
-def test_a_cut_host_is_out_of_reach_until_mended(lab, wire):
+def test_a_disconnected_host_is_unreachable_until_it_is_reconnected(lab, wire):
     server = lab.start(_server(7000), on=1)
     assert wire.reaches(0, lab.addresses[1], 7000, 10.0)
     lab.cut(1)
@@ -130,7 +130,7 @@ def test_a_transfer_survives_a_short_cut(lab, wire):
 
 
 @pytest.mark.thorough
-def test_labs_do_not_meet(lab, wire):
+def test_labs_are_isolated_from_each_other(lab, wire):
     server = lab.start(_server(7001), on=0)
     assert wire.reaches(1, lab.addresses[0], 7001, 10.0)
     with Lab(hosts=2, rate="10Mbit/s") as other:
@@ -144,7 +144,7 @@ def test_labs_do_not_meet(lab, wire):
 
 
 @pytest.mark.thorough
-def test_a_delay_needs_netem_and_says_so():
+def test_a_delay_without_netem_is_an_error_that_names_it():
     problem = missing(delay=True)
     if problem is not None:
         assert "netem" in str(problem)
@@ -165,5 +165,5 @@ def _server(port):
 @pytest.mark.thorough
 def test_tcp_is_the_same_on_all_machines(lab):
     names = ["tcp_congestion_control", "tcp_slow_start_after_idle", "tcp_no_metrics_save"]
-    told = lab.run(["cat", *(f"/proc/sys/net/ipv4/{name}" for name in names)])
-    assert [one.stdout.split() for one in told] == [["reno", "0", "1"]] * lab.hosts
+    results = lab.run(["cat", *(f"/proc/sys/net/ipv4/{name}" for name in names)])
+    assert [one.stdout.split() for one in results] == [["reno", "0", "1"]] * lab.hosts

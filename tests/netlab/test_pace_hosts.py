@@ -55,7 +55,7 @@ def shares(samples, column):
     return most / LINK, mean / LINK
 
 
-def star(lab, hub_share, worker_share):
+def start_hub_and_worker(lab, hub_share, worker_share):
     """Start a hub and a worker, on a host each."""
     port = 7000 + next(_PORTS)
     address = f"tcp://{lab.addresses[HUB]}:{port}"
@@ -73,12 +73,12 @@ _PORTS = iter(range(1000))
 
 
 def finished(jobs):
-    """Return the bytes of payloads that came to hub and worker."""
+    """Return the payload bytes that hub and worker received."""
     return [int(job.wait(30)[0].stdout) for job in jobs]
 
 
 def test_a_sender_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
-    jobs = star(hosts, "-", SHARE)
+    jobs = start_hub_and_worker(hosts, "-", SHARE)
     samples = watched(hosts, WORKER, jobs)
     to_hub, _ = finished(jobs)
     most, mean = shares(samples, 1)
@@ -89,7 +89,7 @@ def test_a_sender_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
 
 @pytest.mark.thorough
 def test_a_receiver_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
-    jobs = star(hosts, SHARE, "-")
+    jobs = start_hub_and_worker(hosts, SHARE, "-")
     samples = watched(hosts, WORKER, jobs)
     _, to_worker = finished(jobs)
     most, mean = shares(samples, 2)
@@ -99,8 +99,8 @@ def test_a_receiver_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
 
 
 @pytest.mark.thorough
-def test_both_ways_at_once(hosts):
-    jobs = star(hosts, SHARE, SHARE)
+def test_both_directions_at_once(hosts):
+    jobs = start_hub_and_worker(hosts, SHARE, SHARE)
     samples = watched(hosts, WORKER, jobs)
     finished(jobs)
     for column in (1, 2):
@@ -110,7 +110,7 @@ def test_both_ways_at_once(hosts):
 
 
 @pytest.mark.thorough
-def test_what_a_cut_link_has_held_up_does_not_come_all_at_once(hosts):
+def test_messages_held_by_a_disconnected_link_do_not_arrive_all_at_once(hosts):
     state = {"cut": False}
 
     def disturb(seconds):
@@ -119,7 +119,7 @@ def test_what_a_cut_link_has_held_up_does_not_come_all_at_once(hosts):
             state["cut"] = cut
             (hosts.cut if cut else hosts.mend)(HUB)
 
-    jobs = star(hosts, SHARE, SHARE)
+    jobs = start_hub_and_worker(hosts, SHARE, SHARE)
     samples = watched(hosts, WORKER, jobs, disturb)
     hosts.mend(HUB)
     finished(jobs)

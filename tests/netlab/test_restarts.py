@@ -1,4 +1,4 @@
-"""Runs across hosts that fail: any of them may be lost and come back, but for the one that serves the rendezvous.
+"""Elastic runs across hosts: any host may be lost and return, except the one that serves the rendezvous.
 
 Starting torch takes seconds, so few tests start much.
 """
@@ -15,7 +15,7 @@ from paceline.testing.netlab import Lab
 
 pytestmark = pytest.mark.timeout(300)
 
-# A rank adds one line for every step that it made, and all end at a step once there are three again and a note says so.
+# A rank writes a line per step. All end at the same step once there are three again and a file requests it.
 STEPS = """
 import json, os, sys, time
 from pathlib import Path
@@ -37,7 +37,7 @@ while True:
 paceline.shutdown()
 """
 
-# Without torch: these ranks only start, and tell who started them.
+# Without torch: these ranks only start, and report their parent.
 SLEEPS = """
 import os, sys, time
 from pathlib import Path
@@ -51,27 +51,27 @@ time.sleep(600)
 def follow(lab, folder, *jobs):
     """Return a function that waits until a rank on `host` has made a step in a world of `size`."""
 
-    def reach(host, size, life=0):
+    def reach(host, size, restart=0):
         deadline = time.monotonic() + 120
         path = Path(folder, f"steps-host{host}")
         while True:
             lines = path.read_text().splitlines() if path.exists() else []
             steps = [json.loads(line) for line in lines if line.endswith("]")]
-            if steps and steps[-1][2] == size and steps[-1][0] >= life:
+            if steps and steps[-1][2] == size and steps[-1][0] >= restart:
                 assert steps[-1][3:] == [
                     size,
                     size * (size + 1) // 2,
                 ]  # a rank each; the sum over all of them
                 return steps[-1][0]
-            said = [line for job in jobs for line in job.lines()]
-            assert time.monotonic() < deadline, said
+            output = [line for job in jobs for line in job.lines()]
+            assert time.monotonic() < deadline, output
             time.sleep(0.05)
 
     return reach
 
 
 @pytest.mark.thorough
-def test_the_host_of_rank_0_is_lost_and_comes_back(tmp_path):
+def test_the_host_of_rank_0_is_lost_and_returns(tmp_path):
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
     run = ["paceline", "run", "--hosts", "3", "--min-ranks", "2", "--rendezvous", "host3:29400"]
@@ -83,26 +83,26 @@ def test_the_host_of_rank_0_is_lost_and_comes_back(tmp_path):
         for host in range(3):
             reach(host, 3)
         lab.kill(0)
-        lives = [reach(host, 2) for host in (1, 2)]
+        restarts = [reach(host, 2) for host in (1, 2)]
         back = lab.start(run, on=0)
-        assert [reach(host, 3, life=2) for host in range(3)] == [2, 2, 2]
+        assert [reach(host, 3, restart=2) for host in range(3)] == [2, 2, 2]
         (tmp_path / "enough").write_text("")
         [again] = back.wait(timeout=60)
         lost, *others = first.wait(timeout=60, check=False)
         assert server.running() == [3]
         server.end()
-    assert lives == [1, 1]
+    assert restarts == [1, 1]
     assert (lost.code, again.code, [one.code for one in others]) == (-9, 0, [0, 0])
-    for told in (others[0].stderr, others[1].stderr):
-        assert "paceline: restart 1: host0 was lost after" in told
-        assert "; 3 → 2 ranks on 2 hosts" in told
-        assert "paceline: restart 2: host0 joined; 2 → 3 ranks on 3 hosts" in told
+    for stderr in (others[0].stderr, others[1].stderr):
+        assert "paceline: restart 1: host0 was lost after" in stderr
+        assert "; 3 → 2 ranks on 2 hosts" in stderr
+        assert "paceline: restart 2: host0 joined; 2 → 3 ranks on 3 hosts" in stderr
     records = [json.loads(line) for line in (tmp_path / "logs" / "restarts.jsonl").read_text().splitlines()]
-    told = {(one["written_by"], one["restart"]): one for one in records}
-    assert sorted(told) == [("host0", 2), ("host1", 1), ("host1", 2), ("host2", 1), ("host2", 2)]
+    by_host = {(one["written_by"], one["restart"]): one for one in records}
+    assert sorted(by_host) == [("host0", 2), ("host1", 1), ("host1", 2), ("host2", 1), ("host2", 2)]
     for host in ("host1", "host2"):
-        assert (told[host, 1]["first"]["host"], told[host, 1]["first"]["rank"]) == ("host0", None)
-        assert {one["host"] for one in told[host, 1]["after"]} <= {"host1", "host2"}
+        assert (by_host[host, 1]["first"]["host"], by_host[host, 1]["first"]["rank"]) == ("host0", None)
+        assert {one["host"] for one in by_host[host, 1]["after"]} <= {"host1", "host2"}
 
 
 @pytest.mark.thorough
@@ -125,9 +125,9 @@ def test_the_host_of_the_rendezvous_is_lost_and_a_host_is_interrupted(tmp_path):
         job = lab.start(run)
         _appear(here)
         lab.run(f"kill -INT {here[1].read_text()}", on=1)
-        told, interrupted = job.wait(timeout=120, check=False)
-        assert (told.code, interrupted.code) == (130, 130)
-        assert "Error: interrupted on host1" in told.stderr
+        result, interrupted = job.wait(timeout=120, check=False)
+        assert (result.code, interrupted.code) == (130, 130)
+        assert "Error: interrupted on host1" in result.stderr
 
 
 def _appear(paths):

@@ -1,6 +1,6 @@
-"""What compression and rare synchronisation say that they send is what a host's interface sends.
+"""Compression and local SGD: a host's interface sends the predicted bytes.
 
-What is around a message shows here, where tensors are small: benchmarks/slow-networks has ratios at 20 M parameters.
+Overhead per message is visible here, as tensors are small: benchmarks/slow-networks has ratios at 20 M parameters.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ KINDS = ["plain", "bf16", "int8", "int4", "topk", "powersgd", "diloco", "streami
 
 
 @pytest.fixture(scope="module")
-def told(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each host noted of each kind."""
-    out, script = tmp_path_factory.mktemp("slow") / "told", Path(__file__).with_name("slow_ranks.py")
+def bytes_by_kind(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the results of each host, by kind."""
+    out, script = tmp_path_factory.mktemp("slow") / "results", Path(__file__).with_name("slow_ranks.py")
     shared.torchrun([str(script), str(out), *KINDS], ranks_per_host=1, timeout=240)
     return [json.loads(Path(f"{out}.{host}").read_text()) for host in range(shared.hosts)]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_interface_sends_what_was_foretold(told: list[dict[str, Any]], kind: str) -> None:
-    for host in told:
+def test_the_interface_sends_the_predicted_bytes(bytes_by_kind: list[dict[str, Any]], kind: str) -> None:
+    for host in bytes_by_kind:
         found = host[kind]
         assert found["equal"]
-        assert found["foretold"] > 0
-        # What TCP and gloo put around each message, and what comes with a barrier at either end.
+        assert found["predicted"] > 0
+        # Overhead of TCP and gloo per message, and of a barrier at either end.
         around = 600 * found["messages"] + 20_000
-        assert found["foretold"] <= found["moved"] <= 1.03 * found["foretold"] + around
+        assert found["predicted"] <= found["moved"] <= 1.03 * found["predicted"] + around

@@ -1,4 +1,4 @@
-"""torchrun over the lab: worlds across hosts, what is said when one of them fails, and the command line.
+"""torchrun over the lab: worlds across hosts, reports of failures, and the command line.
 
 Starting torch takes seconds, so few tests start much.
 """
@@ -27,9 +27,9 @@ import paceline
 world = paceline.init(backend="gloo", timeout=120.0)
 values = torch.full((250_000,), world.rank + 1.0)
 dist.all_reduce(values)
-told = {name: os.environ[name] for name in ("GROUP_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
-told |= vars(world) | {"sum": values.unique().tolist(), "hostname": socket.gethostname(), "words": sys.argv[1:]}
-os.write(1, (json.dumps(told) + "\\n").encode())  # one write, so that ranks of a host do not mix their lines
+facts = {name: os.environ[name] for name in ("GROUP_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
+facts |= vars(world) | {"sum": values.unique().tolist(), "hostname": socket.gethostname(), "words": sys.argv[1:]}
+os.write(1, (json.dumps(facts) + "\\n").encode())  # one write, so that ranks of a host do not mix their lines
 paceline.shutdown()
 """
 
@@ -58,15 +58,15 @@ def test_a_world_across_hosts(tmp_path):
     with Lab(hosts=2, rate="200Mbit/s") as lab:
         results = lab.torchrun([str(script), "--size", "tiny"], ranks_per_host=2, timeout=240)
         traffic = lab.bytes(0), lab.bytes(1)
-    told = sorted(
+    reports = sorted(
         (json.loads(line) for one in results for line in one.stdout.splitlines()), key=lambda one: one["rank"]
     )
-    assert [one["rank"] for one in told] == [0, 1, 2, 3]
-    assert [one["node"] for one in told] == [0, 0, 1, 1]
-    assert [one["GROUP_RANK"] for one in told] == ["0", "0", "1", "1"]
-    assert [one["local_rank"] for one in told] == [0, 1, 0, 1]
-    assert [one["hostname"] for one in told] == ["host0", "host0", "host1", "host1"]
-    for one in told:
+    assert [one["rank"] for one in reports] == [0, 1, 2, 3]
+    assert [one["node"] for one in reports] == [0, 0, 1, 1]
+    assert [one["GROUP_RANK"] for one in reports] == ["0", "0", "1", "1"]
+    assert [one["local_rank"] for one in reports] == [0, 1, 0, 1]
+    assert [one["hostname"] for one in reports] == ["host0", "host0", "host1", "host1"]
+    for one in reports:
         assert (one["nodes"], one["local_size"], one["size"], one["backend"]) == (2, 2, 4, "gloo")
         assert one["sum"] == [10.0]
         assert one["words"] == ["--size", "tiny"]
@@ -93,16 +93,16 @@ def test_a_failing_rank_names_its_host(tmp_path):
 def test_the_command_counts_and_writes_down(tmp_path):
     script = tmp_path / "all_reduce.py"
     script.write_text(ALL_REDUCE)
-    told = command(
+    result = command(
         "--hosts", 2, "--rate", "200Mbit/s", "--json", tmp_path / "lab.json", script, "--json", "x"
     )
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.startswith("2 hosts; 1 rank each; links 200 Mbit/s\n")
-    lines = re.findall(r"^host([01]) \| (\{.*\})$", told.stdout, re.MULTILINE)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("2 hosts; 1 rank each; links 200 Mbit/s\n")
+    lines = re.findall(r"^host([01]) \| (\{.*\})$", result.stdout, re.MULTILINE)
     assert sorted((host, json.loads(line)["words"]) for host, line in lines) == [
         (host, ["--json", "x"]) for host in "01"
     ]
-    assert re.search(r"^host1 +200 Mbit/s +\S+ \S?i?B ", told.stdout, re.MULTILINE)
+    assert re.search(r"^host1 +200 Mbit/s +\S+ \S?i?B ", result.stdout, re.MULTILINE)
     record = json.loads((tmp_path / "lab.json").read_text())
     assert (record["kind"], record["ended_well"], record["ranks_per_host"]) == ("lab", True, 1)
     assert [host["name"] for host in record["hosts"]] == ["host0", "host1"]
@@ -111,7 +111,7 @@ def test_the_command_counts_and_writes_down(tmp_path):
 
 
 def test_the_command_runs_any_program_once_on_each_host(tmp_path):
-    told = command(
+    result = command(
         "--hosts",
         3,
         "--slow",
@@ -124,29 +124,29 @@ def test_the_command_runs_any_program_once_on_each_host(tmp_path):
         "hostname; pwd",
         cwd=tmp_path,
     )
-    assert told.returncode == 0, told.stderr
-    assert "3 hosts; the program once on each; links unlimited, host2 10 Mbit/s" in told.stdout
+    assert result.returncode == 0, result.stderr
+    assert "3 hosts; the program once on each; links unlimited, host2 10 Mbit/s" in result.stdout
     for host in range(3):
-        said = [line for line in told.stdout.splitlines() if line.startswith(f"host{host} |")]
-        assert said == [f"host{host} | host{host}", f"host{host} | {tmp_path}"]
+        lines = [line for line in result.stdout.splitlines() if line.startswith(f"host{host} |")]
+        assert lines == [f"host{host} | host{host}", f"host{host} | {tmp_path}"]
 
 
 def test_the_command_reports_a_failure_once(tmp_path):
-    told = command(
+    result = command(
         "--hosts", 2, "--ranks", 0, "--json", tmp_path / "lab.json", "sh", "-c", "echo broken >&2; exit 3"
     )
-    assert told.returncode == 1
-    assert told.stdout.count("| broken") == 2
-    assert "Error: host" in told.stderr
-    assert "ended with exit code 3" in told.stderr
-    assert "broken" not in told.stderr
+    assert result.returncode == 1
+    assert result.stdout.count("| broken") == 2
+    assert "Error: host" in result.stderr
+    assert "ended with exit code 3" in result.stderr
+    assert "broken" not in result.stderr
     assert json.loads((tmp_path / "lab.json").read_text())["ended_well"] is False
 
 
-def test_the_command_ends_what_takes_too_long():
-    told = command("--timeout", "500ms", "--ranks", 0, "sleep", 1000)
-    assert told.returncode == 1
-    assert "not finished within 0.5 s: still running on host0, host1" in told.stderr
+def test_the_command_ends_programs_that_take_too_long():
+    result = command("--timeout", "500ms", "--ranks", 0, "sleep", 1000)
+    assert result.returncode == 1
+    assert "not finished within 0.5 s: still running on host0, host1" in result.stderr
 
 
 def test_ctrl_c_leaves_cleanly(tmp_path):

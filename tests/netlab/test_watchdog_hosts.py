@@ -41,7 +41,7 @@ class Drill:
         ]
 
     def wait_for(self, name, ranks):
-        """Return what these ranks wrote to their files of this name."""
+        """Return the content of these ranks' files of this name."""
         paths = [self.folder / f"{name}-0-{rank}" for rank in ranks]
 
         def read_all():

@@ -11,18 +11,18 @@ import torch.distributed as dist
 
 from backend_scenes import enter
 
-__all__ = ["apart", "compare", "on_both", "world"]
+__all__ = ["compare", "max_difference", "on_both", "world"]
 
 
 @contextmanager
 def world(rank: int, size: int, folder: str, seconds: float = 60.0):
-    """Enter a world on "paceline" whose ranks meet in `folder`; an error leaves it as it is."""
+    """Enter a world on "paceline" with its rendezvous in `folder`; after an error it is not left."""
     yield enter(folder, rank, size, seconds)
     dist.destroy_process_group()
 
 
 def on_both(rank: int, size: int, folder: str, work: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Return what ``work(group, rank, size, *args)`` returns on "paceline", and on gloo."""
+    """Return the results of ``work(group, rank, size, *args)`` on "paceline", and on gloo."""
     with world(rank, size, folder) as ours:
         results = []
         for group in (ours, dist.new_group(backend="gloo")):
@@ -31,7 +31,7 @@ def on_both(rank: int, size: int, folder: str, work: Callable[..., Any], *args: 
     return results[0], results[1]
 
 
-def apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+def max_difference(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     """Return the largest difference of any element, NaN if there is a NaN; 0 means equal to the bit."""
     assert [each.dtype for each in left] == [each.dtype for each in right]
     gaps = [(a - b).abs().max().double() for a, b in zip(left, right, strict=True) if a.numel()]
@@ -45,5 +45,5 @@ def compare(pool, tmp_path, size: int, *case: Any) -> None:
     """
     results = pool(size).run(on_both, str(tmp_path), *case, world=False)
     for ours, gloos in results:
-        assert apart(ours, results[0][0]) == 0.0, "the ranks differ"
-        assert apart(ours, gloos) <= (0.0 if size == 2 else 1e-6)
+        assert max_difference(ours, results[0][0]) == 0.0, "the ranks differ"
+        assert max_difference(ours, gloos) <= (0.0 if size == 2 else 1e-6)

@@ -1,4 +1,4 @@
-"""The warm ranks of tests/ranks, also for the tests here; and the whole of torch's suite, by --full."""
+"""Fixtures: the warm ranks of tests/ranks; the option --full, which runs all of torch's suite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import record
 
-from rank_pool import Staff
+from rank_pool import RankProcesses
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,24 +17,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Write what came of a full run into the README."""
+    """Write the results of a full run into the README."""
     if config.getoption("--full", default=False):
         record.write(terminalreporter.stats)
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Staff]:
+def pool() -> Iterator[RankProcesses]:
     """`pool(3)` is a pool of three warm ranks; see tests/support/rank_pool.py."""
-    staff = Staff()
-    yield staff
-    staff.close()
+    processes = RankProcesses()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture
-def places() -> Callable[[int], list[dict[str, str]]]:
-    """`places(2)` is what torchrun would tell each of two ranks, with a port of their own to meet at."""
+def rank_environments() -> Callable[[int], list[dict[str, str]]]:
+    """Return a function: `rank_environments(2)` is the environment that torchrun gives two ranks, with a free port."""
 
-    def told(size: int) -> list[dict[str, str]]:
+    def variables(size: int) -> list[dict[str, str]]:
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             port = listening.getsockname()[1]
@@ -42,4 +42,4 @@ def places() -> Callable[[int], list[dict[str, str]]]:
         local = {"LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0"}
         return [shared | local | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
-    return told
+    return variables

@@ -1,7 +1,7 @@
 """Tests that were written for GPUs, run on the CPU: their tensors and modules stay where they are made.
 
 Inside :func:`on_cpu`, ``.cuda()``, ``.to(rank)`` and ``device="cuda:1"`` mean the CPU, and
-DistributedDataParallel is given no devices, which is how it is told that a module is on the CPU.
+DistributedDataParallel is given no devices, which means that a module is on the CPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _is_gpu(value: Any) -> bool:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Keep on the CPU what would go to a GPU, in this thread."""
+    """Keep tensors and modules on the CPU instead of a GPU, in this thread."""
     make, move = DistributedDataParallel.__init__, torch.nn.Module.to
 
     @functools.wraps(make)

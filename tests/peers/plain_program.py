@@ -1,4 +1,4 @@
-"""A program that asks for the backend by its name alone."""
+"""A program that selects the backend by name, without importing paceline."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Writing what came of a full run into README.md."""
+"""Writes the results of a full run into README.md."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """torch's own tests of `torch.distributed`, as they come in its wheel, run on the backend "paceline".
 
-The suite (``distributed_test.py``) asks in two ways what a backend can do: by sets of names, which hold torch's
+The suite (``distributed_test.py``) checks in two ways what a backend can do: by sets of names, which hold torch's
 own backends, and by guards before single tests, as ``BACKEND != "gloo"``. While its module is made here,
-"paceline" is put into the sets, and guards that don't hold for it are lifted: those that ask for torch's name
-of a CPU backend, and those that ask for GPUs, as the tests then run on the CPU (cpu.py). Which guards these
+"paceline" is put into the sets, and guards that don't hold for it are lifted: those that require torch's name
+of a CPU backend, and those that require GPUs, as the tests then run on the CPU (cpu.py). Which guards these
 are, and which tests are not run for what reason, is data: suite.toml.
 
 The suite would start new processes for every test; here warm ranks run them (tests/support/rank_pool.py), each test
@@ -80,7 +80,7 @@ def guards(size: int, backend: str) -> dict[str, list[str]]:
 
 
 def _make(size: int, backend: str, guard: Callable[[Any, str], bool]) -> ModuleType:
-    """Make the module anew; `guard` says of a test and a reason that holds whether the test is skipped."""
+    """Import the module again; `guard` decides by test and reason whether the test is skipped."""
     from torch.testing._internal import common_distributed as common
 
     spec = importlib.util.find_spec(MODULE)
@@ -188,7 +188,7 @@ def run(rank: int, size: int, name: str, folder: str) -> str:
 
 
 def _prepare(module: ModuleType, size: int, folder: str) -> None:
-    """Set what the suite's own start would: variables and folders; begin where a fresh process would."""
+    """Set the variables and folders that the suite's own start sets; begin as a fresh process does."""
     import torch.distributed as dist
 
     os.environ.update(
@@ -218,7 +218,7 @@ def _known_as_gloo(module: ModuleType) -> Iterator[None]:
 
 
 def run_plain(rank: int, size: int) -> tuple[int, list[str]]:
-    """Run the tests of the suite that need no world; return their number and what failed."""
+    """Run the tests of the suite that need no world; return their number and the failures."""
     module = sys.modules[MODULE] = load(size)
     cases = [
         kind

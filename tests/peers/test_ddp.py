@@ -10,7 +10,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from both import apart, compare, world
+from both import compare, max_difference, world
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,11 +120,11 @@ def power_sgd_together_and_alone(rank, size, folder):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_power_sgd(pool, tmp_path, size):
-    """All it does is linear in the gradients: so ranks that share a batch compute what one computes on it."""
+    """It is linear in the gradients: so ranks that share a batch get the result of one process."""
     results = pool(size).run(power_sgd_together_and_alone, str(tmp_path), world=False)
     for together, alone in results:
-        assert apart(together, results[0][0]) == 0.0
-        assert apart(together, alone) <= 1e-9
+        assert max_difference(together, results[0][0]) == 0.0
+        assert max_difference(together, alone) <= 1e-9
 
 
 def train_compiled(group, rank, size):

@@ -1,4 +1,4 @@
-"""The examples do what they say: the loss falls, and two ranks learn what one process, or torch's DDP, learns."""
+"""The examples run: the loss falls, and two ranks get the parameters of one process, or of torch's DDP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from model_zoo import apart
+from model_zoo import max_difference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -27,7 +27,7 @@ STEPS, TOLERANCE = 50, 1e-10
 
 
 def falls(losses):
-    """Tell whether a loss has fallen by a fifth, from its first to its last three steps."""
+    """Return whether a loss fell by a fifth, from its first to its last three steps."""
     return sum(losses[-3:]) < 0.8 * sum(losses[:3])
 
 
@@ -52,16 +52,16 @@ def learn_lines(rank, size, batch_size, sync):
 
 @pytest.mark.thorough
 def test_a_hugging_face_model_counts_tokens(pool):
-    """Ranks have unequal numbers of tokens; what they learn is what one process learns on both their lines."""
+    """Ranks have unequal numbers of tokens; their parameters equal those of one process on both lines."""
     [(expected, losses)] = pool(1).run(learn_lines, 16, "bucketed")
     assert falls(losses)
     for sync in ("sharded", "full-shard"):
         for params, _ in pool(2, "paceline").run(learn_lines, 8, sync):
-            assert apart(params, expected) <= TOLERANCE
+            assert max_difference(params, expected) <= TOLERANCE
 
 
 def learn_shapes(rank, size):
-    """Train with Paceline, then with DDP on the same batches; return what is asserted."""
+    """Train with Paceline, then with DDP on the same batches; return the values to compare."""
     import convnet
 
     torch.set_default_dtype(torch.float64)
@@ -75,8 +75,8 @@ def learn_shapes(rank, size):
     before = [buffer.double().clone() for buffer in model.module.buffers()]
     accuracy = convnet.accuracy(model, samples=256)
     gaps = [
-        apart(model.parameters(), reference.parameters()),
-        apart([buffer.double() for buffer in model.module.buffers()], before),
+        max_difference(model.parameters(), reference.parameters()),
+        max_difference([buffer.double() for buffer in model.module.buffers()], before),
     ]
     return *gaps, list(model.module.buffers()), list(reference.module.buffers()), losses, accuracy
 
@@ -89,7 +89,10 @@ def test_a_network_with_batchnorm_is_evaluated_with_rank_0s_statistics(pool):
     assert first[1] == 0.0, "rank 0 keeps its statistics"
     assert second[1] > 0.0, "rank 1 had others, of its own batches"
     for _, _, ours, theirs, losses, accuracy in (first, second):
-        assert apart([each.double() for each in ours], [each.double() for each in first[3]]) <= TOLERANCE
+        assert (
+            max_difference([each.double() for each in ours], [each.double() for each in first[3]])
+            <= TOLERANCE
+        )
         assert len(ours) == len(theirs) == 18
         assert falls(losses)
         assert accuracy == first[5] > 0.5  # a quarter by chance
@@ -97,25 +100,25 @@ def test_a_network_with_batchnorm_is_evaluated_with_rank_0s_statistics(pool):
 
 def run_script(rank, size, name, snapshot):
     """Run an example as torchrun would; return the losses that it printed."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), mock.patch.object(sys, "argv", [name, snapshot]):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), mock.patch.object(sys, "argv", [name, snapshot]):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return [float(line.split()[-1]) for line in said.getvalue().splitlines()]
+    return [float(line.split()[-1]) for line in output.getvalue().splitlines()]
 
 
-def test_a_ddp_script_changed_in_one_line_learns_the_same(pool, places, tmp_path):
+def test_a_ddp_script_changed_in_one_line_learns_the_same(pool, rank_environments, tmp_path):
     before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("ddp_before.py", "ddp_after.py"))
     changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
     assert changed == [
         "- from torch.nn.parallel import DistributedDataParallel",
         "+ from paceline import DataParallel as DistributedDataParallel",
     ]
-    said, saved = [], []
+    output, saved = [], []
     for name in ("ddp_before.py", "ddp_after.py"):
         snapshot = tmp_path / name
-        said.append(pool(2).run(run_script, name, str(snapshot), world=False, env=places(2))[0])
+        output.append(pool(2).run(run_script, name, str(snapshot), world=False, env=rank_environments(2))[0])
         saved.append(torch.load(snapshot, weights_only=True))
-    assert said[0] == said[1]
-    assert said[0][-1] < 0.2 * said[0][0]
+    assert output[0] == output[1]
+    assert output[0][-1] < 0.2 * output[0][0]
     assert saved[0]["epoch"] == saved[1]["epoch"] == 4
-    assert apart(saved[0]["model"].values(), saved[1]["model"].values()) <= 1e-6
+    assert max_difference(saved[0]["model"].values(), saved[1]["model"].values()) <= 1e-6

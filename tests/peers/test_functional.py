@@ -1,4 +1,4 @@
-"""Collectives by their other doors: functional ones, DTensor, objects, batches of messages, groups of groups."""
+"""Other interfaces of collectives: functional ones, DTensor, objects, batches of messages, nested groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-from both import apart, on_both, world
+from both import max_difference, on_both, world
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -43,7 +43,7 @@ def functional_collectives(group, rank, size, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
 def test_functional_collectives(pool, tmp_path, size, dtype):
     for ours, gloos in pool(size).run(on_both, str(tmp_path), functional_collectives, dtype, world=False):
-        assert apart(ours, gloos) <= 1e-6
+        assert max_difference(ours, gloos) <= 1e-6
 
 
 def gradients(group, rank, size):
@@ -59,7 +59,7 @@ def gradients(group, rank, size):
 
 def test_gradients_through_collectives(pool, tmp_path):
     for ours, gloos in pool(2).run(on_both, str(tmp_path), gradients, world=False):
-        assert apart(ours, gloos) <= 1e-5
+        assert max_difference(ours, gloos) <= 1e-5
 
 
 PLACEMENTS = [[Shard(0)], [Shard(1)], [Replicate()]]
@@ -74,9 +74,9 @@ def redistribute(rank, size, folder):
         for before in PLACEMENTS:
             spread = distribute_tensor(whole, mesh, before)
             moved = [spread.redistribute(mesh, after).full_tensor() for after in PLACEMENTS]
-            gaps += [apart([each], [whole]) for each in moved]
+            gaps += [max_difference([each], [whole]) for each in moved]
             summed = (spread @ spread.t()).redistribute(mesh, [Replicate()]).to_local()
-            gaps.append(apart([summed], [whole @ whole.t()]))
+            gaps.append(max_difference([summed], [whole @ whole.t()]))
         return max(gaps)
 
 
@@ -93,7 +93,7 @@ def tensor_parallel(rank, size, folder):
         expected = whole(values(mesh["data"].get_local_rank(), 4))
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallel = parallelize_module(whole, mesh["model"], plan)
-        return apart([parallel(values(mesh["data"].get_local_rank(), 4))], [expected])
+        return max_difference([parallel(values(mesh["data"].get_local_rank(), 4))], [expected])
 
 
 def test_tensor_parallel_layers_on_a_mesh_of_two_dimensions(pool, tmp_path):
@@ -138,11 +138,11 @@ def test_batches_of_messages(pool, tmp_path, dtype):
     results = pool(3).run(on_both, str(tmp_path), messages, dtype, world=False)
     for rank, (ours, gloos) in enumerate(results):
         assert ours[0].eq((rank - 1) % 3).all()
-        assert apart(ours, gloos) == 0.0
+        assert max_difference(ours, gloos) == 0.0
 
 
 def views(rank, size, folder):
-    """Return what arrives of views: transposed, lazily negated, with gaps, repeated; and in such ones."""
+    """Return received views: transposed, lazily negated, with gaps, repeated; and values received into such views."""
     with world(rank, size, folder):
         plain = torch.arange(8).view(2, 4) * (1 + 1j) * (rank + 1)
         sent = [plain.t(), plain.conj().imag, plain[:, ::2], plain.real[:1].expand(3, 4)]
@@ -157,7 +157,7 @@ def views(rank, size, folder):
         return sent, gathered, received
 
 
-def test_views_travel_as_what_they_show(pool, tmp_path):
+def test_views_are_sent_as_their_elements(pool, tmp_path):
     results = pool(2).run(views, str(tmp_path), world=False)
     for rank, (_, gathered, received) in enumerate(results):
         for source, (sent, _, _) in enumerate(results):
@@ -166,7 +166,7 @@ def test_views_travel_as_what_they_show(pool, tmp_path):
 
 
 def groups(rank, size, folder):
-    """Return the sums over groups of every kind, and what is left when they are gone."""
+    """Return the sums over groups of every kind, and the resources left after they are destroyed."""
     with world(rank, size, folder):
         found = {}
         for name, ranks in (("pair", [2, 0]), ("alone", [1]), ("rest", [1, 3]), ("turned", [3, 2, 1, 0])):

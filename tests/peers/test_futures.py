@@ -1,4 +1,4 @@
-"""Futures of collectives and messages: their callbacks may make others, and errors are errors to C++ too."""
+"""Futures of collectives and messages: callbacks may start others, and C++ sees errors too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from both import world
 
 
 def nested(rank, size, folder, calls):
-    """Make collectives whose callbacks make collectives and wait for them, while the program makes others."""
+    """Start collectives whose callbacks start collectives and wait for them, while the program starts others."""
 
     def reduce_again(future):
         again = dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
@@ -32,7 +32,7 @@ def test_callbacks_make_collectives_and_wait_for_them(pool, tmp_path, size):
 
 
 def builds_graphs(rank, size, folder):
-    """Train with what a callback made."""
+    """Train with tensors made in a callback."""
     with world(rank, size, folder) as group:
         future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
         weight = future.then(lambda done: done.value()[0] * 2).wait().requires_grad_()
@@ -40,7 +40,7 @@ def builds_graphs(rank, size, folder):
         return weight.grad.tolist()
 
 
-def test_what_a_callback_makes_can_be_trained(pool, tmp_path):
+def test_tensors_made_in_a_callback_can_be_trained(pool, tmp_path):
     assert pool(2).run(builds_graphs, str(tmp_path), world=False) == [[1.0] * 3] * 2
 
 
@@ -81,7 +81,7 @@ def fail_in_a_future(rank, size, folder):
     return texts
 
 
-def test_an_error_reaches_whoever_waits(pool, tmp_path):
+def test_an_error_reaches_all_waiters(pool, tmp_path):
     texts = pool(2).run(fail_in_a_future, str(tmp_path), world=False)[0]
     assert [kind for kind, _ in texts] == ["PeerLost", "RuntimeError", "RuntimeError"]
     assert all("rank 1" in text for _, text in texts)

@@ -1,4 +1,4 @@
-"""What docs/interplay.md says of Accelerate is so: examples/interplay/with_accelerate.py, trial by trial."""
+"""Accelerate as docs/interplay.md describes it: examples/interplay/with_accelerate.py, trial by trial."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def trials(rank, size):
         paceline.shutdown()
 
 
-def test_every_way_is_exact_but_clipping_shards_by_accelerate(pool, places):
-    for found in pool(2).run(trials, world=False, env=places(2)):
+def test_every_way_is_exact_but_clipping_shards_by_accelerate(pool, rank_environments):
+    for found in pool(2).run(trials, world=False, env=rank_environments(2)):
         wrong = {
             name: gap for name, gap in found.items() if not (isinstance(gap, float | int) and gap <= EXACT)
         }

@@ -1,4 +1,4 @@
-"""A program that never imports paceline may use the backend: under torchrun, or started by hand."""
+"""Programs that never import paceline use the backend: under torchrun, or started by hand."""
 
 from __future__ import annotations
 

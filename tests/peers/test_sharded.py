@@ -1,4 +1,4 @@
-"""What shards a model or its optimizer, on "paceline" as on gloo: to the same bits on two ranks, else to 1e-6."""
+"""Sharded models and optimizers on "paceline" and gloo: bitwise equal on two ranks, else to 1e-6."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from both import apart, compare, world
+from both import compare, max_difference, world
 from test_ddp import STEPS, batch, build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -64,9 +64,9 @@ def train_zero(group, rank, size):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("keep", [True, False], ids=["shards again", "stays whole"])
-def test_fsdp2(pool, tmp_path, size, keep):
-    compare(pool, tmp_path, size, train_fsdp2, {"reshard_after_forward": keep})
+@pytest.mark.parametrize("reshard", [True, False], ids=["shards again", "stays whole"])
+def test_fsdp2(pool, tmp_path, size, reshard):
+    compare(pool, tmp_path, size, train_fsdp2, {"reshard_after_forward": reshard})
 
 
 def test_fsdp1(pool, tmp_path):
@@ -91,11 +91,11 @@ def train_hybrid(rank, size, folder):
 
 def test_sharding_inside_groups_that_are_replicated(pool, tmp_path):
     for hybrid, ddp in pool(4).run(train_hybrid, str(tmp_path), world=False):
-        assert apart(hybrid, ddp) <= 1e-6
+        assert max_difference(hybrid, ddp) <= 1e-6
 
 
 def save_and_resume(rank, size, folder):
-    """Save a sharded model and its optimizer in the middle, and go on from there with new ones."""
+    """Save a sharded model and its optimizer in the middle, and resume with new ones."""
     with world(rank, size, folder) as group:
         model, optim = shard(group)
         advance(model, optim, rank, size, range(2))
@@ -114,7 +114,7 @@ def save_and_resume(rank, size, folder):
 
 def test_distributed_checkpoint(pool, tmp_path):
     for straight, resumed in pool(2).run(save_and_resume, str(tmp_path), world=False):
-        assert apart(straight, resumed) == 0.0
+        assert max_difference(straight, resumed) == 0.0
 
 
 def test_the_world_is_a_paceline_one(pool, tmp_path):

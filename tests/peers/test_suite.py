@@ -1,4 +1,4 @@
-"""torch's own suite on the backend "paceline"; what is run and what is not is in suite.toml."""
+"""torch's own suite on the backend "paceline"; suite.toml lists the tests that do not run."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_torchs_tests_without_a_world(pool):
     assert failures == []
 
 
-# What suite.toml says is true.
+# suite.toml matches the suite.
 
 
 def test_every_name_in_the_data_is_a_test():
     lifted, groups = suite.DATA["lifted"], suite.DATA["skipped"].values()
-    told = [*lifted["as_gloo"], *lifted["tests"], *(name for group in groups for name in group["tests"])]
-    assert set(told) <= set(suite.names())
+    named = [*lifted["as_gloo"], *lifted["tests"], *(name for group in groups for name in group["tests"])]
+    assert set(named) <= set(suite.names())
     assert len(suite.skipped()) == sum(len(group["tests"]) for group in groups), "a test has two reasons"
 
 
@@ -65,13 +65,13 @@ def test_all_that_torch_runs_on_gloo_without_gpus_runs_here(pool):
     assert needed & set(suite.skipped()) == set()
 
 
-def test_what_torch_skips_itself_it_skips_whatever_the_backend(pool):
+def test_tests_that_torch_skips_itself_are_skipped_on_any_backend(pool):
     [(guards, _)] = pool(1).run(guards_of_gloo, world=False)
     for name in suite.DATA["skipped"]["torch"]["tests"]:
         assert any("github.com/pytorch" in reason or "flaki" in reason for reason in guards[name]), name
 
 
-def test_what_runs_under_another_name_does_run():
+def test_tests_listed_under_another_name_run():
     for name in suite.DATA["skipped"]["same"]["tests"]:
         twin = name.replace("nccl", "gloo" if "batch" in name else "").replace("_cuda", "").rstrip("_")
         twin = twin.replace("__", "_")
@@ -79,7 +79,7 @@ def test_what_runs_under_another_name_does_run():
         assert twin not in suite.skipped()
 
 
-def test_the_readme_tells_how_many_are_not_run_for_each_reason():
+def test_the_readme_counts_the_skipped_tests_by_reason():
     text = Path(__file__).with_name("README.md").read_text()
     for group in suite.DATA["skipped"].values():
         assert f"| {len(group['tests'])} | {group['why']} |" in text

@@ -1,4 +1,4 @@
-"""The warm ranks that all process tests share, and the process that forks those that may be killed."""
+"""Fixtures of tests with rank processes: shared warm ranks, and ranks that may be killed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from killable_ranks import KillableRanks
-from rank_pool import Staff
+from rank_pool import RankProcesses
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Staff]:
-    """`pool(3)` is a pool of three warm ranks; see pool.py."""
-    staff = Staff()
-    yield staff
-    staff.close()
+def pool() -> Iterator[RankProcesses]:
+    """`pool(3)` is a pool of three warm ranks; see rank_pool.py."""
+    processes = RankProcesses()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def killable() -> Iterator[KillableRanks]:
 
 @pytest.fixture
 def ends() -> Iterator[Callable[..., Any]]:
-    """`ends(HubExchange, …)` makes an end of a star that is closed afterwards; see star_ends.py."""
+    """`ends(HubExchange, …)` makes a hub's or worker's exchange that is closed afterwards; see zmq_ends.py."""
     made = []
 
     def make(kind: Callable[..., Any], *arguments: object, **options: object) -> Any:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paceline.backends.shm.shared_arena import arena
 
-__all__ = ["belongings", "enter", "fails", "ranks_of"]
+__all__ = ["enter", "error_of", "open_resources", "run_forked"]
 
 
 def enter(folder, rank, size, timeout=60.0, name="world"):
@@ -24,7 +24,7 @@ def enter(folder, rank, size, timeout=60.0, name="world"):
     return dist.group.WORLD
 
 
-def belongings():
+def open_resources():
     """Return this process's resources of the backend: sockets to peers, pidfds, mapped memory."""
     gc.collect()
     with open("/proc/net/unix") as file:
@@ -42,15 +42,15 @@ def belongings():
     return sorted(found), mapped - len(arena.segments)
 
 
-def ranks_of(fork, size, work, *args):
-    """Fork ranks and return what each tells."""
+def run_forked(fork, size, work, *args):
+    """Fork ranks and return the result of each."""
     children = [fork(work, rank, size, *args) for rank in range(size)]
-    told = [child.receive() for child in children]
+    results = [child.receive() for child in children]
     assert [child.wait() for child in children] == [0] * size
-    return told
+    return results
 
 
-def fails(make):
+def error_of(make):
     """Return the error of a call as (kind, text)."""
     try:
         work = make()

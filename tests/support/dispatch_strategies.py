@@ -39,7 +39,7 @@ def positions_of_rank(dispatch: BlockDispatch) -> list[list[int]]:
 
 
 def chi_squared(found: Sequence[int] | np.ndarray, expected: float) -> float:
-    """Return how many standard deviations the χ² of `found` is above what chance gives."""
+    """Return how many standard deviations the χ² of `found` is above its expectation."""
     counts = np.asarray(found, dtype=float).ravel()
     freedom = counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))

@@ -1,4 +1,4 @@
-"""Wrapped models, their data and their losses, for what ranks do to them."""
+"""Wrapped models, their data and their losses, for tests of the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def wrapped(sync, name="Plain", lr=0.1, **options):
 
 
 def same_on_all_ranks(tensors):
-    """Whether every rank holds the same values."""
+    """Return whether every rank holds the same values."""
     flat = torch.cat([tensor.reshape(-1).to(torch.complex128) for tensor in tensors])
     rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, flat)

@@ -1,4 +1,4 @@
-"""A disk whose n-th operation fails, or at whose n-th operation the process dies."""
+"""A disk whose n-th operation fails or kills the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPERATIONS = [
 
 
 class FailingDisk:
-    """While it is entered, counts operations; the one of number `at` ends in `fail`."""
+    """Counts operations while it is entered; operation number `at` calls `fail`."""
 
     def __init__(self, at: int, fail: Callable[[], object]) -> None:
         self.at, self.count, self._fail = at, 0, fail
@@ -44,7 +44,7 @@ class FailingDisk:
 
 
 def die() -> None:
-    """End as a process that is killed."""
+    """End the process as a kill does."""
     os._exit(9)
 
 

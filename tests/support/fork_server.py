@@ -1,10 +1,10 @@
-"""A process that has imported torch and started no thread, and forks ranks: milliseconds instead of seconds each.
+"""Fork server: a process that has imported torch and started no thread forks ranks in milliseconds, not seconds.
 
-    mother = Mother()
-    pid = mother.fork(connection, stacks)      # a process that serves cases at the other end (pool.py)
-    mother.code(pid)                           # its exit code, None while it runs
+    server = ForkServer()
+    pid = server.fork(connection, stacks)      # a process that serves cases at the other end (rank_pool.py)
+    server.code(pid)                           # its exit code, None while it runs
 
-What it forked ends with it, and it ends with the process that made it.
+Forked processes end with the server, and the server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from warm_start import die_with, import_what_ranks_need, start_warm
+from warm_start import die_with, preload_modules, start_warm_process
 
-__all__ = ["Mother"]
+__all__ = ["ForkServer"]
 
 _MESSAGE_NBYTES = 4096
 
 
-class Mother:
-    """That process, as others see it; started when first needed."""
+class ForkServer:
+    """Client of the fork server, which starts when it is first needed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -41,11 +41,11 @@ class Mother:
         return self._ask(("fork", str(stacks)), served.fileno())
 
     def code(self, pid: int, *, wait: bool = False) -> int | None:
-        """Return the exit code of a process, −n where signal n ended it; None while it runs, unless to `wait`."""
+        """Return the exit code of a process, −n where signal n ended it; None while it runs, unless `wait`."""
         return self._ask(("code", pid, wait))
 
     def close(self) -> None:
-        """End it, and with it all that it forked."""
+        """End the server, and with it all forked processes."""
         if self._process is not None and self._socket is not None:
             self._process.kill()
             self._process.wait()
@@ -61,12 +61,12 @@ class Mother:
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = start_warm(__file__, theirs.fileno())
+        self._process = start_warm_process(__file__, theirs.fileno())
         atexit.register(self.close)
         theirs.close()
 
 
-# In the process itself.
+# In the server.
 
 
 def _serve(requests: socket.socket) -> None:
@@ -85,26 +85,26 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _fork(requests: socket.socket, descriptor: int, stacks: str) -> int:
-    mother = os.getpid()
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         requests.close()
-        _be_rank(mother, descriptor, stacks)
+        _become_rank(parent, descriptor, stacks)
     os.close(descriptor)
     return child
 
 
-def _be_rank(mother: int, descriptor: int, stacks: str) -> None:
+def _become_rank(parent: int, descriptor: int, stacks: str) -> None:
     from rank_pool import serve
 
     code = 1
     try:
-        die_with(mother)
+        die_with(parent)
         with open(stacks, "w") as file:
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
             serve(Connection(descriptor))
         code = 0
-    except BaseException:  # noqa: BLE001 — a forked child must not go on as its mother would
+    except BaseException:  # noqa: BLE001 — a forked child must not continue as the server
         traceback.print_exc()
     os._exit(code)
 
@@ -121,7 +121,7 @@ def main() -> None:
     """Import what ranks need, then fork them."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
-    import_what_ranks_need()
+    preload_modules()
     _serve(socket.socket(fileno=descriptor))
 
 

@@ -1,4 +1,4 @@
-"""Tiny programs in forked children: for what only several processes can show."""
+"""Tiny programs in forked children, for tests that need several processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start(work: Callable[[], object]) -> int:
             gc.disable()  # else descriptors that earlier tests left in cycles may be closed in the midst of it
             torch.set_num_threads(1)  # the parent's other threads are not here
             code = 0 if work() is True else 1
-        except BaseException:  # noqa: BLE001 - the exit code tells that it failed, this tells why
+        except BaseException:  # noqa: BLE001 - the exit code shows that it failed, this shows why
             traceback.print_exc()
         finally:
             os._exit(code)

@@ -28,7 +28,7 @@ PACKING = UpdateCodec(LAYOUT.fragments[0], "fp32")
 
 
 class HubDriver:
-    """A hub that is driven by a test."""
+    """A hub whose messages and clock a test provides."""
 
     def __init__(self, rules: HubRules | None = None, journal: Any = None) -> None:
         self.journal = MemoryJournal() if journal is None else journal

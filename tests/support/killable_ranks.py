@@ -1,4 +1,4 @@
-"""Ranks that may be killed: forked from one warm process that has imported torch and started no thread.
+"""Ranks that tests may kill, forked from a warm process that has imported torch and started no thread.
 
     def scenario(fork, folder, *args):           # runs in the warm process; at the top level of the test module
         ranks = [fork(rank_main, rank) for rank in range(3)]
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from warm_start import die_with, import_what_ranks_need, start_warm
+from warm_start import die_with, preload_modules, start_warm_process
 
 __all__ = ["KillableRanks", "RankProcess", "ScenarioError"]
 
@@ -65,7 +65,7 @@ class KillableRanks:
     def _start(self) -> Connection:
         if self._process is None or self._process.poll() is not None or self._pipe is None:
             self._pipe, theirs = Pipe()
-            self._process = start_warm(__file__, theirs.fileno())
+            self._process = start_warm_process(__file__, theirs.fileno())
             theirs.close()
             self._pipe.poll(120)
             self._pipe.recv_bytes()
@@ -153,7 +153,7 @@ def _run(scenario: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any
 
 
 def _serve(pipe: Connection) -> None:
-    import_what_ranks_need()
+    preload_modules()
     pipe.send_bytes(b"ready")
     while True:
         sys.path[:], call = pickle.loads(pipe.recv_bytes())

@@ -1,6 +1,6 @@
-"""The table of launchers: what became of the tests that fill its cells, ``@pytest.mark.launcher(name, what)``.
+"""Table of launchers: the results of the tests marked ``@pytest.mark.launcher(name, what)``, a cell each.
 
-It is made of the reports of the session, so that it is the same with and without several processes of pytest.
+It is built from the reports of the session, so that it does not depend on the number of pytest processes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Cells = dict[str, dict[str, str]]
 
 
 def cells(stats: Mapping[str, Iterable[Any]]) -> Cells:
-    """Return what became of each cell: ``yes``, ``failed`` or ``skipped``, the worst of several tests.
+    """Return the result of each cell: ``yes``, ``failed`` or ``skipped``, the worst of several tests.
 
-    A skipped test beside one that passed takes nothing away.
+    A skipped test does not change the result of one that passed.
     """
     made: Cells = {}
     for outcome, word in _OUTCOMES.items():
@@ -47,7 +47,7 @@ def show(made: Cells) -> str:
 
 
 def write(made: Cells, path: Path) -> None:
-    """Write the table, in order, and the versions of what it tells of."""
+    """Write the sorted table, and the versions of the launchers."""
     cells = {name: dict(sorted(row.items())) for name, row in sorted(made.items())}
     write_json(path, {"kind": "launchers", "cells": cells, "versions": _versions()})
 

@@ -1,4 +1,4 @@
-"""Models and steps of ranks that synchronise every so often."""
+"""Models and steps for tests of local SGD."""
 
 from __future__ import annotations
 
@@ -97,6 +97,6 @@ def run(rank, size, kind, steps, options, optimizer=adamw, sizes=None, wrap=True
 
 
 def same(results):
-    """Return what all ranks have, having checked that it is the same to the bit."""
+    """Check that all ranks have bitwise equal results, and return one."""
     assert all(torch.equal(results[0], other) for other in results[1:])
     return results[0]

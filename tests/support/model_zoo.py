@@ -1,4 +1,4 @@
-"""Awkward models: what real programs do to parameters, small enough to compare in float64."""
+"""Models with unusual parameters (unused, tied, frozen, strided, …), small enough to compare in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Unused(Plain):
 
 
 class Branches(nn.Module):
-    """A layer is used by the samples that choose it: on some ranks only, in some steps by none."""
+    """Layers that only some samples use: on some ranks only, in some steps not at all."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ class Explode(torch.autograd.Function):
 
 
 class Exploding(Plain):
-    """Raises in the middle of backward when told to."""
+    """Raises in the middle of backward while `broken`."""
 
     broken = False
 
@@ -209,7 +209,7 @@ def loss_of(model, name, x, y):
     return (out - y).square().mean()
 
 
-def apart(left, right):
+def max_difference(left, right):
     """Return the largest difference of any element of two lists of tensors; NaN if there is a NaN."""
     gaps = [(a - b).abs().max().double() for a, b in zip(left, right, strict=True) if a.numel()]
     return torch.stack(gaps).max().item() if gaps else 0.0

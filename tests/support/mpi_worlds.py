@@ -1,4 +1,4 @@
-"""Worlds under mpiexec, as subprocesses of a test: they end in time, and nothing of them stays."""
+"""Worlds under mpiexec as subprocesses of a test, with a time limit; no process is left behind."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_INIT_METHOD", "MASTER_ADDR
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What became of a world: mpiexec's exit code, what it wrote, and what its ranks told in JSON."""
+class WorldResult:
+    """Result of a world: mpiexec's exit code, its output, and the reports of its ranks."""
 
     code: int
     out: str
     err: str
 
-    def told(self):
-        """Return what ranks told by `tell`, by rank."""
-        found = [json.loads(line[5:]) for line in self.out.splitlines() if line.startswith("TOLD ")]
+    def reports(self):
+        """Return the reports of ranks (see `report`), by rank."""
+        found = [json.loads(line[7:]) for line in self.out.splitlines() if line.startswith("REPORT ")]
         return dict(sorted(found))
 
     def __str__(self):
@@ -42,7 +42,7 @@ class Ended:
 
 
 def environment(**variables):
-    """Return variables for a world of its own."""
+    """Return the environment of a new world."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     own = {
         "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.path.dirname(__file__)}",
@@ -53,13 +53,13 @@ def environment(**variables):
 
 
 def mpi_world(ranks, *program, timeout=60, env=None):
-    """Run ``python *program`` as ranks of MPI and return how it ended; it is killed after `timeout` seconds."""
+    """Run ``python *program`` as ranks of MPI and return its result; it is killed after `timeout` seconds."""
     command = [MPIEXEC, "-n", str(ranks), sys.executable, *map(str, program)]
     return run(command, timeout, env)
 
 
 def run(command, timeout=60, env=None):
-    """Run a command that may start a world, and return how it ended."""
+    """Run a command that may start a world, and return its result."""
     with start(command, env) as process:
         try:
             out, err = process.communicate(timeout=timeout)
@@ -67,12 +67,12 @@ def run(command, timeout=60, env=None):
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             raise AssertionError(f"not over after {timeout} s:\n{out}\n{err}") from None
-    return Ended(process.returncode, out, err)
+    return WorldResult(process.returncode, out, err)
 
 
 @contextlib.contextmanager
 def start(command, env=None):
-    """Start a command in a process group of its own, and see to it that nothing of it stays."""
+    """Start a command in a new process group, which is killed at the end."""
     process = subprocess.Popen(
         command,
         env=environment(**env or {}),
@@ -90,7 +90,7 @@ def start(command, env=None):
         process.wait()
 
 
-def gone(pids, timeout=10.0):
+def all_ended(pids, timeout=10.0):
     """Return whether all processes end in time; zombies have ended."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -107,7 +107,7 @@ def _runs(pid):
         return False
 
 
-def tell(rank, what):
-    """In a rank: tell the test something, once, in one write."""
-    sys.stdout.write(f"TOLD {json.dumps([rank, what])}\n")
+def report(rank, what):
+    """In a rank: send the test a result, once, in one write."""
+    sys.stdout.write(f"REPORT {json.dumps([rank, what])}\n")
     sys.stdout.flush()

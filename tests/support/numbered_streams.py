@@ -1,4 +1,4 @@
-"""Iterable datasets of numbers, and the batches that a loader serves of them."""
+"""Iterable datasets of numbers, and batches from them."""
 
 from __future__ import annotations
 

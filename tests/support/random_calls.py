@@ -1,4 +1,4 @@
-"""Random collectives: every rank draws the same from one seed, and each has a plain oracle.
+"""Random collectives: every rank draws the same ones from a seed; expected results come from a plain loop.
 
 draw(rng, number, size)     the call, its ranks and the kinds of memory; printed on failure
 prepare(call, rank, ...)    the tensors of one rank
@@ -251,7 +251,7 @@ def adjacent_memory(call, place, layout, numels, allocate):
 
 
 def lay(content, layout, memory, numel=None):
-    """Return a tensor of that content (undefined, if None) in the given memory."""
+    """Return a tensor of that content (None: undefined) in the given memory."""
     numel = content.numel() if content is not None else numel
     if layout == "transposed" and numel > 1:
         rows = next(rows for rows in (7, 3, 2, 1) if numel % rows == 0)

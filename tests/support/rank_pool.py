@@ -1,17 +1,17 @@
-"""Warm rank processes: importing torch costs seconds, so they are forked where it is there, and run many cases.
+"""Pool of warm rank processes: forked from a server that has imported torch (seconds), and reused for many cases.
 
     def check_sum(rank, size, start):            # at the top level of the test module
-        ...                                      # the world of `size` ranks is there already
+        ...                                      # the world of `size` ranks exists already
         return total
 
     def test_sum(pool):
         assert pool(3).run(check_sum, 5) == [18, 18, 18]                  # over gloo
         assert pool(3, "paceline").run(check_sum, 5) == [18, 18, 18]
 
-A process serves pools of any size: rank k of every pool is process k, and its world is made anew when
+A process serves pools of any size: rank k of every pool is process k, and its world is created again when
 the number of ranks or the backend changes. Seed, default dtype and environment are reset before every case. A case that
-fails or hangs ends the processes that ran it, and the next case starts fresh ones. When pytest goes away,
-however that happens, so do they.
+fails or hangs ends the processes that ran it, and the next case starts fresh ones. When pytest ends,
+also by a kill, so do they.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from fork_server import Mother
+from fork_server import ForkServer
 
-__all__ = ["Pool", "RankError", "Staff", "serve", "spawn"]
+__all__ = ["Pool", "RankError", "RankProcesses", "serve", "spawn"]
 
-_mother = Mother()  # of all processes here: what is imported takes seconds
+_fork_server = ForkServer()  # shared by all processes: importing takes seconds
 GRACE_SECONDS = 2.0  # after the first failure: how long the other ranks may take to fail too
 
 
@@ -45,7 +45,7 @@ class RankError(Exception):
 
     Attributes:
         rank: the rank that failed first.
-        failures: for every rank that failed, its traceback or what became of it.
+        failures: for every rank that failed, its traceback or how it ended.
         cause: the exception that rank raised, None if it died, hung or raised what can't be pickled.
     """
 
@@ -57,7 +57,7 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """What a process is told to run; `init_method` is None for a case that wants no world."""
+    """A call for one process; `init_method` is None for a case without a world."""
 
     function: bytes
     rank: int
@@ -71,23 +71,23 @@ class Case:
 class Worker:
     """One process that serves cases through a pipe."""
 
-    def __init__(self, mother: Mother, folder: Path) -> None:
+    def __init__(self, fork_server: ForkServer, folder: Path) -> None:
         self.pipe, theirs = Pipe()
         self.stacks = folder / f"stacks-{random.getrandbits(48):x}"
-        self.mother, self.pid = mother, mother.fork(theirs, self.stacks)
+        self.fork_server, self.pid = fork_server, fork_server.fork(theirs, self.stacks)
         theirs.close()
 
     def runs(self) -> bool:
         """Return whether it has not ended."""
-        return self.mother.code(self.pid) is None
+        return self.fork_server.code(self.pid) is None
 
     def ended(self) -> str:
-        """Say how the process ended."""
-        code = self.mother.code(self.pid, wait=True) or 0
+        """Return how the process ended, as text."""
+        code = self.fork_server.code(self.pid, wait=True) or 0
         return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def where(self) -> str:
-        """Say where a process that hangs stands: the Python stack of each of its threads."""
+        """Return the Python stack of each thread of a process that hangs."""
         os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and not (self.stacks.exists() and self.stacks.stat().st_size):
@@ -99,12 +99,12 @@ class Worker:
         """End the process."""
         if self.runs():
             os.kill(self.pid, signal.SIGKILL)
-            self.mother.code(self.pid, wait=True)
+            self.fork_server.code(self.pid, wait=True)
         self.pipe.close()
         self.stacks.unlink(missing_ok=True)
 
 
-class Staff:
+class RankProcesses:
     """The processes behind all pools of a session: started when first needed."""
 
     def __init__(self) -> None:
@@ -117,38 +117,38 @@ class Staff:
         """Return the pool of `size` ranks, whose world has `backend`."""
         return Pool(self, size, backend)
 
-    def hire(self, size: int) -> list[Worker]:
+    def acquire(self, size: int) -> list[Worker]:
         """Return the processes of ranks 0 … size − 1, starting those that are not there."""
         for rank in range(size):
             if rank in self.workers and not self.workers[rank].runs():
-                self.fire([rank])
+                self.discard([rank])
             if rank not in self.workers:
-                self.workers[rank] = Worker(_mother, self.folder)
+                self.workers[rank] = Worker(_fork_server, self.folder)
         return [self.workers[rank] for rank in range(size)]
 
-    def fire(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks`; whoever shared a world with them gets a new one."""
+    def discard(self, ranks: Sequence[int]) -> None:
+        """End the processes of `ranks`; the other ranks of their world get a new one."""
         for rank in ranks:
             self.workers.pop(rank).close()
         self.worlds += 1
 
     def init_method(self, size: int, backend: str) -> str:
-        """Return where the present world meets; another size or backend is another world."""
+        """Return the rendezvous of the current world; another size or backend is another world."""
         if (size, backend) != self.latest:
             self.worlds, self.latest = self.worlds + 1, (size, backend)
         return f"file://{self.folder}/world-{self.worlds}-{size}-{backend}"
 
     def close(self) -> None:
         """End all processes and remove their folder."""
-        self.fire(list(self.workers))
+        self.discard(list(self.workers))
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Pool:
     """A number of warm ranks."""
 
-    def __init__(self, staff: Staff, size: int, backend: str) -> None:
-        self.staff, self.size, self.backend = staff, size, backend
+    def __init__(self, processes: RankProcesses, size: int, backend: str) -> None:
+        self.processes, self.size, self.backend = processes, size, backend
 
     def run(
         self,
@@ -170,7 +170,7 @@ class Pool:
         Raises:
             RankError: the function raised, died or hung on some rank.
         """
-        workers = self.staff.hire(self.size)
+        workers = self.processes.acquire(self.size)
         try:
             for rank, worker in enumerate(workers):
                 worker.pipe.send_bytes(pickle.dumps(self._case(function, args, rank, world, env)))
@@ -179,11 +179,11 @@ class Pool:
                 outcome = self._collect(workers, time.monotonic() + timeout)
             if isinstance(outcome, RankError):
                 raise outcome from outcome.cause
-        except BaseException:  # pytest's own time-out too: nobody may read the answers to this case later
-            self.staff.fire(range(self.size))
+        except BaseException:  # pytest's own time-out too: answers to this case must not be read later
+            self.processes.discard(range(self.size))
             raise
         if not world:
-            self.staff.worlds += 1
+            self.processes.worlds += 1
         return outcome
 
     def _case(
@@ -194,7 +194,7 @@ class Pool:
         world: bool,
         env: Sequence[Mapping[str, str]] | None,
     ) -> Case:
-        init_method = self.staff.init_method(self.size, self.backend) if world else None
+        init_method = self.processes.init_method(self.size, self.backend) if world else None
         call = pickle.dumps((function, args))
         return Case(
             call, rank, self.size, self.backend, init_method, env[rank] if env else {}, list(sys.path)
@@ -232,9 +232,9 @@ def spawn(
     timeout: float = 60.0,
     env: Sequence[Mapping[str, str]] | None = None,
 ) -> list[Any]:
-    """Run ``function(rank, ranks, *args)`` without a world, in processes that nobody else uses."""
-    with contextlib.closing(Staff()) as staff:
-        return staff(ranks).run(function, *args, timeout=timeout, world=False, env=env)
+    """Run ``function(rank, ranks, *args)`` without a world, in separate processes."""
+    with contextlib.closing(RankProcesses()) as processes:
+        return processes(ranks).run(function, *args, timeout=timeout, world=False, env=env)
 
 
 def _receive(worker: Worker) -> tuple[str, Any, BaseException | None]:
@@ -248,7 +248,7 @@ def _receive(worker: Worker) -> tuple[str, Any, BaseException | None]:
 
 
 def _enter(case: Case, present: str | None) -> str | None:
-    """Leave the present world if `case` wants another, enter that, and return where it met."""
+    """Enter the world of `case`, leaving another one first, and return its rendezvous."""
     import torch
 
     import paceline
@@ -268,7 +268,7 @@ def _enter(case: Case, present: str | None) -> str | None:
 
 
 def _answer(pipe: Connection, work: Callable[[], Any]) -> bool:
-    """Do `work`, tell the other end how it went, and return whether it went well."""
+    """Do `work`, send the outcome to the other end, and return whether it succeeded."""
     well = False
     try:
         message = pickle.dumps(("ok", work(), None))
@@ -278,7 +278,7 @@ def _answer(pipe: Connection, work: Callable[[], Any]) -> bool:
         try:
             message = pickle.dumps(("error", text, error))
             pickle.loads(message)
-        except Exception:  # noqa: BLE001 — an exception that can't be pickled is told by its text
+        except Exception:  # noqa: BLE001 — an exception that can't be pickled is sent as text
             message = pickle.dumps(("error", text, None))
     pipe.send_bytes(message)
     return well

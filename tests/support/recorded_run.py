@@ -1,4 +1,4 @@
-"""A made-up run folder in the form that `paceline train` writes, for tests of what reads it."""
+"""A made-up run folder in the form that `paceline train` writes, for tests of its readers."""
 
 from __future__ import annotations
 
@@ -73,10 +73,12 @@ def _write_step(trace: list[str], rank: int, step: int, clock: float, pace: floa
     ):
         phases.append([name, round(1e6 * at)])
         at += seconds
-    came = round(1e6 * sum(computing.values()))
-    through = came + round(1e6 * idle)
+    arrived = round(1e6 * sum(computing.values()))
+    through = arrived + round(1e6 * idle)
     nbytes = 26_248_000 // 7
-    calls = [["reduce", each, nbytes, nbytes, came, came, came, through, through] for each in range(7)]
+    calls = [
+        ["reduce", each, nbytes, nbytes, arrived, arrived, arrived, through, through] for each in range(7)
+    ]
     if step == 0:
         trace.append(json.dumps({"name": "session", "start": clock, "seconds": 0.0, "rank": rank, "step": 0}))
         buckets = [
@@ -86,7 +88,7 @@ def _write_step(trace: list[str], rank: int, step: int, clock: float, pace: floa
         plan = {"name": "plan", "start": clock, "seconds": 0.0, "rank": rank, "step": 0, "buckets": buckets}
         trace.append(json.dumps(plan))
     line = {"name": "step", "start": clock, "seconds": at, "rank": rank, "step": step, "phases": phases}
-    told = {"waits": [[6, came, through]], "tasks": [], "calls": calls}
+    traced = {"waits": [[6, arrived, through]], "tasks": [], "calls": calls}
     counts = {"samples": 16.0, "cpu": 0.13 * pace, "preempted": 2, "quiet": False}
-    trace.append(json.dumps(line | told | counts))
+    trace.append(json.dumps(line | traced | counts))
     return at

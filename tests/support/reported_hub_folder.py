@@ -1,4 +1,4 @@
-"""Made-up folders of hubs: ledgers with the fields that a hub writes, for tests of what reads them."""
+"""Made-up folders of hubs: ledgers with the fields that a hub writes, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def join(t, worker, name=""):
 
 
 def update(t, worker, **changes):
-    told = {
+    values = {
         "worker": worker, "fragment": 0, "round": 0, "revision": 1, "base": 0, "dtype": "int4", "weight": 0.25,
         "workers": 4, "samples": 640.0, "steps": 20, "staleness": 0.5, "norm": 0.1, "score": None,
     }  # fmt: skip
-    return record("update", t, **{**told, **changes})
+    return record("update", t, **{**values, **changes})
 
 
 def refuse(t, worker, why="not finite", until=0.0):
@@ -36,10 +36,10 @@ def refuse(t, worker, why="not finite", until=0.0):
 
 
 def traffic(t, sent=1000, received=500, *, seconds=5.0, bandwidth=None, workers=None):
-    told = workers or {}
+    workers_of = workers or {}
     return record(
-        "traffic", t, sent=sent, received=received, seconds=seconds, bandwidth=bandwidth, alive=len(told),
-        workers={str(key): value for key, value in told.items()},
+        "traffic", t, sent=sent, received=received, seconds=seconds, bandwidth=bandwidth, alive=len(workers_of),
+        workers={str(key): value for key, value in workers_of.items()},
     )  # fmt: skip
 
 
@@ -80,16 +80,16 @@ def long_run(lines: int, workers: int = 4, seconds: float = 3600.0) -> Iterator[
         else:
             yield update(t, worker, staleness=chance.expovariate(1.0), score=score + 0.1)
         if t - noted >= 5:
-            told = {
+            workers_of = {
                 each: {"steps": number, "speed": 10.0 * each, "loss": score} for each in range(1, workers + 1)
             }
-            yield traffic(t, 10**6, 10**5, seconds=t - noted, bandwidth=10**6, workers=told)
+            yield traffic(t, 10**6, 10**5, seconds=t - noted, bandwidth=10**6, workers=workers_of)
             noted = t
 
 
 def demo(folder: Path) -> Path:
     """Write a run of four workers: one is replaced, one refused, the hub is started again, one leaves."""
-    told = {each: {"steps": 100, "speed": 20.0 - each, "loss": 2.0} for each in (1, 2, 3, 4)}
+    workers_of = {each: {"steps": 100, "speed": 20.0 - each, "loss": 2.0} for each in (1, 2, 3, 4)}
     records = [join(0.0, 1, "ann"), join(0.1, 2, "bob"), join(0.2, 3, "cy"), join(0.3, 4, "dan")]
     records += [
         record("score", 1.0 + each / 10, worker=each, score=5.0 + each, steps=20, lr=0.1)
@@ -104,7 +104,7 @@ def demo(folder: Path) -> Path:
         records.append(update(t, 1 + number % 3, staleness=number % 5 / 4, score=5.0 - number / 20))
         records.append(centre(t + 0.1, 1 + number % 3, 4.8 - number / 20, number))
         if number % 10 == 9:
-            records.append(traffic(t + 0.2, 10**6, 10**5, bandwidth=10**6, workers=told))
+            records.append(traffic(t + 0.2, 10**6, 10**5, bandwidth=10**6, workers=workers_of))
             records.append(refuse(t + 0.3, 4, until=60.0 if number == 19 else 0.0))
     last = 3.0 + 39 / 2
     records += [join(last + 20, each, name) for each, name in ((1, "ann"), (2, "bob"), (3, "cy"))]

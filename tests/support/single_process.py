@@ -34,7 +34,7 @@ def one_process(reference, other, losses):
 
 
 def linear():
-    """A model without anything that FSDP2 would not shard; on 3 ranks one holds nothing of its bias."""
+    """Return a model that FSDP2 shards completely; on 3 ranks one holds nothing of its bias."""
     return torch.nn.Linear(model_zoo.WIDTH, 1)
 
 
@@ -43,8 +43,8 @@ def same(gaps, tolerance=1e-12):
 
 
 def over_paceline(pool):
-    """Return what makes pools over the paceline backend; a fixture, where a file of tests makes it one.
+    """Return a function that makes pools over the paceline backend; test files turn it into a fixture.
 
-    (test_engine.py and test_shard.py run over gloo.)
+    (test_engine.py and test_sharded_optimizer.py run over gloo.)
     """
     return partial(pool, backend="paceline")

@@ -1,4 +1,4 @@
-"""Starting a process that is to stay warm and fork others, and having it end with the one that started it."""
+"""Starts warm processes that fork ranks, and ends them with their parent."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 
-__all__ = ["die_with", "import_what_ranks_need", "start_warm"]
+__all__ = ["die_with", "preload_modules", "start_warm_process"]
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
-def start_warm(script: str, descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a script that serves at `descriptor`, one thread for its sums; both it and our pid are its arguments."""
+def start_warm_process(script: str, descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a script that serves at `descriptor` with one compute thread; arguments: `descriptor` and our pid."""
     return subprocess.Popen(
         [sys.executable, script, str(descriptor), str(os.getpid())],
         pass_fds=[descriptor],
@@ -25,16 +25,16 @@ def start_warm(script: str, descriptor: int) -> subprocess.Popen[bytes]:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when `parent` is no more."""
+    """Have the kernel kill this process when `parent` ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def import_what_ranks_need() -> None:
+def preload_modules() -> None:
     """Import torch, what its optimizers and FSDP2 import when first used, and Paceline, and start no thread."""
     import torch
-    import torch._dynamo  # a second: so that no child that makes an optimizer need
+    import torch._dynamo  # takes a second, which no child then needs for an optimizer
     import torch.distributed.fsdp
 
     import paceline.backends.group_factory

@@ -1,4 +1,4 @@
-"""What ranks do to enter a world, and where they may meet."""
+"""Helpers of ranks that enter a world, and rendezvous addresses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["enter", "enter_as", "fail_to_enter", "free_port", "ways_to_meet"]
 
 
 def free_port():
-    """Return a port below those that the system hands out by itself, so that nobody is given it meanwhile."""
+    """Return a port below the system's ephemeral range, so that no other process gets it meanwhile."""
     while True:
         port = random.randrange(10_000, 20_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Ends of a star for test_zeromq.py: driven together in one thread, or as a program of its own.
+"""Hub and workers over ZeroMQ for tests: polled together in one thread, or run as a program.
 
-python star_ends.py hub ADDRESS [KEYS]       a hub that sends back whatever comes; prints its address
-python star_ends.py strangers ADDRESS COUNT  sends what no hub should take, in every way; prints how many
+python zmq_ends.py hub ADDRESS [KEYS]       run a hub that echoes every message; print its address
+python zmq_ends.py invalid ADDRESS COUNT    send messages that a hub has to reject, of every kind; print how many
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ def make(source, target, sequence=0, payload=b"", *, run="run", kind="frame", **
     return Envelope(Header(run, kind, source, target, sequence, **changes), payload)
 
 
-def wired(envelope):
+def wire_parts(envelope):
     """Return an envelope as the parts that it travels in."""
     return [bytes(part) for part in encode(envelope.header, envelope.payload)]
 
 
 def drive(ends, until, seconds=ENOUGH):
-    """Poll the ends in turn until something is so, and return what came to each."""
-    came = [[] for _ in ends]
+    """Poll the ends in turn until a condition holds, and return the messages received by each."""
+    received = [[] for _ in ends]
     deadline = time.monotonic() + seconds
-    while not until(came):
+    while not until(received):
         assert time.monotonic() < deadline, [(end.refused, getattr(end, "problem", "")) for end in ends]
-        for mine, end in zip(came, ends, strict=True):
+        for mine, end in zip(received, ends, strict=True):
             mine += end.poll(0.002)
-    return came
+    return received
 
 
-def settle(ends, seconds):
-    """Poll the ends in turn for a while, and return what came to each."""
+def poll_for(ends, seconds):
+    """Poll the ends in turn for a while, and return the messages received by each."""
     deadline = time.monotonic() + seconds
     return drive(ends, lambda _: time.monotonic() >= deadline)
 
 
-def meet(hub, *workers):
-    """Have workers connect, and the hub hear of them."""
+def connect_all(hub, *workers):
+    """Connect workers; return once the hub has received a message of each."""
     drive([hub, *workers], lambda _: all(worker.peers() for worker in workers))
     for worker in workers:
         assert worker.send(make(worker.me, HUB))
     return drive([hub, *workers], lambda _: {worker.me for worker in workers} <= set(hub.peers()))[0]
 
 
-def told_address(process):
-    """Return where the hub that was started as a program is."""
+def read_address(process):
+    """Return the address of a hub that was started as a program."""
     return process.stdout.readline().strip()
 
 
@@ -93,12 +93,12 @@ def echo(address, keys=""):
     hub = HubExchange(address, "run", keys=HubKeys.read(keys) if keys else None)
     print(hub.address, flush=True)
     while True:
-        for came in hub.poll(1.0):
-            back = replace(came.header, source=HUB, target=came.header.source)
-            hub.send(Envelope(back, came.payload))
+        for received in hub.poll(1.0):
+            back = replace(received.header, source=HUB, target=received.header.source)
+            hub.send(Envelope(back, received.payload))
 
 
-# --- ZMTP 3.0 by hand, RFC 23: what libzmq itself would not send
+# --- ZMTP 3.0 by hand, RFC 23: frames that libzmq itself does not send
 
 
 def greeting(mechanism=b"NULL"):
@@ -114,14 +114,14 @@ def frame(body, *, more=False, command=False, size=None):
 
 
 def ready(identity):
-    def told(name, value):
+    def entry(name, value):
         return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
 
-    body = b"\x05READY" + told(b"Socket-Type", b"DEALER") + told(b"Identity", identity)
+    body = b"\x05READY" + entry(b"Socket-Type", b"DEALER") + entry(b"Identity", identity)
     return frame(body, command=True)
 
 
-def shake_hands(raw, identity, look=lambda: None):
+def handshake(raw, identity, look=lambda: None):
     """Become a peer over a TCP connection; `look` is called until the hub has answered."""
     raw.sendall(greeting() + ready(identity))
     raw.settimeout(0.02)
@@ -134,11 +134,11 @@ def shake_hands(raw, identity, look=lambda: None):
     raw.settimeout(ENOUGH)
 
 
-# --- strangers
+# --- clients that send invalid messages
 
 
 def bad_messages(draw, me):
-    """Yield messages, part by part, that no hub should take from worker `me`."""
+    """Yield messages, part by part, that a hub has to reject from worker `me`."""
     good = [bytes(part) for part in encode(Header("run", "frame", me, HUB, 5), draw.randbytes(300))]
     head, payload, tail = good
     at = draw.randrange(len(head))
@@ -160,7 +160,7 @@ def bad_messages(draw, me):
     yield [bytes(part) for part in encode(Header("run", "frame", HUB, HUB, 5))]
 
 
-def strangers(address, count):
+def send_invalid_messages(address, count):
     """Send `count` bad messages by sockets of libzmq, and as many bytes of garbage as hands can make."""
     context, draw, sent = zmq.Context(), random.Random(3), 0
     identities = [worker_identity(2**40), b"", b"short", b"x" * 255, b"\x01" * 8, bytes(8)]
@@ -185,8 +185,8 @@ def strangers(address, count):
 
 
 def garbage(address, draw, look=lambda: None):
-    """Send garbage over TCP, from what is no ZeroMQ at all to what almost is a message."""
-    good = b"".join(frame(part, more=index < 2) for index, part in enumerate(wired(make(77, HUB))))
+    """Send garbage over TCP, from random bytes to almost valid messages."""
+    good = b"".join(frame(part, more=index < 2) for index, part in enumerate(wire_parts(make(77, HUB))))
     begins = [b"", b"GET / HTTP/1.1\r\n\r\n", greeting(), greeting(b"CURVE"), greeting() + ready(b"x" * 300)]
     follow = [
         b"",
@@ -199,7 +199,7 @@ def garbage(address, draw, look=lambda: None):
         if draw.random() < 0.5:
             raw.sendall(draw.choice(begins))
         else:
-            shake_hands(raw, worker_identity(77), look)
+            handshake(raw, worker_identity(77), look)
             raw.sendall(draw.choice(follow))
         raw.sendall(draw.randbytes(draw.randrange(2000)))
         if draw.random() < 0.5:
@@ -211,4 +211,4 @@ if __name__ == "__main__":
     if what == "hub":
         echo(where, *more_arguments)
     else:
-        strangers(where, int(more_arguments[0]))
+        send_invalid_messages(where, int(more_arguments[0]))

@@ -1,4 +1,4 @@
-"""The exception tree: what each is, what its text holds, and that it survives the way between processes."""
+"""The exception tree: base classes, texts, and pickling between processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_all_is_sorted_and_complete():
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_class_says_when_it_is_raised(cls):
+def test_every_class_documents_when_it_is_raised(cls):
     assert cls.__doc__
     assert cls.__doc__.partition("\n")[0].endswith(".")
 
@@ -61,7 +61,7 @@ def test_every_class_says_when_it_is_raised(cls):
         ("RankFailed", RuntimeError),
     ],
 )
-def test_errors_are_caught_as_what_python_would_raise(name, builtin):
+def test_errors_are_subclasses_of_pythons_exceptions(name, builtin):
     with pytest.raises(builtin):
         raise getattr(errors, name)("it happened")
 

@@ -1,4 +1,4 @@
-"""The public surface: what `paceline` offers, that it is there, and that asking costs no torch."""
+"""The public surface: the names of `paceline` exist, and listing them imports no torch."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def tree_of(module):
     return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
 
 
-def test_all_is_sorted_and_nothing_but_what_has_a_home():
+def test_all_is_sorted_and_lists_only_names_with_a_module():
     assert paceline.__all__ == sorted(paceline.__all__)
     assert set(paceline.__all__) == set(paceline._HOME) | {"__version__"}
     assert dir(paceline) == paceline.__all__
 
 
 @pytest.mark.parametrize("name", paceline.__all__)
-def test_every_name_is_there_and_is_public_at_home(name):
+def test_every_name_exists_and_is_public_in_its_module(name):
     value = getattr(paceline, name)
     if name in paceline._HOME:
         home = import_module(paceline._HOME[name])
@@ -114,12 +114,12 @@ def test_modules_that_promise_to_do_without_torch_keep_it():
     assert "torch" not in loaded_by(WITHOUT_TORCH)
 
 
-def test_what_a_command_line_loads_first_needs_no_numpy():
+def test_modules_that_the_command_line_loads_first_need_no_numpy():
     assert {"torch", "numpy"}.isdisjoint(loaded_by(WITHOUT_NUMPY))
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_module_says_what_it_is_for_and_what_is_public(module):
+def test_every_module_has_a_docstring_and_all(module):
     tree = tree_of(module)
     assert ast.get_docstring(tree)
     public = [
@@ -127,12 +127,12 @@ def test_every_module_says_what_it_is_for_and_what_is_public(module):
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
     ]
-    told = [
+    declared = [
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
     ]
     if public:
-        assert told, "it has public names but no __all__"
-    for names in told:
+        assert declared, "it has public names but no __all__"
+    for names in declared:
         assert len(names) == len(set(names))

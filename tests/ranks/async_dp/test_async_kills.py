@@ -1,4 +1,4 @@
-"""Hubs and workers that are killed at any moment recover what was on disk."""
+"""Hubs and workers that are killed at any moment recover the state on disk."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from backend_scenes import fails
-from mpi_worlds import tell
+from backend_scenes import error_of
+from mpi_worlds import report
 
 STREAM, ROUNDS = 70, 10
 
@@ -66,7 +66,7 @@ def disagree(world):
     calls.append([lambda: dist.send(torch.ones(2), (rank + 1) % size, tag=2**31 - 1)] * 2)
     calls.append([lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)] * 2)
     for each in calls:
-        texts.append(": ".join(fails(each[min(rank, 1)])))
+        texts.append(": ".join(error_of(each[min(rank, 1)])))
         total = torch.full((3,), float(rank))
         dist.all_reduce(total)
         assert total.tolist() == [size * (size - 1) / 2] * 3, "the group stays usable"
@@ -152,7 +152,7 @@ def unmatched(world):
         dist.send(torch.ones(2), 1)
         dist.isend(torch.ones(1_000_000), 1)
     else:
-        tell(1, fails(lambda: dist.recv(torch.ones(3), 0)))
+        report(1, error_of(lambda: dist.recv(torch.ones(3), 0)))
         dist.irecv(torch.ones(5), 0, tag=7)
     dist.barrier()
 
@@ -161,10 +161,10 @@ def main():
     case = sys.argv[1]
     world = paceline.init("mpi4py", timeout=1.5 if case == "late" else 60)
     if case in ("late", "raising"):
-        tell(world.rank, os.getpid())
+        report(world.rank, os.getpid())
     result = globals()[case](world)
     if case == "collectives":
-        tell(world.rank, result)
+        report(world.rank, result)
     paceline.shutdown()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from backend_scenes import fails
+from backend_scenes import error_of
 from paceline.backends.shm import host_peers
 from paceline.backends.shm.control_block import FIFO_NBYTES
 from paceline.backends.shm.shm_p2p import ByteFifo
@@ -52,7 +52,7 @@ def disagree(rank, size):
         ],
     ]
     for each in calls:
-        texts.append(fails(each[rank % len(each)]))
+        texts.append(error_of(each[rank % len(each)]))
         total = torch.full((3,), float(rank))
         dist.all_reduce(total)
         assert total.tolist() == [3.0] * 3, "the group stays usable"
@@ -85,12 +85,12 @@ def misuse(rank, size):
     ]
     found = []
     for call in wrong:
-        found.append(fails(call)[0])
+        found.append(error_of(call)[0])
         total = torch.full((3,), float(rank))
         dist.all_reduce(total)
         assert total.tolist() == [1.0] * 3
         if rank == 1:  # one rank alone raises before anything is sent
-            assert fails(call)[0] == found[-1]
+            assert error_of(call)[0] == found[-1]
     dist.barrier()
     return found
 

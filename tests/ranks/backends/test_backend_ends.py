@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from backend_scenes import enter, fails, ranks_of
+from backend_scenes import enter, error_of, run_forked
 from paceline.backends.block_reduction import BLOCK_NBYTES
 from paceline.backends.shm.shared_arena import arena
 from paceline.backends.shm.shm_collectives import ShmCollectives
@@ -35,12 +35,12 @@ def late_in_the_middle(report, rank, size, folder):
 
     ShmCollectives._check_if_failed = slowly
     held = [dist.all_reduce(tensor, async_op=True)]
-    kind, text = fails(lambda: held[0])
+    kind, text = error_of(lambda: held[0])
     held.clear()
     del tensor
     gc.collect()  # errors hold the frames they passed
     if rank == 1:
-        report((kind, text, fails(dist.barrier)))
+        report((kind, text, error_of(dist.barrier)))
         return
     dist.destroy_process_group()
     again = [arena.allocate(16 * BLOCK_NBYTES // 4, torch.float32).fill_(7) for _ in range(3)]
@@ -61,18 +61,18 @@ def test_memory_of_a_failed_call_is_not_reused(killable):
 
 
 def late_scene(fork, folder):
-    return ranks_of(fork, 2, late_in_the_middle, folder)
+    return run_forked(fork, 2, late_in_the_middle, folder)
 
 
 def late_for_a_small_call(report, rank, size, folder):
     enter(folder, rank, size, timeout=0.3)
     time.sleep(rank * 1.0)
-    report([fails(lambda: dist.all_reduce(torch.ones(4)))[0] for _ in range(2)])
+    report([error_of(lambda: dist.all_reduce(torch.ones(4)))[0] for _ in range(2)])
     dist.destroy_process_group()
 
 
 def late_small_scene(fork, folder):
-    return ranks_of(fork, 2, late_for_a_small_call, folder)
+    return run_forked(fork, 2, late_for_a_small_call, folder)
 
 
 def test_a_rank_that_arrives_too_late_raises(killable):
@@ -90,12 +90,12 @@ def failing_during_a_call(report, rank, size, folder):
             raise MemoryError("no memory for the scratch")
 
     ShmCollectives._check_if_failed = breaking
-    report(fails(lambda: dist.all_reduce(tensor)))
+    report(error_of(lambda: dist.all_reduce(tensor)))
     dist.destroy_process_group()
 
 
 def failing_scene(fork, folder):
-    return ranks_of(fork, 3, failing_during_a_call, folder)
+    return run_forked(fork, 3, failing_during_a_call, folder)
 
 
 def test_an_error_during_a_call_reaches_the_others(killable):
@@ -174,7 +174,7 @@ def pending_calls(report, rank, size, folder, how):
         time.sleep(0.2)
         if how == "aborted":
             dist.group.WORLD.abort()
-        report(fails(lambda: work) if how == "aborted" else threading.active_count())
+        report(error_of(lambda: work) if how == "aborted" else threading.active_count())
         sys.exit(0)
     time.sleep(0.5)
     try:
@@ -185,7 +185,7 @@ def pending_calls(report, rank, size, folder, how):
 
 
 def pending_scene(fork, folder, how):
-    return ranks_of(fork, 3, pending_calls, folder, how)
+    return run_forked(fork, 3, pending_calls, folder, how)
 
 
 @pytest.mark.parametrize(("how", "result"), [("no wait", "made"), ("destroyed", True)])
@@ -217,7 +217,7 @@ def forks_a_child(report, rank, size, folder):
         for ending in ("quick", "proper"):
             pid = os.fork()
             if pid == 0:
-                os.write(writing, fails(lambda: dist.all_reduce(torch.ones(3)))[1].encode()[:200])
+                os.write(writing, error_of(lambda: dist.all_reduce(torch.ones(3)))[1].encode()[:200])
                 kept.resize_(0)
                 del kept
                 if ending == "quick":
@@ -235,7 +235,7 @@ def forks_a_child(report, rank, size, folder):
 
 
 def forking_scene(fork, folder):
-    return ranks_of(fork, 3, forks_a_child, folder)
+    return run_forked(fork, 3, forks_a_child, folder)
 
 
 def test_a_forked_child_is_not_a_rank_and_disturbs_none(killable):

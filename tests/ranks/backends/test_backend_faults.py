@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import random_calls as calls
-from backend_scenes import belongings, enter
+from backend_scenes import enter, open_resources
 from paceline.errors import CollectiveError
 
 RUNS = {"killed": 20, "exits": 8, "raises": 6, "leaves": 6, "stops": 5}
@@ -62,7 +62,7 @@ def pass_on(rank, size, numel):
 
 def one_rank(report, rank, size, folder, seed, victim, how, delay):
     warnings.simplefilter("ignore", FutureWarning)  # torch renames calls
-    before = belongings()
+    before = open_resources()
     group = enter(folder, rank, size, STOP_TIMEOUT if how == "stops" else 60.0)
     when = time.monotonic() + delay
 
@@ -75,7 +75,7 @@ def one_rank(report, rank, size, folder, seed, victim, how, delay):
         if how == "raises":
             raise FloatingPointError("the loss is not a number")
         dist.destroy_process_group()
-        time.sleep(60)  # it lives on, and is killed at the end of the scene
+        time.sleep(60)  # it continues, and is killed at the end of the scenario
 
     report("ready")
     try:
@@ -84,7 +84,7 @@ def one_rank(report, rank, size, folder, seed, victim, how, delay):
         report(describe(error, time.monotonic(), int(group._collectives.control.step)))
     dist.destroy_process_group()
     del group
-    report((before, belongings()))
+    report((before, open_resources()))
     others = [each for each in range(size) if each != victim]
     if rank in others:
         group = enter(folder, others.index(rank), len(others), name="again")
@@ -102,20 +102,20 @@ def lose_one(fork, folder, size, seed, victim, how, delay):
     ranks = [fork(one_rank, rank, size, folder, seed, victim, how, delay) for rank in range(size)]
     assert [each.receive() for each in ranks] == ["ready"] * size
     others = [each for rank, each in enumerate(ranks) if rank != victim]
-    gone = {}
+    exited = {}
     if how in ("killed", "stops"):
         time.sleep(delay)
-        gone["at"] = ranks[victim].kill(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        exited["at"] = ranks[victim].kill(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     else:
-        gone = ranks[victim].receive()
-    gone["code"] = ranks[victim].wait() if how in ("killed", "exits", "raises") else None
+        exited = ranks[victim].receive()
+    exited["code"] = ranks[victim].wait() if how in ("killed", "exits", "raises") else None
     reports = [each.receive() for each in others]
     left = [each.receive() for each in others]
     if how == "stops":
         ranks[victim].kill(signal.SIGCONT)
-        gone["report"] = ranks[victim].receive()
+        exited["report"] = ranks[victim].receive()
     codes = [each.wait() for each in others]
-    return gone, reports, left, codes
+    return exited, reports, left, codes
 
 
 EXPECTED = {
@@ -140,7 +140,7 @@ def test_every_survivor_names_the_lost_rank_and_can_continue(killable, how, numb
     rng = random.Random(seed)
     size = rng.randint(2, 4)
     victim, delay = rng.randrange(size), rng.random() * 0.2
-    gone, reports, left, codes = killable.run_ranks(lose_one, size, seed, victim, how, delay, timeout=60)
+    exited, reports, left, codes = killable.run_ranks(lose_one, size, seed, victim, how, delay, timeout=60)
     kind, exit_code, text = EXPECTED[how]
     assert len(reports) == size - 1
     for each in reports:
@@ -150,13 +150,13 @@ def test_every_survivor_names_the_lost_rank_and_can_continue(killable, how, numb
             f"rank {victim} on host {socket.gethostname()} {text} in step {each['step']}, while"
             in each["text"]
         )
-        assert each["at"] >= gone["at"]
+        assert each["at"] >= exited["at"]
         assert abs(each["step"] - each["my_step"]) <= 5
-        assert each["step"] == gone.get("my_step", each["step"])
+        assert each["step"] == exited.get("my_step", each["step"])
     assert len({each["step"] for each in reports}) == 1, "all reports agree"
-    assert gone["code"] in (exit_code, None)
+    assert exited["code"] in (exit_code, None)
     if how == "stops":  # it wakes up and raises, since the others did not wait
-        assert (gone["report"]["kind"], gone["report"]["rank"]) == ("CollectiveTimeout", victim)
+        assert (exited["report"]["kind"], exited["report"]["rank"]) == ("CollectiveTimeout", victim)
     for before, after in left:
         assert after == before
     assert codes == [0] * (size - 1)

@@ -124,7 +124,7 @@ def cuts(rank, size, path):
     paceline.shutdown()
 
 
-def test_a_sum_is_the_same_to_the_bit_however_it_is_cut(tmp_path):
+def test_a_sum_is_bitwise_equal_for_any_cut(tmp_path):
     spawn(cuts, 4, str(tmp_path), env=as_hosts((0, 0, 1, 1)))
 
 

@@ -114,7 +114,7 @@ def test_random_collectives_equal_a_plain_loop_and_gloo(pool, size):
 def draw_messages(rng, size, number):
     """Return (source, target, tag, dtype, elements) of some messages.
 
-    Tags 0 and 7 come again between two ranks, in this round and the next; all others come once.
+    Tags 0 and 7 are reused between two ranks, in this round and the next; all others are used once.
     """
     found = []
     for _ in range(rng.randint(1, 14)):

@@ -31,7 +31,7 @@ def world(tmp_path):
 def test_random_calls_and_ddp_equal_a_plain_loop_and_gloo(world, ranks):
     ended = world(ranks, "collectives")
     assert ended.code == 0, ended
-    results = ended.told()
+    results = ended.reports()
     assert sorted(results) == list(range(ranks))
     for one in results.values():
         assert one["made"] >= 70
@@ -59,7 +59,7 @@ def test_a_missing_rank_is_an_error_and_all_ranks_end(world):
     assert ended.code != 0
     assert "CollectiveTimeout" in ended.err
     assert "arrived at all_reduce(float32[3], SUM) within 1.5 s" in ended.err
-    assert mpi_worlds.gone(ended.told().values())
+    assert mpi_worlds.all_ended(ended.reports().values())
 
 
 @pytest.mark.thorough
@@ -67,13 +67,13 @@ def test_a_rank_that_raises_ends_the_others(world):
     ended = world(2, "raising", timeout=60)
     assert ended.code != 0
     assert "an error of the program" in ended.err
-    assert mpi_worlds.gone(ended.told().values())
+    assert mpi_worlds.all_ended(ended.reports().values())
 
 
 @pytest.mark.thorough
 def test_unmatched_messages_are_errors_and_do_not_hang(world):
     ended = world(2, "unmatched", timeout=60)
-    assert "has 8 bytes, the tensor 12" in ended.told()[1][1]
+    assert "has 8 bytes, the tensor 12" in ended.reports()[1][1]
     assert ended.code != 0
     assert "rank 0 ends all ranks of MPI: a message that it sent was never received" in ended.err
 

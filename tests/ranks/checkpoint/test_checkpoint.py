@@ -47,33 +47,33 @@ class Set:
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optim, [4, 9], gamma=0.5)
         self.loader = paceline.Loader(data(), batch)
         objects = self.model, self.optim, self.schedule, self.loader
-        self.keep = paceline.Checkpoint(folder, *objects, **options)
+        self.checkpoint = paceline.Checkpoint(folder, *objects, **options)
         self.losses: list[float] = []
 
     def run(self, *, epochs=2, stop=None, before=None):
         """Train; return the losses of the steps taken (summed over ranks), stop after step `stop`."""
-        for batch in self.keep.resume(self.loader, epochs=epochs):
+        for batch in self.checkpoint.resume(self.loader, epochs=epochs):
             if before is not None:
-                before(self.keep.step)
+                before(self.checkpoint.step)
             error = self.model(batch).square().mean()
             self.model.backward(error, samples=batch.samples)
             self.optim.step()
             self.optim.zero_grad()
             self.schedule.step()
             self.losses.append(error.item() * batch.samples)
-            if self.keep.step == stop:
+            if self.checkpoint.step == stop:
                 break
-        self.keep.wait()
+        self.checkpoint.wait()
         return self
 
     def results(self):
         """Close, and return (losses, weights, random number, learning rate, epochs, step)."""
-        self.keep.close()
+        self.checkpoint.close()
         weights = [param.clone() for param in self.model.whole_parameters()]
-        if self.keep._rank == 0:
+        if self.checkpoint._rank == 0:
             weights += [buffer.clone() for buffer in self.model.buffers()]
         lr = self.optim.param_groups[0]["lr"]
-        return self.losses, weights, torch.rand(1).item(), lr, self.keep.epoch, self.keep.step
+        return self.losses, weights, torch.rand(1).item(), lr, self.checkpoint.epoch, self.checkpoint.step
 
 
 def train(rank, size, folder, sync, stop=None, every=5, batch=4):
@@ -145,21 +145,21 @@ def by_hand(rank, size, folder):
     one, two = (paceline.DataParallel(Steady().double()) for _ in range(2))
     optim = torch.optim.AdamW([*one.parameters(), *two.parameters()], lr=1e-2)
     loader = paceline.Loader(data()[:60], 10, uneven="drop")
-    keep = paceline.Checkpoint(folder, optim, loader, one=one, two=two, facts={"note": "α"}, keep=1)
-    found = keep.load()
+    checkpoint = paceline.Checkpoint(folder, optim, loader, one=one, two=two, facts={"note": "α"}, keep=1)
+    found = checkpoint.load()
     served = []
-    for _ in range(keep.epoch, 3):
-        for batch in keep.resume(loader):
+    for _ in range(checkpoint.epoch, 3):
+        for batch in checkpoint.resume(loader):
             loss = (one(batch) + two(batch)).square().mean()
             loss.backward()
             optim.step()
             optim.zero_grad()
             served.append(batch.samples)
-        keep.save(wait=True)
-        if keep.epoch == 2 and found is None:
+        checkpoint.save(wait=True)
+        if checkpoint.epoch == 2 and found is None:
             break
-    keep.close()
-    return len(served), keep.step, keep.epoch, found and (found.step, found.ranks, found.facts)
+    checkpoint.close()
+    return len(served), checkpoint.step, checkpoint.epoch, found and (found.step, found.ranks, found.facts)
 
 
 def test_a_program_with_its_own_loop_over_epochs(pool, tmp_path):
@@ -178,12 +178,12 @@ def everything_alone(rank, size, folder):
     net = Net()
     optim = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu")
-    keep = paceline.Checkpoint(folder, net, optim, scaler, every="10min")
+    checkpoint = paceline.Checkpoint(folder, net, optim, scaler, every="10min")
     net(torch.randn(8, WIDTH)).sum().backward()
     optim.step()
-    keep.save(wait=True)
-    keep.close()
-    return net.state_dict(), keep.step
+    checkpoint.save(wait=True)
+    checkpoint.close()
+    return net.state_dict(), checkpoint.step
 
 
 def test_a_bare_module_and_its_safetensors_file(pool, tmp_path):
@@ -196,7 +196,7 @@ def test_a_bare_module_and_its_safetensors_file(pool, tmp_path):
     assert equal([again.state_dict()[name] for name in state], state.values())
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refused input
 
 
 class Wider(Net):
@@ -214,19 +214,19 @@ def refused(rank, size, folder, other):
         assert equal(made.model.parameters(), before)
         return str(error)
     finally:
-        made.keep.close()
+        made.checkpoint.close()
     return "resumed"
 
 
 def test_a_checkpoint_of_other_objects_is_refused_by_name(pool, tmp_path):
     pool(2).run(train, tmp_path, "sharded", 6)
-    said = pool(2).run(refused, tmp_path, {"net": Wider})
+    messages = pool(2).run(refused, tmp_path, {"net": Wider})
     assert all(
         "is of another model: 'first.weight' is float64 [16, 6], here float64 [20, 6]" in text
-        for text in said
+        for text in messages
     )
-    said = pool(2).run(refused, tmp_path, {"more": nn.Linear(1, 1)})[0]
-    assert "model 'more' is not in the checkpoint" in said
+    text = pool(2).run(refused, tmp_path, {"more": nn.Linear(1, 1)})[0]
+    assert "model 'more' is not in the checkpoint" in text
     assert pool(2).run(train, tmp_path, "sharded")[0][-1] == 16
 
 
@@ -241,8 +241,8 @@ def bad_arguments(rank, size, folder):
         ((net, torch.optim.SGD(Net().parameters())), {}),
     ):
         try:
-            keep = paceline.Checkpoint(folder, *arguments, **options)
-            keep.save()
+            checkpoint = paceline.Checkpoint(folder, *arguments, **options)
+            checkpoint.save()
         except UsageError as error:
             results.append(str(error))
     return results
@@ -335,16 +335,16 @@ def test_a_full_disk_is_logged_and_training_continues(pool, tmp_path):
 def save_and_wait(rank, size, folder):
     paceline.init()
     made = Set(folder)
-    made.keep.save(wait=True)
-    made.keep.step = 7
+    made.checkpoint.save(wait=True)
+    made.checkpoint.step = 7
     fault_injection.disk_full(after_nbytes=0, rank=size - 1)
     try:
-        made.keep.save(wait=True)
+        made.checkpoint.save(wait=True)
     except CheckpointError as error:
         return str(error)
     finally:
         fault_injection.disarm()
-        made.keep.close()
+        made.checkpoint.close()
     return "saved"
 
 
@@ -384,7 +384,7 @@ def life(send, rank, where, store):
     made = Set(where, every=1)
     send("going")
     made.run(before=lambda _: time.sleep(0.01))
-    send((made.keep.resumed and made.keep.resumed.step, *made.results()))
+    send((made.checkpoint.resumed and made.checkpoint.resumed.step, *made.results()))
     paceline.shutdown()
 
 

@@ -30,13 +30,13 @@ def test_state_of_other_shapes_is_restored(tmp_path, kind):
 
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     net, optimizer = made()
-    with paceline.Checkpoint(tmp_path, net, optimizer) as keep:
+    with paceline.Checkpoint(tmp_path, net, optimizer) as checkpoint:
         step(net, optimizer, x)
-        keep.save(wait=True)
+        checkpoint.save(wait=True)
     step(net, optimizer, x)
     again, other = made()
-    with paceline.Checkpoint(tmp_path, again, other) as keep:
-        assert keep.load().step == 1
+    with paceline.Checkpoint(tmp_path, again, other) as checkpoint:
+        assert checkpoint.load().step == 1
     step(again, other, x)
     for ours, theirs in zip(again.parameters(), net.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -61,15 +61,15 @@ def one_step_more(rank, size, folder, sync, saves):
     x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
     model = paceline.DataParallel(Waves(), sync=sync)
     optimizer = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
-    keep = paceline.Checkpoint(folder, model, optimizer)
-    keep.load()
+    checkpoint = paceline.Checkpoint(folder, model, optimizer)
+    checkpoint.load()
     for _ in range(1 + saves):
         model.backward(model(x))
         optimizer.step()
         optimizer.zero_grad()
-        if saves and keep.step == 1:
-            keep.save(wait=True)
-    keep.close()
+        if saves and checkpoint.step == 1:
+            checkpoint.save(wait=True)
+    checkpoint.close()
     return [param.detach().clone() for param in model.module.parameters()]
 
 

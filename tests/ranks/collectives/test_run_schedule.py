@@ -182,7 +182,7 @@ def test_every_operation_gives_receipts(pool, op, name):
 
 
 class DamagedReceive(StreamingExecutor):
-    """Flips a bit of what rank 2 receives in round 1."""
+    """Flips a bit of a message to rank 2 in round 1."""
 
     def _record(self, records, transfer, offset, piece):
         if records is self.log.received and self.rank == 2 and transfer.number == 1:

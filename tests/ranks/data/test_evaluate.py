@@ -249,14 +249,14 @@ def test_training_modes_are_restored(pool, fails):
 
 def refused(rank, size, measures, uneven="join"):
     """Return the result or error of each measure on this rank."""
-    said = []
+    messages = []
     for measure in measures:
         loader = paceline.Loader(torch.arange(20.0), 4, uneven=uneven)
         try:
-            said.append(("ok", paceline.evaluate(torch.nn.Identity(), loader, MEASURES[measure](rank))))
+            messages.append(("ok", paceline.evaluate(torch.nn.Identity(), loader, MEASURES[measure](rank))))
         except UsageError as error:
-            said.append((type(error).__name__, str(error)))
-    return said
+            messages.append((type(error).__name__, str(error)))
+    return messages
 
 
 def by_batch(first, later):
@@ -288,7 +288,7 @@ MEASURES = {
 
 def test_invalid_results_are_refused_on_all_ranks(pool):
     both = list(MEASURES)
-    first, second = (dict(zip(both, said, strict=True)) for said in pool(2).run(refused, both))
+    first, second = (dict(zip(both, outcome, strict=True)) for outcome in pool(2).run(refused, both))
     for name, message in (
         ("list", "measure returned list [1.0]"),
         ("none", "measure returned NoneType None"),
@@ -300,12 +300,12 @@ def test_invalid_results_are_refused_on_all_ranks(pool):
         ("no weight", "nothing was measured: all weights are 0"),
         ("other values", "measure returned list ["),
     ):
-        for said in (first[name], second[name]):
-            assert said[0] in ("UsageError", "MismatchError")
-            assert message in said[1], name
-    for said in (first, second):
-        assert said["other names on rank 1"][0] == "MismatchError"
-        assert "rank 0 has 'a'; rank 1 has 'b'" in said["other names on rank 1"][1]
+        for outcome in (first[name], second[name]):
+            assert outcome[0] in ("UsageError", "MismatchError")
+            assert message in outcome[1], name
+    for outcome in (first, second):
+        assert outcome["other names on rank 1"][0] == "MismatchError"
+        assert "rank 0 has 'a'; rank 1 has 'b'" in outcome["other names on rank 1"][1]
     assert "rank 1 has measure returned list [1.0]" in first["a list on rank 1"][1]
     assert "measure returned list [1.0]\n" in second["a list on rank 1"][1]
     assert (
@@ -316,8 +316,8 @@ def test_invalid_results_are_refused_on_all_ranks(pool):
 
 @pytest.mark.parametrize("uneven", ["truncate", "drop", "pad"])
 def test_policies_that_are_not_exact_are_refused(pool, uneven):
-    for said in pool(2).run(refused, ["list"], uneven):
-        assert f"evaluating with uneven='{uneven}', which does not use every sample once" in said[0][1]
+    for outcome in pool(2).run(refused, ["list"], uneven):
+        assert f"evaluating with uneven='{uneven}', which does not use every sample once" in outcome[0][1]
 
 
 def test_other_loaders_are_refused():

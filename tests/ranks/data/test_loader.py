@@ -195,7 +195,7 @@ def gradient_errors(rank, size, cases):
 
 
 def gradient_error(size, sync, uneven, samples=83, accumulate=1, **options):
-    """Train an epoch with steps of length 1, so that what changes is the gradient."""
+    """Train an epoch with steps of length 1, so that differences are those of the gradient."""
     dataset = data(samples)
     loader = paceline.Loader(
         dataset, 8, uneven=uneven, **{"shares": QUARTERS if size == 4 else None, **options}
@@ -260,7 +260,7 @@ class Through(torch.nn.Module):
 
 
 def batches_through(rank, size, sync):
-    """Return how far parameters are apart after training on batches as they are served, and on plain dicts."""
+    """Return how much parameters differ after training on served batches and on plain dicts."""
     rows = [{"x": x, "y": y} for x, y, _ in data(40)]
     trained = []
     for kind in (lambda batch: batch, dict):
@@ -272,7 +272,7 @@ def batches_through(rank, size, sync):
             optim.step()
             optim.zero_grad()
         trained.append([param.clone() for param in model.whole_parameters()])
-    return model_zoo.apart(*trained)
+    return model_zoo.max_difference(*trained)
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "full-shard"])
@@ -283,7 +283,7 @@ def test_a_model_may_return_its_input_batch(pool, sync):
 # ------------------------------------------------------------------ places
 
 
-def go_on(rank, size, cases):
+def continue_from(rank, size, cases):
     """Serve some batches from each position on, and return them with the position after them."""
     return [resumed(rank, size, **case) for case in cases]
 
@@ -303,7 +303,7 @@ def relay(pool, rng, cases, sizes):
         last = stage == len(sizes) - 1
         for case in cases:
             case |= {"shares": drawn_shares(rng, size), "steps": None if last else rng.randint(1, 4)}
-        results = zip(*pool(size).run(go_on, cases), strict=True)
+        results = zip(*pool(size).run(continue_from, cases), strict=True)
         for number, (case, ranks) in enumerate(zip(cases, results, strict=True)):
             assert len({place for _, place, _ in ranks}) == 1, "all ranks are at the same place"
             case["place"], epoch = ranks[0][1:]
@@ -339,7 +339,7 @@ def test_policies_that_lose_samples_are_resumed_too(pool, uneven):
     for stage, size in enumerate((2, 4, 1, 3)):
         for case in cases:
             case |= {"shares": None, "steps": rng.randint(1, 3)}
-        for case, ranks in zip(cases, zip(*pool(size).run(go_on, cases), strict=True), strict=True):
+        for case, ranks in zip(cases, zip(*pool(size).run(continue_from, cases), strict=True), strict=True):
             assert len({place for _, place, _ in ranks}) == 1
             case["place"] = ranks[0][1]
             used = [sample for found, _, _ in ranks for sample in found]

@@ -41,15 +41,15 @@ class Broken(Dataset):
 
 def mismatched(rank, size, cases):
     """Return the error of each case: (arguments, arguments on rank 1)."""
-    said = []
+    messages = []
     for common, special in cases:
         options = {"dataset": list(range(20)), "batch_size": 4, **common, **(special if rank == 1 else {})}
         loader = paceline.Loader(**options)
         with pytest.raises(MismatchError) as caught:
             iter(loader)
         assert caught.value.rank == 1
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 MISMATCHES = [
@@ -67,14 +67,14 @@ MISMATCHES = [
 
 def test_differences_between_ranks_are_named_on_all_of_them(pool):
     results = pool(3).run(mismatched, [case[:2] for case in MISMATCHES])
-    for (_, _, message), said in zip(MISMATCHES, zip(*results, strict=True), strict=True):
-        assert len(set(said)) == 1, "the same on all ranks"
-        assert re.search(f"the loader differs between ranks: .*{message}", said[0])
+    for (_, _, message), messages in zip(MISMATCHES, zip(*results, strict=True), strict=True):
+        assert len(set(messages)) == 1, "the same on all ranks"
+        assert re.search(f"the loader differs between ranks: .*{message}", messages[0])
 
 
 def on_one_rank(rank, size):
     """Position, epoch and dataset differ."""
-    said = []
+    messages = []
     place = paceline.Loader(list(range(20)), 2)
     next(iter(place))
     grown = list(range(20))
@@ -91,8 +91,8 @@ def on_one_rank(rank, size):
             loader.load_state_dict({**place.state_dict(), "step": 1 + (rank == 1)})
         with pytest.raises(MismatchError) as caught:
             iter(loader)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_a_different_position_epoch_or_length_on_one_rank_is_named(pool):
@@ -126,7 +126,7 @@ def test_one_rank_with_another_kind_of_dataset_is_named(pool):
 
 def refused(rank, size):
     """Return the errors of invalid loaders, on three ranks."""
-    said = []
+    messages = []
     for options in (
         {"shares": [0.5, 0.5]},
         {"shares": [0.5, 0.5, 0.5]},
@@ -140,8 +140,8 @@ def refused(rank, size):
     ):
         with pytest.raises(UsageError) as caught:
             paceline.Loader(**{"dataset": list(range(10)), "batch_size": 2, **options})
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_invalid_settings_are_refused_alike_on_all_ranks(pool):
@@ -217,9 +217,9 @@ def test_a_sample_that_one_rank_cannot_load_ends_all(pool, tmp_path, way, worker
     }
     assert broken[0] is DataError
     assert re.search(rf"\[rank 1\] {messages.get(way, 'a worker ended while batch 2 of epoch 0')}", broken[1])
-    for kind, said, steps in (first, third):
+    for kind, message, steps in (first, third):
         assert issubclass(kind, PeerLost | SyncError)
-        assert "rank 1" in said
+        assert "rank 1" in message
         assert steps == 2
 
 

@@ -34,7 +34,7 @@ def train(loader, sync="bucketed", seconds=0.0, epochs=2):
             parameters.append(whole(model))
             steps.append(numbers.tolist() if batch.samples else [])
         assert len(loader) == len(steps), "though it was dealt again on the way"
-        seen = [gathered(numbers) for numbers in steps]  # afterwards: nobody counts how long this waits
+        seen = [gathered(numbers) for numbers in steps]  # afterwards, so that this wait is not measured
         for union, (before, after) in zip(seen, pairwise(parameters), strict=True):
             for old, new, exact in zip(before, after, one_process(before, dataset, union), strict=True):
                 worst = max(worst, ((old - new - exact).abs().max() / exact.abs().max()).item())
@@ -73,7 +73,7 @@ def test_the_faster_rank_gets_more_and_results_stay_exact(pool, sync, every):
     assert speeds[0] > speeds[1] > 0
 
 
-def go_on(rank, size, state, epochs):
+def continue_from(rank, size, state, epochs):
     loader = paceline.Loader(data(SAMPLES), 16, shares="measured")
     loader.load_state_dict(json.loads(json.dumps(state)))
     shares = loader.state_dict()["dealt"]["parts"]
@@ -87,11 +87,11 @@ def gathered_all(loader):
 
 def test_measured_shares_are_resumed_by_the_same_number_of_ranks(pool):
     state = pool(2, "paceline").run(one_rank_is_slower, "bucketed", None)[0][4]
-    for shares, complete, speeds in pool(2).run(go_on, state, 1):
+    for shares, complete, speeds in pool(2).run(continue_from, state, 1):
         assert shares == state["dealt"]["parts"]
         assert complete, "an epoch later"
         assert speeds == state["speeds"]
-    for shares, complete, speeds in pool(3).run(go_on, state, 1):
+    for shares, complete, speeds in pool(3).run(continue_from, state, 1):
         assert shares == state["dealt"]["parts"], "nothing is left of that epoch"
         assert complete
         assert speeds is None, "of three ranks nobody knows the speed"
@@ -99,9 +99,9 @@ def test_measured_shares_are_resumed_by_the_same_number_of_ranks(pool):
 
 def without_waiting(rank, size, sync, every):
     """Serve without a model that measures waits, and return the shares and the log."""
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     log = logging.getLogger("paceline.data")
     log.addHandler(handler)
     try:
@@ -114,15 +114,15 @@ def without_waiting(rank, size, sync, every):
             shares = train(loader, sync)[2][-1]
     finally:
         log.removeHandler(handler)
-    return shares, [each for each in said if "shares stay as they are" in each]
+    return shares, [each for each in messages if "shares stay as they are" in each]
 
 
 @pytest.mark.parametrize(("sync", "every"), [(None, None), (None, 1), ("full-shard", 2)])
 def test_without_known_waits_shares_stay_and_one_warning_is_logged(pool, sync, every):
-    (shares, said), (others, silent) = pool(2).run(without_waiting, sync, every)
+    (shares, messages), (others, silent) = pool(2).run(without_waiting, sync, every)
     assert shares == others == [1, 1]
-    assert len(said) == 1
-    assert "paceline.DataParallel" in said[0]
+    assert len(messages) == 1
+    assert "paceline.DataParallel" in messages[0]
     assert silent == []
 
 

@@ -117,14 +117,14 @@ def test_empty_streams_are_epochs_without_a_step(pool, size):
     assert pool(size).run(all_empty) == [[[], []]] * size
 
 
-# ------------------------------------------------------------------ what is warned of
+# ------------------------------------------------------------------ warnings
 
 
 def warnings_of(rank, size, firsts, stream, kind, samples=9):
     """Serve an epoch, and return the log."""
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
+    handler.emit = lambda record: messages.append((record.levelname, record.getMessage()))
     log = logging.getLogger("paceline.data")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -134,7 +134,7 @@ def warnings_of(rank, size, firsts, stream, kind, samples=9):
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
-    return said
+    return messages
 
 
 class Shown(IterableDataset):
@@ -161,12 +161,12 @@ def test_streams_that_contradict_the_option_are_warned_of(pool, kind):
     alike = (
         "all ranks' streams begin with the same sample: if they are the same, every sample is used 2 times"
     )
-    apart = "ranks read different streams, of which each keeps its part only"
+    separate_streams = "ranks read different streams, of which each keeps its part only"
     for firsts, stream, expected in (
         ([0, 0], "own", alike),
         ([0, 100], "own", None),
         ([0, 0], "whole", None),
-        ([0, 100], "whole", apart),
+        ([0, 100], "whole", separate_streams),
     ):
         first, second = pool(2).run(warnings_of, firsts, stream, kind)
         assert not second, "rank 0 speaks for all"
@@ -186,7 +186,7 @@ def test_a_stream_describes_the_use_of_its_data(pool):
     ]
 
 
-# ------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------ failures
 
 
 def failing(rank, size, bad, workers, uneven, times):
@@ -239,7 +239,7 @@ def test_the_epoch_after_an_error_is_served(pool):
 # ------------------------------------------------------------------ places
 
 
-def go_on(rank, size, cases):
+def continue_from(rank, size, cases):
     return [resumed(rank, **case) for case in cases]
 
 
@@ -260,7 +260,7 @@ def relay(pool, rng, cases, sizes):
             case["steps"] = None if stage == len(sizes) - 1 else rng.randint(1, 3)
             if not isinstance(case["samples"], list):
                 case["shares"] = drawn_shares(rng, size)
-        results = zip(*pool(size).run(go_on, cases), strict=True)
+        results = zip(*pool(size).run(continue_from, cases), strict=True)
         for number, (case, ranks) in enumerate(zip(cases, results, strict=True)):
             assert len({place for _, place in ranks}) == 1, "all ranks are at the same place"
             case["place"] = ranks[0][1]
@@ -300,7 +300,7 @@ def more_ranks(rank, size, place):
 
 def test_a_stream_per_rank_is_not_resumed_by_more_ranks(pool):
     case = {"samples": [9, 9], "place": None, "options": {"batch_size": 4}, "steps": 1}
-    place = pool(2).run(go_on, [case])[0][0][1]
+    place = pool(2).run(continue_from, [case])[0][0][1]
     pool(3).run(more_ranks, place)
 
 

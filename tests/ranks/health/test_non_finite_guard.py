@@ -70,7 +70,7 @@ def skips(rank, size, sync, plain, clip, source):
             reports.append((guard.latest.step, guard.latest.ranks, len(guard.latest.names), guard.skipped))
     return (
         reports,
-        model_zoo.apart(model.whole_parameters(), one_process([0, 2, 4], range(size))),
+        model_zoo.max_difference(model.whole_parameters(), one_process([0, 2, 4], range(size))),
         guard.latest.parameters,
     )
 
@@ -98,7 +98,7 @@ def accumulates(rank, size, sync):
         backward(model, rank, 2 * step + 1)
         optim.step()
         optim.zero_grad()
-    gap = model_zoo.apart(model.whole_parameters(), one_process([0, 2], range(size), micros=2))
+    gap = model_zoo.max_difference(model.whole_parameters(), one_process([0, 2], range(size), micros=2))
     seen = [guard.latest.ranks]
     backward(model, rank, 8, samples=4 if rank == 1 else 0)
     optim.step(), optim.zero_grad()
@@ -145,10 +145,10 @@ def stops(rank, size, sync):
     with pytest.raises(NonFiniteGradient) as caught:
         optim.step()
     optim.zero_grad()
-    same = model_zoo.apart(model.whole_parameters(), before)
+    same = model_zoo.max_difference(model.whole_parameters(), before)
     backward(model, rank, 2)
     optim.step()
-    moved = model_zoo.apart(model.whole_parameters(), before)
+    moved = model_zoo.max_difference(model.whole_parameters(), before)
     return str(caught.value), caught.value.rank, caught.value.step, guard.latest.names, same, moved
 
 
@@ -198,7 +198,7 @@ def overflows(rank, size, sync):
         model.backward(model(torch.ones(2, 2)).mean() * factor, samples=2)
         optim.step()
         optim.zero_grad()
-        moved = model_zoo.apart(model.whole_parameters(), before)
+        moved = model_zoo.max_difference(model.whole_parameters(), before)
         assert (moved > 0.5) == (factor < 2e38)
     return guard.skipped, guard.latest.ranks, guard.latest.names
 

@@ -117,16 +117,18 @@ def repairs(rank, size, optimizer, source):
 
 def test_repair_copies_parameters_from_the_given_rank(pool):
     for optimizer, suspect in ((torch.optim.SGD, False), (torch.optim.AdamW, True)):
-        (times, first, said, refused), *others = pool(3).run(repairs, optimizer, 0)
+        (times, first, messages, refused), *others = pool(3).run(repairs, optimizer, 0)
         assert (times, refused) == (1, "")
         for _, params, silent, _ in others:
             assert silent == []
             if not suspect:  # SGD has no state that differs
-                assert model_zoo.apart(params, first) == 0
-        assert len(said) == 1
-        assert said[0].startswith("after optimizer step 2, rank 1 holds another parameter 'layers.0.weight'")
-        assert "all ranks now have rank 0's parameters" in said[0]
-        assert ("its optimizer state may be wrong too" in said[0]) == suspect
+                assert model_zoo.max_difference(params, first) == 0
+        assert len(messages) == 1
+        assert messages[0].startswith(
+            "after optimizer step 2, rank 1 holds another parameter 'layers.0.weight'"
+        )
+        assert "all ranks now have rank 0's parameters" in messages[0]
+        assert ("its optimizer state may be wrong too" in messages[0]) == suspect
 
 
 def repairs_from_the_one_that_differs(rank, size):

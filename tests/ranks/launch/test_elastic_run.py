@@ -56,7 +56,7 @@ def note(name):
     (notes / f"{name}.part").rename(notes / name)
 """
 
-DEAF = """
+IGNORES_SIGTERM = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("out", life, flush=True)
 print("err", life, file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ if rank == 1:
 time.sleep(600)
 """
 
-# Rank 2 fails, and takes a while to end; rank 0 notices that and has ended before it; rank 1 goes on.
+# Rank 2 fails, and takes a while to end; rank 0 notices that and has ended before it; rank 1 continues.
 FOLLOWS = """
 def ended(name):
     return Path("/proc", (notes / name).read_text(), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -132,22 +132,22 @@ def assert_gone(home, names):
 
 
 @pytest.mark.thorough
-def test_worlds_form_anew_at_the_same_size_and_at_a_smaller_one(home, capfd):
-    asked = []
+def test_worlds_form_again_at_the_same_and_a_smaller_size(home, capfd):
+    calls = []
     logs = home / "logs"
-    run_elastic(script(home, WORLDS), 2, log_dir=logs, min_ranks=1, progress=lambda: bool(asked.append(0)))
+    run_elastic(script(home, WORLDS), 2, log_dir=logs, min_ranks=1, progress=lambda: bool(calls.append(0)))
     shown = capfd.readouterr()
     assert shown.out.splitlines() == ["0 0 2 2 3", "1 0 2 2 3", "2 0 1 1 1"]
     assert (logs / "rank1.log").read_text().startswith("0 1 2 2 3\n")
     assert (logs / "restart1" / "rank1.log").read_text() == "1 1 2 2 3\n"
     assert not (logs / "restart2").exists()
-    told = [line for line in shown.err.splitlines() if line.startswith("paceline: ")]
-    assert [line.partition(" after ")[0] for line in told] == [
+    messages = [line for line in shown.err.splitlines() if line.startswith("paceline: ")]
+    assert [line.partition(" after ")[0] for line in messages] == [
         f"paceline: restart 1: rank 1 on {os.uname().nodename} ended with exit code 1",
         f"paceline: restart 2: rank 1 on {os.uname().nodename} was ended by SIGKILL",
     ]
-    assert told[0].endswith("(ValueError: a bad batch); 2 → 2 ranks")
-    assert told[1].endswith("the same rank failed 2 times in a row without progress; 2 → 1 rank")
+    assert messages[0].endswith("(ValueError: a bad batch); 2 → 2 ranks")
+    assert messages[1].endswith("the same rank failed 2 times in a row without progress; 2 → 1 rank")
     records = restarts(logs)
     assert [(one["restart"], one["action"], one["ranks_before"], one["ranks_after"]) for one in records] == [
         (1, "same", 2, 2),
@@ -155,14 +155,16 @@ def test_worlds_form_anew_at_the_same_size_and_at_a_smaller_one(home, capfd):
     ]
     assert [(one["first"]["rank"], one["first"]["exit_code"]) for one in records] == [(1, 1), (1, -9)]
     assert records[0]["first"]["lines"][-1].endswith("ValueError: a bad batch")
-    assert len(asked) == 2
+    assert len(calls) == 2
     assert list((home / "tmp").iterdir()) == []
 
 
 @pytest.mark.thorough
 def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
     timeouts = JobTimeouts(end=0.2)
-    job = JobSpec(script(home, PLAIN + DEAF), 2, 1, max_restarts=2, progress=lambda: True, timeouts=timeouts)
+    job = JobSpec(
+        script(home, PLAIN + IGNORES_SIGTERM), 2, 1, max_restarts=2, progress=lambda: True, timeouts=timeouts
+    )
     with pytest.raises(RankFailed, match=r"\[rank 1\] ended with exit code 5 after") as caught:
         run_job(job)
     assert (caught.value.rank, caught.value.exit_code) == (1, 5)
@@ -172,7 +174,7 @@ def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
     assert shown.out == "out 0\nout 1\nout 2\n"
     assert [line for line in shown.err.splitlines() if "restart" not in line] == ["err 0", "err 1", "err 2"]
     assert shown.err.count("; 2 → 2 ranks\n") == 2
-    assert_gone(home, [f"here{rank}-{life}" for rank in range(2) for life in range(3)])
+    assert_gone(home, [f"here{rank}-{restart}" for rank in range(2) for restart in range(3)])
     assert list((home / "tmp").iterdir()) == []
 
 
@@ -203,7 +205,7 @@ def signalled(fork, folder, words, notes, number):
     return child.wait()
 
 
-def command(tell, words, notes):
+def command(send, words, notes):
     os.environ |= {"NOTES": notes, "PYTHONPATH": SOURCE}
     tempfile.tempdir = str(Path(notes).with_name("tmp"))  # a killed command leaves its logs there
     sys.argv = ["paceline", *words]
@@ -222,8 +224,8 @@ def test_a_signal_ends_all(home, killable, number, code):
     assert_gone(home, ["here0", "here1"])
 
 
-class Told:
-    """A place whose store answers from a list."""
+class StoreAnswers:
+    """An endpoint whose store answers from a list."""
 
     address = RendezvousAddress("pc1", 29400)
 
@@ -241,16 +243,16 @@ class Told:
 def test_a_host_whose_clock_is_wrong_is_refused(ahead, word):
     from paceline.launch.agent.elastic_rendezvous import check_endpoint
 
-    told = Told(b"1", b"0", repr(time.time() - ahead).encode())
+    answers = StoreAnswers(b"1", b"0", repr(time.time() - ahead).encode())
     with pytest.raises(
         WorldError, match=rf"clock of this host is \d+\.\d s {word} that at pc1:29400"
     ) as caught:
-        check_endpoint(told, JobTimeouts())
+        check_endpoint(answers, JobTimeouts())
     assert "NTP" in caught.value.remedy
-    check_endpoint(Told(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
+    check_endpoint(StoreAnswers(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
 
 
-def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
+def test_another_service_at_the_rendezvous_address_is_reported(monkeypatch, capfd):
     from paceline.launch.agent import elastic_rendezvous
 
     monkeypatch.setattr(elastic_rendezvous, "_STORE_SECONDS", 0.5)
@@ -265,7 +267,7 @@ def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_surplus_host_learns_that_the_job_ended_well(monkeypatch, capfd):
+def test_a_surplus_host_is_notified_that_the_job_succeeded(monkeypatch, capfd):
     from paceline.launch.agent.elastic_agent import ElasticAgent, run_host
     from paceline.launch.agent.restart_policy import JobEnded, JobOutcome
 
@@ -274,8 +276,8 @@ def test_a_surplus_host_learns_that_the_job_ended_well(monkeypatch, capfd):
 
     monkeypatch.setattr(ElasticAgent, "run", over)
     run_host(JobSpec(["train.py"], 1, 1), RankLogs(None))
-    said = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
-    assert "paceline: the job ended well while this host waited to join" in said
+    lines = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
+    assert "paceline: the job ended well while this host waited to join" in lines
 
 
 def test_two_servers_at_one_port_are_refused_without_a_traceback():

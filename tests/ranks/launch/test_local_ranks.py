@@ -21,7 +21,7 @@ from paceline.launch.process.local_ranks import run_ranks
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 
-# What every rank does first: note its process id, so that the test can see whether it is still there.
+# Every rank first records its process id, so that the test can check whether it still runs.
 NOTE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -74,7 +74,7 @@ def assert_clean(home, ranks):
 
 
 @pytest.mark.thorough
-def test_ranks_get_their_places_and_meet_without_a_port(home):
+def test_ranks_get_their_numbers_and_join_without_a_port(home):
     body = """
 import paceline, torch
 world = paceline.init()
@@ -84,8 +84,8 @@ note(f"world{rank}", (world.rank, world.size, world.local_rank, world.local_size
 paceline.shutdown()
 """
     run_ranks(program(body), 3, timeout=120)
-    told = notes(home)
-    assert [eval(told[f"world{rank}"]) for rank in range(3)] == [
+    lines = notes(home)
+    assert [eval(lines[f"world{rank}"]) for rank in range(3)] == [
         (rank, 3, rank, 3, 1, 6.0) for rank in range(3)
     ]
     assert_clean(home, 3)
@@ -214,7 +214,7 @@ except KeyboardInterrupt:
 """
 
 
-def hear_signals():
+def print_signals():
     """Take signals as usual, also where the tests run under a shell's background job or nohup."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -230,7 +230,7 @@ def start_parent(home):
     """Start a process that runs two ranks which sleep; it is ended with the test at the latest."""
     started = []
 
-    def start(prepare=hear_signals):
+    def start(prepare=print_signals):
         body = 'note(f"ready{rank}", ""); time.sleep(600)'
         command = [sys.executable, "-c", PARENT, *program(body)]
         parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=prepare)
@@ -249,13 +249,13 @@ def start_parent(home):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
+    ("number", "code", "message"),
     [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, ""), (signal.SIGHUP, 129, "")],
 )
-def test_a_signal_to_the_parent_ends_all_in_order(home, start_parent, number, code, said):
+def test_a_signal_to_the_parent_ends_all_in_order(home, start_parent, number, code, message):
     parent = start_parent()
     parent.send_signal(number)
-    assert parent.communicate(timeout=60)[0] == said
+    assert parent.communicate(timeout=60)[0] == message
     assert parent.returncode == code
     assert_clean(home, 2)
 
@@ -342,12 +342,12 @@ note(f"place{rank}", (place.rank, place.size, place.init_method.startswith("file
 @pytest.mark.parametrize(
     ("argv", "ranks", "text"), [([], 2, "no program"), (["-V"], 0, "ranks=0"), (["-V"], -1, "ranks=-1")]
 )
-def test_what_cannot_be_run_is_refused(argv, ranks, text):
+def test_programs_that_cannot_run_are_refused(argv, ranks, text):
     with pytest.raises(UsageError, match=text):
         run_ranks(argv, ranks)
 
 
-def test_the_leash_runs_the_program_under_the_same_process_id():
+def test_the_pdeathsig_wrapper_keeps_the_process_id():
     from paceline._core import pdeathsig
 
     code = "import os; print(os.getpid())"

@@ -1,4 +1,4 @@
-"""Compressed gradients: the same result on all ranks, close to the exact one, and nothing is lost for good."""
+"""Compressed gradients: the same result on all ranks, close to the exact one, and nothing is lost permanently."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def grads(model):
 
 
 def train(rank, size, compression, shard, bucket_mib, steps, dtype=torch.float32):
-    """Train with unequal batches and accumulation; return parameters, the last loss, and what compression says."""
+    """Train with unequal batches and accumulation; return parameters, the last loss, and the compression statistics."""
     plan = paceline.Sync(bucket_mib=bucket_mib, shard=shard, compression=compression)
     model = paceline.DataParallel(network(dtype), sync=plan)
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=3e-3)
@@ -95,7 +95,7 @@ def test_all_ranks_get_the_same_and_nearly_the_exact_one(pool, backend, shard, c
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
 @pytest.mark.parametrize("compression", [SPARSE, DEEP, THIN], ids=lambda each: each.name)
-def test_what_sends_a_part_only_is_the_same_on_all_ranks_and_learns(pool, backend, shard, compression):
+def test_sparse_compression_is_equal_on_all_ranks_and_learns(pool, backend, shard, compression):
     first = pool(3, backend).run(train, None, shard, 0.05, 1)[0][1]
     ours = pool(3, backend).run(train, compression, shard, 0.05, 24)
     assert all(torch.equal(ours[0][0], other) for other, *_ in ours)
@@ -126,8 +126,8 @@ def with_slow_exchange_thread(rank, size, shard):
     return flat(model.parameters())
 
 
-def test_a_sum_that_is_still_under_way_is_not_scaled(pool):
-    """What compression left out is scaled with the result, so while a thread works on both, neither may be."""
+def test_a_pending_sum_is_not_scaled(pool):
+    """The residual is scaled with the result, so neither may be while a thread works on both."""
     whole, sharded = (pool(2).run(with_slow_exchange_thread, shard)[0] for shard in ("none", "optimizer"))
     assert torch.allclose(sharded, whole, rtol=0, atol=1e-6)
 
@@ -140,7 +140,7 @@ def test_low_precision_parameters_are_compressed_too(pool, compression):
 
 
 def accumulated(rank, size, compression, uneven, call):
-    """Return the sum of all results, of all exact results, and of what this rank has left out, by parameter."""
+    """Return the sum of all results, of all exact results, and of this rank's residuals, by parameter."""
     squeezed = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     exact = paceline.DataParallel(network(), sync="bucketed")
     totals = []
@@ -167,7 +167,7 @@ def accumulated(rank, size, compression, uneven, call):
 @pytest.mark.parametrize(
     "compression", ["int8", "int4", paceline.Compression("bf16", feedback=True), SPARSE, THIN], ids=str
 )
-def test_what_was_sent_and_what_is_left_out_make_up_what_was_given(pool, compression, call):
+def test_sent_values_plus_the_residual_make_up_the_input(pool, compression, call):
     """Also where ranks have other samples in every step, and results are scaled after the sum."""
     results = pool(3).run(accumulated, compression, call == "samples", call)
     for sent, given in ([sum_ for sum_ in totals] for totals, _ in results):
@@ -185,7 +185,7 @@ def test_what_was_sent_and_what_is_left_out_make_up_what_was_given(pool, compres
 
 
 def poisoned(rank, size, compression):
-    """One gradient of rank 1 is not a number, and one backward of rank 0 fails; training goes on."""
+    """One gradient of rank 1 is not a number, and one backward of rank 0 fails; training continues."""
     model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
     finite = paceline.NonFiniteGuard(model, optim, "skip")
@@ -224,22 +224,22 @@ def test_a_gradient_that_is_not_finite_is_found_and_leaves_nothing_behind(pool, 
 
 
 def resumed(rank, size, folder, compression, steps, total):
-    """Train up to step `steps` from wherever the checkpoint is; return parameters and what is still owed."""
+    """Train up to step `steps` from the checkpoint on; return parameters and residuals."""
     torch.manual_seed(rank)
     model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    keep = paceline.Checkpoint(folder, model, optim)
-    keep.load()
-    while keep.step < steps:
-        model.backward(loss_of(model, rank, keep.step), samples=8)
+    checkpoint = paceline.Checkpoint(folder, model, optim)
+    checkpoint.load()
+    while checkpoint.step < steps:
+        model.backward(loss_of(model, rank, checkpoint.step), samples=8)
         optim.step()
         optim.zero_grad()
     if steps < total:
-        keep.save(wait=True)
-    keep.close()
+        checkpoint.save(wait=True)
+    checkpoint.close()
     kept = model.engine.residuals.state()["parts"]
-    owed = {name: parts["residual"].double() for name, parts in kept.items() if "residual" in parts}
-    return flat(model.parameters()), owed
+    residuals = {name: parts["residual"].double() for name, parts in kept.items() if "residual" in parts}
+    return flat(model.parameters()), residuals
 
 
 @pytest.mark.sweep
@@ -248,7 +248,7 @@ def resumed(rank, size, folder, compression, steps, total):
     ["int8", paceline.Compression("int4", rounding="stochastic"), DEEP, paceline.Compression("powersgd")],
     ids=str,
 )
-def test_what_is_left_out_is_saved_so_a_resumed_run_is_the_same_to_the_bit(pool, tmp_path, compression):
+def test_residuals_are_saved_so_a_resumed_run_is_bitwise_equal(pool, tmp_path, compression):
     whole = pool(2).run(resumed, str(tmp_path / "whole"), compression, 10, 10)
     pool(2).run(resumed, str(tmp_path / "cut"), compression, 6, 10)
     cut = pool(2).run(resumed, str(tmp_path / "cut"), compression, 10, 10)
@@ -257,31 +257,31 @@ def test_what_is_left_out_is_saved_so_a_resumed_run_is_the_same_to_the_bit(pool,
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_other_ranks_owe_what_the_old_ones_had_left_out(pool, tmp_path, ranks):
-    before = [owed for _, owed in pool(3).run(resumed, str(tmp_path), "int4", 5, 10)]
-    after = pool(ranks).run(owed_after_loading, str(tmp_path), "int4")
+def test_new_ranks_take_over_the_residuals_of_the_old_ones(pool, tmp_path, ranks):
+    before = [residuals for _, residuals in pool(3).run(resumed, str(tmp_path), "int4", 5, 10)]
+    after = pool(ranks).run(residuals_after_loading, str(tmp_path), "int4")
     for name in before[0]:
-        total = sum(owed[name] for owed in before)
+        total = sum(residuals[name] for residuals in before)
         assert total.norm() > 0
-        assert torch.allclose(sum(owed[name] for owed in after), total, rtol=0, atol=1e-7)
+        assert torch.allclose(sum(residuals[name] for residuals in after), total, rtol=0, atol=1e-7)
 
 
-def owed_after_loading(rank, size, folder, compression):
+def residuals_after_loading(rank, size, folder, compression):
     model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    keep = paceline.Checkpoint(folder, model, optim)
-    keep.load()
-    keep.close()
-    owed = [state["parts"] for state in model.engine.residuals._loaded]
+    checkpoint = paceline.Checkpoint(folder, model, optim)
+    checkpoint.load()
+    checkpoint.close()
+    residuals = [state["parts"] for state in model.engine.residuals._loaded]
     return (
-        {name: sum(parts[name]["residual"].double() for parts in owed) for name in owed[0]}
-        if owed
+        {name: sum(parts[name]["residual"].double() for parts in residuals) for name in residuals[0]}
+        if residuals
         else Zeros()
     )
 
 
 class Zeros(dict):
-    """What a rank owes that had no place in the world before."""
+    """Return the residual of a rank that is new in the world."""
 
     def __missing__(self, name):
         return 0.0
@@ -291,7 +291,7 @@ class Zeros(dict):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"name": "int7"}, "unknown compression 'int7'"),
         ({"name": "topk", "keep": 0}, "keep=0"),
@@ -307,18 +307,18 @@ class Zeros(dict):
         ({"name": "int8", "exempt": "*.bias"}, "give a tuple: exempt=('*.bias',)"),
     ],
 )
-def test_a_compression_that_makes_no_sense_is_refused(options, said):
+def test_an_invalid_compression_is_refused(options, message):
     with pytest.raises(UsageError) as refused:
         paceline.Compression(**options)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_what_names_no_compression_is_refused():
+def test_an_unknown_compression_is_refused():
     with pytest.raises(UsageError, match="unknown compression 8"):
         paceline.Sync(compression=8)
 
 
-def test_what_compression_is_unfit_for_is_named():
+def test_values_unfit_for_compression_are_named():
     with pytest.raises(UsageError, match=r"int8 can't compress parameter '0\.weight' of float64"):
         paceline.DataParallel(network(torch.float64), sync=paceline.Sync(compression="int8"))
     with pytest.raises(UsageError, match=r"bf16 can't compress parameter '0\.weight' of bfloat16"):
@@ -341,6 +341,6 @@ def differing(rank, size):
 
 
 def test_a_rank_with_another_compression_is_named_at_the_start(pool):
-    for said in pool(3).run(differing):
-        assert "[rank 1] the model differs between ranks" in said
-        assert "block=128" in said
+    for message in pool(3).run(differing):
+        assert "[rank 1] the model differs between ranks" in message
+        assert "block=128" in message

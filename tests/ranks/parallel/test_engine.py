@@ -1,4 +1,4 @@
-"""What people do to a wrapped model, and what must come of it."""
+"""Uses of a wrapped model beside torch's DDP and one process: the same gradients and parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import model_zoo
 import paceline
 from engine_cases import ALL, REPLICATED, data, loss_on, same_on_all_ranks, wrapped
-from model_zoo import apart
+from model_zoo import max_difference
 from paceline.errors import SyncError, UnsyncedGradients, UsageError
 
 # ------------------------------------------------------------------ plain loss.backward()
@@ -30,12 +30,12 @@ def plain_backward_beside_ddp(rank, size, sync):
         loss_on(ddp, rank, step + 50).backward()
         optim.step(), theirs.step()
         optim.zero_grad(), theirs.zero_grad()
-    return apart(ours.whole_parameters(), ddp.module.parameters())
+    return max_difference(ours.whole_parameters(), ddp.module.parameters())
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("sync", ALL)
-def test_plain_backward_does_what_ddp_does(pool, sync):
+def test_plain_backward_equals_ddp(pool, sync):
     assert all(gap < 1e-13 for gap in pool(2).run(plain_backward_beside_ddp, sync))
 
 
@@ -46,14 +46,14 @@ def skipped_layer(rank, size, sync):
     model, optim = wrapped(sync, "Branches")
     reference = model_zoo.build("Branches")
     other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):  # the third branch is taken by few samples, in some steps by none
+    for step in range(4):  # few samples use the third branch, in some steps none
         loss_on(model, rank, step, "Branches").backward()
         optim.step()
         optim.zero_grad()
         (sum(loss_on(reference, r, step, "Branches") for r in range(size)) / size).backward()
         other.step()
         other.zero_grad()
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize("sync", ALL)
@@ -77,12 +77,12 @@ def equal_backward_beside_ddp(rank, size, sync):
         loss_on(ddp, rank, step + 70).backward()
         optim.step(), theirs.step()
         optim.zero_grad(), theirs.zero_grad()
-    return apart(ours.whole_parameters(), ddp.module.parameters())
+    return max_difference(ours.whole_parameters(), ddp.module.parameters())
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("sync", ALL)
-def test_backward_without_samples_counts_ranks_alike(pool, sync):
+def test_backward_without_samples_counts_ranks_equally(pool, sync):
     assert all(gap < 1e-13 for gap in pool(3).run(equal_backward_beside_ddp, sync))
 
 
@@ -98,7 +98,7 @@ def no_sync_around_backward_only(rank, size, sync):
         loss_on(reference, rank, step).backward()
         other.step()
         other.zero_grad()
-    return apart(model.whole_parameters(), reference.whole_parameters()), same_on_all_ranks(
+    return max_difference(model.whole_parameters(), reference.whole_parameters()), same_on_all_ranks(
         model.whole_parameters()
     )
 
@@ -184,7 +184,7 @@ def forwards_without_backward(rank, size):
     step(reference, rank == 0)
     other.step()
     del kept
-    return apart(model.whole_parameters(), reference.whole_parameters()), len(model.engine._latest)
+    return max_difference(model.whole_parameters(), reference.whole_parameters()), len(model.engine._latest)
 
 
 def test_full_shard_repeats_only_forwards_that_backward_went_through(pool):
@@ -193,7 +193,7 @@ def test_full_shard_repeats_only_forwards_that_backward_went_through(pool):
         assert repeated == 1
 
 
-def nobody_has_samples(rank, size, sync):
+def no_rank_has_samples(rank, size, sync):
     model, optim = wrapped(sync)
     model.backward(loss_on(model, rank), samples=6)
     optim.step()
@@ -201,12 +201,12 @@ def nobody_has_samples(rank, size, sync):
     before = model.whole_parameters()
     model.backward(None, samples=0)
     optim.step()
-    return apart(before, model.whole_parameters()), model.samples
+    return max_difference(before, model.whole_parameters()), model.samples
 
 
 @pytest.mark.parametrize("sync", ALL)
 def test_a_step_in_which_no_rank_has_samples_changes_nothing(pool, sync):
-    assert pool(2).run(nobody_has_samples, sync) == [(0.0, 0.0)] * 2
+    assert pool(2).run(no_rank_has_samples, sync) == [(0.0, 0.0)] * 2
 
 
 def passes_over_gradients(rank, size):
@@ -243,7 +243,7 @@ def backward_twice(rank, size, sync, weighted):
         losses = [(6 * a + 2 * loss_on(reference, r, 1)) / 8 for r, a in enumerate(losses)]
     (sum(losses) / size * (1 if weighted else 2)).backward()
     torch.optim.SGD(reference.parameters(), lr=1.0).step()
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.sweep

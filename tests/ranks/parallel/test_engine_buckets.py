@@ -1,4 +1,4 @@
-"""Buckets of gradients: views that are never copied, in the order of backward, whatever comes late."""
+"""Buckets of gradients: views that are never copied, in the order of backward, with late gradients too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import model_zoo
 import paceline
 from engine_cases import loss_on, wrapped
-from model_zoo import apart
+from model_zoo import max_difference
 
 
 def gradients_are_views(rank, size, sync):
@@ -128,12 +128,12 @@ def late_gradient(rank, size, sync):
             losses[-1].backward()
         other.step()
         other.zero_grad()
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("sync", ["overlap", "bucketed", "sharded", "flat"])
-def test_gradients_that_come_after_their_bucket_left_are_not_lost(pool, sync):
+def test_gradients_that_arrive_after_their_bucket_was_sent_are_not_lost(pool, sync):
     assert all(gap < 1e-12 for gap in pool(3).run(late_gradient, sync))
 
 
@@ -179,7 +179,7 @@ def forgotten(rank, size):
     del model, optim
     gc.collect()
     net.zero_grad()
-    loss_on(net, rank).backward()  # a hook left behind would start a round that nobody ends
+    loss_on(net, rank).backward()  # a leftover hook would start a round that never ends
     hooked = [p for p in net.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     return engine() is None and not hooked
 

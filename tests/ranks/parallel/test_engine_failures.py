@@ -1,4 +1,4 @@
-"""A backward that raises, or a rank that is gone: all ranks are told, and training goes on where it can."""
+"""A backward that raises, or a lost rank: all ranks get an error, and training continues where possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import model_zoo
 import paceline
 from engine_cases import data, loss_on, wrapped
-from model_zoo import apart
+from model_zoo import max_difference
 from paceline.errors import BackwardFailed, SyncError, UnsyncedGradients
 from rank_pool import RankError, spawn
 
@@ -42,7 +42,7 @@ def fails_on(rank, size, sync, bad, plain):
         optim.step()
         optim.zero_grad()
     reference = one_process_without_step_2(size)
-    return apart(model.whole_parameters(), reference)
+    return max_difference(model.whole_parameters(), reference)
 
 
 def counts_a_filler(rank, size, sync, plain):
@@ -68,10 +68,12 @@ def test_a_batch_without_samples_is_never_counted_as_one(pool, sync, plain):
     first, second = pool(2, "paceline").run(counts_a_filler, sync, plain)
     assert [kind for kind, _ in first] == [None, BackwardFailed, BackwardFailed, BackwardFailed]
     assert [kind for kind, _ in second] == [None, SyncError, SyncError, SyncError]
-    for step, ((_, heard), (_, told)) in enumerate(zip(first[1:], second[1:], strict=True), start=1):
-        assert f"[rank 1, step {step}] backward without samples=" in told
-        assert "model.backward(loss, samples=batch.samples)" in told
-        assert f"[rank 1, step {step}] backward raised an exception" in heard
+    for step, ((_, other_message), (_, own_message)) in enumerate(
+        zip(first[1:], second[1:], strict=True), start=1
+    ):
+        assert f"[rank 1, step {step}] backward without samples=" in own_message
+        assert "model.backward(loss, samples=batch.samples)" in own_message
+        assert f"[rank 1, step {step}] backward raised an exception" in other_message
 
 
 def one_process_without_step_2(size):
@@ -90,27 +92,27 @@ def one_process_without_step_2(size):
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("bad", [[0], [1], [0, 1, 2]])
 @pytest.mark.parametrize("sync", ["naive", "flat", "overlap", "bucketed", "sharded"])
-def test_an_exception_in_backward_is_named_and_training_goes_on(pool, sync, bad, plain):
+def test_an_exception_in_backward_is_named_and_training_continues(pool, sync, bad, plain):
     assert all(gap < 1e-12 for gap in pool(3).run(fails_on, sync, bad, plain))
 
 
-def rounds_told(rank, size, sync):
-    """Return the rounds that this rank was told of; backward raises on rank 1 in the second one."""
-    model, told = paceline.DataParallel(model_zoo.Exploding().double(), sync=sync), []
-    model.engine.on_round_end = told.append
+def notified_rounds(rank, size, sync):
+    """Return the rounds that this rank was notified of; backward raises on rank 1 in the second one."""
+    model, rounds = paceline.DataParallel(model_zoo.Exploding().double(), sync=sync), []
+    model.engine.on_round_end = rounds.append
     for step in range(3):
         model.module.broken = step == 1 and rank == 1
         try:
             model.backward(loss_on(model, rank, step, "Exploding"), samples=6)
         except (FloatingPointError, BackwardFailed):
             model.zero_grad()
-    return told
+    return rounds
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded"])
-def test_all_ranks_are_told_of_the_same_rounds(pool, sync):
-    """Who is told may call collectives (`Timeline` compares clocks), so no rank may be told alone."""
-    assert pool(2).run(rounds_told, sync) == [[1, 3]] * 2
+def test_all_ranks_are_notified_of_the_same_rounds(pool, sync):
+    """A notified rank may call collectives (`Timeline` compares clocks), so all ranks have to be notified."""
+    assert pool(2).run(notified_rounds, sync) == [[1, 3]] * 2
 
 
 def peer_gone(rank, size, folder, sync, while_clipping):
@@ -126,15 +128,15 @@ def peer_gone(rank, size, folder, sync, while_clipping):
         os._exit(3)
     with pytest.raises(SyncError, match="another rank ended or stopped answering"):
         model.clip_grad_norm_(1.0) if while_clipping else model.backward(loss, samples=6)
-    (Path(folder) / "told").touch()
+    (Path(folder) / "reported").touch()
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("sync", "while_clipping"), [("bucketed", False), ("sharded", False), ("sharded", True)]
 )
-def test_a_rank_that_is_gone_is_an_error_that_says_so(tmp_path, sync, while_clipping):
+def test_a_rank_that_has_exited_is_an_error_that_names_it(tmp_path, sync, while_clipping):
     with pytest.raises(RankError) as caught:
         spawn(peer_gone, 2, str(tmp_path), sync, while_clipping)
     assert list(caught.value.failures) == [1]
-    assert (tmp_path / "told").exists()
+    assert (tmp_path / "reported").exists()

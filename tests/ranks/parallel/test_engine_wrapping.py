@@ -1,4 +1,4 @@
-"""Wrapping a model: ranks are made equal, groups train apart, what does not fit is refused by name."""
+"""Wrapping a model: ranks are made equal, groups train separately, invalid arguments are refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import model_zoo
 import paceline
 from engine_cases import ALL, loss_on, same_on_all_ranks
-from model_zoo import apart
+from model_zoo import max_difference
 from paceline.errors import MismatchError, SyncError, UsageError
 from rank_pool import RankError
 
@@ -42,7 +42,7 @@ def different_models(rank, size, what):
         ("plan", r"rank 1.*sync plan"),
     ],
 )
-def test_ranks_with_different_models_are_told_the_parameter_and_the_rank(pool, what, message):
+def test_ranks_with_different_models_get_the_parameter_and_the_rank(pool, what, message):
     with pytest.raises(RankError) as caught:
         pool(3).run(different_models, what)
     assert isinstance(caught.value.cause, MismatchError)
@@ -67,7 +67,7 @@ def test_parameters_and_buffers_come_from_rank_0(pool, sync):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"reduce_dtype": torch.int32}, "reduce_dtype=torch.int32 is no floating-point dtype"),
         ({"reduce_dtype": "float32"}, "reduce_dtype='float32'"),
@@ -75,13 +75,13 @@ def test_parameters_and_buffers_come_from_rank_0(pool, sync):
         ({"sync": ["bucketed"]}, "unknown strategy"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
         paceline.DataParallel(torch.nn.Linear(2, 2).bfloat16(), **options)
 
 
 @pytest.mark.parametrize("wrap", [paceline.DataParallel, list], ids=["twice", "a list"])
-def test_what_is_no_bare_module_is_refused(wrap):
+def test_only_a_bare_module_is_accepted(wrap):
     with pytest.raises(UsageError, match=r"pass the bare torch\.nn\.Module"):
         paceline.DataParallel(wrap(torch.nn.Sequential(torch.nn.Linear(1, 1))))
 
@@ -132,10 +132,10 @@ def in_two_groups(rank, size):
     first = rank // 2 * 2
     sum(loss_on(reference, r) / 2 for r in (first, first + 1)).backward()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
-def test_groups_of_ranks_train_apart(pool):
+def test_groups_of_ranks_train_separately(pool):
     assert all(gap < 1e-13 for gap in pool(4).run(in_two_groups))
 
 

@@ -1,4 +1,4 @@
-"""Every strategy gives, on any number of ranks, what one process gives on the whole batch."""
+"""Every strategy gives, on any number of ranks, the parameters of one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def differences(rank, size, cases):
         data = batches(shares, accumulate)
         expected = one_process(name, kind, data, clip)
         actual = many_ranks(rank, name, sync, kind, data, clip)
-        found[name, str(sync), kind, accumulate, tuple(shares), clip] = model_zoo.apart(actual, expected)
+        found[name, str(sync), kind, accumulate, tuple(shares), clip] = model_zoo.max_difference(
+            actual, expected
+        )
     return found
 
 
@@ -161,7 +163,7 @@ def large_units(rank, size):
         x, y = (torch.cat(part) for part in zip(*step[0], strict=True))
         model_zoo.loss_of(reference, "", x, y).backward()
         other.step(), other.zero_grad()
-    return model_zoo.apart(model.whole_parameters(), reference.parameters()), len(model.engine.units)
+    return model_zoo.max_difference(model.whole_parameters(), reference.parameters()), len(model.engine.units)
 
 
 class Wide(torch.nn.Module):

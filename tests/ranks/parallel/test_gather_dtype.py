@@ -1,4 +1,4 @@
-"""``gather_dtype``: full-shard computes in a lower type, and keeps shards as they are."""
+"""``gather_dtype``: full-shard computes in a lower precision, and shards keep theirs."""
 
 from __future__ import annotations
 

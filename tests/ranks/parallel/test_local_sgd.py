@@ -1,4 +1,4 @@
-"""LocalSGD, DiLoCo and SlowMo compute their formulas, to the last digits, whatever is sent when and how."""
+"""LocalSGD, DiLoCo and SlowMo equal their formulas up to rounding, however and whenever parameters are sent."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def streaming_transcript(ranks, steps, every, fragments, delay, mix, layers):
                     merge(step)
     for step in sorted(flying):
         merge(step)
-    delay, mix = 0, 0.0  # at the end everybody takes all of it
+    delay, mix = 0, 0.0  # at the end every worker takes all of it
     for _ in range(fragments):
-        if sent_at[cycle] < steps:  # else nobody has anything new, and θ stays
+        if sent_at[cycle] < steps:  # else no worker has anything new, and θ stays
             send(cycle, steps)
             merge(steps)
         cycle = (cycle + 1) % fragments
@@ -116,7 +116,7 @@ LAYERS = [[0, 1], [2, 3], [4, 5], [6, 7]]  # parameters of `network` by layer
 
 
 def test_streaming_of_one_fragment_without_delay_is_diloco(pool):
-    """The delta rule then is Algorithm 1 of DiLoCo, and that is what the ranks compute."""
+    """The delta rule then is Algorithm 1 of DiLoCo, and ranks compute it."""
     expected = transcript(2, 20, 5, 0.7, 0.9, adamw)
     assert torch.allclose(streaming_transcript(2, 20, 5, 1, 0, 0.0, LAYERS), expected, rtol=0, atol=1e-12)
     options = {"every": 5, "fragments": 1, "delay": 0, "compression": None}
@@ -139,7 +139,7 @@ def test_streaming_is_the_delta_rule(pool, fragments, delay, mix):
 
 
 def large(rank, size, compression, fragments, delay):
-    """Tensors larger than a piece, pieces larger than a tensor; return parameters and what was said of the bytes."""
+    """Tensors larger than a piece, pieces larger than a tensor; return parameters and the reported bytes."""
     torch.manual_seed(rank)
     model = nn.Sequential(
         nn.Linear(300, 200), nn.BatchNorm1d(200), nn.ReLU(), nn.Linear(200, 100), nn.Linear(100, 3)

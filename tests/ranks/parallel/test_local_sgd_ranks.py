@@ -1,4 +1,4 @@
-"""Ranks that synchronise every so often and differ: in steps, in groups, by NaN, or from the beginning."""
+"""Local SGD with ranks that differ: in steps, in groups, by NaN, or from the beginning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_ranks_may_make_different_numbers_of_steps(pool, options):
     assert len({syncs for *_, syncs in results}) == 1, "all took part in all of them"
 
 
-def test_what_a_finished_rank_had_not_sent_still_counts(pool):
+def test_gradients_that_a_finished_rank_had_not_sent_count(pool):
     """Rank 0 makes 3 of 4 steps: its last three count as three steps beside rank 1's four."""
     options = {"every": 4, "compression": None, "outer_lr": 1.0, "outer_momentum": 0.0}
     results = pool(2).run(uneven_plain, [3, 4], options)
@@ -57,7 +57,7 @@ def uneven_plain(rank, size, steps, options):
 
 
 def levelled(rank, size):
-    """Return what this rank's optimizer kept of a vector and of a number, and what it keeps once it is levelled."""
+    """Return this rank's optimizer state of a vector and of a number, before and after it is averaged."""
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(()))]
     optim = torch.optim.AdamW(params)
     for _ in range(rank + 1):
@@ -115,7 +115,7 @@ def poisoned_host(rank, size, sync):
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded"])
-def test_a_host_whose_parameters_became_nan_begins_its_optimizer_anew(pool, sync):
+def test_a_host_whose_parameters_became_nan_resets_its_optimizer(pool, sync):
     results = pool(4).run(poisoned_host, sync)
     assert bool(same([params for params, _ in results]).isfinite().all())
     assert [rejected for _, rejected in results] == [{0: 1}] * 4
@@ -158,8 +158,8 @@ def test_ranks_of_a_host_may_synchronise_gradients_while_hosts_synchronise_param
     assert torch.allclose(mine, flat(theta), rtol=0, atol=1e-10)
 
 
-def begun_apart(rank, size, kind):
-    """Train before the block; return what all ranks share when it has begun, and what they have at its end."""
+def started_apart(rank, size, kind):
+    """Train before the block; return the parameters after its beginning, and at its end."""
     torch.manual_seed(rank)  # other parameters on each rank
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
     if kind == "synchronised":
@@ -180,7 +180,7 @@ def begun_apart(rank, size, kind):
 
 @pytest.mark.parametrize("kind", ["bare", "synchronised", "in groups of one"])
 def test_ranks_that_differ_when_the_block_begins_are_made_equal(pool, kind):
-    for each in zip(*pool(3).run(begun_apart, kind), strict=True):
+    for each in zip(*pool(3).run(started_apart, kind), strict=True):
         same(each)
 
 
@@ -195,24 +195,24 @@ def broken_off(rank, size):
             take_step(model, optim, rank, 3)
             raise ValueError("a fault of the program")
     except ValueError as error:
-        said = [str(error)]
+        messages = [str(error)]
     for attempt in (lambda: take_step(model, optim, rank, 3), loop.__enter__):
         try:
             attempt()
         except (SyncError, UsageError) as error:
-            said.append(str(error))
+            messages.append(str(error))
     with paceline.LocalSGD(
         model, optim, every=2, compression=None
     ):  # a new one begins from rank 0's parameters
         take_step(model, optim, rank, 4)
     take_step(model, optim, rank, 5)
-    return said, flat(model)
+    return messages, flat(model)
 
 
 def test_an_exception_ends_the_block_without_more_messages(pool):
     results = pool(2).run(broken_off)
-    for said, _ in results:
-        assert said[0] == "a fault of the program"
-        assert "parameters differ between ranks" in said[1]
-        assert "was left by an exception" in said[2]
+    for messages, _ in results:
+        assert messages[0] == "a fault of the program"
+        assert "parameters differ between ranks" in messages[1]
+        assert "was left by an exception" in messages[2]
     same([params for _, params in results])

@@ -1,4 +1,4 @@
-"""What outer steps refuse, on all ranks and before anything begins."""
+"""Invalid options of outer steps are refused on all ranks, before anything begins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def other_on_rank_1(rank):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "message"),
     [
         ("DiLoCo", {"every": 0}, "every=0"),
         ("LocalSGD", {"every": 2.5}, "every=2.5"),
@@ -47,10 +47,10 @@ def other_on_rank_1(rank):
         ("DiLoCo", other_on_rank_1, "[rank 1] DiLoCo differs between ranks"),
     ],
 )
-def test_bad_input_is_refused_on_all_ranks_before_anything_begins(pool, kind, options, said):
+def test_bad_input_is_refused_on_all_ranks_before_anything_begins(pool, kind, options, message):
     for name, text in pool(2).run(refused, kind, options):
         assert name == ("MismatchError" if callable(options) else "UsageError")
-        assert said in text
+        assert message in text
 
 
 def test_numbers_that_compression_is_unfit_for_are_named():
@@ -87,14 +87,14 @@ def test_ranks_with_other_learning_rates_take_the_same_slow_step(pool):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"), [("complex", "is complex64"), ("frozen", "no trainable parameter")]
+    ("damage", "message"), [("complex", "is complex64"), ("frozen", "no trainable parameter")]
 )
-def test_models_whose_parameters_cannot_be_averaged_are_refused(spoil, said):
+def test_models_whose_parameters_cannot_be_averaged_are_refused(damage, message):
     model = nn.Linear(3, 3)
-    if spoil == "complex":
+    if damage == "complex":
         model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     else:
         model.requires_grad_(False)
     with pytest.raises(UsageError) as refused:
         paceline.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
-    assert said in str(refused.value)
+    assert message in str(refused.value)

@@ -1,4 +1,4 @@
-"""A run with outer steps that is resumed is the same to the bit."""
+"""A resumed run with outer steps is bitwise equal."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from local_sgd_cases import adamw, flat, network, same, take_step
 
 
 def trained(rank, size, folder, total, options, broken_at):
-    """Train to step `total`, or up to `broken_at`; go on from the folder's checkpoint where there is one."""
+    """Train to step `total`, or up to `broken_at`; resume from the folder's checkpoint if there is one."""
     model = paceline.DataParallel(network(torch.float32), sync="bucketed")
     optim = adamw(model)
     loop = paceline.DiLoCo(model, optim, **options)
-    keep = paceline.Checkpoint(folder, model, optim, loop)
-    keep.load()
+    checkpoint = paceline.Checkpoint(folder, model, optim, loop)
+    checkpoint.load()
     with loop:
-        while keep.step < (broken_at or total):
-            take_step(model, optim, rank, keep.step + 1, dtype=torch.float32)
+        while checkpoint.step < (broken_at or total):
+            take_step(model, optim, rank, checkpoint.step + 1, dtype=torch.float32)
         if broken_at:
-            keep.save(wait=True)
+            checkpoint.save(wait=True)
             saved = {name: each.clone() for name, each in loop.shared().items()}
-            keep.close()
+            checkpoint.close()
             return saved
-    keep.close()
+    checkpoint.close()
     return flat(model)
 
 
@@ -43,7 +43,7 @@ def test_a_run_that_is_resumed_between_synchronisations_is_the_same_to_the_bit(
     assert torch.equal(same(pool(3).run(trained, str(tmp_path / "cut"), 20, options, None)), whole)
 
 
-def test_with_other_ranks_all_begin_from_what_was_shared(pool, tmp_path):
+def test_another_number_of_ranks_begins_from_the_shared_parameters(pool, tmp_path):
     options = {"every": 4, "fragments": 2, "delay": 1}
     shared = pool(3).run(trained, str(tmp_path), 20, options, 9)[0]
     results = pool(2).run(resumed, str(tmp_path), options)
@@ -59,11 +59,11 @@ def resumed(rank, size, folder, options):
     model = paceline.DataParallel(network(torch.float32), sync="bucketed")
     optim = adamw(model)
     loop = paceline.DiLoCo(model, optim, **options)
-    keep = paceline.Checkpoint(folder, model, optim, loop)
-    found = keep.load()
+    checkpoint = paceline.Checkpoint(folder, model, optim, loop)
+    found = checkpoint.load()
     start = {name: param.detach().clone() for name, param in model.module.named_parameters()}
     with loop:
         for step in range(10, 16):
             take_step(model, optim, rank, step, dtype=torch.float32)
-    keep.close()
+    checkpoint.close()
     return start, found.step, flat(model)

@@ -1,4 +1,4 @@
-"""Beside one process: what programs do between steps, in backward and after mistakes ends with the same parameters.
+"""Operations between steps, in backward and after mistakes give the parameters of one process.
 
 (test_equality.py holds every strategy against one process where all goes as planned.)
 """
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import model_zoo
 import paceline
 from engine_cases import ALL, REPLICATED, data, loss_on
-from model_zoo import apart
+from model_zoo import max_difference
 from paceline.parallel.comm import broadcast_tensors
 from single_process import linear, one_process, over_paceline, pair, same
 
@@ -44,7 +44,7 @@ def changing_samples(rank, size, sync, accumulate):
         optim.zero_grad()
         x, y = (torch.cat(part) for part in zip(*(pair for parts in micros for pair in parts), strict=True))
         one_process(reference, other, [model_zoo.loss_of(reference, "", x, y)])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.sweep
@@ -61,7 +61,7 @@ def a_loss_that_does_not_count(rank, size, sync):
         optim.step()
         optim.zero_grad()
         one_process(reference, other, [loss_on(reference, 0, step)])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize("sync", ALL)
@@ -89,7 +89,7 @@ def low_precision_loss(rank, size):
     return model.samples
 
 
-def test_samples_of_a_loss_in_bf16_are_what_its_rounded_weight_means(pool):
+def test_samples_of_a_loss_in_bf16_follow_its_rounded_weight(pool):
     expected = 2 * sum(torch.tensor(n / 2).bfloat16().item() for n in (3, 7))
     assert pool(2).run(low_precision_loss) == [expected] * 2
 
@@ -125,7 +125,7 @@ def two_weighted_backwards(rank, size, sync):
         model.backward(loss_on(model, rank, step), samples=6)
     optim.step()
     one_process(reference, other, [loss_on(reference, r, step) for r in range(size) for step in (0, 1)])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize("sync", ALL)
@@ -150,7 +150,7 @@ def large_model(rank, size, sync):
         optim.step()
         optim.zero_grad()
         one_process(reference, other, [reference(torch.cat(xs)).square().mean()])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.sweep
@@ -166,7 +166,7 @@ def broadcast_in_batches(rank, size):
     net = model_zoo.Plain().double()
     broadcast_tensors(paceline.DataParallel(linear()).comm, list(net.parameters()), cap_nbytes=64)
     torch.manual_seed(0)
-    return apart(net.parameters(), model_zoo.Plain().double().parameters())
+    return max_difference(net.parameters(), model_zoo.Plain().double().parameters())
 
 
 def test_a_broadcast_in_many_messages_reaches_every_tensor(pool):
@@ -184,7 +184,7 @@ def clipped(rank, size, sync, make, norm_type):
     (sum(loss_on(reference, r) for r in range(size)) / size).backward()
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type)
     other.step()
-    return apart([norm, *model.whole_parameters()], [expected, *reference.parameters()])
+    return max_difference([norm, *model.whole_parameters()], [expected, *reference.parameters()])
 
 
 @pytest.mark.sweep
@@ -195,7 +195,7 @@ def test_clipping_by_any_norm(pool, sync, make, norm_type):
     same(pool(3).run(clipped, sync, make, norm_type))
 
 
-# ------------------------------------------------------------------ gradients that come another way
+# ------------------------------------------------------------------ gradients from other sources
 
 
 def settled(sync):
@@ -218,7 +218,7 @@ def gradient_replaced(rank, size, sync):
         param.grad = param.grad * 0.5
     loss_on(model, rank, 2).backward()
     (sum(0.5 * loss_on(reference, r, 1) + loss_on(reference, r, 2) for r in range(size)) / size).backward()
-    return apart([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+    return max_difference([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
 
 
 @pytest.mark.parametrize("sync", REPLICATED)
@@ -230,7 +230,9 @@ def graph_of_the_gradient(rank, size, sync):
     model, reference = settled(sync)
     loss_on(model, rank, 1).backward(create_graph=True)
     (sum(loss_on(reference, r, 1) for r in range(size)) / size).backward()
-    return apart([p.grad.detach() for p in model.parameters()], [p.grad for p in reference.parameters()])
+    return max_difference(
+        [p.grad.detach() for p in model.parameters()], [p.grad for p in reference.parameters()]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -246,11 +248,11 @@ def around_the_wrapper(rank, size, sync):
         optim.step()
         optim.zero_grad()
         one_process(reference, other, [loss_on(reference, r, step) for r in range(size)])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize("sync", [*REPLICATED, "sharded"])
-def test_a_loss_that_came_around_the_wrapper_is_synchronised(pool, sync):
+def test_a_loss_computed_outside_the_wrapper_is_synchronised(pool, sync):
     same(pool(2).run(around_the_wrapper, sync))
 
 
@@ -283,7 +285,7 @@ def late_and_plain(rank, size, sync):
             (loss_on(reference, r, step) / size).backward()
         other.step()
         other.zero_grad()
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize("sync", ["overlap", "bucketed", "sharded"])

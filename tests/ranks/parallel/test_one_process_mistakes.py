@@ -1,15 +1,15 @@
-"""Beside one process, after mistakes: failed backwards, forgotten synchronisation, steps that raised."""
+"""Parameters equal those of one process after failed backwards, forgotten synchronisation and failed steps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_sharded_optimizer import Stumbling
+from test_sharded_optimizer import FailingSGD
 
 import model_zoo
 import paceline
 from engine_cases import ALL, REPLICATED, loss_on
-from model_zoo import apart
+from model_zoo import max_difference
 from paceline.errors import BackwardFailed, UnsyncedGradients
 from single_process import linear, one_process, over_paceline, pair, same
 
@@ -17,7 +17,7 @@ pool = pytest.fixture(over_paceline)
 
 
 def failure_is_skipped(rank, size, sync, bad):
-    """What many programs do: on an exception drop the gradients and go on, without a step."""
+    """Drop the gradients after an exception and continue without a step, as many programs do."""
     model, optim, reference, other = pair(sync, model_zoo.Exploding)
     for step in range(4):
         model.module.broken = broken = step == 2 and rank in bad
@@ -31,7 +31,7 @@ def failure_is_skipped(rank, size, sync, bad):
         optim.step()
         optim.zero_grad()
         one_process(reference, other, [loss_on(reference, r, step) for r in range(size)])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize("bad", [[0], [1], [0, 1, 2]])
@@ -58,7 +58,7 @@ def failure_in_accumulation(rank, size, sync):
         optim.zero_grad()
         counted = [(r, s) for r in range(size) for s in (step, step + 50) if (r, s) != (1, 1)]
         one_process(reference, other, [loss_on(reference, r, s) for r, s in counted])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize("sync", ALL)
@@ -84,7 +84,7 @@ def full_shard_fails_everywhere(rank, size, accumulated):
         optim.step()
         optim.zero_grad()
         one_process(reference, other, [loss_on(reference, r, step) for r in range(size)])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
@@ -103,10 +103,10 @@ def refused_then_dropped(rank, size):
     loss_on(model, rank, 1).backward()
     optim.step()
     one_process(reference, other, [loss_on(reference, r, 1) for r in range(size)])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
-def test_full_shard_refuses_to_step_on_what_it_cannot_synchronise(pool):
+def test_full_shard_refuses_to_step_on_unsynchronised_gradients(pool):
     same(pool(2).run(refused_then_dropped))
 
 
@@ -118,7 +118,7 @@ def one_rank_forgets(rank, size, sync):
     model.engine.sync_enabled = True
     optim.step()
     one_process(reference, other, [loss_on(reference, r) for r in range(size)])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize("sync", [*REPLICATED, "sharded"])
@@ -127,18 +127,18 @@ def test_a_rank_that_forgot_to_synchronise_does_so_at_step(pool, sync):
 
 
 def step_tried_again(rank, size):
-    model, optim, reference, other = pair("sharded", model_zoo.Plain, Stumbling, lr=0.1)
+    model, optim, reference, other = pair("sharded", model_zoo.Plain, FailingSGD, lr=0.1)
     for step in range(3):
         model.backward(loss_on(model, rank, step), samples=6)
-        Stumbling.stumbles = step == 1
-        if Stumbling.stumbles:
+        FailingSGD.fails = step == 1
+        if FailingSGD.fails:
             with pytest.raises(ArithmeticError):
                 optim.step()
-        Stumbling.stumbles = False
+        FailingSGD.fails = False
         optim.step()
         optim.zero_grad()
         one_process(reference, other, [loss_on(reference, r, step) for r in range(size)])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 def test_a_sharded_step_that_raised_may_be_tried_again(pool):
@@ -151,7 +151,7 @@ def without_zero_grad(rank, size):
         model.backward(loss_on(model, rank, step), samples=6)
         optim.step()
         one_process(reference, other, [loss_on(reference, r, step) for r in range(size)])
-    return apart(model.whole_parameters(), reference.parameters())
+    return max_difference(model.whole_parameters(), reference.parameters())
 
 
 def test_a_sharded_step_uses_the_gradients_up(pool):

@@ -1,4 +1,4 @@
-"""The sharded optimizer: state is 1/N, cut to fit, and updates what the whole would."""
+"""The sharded optimizer: each rank holds 1/N of the state, and updates equal those of the whole optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import model_zoo
 import paceline
-from model_zoo import apart
+from model_zoo import max_difference
 from paceline.errors import UsageError
 from paceline.parallel.comm import Comm
 
@@ -79,11 +79,11 @@ def regroup(rank, size, first, second):
     reference = paceline.DataParallel(model_zoo.build("Plain"), group=groups[second], sync="naive")
     other = torch.optim.AdamW(reference.parameters(), **ADAMW)
     train(reference, other, rank, range(6))
-    return apart(model.parameters(), reference.parameters())
+    return max_difference(model.parameters(), reference.parameters())
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 3), (3, 2)])
-def test_state_is_dealt_anew_to_any_number_of_ranks(pool, first, second):
+def test_state_is_resharded_to_any_number_of_ranks(pool, first, second):
     assert all(gap < 1e-12 for gap in pool(3).run(regroup, first, second))
 
 
@@ -122,7 +122,7 @@ def options_are_restored(rank, size, sync):
 
 
 @pytest.mark.parametrize("sync", ["sharded", "bucketed"])
-def test_options_come_back_with_the_state(pool, sync):
+def test_options_are_restored_with_the_state(pool, sync):
     assert pool(2).run(options_are_restored, sync) == [0.025, 0.025]
 
 
@@ -180,30 +180,30 @@ def test_shards_that_are_missing_on_all_ranks_are_named(pool):
     pool(2).run(shards_that_leave_some_out)
 
 
-class Stumbling(torch.optim.SGD):
-    stumbles = False
+class FailingSGD(torch.optim.SGD):
+    fails = False
 
     def step(self, closure=None):
-        if self.stumbles:
+        if self.fails:
             raise ArithmeticError("an update that fails")
         return super().step(closure)
 
 
 def after_a_step_given_up(rank, size):
-    model, optim = build(Stumbling, lr=0.1)
+    model, optim = build(FailingSGD, lr=0.1)
     train(model, optim, rank, range(1))
-    Stumbling.stumbles = True
+    FailingSGD.fails = True
     x, y = torch.ones(2, model_zoo.WIDTH, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
     model.backward(model_zoo.loss_of(model, "Plain", x, y), samples=2)
     if rank == 0:
         with pytest.raises(ArithmeticError):
             optim.step()  # its receives are posted, and rank 1 never sends
-    Stumbling.stumbles = False
+    FailingSGD.fails = False
     again, other = build(torch.optim.AdamW, **ADAMW)
     train(again, other, rank, range(3))
     reference, plain = build(torch.optim.AdamW, sync="naive", **ADAMW)
     train(reference, plain, rank, range(3))
-    return apart(again.parameters(), reference.parameters())
+    return max_difference(again.parameters(), reference.parameters())
 
 
 def test_messages_of_a_step_given_up_do_not_reach_the_next_model(pool):
@@ -232,7 +232,7 @@ def groups_and_schedule(rank, size, sync):
         train(reference, other, rank, [step])
         schedule.step(), theirs.step()
     same_rate = optim.param_groups[0]["lr"] == other.param_groups[0]["lr"]
-    return apart(model.whole_parameters(), reference.parameters()), same_rate
+    return max_difference(model.whole_parameters(), reference.parameters()), same_rate
 
 
 @pytest.mark.parametrize("sync", ["sharded", "bucketed", "full-shard"])
@@ -262,7 +262,7 @@ def every_elementwise(rank, size):
         train(model, optim, rank, range(3))
         reference = paceline.DataParallel(model_zoo.build("Plain"), sync="naive")
         train(reference, kind(reference.parameters(), lr=0.01), rank, range(3))
-        gaps[name] = apart(model.parameters(), reference.parameters())
+        gaps[name] = max_difference(model.parameters(), reference.parameters())
     return gaps
 
 
@@ -291,7 +291,7 @@ def refused(rank, size):
         paceline.ShardedOptimizer(model, torch.optim.AdamW, [torch.nn.Parameter(torch.zeros(3))])
 
 
-def test_what_can_not_be_sharded_is_refused(pool):
+def test_unshardable_optimizers_are_refused(pool):
     pool(2).run(refused)
 
 
@@ -322,7 +322,7 @@ def by_collectives(rank, size):
     with mock.patch.object(Comm, "_by_backend", return_value=True):
         model, optim = build(torch.optim.AdamW, **ADAMW)
         train(model, optim, rank, range(3))
-    return apart(model.parameters(), reference.parameters())
+    return max_difference(model.parameters(), reference.parameters())
 
 
 def test_gloos_own_collectives_do_for_shards(pool):

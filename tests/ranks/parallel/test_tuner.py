@@ -1,4 +1,4 @@
-"""``sync="auto"``: results never change, ranks change at the same step, state moves, what was found is kept."""
+"""``sync="auto"``: results never change, ranks switch at the same step, state moves, and the choice is cached."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Ordered:
 
 
 def train(rank, name, kind, sync, plans=None, steps=9, *, dtype=torch.float64, sharded=True, late_zero=False):
-    """Train on this rank's data; return the parameters, what the optimizer keeps, and the plans that were seen."""
+    """Train on this rank's data; return the parameters, the optimizer's state, and the plans."""
     net = model_zoo.build(name).to(dtype)
     model = paceline.DataParallel(net, sync=sync)
     if plans is not None:
@@ -98,7 +98,7 @@ def test_plans_that_change_before_every_step_leave_every_bit_as_it_is(pool, rank
         assert all(equal)
 
 
-def test_nor_in_float32(pool):
+def test_moving_between_plans_changes_nothing_in_float32(pool):
     for equal in pool(2, "paceline").run(check_moving, "Plain", "adamw", torch.float32):
         assert all(equal)
 
@@ -145,7 +145,7 @@ def test_gradients_that_were_kept_move_along(pool):
 
 
 def check_saved_states(rank, size, folder):
-    """Save before each change of the layout, by hand and by a checkpoint; go on from both; return what differs."""
+    """Save before each change of the layout, by hand and by a checkpoint; resume from both; return the differences."""
 
     def made():
         model = paceline.DataParallel(model_zoo.build("Plain"), sync="auto")
@@ -165,8 +165,8 @@ def check_saved_states(rank, size, folder):
 
     straight, layouts = made(), set()
     for number in steps(*straight, 0):
-        with paceline.Checkpoint(folder / str(number), *straight) as keep:
-            keep.save(wait=True)
+        with paceline.Checkpoint(folder / str(number), *straight) as checkpoint:
+            checkpoint.save(wait=True)
         layouts.add("shards" in straight[1].state_dict())
         torch.save([part.state_dict() for part in straight], folder / f"{number}-{rank}.pt")
     assert layouts == {True, False}
@@ -175,8 +175,8 @@ def check_saved_states(rank, size, folder):
         by_hand, by_checkpoint = made(), made()
         for part, state in zip(by_hand, torch.load(folder / f"{number}-{rank}.pt"), strict=True):
             part.load_state_dict(state)
-        with paceline.Checkpoint(folder / str(number), *by_checkpoint) as keep:
-            keep.load()
+        with paceline.Checkpoint(folder / str(number), *by_checkpoint) as checkpoint:
+            checkpoint.load()
         for model, optim in (by_hand, by_checkpoint):
             list(steps(model, optim, number + 1))
             ends.append(list(model.parameters()))
@@ -184,7 +184,7 @@ def check_saved_states(rank, size, folder):
 
 
 @pytest.mark.thorough
-def test_what_was_saved_in_any_layout_goes_on_to_the_same_bit(pool, tmp_path):
+def test_a_checkpoint_in_any_layout_resumes_bitwise(pool, tmp_path):
     for equal in pool(2, "paceline").run(check_saved_states, tmp_path):
         assert all(equal)
 
@@ -193,12 +193,12 @@ def test_what_was_saved_in_any_layout_goes_on_to_the_same_bit(pool, tmp_path):
 
 
 def kept_in(folder, ranks=2):
-    """Return the environment of ranks that keep what they find in `folder`."""
+    """Return the environment of ranks that cache their choice in `folder`."""
     return [{"XDG_CACHE_HOME": str(folder)}] * ranks
 
 
 def tuned(rank, steps, *, sharded=True, idle=None, accumulate=1, moments=None):
-    """Train a little model with sync="auto"; return the plan before every step and what was told."""
+    """Train a little model with sync="auto"; return the plan before every step and the messages."""
     torch.manual_seed(5)
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
     model = paceline.DataParallel(net, sync="auto")
@@ -223,21 +223,21 @@ def tuned(rank, steps, *, sharded=True, idle=None, accumulate=1, moments=None):
 
 
 def check_search(rank, size, options):
-    plans, told, settled, params = tuned(rank, 45, **options)
-    return plans, told, None if settled is None else settled.plan.label, params
+    plans, sentences, settled, params = tuned(rank, 45, **options)
+    return plans, sentences, None if settled is None else settled.plan.label, params
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_settle_on_one_plan_within_40_steps(pool, ranks, backend, tmp_path):
     found = pool(ranks, backend).run(check_search, {}, env=kept_in(tmp_path, ranks))
-    plans, told, settled, params = found[0]
+    plans, sentences, settled, params = found[0]
     assert all(other[0] == plans and other[2] == settled for other in found)
     assert set(plans[:3]) == {"bucketed, 25 MiB"}
     assert len(set(plans)) == 5, "a few candidates ran"
     assert any(plan.startswith("sharded") for plan in plans)
     assert set(plans[40:]) == {settled}, "it is in force in step 40 at the latest, seen before its forward"
-    (sentence,) = told
+    (sentence,) = sentences
     assert settled in sentence
     assert "Seconds per step, by rounds: bucketed, 25 MiB: " in sentence
     for other in found:
@@ -246,7 +246,7 @@ def test_all_ranks_settle_on_one_plan_within_40_steps(pool, ranks, backend, tmp_
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("options", [{"idle": 1}, {"accumulate": 2}, {"sharded": False}])
-def test_the_search_goes_on_whatever_the_program_does(pool, options, tmp_path):
+def test_the_search_continues_with_uneven_and_accumulated_batches(pool, options, tmp_path):
     found = pool(2, "paceline").run(check_search, options, env=kept_in(tmp_path))
     plans, _, settled, params = found[0]
     assert settled is not None
@@ -261,11 +261,13 @@ def check_two_runs(rank, size, other_model):
     return first[2].plan, again[0], again[1], again[2]
 
 
-def test_what_was_found_is_there_in_the_next_run(pool, tmp_path):
-    for plan, plans, told, settled in pool(2, "paceline").run(check_two_runs, False, env=kept_in(tmp_path)):
+def test_the_result_is_reused_in_the_next_run(pool, tmp_path):
+    for plan, plans, sentences, settled in pool(2, "paceline").run(
+        check_two_runs, False, env=kept_in(tmp_path)
+    ):
         assert settled.plan == plan
         assert plans[-1] == plan.label
-        assert "found for this model on these hosts on" in told[0]
+        assert "found for this model on these hosts on" in sentences[0]
     assert len(list((tmp_path / "paceline" / "tuned").iterdir())) == 1
 
 
@@ -285,8 +287,8 @@ def check_drift(rank, size):
 
 
 def test_when_steps_become_much_slower_the_search_begins_again(pool, tmp_path):
-    for told, settled in pool(2, "paceline").run(check_drift, env=kept_in(tmp_path)):
-        assert "the search begins again" in told[1]
+    for sentences, settled in pool(2, "paceline").run(check_drift, env=kept_in(tmp_path)):
+        assert "the search begins again" in sentences[1]
         assert settled is None
 
 
@@ -300,7 +302,7 @@ def test_a_world_of_one_has_nothing_to_tune():
     assert all(param.grad is not None for param in model.parameters())
 
 
-def check_apart(rank, size):
+def check_local_sgd_ranks(rank, size):
     model = paceline.DataParallel(torch.nn.Linear(2, 2), sync="auto")
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="sync='auto'") as caught, paceline.LocalSGD(model, optim, every=2):
@@ -308,12 +310,12 @@ def check_apart(rank, size):
     return str(caught.value)
 
 
-def test_ranks_that_train_apart_refuse_it(pool):
-    for said in pool(2, "paceline").run(check_apart):
-        assert "use 'bucketed'" in said
+def test_ranks_of_local_sgd_refuse_it(pool):
+    for message in pool(2, "paceline").run(check_local_sgd_ranks):
+        assert "use 'bucketed'" in message
 
 
-def test_a_name_that_is_none_is_refused_with_those_that_are():
+def test_an_unknown_name_is_refused_with_the_valid_ones():
     with pytest.raises(UsageError, match=r"'automatic'.*auto"):
         paceline.DataParallel(torch.nn.Linear(2, 2), sync="automatic")
     with pytest.raises(UsageError, match="DataParallel"):

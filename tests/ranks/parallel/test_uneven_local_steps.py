@@ -1,4 +1,4 @@
-"""Ranks that make different numbers of local steps stay one: with a warm-up, and over several blocks."""
+"""Ranks with different numbers of local steps stay equal: with a warm-up, and over several blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded training: its folder tells what each rank did, on one clock, and recording changes no bit of it."""
+"""A recorded training: its folder shows each rank on one clock, and recording changes no bit."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def test_recording_changes_no_bit_and_every_step_adds_up(pool, tmp_path, sync, b
     recorded = pool(2, backend).run(train, tmp_path, sync, 6)
     for before, after in zip(plain, recorded, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    told = timelines(tmp_path)
-    assert sorted(told) == [0, 1]
-    for each in told.values():
+    traces = timelines(tmp_path)
+    assert sorted(traces) == [0, 1]
+    for each in traces.values():
         assert [line.step for line in each.steps] == [0, 1, 2, 3, 4, 5]
         assert [line.quiet for line in each.steps] == [False, False, True, False, True, False]
         assert each.memory["resident"] > 0
@@ -90,7 +90,7 @@ def test_recording_changes_no_bit_and_every_step_adds_up(pool, tmp_path, sync, b
             assert ready
 
 
-def test_the_end_of_a_call_is_known_where_the_backend_tells(pool, tmp_path):
+def test_the_end_of_a_call_is_known_where_the_backend_reports_it(pool, tmp_path):
     for backend in ("gloo", "paceline"):
         pool(2, backend).run(train, tmp_path / backend, paceline.Sync(2**-11), 4)
         calls = [call for line in timelines(tmp_path / backend)[0].steps for call in line.calls]
@@ -119,7 +119,7 @@ def logs_nan_without_samples(rank, size, folder):
         record.log(loss=math.nan if rank == 0 else 2.0, samples=4 * rank)
 
 
-def test_what_a_rank_without_samples_logs_does_not_count(pool, tmp_path):
+def test_values_logged_without_samples_do_not_count(pool, tmp_path):
     pool(2).run(logs_nan_without_samples, tmp_path)
     assert read_run(tmp_path).steps[0].loss == 2.0
     assert json.loads((tmp_path / "run.json").read_text())["synchronised"] == "bucketed, 25 MiB, int8"
@@ -129,24 +129,24 @@ def test_scalars_for_tensorboard(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     scalars = StepMetrics(tmp_path)
     for step in (1, 10):
-        scalars.add(step, {"loss": 5.0 / step, "told": "words", "grad_norm": None, "bad": math.inf})
+        scalars.add(step, {"loss": 5.0 / step, "note": "words", "grad_norm": None, "bad": math.inf})
     scalars.close()
     read = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 5.0), (10, 0.5)]
     assert sorted(read.Tags()["scalars"]) == ["bad", "loss"]
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert lines[0] == {"step": 1, "loss": 5.0, "told": "words", "grad_norm": None, "bad": None}
+    assert lines[0] == {"step": 1, "loss": 5.0, "note": "words", "grad_norm": None, "bad": None}
 
 
-def goes_on(rank, size, folder):
+def continues(rank, size, folder):
     train(rank, size, folder, "bucketed", 5)
     train(rank, size, folder, "bucketed", 3)
 
 
-def test_a_folder_is_gone_on_with_and_steps_done_again_count_once(pool, tmp_path):
-    pool(2).run(goes_on, tmp_path)
-    told = timelines(tmp_path)
-    assert [line.step for line in told[0].steps] == [0, 1, 2]
+def test_a_folder_is_continued_and_repeated_steps_count_once(pool, tmp_path):
+    pool(2).run(continues, tmp_path)
+    traces = timelines(tmp_path)
+    assert [line.step for line in traces[0].steps] == [0, 1, 2]
     names = [span.name for span in read_run(tmp_path).spans_of_rank[0]]
     assert names.count("session") == 2
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
@@ -171,10 +171,10 @@ def trains_two(rank, size, folder):
 
 def test_of_two_models_the_steps_are_those_of_the_one_that_was_named(pool, tmp_path):
     pool(2).run(trains_two, tmp_path)
-    for told in timelines(tmp_path).values():
-        assert [line.step for line in told.steps] == [0, 1, 2, 3]
-        assert len({len(line.calls) for line in told.steps[1:]}) == 1
-        for line in told.steps:
+    for trace in timelines(tmp_path).values():
+        assert [line.step for line in trace.steps] == [0, 1, 2, 3]
+        assert len({len(line.calls) for line in trace.steps[1:]}) == 1
+        for line in trace.steps:
             assert [phase.name for phase in line.phases].count("exchange") == 2
             assert sum(step_parts(line).values()) == pytest.approx(line.seconds)
             assert line.samples == 4
@@ -223,17 +223,17 @@ def refuses(rank, size, folder):
     ):
         record.log(loss=None, samples=4)
     with paceline.Profiler(folder, model, tensorboard=False) as record:
-        for values, said in (
+        for values, message in (
             ({"loss": torch.ones(2)}, r"loss is a tensor of shape \[2\]"),
             ({"loss": "x"}, "a str"),
         ):
-            with pytest.raises(UsageError, match=said):
+            with pytest.raises(UsageError, match=message):
                 record.log(**values)
         with pytest.raises(UsageError, match="samples=-1"):
             record.log(samples=-1)
 
 
-def test_what_makes_no_sense_is_refused_on_all_ranks(pool, tmp_path):
+def test_invalid_values_are_refused_on_all_ranks(pool, tmp_path):
     (tmp_path / "file").write_text("")
     pool(2).run(refuses, tmp_path)
 

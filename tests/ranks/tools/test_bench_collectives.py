@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mpi_worlds import MPIEXEC, REASON, gone, mpi_world
+from mpi_worlds import MPIEXEC, REASON, all_ended, mpi_world
 from paceline._core.json_codec import encode
 from paceline.collectives.algorithms import ALGORITHMS
 from paceline.tools.bench.collectives.bus_bandwidth import OPERATIONS
@@ -101,13 +101,13 @@ def forget(buffers, run):
     return lambda: None
 
 
-def spoil_one_place_of_the_last_rank(buffers, run):
-    def spoiled():
+def corrupt_one_element_of_the_last_rank(buffers, run):
+    def corrupted():
         run()
         if buffers.rank == buffers.ranks - 1:
             buffers.output[-1] += 1
 
-    return spoiled
+    return corrupted
 
 
 class GoesWrongLater:
@@ -133,7 +133,7 @@ def swap_neighbours(buffers, run):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "break_it", [forget, spoil_one_place_of_the_last_rank, GoesWrongLater, swap_neighbours]
+    "break_it", [forget, corrupt_one_element_of_the_last_rank, GoesWrongLater, swap_neighbours]
 )
 def test_a_backend_with_wrong_results_is_detected(pool, tmp_path, break_it):
     rows = rows_of(pool, 2, tmp_path, break_it, backends=("gloo", "paceline"), sizes=(4000,))
@@ -205,7 +205,7 @@ def test_a_killed_rank_is_named_and_finished_rows_are_kept_and_resumed(tmp_path)
     assert process.returncode == 1, errors
     assert "[rank 1] was ended by SIGKILL" in errors
     assert "run the same command with --resume" in errors
-    assert gone([ranks[0].pid])
+    assert all_ended([ranks[0].pid])
     partial = json.loads(file.read_text())
     kept = [row.to_json() for row in RowJournal(journal).rows()]
     assert 0 < len(kept) < 120
@@ -235,7 +235,7 @@ def test_ctrl_c_keeps_finished_rows(tmp_path):
     assert "Traceback" not in errors
     assert f"rows are kept in {tmp_path / 'result.journal.jsonl'}" in " ".join(errors.split())
     assert len(json.loads(file.read_text())["rows"]) > 0
-    assert gone([rank.pid for rank in ranks.values()])
+    assert all_ended([rank.pid for rank in ranks.values()])
 
 
 @pytest.mark.thorough
@@ -287,4 +287,4 @@ def test_a_killed_rank_of_mpi_leaves_finished_rows(tmp_path):
     assert process.returncode == 1, errors
     assert "the 2 ranks under mpiexec ended with exit code" in errors
     assert 0 < len(json.loads(file.read_text())["rows"]) < 60
-    assert gone([rank.pid for rank in ranks.values()])
+    assert all_ended([rank.pid for rank in ranks.values()])

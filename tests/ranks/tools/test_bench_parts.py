@@ -1,4 +1,4 @@
-"""`paceline bench parts` with real ranks: it predicts every way, with the engine's own buckets and calls."""
+"""`paceline bench parts` with real ranks: every strategy is predicted, with the engine's own buckets and calls."""
 
 from __future__ import annotations
 
@@ -178,19 +178,19 @@ def test_other_numbers_of_ranks_join_the_fit():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("net.py", "names no Python file"),
         ("nothing.py:make", "names no Python file"),
         ("{}:other", "has no function 'other'"),
     ],
 )
-def test_a_missing_workload_is_refused(tmp_path, text, said):
+def test_a_missing_workload_is_refused(tmp_path, text, message):
     from paceline.tools.bench.step_parts.training_workload import user_workload
 
     path = tmp_path / "net.py"
     path.write_text("def make():\n    return 3\n")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         user_workload(text.format(path))
     with pytest.raises(UsageError, match="returned int"):
         user_workload(f"{path}:make")

@@ -29,7 +29,7 @@ def start(argv, ranks, *, env):
     ],
     ids=lambda setting: setting.name,
 )
-def test_a_prediction_is_what_ranks_take(setting):
+def test_predicted_memory_equals_that_of_ranks(setting):
     found = check_prediction(resolve_subject("tiny"), setting, start)
     assert abs(found.error) < 0.10
     assert (
@@ -39,14 +39,14 @@ def test_a_prediction_is_what_ranks_take(setting):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("autocast", ["off", "bf16"])
-def test_a_prediction_is_what_a_gpu_gives_out(autocast):
+def test_predicted_memory_equals_that_of_a_gpu(autocast):
     setting = TrainingSetting(
         strategy="alone", ranks=1, batch=8, context=128, autocast=autocast, device="cuda", backend="nccl"
     )
     assert abs(check_prediction(resolve_subject("mini"), setting, start).error) < 0.10
 
 
-def test_more_gpus_than_there_are_can_not_be_measured():
+def test_more_than_the_available_gpus_can_not_be_measured():
     setting = TrainingSetting(
         strategy="bucketed",
         ranks=1 + torch.cuda.device_count(),

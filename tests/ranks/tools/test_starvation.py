@@ -58,10 +58,10 @@ def test_waiting_for_a_rank_that_has_ended_is_an_error(killable):
 
 
 def test_the_paceline_backend_names_the_lost_rank_and_the_calls(killable):
-    gone, other = run_cases(killable, "exits", "metric", backend="paceline")
-    assert [one["kind"] for one in gone["ranks"]] == ["error", "finished"]
-    assert "PeerLost" in gone["ranks"][0]["message"]
-    assert "rank 1" in gone["ranks"][0]["message"]
+    exited, other = run_cases(killable, "exits", "metric", backend="paceline")
+    assert [one["kind"] for one in exited["ranks"]] == ["error", "finished"]
+    assert "PeerLost" in exited["ranks"][0]["message"]
+    assert "rank 1" in exited["ranks"][0]["message"]
     assert [one["kind"] for one in other["ranks"]] == ["error", "error"]
     for one, theirs in zip(other["ranks"], ("float64[1]", "float64[161]"), strict=True):
         assert "MismatchError" in (one["error"] + one["message"])
@@ -69,13 +69,13 @@ def test_the_paceline_backend_names_the_lost_rank_and_the_calls(killable):
 
 
 @pytest.mark.thorough
-def test_waiting_for_a_rank_that_does_something_else_hangs(killable):
+def test_a_receive_that_no_rank_sends_hangs(killable):
     found = run_cases(killable, "idles", "barrier", "fsdp2", timeout=SHORT_TIMEOUT)
-    waits, goes_on = ("time-out", "RuntimeError"), ("finished", "")
+    waits, continues = ("time-out", "RuntimeError"), ("finished", "")
     assert {outcome["scene"]: kinds(outcome) for outcome in found} == {
-        "idles": [waits, goes_on],
+        "idles": [waits, continues],
         "barrier": [waits, waits],
-        "fsdp2": [waits, goes_on],
+        "fsdp2": [waits, continues],
     }
 
 
@@ -143,7 +143,7 @@ CALL = "from paceline.tools.cli.dispatch_command import starve; starve(scenes={}
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Return a function that starts `starve` in a process, whose temporary files have a folder of their own."""
+    """Return a function that starts `starve` in a process with its own temporary folder."""
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {"PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path / "tmp")}
     started = []

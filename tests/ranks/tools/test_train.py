@@ -1,4 +1,4 @@
-"""Training for real on warm ranks: the loss falls, ranks do not change the curve, resume changes nothing."""
+"""Real training on warm ranks: the loss falls, ranks do not change the curve, resume changes nothing."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_ranks_with_different_settings_are_refused(pool, settings, case, what):
 
 
 def command(rank, size, arguments):
-    """Run the command as a launcher would on each rank; return its exit code and what it wrote to stderr."""
+    """Run the command as a launcher would on each rank; return its exit code and stderr."""
     import contextlib
     import io
     import sys

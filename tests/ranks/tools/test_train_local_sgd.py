@@ -1,4 +1,4 @@
-"""Training with compressed gradients, and with parameters synchronised every H steps, for real on warm ranks."""
+"""Real training on warm ranks with compressed gradients, and with parameters synchronised every H steps."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_resumed_between_synchronisations_it_is_the_same_to_the_bit(pool, settin
 
 
 @pytest.mark.thorough
-def test_other_ranks_go_on_from_the_shared_parameters(pool, settings):
+def test_another_number_of_ranks_continues_from_the_shared_parameters(pool, settings):
     settings = clean(replace(settings, every=4, batch_size=6), "a")
     (shared, _) = pool(2).run(run_local_sgd_to, settings, 6)
     found = pool(3).run(evaluated, replace(settings, batch_size=4, existing="resume"))
@@ -173,10 +173,10 @@ def test_auto_chooses_local_sgd_on_a_slow_network_and_keeps_it(pool, settings):
     settings = clean(replace(settings, sync="auto"), "a")
     results = pool(2).run(slow, settings, 30.0, timeout=120)
     same([params for params, *_ in results])
-    chosen, said = results[0][1:]
+    chosen, message = results[0][1:]
     assert (chosen.every, chosen.compression, chosen.strategy) > (1, "int4", "")
-    assert "--sync auto measured" in said[0]
-    assert f"--every {chosen.every}" in " ".join(said)
+    assert "--sync auto measured" in message[0]
+    assert f"--every {chosen.every}" in " ".join(message)
     more = replace(settings, existing="resume", steps=13)
     again = pool(2).run(slow, more, 1e-9, timeout=120)
     assert again[0][1] == replace(chosen, existing="resume", steps=13)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpi_worlds import tell
+from mpi_worlds import report
 from paceline.errors import EnvelopeError
 from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
 from paceline.transport.mpi_exchange.ring_and_all_to_all import AllToAllExchange, RingExchange
@@ -24,7 +24,7 @@ def numbers(nbytes, rank, shift=0):
 
 
 def shapes(carrier):
-    """Rings and all-to-alls of many sizes, some with work: what came is what was sent."""
+    """Run rings and all-to-alls of many sizes, some with work; received data equals the sent data."""
     rank, size, made = carrier.rank, carrier.size, 0
     shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/mpich" in line]
     assert all(line.endswith("(deleted)") for line in shared), "it would stay where ranks are killed"
@@ -55,7 +55,7 @@ def shapes(carrier):
 
 
 def faults(carrier, names):
-    """Every fault of every rank in turn: what each rank knows afterwards."""
+    """Inject every fault on every rank in turn; return the problems that each rank reports."""
     found = []
     for number, name in enumerate(names):
         faulty = number % carrier.size
@@ -74,7 +74,7 @@ def faults(carrier, names):
 
 def stopped(carrier):
     """Rank 1 is stopped, as by a machine that hangs: the others name it."""
-    tell(carrier.rank, os.getpid())
+    report(carrier.rank, os.getpid())
     ring = RingExchange(carrier, timeout=0.5)
     if carrier.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -82,13 +82,13 @@ def stopped(carrier):
         ring.exchange(numbers(10**6, carrier.rank), np.zeros(10**6, np.uint8))
     except EnvelopeError as error:
         print(f"rank {carrier.rank}: {error}", flush=True)
-        time.sleep(1)  # so that both others can tell
+        time.sleep(1)  # so that both others can report
         carrier.abort(1)
 
 
 def killed(carrier):
     """Rank 1 is killed: mpiexec ends the others."""
-    tell(carrier.rank, os.getpid())
+    report(carrier.rank, os.getpid())
     ring = RingExchange(carrier, timeout=30)
     if carrier.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -108,11 +108,11 @@ def main():
     carrier = MpiCarrier()
     case, arguments = sys.argv[1], sys.argv[2:]
     if case == "faults":
-        tell(carrier.rank, faults(carrier, arguments))
+        report(carrier.rank, faults(carrier, arguments))
     elif case in ("stopped", "killed"):
         globals()[case](carrier)
     else:
-        tell(carrier.rank, globals()[case](carrier))
+        report(carrier.rank, globals()[case](carrier))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import threading
 import time
 
 from hub_over_mpi import MpiExchange
-from mpi_worlds import tell
+from mpi_worlds import report
 from paceline.errors import EnvelopeError, UsageError
 from paceline.transport.envelope import check_route, decode_envelope
 from paceline.transport.mpi_exchange.message_carrier import MessageTag, MpiCarrier
@@ -30,32 +30,32 @@ def payload(source, sequence):
     return bytes([source + sequence % 50]) * SIZES[sequence % len(SIZES)]
 
 
-def crowd(carrier, end):
+def many_messages(carrier, end):
     """All workers send a lot, and the hub sends all of it back."""
-    many, came = 60, []
+    many, received = 60, []
     others = list(range(1, carrier.size)) if end.me == HUB else [HUB]
     assert list(end.peers()) == others
     if end.me == HUB:
-        while len(came) < many * len(others):
+        while len(received) < many * len(others):
             for each in end.poll(1.0):
-                came.append((each.header.source, each.header.sequence))
+                received.append((each.header.source, each.header.sequence))
                 back = make(HUB, each.header.source, each.header.sequence, each.payload)
                 until(lambda back=back: end.send(back))
         for source in others:
-            assert [sequence for who, sequence in came if who == source] == list(range(many))
+            assert [sequence for sender, sequence in received if sender == source] == list(range(many))
     else:
         sequence = 0
-        while len(came) < many:
+        while len(received) < many:
             if sequence < many and end.send(make(end.me, HUB, sequence, payload(end.me, sequence))):
                 sequence += 1
             for each in end.poll():
                 assert bytes(each.payload) == payload(end.me, each.header.sequence)
-                came.append(each.header.sequence)
-        assert came == list(range(many))
+                received.append(each.header.sequence)
+        assert received == list(range(many))
         assert end.sent_nbytes == end.received_nbytes
     assert not end.send(make(end.me, 99)), "there is no such rank"
     assert not end.send(make(end.me, end.me))
-    return len(came)
+    return len(received)
 
 
 def is_good(message, source):
@@ -67,13 +67,13 @@ def is_good(message, source):
     return True
 
 
-def strangers(carrier, end):
-    """Workers send what no hub should take, and now and then an envelope."""
+def invalid_messages(carrier, end):
+    """Workers send invalid messages, and sometimes an envelope."""
     if end.me == HUB:
-        came = []
-        while len(came) < 3 * (carrier.size - 1):
-            came += end.poll(1.0)
-        assert all(each.header.kind == "good" for each in came)
+        received = []
+        while len(received) < 3 * (carrier.size - 1):
+            received += end.poll(1.0)
+        assert all(each.header.kind == "good" for each in received)
         return dict(end.refused)
     requests, sent = [], 0
     for number in range(3):
@@ -92,15 +92,15 @@ def strangers(carrier, end):
 
 
 def slow_hub(carrier, end):
-    """The hub looks at nothing for a while: who sends to it is told."""
+    """The hub does not poll for a while: `send` reports that to workers."""
     if end.me == HUB:
         time.sleep(0.3)
-        came = []
+        received = []
         deadline = time.monotonic() + ENOUGH
-        while sum(each.header.kind == "last" for each in came) < carrier.size - 1:
+        while sum(each.header.kind == "last" for each in received) < carrier.size - 1:
             assert time.monotonic() < deadline
-            came += end.poll(0.1)
-        return len(came)
+            received += end.poll(0.1)
+        return len(received)
     taken = 0
     while end.send(make(end.me, HUB, taken, bytes(1 << 20))):
         taken += 1
@@ -127,7 +127,7 @@ def woken(carrier, end):
 
 
 def leave(carrier, end):
-    """All leave at once, with a lot under way that nobody looks at."""
+    """All ranks leave at once, with many pending messages that no rank receives."""
     for target in end.peers():
         for sequence in range(3):
             assert end.send(make(end.me, target, sequence, bytes(4 << 20)))
@@ -139,7 +139,7 @@ def main():
     end = MpiExchange(carrier, "run")
     what = globals()[sys.argv[1]](carrier, end)
     end.close()
-    tell(carrier.rank, what)
+    report(carrier.rank, what)
 
 
 if __name__ == "__main__":

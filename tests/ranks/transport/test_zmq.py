@@ -22,16 +22,16 @@ from paceline.transport.zmq.zmq_socket import MAX_WORKER_NUMBER, worker_identity
 from zmq_ends import (
     ENOUGH,
     LOOPBACK,
+    connect_all,
     drive,
     frame,
     greeting,
+    handshake,
     make,
-    meet,
     port_of,
     program,
-    shake_hands,
-    told_address,
-    wired,
+    read_address,
+    wire_parts,
 )
 
 FRAME = 4 << 20
@@ -58,25 +58,25 @@ def test_invalid_identities_have_no_worker_number(identity):
 
 
 @pytest.mark.parametrize("number", [0, -1, 2**53, True, 1.5, "1"])
-def test_what_is_no_number_of_a_worker_is_refused(number):
+def test_invalid_worker_numbers_are_refused(number):
     with pytest.raises(UsageError, match="is not a worker number"):
         WorkerExchange("tcp://127.0.0.1:7000", number)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_what_is_sent_arrives_there_and_back(ends, tmp_path, transport):
+def test_messages_arrive_in_both_directions(ends, tmp_path, transport):
     hub = ends(HubExchange, LOOPBACK if transport == "tcp" else f"ipc://{tmp_path}/hub", "run")
     worker = ends(WorkerExchange, hub.address, 7, "run")
-    meet(hub, worker)
+    connect_all(hub, worker)
     payloads = [b"", b"x", os.urandom(5000), bytearray(os.urandom(100_000)), memoryview(os.urandom(FRAME))]
     for there, back in ((worker, hub), (hub, worker)):
         before = back.received_nbytes
         for sequence, payload in enumerate(payloads):
             sent = make(there.me, back.me, sequence, payload, meta={"score": 0.5, "name": "x"})
             assert there.send(sent)
-            (came,) = drive([back], lambda came: came[0])[0]
-            assert bytes(came.payload) == bytes(payload)
-            assert replace(came.header, nbytes=0, total_nbytes=0, checksum=0) == sent.header
+            (received,) = drive([back], lambda received: received[0])[0]
+            assert bytes(received.payload) == bytes(payload)
+            assert replace(received.header, nbytes=0, total_nbytes=0, checksum=0) == sent.header
         assert back.received_nbytes - before > sum(map(len, payloads))
     assert (hub.sent_nbytes, worker.sent_nbytes) == (worker.received_nbytes, hub.received_nbytes)
     assert hub.refused == worker.refused == Counter()
@@ -85,13 +85,13 @@ def test_what_is_sent_arrives_there_and_back(ends, tmp_path, transport):
 
 def test_a_payload_that_may_change_is_sent_as_it_was(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7)
-    meet(hub, worker)
+    connect_all(hub, worker)
     payload = bytearray(b"a" * 1_000_000)
     for sequence in range(4):
         assert worker.send(make(7, HUB, sequence, payload))
         payload[:] = bytes([ord("b") + sequence]) * len(payload)
-    came = drive([hub], lambda came: len(came[0]) == 4)[0]
-    assert [bytes(each.payload[:1]) for each in came] == [b"a", b"b", b"c", b"d"]
+    received = drive([hub], lambda received: len(received[0]) == 4)[0]
+    assert [bytes(each.payload[:1]) for each in received] == [b"a", b"b", b"c", b"d"]
     assert hub.refused == {}
 
 
@@ -100,16 +100,16 @@ def test_many_workers_at_once_each_in_its_order(ends, hub):
 
     def work(number):
         worker = WorkerExchange(hub.address, number, "run")
-        sequence, heard = 0, []
+        sequence, received = 0, []
         deadline = time.monotonic() + ENOUGH
-        while len(heard) < 50 and time.monotonic() < deadline:
+        while len(received) < 50 and time.monotonic() < deadline:
             if sequence < 50 and worker.send(make(number, HUB, sequence, bytes([number]) * 20_000)):
                 sequence += 1
-            heard += worker.poll(0.001)
-        heard_by[number] = [each.header.sequence for each in heard]
+            received += worker.poll(0.001)
+        received_by[number] = [each.header.sequence for each in received]
         worker.close()
 
-    heard_by, came = {}, {number: [] for number in numbers}
+    received_by, arrived = {}, {number: [] for number in numbers}
     threads = [threading.Thread(target=work, args=(number,)) for number in numbers]
     for thread in threads:
         thread.start()
@@ -118,14 +118,14 @@ def test_many_workers_at_once_each_in_its_order(ends, hub):
         for each in hub.poll(min(0.01, back.pump(time.monotonic(), hub.send))):
             source = each.header.source
             assert bytes(each.payload) == bytes([source]) * 20_000
-            came[source].append(each.header.sequence)
+            arrived[source].append(each.header.sequence)
             assert back.put(make(HUB, source, each.header.sequence))
-    assert came == heard_by == {number: list(range(50)) for number in numbers}
+    assert arrived == received_by == {number: list(range(50)) for number in numbers}
 
 
 def test_a_thread_that_wakes_the_other_ends_its_wait(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7)
-    meet(hub, worker)
+    connect_all(hub, worker)
     for end in (hub, worker):
         end.wake()
         end.wake()
@@ -150,8 +150,8 @@ def test_poll_returns_on_a_message_or_a_connection(ends, hub):
         stop.set()
         polling.join()
     worker.send(make(7, HUB, 0))
-    (came,) = hub.poll(3600.0)
-    assert came.header.source == 7
+    (received,) = hub.poll(3600.0)
+    assert received.header.source == 7
 
 
 def test_send_is_refused_without_a_peer(ends, hub):
@@ -165,9 +165,9 @@ def test_send_is_refused_without_a_peer(ends, hub):
     assert hub.sent_nbytes == worker.sent_nbytes == 0
 
 
-def test_what_can_never_be_sent_is_a_usage_error(ends, hub):
+def test_an_unsendable_envelope_is_a_usage_error(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7)
-    meet(hub, worker)
+    connect_all(hub, worker)
     for end, wrong, message in (
         (hub, make(7, 7), "can't be sent from 0"),
         (worker, make(HUB, HUB), "can't be sent from 7"),
@@ -193,34 +193,34 @@ def filled(end, target, payload):
 
 def test_a_peer_that_receives_nothing_delays_only_its_sender(ends, hub):
     slow, quick = ends(WorkerExchange, hub.address, 7), ends(WorkerExchange, hub.address, 8)
-    meet(hub, slow, quick)
+    connect_all(hub, slow, quick)
     payload = os.urandom(1 << 20)
     taken = filled(hub, 7, payload)
     assert hub.send(make(HUB, 8, 0, payload))
-    drive([quick], lambda came: came[0])
-    came = drive([slow], lambda came: len(came[0]) == taken)[0]
-    assert [each.header.sequence for each in came] == list(range(taken))
+    drive([quick], lambda received: received[0])
+    received = drive([slow], lambda received: len(received[0]) == taken)[0]
+    assert [each.header.sequence for each in received] == list(range(taken))
 
     taken = filled(slow, HUB, payload)
     assert quick.send(make(8, HUB, 0))
-    came = drive([hub], lambda came: len(came[0]) == taken + 1)[0]
-    assert [each.header.sequence for each in came if each.header.source == 7] == list(range(taken))
+    received = drive([hub], lambda received: len(received[0]) == taken + 1)[0]
+    assert [each.header.sequence for each in received if each.header.source == 7] == list(range(taken))
     assert hub.refused == slow.refused == quick.refused == {}
 
 
-def test_one_poll_does_not_last_for_ever_where_there_is_more(ends, hub):
+def test_one_poll_ends_while_messages_keep_arriving(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(queue_length=1000))
-    meet(hub, worker)
+    connect_all(hub, worker)
     for sequence in range(500):
         assert worker.send(make(7, HUB, sequence))
-    came = []
-    while len(came) < 500:
+    received = []
+    while len(received) < 500:
         some = hub.poll(1.0)
         assert 0 < len(some) <= 64
-        came += some
+        received += some
 
 
-# --- ends that come and go
+# --- hubs and workers that leave and return
 
 
 def answered(worker, sequence, seconds=ENOUGH):
@@ -238,7 +238,7 @@ def answered(worker, sequence, seconds=ENOUGH):
 
 def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
     with program("hub", LOOPBACK) as process:
-        address = told_address(process)
+        address = read_address(process)
         worker = ends(WorkerExchange, address, 7, "run")
         answered(worker, 0)
     deadline = time.monotonic() + ENOUGH
@@ -247,14 +247,14 @@ def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
         worker.poll(0.02)
     assert not worker.send(make(7, HUB, 1))
     with program("hub", address) as process:
-        assert told_address(process) == address
+        assert read_address(process) == address
         answered(worker, 2)
         assert (worker.peers(), worker.problem) == ([HUB], "")
 
 
 def test_a_stopped_hub_times_out_and_reconnects(ends):
     with program("hub", LOOPBACK) as process:
-        worker = ends(WorkerExchange, told_address(process), 7, settings=SocketSettings(peer_timeout=0.6))
+        worker = ends(WorkerExchange, read_address(process), 7, settings=SocketSettings(peer_timeout=0.6))
         answered(worker, 0)
         process.send_signal(signal.SIGSTOP)
         drive([worker], lambda _: not worker.peers())
@@ -265,43 +265,45 @@ def test_a_stopped_hub_times_out_and_reconnects(ends):
 
 def test_a_worker_that_starts_again_keeps_its_number(ends, hub):
     first = ends(WorkerExchange, hub.address, 7)
-    meet(hub, first)
+    connect_all(hub, first)
     first.close()
     drive([hub], lambda _: not hub.send(make(HUB, 7)))
     assert hub.peers() == []
     second = ends(WorkerExchange, hub.address, 7)
-    meet(hub, second)
+    connect_all(hub, second)
     assert hub.send(make(HUB, 7, 3, b"again"))
-    (came,) = drive([second], lambda came: came[0])[0]
-    assert bytes(came.payload) == b"again"
+    (received,) = drive([second], lambda received: received[0])[0]
+    assert bytes(received.payload) == b"again"
 
 
 def test_a_worker_with_a_stale_connection_keeps_its_number(ends, hub):
     with socket.create_connection(("127.0.0.1", port_of(hub.address))) as old:
-        shake_hands(old, worker_identity(7), hub.poll)
-        old.sendall(b"".join(frame(part, more=index < 2) for index, part in enumerate(wired(make(7, HUB)))))
-        drive([hub], lambda came: came[0])
+        handshake(old, worker_identity(7), hub.poll)
+        old.sendall(
+            b"".join(frame(part, more=index < 2) for index, part in enumerate(wire_parts(make(7, HUB))))
+        )
+        drive([hub], lambda received: received[0])
         assert hub.peers() == [7]
         worker = ends(WorkerExchange, hub.address, 7)
-        meet(hub, worker)
+        connect_all(hub, worker)
         assert hub.send(make(HUB, 7, 3, b"again"))
-        drive([worker], lambda came: came[0])
+        drive([worker], lambda received: received[0])
 
 
-def test_a_hub_remembers_only_the_latest_of_those_it_heard_of(ends):
+def test_a_hub_remembers_only_the_latest_senders(ends):
     hub = ends(HubExchange, LOOPBACK, "run", max_peers=3)
     workers = [ends(WorkerExchange, hub.address, number) for number in range(1, 6)]
     drive([hub, *workers], lambda _: all(worker.peers() for worker in workers))
     for number in (1, 2, 3, 1, 4, 5):
         assert workers[number - 1].send(make(number, HUB))
-        drive([hub], lambda came: came[0])
+        drive([hub], lambda received: received[0])
     assert hub.peers() == [1, 4, 5]
 
 
-def test_a_worker_that_was_not_heard_of_for_long_is_no_peer(ends):
+def test_a_worker_that_is_silent_for_long_is_no_peer(ends):
     hub = ends(HubExchange, LOOPBACK, "run", recent_seconds=0.2)
     worker = ends(WorkerExchange, hub.address, 7)
-    meet(hub, worker)
+    connect_all(hub, worker)
     drive([hub], lambda _: not hub.peers())
     assert hub.send(make(HUB, 7)), "it may only have been silent"
 
@@ -315,7 +317,7 @@ def answered_by(server, worker):
 
 
 @pytest.mark.thorough
-def test_what_listens_there_may_be_the_hub_next_time(ends):
+def test_a_hub_may_replace_another_service_at_its_address(ends):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         worker = ends(WorkerExchange, address, 7)
@@ -325,7 +327,7 @@ def test_what_listens_there_may_be_the_hub_next_time(ends):
                 connection.sendall(greeting(b"PLAIN"))
                 drive([worker], lambda _: "is not a hub without keys" in worker.problem)
     hub = ends(HubExchange, address, "run")
-    meet(hub, worker)
+    connect_all(hub, worker)
     assert worker.problem == ""
 
 
@@ -333,7 +335,7 @@ def test_ends_leave_nothing_behind():
     def once():
         hub = HubExchange(LOOPBACK, "run")
         worker = WorkerExchange(hub.address, 7)
-        meet(hub, worker)
+        connect_all(hub, worker)
         for end in (worker, hub):
             end.close()
             end.close()
@@ -351,7 +353,7 @@ def test_ends_leave_nothing_behind():
 # --- addresses
 
 
-def test_a_port_that_is_taken_is_said_to_be(ends, hub):
+def test_a_taken_port_is_reported(ends, hub):
     with pytest.raises(
         UsageError, match=rf"can't bind {hub.address}: Address already in use.*\n.*another port"
     ):
@@ -367,7 +369,7 @@ def test_a_port_that_is_taken_is_said_to_be(ends, hub):
         ("tcp://127.0.0.1", "is not a hub address|is not a port"),
     ],
 )
-def test_an_address_where_no_hub_can_be_says_what_can(address, message):
+def test_an_address_without_a_hub_is_refused_with_the_valid_ones(address, message):
     with pytest.raises(UsageError, match=message):
         HubExchange(address, "run", insecure=True)
 
@@ -377,13 +379,13 @@ def test_a_reachable_hub_requires_keys_or_insecure(ends):
         HubExchange("tcp://*:*", "run")
     hub = ends(HubExchange, "tcp://*:*", "run", insecure=True)
     worker = ends(WorkerExchange, f"tcp://localhost:{port_of(hub.address)}", 7)
-    meet(hub, worker)
+    connect_all(hub, worker)
 
 
 def test_a_hub_may_be_named_and_be_at_a_number_of_ipv6(ends):
     hub = ends(HubExchange, "tcp://localhost:*", "run")
-    meet(hub, ends(WorkerExchange, f"tcp://localhost:{port_of(hub.address)}", 7))
+    connect_all(hub, ends(WorkerExchange, f"tcp://localhost:{port_of(hub.address)}", 7))
     if not os.path.exists("/proc/net/if_inet6"):
         return
     hub = ends(HubExchange, "tcp://[::1]:*", "run")
-    meet(hub, ends(WorkerExchange, hub.address, 7))
+    connect_all(hub, ends(WorkerExchange, hub.address, 7))

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange
 from paceline.transport.zmq.curve_keys import HubKeys, WorkerKeys, make_keys
-from zmq_ends import LOOPBACK, drive, make, meet, port_of, settle
+from zmq_ends import LOOPBACK, connect_all, drive, make, poll_for, port_of
 
 
 @pytest.fixture
@@ -34,16 +34,16 @@ def worker_of(ends, hub, folder, name, number=7):
 
 def test_recorded_workers_connect_and_exchange_envelopes(ends, hub, folder):
     worker = worker_of(ends, hub, folder, "alice")
-    meet(hub, worker)
+    connect_all(hub, worker)
     payload = os.urandom(4 << 20)
     assert worker.send(make(7, HUB, 1, payload))
-    assert drive([hub], lambda came: came[0])[0][0].payload == payload
+    assert drive([hub], lambda received: received[0])[0][0].payload == payload
     assert hub.send(make(HUB, 7, 1, payload))
-    assert drive([worker], lambda came: came[0])[0][0].payload == payload
+    assert drive([worker], lambda received: received[0])[0][0].payload == payload
     assert hub.rejected == {}
 
 
-def test_what_is_said_can_not_be_read_on_the_way(ends, hub, folder):
+def test_messages_are_encrypted(ends, hub, folder):
     secret = b"nobody else may read this " * 40
     seen = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -65,8 +65,8 @@ def test_what_is_said_can_not_be_read_on_the_way(ends, hub, folder):
     with here, there:
         drive([hub, worker], lambda _: pass_on() or worker.peers())
         assert worker.send(make(7, HUB, 1, secret))
-        came = drive([hub], lambda came: pass_on() or came[0])[0]
-    assert came[0].payload == secret
+        received = drive([hub], lambda received: pass_on() or received[0])[0]
+    assert received[0].payload == secret
     assert len(seen) > len(secret)
     assert secret[:26] not in seen
 
@@ -79,8 +79,8 @@ def test_a_wrong_or_missing_key_is_rejected_with_a_reason(ends, hub, folder, tmp
     without = ends(WorkerExchange, hub.address, 3)
     nobody = [of_another_hub, unknown, without]
     good = worker_of(ends, hub, folder, "alice")
-    came = drive([hub, *nobody, good], lambda _: good.peers() and all(each.problem for each in nobody))[0]
-    assert came == []
+    received = drive([hub, *nobody, good], lambda _: good.peers() and all(each.problem for each in nobody))[0]
+    assert received == []
     assert "its key differs from the one that this worker was given" in of_another_hub.problem
     assert "does not admit worker 'eve'" in unknown.problem
     assert re.search("requires? a key", without.problem)
@@ -89,12 +89,12 @@ def test_a_wrong_or_missing_key_is_rejected_with_a_reason(ends, hub, folder, tmp
         assert not each.send(make(each.me, HUB))
         assert each.peers() == []
         assert not hub.send(make(HUB, each.me))
-    meet(hub, good)
+    connect_all(hub, good)
     assert hub.peers() == [7]
     assert {"unknown key", "invalid handshake"} <= set(hub.rejected)
 
 
-def test_a_worker_with_keys_does_not_talk_to_a_hub_without(ends, folder):
+def test_a_worker_with_keys_does_not_connect_to_a_hub_without(ends, folder):
     hub = ends(HubExchange, LOOPBACK, "run")
     worker = worker_of(ends, hub, folder, "alice")
     drive([hub, worker], lambda _: "is not a hub with keys" in worker.problem)
@@ -116,13 +116,13 @@ def test_a_worker_added_while_the_hub_runs_connects(ends, hub, folder, tmp_path)
     worker = ends(WorkerExchange, hub.address, 8, keys=bob)
     drive([hub, worker], lambda _: "does not admit worker 'bob'" in worker.problem)
     os.replace(tmp_path / "spare" / "workers" / "bob.pub", folder / "workers" / "bob.pub")
-    meet(hub, worker)
+    connect_all(hub, worker)
     assert worker.problem == ""
 
 
-def test_a_worker_that_is_removed_does_not_come_in_again(ends, hub, folder):
+def test_a_removed_worker_is_not_readmitted(ends, hub, folder):
     first = worker_of(ends, hub, folder, "alice")
-    meet(hub, first)
+    connect_all(hub, first)
     (folder / "workers" / "alice.pub").unlink()
     first.close()
     again = worker_of(ends, hub, folder, "alice")
@@ -132,20 +132,20 @@ def test_a_worker_that_is_removed_does_not_come_in_again(ends, hub, folder):
 def test_an_unreadable_record_is_reported_and_the_others_are_valid(ends, hub, folder):
     make_keys(folder, "bob")
     (folder / "workers" / "alice.pub").write_text("kind = public\nname = alice\npublic = nonsense\n")
-    meet(hub, worker_of(ends, hub, folder, "bob", 8))
+    connect_all(hub, worker_of(ends, hub, folder, "bob", 8))
     assert "alice.pub is damaged" in hub.problem
     with pytest.raises(UsageError, match=r"alice\.pub is damaged"):
         HubExchange(LOOPBACK, "run", keys=HubKeys.read(folder))
     (folder / "workers" / "alice.pub").unlink()
-    meet(hub, worker_of(ends, hub, folder, "bob", 9))
+    connect_all(hub, worker_of(ends, hub, folder, "bob", 9))
     assert hub.problem == ""
 
 
-def test_hubs_in_one_process_have_a_door_each(ends, hub, folder, tmp_path):
+def test_hubs_in_one_process_authenticate_separately(ends, hub, folder, tmp_path):
     make_keys(tmp_path / "second", "bob")
     second = ends(HubExchange, LOOPBACK, "run", keys=HubKeys.read(tmp_path / "second"))
-    meet(hub, worker_of(ends, hub, folder, "alice"))
-    meet(second, worker_of(ends, second, tmp_path / "second", "bob"))
+    connect_all(hub, worker_of(ends, hub, folder, "alice"))
+    connect_all(second, worker_of(ends, second, tmp_path / "second", "bob"))
     lost = ends(
         WorkerExchange,
         second.address,
@@ -158,7 +158,7 @@ def test_hubs_in_one_process_have_a_door_each(ends, hub, folder, tmp_path):
 def test_a_hub_that_others_reach_is_bound_with_keys(ends, folder):
     hub = ends(HubExchange, "tcp://*:*", "run", keys=HubKeys.read(folder))
     place = f"tcp://127.0.0.1:{port_of(hub.address)}"
-    meet(hub, ends(WorkerExchange, place, 7, keys=WorkerKeys.read(folder / "alice.key")))
+    connect_all(hub, ends(WorkerExchange, place, 7, keys=WorkerKeys.read(folder / "alice.key")))
 
 
 def paced_sockets(port, rate):
@@ -175,8 +175,8 @@ def paced_sockets(port, rate):
             if each.family != socket.AF_INET or each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 continue
             ends_at = {each.getsockname()[1], each.getpeername()[1]}
-            told = int.from_bytes(each.getsockopt(socket.SOL_SOCKET, 47, 4), "little")
-            found += port in ends_at and told == rate
+            pacing_rate = int.from_bytes(each.getsockopt(socket.SOL_SOCKET, 47, 4), "little")
+            found += port in ends_at and pacing_rate == rate
     return found
 
 
@@ -185,9 +185,9 @@ def test_connections_are_held_to_the_rate_at_both_ends(ends, folder):
     other = ends(HubExchange, LOOPBACK, "run")
     worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(rate=4e6))
     plain = ends(WorkerExchange, other.address, 8)
-    meet(hub, worker)
-    meet(other, plain)
-    settle([hub, worker], 0.05)
+    connect_all(hub, worker)
+    connect_all(other, plain)
+    poll_for([hub, worker], 0.05)
     for rate in (3_000_000, 4_000_000):
         assert paced_sockets(port_of(hub.address), rate) == 1
         assert paced_sockets(port_of(other.address), rate) == 0
@@ -208,7 +208,7 @@ def test_connections_are_held_to_the_rate_at_both_ends(ends, folder):
         {"frame_nbytes": True},
     ],
 )
-def test_settings_that_cannot_be_are_refused(wrong):
+def test_impossible_settings_are_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         SocketSettings(**wrong)
 

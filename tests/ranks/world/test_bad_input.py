@@ -1,4 +1,4 @@
-"""Mistakes of a program, as ranks of their own and under torchrun: the run ends with an error that says what to do."""
+"""Mistakes of a program, on separate ranks and under torchrun: the run ends with an error that names a remedy."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ print("ended well", flush=True)
 
 
 def run_ranks(fork, folder, *arguments):
-    """Play the program on two ranks; return for each its exit code and what it wrote."""
+    """Run the program on two ranks; return exit code and output of each."""
     ranks = [fork(run, rank, folder, *arguments) for rank in range(2)]
     codes = [rank.wait(timeout=60) for rank in ranks]
     return [(code, (Path(folder) / f"rank{rank}").read_text()) for rank, code in enumerate(codes)]
 
 
-def run(tell, rank, folder, *arguments):
+def run(send, rank, folder, *arguments):
     """Be a rank that runs the program, and end as it ends."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     os.environ["PACELINE_INIT_METHOD"] = f"file://{folder}/meet"
@@ -49,8 +49,8 @@ def run(tell, rank, folder, *arguments):
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["bucketed", "sharded", "flat"])
 def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(killable, strategy):
-    (_, zero), (_, one) = told = killable.run_ranks(run_ranks, "batch", strategy, timeout=100)
-    assert [code for code, _ in told] == [1, 1]
+    (_, zero), (_, one) = results = killable.run_ranks(run_ranks, "batch", strategy, timeout=100)
+    assert [code for code, _ in results] == [1, 1]
     assert "mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8)" in one
     assert "rank 1" in zero
     assert "ended well" not in zero + one
@@ -63,7 +63,7 @@ def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(killable, strategy):
         ("none", "bukketed", "did you mean 'bucketed'?"),
     ],
 )
-def test_what_ranks_can_know_at_wrapping_is_one_message(killable, mistake, strategy, message):
+def test_a_mistake_known_at_wrapping_is_one_message(killable, mistake, strategy, message):
     for code, text in killable.run_ranks(run_ranks, mistake, strategy, timeout=100):
         assert code == 1
         assert message in text
@@ -71,7 +71,7 @@ def test_what_ranks_can_know_at_wrapping_is_one_message(killable, mistake, strat
 
 
 @pytest.mark.thorough
-def test_a_mistake_on_one_rank_ends_torchrun_and_without_one_it_ends_well(tmp_path):
+def test_a_mistake_on_one_rank_ends_torchrun_and_without_one_it_succeeds(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -79,11 +79,11 @@ def test_a_mistake_on_one_rank_ends_torchrun_and_without_one_it_ends_well(tmp_pa
     env |= {"OMP_NUM_THREADS": "1"}
     for mistake in ("batch", "none"):
         command = [sys.executable, *torchrun, str(script), mistake, "bucketed"]
-        told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         if mistake == "batch":
-            assert told.returncode != 0
-            assert "mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8)" in told.stderr
-            assert "ended well" not in told.stdout
+            assert result.returncode != 0
+            assert "mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8)" in result.stderr
+            assert "ended well" not in result.stdout
         else:
-            assert told.returncode == 0, told.stderr
-            assert told.stdout.count("ended well") == 2
+            assert result.returncode == 0, result.stderr
+            assert result.stdout.count("ended well") == 2

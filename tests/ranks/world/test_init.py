@@ -1,4 +1,4 @@
-"""Entering and leaving worlds with real processes: every way to meet."""
+"""Entering and leaving worlds with real processes, by every kind of rendezvous."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from world_entry import enter, enter_as, free_port, ways_to_meet
 def enter_repeatedly(rank, size, arguments, times):
     import time
 
-    late = random.Random(rank)  # some rank or other always leaves, or comes, after the others
+    late = random.Random(rank)  # some rank always leaves, or joins, after the others
     totals = []
     for _ in range(times):
         time.sleep(late.choice([0.0, 0.0, 0.02, 0.2]))
@@ -87,7 +87,7 @@ def alone(rank, size):
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_ranks_meet_at_an_address(pool, tmp_path, kind, size):
+def test_ranks_join_at_an_address(pool, tmp_path, kind, size):
     address = ways_to_meet(kind, tmp_path)
     arguments = [{"init_method": address, "rank": rank, "size": size} for rank in range(size)]
     for rank, (world, total) in enumerate(pool(size).run(enter_as, arguments, world=False)):
@@ -111,7 +111,7 @@ def test_a_rank_that_gave_up_may_try_again(pool, tmp_path, kind):
     assert outcome == [("MissingRanks", 3.0), ("NoneType", 3.0)]
 
 
-def lead(tell, address):
+def lead(send, address):
     import torch
 
     import paceline
@@ -121,7 +121,7 @@ def lead(tell, address):
     paceline.shutdown()
 
 
-def follow_two_leaders(tell, address, ended):
+def follow_two_leaders(send, address, ended):
     """Enter a world twice at one address, each time with another process as rank 0."""
     import time
 
@@ -133,7 +133,7 @@ def follow_two_leaders(tell, address, ended):
         paceline.init(init_method=address, rank=1, size=2, device="cpu", timeout=40.0)
         torch.distributed.barrier()
         paceline.shutdown()
-        tell("left")
+        send("left")
         while not ended.exists():
             time.sleep(0.01)
 
@@ -176,8 +176,10 @@ def variables_of(launcher, rank, size):
         ),
         "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     }[launcher]
-    told = {name: str(value) for name, value in zip(names, (rank, size, rank, size), strict=True) if name}
-    return told | ({"SLURM_STEP_ID": "0"} if launcher == "Slurm" else {})
+    variables = {
+        name: str(value) for name, value in zip(names, (rank, size, rank, size), strict=True) if name
+    }
+    return variables | ({"SLURM_STEP_ID": "0"} if launcher == "Slurm" else {})
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "Slurm", "Open MPI", "MPICH"])
@@ -200,19 +202,19 @@ def test_the_init_method_variable_needs_no_port(pool, tmp_path):
     assert [total for _, total in pool(2).run(enter, world=False, env=env)] == [3.0, 3.0]
 
 
-def test_a_second_init_gives_the_same_world_or_says_why_not(pool):
+def test_a_second_init_returns_the_same_world_or_raises(pool):
     for text in pool(2).run(second_init):
         assert "size=3 (now 2)" in text
         assert "shutdown" in text
 
 
-def test_a_group_that_somebody_else_made_is_not_taken_over(pool, tmp_path):
+def test_a_foreign_group_is_not_taken_over(pool, tmp_path):
     with pytest.raises(RankError, match="has a process group already") as caught:
         pool(1).run(foreign_group, str(tmp_path / "meet"), world=False)
     assert isinstance(caught.value.cause, WorldError)
 
 
-def test_a_world_of_one_makes_a_group_only_when_asked(pool):
+def test_a_world_of_one_creates_a_group_only_on_request(pool):
     [(world, initialized)] = pool(1).run(alone, world=False)
     assert (world.size, world.backend, initialized) == (1, "none", False)
     assert pool(1).run(group_of_one, world=False) == [("gloo", 2.0)]

@@ -1,4 +1,4 @@
-"""Worlds that do not come about: every way to fail to enter one, and what each rank is told."""
+"""Worlds that can not form: every way to fail to enter one, and the error on each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from world_entry import enter_as, fail_to_enter, free_port, ways_to_meet
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_a_world_that_never_completes_names_who_is_missing(pool, tmp_path, kind):
+def test_a_world_that_never_completes_names_the_missing_ranks(pool, tmp_path, kind):
     address = ways_to_meet(kind, tmp_path)
     arguments = [{"init_method": address, "rank": rank, "size": 4, "timeout": 1.0} for rank in (0, 2)]
     for kind_of_error, text in pool(2).run(fail_to_enter, arguments, world=False):
@@ -26,7 +26,7 @@ def test_a_world_that_never_completes_names_who_is_missing(pool, tmp_path, kind)
         )
 
 
-def test_a_rank_0_that_never_comes_is_named_with_its_address(pool):
+def test_a_rank_0_that_never_joins_is_named_with_its_address(pool):
     port = free_port()
     arguments = [{"init_method": f"tcp://127.0.0.1:{port}", "rank": 1, "size": 2, "timeout": 0.5}]
     [(kind, text)] = pool(1).run(fail_to_enter, arguments, world=False)
@@ -35,14 +35,14 @@ def test_a_rank_0_that_never_comes_is_named_with_its_address(pool):
     assert "refused" in text
 
 
-def test_a_host_without_an_address_is_told(pool):
+def test_a_host_without_an_address_is_reported(pool):
     arguments = [{"init_method": "tcp://no-such-host.invalid:4000", "rank": 1, "size": 2, "timeout": 0.5}]
     [(kind, text)] = pool(1).run(fail_to_enter, arguments, world=False)
     assert kind == "MissingRanks"
     assert "no-such-host.invalid:4000" in text
 
 
-def test_a_port_in_use_is_told(pool):
+def test_a_port_in_use_is_reported(pool):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -53,7 +53,7 @@ def test_a_port_in_use_is_told(pool):
     assert f"127.0.0.1:{port}: the port is in use" in text
 
 
-def test_a_file_that_cannot_be_written_is_told(pool, tmp_path):
+def test_an_unwritable_file_is_reported(pool, tmp_path):
     arguments = [{"init_method": f"file://{tmp_path}/absent/meet", "rank": 0, "size": 2}]
     [(kind, text)] = pool(1).run(fail_to_enter, arguments, world=False)
     assert kind == "WorldError"
@@ -72,7 +72,7 @@ def test_a_rank_claimed_twice_is_named_to_all(pool, tmp_path, kind):
         assert "a rank of its own" in text
 
 
-def give_up(tell, address, rank):
+def give_up(send, address, rank):
     import paceline
 
     try:
@@ -95,7 +95,7 @@ def test_a_file_left_by_an_earlier_run_does_no_harm(pool, killable, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "sizes"), [("file", (2, 3)), ("tcp", (3, 2))])
-def test_ranks_that_disagree_about_the_size_are_told(pool, tmp_path, kind, sizes):
+def test_ranks_that_disagree_about_the_size_get_an_error(pool, tmp_path, kind, sizes):
     address = ways_to_meet(kind, tmp_path)
     arguments = [
         {"init_method": address, "rank": rank, "size": sizes[rank], "timeout": 3.0} for rank in range(2)
@@ -142,28 +142,28 @@ paceline.init(init_method=sys.argv[1], rank=int(sys.argv[2]), size=2, timeout=60
 """
 
 
-def run_a_program(tell, script, address, rank):
+def run_a_program(send, script, address, rank):
     import runpy
 
     sys.argv = [script, address, str(rank)]
-    sys.stderr = open(f"{script}.told", "w")  # noqa: SIM115 — for the rest of this process
+    sys.stderr = open(f"{script}.stderr", "w")  # noqa: SIM115 — for the rest of this process
     runpy.run_path(script, run_name="__main__")
 
 
 def programs_that_differ(fork, folder, address):
-    """Run one program on rank 0 and a later one on rank 1; return their exit codes and what they wrote."""
+    """Run one program on rank 0 and a later one on rank 1; return their exit codes and output."""
     scripts = [Path(folder) / name for name in ("train.py", "train-later.py")]
     for number, script in enumerate(scripts):
         script.write_text(PROGRAM + "# a change\n" * number)
     ranks = [fork(run_a_program, str(script), address, rank) for rank, script in enumerate(scripts)]
     codes = [rank.wait() for rank in ranks]
-    return codes, [Path(f"{script}.told").read_text() for script in scripts]
+    return codes, [Path(f"{script}.stderr").read_text() for script in scripts]
 
 
 def test_another_text_of_the_program_on_one_rank_ends_both(killable, tmp_path):
-    codes, told = killable.run_ranks(programs_that_differ, f"file://{tmp_path}/meet")
+    codes, texts = killable.run_ranks(programs_that_differ, f"file://{tmp_path}/meet")
     assert codes == [1, 1]
-    for text in told:
+    for text in texts:
         assert re.search(
             r"the program differs between ranks: train\.py .* rank 0; train-later\.py .* rank 1", text
         )

@@ -1,4 +1,4 @@
-"""The warm ranks themselves: results, failures, hangs, isolation, and that nothing stays behind."""
+"""The pool of warm ranks: results, failures, hangs, isolation, and no process left behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def die(rank, size):
         os._exit(7)
 
 
-def spoil(rank, size):
+def change_process_state(rank, size):
     import torch
 
     os.environ["PACELINE_TEST_LEFTOVER"] = "1"
@@ -99,7 +99,7 @@ def test_a_failure_names_the_rank_and_shows_its_traceback(pool):
     assert pool(2).run(total_of_ranks, 0) == [1.0, 1.0]
 
 
-def test_an_exception_that_cannot_travel_is_told_by_its_text(pool):
+def test_an_unpicklable_exception_is_reported_by_its_text(pool):
     with pytest.raises(RankError, match="cannot travel") as caught:
         pool(1).run(fail_unpicklably)
     assert caught.value.cause is None
@@ -130,7 +130,7 @@ def test_a_rank_that_dies_is_named_with_its_exit_code(pool):
 
 def test_cases_start_from_the_same_state(pool):
     fresh = pool(2).run(state)
-    pool(2).run(spoil)
+    pool(2).run(change_process_state)
     assert pool(2).run(state) == fresh
     assert fresh[0][:2] == (None, "torch.float32")
 
@@ -151,9 +151,9 @@ def test_spawned_ranks_are_processes_of_their_own(pool):
 ORPHANS = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
-from rank_pool import Staff
+from rank_pool import RankProcesses
 from test_rank_pool import pid
-print(*Staff()(2).run(pid), flush=True)
+print(*RankProcesses()(2).run(pid), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_permissions_stay_and_a_new_file_has_the_usual_ones(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_text(path, "old")
 

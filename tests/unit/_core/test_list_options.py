@@ -1,4 +1,4 @@
-"""Options that list or sweep values: what they mean, and refusals that name the option and what is valid."""
+"""Options that list or sweep values: parsed values, and refusals that name the option and the valid form."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_sweep_ends_with_its_last_number(text, expected):
     assert parse_sweep("--nodes", text, int, example="1:10000") == expected
 
 
-def test_numbers_that_are_none_are_refused_with_an_example():
+def test_invalid_numbers_are_refused_with_an_example():
     with pytest.raises(UsageError, match=r"(?s)--ranks '2,many': 'many' is no whole number.*--ranks 2,4,6"):
         parse_sweep("--ranks", "2,many", int, example="2,4,6")
     with pytest.raises(UsageError, match=r"--nodes '0:4': 0 is below 1"):

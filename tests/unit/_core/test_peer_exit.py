@@ -1,4 +1,4 @@
-"""How a process ended that is not our child: by exit code, by signal, collected or not."""
+"""Exit status of a process that is not our child: by exit code, by signal, reaped or not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def end(how):
 
 
 @pytest.mark.parametrize("how", [0, 1, 3, 255, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGUSR1])
-def test_the_end_is_told_while_nobody_has_collected_it(how):
+def test_an_exit_is_detected_before_the_parent_reaps_it(how):
     pid = end(how)
     pidfd = os.pidfd_open(pid)
     try:
@@ -36,7 +36,7 @@ def test_the_end_is_told_while_nobody_has_collected_it(how):
 
 
 @pytest.mark.parametrize("how", [0, 3, -signal.SIGKILL])
-def test_the_end_is_told_after_its_parent_collected_it(how):
+def test_an_exit_is_detected_after_the_parent_reaped_it(how):
     pid = end(how)
     pidfd = os.pidfd_open(pid)
     os.waitpid(pid, 0)
@@ -44,12 +44,12 @@ def test_the_end_is_told_after_its_parent_collected_it(how):
         assert exit_status_of(pidfd, pid) in (
             ExitStatus(how),
             ExitStatus(None),
-        )  # the system tells it since Linux 6.15
+        )  # Linux reports it since 6.15
     finally:
         os.close(pidfd)
 
 
-def test_a_process_that_lives_on_is_not_waited_for():
+def test_a_process_that_continues_is_not_waited_for():
     pidfd = os.pidfd_open(os.getpid())
     assert not has_ended(pidfd)
     assert exit_status_of(pidfd, os.getpid()) == ExitStatus(None)
@@ -87,5 +87,5 @@ def test_descriptors_beyond_1024_do():
         (None, "exit code unknown"),
     ],
 )
-def test_an_end_is_told_in_words(code, text):
+def test_an_end_is_described_in_words(code, text):
     assert str(ExitStatus(code)) == text

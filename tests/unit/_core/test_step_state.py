@@ -1,4 +1,4 @@
-"""Whereabouts: what is written and what is read."""
+"""Step state: values are written and read back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_waiting_names_the_bucket_and_ends(clock):
     assert (here.waiting, here.bucket, here.since) == (False, -1, 102.0)
 
 
-def test_what_raises_while_it_waits_stays_marked_until_the_next_phase():
+def test_a_wait_that_raises_stays_marked_until_the_next_phase():
     here = StepState()
     with pytest.raises(RuntimeError), here.waiting_for_peers(2):
         raise RuntimeError
@@ -58,7 +58,7 @@ def test_busy_seconds_are_those_of_a_round_without_the_waits(clock):
     assert (here.rounds, here.busy_seconds) == (2, pytest.approx(5.0))
 
 
-def test_a_round_says_whether_it_sees_waiting():
+def test_a_round_reports_whether_it_measures_waiting():
     here = StepState()
     here.end_round(sees_waiting=False)
     assert not here.sees_waiting
@@ -76,6 +76,6 @@ def test_a_task_covers_the_phases_in_it_and_ends_also_where_it_raises():
     assert here.task == ""
 
 
-def test_only_what_is_known_can_be_written():
+def test_unknown_values_can_not_be_written():
     with pytest.raises(AttributeError):
         StepState().stage = "forward"

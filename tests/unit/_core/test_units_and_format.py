@@ -1,4 +1,4 @@
-"""Quantities in and out: exact values, round trips, and refusals that say what is valid."""
+"""Quantities in and out: exact values, round trips, and refusals that name the valid ones."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def test_a_formatted_time_reads_back_to_three_digits(seconds):
 
 
 @given(st.integers(60, 10**7))
-def test_a_long_time_is_told_to_the_second_or_minute(seconds):
+def test_a_long_time_is_shown_to_the_second_or_minute(seconds):
     parts = re.findall(r"(\d+) (h|min|s)\b", format_seconds(seconds))
-    told = sum(int(number) * {"h": 3600, "min": 60, "s": 1}[unit] for number, unit in parts)
-    assert 0 <= seconds - told < (60 if seconds >= 3600 else 1)
+    shown = sum(int(number) * {"h": 3600, "min": 60, "s": 1}[unit] for number, unit in parts)
+    assert 0 <= seconds - shown < (60 if seconds >= 3600 else 1)
 
 
 @given(st.floats(0, 1e15))
@@ -115,7 +115,7 @@ def test_a_formatted_count_reads_back_to_three_digits(count):
 
 
 @given(st.floats(0, 1e17))
-def test_no_exponent_is_shown_to_people(value):
+def test_no_number_is_shown_with_an_exponent(value):
     for text in (format_bytes(value), format_count(min(value, 1e15)), format_seconds(value)):
         assert "e+" not in text
 
@@ -132,7 +132,7 @@ def test_a_value_is_rounded_before_its_unit_is_chosen():
     "text",
     ["", "MB", "five MB", "5 XB", "5 M", "-5MB", "5MB/s", "5 MB extra", "nan", "inf", "1e999GB", "9" * 400],
 )
-def test_what_is_no_size_is_refused(text):
+def test_an_invalid_size_is_refused(text):
     with pytest.raises(UsageError, match="is no size") as caught:
         parse_bytes(text)
     assert repr(text) in str(caught.value)
@@ -140,13 +140,13 @@ def test_what_is_no_size_is_refused(text):
 
 
 @pytest.mark.parametrize("text", ["", "fast", "5MB", "5", "1 Xbit/s", "1 Gbit/h", "-1Gbit/s", "1e400Gbit/s"])
-def test_what_is_no_rate_is_refused(text):
+def test_an_invalid_rate_is_refused(text):
     with pytest.raises(UsageError, match="is no rate"):
         parse_rate(text)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "5", "5 days", "-1s", "1MB", "1e400s"])
-def test_what_is_no_time_is_refused(text):
+def test_an_invalid_time_is_refused(text):
     with pytest.raises(UsageError, match="is no time"):
         parse_seconds(text)
 
@@ -156,7 +156,7 @@ def test_what_is_no_time_is_refused(text):
     [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (25 * MIB, "25 MiB"), (-MIB, "-1 MiB"), (2.0**50, "1 PiB"),
      (2.0**60, "1024 PiB")],
 )  # fmt: skip
-def test_sizes_for_people(nbytes, text):
+def test_sizes_are_formatted(nbytes, text):
     assert format_bytes(nbytes) == text
 
 
@@ -165,18 +165,18 @@ def test_sizes_for_people(nbytes, text):
     [(0.00025, "250 µs"), (0.0123, "12.3 ms"), (1.0, "1 s"), (59.94, "59.9 s"), (75, "1 min 15 s"), (3600, "1 h 0 min"),
      (5e-9, "5 ns"), (0, "0 s")],
 )  # fmt: skip
-def test_times_for_people(seconds, text):
+def test_times_are_formatted(seconds, text):
     assert format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(999, "999"), (12_345_678, "12.3 M"), (1e12, "1 T"), (0, "0"), (1500, "1.5 k")]
 )
-def test_counts_for_people(count, text):
+def test_counts_are_formatted(count, text):
     assert format_count(count) == text
 
 
-def test_no_reading_of_a_word_is_infinite():
+def test_no_parsed_word_is_infinite():
     assert math.isfinite(parse_seconds("1e200d"))
     assert math.isfinite(parse_rate("1e200TiB/s"))
 
@@ -195,12 +195,12 @@ def test_shares(text, share):
 
 
 @pytest.mark.parametrize("text", ["", "many", "20MiB", "-3", "3Q", "10%", "1e400"])
-def test_what_is_no_count(text):
+def test_invalid_counts_are_refused(text):
     with pytest.raises(UsageError, match="is no count"):
         parse_count(text)
 
 
 @pytest.mark.parametrize("text", ["", "half", "10 MB", "-3%", "1/2", "10/"])
-def test_what_is_no_share(text):
+def test_invalid_shares_are_refused(text):
     with pytest.raises(UsageError, match="is no share"):
         parse_share(text)

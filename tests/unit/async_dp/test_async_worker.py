@@ -37,7 +37,7 @@ def test_each_hub_receives_its_own_fragments_on_request() -> None:
         assert [(order.kind, order.fragment) for order in session.requests] == [
             ("parameters", fragment) for fragment in fragments
         ]
-    assert len(sessions[1].requests) == 2, "asked once, it is given all once"
+    assert len(sessions[1].requests) == 2, "one request for all fragments"
 
 
 def run(

@@ -52,7 +52,7 @@ def test_bfloat16_rounds_special_numbers_and_ties_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("numel", [1, NUMPY_MAX_NUMEL, NUMPY_MAX_NUMEL + 1])
-def test_short_and_long_rows_are_computed_alike(numel: int) -> None:
+def test_short_and_long_rows_are_computed_equally(numel: int) -> None:
     generator = torch.Generator().manual_seed(numel)
     left, right = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
     as_few, as_many = as_row(left.clone()), left.clone()

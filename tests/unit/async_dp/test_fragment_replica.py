@@ -36,7 +36,7 @@ def receive(replica: FragmentReplica, numbers: torch.Tensor, revision: int = 1) 
     replica.receive(revision, "fp32", packing.pack(numbers))
 
 
-def test_the_delta_rule_keeps_what_was_learnt_since_the_snapshot() -> None:
+def test_the_delta_rule_keeps_steps_since_the_snapshot() -> None:
     net, replica = made()
     params = torch.linspace(-1, 1, 24)
     replica.snapshot()
@@ -75,7 +75,7 @@ def test_the_next_update_has_all_steps_since_the_last_snapshot_and_none_twice() 
     assert torch.equal(second, torch.full((24,), -0.75))
 
 
-def test_overwrite_drops_what_was_learnt() -> None:
+def test_overwrite_drops_local_steps() -> None:
     net, replica = made()
     replica.snapshot()
     learn(net, 3.0)

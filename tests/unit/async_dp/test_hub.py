@@ -36,7 +36,7 @@ def test_if_the_first_worker_falls_silent_a_new_one_provides_the_parameters() ->
     assert kinds(driver.hello(2)) == ["welcome", "ask"]
 
 
-def test_if_the_requested_worker_is_gone_a_connected_one_provides_the_parameters() -> None:
+def test_if_the_requested_worker_is_lost_a_connected_one_provides_the_parameters() -> None:
     for silent in (True, False):
         driver = HubDriver(HubRules(silent_after=10))
         for worker in (1, 2):

@@ -29,7 +29,7 @@ def any_journal(request, tmp_path):
         yield one
 
 
-# ------------------------------------------------------------------ what goes in comes out
+# ------------------------------------------------------------------ records round trip
 
 
 @pytest.mark.thorough
@@ -142,11 +142,11 @@ def test_a_commit_flushes_once_before_the_ledger_is_written(tmp_path, monkeypatc
     for name in ("pwritev", "fsync", "fdatasync"):
         noted(name)
     log, ledger = "journal-000000000000.log", "ledger.jsonl"
-    for life in range(2):
+    for start in range(2):
         with HubJournal.open(tmp_path, resume=True) as journal:
-            assert ("fsync", log) in calls  # what was found is on the disk before records say so
+            assert ("fsync", log) in calls  # recovered records are on disk before they are reported
             calls.clear()
-            write(journal, range(5 * life, 5 * life + 5))
+            write(journal, range(5 * start, 5 * start + 5))
             assert calls == []
             journal.commit()
             assert calls == [("pwritev", log), ("fdatasync", log), ("pwritev", ledger)]

@@ -1,4 +1,4 @@
-"""A restarted hub recovers what was committed; nothing else was answered."""
+"""A restarted hub recovers all committed records; nothing uncommitted was acknowledged."""
 
 from pathlib import Path
 

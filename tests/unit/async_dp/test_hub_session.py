@@ -1,4 +1,4 @@
-"""A worker's session repeats what is not answered, after a timeout that follows measured times."""
+"""A worker's session repeats unanswered messages, after a timeout that follows measured times."""
 
 import math
 from typing import Any
@@ -54,7 +54,7 @@ class SessionDriver:
         return [message.kind for message in out if message.kind != "beat"]
 
     def advance(self) -> tuple[float, list[str]]:
-        """Advance time to when something is due; return the duration, and what is sent then."""
+        """Advance time until the next message is due; return the duration, and the sent messages."""
         began, self.now = self.now, self.session_id.next_due()
         return self.now - began, self.sent()
 

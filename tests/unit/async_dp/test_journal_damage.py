@@ -26,7 +26,7 @@ quick = pytest.fixture(autouse=True)(skip_fsync)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ledger", ["kept", "removed"])
-def test_a_journal_cut_at_any_byte_recovers_what_was_committed_or_raises(tmp_path, ledger):
+def test_a_journal_cut_at_any_byte_recovers_committed_records_or_raises(tmp_path, ledger):
     """The last of three groups was being committed."""
     path = write_groups(tmp_path, [3, 1, 3], acknowledged=2)
     ends, data, lines = record_ends(path), path.read_bytes(), (tmp_path / "ledger.jsonl").read_bytes()
@@ -64,7 +64,7 @@ def test_any_flipped_bit_raises_unless_it_was_never_committed(tmp_path):
             assert recovered_numbers(tmp_path) == [0, 1]
 
 
-def test_later_records_prove_what_was_on_disk_even_without_a_ledger(tmp_path):
+def test_later_records_prove_earlier_commits_without_a_ledger(tmp_path):
     path = write_groups(tmp_path, [2, 2, 2], acknowledged=3)
     ends, data = record_ends(path), path.read_bytes()
     for record in range(6):

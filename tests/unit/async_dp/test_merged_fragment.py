@@ -73,7 +73,7 @@ def test_rounds_of_warmup_only_average() -> None:
     assert one.momentum.item() == 0.0
 
 
-def test_buffers_behind_the_parameters_are_averaged_whatever_the_outer_optimizer_is() -> None:
+def test_buffers_are_averaged_with_any_outer_optimizer() -> None:
     one = fragment_of(HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0), [0.0, 10.0], trained=1)
     one.merge(torch.tensor([0.0, 4.0]), 0.5, 2)
     one.merge(torch.tensor([0.0, 4.0]), 0.5, 2)

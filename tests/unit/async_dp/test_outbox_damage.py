@@ -70,9 +70,9 @@ def test_a_worker_whose_status_file_is_damaged_gets_another_number(tmp_path, cap
 @pytest.mark.parametrize("loss", ["damaged", "removed", "aside"])
 def test_a_given_number_without_its_status_file_continues_with_unused_rounds(tmp_path, loss):
     status_file, used = tmp_path / "worker.json", set()
-    for life in range(3):
+    for start in range(3):
         with Outbox(tmp_path, worker=5) as outbox:
-            assert len(outbox.pending()) == (1 if life and loss != "aside" else 0)
+            assert len(outbox.pending()) == (1 if start and loss != "aside" else 0)
             for update in outbox.pending():
                 outbox.acknowledge(update.round, update.fragment)
             rounds = {outbox.next_round(0) for _ in range(4)} | {put_update(outbox, 0)}
@@ -111,7 +111,7 @@ def test_an_update_under_the_wrong_file_name_is_set_aside(tmp_path, caplog):
 # ------------------------------------------------------------------ a full disk, and interruptions
 
 
-def test_a_full_disk_is_reported_and_what_did_not_fit_is_not_pending(tmp_path):
+def test_a_full_disk_is_reported_and_unwritten_updates_are_not_pending(tmp_path):
     with Outbox(tmp_path) as outbox:
         number = outbox.next_round(0)
         fault_injection.disk_full(after_nbytes=10)

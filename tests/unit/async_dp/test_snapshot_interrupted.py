@@ -31,7 +31,7 @@ def refusal(call):
 
 
 def live(folder, report, retry):
-    """Append, commit and snapshot; report the number of committed records, and repeat what failed once."""
+    """Append, commit and snapshot; report the number of committed records, and repeat a failed operation once."""
     journal, count = HubJournal.open(folder, resume=True), 0
 
     def attempt(call):

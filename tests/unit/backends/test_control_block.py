@@ -156,7 +156,7 @@ def test_a_failure_is_visible_to_all():
     assert second.first_failure() == third.first_failure() == first.first_failure() == LOST
 
 
-def test_the_first_failure_stands():
+def test_the_first_failure_is_kept():
     first, second, third = blocks(3)
     second.post_failure(LOST)
     first.post_failure(GroupFailure(0, "host", "another one"))

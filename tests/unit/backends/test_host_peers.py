@@ -46,7 +46,7 @@ def connect(store, rank, size, change=lambda info: info, listener=None, timeout=
 
 
 def in_threads(size, work):
-    """Return what ``work(rank)`` returned or raised on every rank."""
+    """Return the result or the error of ``work(rank)`` on every rank."""
     results = [None] * size
 
     def run(rank):
@@ -159,7 +159,7 @@ def test_a_goodbye_behind_unclaimed_descriptors_is_received():
 
 
 def test_two_threads_may_read_concurrently():
-    """As messages and collectives do: what one receives is available to the other."""
+    """As in messages and collectives: descriptors received by one are available to the other."""
     low, high = group(2)
     segment, over = Segment.create(NBYTES), threading.Event()
 
@@ -194,7 +194,7 @@ def test_an_end_is_detected_while_a_child_holds_the_socket(tmp_path):
         os.close(holding)
         connect(dist.FileStore(path, 2), 1, 2)
         if os.fork() == 0:
-            os.read(held, 1)  # lives until this test has seen its parent's end
+            os.read(held, 1)  # runs until this test has seen its parent exit
         else:
             os.write(writing, b"x")
             time.sleep(0.1)

@@ -51,7 +51,7 @@ def test_a_mean_divides_by_the_number_of_ranks():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_is_written_into_the_others_once_the_check_raises(dtype):
+def test_no_other_tensor_is_written_after_the_check_raises(dtype):
     given = [torch.ones(1 << 18, dtype=dtype), torch.ones(1 << 18, dtype=dtype)]
     reduction, checks = get_reduction(dist.ReduceOp.SUM, dtype, 2), []
 

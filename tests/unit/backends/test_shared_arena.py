@@ -300,7 +300,7 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_more_memory_than_there_is_is_refused_at_once():
+def test_more_than_the_available_memory_is_refused_at_once():
     before = descriptors()
     with pytest.raises(OSError, match=r"no .*TiB of shared memory: Cannot allocate memory"):
         Arena().allocate(2**45, torch.float32)

@@ -16,10 +16,10 @@ from paceline.errors import CheckpointError, UsageError
 
 def saved(folder, step=1, **options):
     """Save at `step` in a separate run that loads nothing."""
-    keep = paceline.Checkpoint(folder, nn.Linear(2, 1), **options)
-    keep.step = step
-    keep.save(wait=True)
-    keep.close()
+    checkpoint = paceline.Checkpoint(folder, nn.Linear(2, 1), **options)
+    checkpoint.step = step
+    checkpoint.save(wait=True)
+    checkpoint.close()
 
 
 @pytest.mark.parametrize("facts", [{"loss": math.nan}, {"at": Path("a")}, {"of": {1, 2}}])
@@ -30,16 +30,16 @@ def test_facts_that_are_no_json_are_refused(tmp_path, facts):
 
 
 def test_facts_that_become_invalid_fail_a_save_without_a_hang(tmp_path):
-    keep = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
-    keep.facts["loss"] = math.nan
+    checkpoint = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
+    checkpoint.facts["loss"] = math.nan
     with pytest.raises(
         CheckpointError, match=r"step 0 can't be written to .*: rank 0: ValueError: Out of range"
     ):
-        keep.save(wait=True)
+        checkpoint.save(wait=True)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-    keep.facts["loss"] = 1.0
-    keep.save(wait=True)
-    keep.close()
+    checkpoint.facts["loss"] = 1.0
+    checkpoint.save(wait=True)
+    checkpoint.close()
     assert (tmp_path / "step-00000000").is_dir()
 
 
@@ -55,37 +55,37 @@ def test_checkpoints_that_would_be_removed_as_older_are_warned_of(tmp_path, capl
         ]
         assert "call load() before training" in caplog.text
         caplog.clear()
-        keep = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
-        assert keep.load().step == 20
-        keep.step = 21
-        keep.save(wait=True)
-        keep.close()
+        checkpoint = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
+        assert checkpoint.load().step == 20
+        checkpoint.step = 21
+        checkpoint.save(wait=True)
+        checkpoint.close()
         assert caplog.messages == []
 
 
 def test_a_loader_passed_after_load_is_warned_of(tmp_path, caplog):
     net = nn.Linear(2, 1)
     loader = paceline.Loader(torch.ones(4, 2), 2)
-    keep = paceline.Checkpoint(tmp_path / "a", net)
-    keep.load()
+    checkpoint = paceline.Checkpoint(tmp_path / "a", net)
+    checkpoint.load()
     with caplog.at_level(logging.WARNING, "paceline.checkpoint"):
-        assert len(list(keep.resume(loader))) == 2
-    keep.close()
+        assert len(list(checkpoint.resume(loader))) == 2
+    checkpoint.close()
     assert (
         "the loader was not part of the checkpoint when load() was called, so it is not saved" in caplog.text
     )
     caplog.clear()
-    keep = paceline.Checkpoint(tmp_path / "b", net, loader)
-    keep.load()
+    checkpoint = paceline.Checkpoint(tmp_path / "b", net, loader)
+    checkpoint.load()
     with caplog.at_level(logging.WARNING, "paceline.checkpoint"):
-        assert len(list(keep.resume(loader))) == 2
-    keep.close()
+        assert len(list(checkpoint.resume(loader))) == 2
+    checkpoint.close()
     assert caplog.messages == []
 
 
 def test_a_closed_checkpoint_writes_nothing(tmp_path):
-    keep = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
-    keep.close()
+    checkpoint = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
+    checkpoint.close()
     with pytest.raises(CheckpointError, match="after close"):
-        keep.save()
+        checkpoint.save()
     assert list(tmp_path.glob("step-*")) == []

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: alike on all ranks, independent of their clocks."""
+"""Save cadence: equal on all ranks, independent of their clocks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_checks_are_rare_with_short_steps_and_saves_are_on_time():
 
 
 def test_time_between_two_reads_of_the_clock_is_no_step():
-    """Steps of 3 s, and a clock that goes on while it is read: the second check is not a thousand steps later."""
+    """Steps of 3 s, and a clock that advances while it is read: the second check is not a thousand steps later."""
     now, saved = [0.0], []
 
     def clock():

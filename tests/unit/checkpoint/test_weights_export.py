@@ -26,11 +26,11 @@ class Tied(nn.Module):
 
 def saved(folder, steps=(1,), **models):
     models = models or {"model": Tied()}
-    keep = paceline.Checkpoint(folder, keep=9, **models)
+    checkpoint = paceline.Checkpoint(folder, keep=9, **models)
     for step in steps:
-        keep.step = step
-        keep.save(wait=True)
-    keep.close()
+        checkpoint.step = step
+        checkpoint.save(wait=True)
+    checkpoint.close()
     return models
 
 

@@ -60,9 +60,13 @@ def test_two_levels_with_any_nodes(ranks, per_node):
 def test_a_missing_send_is_a_flaw(algorithm, ranks, data):
     schedule = make_schedule(*algorithm, ranks)
     number = data.draw(st.integers(0, len(schedule.rounds) - 1))
-    gone = data.draw(st.integers(0, len(schedule.rounds[number]) - 1))
+    removed = data.draw(st.integers(0, len(schedule.rounds[number]) - 1))
     sends = schedule.rounds[number]
-    rounds = [*schedule.rounds[:number], (*sends[:gone], *sends[gone + 1 :]), *schedule.rounds[number + 1 :]]
+    rounds = [
+        *schedule.rounds[:number],
+        (*sends[:removed], *sends[removed + 1 :]),
+        *schedule.rounds[number + 1 :],
+    ]
     assert find_flaws(replace(schedule, rounds=tuple(rounds)))
 
 

@@ -28,7 +28,7 @@ def test_equals_the_closed_form(op, name):
             assert cost.seconds == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-# The table of anchors (Thakur, Rabenseifner & Gropp 2005), for a power of two, written out once more by hand.
+# The table of anchors (Thakur, Rabenseifner & Gropp 2005), for a power of two, written out by hand.
 LG, P = 3, 8
 TEXTBOOK = {
     ("broadcast", "tree"): Terms(LG, LG),
@@ -65,33 +65,33 @@ def test_an_algorithm_without_closed_form_is_refused():
 FIVE_MB, ONE_MB_S = 5e6, 1e6
 
 
-def seconds_on_star(op, name, segments=1, **link):
+def seconds_over_hub(op, name, segments=1, **link):
     return simulate_cost(
         pipelined(make_schedule(op, name, 8), segments), star(8, ONE_MB_S, **link), FIVE_MB
     ).seconds
 
 
 def test_broadcast_to_seven_ranks():
-    assert seconds_on_star("broadcast", "one-by-one") == pytest.approx(35)
-    assert seconds_on_star("broadcast", "tree") == pytest.approx(15)
-    assert seconds_on_star("broadcast", "scatter-all-gather") == pytest.approx(8.75)
-    assert seconds_on_star("broadcast", "chain", 20) == pytest.approx(5 + 6 * 5 / 20)
+    assert seconds_over_hub("broadcast", "one-by-one") == pytest.approx(35)
+    assert seconds_over_hub("broadcast", "tree") == pytest.approx(15)
+    assert seconds_over_hub("broadcast", "scatter-all-gather") == pytest.approx(8.75)
+    assert seconds_over_hub("broadcast", "chain", 20) == pytest.approx(5 + 6 * 5 / 20)
 
 
 def test_sending_to_all_ranks_at_once_is_no_faster():
     """The uplink is shared: a switch all-reduce's second round alone takes as long as one after another."""
-    both_rounds = seconds_on_star("all-reduce", "switch")
+    both_rounds = seconds_over_hub("all-reduce", "switch")
     assert both_rounds == pytest.approx(2 * 35)
 
 
 def test_a_rank_at_the_switch_makes_it_fast():
-    assert seconds_on_star("all-reduce", "switch", hub=0) == pytest.approx(10)
+    assert seconds_over_hub("all-reduce", "switch", hub=0) == pytest.approx(10)
 
 
 def test_a_shared_switch_limits_all_together():
-    free = seconds_on_star("all-reduce", "ring")
-    assert seconds_on_star("all-reduce", "ring", switch=8 * ONE_MB_S) == pytest.approx(free)
-    assert seconds_on_star("all-reduce", "ring", switch=2 * ONE_MB_S) == pytest.approx(4 * free)
+    free = seconds_over_hub("all-reduce", "ring")
+    assert seconds_over_hub("all-reduce", "ring", switch=8 * ONE_MB_S) == pytest.approx(free)
+    assert seconds_over_hub("all-reduce", "ring", switch=2 * ONE_MB_S) == pytest.approx(4 * free)
 
 
 def test_a_slow_host_slows_only_those_that_depend_on_it():

@@ -1,4 +1,4 @@
-"""Bucket sizes: the closed form against the simulation, the simulation against what is known, the grouping."""
+"""Bucket sizes: the closed form against the simulation, the simulation against known cases, the grouping."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_launching_costs_the_rank_time():
         ([ReadyGradient(-1, 0.2)], {}),
     ],
 )
-def test_gradients_that_make_no_sense_are_refused(ready, options):
+def test_invalid_gradients_are_refused(ready, options):
     with pytest.raises(UsageError):
         simulate_backward(ready, 0, CommChannel(lambda nbytes: 0.0), **options)
 
@@ -244,7 +244,7 @@ def test_sizes_worth_trying_group_differently():
         best_bucket(ready, CommChannel(lambda nbytes: 0.0), caps=[])
 
 
-# ---------------------------------------------------------------- somebody's measurement (docs/step-time.md)
+# ---------------------------------------------------------------- published measurement (docs/step-time.md)
 
 
 def medium_gradients():

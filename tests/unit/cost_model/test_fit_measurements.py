@@ -45,7 +45,7 @@ def measured(op="all-reduce", algorithm="ring", ranks=(2, 4, 6), *, noise=0.0, s
         if not form.shared and op != "send-recv"
     ],
 )
-def test_planted_parameters_and_an_equal_cost_come_back(op, algorithm):
+def test_planted_parameters_and_an_equal_cost_are_recovered(op, algorithm):
     ranks = (2, 3, 5, 8)
     fit = fit_points(measured(op, algorithm, ranks, noise=0.01), op)
     assert fit.identified
@@ -150,7 +150,7 @@ def test_held_out_sizes_are_every_second_one_and_never_the_ends():
     assert max(each.error for each in exact) < 1e-9
 
 
-def test_what_is_held_out_has_no_part_in_its_prediction():
+def test_held_out_points_have_no_part_in_their_prediction():
     points = measured(noise=0.02)
     worse = [
         MeasuredPoint(p.nbytes, p.ranks, p.seconds * (9 if p.nbytes in SIZES[1:-1:2] else 1)) for p in points
@@ -243,12 +243,12 @@ def test_too_few_sizes_are_refused(points):
         MeasuredPoint(8, 2, math.nan),
     ],
 )
-def test_what_cannot_have_been_measured_is_refused(bad):
+def test_impossible_measurements_are_refused(bad):
     with pytest.raises(UsageError, match="can't be fitted"):
         fit_points([*measured(), bad], "all-reduce")
 
 
-def test_an_unknown_operation_is_refused_with_those_there_are():
+def test_an_unknown_operation_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match="did you mean 'all-reduce'"):
         fit_points(measured(), "all_reduce")
 
@@ -285,7 +285,7 @@ def test_the_size_for_an_efficiency_follows_the_segments():
 
 
 @pytest.mark.parametrize("efficiency", [0.0, 1.0, -1.0, math.nan])
-def test_no_share_is_refused(efficiency):
+def test_an_efficiency_outside_0_to_1_is_refused(efficiency):
     with pytest.raises(UsageError, match="efficiency"):
         fit_points(measured(), "all-reduce").size_at_efficiency(efficiency, 2)
 

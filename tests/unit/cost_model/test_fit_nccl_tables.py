@@ -42,7 +42,7 @@ def test_sizes_that_are_held_out_change_nothing():
     assert all(one.predicted == other.predicted for one, other in pairs)
 
 
-def test_the_committed_result_is_what_the_fit_gives_now():
+def test_the_committed_result_equals_the_fit():
     rows = json.loads((FOLDER / "result.json").read_text(encoding="utf-8"))["rows"]
     assert [row["name"] for row in rows] == list(TABLES)
     for row in rows:

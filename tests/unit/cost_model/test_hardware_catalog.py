@@ -23,7 +23,7 @@ from paceline.errors import UsageError
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
     ],
 )  # fmt: skip
-def test_a_device_is_found_as_people_and_drivers_write_it(written, name):
+def test_a_device_is_found_by_common_and_driver_names(written, name):
     assert find_device(written).name == name
 
 
@@ -62,7 +62,7 @@ def test_rows_of_links_are_plausible(row):
     assert row.latency_source
 
 
-def test_one_way_and_in_bytes():
+def test_one_direction_in_bytes():
     assert find_interconnect("nvlink4").nbytes_per_second == 900e9 / 2
     assert find_interconnect("400GbE").nbytes_per_second == 400e9 / 8
     assert find_interconnect("pcie4").nbytes_per_second == pytest.approx(

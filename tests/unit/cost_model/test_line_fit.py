@@ -16,7 +16,7 @@ def numbers(*values):
 
 @settings(deadline=None)
 @given(st.floats(1e-7, 1e-1), st.floats(1e-12, 1e-6), st.integers(1, 64))
-def test_planted_parameters_come_back(alpha, beta, messages):
+def test_planted_parameters_are_recovered(alpha, beta, messages):
     n = 2.0 ** np.arange(6, 30)
     line = fit_line(np.full_like(n, messages), n, alpha * messages + beta * n)
     assert line.loss < 1e-9

@@ -31,7 +31,7 @@ SIZES = [2**k for k in range(8, 28)]
 
 
 @pytest.mark.thorough
-def test_one_line_with_noise_seldom_gets_more_and_is_predicted_well_all_the_same():
+def test_a_noisy_line_rarely_gets_more_segments_and_is_predicted_well():
     chosen = []
     for seed in range(20):
         noise = np.random.default_rng(seed).normal(1, 0.03, len(SIZES))

@@ -63,7 +63,7 @@ def test_the_tested_profile_has_common_segments_and_segments_of_ranks():
     assert [each.ranks for each in PROFILE.collectives[0].fit.segments_of_ranks] == [2, 4]
 
 
-def test_load_returns_what_save_wrote(tmp_path):
+def test_load_returns_the_saved_values(tmp_path):
     path = tmp_path / "profile.json"
     PROFILE.save(path)
     assert Profile.load(path) == PROFILE
@@ -98,7 +98,7 @@ def test_entries_of_several_runs_are_kept_and_a_new_measurement_replaces_the_old
     assert merged.calls == PROFILE.calls
 
 
-def test_an_ambiguous_or_failed_lookup_lists_what_was_measured():
+def test_an_ambiguous_or_failed_lookup_lists_the_measurements():
     both = PROFILE.with_entries(collectives=[collective(network="lab")])
     with pytest.raises(UsageError, match="several networks: 'loopback', 'lab'"):
         both.collective("all-reduce", "gloo")

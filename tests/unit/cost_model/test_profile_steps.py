@@ -14,7 +14,7 @@ from step_profile import exchange, model, profile
 PROFILE = profile()
 
 
-def test_load_returns_what_save_wrote(tmp_path):
+def test_load_returns_the_saved_values(tmp_path):
     PROFILE.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == PROFILE
 

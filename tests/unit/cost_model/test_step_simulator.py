@@ -1,4 +1,4 @@
-"""A program of computing, launching and waiting, played by hand."""
+"""A program of computing, launching and waiting, worked out by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_gap_longer_than_the_call_is_the_call():
     assert found.end == 2.0
 
 
-def test_computing_slows_while_a_call_is_under_way():
+def test_computing_slows_during_a_call():
     # 1 s of the call's 2 s at full speed of computing / 2, then the rest of computing alone
     found = simulate_step([Launch(0, 2.0), Compute(3.0), Wait(0)], computing_slows=2.0)
     assert times(found) == [(0.0, 0.0, 2.0)]
@@ -83,7 +83,7 @@ def test_an_empty_program_ends_at_once():
 
 
 @pytest.mark.parametrize(
-    ("program", "options", "said"),
+    ("program", "options", "message"),
     [
         ([Wait(3)], {}, "call 3 is waited for"),
         ([Launch(0, 1.0), Launch(0, 1.0)], {}, "two calls have the key 0"),
@@ -92,8 +92,8 @@ def test_an_empty_program_ends_at_once():
         ([], {"calls_slow": math.nan}, "calls_slow=nan"),
     ],
 )
-def test_invalid_values_are_refused(program, options, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(program, options, message):
+    with pytest.raises(UsageError, match=message):
         simulate_step(program, **options)
 
 
@@ -103,7 +103,7 @@ def test_invalid_values_are_refused(program, options, said):
     lanes=st.sampled_from([1, 2, 3, math.inf]),
     slows=st.tuples(st.floats(1.0, 3.0), st.floats(1.0, 3.0)),
 )
-def test_whatever_happens_time_is_kept(calls, lanes, slows):
+def test_no_call_ends_too_early_or_later_than_serial_execution(calls, lanes, slows):
     """Nothing ends before it can, or later than if everything ran one after another."""
     program = []
     for key, (compute, seconds, gap) in enumerate(calls):

@@ -29,7 +29,7 @@ def exposed(way, costs=COSTS):
 # ---------------------------------------------------------------- ways
 
 
-def test_ways_have_the_names_of_the_engines_strategies():
+def test_predicted_strategies_have_the_names_of_the_engines():
     from paceline.parallel.strategy import STRATEGIES as ENGINES
     from paceline.parallel.strategy import Sync
 
@@ -58,7 +58,7 @@ def test_torchs_default_starts_with_a_small_bucket():
         ("ddp", None, "bf16"),
     ],
 )
-def test_ways_that_make_no_sense_are_refused(arguments):
+def test_invalid_strategies_are_refused(arguments):
     with pytest.raises(UsageError):
         StepStrategy(*arguments)
 
@@ -89,7 +89,7 @@ def test_bucketed_is_the_formula_of_equal_buckets():
         )
 
 
-def test_the_steps_parts_add_up_to_it_for_every_way():
+def test_the_steps_parts_add_up_to_it_for_every_strategy():
     for time in predict_steps(
         COSTS, standard_strategies([1.0, 4.0, math.inf], compressions=["bf16", "int4"])
     ):
@@ -199,7 +199,7 @@ def test_the_simulated_bucket_is_at_least_as_good_as_all_that_were_tried():
     assert best.backward.exposed <= formula.exposed
 
 
-# ---------------------------------------------------------------- what a profile has
+# ---------------------------------------------------------------- missing and available entries of a profile
 
 
 def test_ambiguous_or_missing_entries_are_reported():

@@ -1,4 +1,4 @@
-"""Assignment of blocks to ranks: in turns by share, at random, in constant memory."""
+"""Assignment of blocks to ranks: round robin by share, random, in constant memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_none_means_equal_shares_and_shares_pass_through():
 
 
 @pytest.mark.parametrize(
-    ("values", "ranks", "said"),
+    ("values", "ranks", "message"),
     [
         ([0.5, 0.4], 2, r"shares 0.5, 0.4 sum to 0.9, not 1\n.*0.5556, 0.4444"),
         ([0.5, 0.6], 2, "sum to 1.1"),
@@ -71,8 +71,8 @@ def test_none_means_equal_shares_and_shares_pass_through():
         (RankShares.equal(3), 2, "3 shares"),
     ],
 )
-def test_invalid_shares_are_refused(values, ranks, said):
-    with pytest.raises(UsageError, match=f"(?s){said}"):
+def test_invalid_shares_are_refused(values, ranks, message):
+    with pytest.raises(UsageError, match=f"(?s){message}"):
         RankShares.of(values, ranks)
 
 
@@ -109,7 +109,7 @@ def test_at_every_prefix_no_rank_is_a_whole_block_off(given_shares):
             assert turns.counts(rank, np.array(turn + 1)) == had[rank]
 
 
-def test_equal_shares_take_turns_in_rank_order():
+def test_equal_shares_alternate_in_rank_order():
     assert TurnOrder.of(RankShares.equal(5)).owners.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -206,7 +206,7 @@ def test_any_number_of_samples_takes_constant_memory(scheme):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"scheme": "round-robbin"}, "unknown dispatch scheme 'round-robbin'.*did you mean 'round_robin'"),
         ({"samples": -1}, "-1 samples"),
@@ -221,13 +221,13 @@ def test_any_number_of_samples_takes_constant_memory(scheme):
         ({"shares": [0.5, 0.5]}, "2 shares"),
     ],
 )
-def test_bad_input_is_refused(arguments, said):
-    with pytest.raises(UsageError, match=f"(?s){said}"):
+def test_bad_input_is_refused(arguments, message):
+    with pytest.raises(UsageError, match=f"(?s){message}"):
         dispatch_blocks(**{"samples": 1000, "ranks": 3} | arguments)
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
         (lambda dispatch: dispatch.owner(100), "block 100 of 100"),
         (lambda dispatch: dispatch.owner(-1), "block -1 of 100"),
@@ -236,8 +236,8 @@ def test_bad_input_is_refused(arguments, said):
         (lambda dispatch: dispatch.block_count(-1), "rank -1 of 3"),
     ],
 )
-def test_blocks_and_ranks_out_of_range_are_refused(ask, said):
-    with pytest.raises(UsageError, match=said):
+def test_blocks_and_ranks_out_of_range_are_refused(ask, message):
+    with pytest.raises(UsageError, match=message):
         ask(dispatch_blocks(1000, 3, block=10))
 
 
@@ -288,10 +288,10 @@ def test_draws_depend_on_the_seed_only():
 
     assert drawn(5).counts == drawn(5).counts
     assert len({drawn(seed).counts for seed in range(20)}) == 20
-    whose = [drawn(seed).owners(np.arange(5000)) for seed in range(4)]
+    owners = [drawn(seed).owners(np.arange(5000)) for seed in range(4)]
     for one in range(4):
         for other in range(one):
-            assert abs((whose[one] == whose[other]).mean() - 1 / 7) < 5 * math.sqrt(6 / 49 / 5000)
+            assert abs((owners[one] == owners[other]).mean() - 1 / 7) < 5 * math.sqrt(6 / 49 / 5000)
 
 
 GOLDEN = {

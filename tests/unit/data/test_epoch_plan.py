@@ -76,15 +76,15 @@ GOLDEN_ROW = [7, 6, 5, 4, 1, 2, 3, 0, 8, 9]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"shuffle": "sample"}, "unknown shuffle mode 'sample'.*did you mean 'samples'"),
         ({"samples": -1}, "-1 samples"),
         ({"block": 0}, "block=0"),
     ],
 )
-def test_an_invalid_order_is_refused(arguments, said):
-    with pytest.raises(UsageError, match=f"(?s){said}"):
+def test_an_invalid_order_is_refused(arguments, message):
+    with pytest.raises(UsageError, match=f"(?s){message}"):
         SampleOrder(**{"samples": 10} | arguments)
 
 
@@ -291,7 +291,7 @@ def changed(path, value):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ({}, "of format None"),
         ([], "of format 'list'"),
@@ -324,8 +324,8 @@ def changed(path, value):
         (changed(["dealt", "samples"], 812), "an assignment of 812 samples, but 811 remain"),
     ],
 )
-def test_a_damaged_state_is_refused(state, said):
-    with pytest.raises(UsageError, match=f"(?s){said}"):
+def test_a_damaged_state_is_refused(state, message):
+    with pytest.raises(UsageError, match=f"(?s){message}"):
         LoaderPosition.of(state)
 
 

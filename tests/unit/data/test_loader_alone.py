@@ -34,7 +34,7 @@ def in_order(size, batch_size, **options):
     return paceline.Loader(list(range(size)), batch_size, shuffle=False, **options)
 
 
-# ------------------------------------------------------------------ what torch's DataLoader gives
+# ------------------------------------------------------------------ equality with torch's DataLoader
 
 
 def squares(samples):
@@ -104,7 +104,7 @@ def test_on_one_rank_only_drop_changes_a_stream(policy, stream):
 @pytest.mark.sweep
 @pytest.mark.parametrize("batch_size", [1, 3, 10, 1000])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_sample_comes_once_in_another_order_each_epoch(batch_size, workers):
+def test_every_sample_is_served_once_in_another_order_each_epoch(batch_size, workers):
     loader = paceline.Loader(list(range(101)), batch_size, num_workers=workers)
     epochs = [samples_of(loader) for _ in range(2)]
     assert all(sorted(epoch) == list(range(101)) for epoch in epochs)
@@ -200,7 +200,7 @@ def test_an_exhausted_iteration_stays_exhausted():
             next(batches)
 
 
-# ------------------------------------------------------------------ what is told
+# ------------------------------------------------------------------ messages
 
 
 def test_the_use_of_the_data_is_logged_once(caplog):

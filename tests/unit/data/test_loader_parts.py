@@ -53,7 +53,7 @@ class Mapped(dict):
     """A user-defined mapping."""
 
 
-# ------------------------------------------------------------------ what a batch is, it stays
+# ------------------------------------------------------------------ batches keep type and contents
 
 
 @pytest.mark.parametrize(

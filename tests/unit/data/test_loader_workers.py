@@ -130,7 +130,7 @@ def test_persistent_workers_serve_an_epoch_after_an_abandoned_one():
     assert sorted(samples_of(loader)) == list(range(30))
 
 
-# ------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------ failures
 
 
 class Broken(Dataset):
@@ -234,7 +234,7 @@ def test_a_reference_to_the_error_does_not_keep_workers_alive(dataset):
         gc.collect()  # of tests before, too
         time.sleep(0.1)
     assert not multiprocessing.active_children()
-    assert "cat.png" in str(caught.value.__cause__), "though they are gone, it tells what they said"
+    assert "cat.png" in str(caught.value.__cause__), "it reports the cause after its workers ended"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

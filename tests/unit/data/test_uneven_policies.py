@@ -23,7 +23,7 @@ def cut(own, size):
 
 
 def listed(counts, size, policy):
-    """Return the batches of every rank as the policy's words describe them; None where it has no epoch."""
+    """Return the batches of every rank as the policy's description defines them; None where it has no epoch."""
     rows = [list(range(count)) for count in counts]
     if policy == "pad":
         if not all(counts):
@@ -127,7 +127,7 @@ def test_batches_are_counted_and_never_rounded(size, full, every):
 
 
 @pytest.mark.parametrize(
-    ("counts", "size", "policy", "said"),
+    ("counts", "size", "policy", "expected"),
     [
         ((10, 4), 4, "join", "3 steps on every rank; every sample is used once; ranks that run out of data take "
          "part without (2 of 6 batches are empty)"),
@@ -142,8 +142,8 @@ def test_batches_are_counted_and_never_rounded(size, full, every):
         ((8, 8), 4, "pad", "2 steps on every rank; every sample is used once"),
     ],
 )  # fmt: skip
-def test_descriptions(counts, size, policy, said):
-    assert RankPortions(counts, size, policy).describe() == said
+def test_descriptions(counts, size, policy, expected):
+    assert RankPortions(counts, size, policy).describe() == expected
 
 
 def test_many_numbers_are_written_as_a_range():
@@ -152,7 +152,7 @@ def test_many_numbers_are_written_as_a_range():
 
 
 @pytest.mark.parametrize(
-    ("counts", "size", "policy", "said"),
+    ("counts", "size", "policy", "message"),
     [
         ((1, 1), 1, "joyn", "unknown policy for uneven data 'joyn'.*did you mean 'join'"),
         ((1, 1), 0, "join", "batch_size=0"),
@@ -163,8 +163,8 @@ def test_many_numbers_are_written_as_a_range():
         ((30, 6), 8, "drop", "no step can be made: rank 1 has 6 samples, batches have 8"),
     ],
 )
-def test_bad_input_is_refused(counts, size, policy, said):
-    with pytest.raises(UsageError, match=f"(?s){said}"):
+def test_bad_input_is_refused(counts, size, policy, message):
+    with pytest.raises(UsageError, match=f"(?s){message}"):
         RankPortions(counts, size, policy)
 
 

@@ -37,7 +37,7 @@ def busy(rank, **fields):
 
 
 def world(*heartbeats, hosts=None, **changes):
-    """Return what rank 0 observes, all ranks heard just now; `changes` to RankObservation by ``r<rank>``."""
+    """Return what rank 0 observes, a fresh heartbeat of every rank; `changes` to RankObservation by ``r<rank>``."""
     observations = []
     for at, each in enumerate(heartbeats):
         fields = {"silent": 0.1 if at else 0.0} | changes.get(f"r{at}", {})
@@ -71,7 +71,7 @@ def test_silence_is_no_failure_while_no_rank_waits(silent):
 
 
 @pytest.mark.parametrize("wait", [61.0, 600.0])
-def test_a_rank_whose_stack_changes_is_working_however_long_others_wait(wait):
+def test_a_rank_whose_stack_changes_is_working_for_any_wait(wait):
     observations = world(waiting(0, wait), busy(1, age=wait, still=0.4), waiting(2, wait))
     assert found(observations) is None
     assert find_late_rank(observations, [], 15.0) == Attribution(
@@ -104,9 +104,9 @@ def test_the_first_exception_counts(first, second):
     assert found(world(*map(busy, range(3))), notices) == ("raised", first)
 
 
-@pytest.mark.parametrize(("gone", "raised", "blamed"), [(1.0, 0.9, 2), (0.1, 1.9, 1), (0.9, 1.2, 2)])
-def test_an_exception_right_after_an_exit_is_its_consequence(gone, raised, blamed):
-    notices = [FailureNotice("raised", 1, 1, raised), FailureNotice("gone", 2, 0, gone, code=-9)]
+@pytest.mark.parametrize(("exit_at", "raised", "blamed"), [(1.0, 0.9, 2), (0.1, 1.9, 1), (0.9, 1.2, 2)])
+def test_an_exception_right_after_an_exit_is_its_consequence(exit_at, raised, blamed):
+    notices = [FailureNotice("raised", 1, 1, raised), FailureNotice("gone", 2, 0, exit_at, code=-9)]
     assert found(world(*map(busy, range(3))), notices)[1] == blamed
 
 
@@ -132,7 +132,7 @@ def test_a_rank_that_left_may_exit(kind):
     )
 
 
-def test_a_rank_that_left_its_loop_and_exited_while_others_wait_is_gone():
+def test_a_rank_that_left_its_loop_and_exited_while_others_wait_is_lost():
     observations = world(waiting(0, 5), busy(1), waiting(2, 5), r1={"link": "closed", "link_seconds": 4.0})
     done, gone = FailureNotice("done", 1, 1, 5.0), FailureNotice("gone", 1, 0, 4.0, code=0)
     assert found(observations, [done, gone]) == ("gone", 1)
@@ -184,9 +184,9 @@ def test_a_silent_rank_on_an_answering_host_is_stopped_unless_it_dumped_its_stac
     silent = {"silent": 30.0, "unanswered": 0.1}
     observations = world(waiting(0, 30), busy(1), hosts="ab", r1=silent)
     assert found(observations) == ("stopped", 1)
-    told = world(waiting(0, 30), busy(1), hosts="ab", r1=silent | {"dumped": True})
-    assert found(told) is None
-    assert find_late_rank(told, [], 15.0) == Attribution("held", 1, 30.0, (), 0)
+    dumped = world(waiting(0, 30), busy(1), hosts="ab", r1=silent | {"dumped": True})
+    assert found(dumped) is None
+    assert find_late_rank(dumped, [], 15.0) == Attribution("held", 1, 30.0, (), 0)
     observations = world(waiting(0, 70), busy(1), hosts="ab", r1={"silent": 70.0, "dumped": True})
     assert found(observations) == ("held", 1)
 
@@ -217,14 +217,14 @@ def test_a_host_may_be_silent_within_the_limit(silent):
     assert found(world(waiting(0, 9), busy(1), waiting(2, 9), hosts="abc", r1=lost)) is None
 
 
-def test_a_host_with_one_heard_rank_is_reachable():
+def test_a_host_with_a_heartbeat_of_one_rank_is_reachable():
     lost = {"silent": 12.0, "unanswered": 12.0}
     observations = world(busy(0), busy(1), busy(2), hosts="abb", r1=lost)
     assert found(observations) is None
 
 
 @pytest.mark.parametrize("lag", [0.0, 0.5])
-def test_a_host_that_hears_no_other_host_is_cut_off(lag):
+def test_a_host_without_heartbeats_of_other_hosts_is_cut_off(lag):
     first, second = ({"silent": s, "unanswered": s} for s in (10.1, 10.1 - lag))
     observations = world(waiting(0, 9), waiting(1, 9), busy(2), busy(3), hosts="aabc", r2=first, r3=second)
     assert found(observations) == (("cut off", None) if lag == 0.0 else None)
@@ -247,7 +247,7 @@ def test_relayed_heartbeats_have_more_time():
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_the_rank_that_stands_still_is_named_with_one_that_waits(phase):
+def test_a_stalled_rank_is_named_with_a_waiting_one(phase):
     observations = world(waiting(0, 61), busy(1, phase=phase, age=70.0, still=70.0), waiting(2, 65))
     assert attribute_failure(0, observations, [], LIMITS) == Attribution(
         "stalled", 1, pytest.approx(65.1), (), 2
@@ -279,7 +279,7 @@ def test_ranks_that_wait_for_different_things():
     assert attribute_failure(0, observations, [], LIMITS).kind == "elsewhere"
 
 
-def test_what_a_silent_rank_waited_for_is_no_evidence():
+def test_the_wait_of_a_silent_rank_is_no_evidence():
     """Others wait for it in a later step, so it has moved on; its silence has to last for an attribution."""
     limits = replace(LIMITS, stall=1.75, lost=1.5)
     heartbeats = [waiting(0, 1.8), heartbeat(1, age=0.01, step=4), waiting(2, 1.8)]
@@ -304,14 +304,16 @@ def test_after_a_connection_error_weaker_evidence_counts(how):
 
 
 def test_all_ranks_share_an_announced_attribution():
-    told = [
+    notices = [
         FailureNotice("verdict", 2, 3, 1.0, name="stalled"),
         FailureNotice("verdict", 1, 0, 0.5, name="stopped", others=(3,)),
     ]
     observations = world(*map(busy, range(4)))
-    assert attribute_failure(0, observations, told, LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
-    assert attribute_failure(0, observations, told[::-1], LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
-    assert found(observations, [*told, FailureNotice("raised", 3, 3)]) == ("raised", 3)
+    assert attribute_failure(0, observations, notices, LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
+    assert attribute_failure(0, observations, notices[::-1], LIMITS) == Attribution(
+        "stopped", 1, 0.5, (3,), 0
+    )
+    assert found(observations, [*notices, FailureNotice("raised", 3, 3)]) == ("raised", 3)
 
 
 # ------------------------------------------------------------------ anything

@@ -180,8 +180,8 @@ def test_negative_times_become_zero():
 
 
 def test_an_attribution_may_name_no_single_rank():
-    (told,) = parse_frames(encode_frame(FailureNotice("verdict", -1, 0).message()))
-    assert FailureNotice.parse(told["note"], 4).rank == -1
+    (message,) = parse_frames(encode_frame(FailureNotice("verdict", -1, 0).message()))
+    assert FailureNotice.parse(message["note"], 4).rank == -1
 
 
 @pytest.mark.parametrize("kind", NOTICE_KINDS)

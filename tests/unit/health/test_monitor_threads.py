@@ -91,7 +91,7 @@ def meshes():
         mesh.close()
 
 
-def heard(mesh):
+def received_notices(mesh):
     found = []
     until(lambda: found.extend(mesh.receive()) or found)
     return found
@@ -100,9 +100,9 @@ def heard(mesh):
 def test_messages_go_to_all_or_to_one(meshes):
     a, b, c = meshes(3)
     a.send({"ack": [1]})
-    assert heard(b) == heard(c) == [(0, {"ack": [1]})]
+    assert received_notices(b) == received_notices(c) == [(0, {"ack": [1]})]
     b.send({"ack": [2]}, to=2)
-    assert heard(c) == [(1, {"ack": [2]})]
+    assert received_notices(c) == [(1, {"ack": [2]})]
     assert list(a.receive()) == []
 
 
@@ -112,7 +112,7 @@ def test_messages_that_arrive_with_the_hello_are_kept():
     mesh = PeerMesh(own, [own, own], listener, 5.0)
     with socket.create_connection(listener.getsockname()) as caller:
         caller.sendall(encode_frame({"hello": [1, "secret", "beats"]}) + encode_frame({"ack": [7]}))
-        assert heard(mesh) == [(1, {"ack": [7]})]
+        assert received_notices(mesh) == [(1, {"ack": [7]})]
     mesh.close()
 
 
@@ -164,7 +164,7 @@ def test_the_end_of_a_connection_ends_a_wait(meshes):
     started = time.monotonic()
     a.wait(20.0, [])
     assert time.monotonic() - started < 10
-    assert list(a.receive()) == [(1, {"ack": [1]})]  # what came before the end is not lost
+    assert list(a.receive()) == [(1, {"ack": [1]})]  # messages received before the end are not lost
     assert a.links[1].state == "closed"
     a.send({"ack": [2]})  # goes nowhere
 
@@ -209,7 +209,7 @@ def test_a_forked_child_leaves_the_connections_alone(meshes):
         os._exit(0)
     os.waitpid(child, 0)
     a.send({"ack": [1]})
-    assert heard(b) == [(0, {"ack": [1]})]
+    assert received_notices(b) == [(0, {"ack": [1]})]
 
 
 # ------------------------------------------------------------------ many monitors in one process
@@ -351,7 +351,7 @@ def test_a_rank_that_is_done_is_no_failure(make_monitors):
     assert not monitors[0].decided.is_set()
 
 
-def test_all_ranks_name_a_closed_connection_alike(make_monitors):
+def test_all_ranks_name_the_same_closed_connection(make_monitors):
     monitors = make_monitors(3)
     take_turns(monitors, 3)
     monitors[1].mesh.close()

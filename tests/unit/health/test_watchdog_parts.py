@@ -39,7 +39,7 @@ def until(condition, seconds=20.0):
 # ------------------------------------------------------------------ processes of this host
 
 
-def test_a_process_runs_is_stopped_and_gone():
+def test_a_process_runs_stops_and_exits():
     child = subprocess.Popen(["sleep", "1000"])
     process = LocalProcess(child.pid, process_start_ticks(child.pid))
     assert process.state() == "runs"
@@ -70,8 +70,8 @@ def test_without_a_pidfd_the_start_time_identifies_a_process():
 
 def test_processes_of_a_host_share_its_key():
     line = "from paceline.health.process_probe import host_key; print(host_key())"
-    told = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout
-    assert told.strip() == host_key()
+    output = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == host_key()
 
 
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
@@ -89,14 +89,14 @@ def test_without_a_network_the_address_is_the_loopback(monkeypatch):
 # ------------------------------------------------------------------ where a thread stands
 
 
-def stand(release):
+def wait_in_thread(release):
     release.wait()
 
 
 @pytest.fixture
-def standing():
+def waiting_thread():
     release = threading.Event()
-    thread = threading.Thread(target=stand, args=(release,))
+    thread = threading.Thread(target=wait_in_thread, args=(release,))
     thread.start()
     until(lambda: "in wait" in thread_probe.format_stack(thread.ident).splitlines()[-2])
     yield thread
@@ -104,12 +104,14 @@ def standing():
     thread.join()
 
 
-def test_a_stack_names_functions_and_its_fingerprint_is_stable(standing):
-    assert "in stand" in thread_probe.format_stack(standing.ident)
-    numbers = {thread_probe.stack_fingerprint(thread_probe.current_frame(standing.ident)) for _ in range(20)}
+def test_a_stack_names_functions_and_its_fingerprint_is_stable(waiting_thread):
+    assert "in wait_in_thread" in thread_probe.format_stack(waiting_thread.ident)
+    numbers = {
+        thread_probe.stack_fingerprint(thread_probe.current_frame(waiting_thread.ident)) for _ in range(20)
+    }
     assert len(numbers) == 1
     assert numbers != {thread_probe.stack_fingerprint(thread_probe.current_frame(threading.get_ident()))}
-    assert not thread_probe.in_collective(thread_probe.current_frame(standing.ident))
+    assert not thread_probe.in_collective(thread_probe.current_frame(waiting_thread.ident))
     assert thread_probe.format_stack(10**9) == ""
     assert thread_probe.stack_fingerprint(None) == 0
 
@@ -123,14 +125,14 @@ def test_a_thread_in_a_collective_is_recognised(tmp_path):
     assert found == [True]
 
 
-def test_a_faulthandler_dump_is_parsed(standing, tmp_path):
+def test_a_faulthandler_dump_is_parsed(waiting_thread, tmp_path):
     with (tmp_path / "dump").open("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         dump = file.read()
-    text = thread_probe.stack_in_dump(dump, standing.ident)
+    text = thread_probe.stack_in_dump(dump, waiting_thread.ident)
     lines = text.splitlines()
-    assert "in stand" in text
+    assert "in wait_in_thread" in text
     assert "_bootstrap" in lines[0]
     assert "wait" in lines[-1]
     assert thread_probe.stack_in_dump(dump, 12345) == thread_probe.stack_in_dump("", 1) == ""
@@ -147,11 +149,11 @@ def test_exceptions_are_formatted_with_causes_even_if_their_str_raises():
     assert "KeyError: 'first'" in text
     assert text.endswith("ValueError: second")
 
-    class Rude(Exception):
+    class BrokenStr(Exception):
         def __str__(self):
             raise RuntimeError
 
-    assert "Rude" in thread_probe.format_exception(Rude(), None)
+    assert "BrokenStr" in thread_probe.format_exception(BrokenStr(), None)
 
 
 # ------------------------------------------------------------------ symptoms

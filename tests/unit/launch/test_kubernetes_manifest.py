@@ -90,7 +90,7 @@ def test_the_least_job_is_one_too(check):
     assert "workingDir" not in container
 
 
-def test_the_check_refuses_what_the_server_would(check):
+def test_the_check_refuses_the_same_as_the_server(check):
     job = pytorch_job(ClusterJob(("train.py",)), PodOptions("lab/train:1"))
     job["spec"]["elasticPolicy"]["maxRestart"] = 3
     with pytest.raises(jsonschema.ValidationError, match="maxRestart"):

@@ -20,7 +20,7 @@ NAMED = {"hosts": 2, "host_names": ("pc1", "pc2")}
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "message"),
     [
         ({"program": ()}, "no program to run"),
         ({"program": ("",)}, "no program to run"),
@@ -50,8 +50,8 @@ NAMED = {"hosts": 2, "host_names": ("pc1", "pc2")}
         ({"folder": "/runs\n/a"}, "is not the same everywhere"),
     ],
 )
-def test_invalid_jobs_are_refused(what, said):
-    with pytest.raises(UsageError, match=said) as caught:
+def test_invalid_jobs_are_refused(what, message):
+    with pytest.raises(UsageError, match=message) as caught:
         ClusterJob(**{"program": ("train.py",)} | what)
     assert "→" in str(caught.value)
 
@@ -73,7 +73,7 @@ def test_paceline_run_gets_the_hosts():
     )
 
 
-def test_torchrun_meets_at_the_first_host():
+def test_torchruns_rendezvous_is_on_the_first_host():
     work = ClusterJob(("train.py", "--x"), **NAMED, min_hosts=1, ranks_per_host=2, max_restarts=1, port=400)
     assert shlex.join(torchrun_command(work)) == (
         "python3 -m torch.distributed.run --nnodes=1:2 --rdzv-backend=c10d --rdzv-id=train --rdzv-endpoint=pc1:400 "
@@ -95,7 +95,7 @@ def test_the_torchrun_line_is_valid_shell():
     assert "cd " not in torchrun_line(ClusterJob(("train.py",)))
 
 
-def test_a_batch_script_says_what_slurm_is_to_give():
+def test_a_batch_script_requests_the_resources():
     work = ClusterJob(
         ("train.py",),
         name="gpt",
@@ -130,7 +130,7 @@ def test_a_batch_script_says_what_slurm_is_to_give():
     assert '--rendezvous "$first:$port"' in srun
 
 
-def test_a_batch_script_quotes_what_is_the_program_s():
+def test_a_batch_script_quotes_the_program():
     work = ClusterJob(("train.py", *WEIRD, "$first:$port", "-", "--rendezvous"), hosts=2, env={"A": WEIRD[3]})
     text = batch_script(work)
     assert f"export A={shlex.quote(WEIRD[3])}\n" in text
@@ -147,7 +147,7 @@ def test_a_batch_script_without_limit_is_not_warned():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: SlurmOptions(options=("constraint",)), "'constraint' is not an option of sbatch"),
         (lambda: SlurmOptions(options=("--a=b\nrm",)), "is not possible in a batch script"),
@@ -160,8 +160,8 @@ def test_a_batch_script_without_limit_is_not_warned():
         (lambda: batch_script(ClusterJob(("x.py",), folder="/a\\b")), "has a backslash"),
     ],
 )
-def test_invalid_slurm_options_are_refused(make, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_slurm_options_are_refused(make, message):
+    with pytest.raises(UsageError, match=message):
         make()
 
 

@@ -25,7 +25,7 @@ from paceline.launch.process.rank_process import exit_status
 A, B, C = (HostMember(f"pc{number}", f"agent{number}", 2) for number in range(3))
 
 
-def life(place="pc0/1", ranks=4, progress=False, of_rank=True):
+def world_run(place="pc0/1", ranks=4, progress=False, of_rank=True):
     return WorldRun(place, ranks, progress, of_rank)
 
 
@@ -37,16 +37,16 @@ def action(past, ranks=4, min_ranks=2, max_restarts=5):
     ("past", "expected"),
     [
         ([], "same"),
-        ([life()], "same"),
-        ([life(), life()], "fewer"),
-        ([life(), life(progress=True)], "same"),
-        ([life(progress=True), life()], "fewer"),
-        ([life("pc0/0"), life("pc0/1")], "same"),
-        ([life("pc0/1"), life("pc1/1")], "same"),
-        ([life(), life("pc0/0"), life()], "same"),
-        ([life(ranks=5), life(ranks=4)], "same"),
-        ([life(), life(), life(ranks=3)], "same"),
-        ([life("pc0", of_rank=False), life("pc0", of_rank=False)], "same"),
+        ([world_run()], "same"),
+        ([world_run(), world_run()], "fewer"),
+        ([world_run(), world_run(progress=True)], "same"),
+        ([world_run(progress=True), world_run()], "fewer"),
+        ([world_run("pc0/0"), world_run("pc0/1")], "same"),
+        ([world_run("pc0/1"), world_run("pc1/1")], "same"),
+        ([world_run(), world_run("pc0/0"), world_run()], "same"),
+        ([world_run(ranks=5), world_run(ranks=4)], "same"),
+        ([world_run(), world_run(), world_run(ranks=3)], "same"),
+        ([world_run("pc0", of_rank=False), world_run("pc0", of_rank=False)], "same"),
     ],
 )
 def test_the_same_rank_without_progress_is_given_up(past, expected):
@@ -54,7 +54,7 @@ def test_the_same_rank_without_progress_is_given_up(past, expected):
 
 
 def test_the_minimum_world_size_is_kept():
-    stuck = [life(), life()]
+    stuck = [world_run(), world_run()]
     assert action(stuck, ranks=3, min_ranks=2) == "fewer"
     assert action(stuck, ranks=2, min_ranks=2) == "end"
     assert action(stuck, ranks=1, min_ranks=1) == "end"
@@ -69,14 +69,17 @@ def test_the_minimum_world_size_is_kept():
     [(0, "restarts are disabled"), (1, "restarted 1 time already"), (3, "restarted 3 times already")],
 )
 def test_restarts_are_counted(restarts, why):
-    past = [life(f"pc0/{number}") for number in range(restarts + 1)]
+    past = [world_run(f"pc0/{number}") for number in range(restarts + 1)]
     assert action(past[:-1], max_restarts=restarts) == "same"
     assert decide_restart(past, 4, min_ranks=1, max_restarts=restarts).why == why
 
 
 def test_too_few_ranks_left_end_the_run():
-    assert action([life()], ranks=1) == "end"
-    assert decide_restart([life()], 1, min_ranks=2, max_restarts=3).why == "1 rank left, at least 2 required"
+    assert action([world_run()], ranks=1) == "end"
+    assert (
+        decide_restart([world_run()], 1, min_ranks=2, max_restarts=3).why
+        == "1 rank left, at least 2 required"
+    )
 
 
 @given(
@@ -85,7 +88,7 @@ def test_too_few_ranks_left_end_the_run():
     min_ranks=st.integers(1, 6),
     max_restarts=st.integers(0, 12),
 )
-def test_whatever_happens_the_run_ends_within_its_bounds(places, ranks, min_ranks, max_restarts):
+def test_the_run_ends_within_its_bounds_for_any_failures(places, ranks, min_ranks, max_restarts):
     past = []
     for place, progress in places:
         past.append(WorldRun(place, ranks, progress))
@@ -156,23 +159,23 @@ def test_a_failure_is_described_by_rank_exit_and_reason():
 
 
 def judged(before, now, past=(), number=1, **limits):
-    verdict, lives = agree_on_world(number, before, now, past, **{"min_ranks": 2, "max_restarts": 3} | limits)
+    verdict, runs = agree_on_world(number, before, now, past, **{"min_ranks": 2, "max_restarts": 3} | limits)
     assert decode(json.loads(json.dumps(encode(verdict))), WorldAgreement, "verdict") == verdict
-    return verdict, lives
+    return verdict, runs
 
 
 def test_a_run_begins_without_a_failure():
-    verdict, lives = judged(None, [A, B], number=0)
-    assert (verdict.decision.action, verdict.first, verdict.joined, lives) == ("same", None, (), ())
+    verdict, runs = judged(None, [A, B], number=0)
+    assert (verdict.decision.action, verdict.first, verdict.joined, runs) == ("same", None, (), ())
     assert (verdict.ranks_before, verdict.ranks_after, verdict.hosts_after) == (0, 4, 2)
 
 
 def test_a_rank_failed_and_all_hosts_are_there():
     reported = (rank_failed(0, "PeerLost"), rank_failed(3, "ValueError: x", host=B))
-    verdict, lives = judged(PreviousWorld((A, B), reported, False), [A, B])
+    verdict, runs = judged(PreviousWorld((A, B), reported, False), [A, B])
     assert verdict.first == reported[1]
     assert verdict.after == reported[:1]
-    assert lives == (WorldRun("pc1/1", 4, False, refused=False),)
+    assert runs == (WorldRun("pc1/1", 4, False, refused=False),)
     assert str(verdict) == (
         "restart 1: rank 3 on pc1 ended with exit code 1 after 12 s (ValueError: x); 4 → 4 ranks on 2 hosts"
     )
@@ -180,9 +183,9 @@ def test_a_rank_failed_and_all_hosts_are_there():
 
 def test_a_lost_host_caused_the_secondary_failures():
     reported = (rank_failed(0, "Connection reset by peer"), rank_failed(1, "Connection reset by peer"))
-    verdict, lives = judged(PreviousWorld((A, B, C), reported, True, 30.0), [A, C])
+    verdict, runs = judged(PreviousWorld((A, B, C), reported, True, 30.0), [A, C])
     assert (verdict.first.host, verdict.first.rank, verdict.lost) == ("pc1", None, ("pc1",))
-    assert lives == (WorldRun("pc1", 6, True, of_rank=False),)
+    assert runs == (WorldRun("pc1", 6, True, of_rank=False),)
     assert str(verdict) == "restart 1: pc1 was lost after 30 s; 6 → 4 ranks on 2 hosts"
 
 
@@ -199,9 +202,9 @@ def test_a_host_that_rejoins_at_once_was_lost_and_joined():
 
 
 def test_a_host_that_joins_counts_as_no_failure():
-    past = [life(), life(), life()]
-    verdict, lives = judged(PreviousWorld((A, B), (), False), [A, B, C], past)
-    assert (verdict.decision.action, verdict.joined, lives) == ("same", ("pc2",), tuple(past))
+    past = [world_run(), world_run(), world_run()]
+    verdict, runs = judged(PreviousWorld((A, B), (), False), [A, B, C], past)
+    assert (verdict.decision.action, verdict.joined, runs) == ("same", ("pc2",), tuple(past))
     assert str(verdict) == "restart 1: pc2 joined; 4 → 6 ranks on 3 hosts"
 
 
@@ -286,6 +289,6 @@ def test_usage_errors_are_recognised(code, lines, refused):
     assert verdict.decision.action == ("end" if refused else "same")
 
 
-def test_the_reason_is_no_remedy():
+def test_the_reason_is_separate_from_the_remedy():
     assert rank_failed(0, "step 1", "[rank0]: UsageError: no", "[rank0]:   → yes").why == "UsageError: no"
     assert rank_failed(0, "  → yes").why == rank_failed(0).why == ""

@@ -50,7 +50,7 @@ def test_invalid_addresses_are_refused(text):
 
 
 @pytest.mark.parametrize("port", [0, 65536, 99999])
-def test_ports_that_cannot_be_are_refused(port):
+def test_invalid_ports_are_refused(port):
     with pytest.raises(UsageError, match=f"has the invalid port {port}"):
         parse_rendezvous_address(f"pc1:{port}")
 
@@ -69,7 +69,7 @@ def test_ports_that_cannot_be_are_refused(port):
         ({"address": PC1}, "a rendezvous at pc1:29400, but only one host"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(numbers, text):
+def test_impossible_numbers_are_refused(numbers, text):
     with pytest.raises(UsageError, match=text):
         JobSpec(["train.py"], **{"ranks": 2, "min_ranks": 2} | numbers)
 
@@ -81,7 +81,7 @@ def test_the_least_hosts_hold_the_least_ranks(ranks, least, hosts):
     assert JobSpec(["train.py"], ranks, least, hosts=3, address=PC1).min_hosts == hosts
 
 
-def test_programs_that_are_not_there_are_refused(tmp_path):
+def test_missing_programs_are_refused(tmp_path):
     with pytest.raises(UsageError, match="no program"):
         check_script([])
     with pytest.raises(UsageError, match=r"no such script: .*absent\.py"):

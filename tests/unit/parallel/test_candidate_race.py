@@ -1,4 +1,4 @@
-"""A race between candidates: who runs when, who leaves, who wins; with noise, with drift."""
+"""Race between candidates: order, elimination and winner; with noise, with drift."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(race, seconds_of):
     return order
 
 
-def test_the_order_alternates_and_the_slow_ones_leave():
+def test_the_order_alternates_and_slow_candidates_are_dropped():
     order = run(CandidateRace(5, rounds=4), lambda number, _: [1.0, 0.9, 0.7, 0.8, 1.1][number])
     assert order == [0, 1, 2, 3, 4, 3, 2, 0, 0, 2, 2, 0]
 
@@ -32,7 +32,7 @@ def test_one_candidate_needs_no_race():
     assert race.winner == 0
 
 
-def test_the_default_stays_where_nobody_is_faster():
+def test_the_default_stays_if_no_candidate_is_faster():
     race = CandidateRace(4)
     run(race, lambda number, _: [1.0, 1.2, 0.995, 1.0][number])
     assert race.winner == 0

@@ -1,4 +1,4 @@
-"""Codecs: what comes back, what is lost, what a packet weighs, what becomes of numbers that are none."""
+"""Codecs: decoded values, errors, packet sizes, and non-finite values."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ NUMBERS = st.one_of(
 @pytest.mark.parametrize("codec", NEAREST.values(), ids=NEAREST)
 @settings(max_examples=150, deadline=None)
 @given(values=st.lists(NUMBERS, max_size=40), times=st.integers(1, 60))
-def test_what_comes_back_is_within_the_bound_of_the_format(codec, values, times):
+def test_decoded_values_are_within_the_error_bound_of_the_format(codec, values, times):
     given_ = torch.tensor(values * times, dtype=torch.float32)
     off = (there_and_back(codec, given_).double() - given_.double()).abs()
     assert (off <= bound(codec, given_)).all()
@@ -93,7 +93,7 @@ def test_what_comes_back_is_within_the_bound_of_the_format(codec, values, times)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("codec", EVERY, ids=words)
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 255, 256, 257, 1024, 65_535, 65_537, 600_001])
-def test_what_comes_back_and_the_error_are_what_was_given(codec, numel, device):
+def test_decoded_values_plus_the_error_equal_the_input(codec, numel, device):
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(device)
     kept, error = values.clone(), torch.full_like(values, 7.0)
     packet = packed(codec, values, error)
@@ -115,7 +115,7 @@ def test_the_error_may_go_where_the_values_are(codec, numel):
 
 
 @pytest.mark.parametrize("codec", NEAREST.values(), ids=NEAREST)
-def test_equal_numbers_make_equal_bytes_whatever_was_there_before(codec):
+def test_equal_numbers_make_equal_bytes_in_a_used_buffer(codec):
     values = torch.randn(777)
     packet = torch.zeros(codec.nbytes(777), dtype=torch.uint8)
     codec.compress(values, packet)
@@ -140,7 +140,7 @@ def test_fp16_loses_nothing_to_the_size_of_a_block():
         assert torch.equal(there_and_back(HalfCodec("fp16"), values * size), values * size)
 
 
-def test_numbers_on_levels_come_back_exactly_but_for_rounding():
+def test_numbers_on_levels_decode_exactly_up_to_rounding():
     for codec, most in ((IntCodec(8), 127), (IntCodec(4), 7)):
         values = torch.arange(-most, most + 1).float().repeat(3) * 0.125
         assert torch.allclose(there_and_back(codec, values), values, rtol=1e-6, atol=0)
@@ -156,14 +156,14 @@ def test_the_largest_numbers_do_not_overflow(codec):
 
 
 @pytest.mark.parametrize("codec", EVERY, ids=words)
-def test_zeros_come_back_as_zeros(codec):
+def test_zeros_decode_as_zeros(codec):
     assert torch.equal(there_and_back(codec, torch.zeros(1000)), torch.zeros(1000))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("codec", EVERY[1:], ids=words)
-def test_a_block_with_what_is_no_number_comes_out_as_such_and_leaves_no_error(codec, bad, device):
+def test_a_block_with_non_finite_values_decodes_as_such_and_leaves_no_error(codec, bad, device):
     values = torch.randn(3001, device=device)
     block = codec.layout.block
     for at in (0, 1500, 3000):
@@ -212,7 +212,7 @@ def test_dithered_numbers_are_right_on_average(make):
 
 
 @pytest.mark.parametrize("make", ROUNDED_AT_RANDOM.values(), ids=ROUNDED_AT_RANDOM)
-def test_random_bits_depend_on_seed_and_rank_and_go_on_from_a_state(make):
+def test_random_bits_depend_on_seed_and_rank_and_continue_from_a_state(make):
     values = torch.randn(3000)
     codec = make(1, 2)
     first = packed(codec, values)
@@ -260,14 +260,14 @@ def test_random_bits_are_even():
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_packets_have_the_size_that_was_said(codec, least):
+def test_packets_have_the_declared_size(codec, least):
     assert least <= (4 << 20) / codec.nbytes(1 << 20) <= least * 1.01
     for numel in (0, 1, 100, 1000, 65_537):
         assert codec.nbytes(numel) % 16 == 0
         assert len(packed(codec, torch.randn(numel))) == codec.nbytes(numel)
 
 
-def test_codecs_with_the_same_name_understand_one_another():
+def test_codecs_with_the_same_name_are_compatible():
     assert [codec.name for codec in (IntCodec(8), IntCodec(4, rounding="stochastic"))] == ["int8", "int4"]
     assert IntCodec(8, block=64).name == "int8 in blocks of 64"
 
@@ -284,6 +284,6 @@ def test_codecs_with_the_same_name_understand_one_another():
         lambda: IntCodec(8, rounding="up"),
     ],
 )
-def test_what_is_no_codec_is_refused(make):
+def test_an_invalid_codec_is_refused(make):
     with pytest.raises(UsageError):
         make()

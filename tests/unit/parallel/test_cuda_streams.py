@@ -1,4 +1,4 @@
-"""On a GPU a bucket leaves behind all that was written into it; here with streams that only note what is asked."""
+"""Stream order on a GPU: a bucket is sent after all writes to it; here with streams that only record calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error feedback: nothing that was given is lost; momentum as in the paper's algorithm."""
+"""Error feedback: no part of the input is lost; momentum as in the paper's algorithm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEVICES = [
 
 
 def sent_of(feedback: ErrorFeedback, values: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Compress, and return what the packet says."""
+    """Compress, and return the decoded packet."""
     packet = torch.empty(feedback.codec.nbytes(len(values)), dtype=torch.uint8, device=values.device)
     feedback.compress(values, packet, start)
     into = torch.empty_like(values)
@@ -37,8 +37,8 @@ def sent_of(feedback: ErrorFeedback, values: torch.Tensor, start: int = 0) -> to
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
-def test_what_was_sent_and_what_is_left_are_what_was_given(make, device):
-    """Over many rounds, in parts that come in any order."""
+def test_sent_values_plus_the_residual_equal_the_input(make, device):
+    """Over many rounds, with parts in any order."""
     numel, parts = 3001, [(2000, 3001), (0, 700), (700, 2000)]
     feedback = ErrorFeedback(make(), numel, device)
     random = torch.Generator().manual_seed(0)
@@ -54,7 +54,7 @@ def test_what_was_sent_and_what_is_left_are_what_was_given(make, device):
     assert left.norm() > 0
 
 
-def test_what_is_small_beside_a_level_gets_there_in_time():
+def test_values_below_a_level_are_sent_in_time():
     """Without feedback it never would."""
     values = torch.full((256,), 0.01)
     values[0] = 7.0
@@ -84,7 +84,7 @@ def test_raw_numbers_pass_through(dtype):
     assert (feedback.residual == 0).all()
 
 
-def test_scaling_multiplies_what_is_left():
+def test_scaling_multiplies_the_residual():
     feedback = ErrorFeedback(TopKCodec(0.1), 100, momentum=0.5)
     sent_of(feedback, torch.randn(100))
     residual, velocity = feedback.residual.clone(), feedback.velocity.clone()
@@ -119,7 +119,7 @@ def test_momentum_is_that_of_the_paper():
         assert torch.allclose(sent_of(feedback, values), expected, rtol=2.0**-10, atol=0)
 
 
-def test_momentum_keeps_what_rounding_lost():
+def test_momentum_keeps_rounding_errors():
     feedback = ErrorFeedback(TopKCodec(0.5), 2, momentum=0.9)
     value = 1 + 2.0**-13
     sent = sent_of(feedback, torch.tensor([value, 0.25]))
@@ -132,7 +132,7 @@ def test_momentum_keeps_what_rounding_lost():
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("many", [False, True])
-def test_what_is_no_number_does_not_stay(momentum, bad, many, device):
+def test_non_finite_values_leave_no_residual(momentum, bad, many, device):
     for make in CODECS.values() if momentum == 0 else [lambda: TopKCodec(0.01)]:
         codec: Codec = make()
         feedback = ErrorFeedback(codec, 2000, device, momentum=momentum)
@@ -154,12 +154,12 @@ def test_what_is_no_number_does_not_stay(momentum, bad, many, device):
         lambda: sent_of(ErrorFeedback(IntCodec(8), 10), torch.zeros(5), -1),
     ],
 )
-def test_what_makes_no_sense_is_refused(make):
+def test_invalid_values_are_refused(make):
     with pytest.raises(UsageError):
         make()
 
 
-def test_densities_fall_exponentially_to_what_is_kept():
+def test_densities_fall_exponentially_to_the_kept_share():
     rungs = [density_at(step, 0.001, 40) for step in range(50)]
     assert rungs[:40] == [0.25] * 10 + [0.0625] * 10 + [0.015625] * 10 + [0.00390625] * 10
     assert rungs[40:] == [0.001] * 10

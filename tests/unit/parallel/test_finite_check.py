@@ -1,4 +1,4 @@
-"""Peaks of gradients and what follows from them; the ledger that carries them."""
+"""Peaks of gradients and the decisions based on them; the ledger that carries them."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_large_numbers_are_no_infinities(dtype):
         ([], 1.0, 3e38, False),
     ],
 )
-def test_a_sum_is_surely_finite_where_the_peaks_say_so(peaks, factor, largest, sure):
+def test_a_sum_is_finite_where_the_peaks_prove_it(peaks, factor, largest, sure):
     assert surely_finite(peaks, factor, largest) is sure
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_gauge_writes_one_number_and_begins_anew(dtype):
+def test_a_gauge_writes_one_number_and_restarts(dtype):
     finite_check, place = FiniteCheck(3e38), torch.full((3,), 5.0, dtype=dtype)
     finite_check.record_peak(torch.tensor([3.0, 4.0]))
     finite_check.record_peak(torch.tensor([1.0]))
@@ -100,7 +100,7 @@ def test_a_ledger_carries_the_peak_of_every_rank(ranks):
     assert RoundSummary((1.0,), (Status.EQUAL,), ()).peaks == ()
 
 
-def test_what_is_broken_is_told_in_short():
+def test_failures_are_summarised():
     one = NonFiniteReport(4, (1,), ("a.weight",), 9)
     assert str(one) == "the gradient of 1 of 9 parameters is NaN or infinite ('a.weight'): from rank 1"
     many = NonFiniteReport(4, (0, 2), ("a", "b", "c", "d"), 9)
@@ -134,7 +134,7 @@ def step(model, optim, factor=1.0, clip=False):
 @pytest.mark.parametrize("source", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("bad", BAD)
-def test_one_process_skips_a_step_and_goes_on(bad, clip, source, caplog):
+def test_one_process_skips_a_step_and_continues(bad, clip, source, caplog):
     model, optim, finite = alone(source=source)
     assert step(model, optim, clip=clip)
     assert not step(model, optim, bad, clip=clip)
@@ -214,17 +214,17 @@ def other_optimizer():
 
 @pytest.mark.parametrize("kind", ["NonFiniteGuard", "ReplicaCheck"])
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (lambda model, optim: (model.module, optim), "wrap the model"),
         (lambda model, optim: (model, model), "pass the optimizer"),
         (lambda model, optim: (model, other_optimizer()), "holds no parameter of this model"),
     ],
 )
-def test_what_is_not_this_models_is_refused(kind, spoil, message):
+def test_objects_of_another_model_are_refused(kind, damage, message):
     model, optim, _ = alone()
     with pytest.raises(UsageError, match=message):
-        getattr(paceline, kind)(*spoil(model, optim))
+        getattr(paceline, kind)(*damage(model, optim))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_wrong_options_are_refused(kind, options, message):
         getattr(paceline, kind)(model, optim, **options)
 
 
-def test_one_process_has_nobody_to_drift_from():
+def test_one_process_does_not_drift():
     model, optim, _ = alone()
     drift = paceline.ReplicaCheck(model, optim, every=1)
     for _ in range(3):

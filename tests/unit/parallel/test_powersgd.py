@@ -84,7 +84,7 @@ def test_three_rounds_of_two_ranks_are_those_of_the_paper():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("true_rank", [0, 1, 3])
-def test_a_matrix_of_no_more_than_that_rank_comes_out_exactly(true_rank, device):
+def test_a_matrix_of_at_most_that_rank_is_reproduced_exactly(true_rank, device):
     random = torch.Generator().manual_seed(true_rank)
     matrix = torch.randn(60, true_rank, generator=random) @ torch.randn(true_rank, 50, generator=random)
     low = LowRankFactors([(60, 50)], rank=3, device=device)
@@ -93,7 +93,7 @@ def test_a_matrix_of_no_more_than_that_rank_comes_out_exactly(true_rank, device)
 
 
 def test_error_feedback_sends_everything_in_time():
-    """What was sent and what is left are what was given, and what is left stays bounded."""
+    """Sent values plus residual equal the input, and the residual stays bounded."""
     low, (matrix,) = LowRankFactors([(40, 30)], rank=2), tensors_of(0)[:1]
     left, sent = torch.zeros(40, 30), torch.zeros(40, 30, dtype=torch.float64)
     for _ in range(80):
@@ -105,7 +105,7 @@ def test_error_feedback_sends_everything_in_time():
     assert left.norm() < 25 * matrix.norm()
 
 
-def test_a_warm_start_comes_closer_round_by_round():
+def test_a_warm_start_improves_with_every_round():
     scales = torch.logspace(0, -3, 30)
     left, _ = torch.linalg.qr(torch.randn(40, 30, generator=torch.Generator().manual_seed(0)))
     right, _ = torch.linalg.qr(torch.randn(30, 30, generator=torch.Generator().manual_seed(1)))
@@ -155,7 +155,7 @@ def test_the_first_q_is_the_seed_s():
 
 
 @pytest.mark.parametrize("make", [torch.zeros, torch.ones, torch.randn])
-def test_columns_become_orthonormal_whatever_they_are(make):
+def test_any_columns_become_orthonormal(make):
     low = LowRankFactors([(50, 40)], rank=4)
     low.p.copy_(make(200))
     low.orthogonalise()
@@ -170,7 +170,7 @@ def test_columns_become_orthonormal_whatever_they_are(make):
     assert torch.equal(low.p, again.p)
 
 
-def test_a_round_without_gradient_is_no_end():
+def test_a_round_without_gradient_does_not_end_learning():
     low, (matrix,) = LowRankFactors([(40, 30)], rank=2), tensors_of(0)[:1]
     ((nothing,),) = round_of([low], [[torch.zeros(40, 30)]])
     assert (nothing == 0).all()
@@ -179,7 +179,7 @@ def test_a_round_without_gradient_is_no_end():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_no_number_comes_out_as_such_and_does_not_stay(bad):
+def test_non_finite_values_are_transmitted_and_leave_no_residual(bad):
     low, tensors = LowRankFactors(SHAPES, rank=2), tensors_of(0)
     tensors[0][3, 3] = bad
     (seen,) = round_of([low], [tensors])

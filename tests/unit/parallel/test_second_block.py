@@ -1,4 +1,4 @@
-"""A block of local steps that is left and entered again, in a world of one."""
+"""A block of local steps that ends and begins again, in a world of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import paceline
 
 
 def test_fragments_keep_their_delay_in_a_second_block(monkeypatch):
-    """What was on its way when the first block ended was merged then; later ones aren't merged in its place."""
+    """Pending fragments are merged when the first block ends; later ones are not merged in their place."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = paceline.LocalSGD(model, optim, every=4, fragments=2, delay=3)

@@ -27,7 +27,7 @@ def test_an_alias_is_the_strategy_it_stands_for(alias, name):
     assert str(Sync.of(alias)) == str(STRATEGIES[name])
 
 
-def test_aliases_are_no_strategies_of_their_own():
+def test_aliases_are_not_strategies():
     assert ALIASES == CANONICAL
     assert not ALIASES.keys() & STRATEGIES.keys()
 

@@ -1,4 +1,4 @@
-"""TopK: which numbers are sent, where they come out, what is left."""
+"""TopK: selected values, their positions after decoding, and the residual."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAD = [math.nan, math.inf, -math.inf]
 
 
 def by_sorting(values: torch.Tensor, k: int) -> list[int]:
-    """The slow oracle: what is not finite first, then by size, then by index."""
+    """The slow oracle: non-finite values first, then by size, then by index."""
     size = [math.inf if math.isnan(value) else abs(value) for value in values.tolist()]
     return sorted(sorted(range(len(size)), key=lambda at: (-size[at], at))[:k])
 
@@ -31,7 +31,7 @@ def packed(codec: TopKCodec, values: torch.Tensor, error: torch.Tensor | None = 
     return memory[16:]
 
 
-def came_out(codec: TopKCodec, packet: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def decoded(codec: TopKCodec, packet: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     into = torch.full_like(like, 7.0)
     codec.decompress(packet, into)
     return into
@@ -52,7 +52,7 @@ def test_the_largest_are_sent_and_of_equal_ones_the_first(values, keep):
     packet = packed(codec, given_, error)
     expected = by_sorting(given_, codec.count(len(values)))
     assert codec.entries(packet)[0].tolist() == expected
-    into = came_out(codec, packet, given_)
+    into = decoded(codec, packet, given_)
     others = torch.ones(len(values), dtype=torch.bool)
     others[expected] = False
     assert (into[others] == 0).all()
@@ -102,7 +102,7 @@ def test_gaps_beyond_16_bits(device):
         assert codec.count(numel) == len(at)
         packet = packed(codec, values)
         assert codec.entries(packet)[0].tolist() == at
-        assert torch.equal(came_out(codec, packet, values), values)
+        assert torch.equal(decoded(codec, packet, values), values)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -111,10 +111,10 @@ def test_packets_add_up(device):
     values = torch.randn(5000, device=device)
     packet = packed(codec, values)
     codec.add(packet, onto, weight=-0.5)
-    assert torch.allclose(onto, 1 - 0.5 * came_out(codec, packet, values))
+    assert torch.allclose(onto, 1 - 0.5 * decoded(codec, packet, values))
 
 
-def test_equal_numbers_make_equal_bytes_and_a_packet_has_the_size_that_was_said():
+def test_equal_numbers_make_equal_bytes_and_a_packet_has_the_declared_size():
     for numel in (0, 1, 3, 1000, 600_000):
         values, codec = torch.randn(numel), TopKCodec(0.01)
         packet = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
@@ -122,7 +122,7 @@ def test_equal_numbers_make_equal_bytes_and_a_packet_has_the_size_that_was_said(
         assert torch.equal(packed(codec, values), packet)
         assert codec.nbytes(numel) % 16 == 0
         assert torch.equal(packed(codec, values, values.clone()), packet)
-        assert came_out(codec, packet, values).count_nonzero() == codec.count(numel)
+        assert decoded(codec, packet, values).count_nonzero() == codec.count(numel)
     assert TopKCodec(0.01).nbytes(10_000_000) < 10_000_000 * 0.041
 
 
@@ -136,37 +136,37 @@ def test_the_error_may_go_where_the_values_are():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("numel", [1000, 600_000])
-def test_what_is_no_number_is_sent_as_such_and_leaves_no_error(bad, numel, device):
+def test_non_finite_values_are_transmitted_and_leave_no_error(bad, numel, device):
     codec, values = TopKCodec(0.01), torch.randn(numel, device=device)
     at = [0, 500, numel - 1]
     values[at] = bad
     error = torch.empty_like(values)
     packet = packed(codec, values, error)
-    into = came_out(codec, packet, values)
+    into = decoded(codec, packet, values)
     assert (~into.isfinite()).nonzero().view(-1).tolist() == at
     assert (error[at] == 0).all()
     rest = values.isfinite()
     assert torch.equal(error[rest], (values - into)[rest])
 
 
-def test_more_of_what_is_no_number_than_is_sent():
+def test_more_non_finite_values_than_are_sent():
     codec, values = TopKCodec(0.01), torch.randn(1000)
     values[100:200] = math.nan
     error = torch.empty_like(values)
     packet = packed(codec, values, error)
     assert codec.entries(packet)[0].tolist() == list(range(100, 110))
-    assert came_out(codec, packet, values)[100:110].isnan().all()
+    assert decoded(codec, packet, values)[100:110].isnan().all()
     assert error.isfinite().all()
     assert torch.equal(error[:100], values[:100])
 
 
 @pytest.mark.parametrize("keep", [0, -0.1, 1.01, math.nan])
-def test_a_part_that_is_none_is_refused(keep):
+def test_an_invalid_fraction_is_refused(keep):
     with pytest.raises(UsageError, match="keep"):
         TopKCodec(keep)
 
 
-def test_names_tell_what_is_kept():
+def test_names_contain_the_kept_share():
     assert [TopKCodec(keep).name for keep in (1, 0.1, 0.01, 0.001)] == [
         "top-100%",
         "top-10%",

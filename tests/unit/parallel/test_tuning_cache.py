@@ -1,4 +1,4 @@
-"""Candidates, cached results and messages of the tuner, by plain values."""
+"""Candidates, cached results and messages of the tuner, on plain values."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_single_bucket_can_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "damage",
     [
         lambda text: "",
         lambda text: text[: len(text) // 2],
@@ -122,12 +122,12 @@ def test_a_single_bucket_can_be_saved(tmp_path):
         lambda text: text.replace('"ratio": 0.81,\n "date"', '"date"'),
     ],
 )
-def test_a_damaged_or_foreign_file_is_ignored(tmp_path, spoil):
+def test_a_damaged_or_foreign_file_is_ignored(tmp_path, damage):
     path = save_result(tmp_path, KEY, TUNED)
     assert path is not None
     text = path.read_text()
-    assert spoil(text) != text
-    path.write_text(spoil(text))
+    assert damage(text) != text
+    path.write_text(damage(text))
     assert load_result(tmp_path, KEY) is None
 
 

@@ -1,4 +1,4 @@
-"""What is gathered of a step becomes one line of the trace."""
+"""A recorded step becomes one line of the trace."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_step_is_one_line_from_its_forward_to_the_next(lines):
     assert 0 <= since <= until <= 1e6 * first["seconds"]
 
 
-def test_calls_tell_what_is_known_of_them(lines):
+def test_calls_are_recorded_with_their_known_fields(lines):
     recorder = StepRecorder(Round(5))
     start = time.perf_counter()
     recorder.phase("forward", start)
@@ -80,7 +80,7 @@ def test_calls_tell_what_is_known_of_them(lines):
     assert line["preempted"] >= 0
 
 
-def test_tasks_and_plans_are_told(lines):
+def test_tasks_and_plans_are_recorded(lines):
     here = StepState()
     here.recorder = StepRecorder(Round())
     here.begin_phase(0, "forward")
@@ -91,12 +91,12 @@ def test_tasks_and_plans_are_told(lines):
         here.recorder.planned(buckets, lambda: {"step": 0, "buckets": []})
     here.recorder.planned([object()], lambda: {"step": 1, "buckets": []})
     here.recorder.flush()
-    told = lines()
-    assert [line["name"] for line in told] == ["plan", "plan", "step"]
-    assert told[-1]["tasks"][0][0] == "checkpoint"
+    recorded = lines()
+    assert [line["name"] for line in recorded] == ["plan", "plan", "step"]
+    assert recorded[-1]["tasks"][0][0] == "checkpoint"
 
 
-def test_what_another_model_does_is_part_of_the_step(lines):
+def test_work_of_another_model_is_part_of_the_step(lines):
     here, model, other = StepState(), Round(comm=object()), Round(17, comm=object())
     here.recorder = StepRecorder(model)
     assert here.recorder_of(model.comm) is here.recorder
@@ -109,11 +109,11 @@ def test_what_another_model_does_is_part_of_the_step(lines):
             each.step += 1
             here.enter_phase("optimizer")
     here.recorder.flush()
-    told = lines()
-    # the other's forward comes after the round, so it is the next step's
-    assert [line["step"] for line in told] == [0, 1, 2]
+    recorded = lines()
+    # the other's forward follows the round, so it belongs to the next step
+    assert [line["step"] for line in recorded] == [0, 1, 2]
     phases = ["forward", "backward", "exchange", "optimizer"]
-    assert [[name for name, _ in line["phases"]] for line in told] == [phases, 2 * phases, phases]
+    assert [[name for name, _ in line["phases"]] for line in recorded] == [phases, 2 * phases, phases]
 
 
 def test_some_steps_are_quiet():

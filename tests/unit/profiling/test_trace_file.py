@@ -84,7 +84,7 @@ def test_lines_are_on_disk_before_close(tmp_path):
     assert lines(tmp_path / "t")[0]["name"] == "first"
 
 
-def test_open_starts_anew_or_appends_behind_a_cut_line(tmp_path):
+def test_open_truncates_or_appends_after_a_cut_line(tmp_path):
     path = tmp_path / "t"
     path.write_text('{"name": "cut", "sta')
     trace_file.open(path, 0, append=True)
@@ -113,7 +113,7 @@ def test_closing_inside_a_span_is_no_error(tmp_path):
     assert trace_file._writer is None
 
 
-def test_numbers_that_json_cannot_say_become_null(tmp_path):
+def test_numbers_that_json_cannot_represent_become_null(tmp_path):
     trace_file.open(tmp_path / "t", 0)
     trace_file.mark("loss", value=math.nan, deep={"a": [math.inf, 1.0]})
     text = (tmp_path / "t").read_text()

@@ -32,7 +32,7 @@ def lines(steps, host, tool):
     return [step.line for step in steps if (step.host, step.tool) == (host, tool)]
 
 
-def test_a_star_holds_a_rate_per_host():
+def test_a_lab_network_has_a_rate_per_host():
     assert plan_network(3, "1Gbit/s", {2: "100Mbit/s"}, "1ms") == LabNetwork((125e6, 125e6, 12.5e6), 0.001)
     assert plan_network(2) == LabNetwork((None, None), 0.0)
     assert plan_network(2, slow={0: 1e6}).rates == (1e6, None)
@@ -127,7 +127,7 @@ def test_both_ends_of_a_link_are_held_to_its_rate():
     assert "link set dev eth0 gso_max_size 6250" in lines(steps, 1, "ip")
 
 
-def test_a_delay_is_added_once_on_the_way():
+def test_a_delay_is_added_once():
     steps = build_network(plan_network(2, "1Gbit/s", delay="1ms"), PIDS[:2])
     netem = [step for step in steps if "netem" in step.line]
     line = "qdisc replace dev eth0 parent 1:1 handle 10: netem delay 1000us limit 100000"

@@ -27,7 +27,7 @@ def test_a_complete_machine_lacks_nothing():
 
 
 @pytest.mark.parametrize(
-    ("facts", "told"),
+    ("facts", "parts"),
     [
         (("darwin", ["ip"], 0), ["needs Linux; this is darwin"]),
         (("linux", ["tc", "ip"], ALL), ["needs tc, ip: not found", "install the package iproute2 (apt-get"]),
@@ -40,20 +40,20 @@ def test_a_complete_machine_lacks_nothing():
         (("linux", [], ALL & ~(1 << 12)), ["lacks CAP_NET_ADMIN\n"]),
     ],
 )
-def test_a_missing_requirement_is_named_with_a_remedy(facts, told):
+def test_a_missing_requirement_is_named_with_a_remedy(facts, parts):
     problem = missing_facility(*facts)
     assert isinstance(problem, UsageError)
-    for part in told:
+    for part in parts:
         assert part in str(problem)
 
 
 def test_tools_are_looked_for_where_administrators_have_them(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert lab_requirements.tool_path("sh") == "sh"  # not found: its name, for the message
-    asked = []
-    monkeypatch.setattr(lab_requirements.shutil, "which", lambda name, path: asked.append(path.split(":")))
+    paths = []
+    monkeypatch.setattr(lab_requirements.shutil, "which", lambda name, path: paths.append(path.split(":")))
     lab_requirements.tool_path("tc")
-    assert asked == [["/nowhere", "/usr/sbin", "/sbin"]]
+    assert paths == [["/nowhere", "/usr/sbin", "/sbin"]]
 
 
 def test_torchrun_gets_the_node_rank_of_each_host():
@@ -108,7 +108,7 @@ def test_programs_are_looked_for_beside_python_and_from_the_folder(tmp_path, mon
         (["./tool"], "no such program: ./tool"),
     ],
 )
-def test_a_program_that_is_not_there_is_refused(tmp_path, program, message):
+def test_a_missing_program_is_refused(tmp_path, program, message):
     (tmp_path / "tool").write_text("")  # neither on the path nor executable
     with pytest.raises(UsageError, match=message):
         check_lab_program(program, tmp_path)

@@ -1,4 +1,4 @@
-"""Keys of hub and workers: who holds which, permissions, no overwriting, and errors for invalid files."""
+"""Keys of hub and workers: owners, permissions, no overwriting, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_secrets_are_their_owner_s_alone(tmp_path):
         assert secret.secret not in repr(secret)
 
 
-def test_a_worker_is_added_and_what_was_there_stays(tmp_path):
+def test_a_worker_is_added_and_existing_files_remain(tmp_path):
     make_keys(tmp_path / "keys", "alice")
     before = content(tmp_path / "keys")
     added = WorkerKeys.read(make_keys(tmp_path / "keys", "bob"))
@@ -78,7 +78,7 @@ def test_a_file_that_appears_at_the_last_moment_is_not_overwritten_either(tmp_pa
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_where_a_file_cannot_be_written_nothing_of_the_worker_stays(tmp_path, monkeypatch, at):
+def test_after_a_failed_write_no_file_of_the_worker_remains(tmp_path, monkeypatch, at):
     folder = tmp_path / "keys"
     make_keys(folder, "bob")
     before, link, done = content(folder), os.link, []
@@ -119,14 +119,14 @@ def test_a_name_that_could_be_another_file_is_refused(tmp_path, name):
     assert not (tmp_path / "keys").exists()
 
 
-def test_a_folder_that_others_can_enter_is_no_place_for_keys(tmp_path):
+def test_a_folder_that_others_can_enter_is_refused_for_keys(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(UsageError, match=f"chmod 700 {tmp_path}"):
         make_keys(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_says_why(tmp_path):
+def test_a_folder_that_cannot_be_created_is_reported_with_the_reason(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="can't be made"):
         make_keys(tmp_path / "file" / "keys")
@@ -143,7 +143,7 @@ def test_swapped_key_files_are_recognised(tmp_path):
 
 
 @pytest.mark.parametrize("bits", [0o640, 0o604, 0o660, 0o644])
-def test_a_secret_that_others_can_read_is_refused_with_the_way_out(tmp_path, bits):
+def test_a_secret_that_others_can_read_is_refused_with_a_remedy(tmp_path, bits):
     given = make_keys(tmp_path / "keys")
     for path, read in ((given, WorkerKeys.read), (tmp_path / "keys" / "hub.key", HubKeys.read)):
         path.chmod(bits)
@@ -167,14 +167,14 @@ def private(path, data):
 @pytest.mark.parametrize(
     "data", [b"", b"hello", b"\xff\xfe\x00", b"kind = house\n", b"kind=worker\n", b"x" * 10**6, bytes(5000)]
 )
-def test_what_is_no_file_of_keys_is_said_to_be_none(tmp_path, data):
+def test_an_invalid_key_file_is_reported(tmp_path, data):
     path = private(tmp_path / "file", data)
     for read in (HubKeys.read, WorkerKeys.read):
         with pytest.raises(UsageError, match=r"is not a key file|can't be read as a \w+ key"):
             read(path)
 
 
-def test_a_file_that_is_not_there_or_a_folder_says_so(tmp_path):
+def test_a_missing_file_or_a_folder_is_reported(tmp_path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UsageError, match="can't be read as a worker key"):
             WorkerKeys.read(path)

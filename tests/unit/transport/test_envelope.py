@@ -41,7 +41,7 @@ headers = st.builds(
 
 
 def forged(*values, begin=envelope.BEGIN):
-    """Return an envelope whose checksums are right, whatever its header says."""
+    """Return an envelope with valid checksums and any header."""
     packed = msgpack.packb(values[0] if len(values) == 1 else list(values))
     head = begin + envelope._SIZES.pack(len(packed), len(packed) ^ 0xFFFF) + packed
     checksum = envelope._CHECKSUM.pack(xxh3_64_intdigest(head))
@@ -145,12 +145,12 @@ def test_header_fields_are_validated_despite_a_valid_checksum(values, error, mes
         ({"meta": {"text": "x" * 20_000}}, "header has"),
     ],
 )
-def test_a_header_that_makes_no_sense_is_not_sent(changes, message):
+def test_an_invalid_header_is_not_sent(changes, message):
     with pytest.raises(UsageError, match=message):
         encode(replace(PLAIN, **changes), b"hello")
 
 
-def test_what_follows_an_envelope_is_no_part_of_it():
+def test_bytes_after_an_envelope_are_not_part_of_it():
     with pytest.raises(DamagedEnvelope, match="followed by 1 extra bytes") as caught:
         decode(b"".join(encode(PLAIN, b"hello")) + b"x")
     assert (caught.value.source, caught.value.sequence) == (1, 3)

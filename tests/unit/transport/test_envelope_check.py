@@ -1,4 +1,4 @@
-"""Envelopes received in parts: the sent one or an error, whatever was done to them."""
+"""Envelopes received in parts: any damage gives the sent one or an error."""
 
 from __future__ import annotations
 
@@ -33,68 +33,68 @@ def turned(data, at, bit):
 
 @settings(deadline=None)
 @given(st.binary(max_size=9000))
-def test_what_was_sent_is_opened(payload):
+def test_a_sent_envelope_is_decoded(payload):
     parts = parts_of(PLAIN, payload)
-    for came in (decode_parts(parts, limit=LIMIT), decode_envelope(b"".join(parts), limit=LIMIT)):
-        assert bytes(came.payload) == payload
-        assert came.header == add_checksum(PLAIN, payload)
+    for received in (decode_parts(parts, limit=LIMIT), decode_envelope(b"".join(parts), limit=LIMIT)):
+        assert bytes(received.payload) == payload
+        assert received.header == add_checksum(PLAIN, payload)
 
 
 @st.composite
 def mutations(draw):
-    """Return parts that were sent, and what became of them on a way that does everything but keep them."""
+    """Return sent parts, and the received ones after random damage."""
     payload = draw(st.binary(max_size=200))
     sent = parts_of(replace(PLAIN, sequence=draw(st.integers(0, 3))), payload)
     other = parts_of(replace(PLAIN, sequence=draw(st.integers(0, 3))), draw(st.binary(max_size=200)))
-    came = list(sent)
+    received = list(sent)
     for _ in range(draw(st.integers(1, 3))):
-        if not came:
+        if not received:
             break
-        at = draw(st.integers(0, len(came) - 1))
-        part = came[at]
+        at = draw(st.integers(0, len(received) - 1))
+        part = received[at]
         way = draw(
             st.sampled_from(
                 ["flip", "cut", "longer", "drop", "twice", "swap", "other", "noise", "empty", "join"]
             )
         )
         if way == "flip" and part:
-            came[at] = turned(part, draw(st.integers(0, len(part) - 1)), draw(st.integers(0, 7)))
+            received[at] = turned(part, draw(st.integers(0, len(part) - 1)), draw(st.integers(0, 7)))
         elif way == "cut":
-            came[at] = part[: draw(st.integers(0, len(part)))]
+            received[at] = part[: draw(st.integers(0, len(part)))]
         elif way == "longer":
-            came[at] = part + draw(st.binary(max_size=20))
+            received[at] = part + draw(st.binary(max_size=20))
         elif way == "drop":
-            del came[at]
+            del received[at]
         elif way == "twice":
-            came.insert(at, part)
+            received.insert(at, part)
         elif way == "swap":
-            came.append(came.pop(at))
+            received.append(received.pop(at))
         elif way == "other":
-            came[at] = other[min(at, 2)]
+            received[at] = other[min(at, 2)]
         elif way == "noise":
-            came[at] = draw(st.binary(max_size=300))
+            received[at] = draw(st.binary(max_size=300))
         elif way == "empty":
-            came[at] = b""
+            received[at] = b""
         elif way == "join" and at:
-            came[at - 1 : at + 1] = [came[at - 1] + part]
-    return sent, came, other
+            received[at - 1 : at + 1] = [received[at - 1] + part]
+    return sent, received, other
 
 
 @settings(deadline=None)
 @given(mutations())
-def test_whatever_is_done_to_an_envelope_it_is_refused_or_it_is_what_was_sent(made):
-    sent, came, other = made
+def test_a_changed_envelope_is_refused_or_equals_the_sent_one(made):
+    sent, received, other = made
     try:
-        opened = decode_parts(came, limit=LIMIT)
+        opened = decode_parts(received, limit=LIMIT)
     except EnvelopeError:
         return
     again = [bytes(part) for part in encode_checksummed(opened.header, opened.payload)]
-    assert again == came
+    assert again == received
     assert again in (sent, other)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 5])
-def test_too_few_and_too_many_parts_are_none(count):
+def test_too_few_and_too_many_parts_are_refused(count):
     parts = (parts_of(PLAIN, b"hello") * 2)[:count]
     with pytest.raises(TruncatedEnvelope if count < 3 else DamagedEnvelope, match="parts"):
         decode_parts(parts, limit=LIMIT)
@@ -106,7 +106,7 @@ def test_a_payload_may_be_as_long_as_the_limit_and_no_longer():
         decode_parts(parts_of(PLAIN, bytes(LIMIT + 1)), limit=LIMIT)
 
 
-def test_what_follows_the_head_is_no_part_of_it():
+def test_bytes_after_the_head_are_not_part_of_it():
     head, payload, tail = parts_of(PLAIN, b"hello")
     with pytest.raises(DamagedEnvelope, match=r"envelope 3 .* has a head of .* bytes, expected"):
         decode_parts([head + b"x", payload, tail], limit=LIMIT)
@@ -118,9 +118,9 @@ def test_a_long_payload_is_not_copied_and_a_short_one_holds_nothing_else():
     big = memoryview(bytearray(1 << 20))
     head, payload, tail = parts_of(PLAIN, b"short")
     big[: len(payload)] = payload
-    came = decode_parts([head, big[: len(payload)], tail], limit=LIMIT)
-    assert came.payload == b"short"
-    assert isinstance(came.payload, bytes)
+    received = decode_parts([head, big[: len(payload)], tail], limit=LIMIT)
+    assert received.payload == b"short"
+    assert isinstance(received.payload, bytes)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_long_payload_is_not_copied_and_a_short_one_holds_nothing_else():
         ({"target": 5}, 7, "was delivered to 0"),
     ],
 )
-def test_what_is_for_others_or_of_others_is_foreign(changes, carried_from, what):
+def test_envelopes_of_another_run_source_or_target_are_foreign(changes, carried_from, what):
     check_route(PLAIN, me=0, run="run", carried_from=7)
     with pytest.raises(ForeignEnvelope, match=what):
         check_route(replace(PLAIN, **changes), me=0, run="run", carried_from=carried_from)

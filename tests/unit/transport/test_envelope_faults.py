@@ -24,7 +24,7 @@ ENVELOPES, RUN, ME = 6, "run-1", 0
 
 
 def send(rng, run=RUN, target=ME, source=1):
-    """Return what a source sends: envelopes as head, payload and tail."""
+    """Return the envelopes that a source sends, each as head, payload and tail."""
     return [
         encode(
             Header(run, "frame", source=source, target=target, sequence=number, meta={"score": rng.random()}),
@@ -91,7 +91,7 @@ def repeat(rng, sent, at):
 
 
 def foreign(rng, sent, at):
-    """Put in an envelope of another run, of an unknown source, or for somebody else."""
+    """Put in an envelope of another run, of an unknown source, or for another target."""
     other = rng.choice([{"run": "run-2"}, {"source": 9}, {"target": 3}])
     return replaced(sent, at, b"".join(send(rng, **other)[at])), ForeignEnvelope, ""
 

@@ -22,7 +22,7 @@ from paceline.transport.zmq.curve_keys import needs_keys
         ("ipc:///tmp/hub", HubAddress("ipc", "/tmp/hub", 0)),
     ],
 )
-def test_an_address_is_read_and_written_alike(text, parsed):
+def test_an_address_round_trips(text, parsed):
     assert parse_hub_address(text, bind=True) == parsed
     assert str(parsed) == text
 
@@ -36,14 +36,14 @@ def test_an_address_is_read_and_written_alike(text, parsed):
         "tcp://host:999999999999999999999", "ipc://" + "x" * 200,
     ],
 )  # fmt: skip
-def test_what_is_no_address_is_refused_with_an_example(text):
+def test_an_invalid_address_is_refused_with_an_example(text):
     for bind in (False, True):
         with pytest.raises(UsageError, match="tcp://"):
             parse_hub_address(text, bind=bind)
 
 
 @pytest.mark.parametrize("text", ["tcp://*:7000", "tcp://0.0.0.0:7000", "tcp://[::]:7000", "tcp://host:*"])
-def test_what_only_a_hub_can_be_at_is_nothing_to_connect_to(text):
+def test_an_address_to_bind_only_is_refused_for_connecting(text):
     parse_hub_address(text, bind=True)
     with pytest.raises(UsageError):
         parse_hub_address(text, bind=False)

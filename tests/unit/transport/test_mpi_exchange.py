@@ -58,7 +58,7 @@ class FakeRequest:
 
 @dataclass
 class Wire:
-    """Queues between all pairs of ranks; what is sent is copied when it is received, as by MPI."""
+    """Queues between all pairs of ranks; data is copied when it is received, as by MPI."""
 
     rng: random.Random
     queues: dict = field(default_factory=dict)
@@ -81,13 +81,13 @@ class Carrier:
         queue = self.comm.between(source, self.rank)
         if not queue or self.comm.rng.random() < 0.3:
             return None
-        came, buffer = queue.popleft()
+        received_tag, buffer = queue.popleft()
 
         def receive(place):
             memoryview(place)[:] = buffer
             return FakeRequest(self.comm.rng.randrange(3))
 
-        return ProbedMessage(came, memoryview(buffer).nbytes, receive)
+        return ProbedMessage(received_tag, memoryview(buffer).nbytes, receive)
 
 
 class Pair:
@@ -156,42 +156,44 @@ class Held:
 
 
 class SlowCarrier(Carrier):
-    """Payloads take long; nothing else does, and what has come is seen at once."""
+    """Payloads take long; everything else is received at once."""
 
     def probe(self, source, tag=None):
         queue = self.comm.between(source, self.rank)
         if not queue:
             return None
-        came, buffer = queue.popleft()
+        received_tag, buffer = queue.popleft()
 
         def receive(place):
             memoryview(place)[:] = buffer
-            self.asked.append((came, isinstance(place, memoryview)))
-            return Held() if came == MessageTag.PAYLOAD else FakeRequest(0)
+            self.posted.append((received_tag, isinstance(place, memoryview)))
+            return Held() if received_tag == MessageTag.PAYLOAD else FakeRequest(0)
 
-        return ProbedMessage(came, memoryview(buffer).nbytes, receive)
+        return ProbedMessage(received_tag, memoryview(buffer).nbytes, receive)
 
 
 def test_receives_of_two_envelopes_are_posted_while_the_first_payload_arrives(monkeypatch):
     monkeypatch.setattr(Held, "held", True)
     comm, message, place = Wire(random.Random(1)), random.Random(2).randbytes(150), bytearray(150)
     receiver = SlowCarrier(comm, 0, 2)
-    receiver.asked = []
+    receiver.posted = []
     out = OutgoingMessage(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
     into = incoming(receiver, ReceiveLedger("run", 0, [1]), memoryview(place))
     for _ in range(10):
         out.advance()
         into.advance()
     head, payload, tail = (MessageTag.HEAD, False), (MessageTag.PAYLOAD, True), (MessageTag.TAIL, False)
-    assert receiver.asked[:6] == [head, payload, tail, head, payload, tail]
-    assert len(receiver.asked) == 7  # the first head has been taken, which leaves room for one more
+    assert receiver.posted[:6] == [head, payload, tail, head, payload, tail]
+    assert len(receiver.posted) == 7  # the first head has been taken, which leaves room for one more
     monkeypatch.setattr(Held, "held", False)
     while not into.done:
         out.advance()
         into.advance()
     assert into.whole
     assert place == message
-    assert [one for one in receiver.asked if one[0] == MessageTag.PAYLOAD] == [payload] * 3  # none came aside
+    assert [one for one in receiver.posted if one[0] == MessageTag.PAYLOAD] == [
+        payload
+    ] * 3  # none was received separately
     comm.between(1, 0).append((MessageTag.HEAD, b"of the next round"))
     into.advance()
     assert len(comm.between(1, 0)) == 1
@@ -200,7 +202,7 @@ def test_receives_of_two_envelopes_are_posted_while_the_first_payload_arrives(mo
 def test_no_receive_is_posted_after_a_close():
     comm = Wire(random.Random(1))
     receiver = SlowCarrier(comm, 0, 2)
-    receiver.asked = []
+    receiver.posted = []
     for round, message in enumerate((b"first", b"second")):
         out = OutgoingMessage(
             Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64
@@ -210,7 +212,7 @@ def test_no_receive_is_posted_after_a_close():
     into = incoming(receiver, ReceiveLedger("run", 0, [1]), memoryview(bytearray(5)))
     for _ in range(10):
         into.advance()
-    assert [tag for tag, _ in receiver.asked] == [
+    assert [tag for tag, _ in receiver.posted] == [
         MessageTag.HEAD,
         MessageTag.PAYLOAD,
         MessageTag.TAIL,
@@ -238,7 +240,7 @@ def test_messages_of_another_size_are_foreign_and_say_both_sizes():
     assert "200 bytes in 4 frames; expected 100 bytes in 2 frames" in str(into.problems[0])
 
 
-def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
+def test_work_continues_while_messages_are_pending_and_is_finished():
     comm = Wire(random.Random(1))
     left, into = [5000], bytearray(10_000)
 
@@ -273,7 +275,7 @@ def test_after_work_that_raised_no_other_exchange_can_follow():
 
 
 class LostCarrier(Carrier):
-    """What it sends is never taken."""
+    """A carrier whose messages are never received."""
 
     def send(self, buffer, target, tag):
         request = FakeRequest(10**9)
@@ -281,7 +283,7 @@ class LostCarrier(Carrier):
         return request
 
 
-def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
+def test_buffers_of_pending_messages_stay_in_memory_when_an_exchange_is_abandoned():
     ring = ring_of_one(kind=LostCarrier)
     outcome = ring.exchange(bytes(1000), bytearray(1000))
     assert [each.kind for each in outcome.problems] == ["MissingEnvelope"]

@@ -28,8 +28,8 @@ def keys(envelopes):
 LONG, SHORT = 100_000, 100
 
 
-class Gone:
-    """Takes what is sent, but not what is for `blocked`, and no more than `room`."""
+class FakeTransport:
+    """Accepts up to `room` envelopes, except those for `blocked` targets."""
 
     def __init__(self, room=math.inf):
         self.taken, self.blocked, self.room = [], set(), room
@@ -42,130 +42,130 @@ class Gone:
         return True
 
 
-def test_without_a_bucket_all_leaves_at_once_in_turn_and_in_order():
-    paced, gone = PacedQueue(), Gone()
+def test_without_a_bucket_everything_is_sent_at_once_interleaved_and_in_order():
+    paced, transport = PacedQueue(), FakeTransport()
     for target in (1, 2, 3):
         for sequence in range(target):
             assert paced.put(envelope(target, sequence, LONG))
-    assert paced.pump(0.0, gone) == math.inf
-    assert keys(gone.taken) == [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (3, 2)]
+    assert paced.pump(0.0, transport) == math.inf
+    assert keys(transport.taken) == [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (3, 2)]
     assert (paced.waiting_nbytes, paced.waiting(3)) == (0, 0)
 
 
 def test_short_envelopes_go_first():
-    paced, gone = PacedQueue(), Gone()
+    paced, transport = PacedQueue(), FakeTransport()
     paced.put(envelope(1, 0, LONG))
     paced.put(envelope(1, 1, 4097))
     paced.put(envelope(2, 0, LONG))
     paced.put(envelope(1, 2, 4096))
     paced.put(envelope(2, 1, 0))
-    paced.pump(0.0, gone)
-    assert keys(gone.taken) == [(1, 2), (2, 1), (1, 0), (2, 0), (1, 1)]
+    paced.pump(0.0, transport)
+    assert keys(transport.taken) == [(1, 2), (2, 1), (1, 0), (2, 0), (1, 1)]
 
 
 def test_targets_go_on_in_turn_where_the_bucket_stopped():
     bucket = TokenBucket(rate=1e6, burst=1.5 * LONG, now=0.0)
-    paced, gone, now = PacedQueue(bucket=bucket), Gone(), 0.0
+    paced, transport, now = PacedQueue(bucket=bucket), FakeTransport(), 0.0
     for sequence in range(3):
         for target in (1, 2, 3):
             paced.put(envelope(target, sequence, LONG))
-    while (wait := paced.pump(now, gone)) < math.inf:
+    while (wait := paced.pump(now, transport)) < math.inf:
         assert wait > 0
         now += wait
-    assert keys(gone.taken) == [(target, sequence) for sequence in range(3) for target in (1, 2, 3)]
+    assert keys(transport.taken) == [(target, sequence) for sequence in range(3) for target in (1, 2, 3)]
     assert now == pytest.approx((9 * (LONG + ENVELOPE_OVERHEAD_NBYTES) - 1.5 * LONG) / 1e6)
 
 
-def test_a_long_one_is_not_passed_by_those_that_would_fit():
-    paced, gone = (
+def test_a_long_envelope_is_not_overtaken_by_those_that_would_fit():
+    paced, transport = (
         PacedQueue(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_OVERHEAD_NBYTES, now=0.0)),
-        Gone(),
+        FakeTransport(),
     )
     for target, nbytes in ((1, LONG), (2, LONG), (3, 5000)):
         paced.put(envelope(target, 0, nbytes))
-    wait = paced.pump(0.0, gone)
-    assert keys(gone.taken) == [(1, 0)]
+    wait = paced.pump(0.0, transport)
+    assert keys(transport.taken) == [(1, 0)]
     paced.put(envelope(4, 0, SHORT))
-    assert paced.pump(wait / 2, gone) > 0
-    assert keys(gone.taken) == [(1, 0), (4, 0)], "a short one goes first: it costs the long ones little"
+    assert paced.pump(wait / 2, transport) > 0
+    assert keys(transport.taken) == [(1, 0), (4, 0)], "a short one goes first: it costs the long ones little"
 
 
 def test_a_target_with_its_own_bucket_delays_no_other():
-    paced, gone = PacedQueue(), Gone()
+    paced, transport = PacedQueue(), FakeTransport()
     paced.limit(1, TokenBucket(rate=1e5, burst=LONG + ENVELOPE_OVERHEAD_NBYTES, now=0.0))
     for sequence in range(3):
         paced.put(envelope(1, sequence, LONG))
         paced.put(envelope(2, sequence, LONG))
-    wait = paced.pump(0.0, gone)
-    assert keys(gone.taken) == [(1, 0), (2, 0), (2, 1), (2, 2)]
+    wait = paced.pump(0.0, transport)
+    assert keys(transport.taken) == [(1, 0), (2, 0), (2, 1), (2, 2)]
     assert wait == pytest.approx((LONG + ENVELOPE_OVERHEAD_NBYTES) / 1e5)
-    assert paced.pump(wait * 0.9, gone) == pytest.approx(wait * 0.1)
-    paced.pump(wait, gone)
-    assert keys(gone.taken)[-1] == (1, 1)
+    assert paced.pump(wait * 0.9, transport) == pytest.approx(wait * 0.1)
+    paced.pump(wait, transport)
+    assert keys(transport.taken)[-1] == (1, 1)
     paced.limit(1, None)
-    assert paced.pump(wait, gone) == math.inf
+    assert paced.pump(wait, transport) == math.inf
 
 
 def test_a_blocked_peer_delays_no_other_and_keeps_its_place():
-    paced, gone = PacedQueue(), Gone()
-    gone.blocked.add(1)
+    paced, transport = PacedQueue(), FakeTransport()
+    transport.blocked.add(1)
     for sequence in range(3):
         paced.put(envelope(1, sequence, LONG if sequence else SHORT))
         paced.put(envelope(2, sequence, LONG))
     before = paced.waiting_nbytes
-    assert 0 < paced.pump(0.0, gone) < 0.1
-    assert keys(gone.taken) == [(2, 0), (2, 1), (2, 2)]
+    assert 0 < paced.pump(0.0, transport) < 0.1
+    assert keys(transport.taken) == [(2, 0), (2, 1), (2, 2)]
     assert paced.waiting_nbytes == before - 3 * (LONG + ENVELOPE_OVERHEAD_NBYTES)
-    gone.blocked.clear()
-    assert paced.pump(0.0, gone) == math.inf
-    assert keys(gone.taken[3:]) == [(1, 0), (1, 1), (1, 2)]
+    transport.blocked.clear()
+    assert paced.pump(0.0, transport) == math.inf
+    assert keys(transport.taken[3:]) == [(1, 0), (1, 1), (1, 2)]
 
 
-def test_what_is_not_taken_costs_nothing():
+def test_an_envelope_that_is_not_accepted_uses_no_tokens():
     bucket = TokenBucket(rate=1e6, burst=1e6, now=0.0)
-    paced, gone = PacedQueue(bucket=bucket), Gone(room=0)
+    paced, transport = PacedQueue(bucket=bucket), FakeTransport(room=0)
     paced.put(envelope(1, 0, LONG))
-    paced.pump(0.0, gone)
+    paced.pump(0.0, transport)
     assert bucket.available(0.0) == 1_000_000
 
 
-def test_no_more_than_so_many_bytes_wait():
-    paced, gone = PacedQueue(max_nbytes=3 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone(room=1)
+def test_the_queue_holds_a_limited_number_of_bytes():
+    paced, transport = PacedQueue(max_nbytes=3 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), FakeTransport(room=1)
     assert [paced.put(envelope(1, sequence, LONG)) for sequence in range(4)] == [True, True, True, False]
     assert not paced.put(envelope(2, 0, 0))
-    paced.pump(0.0, gone)
+    paced.pump(0.0, transport)
     assert paced.put(envelope(1, 3, LONG))
     with pytest.raises(UsageError, match=r"holds at most"):
         paced.put(envelope(1, 4, 4 * LONG))
 
 
 def test_a_target_that_is_forgotten_makes_room():
-    paced, gone = PacedQueue(max_nbytes=2 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone()
+    paced, transport = PacedQueue(max_nbytes=2 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), FakeTransport()
     paced.put(envelope(1, 0, LONG))
     paced.put(envelope(1, 1, SHORT))
     paced.put(envelope(2, 0, SHORT))
     assert paced.forget(1) == 2
     assert paced.forget(1) == 0
     assert paced.waiting_nbytes == SHORT + ENVELOPE_OVERHEAD_NBYTES
-    paced.pump(0.0, gone)
-    assert keys(gone.taken) == [(2, 0)]
+    paced.pump(0.0, transport)
+    assert keys(transport.taken) == [(2, 0)]
 
 
-def test_what_cannot_be_sent_at_all_raises_once_and_does_not_come_up_again():
-    paced, gone = PacedQueue(), Gone()
+def test_an_unsendable_message_raises_once():
+    paced, transport = PacedQueue(), FakeTransport()
     wrong = envelope(1, 0, LONG)
 
     def send(given):
         if given is wrong:
             raise UsageError("it can't be")
-        return gone(given)
+        return transport(given)
 
     paced.put(wrong)
     paced.put(envelope(1, 1, LONG))
     with pytest.raises(UsageError, match="it can't be"):
         paced.pump(0.0, send)
     assert paced.pump(0.0, send) == math.inf
-    assert keys(gone.taken) == [(1, 1)]
+    assert keys(transport.taken) == [(1, 1)]
     assert paced.waiting_nbytes == 0
 
 
@@ -180,7 +180,7 @@ def test_long_texts_in_a_header_count():
     st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, SHORT, 5000, 20_000, LONG])), max_size=40),
     st.randoms(use_true_random=False),
 )
-def test_every_envelope_is_sent_once_in_order_at_the_rate(asked, draw):
+def test_every_envelope_is_sent_once_in_order_at_the_rate(requests, draw):
     rate, burst = 1e6, LONG + ENVELOPE_OVERHEAD_NBYTES
     paced, now, left = PacedQueue(bucket=TokenBucket(rate, burst, 0.0)), 0.0, []
 
@@ -190,11 +190,11 @@ def test_every_envelope_is_sent_once_in_order_at_the_rate(asked, draw):
         left.append((now, given))
         return True
 
-    for sequence, (target, nbytes) in enumerate(asked):
+    for sequence, (target, nbytes) in enumerate(requests):
         assert paced.put(envelope(target, sequence, nbytes))
     while (wait := paced.pump(now, send)) < math.inf:
         now += wait
-    assert sorted(each.header.sequence for _, each in left) == list(range(len(asked)))
+    assert sorted(each.header.sequence for _, each in left) == list(range(len(requests)))
     for target in range(1, 5):
         for is_long in (False, True):
             mine = [

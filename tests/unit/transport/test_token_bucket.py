@@ -1,4 +1,4 @@
-"""Token bucket: no second exceeds the rate, whatever the clock does; shares of a link."""
+"""Token bucket: no second exceeds the rate for any clock; shares of a link."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def most_in_any(seconds, left):
     st.floats(0.01, 2.0),
     st.lists(st.tuples(st.floats(0, 0.5), st.floats(0.001, 1.0)), min_size=1, max_size=60),
 )
-def test_no_second_has_more_than_the_rate_and_the_burst(rate, burst_seconds, asked):
+def test_no_second_has_more_than_the_rate_and_the_burst(rate, burst_seconds, requests):
     burst = rate * burst_seconds
     bucket, now, left = TokenBucket(rate, burst, 0.0), 0.0, []
-    for pause, part in asked:
+    for pause, part in requests:
         now += pause
         nbytes = part * burst
         now += bucket.seconds_until(nbytes, now)
@@ -66,7 +66,7 @@ def test_available_bytes_are_those_accrued():
     assert bucket.available(99.0) == 100
 
 
-def test_what_does_not_fit_leaves_when_the_bucket_is_full_and_is_paid_back():
+def test_an_oversized_envelope_is_sent_when_the_bucket_is_full_and_repaid():
     bucket = TokenBucket(1000, 100, now=0.0)
     assert bucket.seconds_until(350, 0.0) == 0.0
     bucket.take(350, 0.0)
@@ -183,7 +183,7 @@ def test_a_share_is_a_rate(text, link, rate):
         ("30% of 30%", 1e6, "is no rate|unknown unit"),
     ],
 )
-def test_a_share_that_cannot_be_is_a_usage_error(text, link, message):
+def test_an_impossible_share_is_a_usage_error(text, link, message):
     with pytest.raises(UsageError, match=message):
         parse_share(text, link)
 

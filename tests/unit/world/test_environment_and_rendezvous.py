@@ -1,4 +1,4 @@
-"""Reading a place in the world: launchers, arguments, contradictions. No processes, no torch."""
+"""Rank, size and rendezvous from launchers and arguments; contradictions. No processes, no torch."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_a_refusal_is_missing_ranks_or_a_world_error():
     assert str(Refusal(0, "", False, "what", "do").error(1)) == "[rank 1] what\n  → do"
 
 
-def test_local_places_are_found_from_the_hosts_and_told_ones_are_kept():
+def test_local_ranks_are_derived_from_the_hosts_and_given_ones_are_kept():
     claims = [
         RankClaim(rank=rank, size=4, host=host, boot="", pid=rank, nonce="")
         for rank, host in enumerate(["a", "b", "a", "b"])

@@ -1,4 +1,4 @@
-"""What facts of a machine mean: pure judgements, and the few readings that can be held against files."""
+"""Checks of machine facts: decisions on plain values, and values read from files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def found(facts, subject, loopback=MEASURED):
     return finding
 
 
-def test_a_good_machine_has_nothing_to_mend():
+def test_a_good_machine_has_no_remedies():
     assert {finding.status for finding in diagnose_machine(GOOD, MEASURED)} == {"ok", "note"}
     assert [finding.subject for finding in diagnose_machine(GOOD, MEASURED) if finding.status == "note"] == [
         "GPUs"
@@ -78,7 +78,7 @@ def test_a_good_machine_has_nothing_to_mend():
 
 
 @pytest.mark.parametrize(
-    ("changes", "subject", "status", "said"),
+    ("changes", "subject", "status", "message"),
     [
         ({"load": 20.0}, "cores", "warn", "20.0 processes"),
         ({"usable_cores": 1.5}, "cores", "ok", "1.5 of 16"),
@@ -112,10 +112,10 @@ def test_a_good_machine_has_nothing_to_mend():
         ({"compiler": None}, "C++ compiler", "note", "none"),
     ],
 )
-def test_facts_are_judged(changes, subject, status, said):
+def test_facts_are_judged(changes, subject, status, message):
     finding = found(replace(GOOD, **changes), subject)
     assert finding.status == status
-    assert said in finding.value
+    assert message in finding.value
     if status in ("warn", "broken"):
         assert finding.remedy
 
@@ -131,7 +131,7 @@ def test_the_remedy_for_an_address_names_an_interface():
 
 
 @pytest.mark.parametrize(
-    ("loopback", "status", "said"),
+    ("loopback", "status", "message"),
     [
         (MEASURED, "ok", "4 B in 60 µs, 25 MiB in 3 ms (8.14 GiB/s; over gloo 20 ms)"),
         (replace(MEASURED, shared=False), "warn", "share no memory"),
@@ -140,10 +140,10 @@ def test_the_remedy_for_an_address_names_an_interface():
         (None, "note", "not tried"),
     ],
 )
-def test_the_all_reduce_is_judged(loopback, status, said):
+def test_the_all_reduce_is_judged(loopback, status, message):
     finding = found(GOOD, "all-reduce here", loopback)
     assert finding.status == status
-    assert said in finding.value
+    assert message in finding.value
 
 
 def test_interfaces_are_listed_with_their_speed():
@@ -167,7 +167,7 @@ def test_the_speed_of_a_link_is_read(monkeypatch, mbit, bytes_per_second):
     ("address", "expected"),
     [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False), ("pc1", False), ("", False)],
 )
-def test_loopback_addresses_are_told_apart(address, expected):
+def test_loopback_addresses_are_recognised(address, expected):
     assert is_loopback(address) is expected
 
 
@@ -214,7 +214,7 @@ def test_this_machine_is_read():
     assert asdict(facts)["torch"]["version"] == facts.torch.version
 
 
-def test_a_compiler_that_does_not_run_is_none(tmp_path):
+def test_a_compiler_that_does_not_run_is_ignored(tmp_path):
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Cases of the collectives benchmark: processes and turns, memory, refused settings."""
+"""Cases of the collectives benchmark: processes and their order, memory, refused settings."""
 
 from __future__ import annotations
 

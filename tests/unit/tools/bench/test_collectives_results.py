@@ -251,9 +251,9 @@ def test_charts_have_a_line_for_each_backend_and_number_of_ranks(tmp_path):
         write(tmp_path / "o" / name, result())
     names = {f"all-reduce-{name}{suffix}" for name in ("time", "busbw") for suffix in (".png", ".svg")}
     assert {path.name for path in (tmp_path / "o").iterdir()} == names  # broadcast has no rows yet
-    said = (tmp_path / "o" / "all-reduce-busbw.svg").read_text()
+    svg = (tmp_path / "o" / "all-reduce-busbw.svg").read_text()
     for text in ("gloo, 2 ranks", "paceline, 4 ranks", "busbw (GB/s)", "all-reduce of float32, loopback"):
-        assert text in said
+        assert text in svg
 
 
 def test_two_results_are_compared_case_by_case():

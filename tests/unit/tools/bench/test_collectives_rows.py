@@ -64,7 +64,7 @@ def test_sizes_are_whole_elements_and_equal_parts(op, given, ranks, itemsize, ro
     assert find_operation(op).round(given, ranks, itemsize) == rounded
 
 
-def test_the_slowest_rank_stands_for_an_iteration():
+def test_the_slowest_rank_is_the_time_of_an_iteration():
     found = summarise_times([[1.0, 2.0, 1.5], [9.0, 3.0, 2.0], [1.0, 5.0, 4.0], [1.0, 7.0, 2.0]])
     assert (found.iterations, found.min_s, found.max_s) == (4, 2.0, 9.0)
     assert found.median_s == 6.0  # of 2, 9, 5, 7

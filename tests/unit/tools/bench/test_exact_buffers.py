@@ -1,4 +1,4 @@
-"""Exact patterns and sums: right ones pass, a single wrong element does not."""
+"""Exact patterns and sums: correct results pass, a single wrong element fails."""
 
 from __future__ import annotations
 

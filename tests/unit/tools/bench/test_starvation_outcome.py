@@ -145,7 +145,7 @@ def test_an_incomplete_line_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             f"{PLACE}Read error [127.0.0.1]:420: Connection reset by peer. This is typically caused by …",
@@ -161,8 +161,8 @@ def test_an_incomplete_line_is_left_out(tmp_path):
         ("terminate called without an active exception", "terminate called without an active exception"),
     ],
 )
-def test_messages_are_shortened(text, said):
-    assert short_message(text) == said
+def test_messages_are_shortened(text, message):
+    assert short_message(text) == message
 
 
 # ---------------------------------------------------------------------- settings
@@ -211,7 +211,7 @@ def test_the_next_epoch_has_other_batches():
 
 
 @pytest.mark.parametrize(
-    ("balance", "timeout", "said"),
+    ("balance", "timeout", "message"),
     [
         (EXAMPLE_BALANCE, 0.5, "time-out of 0.5 s"),
         (EXAMPLE_BALANCE, float("inf"), "time-out of inf s"),
@@ -232,8 +232,8 @@ def test_the_next_epoch_has_other_batches():
         (BatchBalance(dispatch_blocks(5001, 2), 1), 10, "5001 samples in 2501 steps"),
     ],
 )
-def test_invalid_settings_are_refused(balance, timeout, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_settings_are_refused(balance, timeout, message):
+    with pytest.raises(UsageError, match=message):
         StarvationSettings(balance, timeout)
 
 

@@ -25,7 +25,7 @@ def a_round(forward=1.0, backward=2.0, optimizer=0.5, waited=0.0):
     return RoundTimes(forward, backward, optimizer, waited, forward + backward + optimizer)
 
 
-def test_the_slowest_rank_stands_for_a_step():
+def test_the_slowest_rank_is_the_time_of_a_step():
     fast, slow = (1.0, 1.0, 1.0, 0.0), (0.5, 3.0, 0.5, 0.25)
     assert round_times([[fast, slow]]) == RoundTimes(0.5, 3.0, 0.5, 0.25, 4.0)
     assert round_times([[slow, fast]]) == round_times([[fast, slow]])

@@ -159,7 +159,7 @@ def test_python_without_sources_is_refused(tmp_path, monkeypatch):
         (0, 0, "more ranks than data"),
     ],
 )
-def test_check_says_what_is_missing(train, held_out, message):
+def test_check_names_missing_requirements(train, held_out, message):
     corpus = Corpus("a", np.zeros(train, np.uint8), np.zeros(held_out, np.uint8))
     if message is None:
         corpora.check_corpus(corpus, batch=1, context=10, ranks=3)

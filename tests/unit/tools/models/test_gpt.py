@@ -30,7 +30,7 @@ def test_shapes(model):
     assert model(tokens(0, 5)).shape == (0, 5, 50)
 
 
-def test_no_position_sees_what_follows(model):
+def test_no_position_depends_on_later_tokens(model):
     before, after = tokens(), tokens()
     after[:, 9:] = (after[:, 9:] + 1) % 50
     assert torch.equal(model(before)[:, :9], model(after)[:, :9])
@@ -91,7 +91,7 @@ def test_recompute_gives_the_same_gradients(model):
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_it_learns_a_row_by_heart(model):
+def test_a_gpt_memorises_a_row(model):
     model = model.float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs, targets = tokens()[:, :-1], tokens()[:, 1:]

@@ -1,4 +1,4 @@
-"""What a dealing does to batches: starving ranks, deadlock, each policy's price, safe sizes."""
+"""Effects of dispatched data on batches: starving ranks, deadlocks, the cost of each policy, safe sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batches_of(counts, size, drop_last):
 
 @given(dealing=dispatches(least=1), size=SIZES, drop_last=st.booleans())
 @settings(deadline=None)
-def test_who_starves_and_whether_that_is_a_deadlock(dealing, size, drop_last):
+def test_starving_ranks_and_deadlocks(dealing, size, drop_last):
     balance = BatchBalance(dealing, size, drop_last)
     steps = batches_of(dealing.counts, size, drop_last)
     assert list(balance.batches) == steps
@@ -47,7 +47,7 @@ def test_who_starves_and_whether_that_is_a_deadlock(dealing, size, drop_last):
 
 @given(dealing=dispatches(least=1), size=SIZES, drop_last=st.booleans())
 @settings(deadline=None)
-def test_without_a_policy_what_all_ranks_can_do_together_is_used(dealing, size, drop_last):
+def test_without_a_policy_the_steps_common_to_all_ranks_are_made(dealing, size, drop_last):
     balance = BatchBalance(dealing, size, drop_last)
     outcome = balance.without_policy
     steps = min(batches_of(dealing.counts, size, drop_last))
@@ -148,7 +148,7 @@ def test_safe_batch_sizes_are_those_that_a_trial_of_each_finds(counts, drop_last
     assert found == [size for size in range(1, 80) if len(set(batches_of(counts, size, drop_last))) == 1]
 
 
-def test_batches_of_a_draw_that_somebody_has_seen():
+def test_safe_batch_sizes_of_a_recorded_draw():
     drawn = (7054, 6904, 7180, 7274, 7280, 7222, 7086)
     assert safe_batch_sizes(drawn, [64, 4096]) == [4096]
     assert safe_batch_sizes(drawn, [64, 4096], drop_last=True) == [4096]

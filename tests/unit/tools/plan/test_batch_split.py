@@ -1,4 +1,4 @@
-"""Devices that a training needs, and how a global batch is dealt."""
+"""Number of devices that a training needs, and the split of a global batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_ddp_does_not_fit_better_on_more_devices():
 
 
 @pytest.mark.parametrize(
-    ("memory", "activations", "shared", "said"),
+    ("memory", "activations", "shared", "message"),
     [
         (0, 0, 0, "memory"),
         (-1, 0, 0, "memory"),
@@ -57,8 +57,8 @@ def test_ddp_does_not_fit_better_on_more_devices():
         (1e9, 0, 1.5, "shared"),
     ],
 )
-def test_numbers_out_of_range_are_refused(memory, activations, shared, said):
-    with pytest.raises(UsageError, match=said):
+def test_numbers_out_of_range_are_refused(memory, activations, shared, message):
+    with pytest.raises(UsageError, match=message):
         devices_needed(ModelStates(1.0), activations, memory, shared)
 
 

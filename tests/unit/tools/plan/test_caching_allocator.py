@@ -85,7 +85,7 @@ def test_freed_neighbours_are_merged():
     assert replay_allocations([*blocks, *freed[:2], (20 * MIB, "d")]).reserved_nbytes == 40 * MIB
 
 
-def test_segments_that_are_free_are_given_back_where_there_is_no_room():
+def test_free_segments_are_returned_when_memory_is_short():
     changes = [(20 * MIB, "a"), (-20 * MIB, "a"), (30 * MIB, "b")]
     assert replay_allocations(changes).reserved_nbytes == 50 * MIB
     found = replay_allocations(changes, capacity=40 * MIB)

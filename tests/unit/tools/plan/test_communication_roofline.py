@@ -1,4 +1,4 @@
-"""From how many tokens on computing hides communication: held against the times themselves."""
+"""Number of tokens from which computing hides communication, compared with the times themselves."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_hybrid_sharding_hides_slow_links_behind_a_shard():
 
 
 @pytest.mark.parametrize("bad", [(0.0, 2), (-1.0, 2), (math.inf, 2), (math.nan, 2), (1.0, 0)])
-def test_rates_and_ranks_without_sense_are_refused(bad):
+def test_invalid_rates_and_ranks_are_refused(bad):
     with pytest.raises(UsageError):
         ddp_tokens(*bad)
     with pytest.raises(UsageError):

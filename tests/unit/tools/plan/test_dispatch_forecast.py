@@ -26,7 +26,7 @@ def test_every_block_size_with_every_batch_size():
         assert each.batch_sizes_tried == 4096
 
 
-def test_requested_sizes_are_checked_however_large():
+def test_requested_sizes_of_any_magnitude_are_checked():
     (found,) = forecast_dispatch(
         DispatchRequest(
             samples=10**6, shares=RankShares.equal(2), blocks=(500_000,), batch_sizes=(10_000,), draws=1
@@ -99,7 +99,7 @@ def test_as_json():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"samples": 0}, "there is nothing to dispatch"),
         ({"samples": -3}, "-3 samples"),
@@ -110,6 +110,6 @@ def test_as_json():
         ({"draws": -1}, "draws=-1"),
     ],
 )
-def test_bad_input_is_refused(arguments, said):
-    with pytest.raises(UsageError, match=said):
+def test_bad_input_is_refused(arguments, message):
+    with pytest.raises(UsageError, match=message):
         DispatchRequest(**{"samples": 1000, "shares": RankShares.equal(3)} | arguments)

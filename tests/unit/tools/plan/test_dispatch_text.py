@@ -1,4 +1,4 @@
-"""Dispatched data in words and pictures."""
+"""Text and charts about dispatched data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.tools.report.charts.dispatch_charts import MAX_PANELS, epoch_end_c
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("numbers", "expected"),
     [
         ([7144] * 3 + [7142] * 4, "7144 ×3, 7142 ×4"),
         ([8000, *[7000] * 6], "8000, 7000 ×6"),
@@ -33,8 +33,8 @@ from paceline.tools.report.charts.dispatch_charts import MAX_PANELS, epoch_end_c
         (list(range(100)), "0 to 99"),
     ],
 )
-def test_numbers_in_short(numbers, said):
-    assert summarise_counts(numbers) == said
+def test_numbers_in_short(numbers, expected):
+    assert summarise_counts(numbers) == expected
 
 
 def test_ranges():
@@ -44,10 +44,10 @@ def test_ranges():
 
 
 @pytest.mark.parametrize(
-    ("part", "said"), [(0, "0%"), (0.00016, "0.016%"), (0.1234, "12.3%"), (1.24, "124%"), (12.5, "1250%")]
+    ("part", "expected"), [(0, "0%"), (0.00016, "0.016%"), (0.1234, "12.3%"), (1.24, "124%"), (12.5, "1250%")]
 )
-def test_per_cent(part, said):
-    assert percent(part) == said
+def test_per_cent(part, expected):
+    assert percent(part) == expected
 
 
 def balance(*counts, size=10, drop_last=False):
@@ -55,7 +55,7 @@ def balance(*counts, size=10, drop_last=False):
     return BatchBalance(BlockDispatch(sum(counts), RankShares(counts)), size, drop_last)
 
 
-def test_what_a_loop_over_ones_own_batches_does():
+def test_a_custom_loop_over_uneven_batches():
     assert describe_loop(balance(20, 15)) == "all make 2 steps"
     assert describe_loop(balance(20, 15, drop_last=True)) == "deadlock in step 2; out of data: rank 1 after 1"
     assert describe_loop(balance(50, 30, 30, 20, 41)) == (
@@ -116,47 +116,47 @@ def texts(chart):
 
 def test_imbalance_by_block_size():
     options = DispatchRequest(samples=50_000, shares=RankShares.equal(7), blocks=(2, 10, 100, 1000), draws=20)
-    said = texts(imbalance_chart(forecast_dispatch(options), title="seven workers"))
+    labels = texts(imbalance_chart(forecast_dispatch(options), title="seven workers"))
     assert {"seven workers", "at random: expected", "at random: 1 in 1000 above", "in turns: never more"} <= {
-        *said
+        *labels
     }
-    assert {"mean of 20 draws", "worst of 20 draws", "in turns, exact", "samples of a block"} <= {*said}
-    assert {"1%", "100%", "1,000"} <= {*said}
+    assert {"mean of 20 draws", "worst of 20 draws", "in turns, exact", "samples of a block"} <= {*labels}
+    assert {"1%", "100%", "1,000"} <= {*labels}
 
 
 def test_zeros_are_labelled_where_they_cannot_be_drawn():
     options = DispatchRequest(samples=49_000, shares=RankShares.equal(7), blocks=(1, 10, 900), draws=0)
-    said = texts(imbalance_chart(forecast_dispatch(options), title=""))
-    assert "in turns, exact (0 for blocks of 1, 10)" in said
-    assert not any("draws" in each for each in said)
+    labels = texts(imbalance_chart(forecast_dispatch(options), title=""))
+    assert "in turns, exact (0 for blocks of 1, 10)" in labels
+    assert not any("draws" in each for each in labels)
 
 
-def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
+def test_the_end_of_an_epoch_names_ranks_and_the_effect_of_policies():
     options = DispatchRequest(samples=50_000, shares=RankShares.equal(7), blocks=(2, 1000), draws=0)
-    said = texts(epoch_end_chart(forecast_dispatch(options), title="the end"))
-    assert "block 2, batch 64: all ranks run 112 steps" in said
+    labels = texts(epoch_end_chart(forecast_dispatch(options), title="the end"))
+    assert "block 2, batch 64: all ranks run 112 steps" in labels
     output = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
-    assert f"block 1000, batch 64: {output}" in said
-    assert {"rank 0", "rank 6", "every rank has a batch", "step"} <= {*said}
+    assert f"block 1000, batch 64: {output}" in labels
+    assert {"rank 0", "rank 6", "every rank has a batch", "step"} <= {*labels}
 
 
 def test_a_policy_without_steps_is_labelled():
     options = DispatchRequest(samples=100, shares=RankShares((1, 99)), blocks=(1,), draws=0)
-    said = texts(epoch_end_chart(forecast_dispatch(options), title=""))
-    assert "block 1, batch 64: join and pad 2 steps, truncate 1, drop no, rebalance 1 (line)" in said
+    labels = texts(epoch_end_chart(forecast_dispatch(options), title=""))
+    assert "block 1, batch 64: join and pad 2 steps, truncate 1, drop no, rebalance 1 (line)" in labels
 
 
 def test_the_most_uneven_are_drawn():
     options = DispatchRequest(
         samples=50_000, shares=RankShares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0
     )
-    said = [
+    labels = [
         each
         for each in texts(epoch_end_chart(forecast_dispatch(options), title=""))
         if each.startswith("block")
     ]
-    assert len(said) == MAX_PANELS
-    assert said[-1].startswith("block 2000")
+    assert len(labels) == MAX_PANELS
+    assert labels[-1].startswith("block 2000")
 
 
 @pytest.mark.sweep

@@ -1,4 +1,4 @@
-"""How far apart the ranks' amounts are: closed forms beside draws."""
+"""Imbalance between ranks: closed forms compared with random draws."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_spread_grows_with_the_square_root_of_the_block(block):
     assert share_deviation(0.25, 10**7, block) / share_deviation(0.25, 10**7, 1) == math.sqrt(block)
 
 
-def test_the_spread_of_a_dealing_at_random_is_that_of_all_its_seeds():
+def test_the_spread_of_random_dispatch_is_that_of_all_its_seeds():
     one, other = (
         imbalance_spread(dispatch_blocks(50_000, 7, block=10, scheme="random", seed=seed)) for seed in (1, 2)
     )
@@ -66,7 +66,7 @@ def test_the_spread_of_a_dealing_at_random_is_that_of_all_its_seeds():
     assert one.expected < one.drawn_worst < 1.3 * one.unlikely
 
 
-def test_in_turns_there_is_no_chance():
+def test_round_robin_has_no_randomness():
     found = imbalance_spread(dispatch_blocks(50_000, 7, block=1000))
     assert found.expected == found.unlikely == pytest.approx(8000 / (50_000 / 7) - 1)
     assert (found.drawn, found.drawn_worst, found.draws) == (None, None, 0)
@@ -74,7 +74,7 @@ def test_in_turns_there_is_no_chance():
 
 @given(dispatches(least=1))
 @settings(deadline=None)
-def test_no_rank_is_a_block_above_its_share_in_turns(dealing):
+def test_no_rank_is_a_block_above_its_share_in_round_robin(dealing):
     in_turns = BlockDispatch(dealing.samples, dealing.shares, dealing.block)
     found = largest_excess(in_turns.counts, in_turns.shares)
     assert found < excess_bound_in_turns(dealing.shares, dealing.samples, dealing.block)

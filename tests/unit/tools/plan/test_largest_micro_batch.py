@@ -15,7 +15,7 @@ from paceline.tools.plan.memory.training_subject import TrainingSetting, Trainin
 
 @pytest.fixture
 def memory(monkeypatch):
-    """`memory(nbytes_of)` has every forecast take what a function says of the micro-batch; returns those tried."""
+    """`memory(nbytes_of)` makes every forecast return a function of the micro-batch; returns the tried ones."""
 
     def use(nbytes_of):
         tried = []
@@ -36,13 +36,13 @@ def sought(capacity, most):
     ).samples
 
 
-def test_what_is_wanted_and_fits_is_taken(memory):
+def test_a_given_batch_that_fits_is_used(memory):
     tried = memory(lambda samples: samples)
     assert sought(1000, 100) == 100
     assert tried == [1, 100]
 
 
-def test_not_even_one(memory):
+def test_a_single_sample_that_does_not_fit_gives_0(memory):
     memory(lambda samples: 801)
     assert sought(1000, 100) == 0
 
@@ -52,7 +52,7 @@ def test_one_sample_is_the_upper_bound(memory):
     assert sought(1000, 1) == 1
 
 
-def test_a_line_is_met_at_once(memory):
+def test_a_straight_line_needs_few_tries(memory):
     tried = memory(lambda samples: 100 + 10 * samples)
     assert sought(1000, 4096) == 70
     assert len(tried) <= 6
@@ -64,7 +64,7 @@ def test_a_constant_floor_does_not_mislead_the_search(memory):
 
 
 @given(st.integers(1, 400), st.integers(1, 50), st.integers(1, 3000))
-def test_what_is_found_fits_and_hardly_more_would(floor, slope, most):
+def test_the_largest_batch_found_is_near_the_limit(floor, slope, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             memory_forecast,

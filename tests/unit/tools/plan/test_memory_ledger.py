@@ -1,4 +1,4 @@
-"""Timelines, their ledgers, and whether what they take fits."""
+"""Timelines, their ledgers, and whether they fit into memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def recorded():
     return recording
 
 
-def test_what_forward_leaves_behind_is_an_activation():
+def test_tensors_left_by_forward_are_activations():
     timeline = recorded().timeline()
     assert [block.category for block in timeline.blocks] == [
         "parameters",
@@ -97,7 +97,7 @@ def test_building_is_left_out_of_the_steps():
     assert (timeline.peak().nbytes, timeline.steps().peak().nbytes) == (1000, 15)
 
 
-def test_lines_add_up_to_what_the_allocator_reserves_and_what_is_outside():
+def test_lines_add_up_to_reserved_and_outside_memory():
     timeline = recorded().timeline()
     replayed = replay_allocations(timeline.changes())
     ledger = make_ledger(
@@ -117,7 +117,7 @@ def test_without_an_allocator_lines_add_up_to_the_peak():
 
 @st.composite
 def timelines(draw):
-    """Return any lives of blocks."""
+    """Return random lifetimes of blocks."""
     recording, alive = TimelineRecorder(), []
     for _ in range(draw(st.integers(1, 40))):
         if alive and draw(st.booleans()):
@@ -148,7 +148,7 @@ def test_a_step_fits_only_with_the_margin(nbytes, capacity):
     assert verdict.poor == (verdict.answer is not FitLevel.FITS)
 
 
-def test_advice_names_what_fits_or_what_was_tried():
+def test_advice_names_the_fitting_or_the_tried_settings():
     good, bad = (
         MemoryAlternative("half the batch", judge_fit(1, 100)),
         MemoryAlternative("bf16", judge_fit(99, 100)),

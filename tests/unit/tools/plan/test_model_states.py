@@ -31,7 +31,7 @@ def test_unknown_names_are_refused(wrong):
 @pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "sgd"])
 @pytest.mark.parametrize("strategy", ["flat", "sharded", "full-shard"])
-def test_what_is_traced_is_what_the_formula_says(strategy, optimizer):
+def test_traced_states_equal_the_formula(strategy, optimizer):
     found = predict_memory(
         resolve_subject("tiny"),
         TrainingSetting(strategy=strategy, ranks=8, batch=1, context=16, optimizer=optimizer),

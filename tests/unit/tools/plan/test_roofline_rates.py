@@ -1,4 +1,4 @@
-"""C and W, out of a profile with their errors or out of the table."""
+"""Compute and network rates C and W, from a profile with their errors or from the table."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def profile(wobble=0.0):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_ring_gives_back_the_link_whatever_its_ranks(ranks):
+def test_a_ring_gives_the_link_rate_for_any_number_of_ranks(ranks):
     found = measured_link_rate(profile(), "gloo", ranks=ranks)
     assert found.value == pytest.approx(25e6, rel=1e-3)
     assert found.measured
 
 
-def test_what_was_off_when_held_out_are_the_error_bars():
+def test_held_out_errors_are_the_error_bars():
     found = measured_link_rate(profile(wobble=0.2), "gloo", ranks=4)
     error = profile(wobble=0.2).collectives[0].fit.error_at(4)
     assert found.high / found.value == found.value / found.low == pytest.approx(1 + error.p90)
@@ -77,7 +77,7 @@ def test_a_device_without_bf16_is_counted_in_fp16():
     assert "dense fp16" in catalog_matmul_rate("t4").source
 
 
-def test_the_table_has_no_error_and_says_so():
+def test_catalog_rates_have_no_error_and_name_their_source():
     found = intensity(catalog_matmul_rate("h100"), catalog_link_rate("nvlink4"))
     assert found.low == found.value == found.high
     assert not found.measured
@@ -85,7 +85,7 @@ def test_the_table_has_no_error_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
         (lambda: measured_link_rate(Profile(), "gloo"), "no all-reduce on gloo"),
         (lambda: measured_link_rate(profile(), "gloo", ranks=1), "1 ranks"),
@@ -97,6 +97,6 @@ def test_the_table_has_no_error_and_says_so():
         ),
     ],
 )
-def test_missing_rates_are_reported(ask, said):
-    with pytest.raises(UsageError, match=said):
+def test_missing_rates_are_reported(ask, message):
+    with pytest.raises(UsageError, match=message):
         ask()

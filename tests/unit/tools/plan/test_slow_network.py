@@ -99,7 +99,7 @@ def test_a_slower_network_never_gets_a_milder_remedy(parameters, ranks, step, ra
         (10, "--every 15 --outer diloco --compression int4 --fragments 4 --delay 4"),
     ],
 )
-def test_the_mildest_that_will_do(rate, flags):
+def test_the_mildest_sufficient_remedy(rate, flags):
     advice = advise_network(20_000_000, 4, rate * MEGABIT, 0.97)
     assert advice.chosen.flags == flags
     assert advice.enough
@@ -126,13 +126,13 @@ def test_one_rank_sends_nothing():
     assert advice.chosen.flags == ""
 
 
-def test_every_compression_has_words_from_every_step_on():
+def test_every_compression_has_a_loss_effect_from_every_step_on():
     assert {kind for kind, _ in LOSS_EFFECTS} == {"none", "bf16", "int8", "int4"}
     assert all((kind, 1) in LOSS_EFFECTS for kind, _ in LOSS_EFFECTS)
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ((0, 2, 1.0, 1.0), "parameters=0"),
         ((1, 0, 1.0, 1.0), "ranks=0"),
@@ -145,6 +145,6 @@ def test_every_compression_has_words_from_every_step_on():
         ((1, 2, 1.0, 1.0, 0.1, -1), "layers=-1"),
     ],
 )
-def test_values_out_of_range_are_refused(values, said):
-    with pytest.raises(UsageError, match=said):
+def test_values_out_of_range_are_refused(values, message):
+    with pytest.raises(UsageError, match=message):
         advise_network(*values)

@@ -1,4 +1,4 @@
-"""Advice: the best way among those allowed, scaling, what limits, what would help; every figure worked out by hand."""
+"""Advice: the best allowed strategy, scaling, bottlenecks and remedies; every figure worked out by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_computing_grows_with_the_micro_batch():
     assert "measured with 4 samples" in (beyond or "")
 
 
-def test_what_filling_buckets_takes_does_not_grow_with_the_micro_batch():
+def test_the_time_to_fill_buckets_does_not_grow_with_the_micro_batch():
     one, eight = (advise_step(made.profile(), [2], RankBatch(size), ["flat"]).points[0] for size in (4, 32))
     assert eight.seconds - one.seconds == pytest.approx(7 * 1.4)  # forward and backward, nothing else
 
@@ -75,7 +75,7 @@ def test_accumulation_adds_micro_batches_that_are_not_sent():
     assert thrice.points[1].high == pytest.approx(once.points[1].high + 2 * 1.4 * 1.1)
 
 
-def test_no_range_reaches_below_nothing_however_much_steps_vary():
+def test_no_range_is_negative_for_any_variation_of_steps():
     wild = made.profile(models=(replace(made.model(), spread=1.5),))
     for point in advise_step(wild, [1, 2], RankBatch(4, 3)).points:
         assert 0 < point.low < point.seconds < point.high
@@ -88,7 +88,7 @@ def test_shares_add_up_and_name_the_limit():
         assert advice.limit == limit
 
 
-def test_what_would_help_depends_on_what_limits():
+def test_remedies_depend_on_the_bottleneck():
     def factors(profile):
         return {each.what: each.factor for each in advise_step(profile, [2], BATCH).remedies}
 
@@ -101,7 +101,7 @@ def test_what_would_help_depends_on_what_limits():
     assert list(bound.values()) == sorted(bound.values(), reverse=True)
 
 
-def test_a_micro_batch_twice_as_large_gains_what_a_plan_with_it_has():
+def test_a_doubled_micro_batch_gains_as_much_as_its_plan():
     once, twice = (advise_step(made.profile(), [2], RankBatch(size), ["flat"]) for size in (4, 8))
     (remedy,) = (each for each in once.remedies if each.what == "a micro-batch twice as large")
     rates = [each.points[0].samples_per_second for each in (once, twice)]
@@ -128,7 +128,7 @@ def test_predictions_keep_their_order(micro, accumulation, call):
     assert all(each.factor > 1.0 for each in advice.remedies)
 
 
-def test_the_sentences_say_what_to_do_and_what_to_expect():
+def test_sentences_name_the_choice_and_the_expected_result():
     advice = advise_step(slow(), [1, 2, 4], BATCH)
     output = " ".join(advice_sentences(advice, BATCH))
     assert f"Synchronise with {advice.best.strategy.label}: a step of 4 samples per rank takes" in output
@@ -141,7 +141,7 @@ def test_the_sentences_say_what_to_do_and_what_to_expect():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "batch", "strategies", "said"),
+    ("ranks", "batch", "strategies", "message"),
     [
         ([], BATCH, ["flat"], "ranks"),
         ([1], BATCH, ["flat"], "2 or more"),
@@ -151,8 +151,8 @@ def test_the_sentences_say_what_to_do_and_what_to_expect():
         ([2], BATCH, [], "strategies"),
     ],
 )
-def test_invalid_values_are_refused(ranks, batch, strategies, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(ranks, batch, strategies, message):
+    with pytest.raises(UsageError, match=message):
         advise_step(made.profile(), ranks, batch, strategies)
 
 

@@ -30,7 +30,7 @@ def of_category(timeline):
     return found
 
 
-def test_an_mlp_takes_what_is_computed_by_hand():
+def test_an_mlp_takes_the_memory_computed_by_hand():
     def step():
         tracer.begin(0, "build")
         net = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 32, bias=False))
@@ -51,8 +51,8 @@ def test_an_mlp_takes_what_is_computed_by_hand():
     # at the end: parameters, gradients, input; ReLU's result is dropped when its backward has run
     lasting = {"parameters": weights, "gradients": weights, "inputs": 4 * 16 * 64}
     end = timeline.alive_at(timeline.ticks - 1)
-    told = {name: sum(block.nbytes for block in end if block.category == name) for name in lasting}
-    assert told == lasting
+    measured = {name: sum(block.nbytes for block in end if block.category == name) for name in lasting}
+    assert measured == lasting
     # ReLU's backward makes the gradient of its input beside that of its output, and its saved result
     middle = 4 * 16 * 128
     second = 4 * 128 * 32
@@ -81,7 +81,7 @@ def test_module_and_operator_of_a_block_are_known_in_both_directions():
     assert ("0", "aten.mm.default") in named
 
 
-def test_views_of_what_was_there_before_are_not_counted():
+def test_views_of_earlier_tensors_are_not_counted():
     x = torch.randn(8, 8)
     with TensorTracer() as tracer:
         y = x.t()
@@ -166,16 +166,16 @@ def test_sparse_gradients_are_their_indices_and_values():
 
 
 def test_tensors_without_memory_of_their_own_do_not_disturb_a_measurement():
-    bystanders = [torch.eye(3).to_sparse(), torch.zeros(3, 3).to_mkldnn()]
+    unsupported = [torch.eye(3).to_sparse(), torch.zeros(3, 3).to_mkldnn()]
     with CpuAllocations() as allocated:
         kept = torch.zeros(256)
     assert allocated.nbytes == kept.nbytes
-    del bystanders
+    del unsupported
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"])
-def test_states_are_what_the_strategy_says_on_64_devices(strategy):
+def test_states_are_those_of_the_strategy_on_64_devices(strategy):
     found = predict_memory(
         resolve_subject("tiny"), TrainingSetting(strategy=strategy, ranks=64, batch=2, context=32)
     )
@@ -226,7 +226,7 @@ def test_batch_checkpointing_and_precision_matter():
     assert peak(optimizer="sgd") < usual
 
 
-def test_a_prediction_is_what_one_process_takes():
+def test_predicted_memory_equals_that_of_one_process():
     setting = TrainingSetting(strategy="alone", ranks=1, batch=4, context=64)
     train_subject(resolve_subject("tiny"), setting, Comm(), SilentObserver())
     with CpuAllocations() as allocated:
@@ -254,7 +254,7 @@ def low_precision(convert):
 
 
 @pytest.mark.parametrize("strategy", ["alone", "sharded"])
-def test_a_model_that_is_converted_takes_what_it_becomes(strategy):
+def test_a_converted_model_takes_the_memory_of_its_new_dtype(strategy):
     setting = TrainingSetting(strategy=strategy, ranks=1 if strategy == "alone" else 2, batch=32)
     converted, made = (predict_memory(low_precision(way), setting) for way in (True, False))
     assert converted.parameter_nbytes == made.parameter_nbytes == 2 * (64 * 96 + 96 + 96 * 8 + 8)
@@ -288,7 +288,7 @@ def test_torchs_tracker_finds_the_same_peak():
 
 
 class Choosy(nn.Module):
-    """Keeps what is positive: how much, depends on values."""
+    """Keeps positive values; their number depends on the data."""
 
     def forward(self, x):
         return x[x > 0]
@@ -321,7 +321,7 @@ def test_shapes_that_depend_on_values_are_refused():
         {"context": 0},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(wrong):
+def test_invalid_settings_are_refused(wrong):
     with pytest.raises(UsageError):
         TrainingSetting(**wrong)
 

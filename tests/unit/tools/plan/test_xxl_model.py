@@ -1,4 +1,4 @@
-"""The XXL model worked out: every figure that the problem is known by."""
+"""The XXL model: every published figure of the problem."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_devices(figures, key, count):
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1024, 41), (4096, 61)])
-def test_the_devices_fit_and_one_less_does_not(tokens, count):
+def test_the_devices_fit_and_one_fewer_does_not(tokens, count):
     states, activations = ModelStates(16.0 * PARAMETERS), float(tokens * TOKEN_NBYTES)
     assert device_nbytes(states, activations, count, 0.5) < 95e9
     assert device_nbytes(states, activations, count - 1, 0.5) > 95e9

@@ -1,4 +1,4 @@
-"""Smoothing and labels that keep apart."""
+"""Smoothing, and labels that do not overlap."""
 
 from __future__ import annotations
 

@@ -28,15 +28,15 @@ def rates():
 
 
 def test_times_have_their_units_and_every_line_its_name():
-    said = texts(time_by_size(LINES, title="all-reduce"))
-    assert {"1 MB", "100 MB", "1 ms", "10 ms", "bytes (S)", "time", "all-reduce"} <= set(said)
+    labels = texts(time_by_size(LINES, title="all-reduce"))
+    assert {"1 MB", "100 MB", "1 ms", "10 ms", "bytes (S)", "time", "all-reduce"} <= set(labels)
     for line in LINES:
-        assert said.count(line.label) == 1
+        assert labels.count(line.label) == 1
 
 
 def test_bandwidth_is_in_gigabytes_per_second_and_begins_at_zero():
-    said = texts(bandwidth_by_size(rates(), title="all-reduce", bandwidth="busbw"))
-    assert {"busbw (GB/s)", "0.0", "4.0", "gloo, 2 ranks", "paceline, 4 ranks"} <= set(said)
+    labels = texts(bandwidth_by_size(rates(), title="all-reduce", bandwidth="busbw"))
+    assert {"busbw (GB/s)", "0.0", "4.0", "gloo, 2 ranks", "paceline, 4 ranks"} <= set(labels)
 
 
 def test_a_backend_keeps_its_colour_and_a_number_of_processes_its_dash():

@@ -1,4 +1,4 @@
-"""Curves that keep their extremes, and values that are counted: in little memory, whatever comes."""
+"""Downsampled curves with their extremes, and counted values, in bounded memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_half_of_the_values_do_not_exceed_the_median(values):
     assert counted.largest == max(values) / 100
 
 
-def test_values_are_told_apart_by_three_digits_and_the_largest_exactly():
+def test_values_are_distinguished_by_three_digits_and_the_largest_exactly():
     counted = QuantileSketch()
     for value in (1.00049, 1.0004, 123.456):
         counted.add(value)

@@ -1,4 +1,4 @@
-"""Charts of asynchronous runs: the texts that a reader needs, names that are no formulas, gaps, many workers."""
+"""Charts of asynchronous runs: texts, names with special characters, gaps, many workers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_histogram_names_its_rounds(wide):
 
 
 @pytest.mark.parametrize("wide", [True, False])
-def test_traffic_is_in_bytes_per_second_beside_what_is_reserved(wide):
+def test_traffic_is_in_bytes_per_second_beside_the_reservation(wide):
     points = [(5.0, 2e6), (7200.0, 3e6)]
     found = texts(
         traffic_chart(

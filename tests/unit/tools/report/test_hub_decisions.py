@@ -1,4 +1,4 @@
-"""Rows of decisions: repeated refusals are one, the newest stay, weighty ones are not crowded out."""
+"""Rows of decisions: repeated refusals are merged, the newest are kept, important ones are not displaced."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_another_reason_or_something_in_between_is_another_row():
     assert [each.repeats for each in log.newest()] == [1] * 7
 
 
-def test_who_joins_twice_has_two_rows():
+def test_a_worker_that_joins_twice_has_two_rows():
     log = DecisionLog()
     log.add(HubDecision(at=0, worker=1, what="joined"))
     log.add(HubDecision(at=1, worker=1, what="joined"))
     assert log.rows == 2
 
 
-def test_only_the_newest_are_shown_and_how_many_more_there_were_is_told():
+def test_only_the_newest_are_shown_with_the_number_of_the_others():
     log = DecisionLog(limit=10)
     for at in range(25):
         log.add(HubDecision(at=at, worker=at, what="joined"))
@@ -55,7 +55,7 @@ def test_only_the_newest_are_shown_and_how_many_more_there_were_is_told():
     assert log.hidden == 15
 
 
-def test_joins_do_not_crowd_out_what_is_weighty_nor_the_other_way_round():
+def test_joins_do_not_displace_important_decisions_or_the_reverse():
     log = DecisionLog(limit=10)
     for at in range(8):
         log.add(HubDecision(at=at, worker=at, what="replaced"), important=True)
@@ -69,7 +69,7 @@ def test_joins_do_not_crowd_out_what_is_weighty_nor_the_other_way_round():
     assert [each.at for each in log.newest()] == [*range(91, 100), 200]
 
 
-def test_a_row_that_fell_out_counts_no_further():
+def test_an_evicted_row_is_not_counted_further():
     log = DecisionLog(limit=3)
     log.add(refused(0, worker=7))
     for at in range(1, 4):

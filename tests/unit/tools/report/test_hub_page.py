@@ -1,4 +1,4 @@
-"""The page of an asynchronous run: whole, self-contained, safe against names, of any size, of a run at any stage."""
+"""Page of an asynchronous run: complete, self-contained, names escaped, for any size and stage of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def page(tmp_path_factory):
     return write_hub_report(demo(tmp_path_factory.mktemp("hub"))).read_text()
 
 
-def test_the_page_tells_what_was_reached_who_gave_what_and_what_was_decided(page):
+def test_the_page_shows_results_contributions_and_decisions(page):
     for text in (
         "<h1>Asynchronous run demo</h1>",
         "In 51.5 s the hub accepted 41 updates of 3 workers",
@@ -65,7 +65,7 @@ HOSTILE = [
 
 
 def page_of_names(folder, names, reason, run):
-    """Return the page of a run whose workers, reasons and name are those of somebody who means ill."""
+    """Return the page of a run with malicious names of workers, reasons and run."""
     records = [join(0, number, name) for number, name in enumerate(names)]
     for number, _ in enumerate(names):
         records += [update(1 + number, number, score=2.0), centre(2 + number, number, 1.0)]
@@ -105,7 +105,7 @@ def elements(page):
     return found
 
 
-def test_a_hub_that_has_just_begun_has_a_page_that_says_so(tmp_path):
+def test_a_hub_that_has_just_begun_has_a_page_that_shows_it(tmp_path):
     with HubJournal.open(tmp_path, resume=True):
         page = write_hub_report(tmp_path).read_text()
     parse(page)
@@ -113,7 +113,7 @@ def test_a_hub_that_has_just_begun_has_a_page_that_says_so(tmp_path):
     assert "<svg" not in page
 
 
-def test_a_run_without_updates_says_so(tmp_path):
+def test_a_run_without_updates_is_reported(tmp_path):
     page = write_hub_report(write(tmp_path, [traffic(5), join(6, 1, "ann"), traffic(10)])).read_text()
     parse(page)
     assert "No update has been accepted yet: in 5 s 1 worker joined." in page
@@ -121,7 +121,7 @@ def test_a_run_without_updates_says_so(tmp_path):
     assert "<h2>Staleness</h2>" not in page
 
 
-def test_training_losses_stand_in_where_no_score_is_told(tmp_path):
+def test_training_losses_replace_missing_scores(tmp_path):
     reports = {1: {"steps": 1, "speed": 2.0, "loss": 4.0}}
     records = [join(0, 1, "ann"), *(traffic(5 * at, workers=reports) for at in range(1, 9)), update(50, 1)]
     page = write_hub_report(write(tmp_path, records)).read_text()
@@ -129,7 +129,7 @@ def test_training_losses_stand_in_where_no_score_is_told(tmp_path):
     assert "Training losses reported by 1 worker" in page
 
 
-def test_what_is_missing_is_noted(tmp_path):
+def test_missing_values_are_noted(tmp_path):
     folder = write(tmp_path, [update(1, 1)])
     with (folder / "ledger.jsonl").open("a") as file:
         file.write("?\n")
@@ -155,7 +155,7 @@ def test_the_histogram_has_no_holes_and_ends_with_its_last_bar():
     ]
 
 
-def test_a_run_of_days_tells_dates(tmp_path):
+def test_a_run_of_days_shows_dates(tmp_path):
     page = write_hub_report(
         write(tmp_path, [join(0, 1), update(5 * 86400, 1), record("leave", 5 * 86400, worker=1)])
     ).read_text()
@@ -163,7 +163,7 @@ def test_a_run_of_days_tells_dates(tmp_path):
 
 
 @pytest.mark.thorough
-def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
+def test_the_ledger_of_a_real_hub_is_read(tmp_path, monkeypatch):
     """Every kind of record, with the fields that the hub gives it."""
     written, note = [], Hub._record
 

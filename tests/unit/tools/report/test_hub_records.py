@@ -1,4 +1,4 @@
-"""What is read from a hub's folder: counts, times, curves; ledgers that grow, are damaged, or hold nonsense."""
+"""Reading a hub's folder: counts, times, curves; growing, damaged and invalid ledgers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_updates_are_counted_for_all_and_for_each(run):
     )
 
 
-def test_refusals_are_counted_by_reason_without_what_is_particular(run):
+def test_refusals_are_counted_by_general_reason(run):
     why = ["exploding: 12.3 times the usual norm", "exploding: 99.0 times the usual norm", "not finite"]
     hub_run = run(
         *(
@@ -77,7 +77,7 @@ def test_refusals_are_counted_by_reason_without_what_is_particular(run):
     assert hub_run.refused == worker(hub_run, 5).refused == expected
 
 
-def test_a_quarantine_is_told_when_it_begins_and_not_again(run):
+def test_a_quarantine_is_reported_once_when_it_begins(run):
     hub_run = run(
         refuse(0, 5), refuse(1, 5, until=60.0), refuse(2, 5, "in quarantine for 59 s more", until=59.0)
     )
@@ -174,7 +174,7 @@ def test_a_ledger_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_pa
     assert (read_hub_run(folder).updates, read_hub_run(folder).notes) == (1, [])
 
 
-def test_lines_that_come_while_it_is_read_count(tmp_path):
+def test_lines_written_during_the_read_count(tmp_path):
     folder = write(tmp_path, [update(at, 1) for at in range(5000)])
     from paceline.async_dp.wal.decision_ledger import read_ledger
 
@@ -190,7 +190,7 @@ def test_lines_that_come_while_it_is_read_count(tmp_path):
     assert (run.updates, worker(run, 2).updates) == (5010, 10)
 
 
-def test_what_comes_before_a_damaged_line_is_read_and_the_line_is_named(tmp_path):
+def test_lines_before_a_damaged_one_are_read_and_it_is_named(tmp_path):
     folder = write(tmp_path, [join(0, 1), update(1, 1)])
     with (folder / "ledger.jsonl").open("a") as file:
         file.write("\0\0\0\n" + line(3, update(2, 1)))
@@ -202,7 +202,7 @@ def test_what_comes_before_a_damaged_line_is_read_and_the_line_is_named(tmp_path
     ]
 
 
-def test_a_damaged_page_of_facts_is_told_and_a_newer_one_refused(tmp_path):
+def test_a_damaged_facts_page_is_reported_and_a_newer_one_refused(tmp_path):
     folder = write(tmp_path, [update(1, 1)])
     page = folder / "run.json"
     newer = json.loads(page.read_text()) | {"format": 99}
@@ -215,7 +215,7 @@ def test_a_damaged_page_of_facts_is_told_and_a_newer_one_refused(tmp_path):
     assert (read_hub_run(folder).name, read_hub_run(folder).notes) == ("", [])
 
 
-def test_lines_that_make_no_sense_are_counted_and_left_out(run):
+def test_invalid_lines_are_counted_and_skipped(run):
     hub_run = run(
         {"kind": "update"},
         {"kind": "update", "t": 5, "worker": "x"},
@@ -246,7 +246,7 @@ NONSENSE = [
 ]
 
 
-def test_whatever_a_ledger_holds_it_can_be_read(run):
+def test_a_ledger_with_any_content_can_be_read(run):
     chance = random.Random(0)
     good = [
         join(0, 1, "a"), begin(0, 1), update(0, 1), refuse(0, 1),
@@ -276,7 +276,7 @@ def test_memory_does_not_grow_with_the_ledger():
     assert len(run.centre_scores.points()) <= 2000
 
 
-def test_memory_does_not_grow_with_workers_that_come_and_go():
+def test_memory_does_not_grow_with_workers_that_join_and_leave():
     run = HubRun(folder=None)  # type: ignore[arg-type]
     records = (
         each
@@ -304,14 +304,14 @@ def test_workers_that_are_one_keep_their_sums():
     assert workers.others.staleness.count == workers.others.count == workers.others.updates
 
 
-def test_a_worker_that_calls_itself_as_another_does_is_told_apart():
+def test_workers_with_the_same_name_are_distinguished():
     workers = WorkerTable()
     for number, name in ((1, "gpu"), (2, "gpu"), (3, "4"), (4, ""), (5, "own")):
         workers.get_or_add(number, 0.0).name = name
     assert workers.names() == {1: "gpu #1", 2: "gpu #2", 3: "4 #3", 4: "4", 5: "own"}
 
 
-def test_texts_lose_what_can_not_be_shown():
+def test_texts_lose_unprintable_characters():
     assert printable("a\x00\u202eb\ud800\n c ") == "ab c"
     assert printable("x" * 100) == "x" * 39 + "…"
     assert printable(17) == "17"
@@ -322,7 +322,7 @@ def test_the_last_name_that_a_worker_gave_counts(run):
     assert hub_run.workers.names() == {1: "new"}
 
 
-def test_a_hub_s_folder_is_told_from_others(tmp_path):
+def test_a_hubs_folder_is_distinguished_from_others(tmp_path):
     assert not is_hub_folder(tmp_path)
     assert not is_hub_folder(tmp_path / "nowhere")
     (tmp_path / "run.json").write_text("{}")

@@ -26,7 +26,7 @@ def run_of(*records):
     return run
 
 
-def said(*records):
+def sentences(*records):
     run = run_of(*records)
     return hub_headline(run, contribution_rows(run))
 
@@ -40,8 +40,8 @@ def two_workers(**changes):
     ]
 
 
-def test_what_was_reached_how_old_updates_were_and_what_was_sent():
-    found = said(
+def test_results_staleness_and_traffic_are_described():
+    found = sentences(
         *two_workers(),
         traffic(10, 6_000_000, 2_000_000),
         centre(11, 1, 5.0),
@@ -58,18 +58,18 @@ def test_what_was_reached_how_old_updates_were_and_what_was_sent():
 
 
 def test_a_score_that_got_worse_is_called_so():
-    found = said(*two_workers(), centre(1, 1, 5.0), centre(3, 1, 4.0), centre(9, 1, 60.0))
+    found = sentences(*two_workers(), centre(1, 1, 5.0), centre(3, 1, 4.0), centre(9, 1, 60.0))
     assert found[1] == (
         "The centre's score went from 5 to 60, worse than at the beginning; its best was 4 after 3 s (lower is better)."
     )
 
 
 def test_a_single_score_and_none():
-    assert "was scored once: 5" in said(*two_workers(), centre(1, 1, 5.0))[1]
-    assert "No worker reported a score" in said(*two_workers())[1]
+    assert "was scored once: 5" in sentences(*two_workers(), centre(1, 1, 5.0))[1]
+    assert "No worker reported a score" in sentences(*two_workers())[1]
 
 
-def test_what_ddp_sends_is_that_of_the_local_steps_with_n_as_it_was():
+def test_ddp_bytes_are_those_of_the_local_steps_and_their_workers():
     run = run_of(
         begin(0, 1),
         update(1, 1, steps=10, workers=4),
@@ -80,59 +80,63 @@ def test_what_ddp_sends_is_that_of_the_local_steps_with_n_as_it_was():
     assert local_steps(run) == 60
 
 
-def test_a_step_is_counted_once_however_many_fragments_tell_of_it():
+def test_a_step_is_counted_once_for_any_number_of_fragments():
     one = run_of(begin(0, 1), update(1, 1, steps=20))
     four = run_of(begin(0, 1), *(update(1, 1, steps=20, fragment=each) for each in range(4)))
     assert ddp_nbytes(one) == ddp_nbytes(four)
     assert local_steps(one) == local_steps(four) == 20
 
 
-def test_what_ddp_sends_is_not_told_where_the_model_or_the_others_are_not_known():
+def test_ddp_bytes_are_unknown_without_the_model_or_other_workers():
     assert ddp_nbytes(run_of(update(1, 1))) is None
     assert ddp_nbytes(run_of(begin(0, 1), update(1, 1, workers=1))) is None
-    assert "torch DDP" not in " ".join(said(update(1, 1), traffic(5)))
+    assert "torch DDP" not in " ".join(sentences(update(1, 1), traffic(5)))
 
 
-def test_a_star_that_sends_more_than_ddp_would_says_so():
-    assert "only 10 % of that" in " ".join(said(*two_workers(), traffic(9, 6 * 10**9, 6 * 10**9)))
+def test_asynchronous_training_that_sends_more_than_ddp_is_reported():
+    assert "only 10 % of that" in " ".join(sentences(*two_workers(), traffic(9, 6 * 10**9, 6 * 10**9)))
 
 
-def test_a_run_without_updates_says_so():
-    assert said() == ("There are no records yet: no worker has joined, and the hub has just started.",)
-    assert said(traffic(5), traffic(10)) == ("No update has been accepted yet: in 5 s no worker joined.",)
-    found = said(join(0, 1), refuse(4, 1), refuse(5, 1))
+def test_a_run_without_updates_is_reported():
+    assert sentences() == ("There are no records yet: no worker has joined, and the hub has just started.",)
+    assert sentences(traffic(5), traffic(10)) == (
+        "No update has been accepted yet: in 5 s no worker joined.",
+    )
+    found = sentences(join(0, 1), refuse(4, 1), refuse(5, 1))
     assert found[0] == "No update has been accepted yet: in 5 s 1 worker joined; 2 updates were refused."
     assert found[1].startswith("Most updates of 1 were refused (not finite 2)")
 
 
-def test_workers_that_train_apart_are_told_with_the_best_of_them():
+def test_separate_workers_are_described_with_the_best_one():
     scores = [record("score", 9, worker=each, score=7.0 - each, steps=20, lr=0.1) for each in (1, 2)]
-    assert said(join(0, 2, "ann"), *scores)[1] == "2 workers train separately; the best score is 5, of ann."
+    assert (
+        sentences(join(0, 2, "ann"), *scores)[1] == "2 workers train separately; the best score is 5, of ann."
+    )
 
 
-def test_who_is_mostly_refused_is_named():
-    found = said(
+def test_a_worker_that_is_mostly_refused_is_named():
+    found = sentences(
         *two_workers(), *(refuse(20, 2, why) for why in ["not finite"] * 5 + ["stale: 20.0 rounds old"])
     )
     assert "Most updates of bob were refused (not finite 5, stale 1): investigate this first." in found
-    found = said(*two_workers(), *(refuse(20, each) for each in (2, 3, 4, 5) for _ in range(6)))
+    found = sentences(*two_workers(), *(refuse(20, each) for each in (2, 3, 4, 5) for _ in range(6)))
     assert any("as were those of 3 more workers" in sentence for sentence in found)
 
 
-def test_who_gives_most_is_named_where_it_is_more_than_its_part():
+def test_the_largest_contributor_is_named_if_above_its_share():
     many = [update(1, 1, samples=100.0), *(update(1, each, samples=10.0) for each in range(2, 6))]
-    assert "1 alone contributed 71 % of the training." in said(*many)
-    assert not any("alone" in sentence for sentence in said(*two_workers()))
-    assert not any("alone" in sentence for sentence in said(update(1, 1)))
+    assert "1 alone contributed 71 % of the training." in sentences(*many)
+    assert not any("alone" in sentence for sentence in sentences(*two_workers()))
+    assert not any("alone" in sentence for sentence in sentences(update(1, 1)))
 
 
-def test_a_full_reservation_is_named_as_what_limits():
+def test_a_full_reservation_is_named_as_the_limit():
     full = [traffic(5 * at, 4_900, 10, bandwidth=1000) for at in range(1, 5)]
     assert any(
-        "more than 90 % of it was used 100 % of the time" in each for each in said(*two_workers(), *full)
+        "more than 90 % of it was used 100 % of the time" in each for each in sentences(*two_workers(), *full)
     )
     half = [*full, *(traffic(5 * at, 100, 10, bandwidth=1000) for at in range(5, 20))]
-    assert not any("limits" in each for each in said(*two_workers(), *half))
+    assert not any("limits" in each for each in sentences(*two_workers(), *half))
 
 
 def test_more_than_twenty_workers_are_the_largest_and_others():
@@ -146,7 +150,7 @@ def test_more_than_twenty_workers_are_the_largest_and_others():
     assert len(contribution_rows(run_of(*(update(1, each) for each in range(20))), 20)) == 20
 
 
-def test_workers_that_were_folded_together_are_among_the_others():
+def test_workers_that_are_summarised_count_as_others():
     run = HubRun(folder=None, workers=WorkerTable(limit=10))  # type: ignore[arg-type]
     read_records(run, [update(1, each, samples=float(each)) for each in range(1, 51)])
     rows = contribution_rows(run, 3)
@@ -155,13 +159,13 @@ def test_workers_that_were_folded_together_are_among_the_others():
     assert sum(row.share for row in rows) == pytest.approx(1)
 
 
-def test_shares_are_of_updates_where_no_samples_are_told():
+def test_shares_are_of_updates_where_no_samples_are_reported():
     run = run_of(update(1, 1, samples=0.0), *(update(1, 2, samples=0.0) for _ in range(3)))
     assert [(row.name, row.share) for row in contribution_rows(run)] == [("2", 0.75), ("1", 0.25)]
     assert "Share of all updates" in contributions_caption(run, contribution_rows(run))
 
 
-def test_shares_are_numbers_whatever_samples_were_told():
+def test_shares_are_numbers_for_any_reported_samples():
     run = run_of(*(update(1, each, samples=1.7e308) for each in (1, 2)))
     assert [row.share for row in contribution_rows(run)] == [0.5, 0.5]
     assert hub_headline(run, contribution_rows(run))
@@ -173,7 +177,7 @@ def test_samples_that_are_steps_are_called_so():
     assert "count each step" not in contributions_caption(run_of(update(1, 1)), ())
 
 
-def test_the_chart_of_scores_is_told_with_its_marks():
+def test_the_score_chart_is_described_with_its_marks():
     run = run_of(
         *two_workers(), record("replace", 1, worker=1, by=2, why=""), record("together", 2, worker=2, why="")
     )
@@ -188,14 +192,14 @@ def test_the_chart_of_scores_is_told_with_its_marks():
     )
 
 
-def test_old_updates_are_told():
+def test_old_updates_are_reported():
     assert "none was 4 rounds stale or more." in staleness_caption(run_of(update(1, 1)))
     assert "50 % were 4 rounds stale or more." in staleness_caption(
         run_of(update(1, 1), update(1, 1, staleness=9.0))
     )
 
 
-def test_the_reservation_is_told_with_what_was_used_of_it():
+def test_the_reservation_is_shown_with_its_used_part():
     assert "No rate is reserved" in traffic_caption(run_of(traffic(5), traffic(10)))
     found = traffic_caption(
         run_of(traffic(5, 4000, 100, bandwidth=1000), traffic(10, 100, 2000, bandwidth=1000))
@@ -210,14 +214,14 @@ def test_the_reservation_is_told_with_what_was_used_of_it():
     )
 
 
-def test_how_many_decisions_are_not_shown_is_told():
+def test_the_number_of_hidden_decisions_is_shown():
     assert "more are not shown" not in decisions_caption(run_of(join(0, 1)))
     assert decisions_caption(run_of(*(join(0, each) for each in range(1500)))).endswith(
         "1,300 more are not shown."
     )
 
 
-def test_numbers_in_words():
+def test_numbers_are_described():
     assert format_refusals({"a": 1, "b": 3, "c": 2, "d": 1, "e": 1, "f": 4}) == "f 4, b 3, c 2, a 1, others 2"
     assert (format_number(1234.5), format_number(float("nan"))) == ("1234", "not a number")
     assert (format_percent(0), format_percent(0.0123), format_percent(0.5)) == (

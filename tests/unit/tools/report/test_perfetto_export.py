@@ -1,4 +1,4 @@
-"""The timeline in the format of Perfetto: every bar lies where it was, and bars of a row never cross."""
+"""The timeline in the format of Perfetto: every bar has its time, and bars of a row never overlap."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_calls_that_overlap_get_rows_of_their_own(events):
         assert all(before[1] <= after[0] + 0.01 for before, after in itertools.pairwise(bars))
 
 
-def test_calls_say_what_they_carry():
+def test_calls_show_bytes_and_first_parameter():
     events = trace_events(timelines(ranks=2, steps=2))["traceEvents"]
     (call, *_) = [event for event in events if event["name"] == "reduce 0"]
     assert call["args"] == {"bytes": 1_000_000, "first_parameter": "a", "ready": 100_000.0}

@@ -1,4 +1,4 @@
-"""Who is waited for, and why: by when ranks come to the exchange, on made-up timelines with a known culprit."""
+"""Stragglers and their causes, from the times at which ranks reach the exchange, on made-up timelines."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def timelines(
     for step in range(steps):
         late = step % ranks if turns else slow
         longer = {rank: extra if rank == late else 0.0 for rank in range(ranks)}
-        came = {rank: 0.1 + more for rank, more in longer.items()}
-        through = max(came.values()) + NETWORK
+        arrived = {rank: 0.1 + more for rank, more in longer.items()}
+        through = max(arrived.values()) + NETWORK
         for rank in range(ranks):
-            lines[rank].append(_line(rank, step, came[rank], through, longer[rank], part))
+            lines[rank].append(_line(rank, step, arrived[rank], through, longer[rank], part))
             if rank == late:
                 lines[rank][-1] = replace(lines[rank][-1], **changes)
     buckets = ((0, (TracedBucket("all-reduce", 1_000_000, 3, "a"),)),)
@@ -47,7 +47,7 @@ def timelines(
     }
 
 
-def _line(rank, step, came, through, longer, part):
+def _line(rank, step, arrived, through, longer, part):
     lengths = {"data": 0.001, "forward": 0.040, "backward": 0.059}
     lengths[part] = lengths.get(part, 0.0) + longer
     phases, at = [], 0.0
@@ -61,14 +61,14 @@ def _line(rank, step, came, through, longer, part):
             bucket=0,
             nbytes=1_000_000,
             sent=1_000_000,
-            ready=came,
-            launched=came,
-            posted=came,
+            ready=arrived,
+            launched=arrived,
+            posted=arrived,
             done=None,
             seen=through,
         ),
     )
-    waits = (TracedWait(0, came, through),)
+    waits = (TracedWait(0, arrived, through),)
     return TracedStep(
         step=step,
         rank=rank,
@@ -125,7 +125,7 @@ def test_the_late_rank_is_found_though_all_steps_take_the_same_time():
         {},
     ],
 )
-def test_nobody_is_called_a_straggler_without_reason(traces):
+def test_no_rank_is_called_a_straggler_without_reason(traces):
     assert compare_arrivals(traces).straggler is None
 
 
@@ -136,7 +136,7 @@ def test_only_steps_that_all_ranks_know_are_compared():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "done"),
+    ("changes", "cause", "done"),
     [
         ({"part": "data"}, "It waits for its data: 51 ms per step, 1 ms on the others.", "num_workers"),
         ({"part": "optimizer"}, "Its optimizer takes many times as long", "doctor"),
@@ -150,13 +150,13 @@ def test_only_steps_that_all_ranks_know_are_compared():
         ),
     ],
 )
-def test_the_cause_is_told_by_what_differs(changes, said, done):
+def test_the_cause_is_inferred_from_what_differs(changes, cause, done):
     found = compare_arrivals(timelines(slow=1, **changes)).straggler
-    assert said in straggler_cause(found)
+    assert cause in straggler_cause(found)
     assert done in straggler_remedy(found)[1]
 
 
-def test_the_page_names_the_rank_the_cause_and_what_it_costs():
+def test_the_page_names_the_rank_the_cause_and_the_cost():
     limit = find_bottleneck(summary_of(timelines(slow=1)), {})
     assert limit.kind == "straggler"
     assert limit.sentences[0].startswith(
@@ -192,7 +192,7 @@ def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
 
 
-def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
+def test_a_custom_loop_is_advised_how_to_exchange_less_often():
     remedies = find_bottleneck(slow_network(seconds=2.0), {"parameters": 250_000}).remedies
     assert remedies[1].action == "Send int4 parameters every 3 steps in 3 fragments, 1 step late"
     assert remedies[1].how == (
@@ -201,7 +201,7 @@ def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
     )
 
 
-def test_nobody_is_told_to_pack_what_goes_through_the_memory_of_one_host():
+def test_compression_is_not_advised_within_one_host():
     limit = find_bottleneck(slow_network(), {"parameters": 250_000, "world": {"nodes": 1}})
     assert limit.kind == "communication"
     assert "sent between processes of this host at 5" in limit.sentences[0]

@@ -1,4 +1,4 @@
-"""The page of a run: whole, self-contained, safe against what a run holds, and written in one piece."""
+"""Page of a run: complete, self-contained, content escaped, written atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 
 class Tags(HTMLParser):
-    """Checks that tags close in order, and collects what would load something."""
+    """Checks that tags close in order, and collects attributes that would load something."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_page_tells_what_ran_where_time_went_and_what_limits(folder):
+def test_the_page_shows_the_run_its_times_and_the_bottleneck(folder):
     path = write_run_report(folder)
     assert path == folder / "report.html"
     page = path.read_text()
@@ -93,7 +93,7 @@ def test_each_chart_is_there_for_desk_and_phone(folder):
     assert page.count('<div class="desk"><svg') == page.count('<div class="phone"><svg') == 5
 
 
-def test_the_page_of_a_loop_of_ones_own_shows_what_it_logged(folder):
+def test_the_page_of_a_custom_loop_shows_what_it_logged(folder):
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     own = [
         {"step": line["step"], "samples_per_second": 32 / line["step_seconds"], "accuracy": line["loss"] / 10}
@@ -110,7 +110,7 @@ def test_the_page_of_a_loop_of_ones_own_shows_what_it_logged(folder):
 
 
 @pytest.mark.thorough
-def test_the_loss_of_a_loop_of_ones_own_is_not_called_cross_entropy(folder):
+def test_the_loss_of_a_custom_loop_is_not_called_cross_entropy(folder):
     assert "Loss of the training batches as logged." in write_run_report(folder).read_text()
     facts = json.loads((folder / "run.json").read_text()) | {"model": {"name": "mini"}}
     (folder / "run.json").write_text(json.dumps(facts))
@@ -119,7 +119,7 @@ def test_the_loss_of_a_loop_of_ones_own_is_not_called_cross_entropy(folder):
     )
 
 
-def test_what_a_run_holds_is_text_never_markup(folder):
+def test_content_of_a_run_is_escaped(folder):
     facts = json.loads((folder / "run.json").read_text())
     facts["settings"]["data"] = "<script>alert(1)</script>"
     (folder / "run.json").write_text(json.dumps(facts))
@@ -153,7 +153,7 @@ def test_one_step_and_no_trace(tmp_path):
     assert "1 step of" in page
 
 
-def test_many_ranks_are_cut_and_said(tmp_path):
+def test_many_ranks_are_truncated_with_a_note(tmp_path):
     page = write_run_report(write_run(tmp_path / "r", ranks=20, steps=3)).read_text()
     assert "The first 16 of 20 ranks." in page
     assert "rank 15" in page
@@ -197,7 +197,7 @@ def with_facts(folder, **facts):
     return write_run_report(folder).read_text()
 
 
-def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
+def test_sent_bytes_are_shown_beside_uncompressed_ones(folder):
     buckets = [
         {"first parameter": "head.weight", "parameters": 18, "nbytes": 3_407_872, "sent_nbytes": 865_000,
          "uncompressed_nbytes": 3_407_872.0, "error": 0.008, "step": 0},
@@ -217,7 +217,7 @@ def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
 @pytest.mark.parametrize(
     "sent", [{}, [], {"sent_nbytes": 5.0, "would_be_nbytes": 0}, {"would_be_nbytes": "x", "buckets": 3}]
 )
-def test_a_run_that_tells_nothing_of_bytes_shows_nothing(folder, sent):
+def test_a_run_without_byte_counts_shows_none(folder, sent):
     assert "Bytes sent" not in with_facts(folder, sent=sent)
 
 
@@ -227,7 +227,7 @@ def test_bytes_that_are_not_counted_are_called_so(folder):
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "message"),
     [
         ({"synchronised": "full-shard"}, "PyTorch waits inside forward and backward"),
         ({"world": {"device": "cuda:0"}}, "Times are host times"),
@@ -235,7 +235,7 @@ def test_bytes_that_are_not_counted_are_called_so(folder):
         ({"world": {"device": "cpu", "backend": "gloo"}, "synchronised": "bucketed"}, ""),
     ],
 )
-def test_the_page_says_what_its_times_do_not_tell(facts, said):
+def test_the_page_names_the_limits_of_its_times(facts, message):
     text = " ".join(timing_caveats(facts))
-    assert said in text
-    assert bool(text) is bool(said)
+    assert message in text
+    assert bool(text) is bool(message)

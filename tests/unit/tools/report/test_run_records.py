@@ -1,4 +1,4 @@
-"""Reading run folders: whole, cut, damaged, and none at all."""
+"""Reading run folders: complete, truncated, damaged, and missing ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_spans_keep_their_own_fields(folder):
 
 
 @pytest.mark.parametrize("cut", ["", '{"step": 13, "lo', '{"step": 13, "loss": 2.0', "\n"])
-def test_a_cut_last_line_is_left_out_and_said(folder, cut):
+def test_a_truncated_last_line_is_skipped_and_reported(folder, cut):
     append(folder / "steps.jsonl", cut)
     run = read_run(folder)
     assert len(run.steps) == 12
@@ -81,7 +81,7 @@ def test_a_loss_that_is_no_number_is_nan(folder, loss):
     assert math.isnan(read_run(folder).steps[-1].loss)
 
 
-def test_a_step_without_a_loss_has_none_and_whatever_else_was_logged(folder):
+def test_a_step_without_a_loss_has_the_other_logged_values(folder):
     append(folder / "steps.jsonl", '{"step": 13, "samples_per_second": 5, "accuracy": 0.5, "note": "x"}\n')
     step = read_run(folder).steps[-1]
     assert (step.loss, step.samples_per_second, step.numbers) == (None, 5.0, {"accuracy": 0.5})
@@ -96,7 +96,7 @@ def test_a_run_that_has_just_begun(tmp_path):
     assert any("There is no trace" in note for note in run.notes)
 
 
-def test_other_files_in_the_trace_folder_are_none_of_ours(folder):
+def test_other_files_in_the_trace_folder_are_ignored(folder):
     (folder / "trace" / "rank0.jsonl.bak").write_text("x")
     (folder / "trace" / "notes.txt").write_text("x")
     assert sorted(read_run(folder).spans_of_rank) == [0, 1, 2]
@@ -119,7 +119,7 @@ def test_a_run_json_that_cannot_be_read(folder, text):
         read_run(folder)
 
 
-def test_restarts_say_what_failed_first(folder):
+def test_restarts_name_the_first_failure(folder):
     assert read_run(folder).restarts == ()
     (folder / "logs").mkdir(exist_ok=True)
     first = {

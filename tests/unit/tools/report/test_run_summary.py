@@ -1,4 +1,4 @@
-"""The numbers of a run and the sentences made of them."""
+"""Numbers of a run, and the sentences about them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ CHATTY = {"forward": 0.2, "backward": 0.3, "optimizer": 0.1, "other": 0.4}
         ((CHATTY, CHATTY), "Other work inside the step limits this run: 40 %"),
     ],
 )
-def test_what_limits_is_named(shares, limit):
+def test_the_bottleneck_is_named(shares, limit):
     summary = summary_of(*shares)
     assert run_headline(summary, find_bottleneck(summary, {}))[2].startswith(limit)
 
@@ -97,13 +97,13 @@ def test_work_between_steps_is_named_where_it_limits():
     assert text.startswith("Work outside the training step limits this run: 75 %")
 
 
-def test_the_headline_says_what_was_reached_and_where_time_went():
+def test_the_headline_names_the_result_and_where_time_went():
     reached, went = run_headline(summary_of(WAITING))
     assert reached == "600 steps of 152 ms; the loss went from 5.55 to 2.10, on held-out text to 2.21."
     assert went == "Of each step 60 % is computing and 40 % is waiting for communication."
 
 
-def test_a_run_that_diverged_says_so():
+def test_a_run_that_diverged_is_reported():
     assert "no longer finite" in run_headline(summary_of(BUSY, loss_last=math.nan))[0]
 
 
@@ -111,7 +111,7 @@ def test_a_run_that_logged_no_loss_has_not_diverged():
     assert run_headline(summary_of(loss_first=None, loss_last=None))[0] == "600 steps of 152 ms."
 
 
-def test_speed_is_in_samples_where_nobody_counts_tokens():
+def test_speed_is_in_samples_without_token_counts():
     summary = summary_of(BUSY, BUSY, tokens_per_second=None, samples_per_second=250.0)
     assert find_bottleneck(summary, {}).sentences[0].startswith("Computing limits this run at 250 samples/s")
     assert (

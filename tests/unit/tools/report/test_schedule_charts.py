@@ -1,4 +1,4 @@
-"""Pictures of schedules: every message an arrow, every price a bar."""
+"""Charts of schedules: an arrow per message, a bar per cost."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def texts(svg):
 
 
 def test_ranks_and_chunks_are_named():
-    said = texts(picture("all-reduce", "halving-doubling", 4))
-    assert {"rank 0", "rank 3", "added", "replaces", "0–1", "2"} <= set(said)
+    labels = texts(picture("all-reduce", "halving-doubling", 4))
+    assert {"rank 0", "rank 3", "added", "replaces", "0–1", "2"} <= set(labels)
 
 
 def test_one_colour_needs_no_legend():
@@ -40,15 +40,15 @@ def test_everything_can_be_drawn(op, name, ranks):
 
 
 def test_many_messages_are_drawn_without_names():
-    said = texts(picture("all-reduce", "ring", 16))
-    assert "rank 15" in said
-    assert "7" not in said
+    labels = texts(picture("all-reduce", "ring", 16))
+    assert "rank 15" in labels
+    assert "7" not in labels
 
 
-def test_prices_stand_beside_what_was_measured(tmp_path):
+def test_prices_are_shown_beside_measurements(tmp_path):
     rows = [CostBar("tree", 15.0, [15.2, 15.6, 15.4]), CostBar("one-by-one", 35.0)]
     chart = schedule_cost_chart(rows, title="broadcast")
-    said = texts(chart.inline_svg("prices"))
-    assert "predicted 15 s, measured 15.4 s (1.03×)" in said
-    assert "35 s" in said
+    labels = texts(chart.inline_svg("prices"))
+    assert "predicted 15 s, measured 15.4 s (1.03×)" in labels
+    assert "35 s" in labels
     assert chart.save(tmp_path / "prices.png").stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: read from its line, by hand-checked cases and laws that hold for any line."""
+"""Breakdown of a step's time: hand-checked cases, and invariants that hold for any line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_phases_become_parts():
     }
 
 
-def test_waits_launches_and_tasks_are_taken_out_of_where_they_lie():
+def test_waits_launches_and_tasks_are_subtracted_from_their_phases():
     traced = line(
         ORDINARY,
         10.0,
@@ -135,7 +135,7 @@ def test_intervals_that_touch_become_one():
     assert [(each.start, each.end) for each in found] == [(1, 2.5), (3, 4)]
 
 
-def test_what_quiet_steps_tell_is_exposed_too():
+def test_waits_of_quiet_steps_are_exposed_too():
     calls = (
         TracedCall(
             kind="reduce",
@@ -176,7 +176,7 @@ def step(number, start=0.0, seconds=1.0):
     )
 
 
-def test_lines_are_read_with_what_they_hold():
+def test_lines_are_read_with_their_fields():
     (only,) = read_timeline([step(0)]).steps
     assert only.phases[-1] == StepInterval("exchange", 0.8, 1.0)
     (call,) = only.calls
@@ -193,7 +193,7 @@ def test_the_first_step_of_each_session_is_cold_and_steps_done_again_count_once(
     assert trace.steps[4].start == 104
 
 
-def test_a_forward_alone_is_no_step_and_nonsense_is_left_out():
+def test_a_forward_alone_is_no_step_and_invalid_records_are_skipped():
     alone = span("step", seconds=1.0, step=9, phases=[["forward", 0]], waits=[], tasks=[], calls=[])
     broken = span("step", seconds=1.0, step=10, phases=[["backward", None]], waits=[], tasks=[], calls=[])
     assert (
@@ -215,7 +215,7 @@ def test_between_measurements_an_offset_is_on_a_line(at, offset):
     assert clock_offset_at([], at) == 0.0
 
 
-def test_buckets_and_memory_are_those_told_last():
+def test_buckets_and_memory_are_those_reported_last():
     bucket = {"call": "all-reduce", "nbytes": 8, "parameters": 2, "first": "a"}
     plans = [span("plan", step=0, buckets=[bucket, bucket]), span("plan", step=4, buckets=[bucket])]
     trace = read_timeline([*plans, span("memory", resident=5), span("memory", resident=7), step(0)])

@@ -1,4 +1,4 @@
-"""Charts: files of the right kind, the texts a reader needs, and what happens without matplotlib."""
+"""Training charts: file formats, texts, and the error without matplotlib."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_another_suffix_is_refused(tmp_path):
 
 
 def test_a_breakdown_names_phases_bars_totals_and_the_unit():
-    said = texts(KINDS["breakdown"]().inline_svg("x"))
+    labels = texts(KINDS["breakdown"]().inline_svg("x"))
     for text in (
         "forward",
         "exposed communication",
@@ -75,19 +75,19 @@ def test_a_breakdown_names_phases_bars_totals_and_the_unit():
         "35 ms  1.20 × DDP",
         "milliseconds of one step",
     ):
-        assert text in said
-    assert "data" not in said  # no bar has any
+        assert text in labels
+    assert "data" not in labels  # no bar has any
 
 
 def test_bucket_sizes_are_the_ticks():
-    said = texts(KINDS["buckets"]().inline_svg("x"))
-    assert {"0.25", "25", "bucket size (MiB)", "bucketed"} <= set(said)
+    labels = texts(KINDS["buckets"]().inline_svg("x"))
+    assert {"0.25", "25", "bucket size (MiB)", "bucketed"} <= set(labels)
 
 
 def test_sizes_and_times_have_their_units():
-    said = texts(KINDS["sizes"]().inline_svg("x"))
-    assert {"100 kB", "1 GB", "100 µs", "100 ms", "2×", "times faster than theirs", "a copy"} <= set(said)
-    assert said.count("ours") == 2  # named in both panels
+    labels = texts(KINDS["sizes"]().inline_svg("x"))
+    assert {"100 kB", "1 GB", "100 µs", "100 ms", "2×", "times faster than theirs", "a copy"} <= set(labels)
+    assert labels.count("ours") == 2  # named in both panels
 
 
 def test_lines_are_named_at_their_end_or_on_a_phone_above():
@@ -95,7 +95,7 @@ def test_lines_are_named_at_their_end_or_on_a_phone_above():
     assert "training" in texts(KINDS["phone"]().inline_svg("x"))
 
 
-def test_values_that_are_no_numbers_are_left_out():
+def test_non_numeric_values_are_skipped():
     points = [(1, 5.0), (2, float("nan")), (3, float("inf"))]
     assert "loss" in texts(
         step_curve_chart([ChartLine("a", points), ChartLine("b", [])], x="step", y="loss").inline_svg("x")

@@ -1,4 +1,4 @@
-"""Parts of simulations: rows, machines that differ, churn, injected faults, words and charts."""
+"""Parts of asynchronous simulations: rows, different machines, churn, injected faults, texts and charts."""
 
 import json
 import math
@@ -50,15 +50,15 @@ def test_the_time_to_a_loss_lies_between_points():
 
 
 def test_rows_beside_ddp():
-    ddp, star, never = with_times_to_target([DDP, row(), row("k 25, d 0", (8.0, 7.0, 6.0))], 4.0)
+    ddp, asynchronous, never = with_times_to_target([DDP, row(), row("k 25, d 0", (8.0, 7.0, 6.0))], 4.0)
     assert (ddp.seconds_to_target, ddp.speedup) == (20.0, 1.0)
-    assert (star.seconds_to_target, star.speedup) == (10.0, 2.0)
+    assert (asynchronous.seconds_to_target, asynchronous.speedup) == (10.0, 2.0)
     assert (never.seconds_to_target, never.speedup) == (None, None)
     assert with_times_to_target([row()], None)[0].seconds_to_target is None
     assert with_times_to_target([row()], 4.0)[0].speedup is None
 
 
-def test_what_diverges_or_gets_worse_again_is_known():
+def test_diverging_and_worsening_runs_are_detected():
     assert row(losses_=(8.0, 9.0)).diverged
     assert row(losses_=(8.0, math.nan)).diverged
     assert not row().diverged
@@ -81,7 +81,7 @@ def test_paces_repeat_and_spread():
 
 
 @pytest.mark.parametrize(("share", "workers"), [(0.05, 4), (0.3, 10), (0.5, 2), (0.5, 3)])
-def test_who_comes_and_goes_makes_a_plan_and_somebody_is_always_there(share, workers):
+def test_churn_is_planned_and_a_worker_is_always_present(share, workers):
     turns = draw_churn(share, workers, 100.0, seed=3)
     AsyncPlan(machines=[SimulatedMachine()] * workers, seconds=100.0, churn=turns)
     assert turns == draw_churn(share, workers, 100.0, seed=3) != draw_churn(share, workers, 100.0, seed=4)
@@ -94,31 +94,31 @@ def test_who_comes_and_goes_makes_a_plan_and_somebody_is_always_there(share, wor
     assert most < len(turns) or workers == 2
 
 
-def test_nobody_goes_unless_somebody_may():
+def test_without_churn_or_with_one_worker_nobody_leaves():
     assert draw_churn(0.0, 4, 100.0) == draw_churn(0.5, 1, 100.0) == []
     with pytest.raises(UsageError, match="60%"):
         draw_churn(0.6, 4, 100.0)
 
 
-def test_spoiling_is_drawn_by_seed_and_damage_is_found():
+def test_injected_faults_depend_on_the_seed_and_damage_is_detected():
     envelope = Envelope(Header("run", "update", 1, 0, 7, dtype="fp32", nbytes=64), b"x" * 64)
-    spoiling = RandomFaults(0.4, seed=1)
-    came = [spoiling(envelope) for _ in range(1000)]
-    spoilt = sum(spoiling.counts[name] for name in ("lost", "repeated", "late", "damaged"))
-    assert 330 < spoilt < 470
-    assert min(spoiling.counts.values()) > 50
-    assert spoiling.counts["let through"] == 0
-    lengths = Counter(len(each) for each in came)
-    assert lengths[0] == spoiling.counts["lost"] + spoiling.counts["damaged"]
-    assert lengths[2] == spoiling.counts["repeated"]
+    faults = RandomFaults(0.4, seed=1)
+    received = [faults(envelope) for _ in range(1000)]
+    faulty = sum(faults.counts[name] for name in ("lost", "repeated", "late", "damaged"))
+    assert 330 < faulty < 470
+    assert min(faults.counts.values()) > 50
+    assert faults.counts["let through"] == 0
+    lengths = Counter(len(each) for each in received)
+    assert lengths[0] == faults.counts["lost"] + faults.counts["damaged"]
+    assert lengths[2] == faults.counts["repeated"]
     again = RandomFaults(0.4, seed=1)
-    assert [again(envelope) for _ in range(1000)] == came
+    assert [again(envelope) for _ in range(1000)] == received
     assert RandomFaults(0.0)(envelope) == [(0.0, envelope)]
     with pytest.raises(UsageError, match=r"faults in 1\.0 of all messages"):
         RandomFaults(1.0)
 
 
-def test_sentences_tell_what_to_take_and_what_bounds_it():
+def test_sentences_name_the_choice_and_its_bound():
     rows = with_times_to_target(
         [DDP, row(hub_busy=0.93), row("k 25, d 0", (8.0, 4.05, 1.0), nbytes=1e6)], 4.0
     )
@@ -145,11 +145,11 @@ def test_sentences_where_ddp_is_better_or_nothing_gets_there():
     )
 
 
-def test_sentences_tell_what_went_wrong():
-    gone = row(
+def test_sentences_describe_faults():
+    diverged = row(
         losses_=(8.0, 80.0), refused={"exploding": 3, "repeated": 2}, replaced=["worker 4 at 3.0 s: bad"]
     )
-    findings = "\n".join(async_findings([DDP, gone], outer="nesterov"))
+    findings = "\n".join(async_findings([DDP, diverged], outer="nesterov"))
     assert "All schedules diverged" in findings
     assert "Nesterov at every arrival" in findings
     assert "refused 3 exploding." in findings

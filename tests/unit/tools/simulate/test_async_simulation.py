@@ -1,4 +1,4 @@
-"""A star in virtual time: what it equals, what it survives, what its rules bring about."""
+"""Asynchronous training in virtual time: equivalences, faults, and the effects of the hub's rules."""
 
 import math
 from dataclasses import replace
@@ -47,7 +47,7 @@ def at_the_end(plan: AsyncPlan) -> AsyncSimulation:
     return simulation
 
 
-# ---------------------------------------------------------------------- what it equals
+# ---------------------------------------------------------------------- equivalences
 
 
 def test_two_runs_of_a_plan_are_the_same_to_the_bit(usual):
@@ -65,7 +65,7 @@ def test_one_worker_that_sends_every_step_is_plain_sgd():
 
 
 def test_equal_workers_that_send_every_step_average_gradients_that_are_one_exchange_old():
-    # Nobody waits: step n + 1 begins while the centre of step n is under way, so it is no lock-step. What it is
+    # No worker waits: step n + 1 begins while the centre of step n is under way, so it is no lock-step. What it is
     # exactly: every worker's gradient is that of its own last snapshot, and the centre takes a step by their mean.
     steps, workers = 30, 4
     simulation = at_the_end(AsyncPlan(machines=EQUAL, steps=steps, cadence=SyncSchedule(1, 1, 0), **BARE))
@@ -89,15 +89,15 @@ def test_equal_workers_that_send_every_step_average_gradients_that_are_one_excha
     assert np.allclose(simulation.theta().numpy(), centre.ravel(), rtol=0, atol=1e-5)
 
 
-def test_equal_workers_that_send_every_step_come_to_what_ddp_comes_to():
-    star = simulate_async(
+def test_equal_workers_that_send_every_step_reach_the_parameters_of_ddp():
+    asynchronous = simulate_async(
         AsyncPlan(machines=EQUAL, steps=150, cadence=SyncSchedule(1, 1, 0), **BARE), LinearTask()
     )
     ddp = simulate_ddp(DdpPlan(machines=EQUAL, steps=150), LinearTask())
-    assert star.loss == pytest.approx(ddp.loss, rel=0.1)
+    assert asynchronous.loss == pytest.approx(ddp.loss, rel=0.1)
 
 
-# ---------------------------------------------------------------------- what it survives
+# ---------------------------------------------------------------------- faults
 
 
 def test_a_hub_that_is_killed_and_started_again_loses_nothing():
@@ -117,19 +117,19 @@ def test_a_hub_that_is_killed_and_started_again_loses_nothing():
     assert found.loss == pytest.approx(whole.loss, abs=1e-3)
 
 
-def test_of_a_hub_that_stays_away_its_journal_is_left():
+def test_the_journal_of_a_lost_hub_remains():
     found = simulate_async(replace(PLAN, churn=(ChurnEvent(20.0, -1, False),)), LinearTask())
     assert 0 < found.updates < simulate_async(PLAN, LinearTask()).updates
     assert math.isfinite(found.loss)
 
 
-def test_spoilt_messages_cost_next_to_nothing_and_no_round_counts_twice():
-    spoiling = RandomFaults(0.05)
+def test_injected_faults_cost_almost_nothing_and_no_round_counts_twice():
+    faults = RandomFaults(0.05)
     plan = replace(PLAN, seconds=math.inf, steps=1500, machines=FOUR[:2])
-    found = simulate_async(replace(plan, fault=spoiling), LinearTask())
+    found = simulate_async(replace(plan, fault=faults), LinearTask())
     whole = simulate_async(plan, LinearTask())
-    assert {"lost", "repeated", "late", "damaged"} <= spoiling.counts.keys()
-    assert spoiling.counts["let through"] == 0
+    assert {"lost", "repeated", "late", "damaged"} <= faults.counts.keys()
+    assert faults.counts["let through"] == 0
     assert found.updates == total(found, "sent") == total(found, "acknowledged")
     assert found.refused["repeated"] > 0
     assert found.loss == pytest.approx(whole.loss, abs=1e-3)
@@ -137,14 +137,14 @@ def test_spoilt_messages_cost_next_to_nothing_and_no_round_counts_twice():
 
 
 @pytest.mark.parametrize("seed", [1, 3, 7, 8])
-def test_what_is_lost_before_all_share_a_centre_keeps_nobody_out(seed):
-    """In turn: the request or its reply, and the message that all share one."""
+def test_losses_before_the_centre_is_shared_exclude_no_worker(seed):
+    """Lost messages: the request or its reply, and the message that all share a centre."""
     plan = replace(PLAN, seconds=math.inf, steps=600, machines=FOUR, fault=RandomFaults(0.2, seed))
     found = simulate_async(plan, LinearTask())
     assert all(each["taken"] > 5 for each in found.counts)
 
 
-def test_workers_that_come_and_go(usual):
+def test_workers_that_join_and_leave(usual):
     plan = replace(PLAN, churn=draw_churn(0.3, 4, PLAN.seconds, seed=1))
     found = simulate_async(plan, LinearTask())
     assert found == simulate_async(plan, LinearTask())
@@ -160,7 +160,7 @@ def test_a_worker_that_leaves_for_good_does_not_keep_the_others_from_ending():
     assert 3 * 60 < found.steps < 4 * 60
 
 
-def test_a_worker_that_comes_back_after_its_last_step_ends_once():
+def test_a_worker_that_returns_after_its_last_step_ends_once():
     turns = (
         ChurnEvent(1.0, 0, False),
         ChurnEvent(1.5, 0, True),
@@ -171,10 +171,10 @@ def test_a_worker_that_comes_back_after_its_last_step_ends_once():
     assert found.trained_seconds >= 40 * 0.4 * 0.8
 
 
-# ---------------------------------------------------------------------- what its rules bring about
+# ---------------------------------------------------------------------- effects of rules
 
 
-def test_nesterov_at_every_arrival_diverges_and_has_to_be_asked_for():
+def test_nesterov_at_every_arrival_diverges_and_must_be_enabled():
     with pytest.raises(UsageError, match="diverges"):
         HubOptimizer("nesterov", 0.7, 0.9)
     plan = AsyncPlan(machines=EQUAL * 2, steps=150, cadence=SyncSchedule(10, 1, 0))
@@ -217,7 +217,7 @@ def test_a_worker_with_a_bad_learning_rate_is_replaced():
 
 
 @pytest.mark.parametrize("policy", ["better", "best"])
-def test_what_is_sent_and_taken_in_by_score(policy):
+def test_sending_and_merging_by_score(policy):
     found = simulate_async(replace(PLAN, policy=SelectionPolicy(send=policy)), LinearTask())
     assert total(found, "withheld") > 0
     assert total(found, "declined") == 0
@@ -239,7 +239,7 @@ def test_messages_of_a_larger_model_fill_the_links():
     assert total(found, "skipped") > total(own, "skipped")
 
 
-def test_fragments_are_sent_in_turns():
+def test_fragments_are_sent_in_rotation():
     from paceline.tools.models.gpt_sizes import GptSize
     from paceline.tools.simulate.learning_tasks import GPTTask
 
@@ -263,7 +263,7 @@ def test_a_thousand_workers_for_five_rounds():
     assert found.loss < LinearTask().learner(0, 1).score()
 
 
-def test_plans_that_make_no_sense():
+def test_invalid_plans_are_refused():
     with pytest.raises(UsageError, match="without workers"):
         AsyncPlan(machines=[], steps=1)
     with pytest.raises(UsageError, match="parameters=0"):

@@ -1,4 +1,4 @@
-"""What an all-reduce costs on a cluster's links: held against the closed forms, and against every message followed."""
+"""Time of an all-reduce on a cluster's links, compared with closed forms and with a simulation of every message."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_around_a_switch_it_is_the_closed_form(algorithm, ranks):
 @pytest.mark.parametrize(
     "make", [topology.star, topology.ring, topology.tree], ids=lambda make: make.__name__
 )
-def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_alike(make, algorithm, ranks):
+def test_closed_forms_equal_simulated_messages_for_equal_rounds_and_are_never_below(make, algorithm, ranks):
     followed = simulate_cost(
         make_schedule("all-reduce", algorithm, ranks), make(ranks, 1e8, 1e-4), NBYTES
     ).seconds
@@ -74,7 +74,7 @@ def test_two_levels_are_as_every_message_followed(nodes, per_node):
 
 @pytest.mark.parametrize("algorithm", [*PLAIN, "two-level"])
 @pytest.mark.parametrize(("nodes", "per_node"), [(4, 2), (6, 4), (8, 8)])
-def test_what_is_sent_in_all_is_what_the_schedule_sends(algorithm, nodes, per_node):
+def test_total_bytes_are_those_of_the_schedule(algorithm, nodes, per_node):
     ranks = nodes * per_node
     extra = {"per_node": per_node} if algorithm == "two-level" else {}
     made = make_schedule("all-reduce", algorithm, ranks, **extra)
@@ -89,7 +89,7 @@ def test_what_is_sent_in_all_is_what_the_schedule_sends(algorithm, nodes, per_no
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_everybody_sends_to_somebody_else(algorithm):
+def test_every_rank_sends_to_another(algorithm):
     for phase in all_reduce_rounds(algorithm, 24, 4):
         assert (phase.src != phase.dst).all()
         assert len(np.unique(phase.src * 24 + phase.dst)) == len(phase.src)
@@ -153,7 +153,7 @@ def test_many_nodes_prefer_halves_between_them_to_a_ring():
     assert fastest_all_reduce(network, 8192, 1e8).algorithm == "two-level-halving"
 
 
-def test_a_measured_network_gives_back_what_was_measured():
+def test_a_measured_network_reproduces_the_measurements():
     points = [
         MeasuredPoint(n, p, 1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p)
         for n in (4**k for k in range(6, 14))
@@ -177,7 +177,7 @@ def test_a_measured_network_gives_back_what_was_measured():
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
         (lambda: ClusterNetwork(topology="mesh"), "unknown topology"),
         (lambda: ClusterNetwork(link=0.0), "link=0.0"),
@@ -190,8 +190,8 @@ def test_a_measured_network_gives_back_what_was_measured():
         (lambda: all_reduce_rounds("bruck", 4), "unknown algorithm"),
     ],
 )
-def test_what_makes_no_sense_is_refused(ask, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(ask, message):
+    with pytest.raises(UsageError, match=message):
         ask()
 
 
@@ -199,7 +199,7 @@ SLOWS = st.floats(1, 4)
 
 
 @given(st.floats(0, 1), st.floats(1e-3, 10), st.integers(1, 20), st.floats(0, 10), SLOWS, SLOWS)
-def test_what_contention_leaves_is_the_timeline_of_equal_buckets(call, transfer, buckets, window, slow, late):
+def test_contention_follows_the_timeline_of_equal_buckets(call, transfer, buckets, window, slow, late):
     program = []
     for key in range(buckets):
         program += [Compute(window / buckets), Launch(key, transfer / buckets + call)]
@@ -210,6 +210,6 @@ def test_what_contention_leaves_is_the_timeline_of_equal_buckets(call, transfer,
 
 
 @given(st.floats(0, 1), st.floats(1e-3, 10), st.integers(1, 50), st.floats(0, 10))
-def test_what_overlap_leaves_is_the_closed_form_of_equal_buckets(call, transfer, buckets, window):
+def test_exposed_time_is_the_closed_form_of_equal_buckets(call, transfer, buckets, window):
     expected = EqualBuckets(transfer, 1.0, call, window).overhead(buckets)
     assert exposed_seconds(call, transfer, buckets, np.array(window)) == pytest.approx(expected)

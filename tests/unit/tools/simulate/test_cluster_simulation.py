@@ -1,4 +1,4 @@
-"""A simulated training: identities, limits, and a ledger that adds up."""
+"""Simulated training on a cluster: identities, limits, and a ledger that adds up."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_faster_link_is_never_slower(strategy):
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 5, 40])
-def test_what_is_exposed_is_what_a_queue_of_buckets_leaves(buckets):
+def test_exposed_time_is_that_of_a_queue_of_buckets(buckets):
     call, transfer = 0.01, 2.0
     for window in (0.0, 0.5, 1.0, 2.0, 3.0, 10.0):
         free = 0.0
@@ -114,7 +114,7 @@ def test_overlap_is_worth_at_most_backward():
     assert flat - 2 / 3 < bucketed < flat
 
 
-def test_contention_lengthens_what_overlaps_and_nothing_else():
+def test_contention_lengthens_overlapping_work_only():
     bare, slowed = (
         {name: simulate_cluster(plan(strategy=name, **options), 8).step.mean for name in ("flat", "bucketed")}
         for options in ({}, {"computing_slows": 1.3, "calls_slow": 1.5})
@@ -155,7 +155,7 @@ def test_weak_scaling_of_n_times_the_step_is_strong_scaling():
     assert weak.ledger == strong.ledger
 
 
-def test_dealing_by_speed_takes_what_equal_shares_lose():
+def test_dispatch_by_speed_uses_the_time_that_equal_shares_lose():
     speeds = (1, 1, 2, 4)
     equal = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds)), 4)
     dealt = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds, shares="speed")), 4)
@@ -167,7 +167,7 @@ def test_dealing_by_speed_takes_what_equal_shares_lose():
     assert dealt.speedup == pytest.approx(2.0)  # 8 of the slowest, whose fastest has 4
 
 
-def test_failures_cost_what_the_exact_formula_says():
+def test_failures_cost_the_time_of_the_exact_formula():
     options = {"node_mtbf": 100 * DAY, "write": 60.0, "restart": 300.0}
     row = simulate_cluster(plan(FAST, jobs=256, **options), 500)
     risk = FailureModel(100 * DAY / 500, 60.0, 300.0)
@@ -187,7 +187,7 @@ def test_another_interval_than_the_best_costs_more():
         assert other.efficiency.mean < best.efficiency.mean
 
 
-def test_a_job_that_never_ends_is_told_and_has_no_time():
+def test_a_job_that_never_ends_is_reported_and_has_no_time():
     row = simulate_cluster(plan(FAST, node_mtbf=3600.0, write=600.0, restart=600.0, price=1.0), 1000)
     assert row.stuck
     assert (row.efficiency.mean, row.speedup, row.job_seconds, row.cost) == (0.0, 0.0, None, None)
@@ -232,7 +232,7 @@ def test_rows_are_plain_values():
     assert json.loads(json.dumps(row.to_record(), allow_nan=False)) == row.to_record()
 
 
-def test_words_name_what_limits():
+def test_texts_name_the_bottleneck():
     rows = list(sweep_nodes(plan(strategy="flat"), [1, 2, 4]))
     findings = cluster_findings(rows)
     assert "80 % is reached up to 1 node" in findings[0]
@@ -245,7 +245,7 @@ def test_words_name_what_limits():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"step": 0.0}, "step_seconds"), ({"nbytes": -1.0}, "nbytes"), ({"batch": "big"}, "unknown batch"),
         ({"strategy": "magic"}, "unknown strategy"), ({"bucket_nbytes": 0.0}, "bucket_nbytes"),
@@ -258,12 +258,12 @@ def test_words_name_what_limits():
         ({"node_mtbf": 10.0}, "take no time"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(options, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
         simulate_cluster(plan(**options), 4)
 
 
 @pytest.mark.parametrize("nodes", [0, -1, 1.5, 10**7])
-def test_numbers_of_nodes_that_are_none_are_refused(nodes):
+def test_invalid_numbers_of_nodes_are_refused(nodes):
     with pytest.raises(UsageError, match="nodes"):
         simulate_cluster(plan(), nodes)

@@ -1,4 +1,4 @@
-"""Machines that differ and steps that vary: the longest of many, against what is known of it."""
+"""Different machines and varying steps: the longest of many, compared with known results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def steps(machines, nodes, *, per_node=1, every=1, jobs=8, seed=0):
     return sample_steps(machines, nodes, per_node, every, jobs, DRAWS, [seed])
 
 
-def test_machines_that_are_alike_and_steady_wait_for_nobody():
+def test_equal_steady_machines_do_not_wait():
     found = steps(ClusterMachines(), 100, per_node=8)
     assert (found.longest == 1.0).all()
     assert (found.useful == 1.0).all()
@@ -81,7 +81,7 @@ def test_more_ranks_wait_longer():
     assert means == sorted(means)
 
 
-def test_ranks_that_meet_less_often_wait_less():
+def test_ranks_that_synchronise_less_often_wait_less():
     means = [steps(ClusterMachines(jitter=0.3), 16, every=every).longest.mean() for every in (1, 4, 16, 64)]
     assert means == sorted(means, reverse=True)
     assert means[-1] - 1 == pytest.approx((means[0] - 1) / 8, rel=0.5)  # about 1/√H
@@ -133,13 +133,13 @@ def test_the_same_seed_gives_the_same_to_the_bit(machines, nodes):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"speeds": ()}, "speeds"), ({"speeds": (1.0, 0.0)}, "speeds"), ({"spread": -0.1}, "spread"),
         ({"jitter": 9.0}, "jitter"), ({"jitter": math.nan}, "jitter"), ({"measured": (1.0, 0.0)}, "measured"),
         ({"measured": (1.0, 2.0), "jitter": 0.1}, "omit jitter"), ({"shares": "fair"}, "unknown shares"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(options, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
         ClusterMachines(**options)

@@ -1,4 +1,4 @@
-"""Failures and checkpoints: formulas against simulation, and what must hold whatever is drawn."""
+"""Failures and checkpoints: formulas compared with simulation, and invariants for random draws."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def jobs(seconds, count=64):
 
 @pytest.mark.parametrize("risk", RISKS)
 @pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
-def test_simulated_jobs_take_as_long_as_dalys_exact_formula_says(risk, factor):
+def test_simulated_jobs_take_the_time_of_dalys_exact_formula(risk, factor):
     interval = factor * daly_interval(risk)
     work = 200 * interval
     found = simulate_jobs(risk, interval, jobs(work, 400), [7])
@@ -75,7 +75,7 @@ def test_writing_that_takes_longer_than_nothing_fails_has_the_time_between_failu
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_what_the_time_goes_into_adds_up_and_is_never_negative(mtbf, write, restart, factor, seed):
+def test_parts_of_the_time_add_up_and_are_never_negative(mtbf, write, restart, factor, seed):
     risk = FailureModel(mtbf, write, restart)
     interval = factor * daly_interval(risk)
     found = simulate_jobs(risk, interval, jobs(20 * interval, 8), [seed])
@@ -100,7 +100,7 @@ def test_without_failures_only_checkpoints_cost():
     assert expected_slowdown(safe, 100.0) == 1.1
 
 
-def test_without_checkpoints_all_is_done_anew():
+def test_without_checkpoints_all_work_is_repeated():
     risk = FailureModel(1000.0, 0.0)
     found = simulate_jobs(risk, math.inf, jobs(1000.0, 4000), [5])
     assert found.seconds.mean() == pytest.approx(1000 * math.expm1(1), rel=0.05)  # M·(e^(W/M) − 1)
@@ -114,7 +114,7 @@ def test_more_failures_cost_more_with_the_same_draws():
     assert took == sorted(took)
 
 
-def test_a_job_that_never_gets_through_is_told():
+def test_a_job_that_never_completes_is_reported():
     assert simulate_jobs(FailureModel(60.0, 600.0, 600.0), 600.0, jobs(1e5), [0]).stuck
     assert not simulate_jobs(FailureModel(6e4, 60.0, 60.0), 600.0, jobs(1e5), [0]).stuck
 
@@ -127,6 +127,6 @@ def test_the_same_seed_gives_the_same_to_the_bit():
 
 
 @pytest.mark.parametrize("bad", [(0.0, 1.0, 1.0), (1.0, -1.0, 0.0), (1.0, 0.0, -1.0), (math.nan, 1.0, 1.0)])
-def test_what_makes_no_sense_is_refused(bad):
+def test_invalid_values_are_refused(bad):
     with pytest.raises(UsageError):
         FailureModel(*bad)

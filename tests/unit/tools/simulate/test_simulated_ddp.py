@@ -37,7 +37,7 @@ def test_gradients_are_those_of_all_batches_together():
     assert three.loss == pytest.approx(one.loss, rel=1e-4)
 
 
-def test_a_step_waits_for_the_slowest_and_for_what_backward_does_not_hide():
+def test_a_step_waits_for_the_slowest_rank_and_exposed_communication():
     plan = DdpPlan(machines=MACHINES, steps=10, parameters=1_000_000, latency=0.0, overlap=0.0)
     narrow = [SimulatedMachine(step_seconds=each.step_seconds, up=10e6, down=20e6) for each in MACHINES]
     found = simulate_ddp(
@@ -83,13 +83,13 @@ def test_a_schedule_by_what_is_done():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"machines": []}, "without workers"),
         ({}, "without an end"),
         ({"steps": 1, "overlap": 1.5}, "overlap=1.5"),
     ],
 )
-def test_plans_that_make_no_sense(values, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_plans_are_refused(values, message):
+    with pytest.raises(UsageError, match=message):
         DdpPlan(**{"machines": MACHINES, "seconds": math.inf} | values)

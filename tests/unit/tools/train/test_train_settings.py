@@ -147,7 +147,7 @@ def test_with_every_compression_is_of_pseudo_gradients():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"every": 0}, "every=0"),
         ({"every": 2.5}, "every=2.5"),
@@ -179,8 +179,8 @@ def test_with_every_compression_is_of_pseudo_gradients():
         ({"sync": "auto", "bucket_mib": 4.0}, "bucket_mib=4.0 with sync='auto'"),
     ],
 )
-def test_what_does_not_fit_together(values, said):
-    with pytest.raises(UsageError, match=said):
+def test_contradictory_values_are_refused(values, message):
+    with pytest.raises(UsageError, match=message):
         TrainSettings(out="a", **values)
 
 

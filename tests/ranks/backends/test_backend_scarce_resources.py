@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from backend_scenes import belongings, enter, fails, ranks_of
+from backend_scenes import enter, error_of, open_resources, run_forked
 from paceline.backends import group_factory
 
 
-def groups_come_and_go(rank, size, count):
+def create_and_destroy_groups(rank, size, count):
     def used():
         with open("/proc/self/statm") as file:
             resident = int(file.read().split()[1]) * resource.getpagesize()
-        return belongings(), len(os.listdir("/proc/self/fd")), threading.active_count(), resident
+        return open_resources(), len(os.listdir("/proc/self/fd")), threading.active_count(), resident
 
     before = None
     for number in range(count):
@@ -42,8 +42,8 @@ def groups_come_and_go(rank, size, count):
 
 
 @pytest.mark.thorough
-def test_groups_that_come_and_go_leave_nothing(pool):
-    for before, after in pool(2, "paceline").run(groups_come_and_go, 150, timeout=100):
+def test_groups_that_are_created_and_destroyed_leave_nothing(pool):
+    for before, after in pool(2, "paceline").run(create_and_destroy_groups, 150, timeout=100):
         assert after[0] == before[0]
         assert after[1] <= before[1] + 2
         assert after[2] <= before[2]
@@ -62,12 +62,12 @@ def out_of_descriptors(report, rank, size, folder):
                 os.dup(0)
             except OSError:
                 break
-    report(fails(lambda: dist.all_reduce(tensor)))
+    report(error_of(lambda: dist.all_reduce(tensor)))
     os._exit(0)
 
 
 def descriptors_scene(fork, folder):
-    return ranks_of(fork, 2, out_of_descriptors, folder)
+    return run_forked(fork, 2, out_of_descriptors, folder)
 
 
 @pytest.mark.thorough
@@ -103,7 +103,7 @@ def fallback_scene(fork, folder, how):
     world = Path(folder, "world")
     world.touch()
     world.chmod(0o666)
-    return ranks_of(fork, 3, falls_back, folder, how)
+    return run_forked(fork, 3, falls_back, folder, how)
 
 
 REASONS = {
