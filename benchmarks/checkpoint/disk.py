@@ -26,10 +26,10 @@ from typer import Option
 import paceline
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
+from bench_harness.progress import progress
 from bench_harness.turns import Ratio, ratio_of, seconds_of
 from paceline._core.format import format_bytes, format_seconds
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt_sizes import gpt_size
@@ -62,13 +62,14 @@ def run(
         param.grad = torch.randn_like(param)
     optim.step()
     optim.zero_grad()
-    with (
-        tempfile.TemporaryDirectory(prefix="paceline-disk-", dir=folder) as place,
-        ProgressBar("turns", 2 * turns + 1) as tick,
-    ):
+
+    def state() -> dict[str, Any]:
+        return {"model": net.state_dict(), "optimizer": optim.state_dict()}
+
+    with tempfile.TemporaryDirectory(prefix="paceline-disk-", dir=folder) as place:
         checkpoint = paceline.Checkpoint(Path(place, "run"), net, optim)
-        first, *saves = [save_turn(checkpoint, net, optim, Path(place), tick) for _ in range(turns + 1)]
-        loads = [load_turn(checkpoint, tick) for _ in range(turns)]
+        first, *saves = [save_turn(checkpoint, state) for _ in progress("saves", range(turns + 1))]
+        loads = [load_turn(checkpoint) for _ in progress("loads", range(turns))]
         nbytes = sum(file.stat().st_size for file in tensor_files(checkpoint))
         checkpoint.close()
     parts: dict[str, Any] = {
@@ -84,13 +85,7 @@ def run(
     print(disk(bench.write(path, "checkpoint-disk", {"size": size, "turns": turns}, **parts)))
 
 
-def save_turn(
-    checkpoint: paceline.Checkpoint,
-    net: torch.nn.Module,
-    optim: torch.optim.Optimizer,
-    place: Path,
-    tick: Callable[[], None],
-) -> dict[str, float]:
+def save_turn(checkpoint: paceline.Checkpoint, state_of: Callable[[], dict[str, Any]]) -> dict[str, float]:
     """Return the seconds of one turn of saving."""
     checkpoint.step += 1
     os.sync()
@@ -102,7 +97,7 @@ def save_turn(
     while len(list(checkpoint.folder.glob("step-*"))) > 2:  # older ones are removed in the background
         time.sleep(0.01)
     os.sync()
-    state = {"model": net.state_dict(), "optimizer": optim.state_dict()}
+    state, place = state_of(), checkpoint.folder.parent
     seconds["torch.save"] = seconds_of(lambda: torch.save(state, place / "torch.pt"))
     (place / "torch.pt").unlink()
     os.sync()
@@ -111,11 +106,10 @@ def save_turn(
         lambda: dd("if=/dev/zero", f"of={place / 'dd'}", f"count={blocks}", "conv=fsync")
     )
     (place / "dd").unlink()
-    tick()
     return seconds
 
 
-def load_turn(checkpoint: paceline.Checkpoint, tick: Callable[[], None]) -> dict[str, float]:
+def load_turn(checkpoint: paceline.Checkpoint) -> dict[str, float]:
     """Return the seconds of one turn of loading."""
     drop_cache()
     seconds = {"load": seconds_of(checkpoint.load)}
@@ -123,7 +117,6 @@ def load_turn(checkpoint: paceline.Checkpoint, tick: Callable[[], None]) -> dict
     seconds["dd"] = seconds_of(
         lambda: [dd(f"if={file}", "of=/dev/null") for file in tensor_files(checkpoint)]
     )
-    tick()
     return seconds
 
 

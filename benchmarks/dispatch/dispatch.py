@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
+from bench_harness.progress import progress
 from paceline._core.files import write_json
 from paceline._core.keyed_random import derive_key
 from paceline.data.sampling.block_dispatch import draw_block_counts
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import RankPortions
-from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.plan.dispatch_text import format_ranges, percent, summarise_counts
 from paceline.tools.plan.imbalance_statistics import expected_excess, largest_excess, unlikely_excess
@@ -40,12 +40,7 @@ bench = Benchmark(__file__, docs=["dispatch.md"])
 def run(json_file: JsonOption = None) -> None:
     """Compute what was seen beside what is to be expected."""
     path = bench.output(json_file, "seen")
-    rows = []
-    with ProgressBar("block sizes", len(SEEN)) as tick:
-        for block in SEEN:
-            rows.append(beside_draws(block))
-            tick()
-    write_json(path, rows)
+    write_json(path, [beside_draws(block) for block in progress("block sizes", SEEN)])
     print(path)
 
 
@@ -93,6 +88,11 @@ def entries(folder: str) -> list[dict[str, Any]]:
     return bench.read(f"{folder}/dispatch")["entries"]
 
 
+def shares(row: dict[str, Any], *names: str) -> list[str]:
+    """Return some fields of a row in per cent."""
+    return [percent(row[name]) for name in names]
+
+
 def samples(count: int) -> str:
     """Return a number of samples and its part of the data."""
     return f"{count} ({percent(count / SAMPLES)})"
@@ -130,45 +130,35 @@ def batches() -> str:
 
 def far(rows: list[dict[str, Any]]) -> str:
     """Return how far what was seen is from what is to be expected."""
+    cells = []
+    for row in rows:
+        chi_squared, as_far = f"{row['chi_squared']:.1f}", f"{row['draws_as_far']:.1%}"
+        largest = shares(row, "largest", "expected_largest", "unlikely_largest")
+        cells.append([str(row["block"]), " ".join(map(str, row["seen"])), chi_squared, as_far, *largest])
     titles = ["block", "seen", "χ²", "draws as far", "largest above its share", "expected", "1 in 1000 above"]
-    cells = [
-        [
-            str(row["block"]),
-            " ".join(map(str, row["seen"])),
-            f"{row['chi_squared']:.1f}",
-            f"{row['draws_as_far']:.1%}",
-            *(percent(row[name]) for name in ("largest", "expected_largest", "unlikely_largest")),
-        ]
-        for row in rows
-    ]
     return table(titles, cells, words=2)
 
 
 def grows(rows: list[dict[str, Any]]) -> str:
     """Return how the spread grows with the block."""
     exact = {entry["block"]: entry["imbalance"] for entry in entries("in-turns")}
-    titles = ["block", "√(w(1−w)k/N)", "of 10,000 draws", "largest expected", "of 10,000 draws", "÷ √block"]
     cells = []
     for row in rows:
-        block = row["block"]
-        shares = [row[name] for name in ("deviation", "drawn_deviation", "expected_largest", "drawn_largest")]
-        shares += [row["expected_largest"] / math.sqrt(block)]
-        shares += [exact[block][name] for name in ("in_turns", "bound_in_turns")]
-        cells.append([str(block), *map(percent, shares)])
+        drawn = shares(row, "deviation", "drawn_deviation", "expected_largest", "drawn_largest")
+        scaled = percent(row["expected_largest"] / math.sqrt(row["block"]))
+        in_turns = shares(exact[row["block"]], "in_turns", "bound_in_turns")
+        cells.append([str(row["block"]), *drawn, scaled, *in_turns])
+    titles = ["block", "√(w(1−w)k/N)", "of 10,000 draws", "largest expected", "of 10,000 draws", "÷ √block"]
     return table([*titles, "in turns", "never more than"], cells)
 
 
 def drops(rows: list[dict[str, Any]]) -> str:
     """Return what an epoch of min(batches) steps leaves out."""
     exact = {entry["block"]: entry["policies"]["truncate"]["dropped"] for entry in entries("in-turns")}
-    cells = [
-        [
-            str(row["block"]),
-            percent(exact[row["block"]] / SAMPLES),
-            *(percent(row[name]) for name in ("lost_mean", "lost_worst", "lost_seen")),
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        at_random = shares(row, "lost_mean", "lost_worst", "lost_seen")
+        cells.append([str(row["block"]), percent(exact[row["block"]] / SAMPLES), *at_random])
     titles = ["block", "in turns", "at random, mean", "worst of 10,000 draws", "of the draw above"]
     return table(titles, cells)
 
