@@ -1,4 +1,4 @@
-"""The codecs of `paceline.parallel` as one would write them first: whole tensors, one line after the other.
+"""The codecs of `paceline.parallel` in their plain formulation: whole tensors, one line after the other.
 
 They do the same work, but for details: packing neighbours, a uniform random number for each number, indices as int32.
 """
@@ -6,7 +6,6 @@ They do the same work, but for details: packing neighbours, a uniform random num
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,31 +14,19 @@ from torch import Tensor
 from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
 from paceline.parallel.compression.topk import TopKCodec
 
-__all__ = ["Plain", "plain_of"]
-
 BLOCK = 256
 
-
-@dataclass(frozen=True)
-class Plain:
-    """What a codec does, with whatever it likes as packet.
-
-    Attributes:
-        compress: from numbers to the packet and the error. decompress: back to numbers.
-    """
-
-    compress: Callable[[Tensor], tuple[Any, Tensor]]
-    decompress: Callable[[Any], Tensor]
+Plain = tuple[Callable[[Tensor], tuple[Any, Tensor]], Callable[[Any], Tensor]]
+"""Compress, from numbers to a packet of any type and the error; decompress, from the packet to numbers."""
 
 
 def plain_of(codec: Codec, numel: int) -> Plain:
     """Return the plain formulation of a codec."""
     if isinstance(codec, RawCodec):
-        return Plain(lambda values: (values.clone(), torch.zeros_like(values)), lambda packet: packet)
+        return lambda values: (values.clone(), torch.zeros_like(values)), lambda packet: packet
     if isinstance(codec, HalfCodec):
-        return half(
-            torch.float16 if codec.name == "fp16" else torch.bfloat16, codec.rounding_bits is not None
-        )
+        dtype = torch.float16 if codec.name == "fp16" else torch.bfloat16
+        return half(dtype, codec.rounding_bits is not None)
     if isinstance(codec, IntCodec):
         return blocks(codec.bits, codec.rounding_bits is not None)
     assert isinstance(codec, TopKCodec)
@@ -57,7 +44,7 @@ def half(dtype: torch.dtype, dithered: bool) -> Plain:
             packet = values.to(dtype)
         return packet, values - packet.float()
 
-    return Plain(compress, lambda packet: packet.float())
+    return compress, lambda packet: packet.float()
 
 
 def blocks(bits: int, dithered: bool) -> Plain:
@@ -79,7 +66,7 @@ def blocks(bits: int, dithered: bool) -> Plain:
             levels = torch.stack([(levels << 4) >> 4, levels >> 4], dim=2).view(-1, BLOCK)
         return (levels * scales).view(-1)
 
-    return Plain(compress, decompress)
+    return compress, decompress
 
 
 def top(k: int, numel: int) -> Plain:
@@ -96,4 +83,4 @@ def top(k: int, numel: int) -> Plain:
         indices, values = packet
         return torch.zeros(numel).index_put_((indices.long(),), values.float())
 
-    return Plain(compress, decompress)
+    return compress, decompress

@@ -1,9 +1,9 @@
-"""What is trained on a device: a ResNet-50 on images, and a GPT of 124 M parameters on tokens."""
+"""Models to train on a device: a ResNet-50 on images, and a GPT of 124 M parameters on tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +50,8 @@ def resnet50() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, CLASSES))
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A model and its batch.
-
-    Attributes:
-        name: what it is called. batch_size: samples of a step.
-        build: returns the model. draw: returns inputs and targets.
-        loss: of the model's output and the targets.
-    """
+class Workload(NamedTuple):
+    """A model with its batch: `draw` returns inputs and targets, `loss` takes the model's output and the targets."""
 
     name: str
     batch_size: int

@@ -1,145 +1,141 @@
-"""What `paceline.ReplicaCheck` and `paceline.NonFiniteGuard` cost: a training step with and without them, in turns.
+"""The cost of `paceline.ReplicaCheck` and `paceline.NonFiniteGuard`: a training step with and without them, in turns.
 
-    python benchmarks/drift/cost.py
+    python benchmarks/drift/cost.py run
+    python benchmarks/drift/cost.py table
 
-Two ranks train the `mini` GPT (3.3 M parameters, 2 windows of 64 tokens a rank, clipping, fused AdamW) on the
-default backend. One model and one optimizer a strategy: in each turn of some steps nothing, a `Finite`, or a `Drift` is
-hooked on, and taken off again. `Drift` compares after every step here, so that its cost is seen at all; by default it
-is after every 200th. A turn's time is that of the slower rank. Beside it the time that hashing, and measuring
-gradients, take by themselves. Writes ``cost.json`` beside this file.
+Two ranks train the `mini` GPT (2 windows of 64 tokens a rank, clipping, fused AdamW) on the default backend, with one
+model and one optimizer per strategy. In each turn one of the two is hooked on and removed again. `ReplicaCheck`
+compares after every step here, to be measurable; its default is every 200th. A turn's time is the slower rank's.
 """
 
 from __future__ import annotations
 
-import gc
-import json
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import typer
+from typer import Option
 
 import paceline
-from bench_harness.program import run_program
-from bench_harness.turns import ratio_of
-from paceline._core.files import write_json
+from bench_harness.benchmark import Benchmark
+from bench_harness.markdown import table
+from bench_harness.turns import Ratio, alternating, ratios_to, seconds_of, take_turns
 from paceline.health.replica_check import tensor_digest
-from paceline.launch.process.local_ranks import run_ranks
 from paceline.parallel.engine.finite_check import peak_of
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.bench.step.strategy_trainers import random_batch
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import gpt_size
-from paceline.tools.result_files import check_writable, result_head
 
-HERE = Path(__file__).parent
 RANKS, SIZE, BATCH, CONTEXT, STEPS = 2, "mini", 2, 64, 2
 STRATEGIES = ("bucketed", "sharded")
-PLAIN, FINITE, CLIPPED, DRIFT = "neither", "Finite", "Finite, source=False", "Drift, every step"
+NEITHER = "neither"
 
-Hooks = dict[str, Callable[[], Any]]
+bench = Benchmark(__file__, docs=["drift.md"])
 
 
-def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each, for each strategy.")] = 120,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE / "cost.json",
-    told: Annotated[Path | None, typer.Option(hidden=True, help="Be a rank, and write there.")] = None,
+@bench.run
+def run(
+    rounds: Annotated[int, Option(min=1, help="Turns of each, for each strategy.")] = 120,
+    json_file: JsonOption = None,
 ) -> None:
     """Time steps with and without, on two ranks."""
-    if told is not None:
-        measure(rounds, told)
-        return
-    check_writable(out, make_folder=True)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.json"
-        arguments = [__file__, "--rounds", str(rounds), "--told", str(file)]
-        run_ranks(arguments, RANKS, env={"OMP_NUM_THREADS": "1"}, timeout=1800)
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    result = result_head("drift-cost", ["paceline", "torch", "xxhash"]) | {
-        "settings": {"ranks": RANKS, "size": SIZE, "batch_size": BATCH, "context": CONTEXT, "steps": STEPS},
-        "rows": rows,
-    }
-    write_json(out, result)
-    print(json.dumps([{**row, "seconds": "…"} for row in rows], indent=1))
+    path = bench.output(json_file, "cost")
+    rows = bench.start_ranks({"rounds": rounds}, RANKS, timeout=1800)
+    settings = {"ranks": RANKS, "size": SIZE, "batch_size": BATCH, "context": CONTEXT, "steps": STEPS}
+    bench.write(path, "drift-cost", settings, packages=("paceline", "torch", "xxhash"), rows=rows)
+    print(tables_of(rows)["cost"])
 
 
-def measure(rounds: int, told: Path) -> None:
-    """Time all strategies as a rank; rank 0 writes."""
-    torch.set_num_threads(1)
-    world = paceline.init(device="cpu")
+@bench.rank
+def rank(job: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Time all strategies."""
+    world, rounds = paceline.init(device="cpu"), job["rounds"]
     with ProgressBar("drift", (rounds + 1) * len(STRATEGIES), shown=world.rank == 0) as tick:
-        rows = [take_turns(strategy, rounds, world.rank, tick) for strategy in STRATEGIES]
-    if world.rank == 0:
-        told.write_text(json.dumps(rows), encoding="utf-8")
+        rows = [measure(strategy, rounds, world.rank, tick) for strategy in STRATEGIES]
     paceline.shutdown()
+    return rows if world.rank == 0 else None
 
 
-def take_turns(strategy: str, rounds: int, rank: int, tick: Callable[[], object]) -> dict[str, Any]:
-    """Return the seconds of a step of every turn, and the ratios to a step with neither."""
+def measure(strategy: str, rounds: int, rank: int, tick: Callable[[], object]) -> dict[str, Any]:
+    """Return the seconds of a step in every turn, and the ratios to a step with neither."""
     torch.manual_seed(0)
     size = gpt_size(SIZE)
     model = paceline.DataParallel(GPT(size), sync=strategy)
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     batch = random_batch(size, BATCH, CONTEXT, seed=rank, device="cpu")
-    hooks: Hooks = {
-        PLAIN: lambda: None,
-        FINITE: lambda: paceline.NonFiniteGuard(model, optim),
-        CLIPPED: lambda: paceline.NonFiniteGuard(model, optim, source=False),
-        DRIFT: lambda: paceline.ReplicaCheck(model, optim, every=1),
+    hooks: dict[str, Callable[[], Any]] = {
+        NEITHER: lambda: None,
+        "Finite": lambda: paceline.NonFiniteGuard(model, optim),
+        "Finite, source=False": lambda: paceline.NonFiniteGuard(model, optim, source=False),
+        "Drift, every step": lambda: paceline.ReplicaCheck(model, optim, every=1),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in hooks}
-    gc.disable()
-    for number in range(rounds + 1):
-        for name in sorted(hooks, reverse=number % 2 == 1):
-            taken = turn(model, optim, batch, hooks[name]())
-            if number:  # the first round is warming up
-                seconds[name].append(taken)
-        gc.collect()
-        tick()
-    gc.enable()
-    ratios = {name: ratio_of(each, seconds[PLAIN]) for name, each in seconds.items() if name != PLAIN}
+
+    def turn(name: str) -> float:
+        hook = hooks[name]()
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            model.backward(token_loss(model(batch.inputs), batch.targets), samples=BATCH)
+            model.clip_grad_norm_(1.0)
+            optim.step()
+            optim.zero_grad()
+        slowest = torch.tensor((time.perf_counter() - started) / STEPS, dtype=torch.float64)
+        if hook is not None:
+            hook.remove()
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return slowest.item()
+
+    def alone_ms(work: Callable[[torch.Tensor], Any]) -> float:
+        def on_all_parameters() -> None:
+            for param in model.parameters():
+                work(param.detach())
+
+        return median(seconds_of(on_all_parameters) * 1e3 for _ in range(50))
+
+    turns = {name: lambda name=name: turn(name) for name in sorted(hooks)}
+    times = take_turns(turns, rounds, tick, order=alternating)
+    seconds = {name: times[name] for name in hooks}
     return {
         "strategy": strategy,
         "step_ms": {name: median(each) * 1e3 for name, each in seconds.items()},
-        "ratio": {name: {"median": r.median, "low": r.low, "high": r.high} for name, r in ratios.items()},
-        "hash_ms": alone_ms(model, tensor_digest),
-        "peak_ms": alone_ms(model, peak_of),
+        "ratio": ratios_to(seconds, NEITHER),
+        "hash_ms": alone_ms(tensor_digest),
+        "peak_ms": alone_ms(peak_of),
         "compared_mb": sum(param.nbytes for param in model.parameters()) / 1e6,
         "seconds": seconds,
     }
 
 
-def turn(model: paceline.DataParallel, optim: paceline.ShardedOptimizer, batch: Any, hook: Any) -> float:
-    """Return the seconds that a step took on the slower rank, over a turn of some."""
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(STEPS):
-        model.backward(token_loss(model(batch.inputs), batch.targets), samples=BATCH)
-        model.clip_grad_norm_(1.0)
-        optim.step()
-        optim.zero_grad()
-    taken = torch.tensor((time.perf_counter() - started) / STEPS, dtype=torch.float64)
-    if hook is not None:
-        hook.remove()
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return taken.item()
+def tables_of(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the table of steps, and a sentence about hashing and measuring gradients by themselves."""
+    cells = [
+        [row["strategy"], name, f"{ms:.1f}", f"{Ratio(**row['ratio'][name]):.3f}" if name != NEITHER else ""]
+        for row in rows
+        for name, ms in row["step_ms"].items()
+    ]
+    hashed, measured = (max(row[name] for row in rows) for name in ("hash_ms", "peak_ms"))
+    step = min(row["step_ms"][NEITHER] for row in rows)
+    alone = (
+        f"By themselves, hashing {rows[0]['compared_mb']:.0f} MB of parameters takes {hashed:.1f} ms "
+        f"({hashed / step / 200:.3%} of the time, after every 200th step), and measuring as\nmany bytes of gradients "
+        f"{measured:.1f} ms ({measured / step:.1%} of a step)."
+    )
+    return {
+        "cost": table(["strategy", "hooked on", "step, ms", "÷ neither (95 % interval)"], cells),
+        "alone": alone,
+    }
 
 
-def alone_ms(model: paceline.DataParallel, work: Callable[[torch.Tensor], Any]) -> float:
-    """Return the milliseconds that `work` on all parameters takes, the median of 50."""
-    taken = []
-    for _ in range(50):
-        started = time.perf_counter()
-        for param in model.parameters():
-            work(param.detach())
-        taken.append((time.perf_counter() - started) * 1e3)
-    return median(taken)
+@bench.tables
+def tables() -> dict[str, str]:
+    """Return the blocks of README.md and docs/drift.md."""
+    return tables_of(bench.read("cost")["rows"])
 
 
 if __name__ == "__main__":
-    run_program(main)
+    bench.main()

@@ -1,9 +1,9 @@
-"""What torch's own hooks for compressed gradients do over gloo, on CPUs.
+"""Outcomes of torch's own hooks for compressed gradients over gloo, on CPUs.
 
-    python benchmarks/peers/hooks.py
+    python benchmarks/peers/hooks.py run
+    python benchmarks/peers/hooks.py table
 
-Trains a small model with DistributedDataParallel on two processes, with each hook, and writes what became of it
-into the table of README.md.
+A small model is trained with DistributedDataParallel on two processes, with each hook; rank 0's end is the outcome.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
+from typer import Option
 
-from bench_harness.markdown import fill, table
+from bench_harness.benchmark import Benchmark
+from bench_harness.markdown import table
+from paceline.tools.cli.shared_options import JsonOption
 
-README = Path(__file__).with_name("README.md")
-RANKS, STEPS, PATIENCE_SECONDS = 2, 12, 60
-BUCKETS = {"several buckets": 0.3, "one bucket": 25.0}
+RANKS, STEPS, TIMEOUT_SECONDS = 2, 12, 60
+BUCKET_MIB = {"several buckets": 0.3, "one bucket": 25.0}
 HOOKS = {
     "fp16_compress_hook": default_hooks.fp16_compress_hook,
     "bf16_compress_hook": default_hooks.bf16_compress_hook,
@@ -37,9 +39,51 @@ HOOKS = {
     "quantization_perchannel_hook": quantization_hooks.quantization_perchannel_hook,
 }
 
+bench = Benchmark(__file__)
+
+
+@bench.run
+def run(
+    only: Annotated[str, Option(help="Hooks whose name contains this.")] = "", json_file: JsonOption = None
+) -> None:
+    """Train with all hooks."""
+    path = bench.output(json_file, "hooks")
+    rows = []
+    for name in (each for each in HOOKS if only in each):
+        outcomes = {}
+        for buckets, mib in BUCKET_MIB.items():
+            outcomes[buckets] = outcome(name, mib)
+            print(f"{name}, {buckets}: {outcomes[buckets]}", flush=True)
+        rows.append({"hook": name, "outcomes": outcomes})
+    settings = {"ranks": RANKS, "steps": STEPS, "bucket_mib": BUCKET_MIB, "timeout": TIMEOUT_SECONDS}
+    bench.write(path, "torch-hooks", settings, rows=rows)
+
+
+def outcome(name: str, bucket_mib: float) -> str:
+    """Return how rank 0 of a training with a hook ends."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        command = [sys.executable, __file__, "train", name, str(bucket_mib), f"file://{folder}/rendezvous"]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for rank in range(RANKS)
+        ]
+        try:
+            output, errors = ranks[0].communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"hangs for {TIMEOUT_SECONDS} s"
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
+    code = ranks[0].returncode
+    if code < 0:
+        last = [line for line in errors.splitlines() if "what():" in line or "enforce fail" in line]
+        return f"ends by {signal.Signals(-code).name}: {last[-1].strip() if last else ''}"
+    return output.strip()
+
 
 def train(name: str, bucket_mib: float, rendezvous: str, rank: int) -> None:
-    """Train on this rank with a hook; say what happens."""
+    """Train on this rank with a hook, and print the outcome."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -59,49 +103,25 @@ def train(name: str, bucket_mib: float, rendezvous: str, rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     except Exception as error:  # noqa: BLE001 — whatever it is, it is the result
-        said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        root = re.split(r"(?:RuntimeError: Got the following error [^:]+: )+", said)[-1]  # behind callbacks
+        message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        root = re.split(r"(?:RuntimeError: Got the following error [^:]+: )+", message)[
+            -1
+        ]  # behind callbacks
         print("raises " + re.split(r"\. |:\s*$", root)[0], flush=True)
         os._exit(0)  # the other rank may hang in a collective
     print("works", flush=True)
     dist.destroy_process_group()
 
 
-def outcome(name: str, bucket_mib: float) -> str:
-    """Return what became of a training with a hook, on rank 0."""
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        command = [sys.executable, __file__, name, str(bucket_mib), f"file://{folder}/rendezvous"]
-        ranks = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for rank in range(RANKS)
-        ]
-        try:
-            said, complaints = ranks[0].communicate(timeout=PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"hangs for {PATIENCE_SECONDS} s"
-        finally:
-            for process in ranks:
-                process.kill()
-                process.communicate()
-    code = ranks[0].returncode
-    if code < 0:
-        last = [line for line in complaints.splitlines() if "what():" in line or "enforce fail" in line]
-        return f"ends by {signal.Signals(-code).name}: {last[-1].strip() if last else ''}"
-    return said.strip()
-
-
-def main() -> None:
-    """Try all hooks, and fill the table."""
-    rows = []
-    for name in HOOKS:
-        rows.append([f"`{name}`", *(outcome(name, mib) for mib in BUCKETS.values())])
-        print(*rows[-1], sep=" | ", flush=True)
-    block = table(["", *BUCKETS], rows, words=3)
-    README.write_text(fill(README.read_text(encoding="utf-8"), "hooks", block), encoding="utf-8")
+@bench.tables
+def tables() -> dict[str, str]:
+    """Return the block of README.md."""
+    rows = [[f"`{row['hook']}`", *row["outcomes"].values()] for row in bench.read("hooks")["rows"]]
+    return {"hooks": table(["", *BUCKET_MIB], rows, words=3)}
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        train(sys.argv[1], float(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    if sys.argv[1:2] == ["train"]:
+        train(sys.argv[2], float(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
     else:
-        main()
+        bench.main()

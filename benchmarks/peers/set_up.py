@@ -2,8 +2,8 @@
 
     python benchmarks/peers/set_up.py [FOLDER]
 
-The folder lies outside the repository. torch is the version that constraints.txt pins, for all of them; Paceline is
-installed beside each library, for its reference model. What is there already is left alone.
+The folder lies outside the repository. torch is the version that constraints.txt pins; Paceline is installed beside
+each library, for its reference model. What is installed already is kept.
 """
 
 from __future__ import annotations
@@ -24,34 +24,32 @@ PEERS = {
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where the environments are made.")] = HOMES,
-    only: Annotated[str, typer.Option(help="torchft or hivemind; else both.")] = "",
+    folder: Annotated[Path, typer.Argument(help="Folder of the environments.")] = HOMES,
+    only: Annotated[str, typer.Option(help="torchft or hivemind; default: both.")] = "",
 ) -> None:
     """Make the environments."""
     if only not in ("", *PEERS):
         raise typer.BadParameter(f"{only!r} is none of {', '.join(PEERS)}", param_hint="--only")
-    for name, requirements in PEERS.items():
-        if only in ("", name):
-            install(folder / name, requirements)
-            print(folder / name)
+    for name in [only] if only else PEERS:
+        install(folder / name, PEERS[name])
+        print(folder / name)
 
 
 def install(home: Path, requirements: list[str]) -> None:
-    """Make one environment: torch first, so that nothing replaces the build that is wanted."""
+    """Make one environment: torch first, so that nothing replaces the build that is wanted.
+
+    All constraints hold but those of packages that the requirements pin otherwise.
+    """
     python, pins = home / "bin" / "python", home / "constraints.txt"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-    pins.write_text(without(requirements, (ROOT / "constraints.txt").read_text(encoding="utf-8")))
+    own = {requirement.partition("==")[0] for requirement in requirements}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins.write_text("\n".join(line for line in lines if line.partition("==")[0] not in own) + "\n")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     pip += ["--constraint", str(pins)]
     subprocess.run([*pip, "torch"], check=True)
     subprocess.run([*pip, *requirements, "--editable", str(ROOT)], check=True)
-
-
-def without(requirements: list[str], constraints: str) -> str:
-    """Return the constraints but for those of packages that the requirements pin otherwise."""
-    own = {requirement.partition("==")[0] for requirement in requirements}
-    return "\n".join(line for line in constraints.splitlines() if line.partition("==")[0] not in own) + "\n"
 
 
 if __name__ == "__main__":

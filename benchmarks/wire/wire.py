@@ -1,35 +1,68 @@
-"""Compare gloo's reduce-scatter and all-gather with the point-to-point ones of `paceline.parallel.comm`.
+"""gloo's reduce-scatter and all-gather beside the point-to-point ones of `paceline.parallel.comm`, on two ranks.
 
-    torchrun --nproc-per-node 2 benchmarks/wire/wire.py
+    python benchmarks/wire/wire.py run
 
-Writes wire.json beside this file: median milliseconds (slowest rank) over rounds in which all take turns.
+Median milliseconds on the slowest rank, over rounds in which all take turns.
 """
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from typer import Option
 
 import paceline
-from paceline._core.files import write_json
+from bench_harness.benchmark import Benchmark
+from bench_harness.markdown import table
+from bench_harness.turns import take_turns
 from paceline.parallel.comm import Comm
-from paceline.tools.result_files import result_head
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.cli.shared_options import JsonOption
 
-SIZES_MIB, ROUNDS, CALLS = (1, 4, 16), 15, 4
+SIZES_MIB, CALLS = (1, 4, 16), 4
+
+bench = Benchmark(__file__)
 
 
-def contestants(flat: torch.Tensor, wire: Comm) -> dict[str, Callable[[], object]]:
+@bench.run
+def run(
+    ranks: Annotated[int, Option(min=2, help="Ranks on this machine.")] = 2,
+    rounds: Annotated[int, Option(min=1, help="Turns of each.")] = 15,
+    json_file: JsonOption = None,
+) -> None:
+    """Time all sizes."""
+    path = bench.output(json_file, "wire")
+    rows = bench.start_ranks({"rounds": rounds}, ranks)
+    bench.write(path, "wire", {"rounds": rounds, "calls": CALLS}, ranks=ranks, milliseconds=rows)
+    print(table(list(rows[0]), [list(map(str, row.values())) for row in rows], words=0))
+
+
+@bench.rank
+def rank(job: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Time all sizes as a rank."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    world, rounds, rows = paceline.init("gloo", device="cpu"), job["rounds"], []
+    with ProgressBar("rounds", len(SIZES_MIB) * (rounds + 1), shown=world.rank == 0) as tick:
+        for size in SIZES_MIB:
+            variants = variants_on(torch.zeros(size << 18), Comm())
+            turns = {name: lambda call=call: milliseconds(call) for name, call in variants.items()}
+            times = take_turns(turns, rounds, tick, order=lambda count, _: range(count))
+            rows.append({"mib": size} | {name: round(median(each), 2) for name, each in times.items()})
+    paceline.shutdown()
+    return rows if world.rank == 0 else None
+
+
+def variants_on(flat: torch.Tensor, wire: Comm) -> dict[str, Callable[[], object]]:
     """Return what is timed, all on the same buffer."""
     own = flat.chunk(wire.size)[wire.rank]
     part = torch.empty_like(own)
-    ahead = Comm()  # with tags of its own: its receives stay posted while others have their turn
+    ahead = Comm()  # with tags of its own: its receives stay posted during the turns of others
     posted = ahead.post_part_receives(flat)
 
     def gather_posted_ahead() -> None:
@@ -48,39 +81,16 @@ def contestants(flat: torch.Tensor, wire: Comm) -> dict[str, Callable[[], object
     }
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    """Return what one call takes on the slowest rank."""
+def milliseconds(call: Callable[[], object]) -> float:
+    """Return the time of one call on the slowest rank."""
     dist.barrier()
     started = time.perf_counter()
     for _ in range(CALLS):
-        run()
+        call()
     spent = torch.tensor((time.perf_counter() - started) / CALLS * 1e3)
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
     return spent.item()
 
 
-def main() -> None:
-    """Time every size and write the table."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(1)
-    world = paceline.init("gloo", device="cpu")
-    rows = []
-    for size in SIZES_MIB:
-        runs = contestants(torch.zeros(size << 18), Comm())
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for round_ in range(ROUNDS + 1):
-            for name, run in runs.items():
-                spent = milliseconds(run)
-                if round_:  # the first is warm-up
-                    times[name].append(spent)
-        rows.append({"mib": size} | {name: round(median(spent), 2) for name, spent in times.items()})
-    if world.rank == 0:
-        command = f"torchrun --nproc-per-node {world.size} benchmarks/wire/wire.py"
-        result = result_head("wire") | {"command": command, "ranks": world.size, "milliseconds": rows}
-        write_json(Path(__file__).with_name("wire.json"), result)
-        print(json.dumps(rows, indent=1))
-    paceline.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    bench.main()

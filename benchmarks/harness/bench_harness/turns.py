@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,11 +15,18 @@ from typing import Any, TypeVar
 
 from paceline.tools.bench.turn_statistics import turn_order
 
-__all__ = ["InterleavedTimes", "Ratio", "ratio_of", "take_turns"]
+__all__ = ["InterleavedTimes", "Ratio", "alternating", "ratio_of", "ratios_to", "seconds_of", "take_turns"]
 
 T = TypeVar("T")
 
 _RESAMPLES = 2000
+
+
+def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return how long a call takes by `clock`."""
+    started = clock()
+    call()
+    return clock() - started
 
 
 def take_turns(
@@ -27,15 +35,17 @@ def take_turns(
     tick: Callable[[], object] = lambda: None,
     *,
     warm_up: int = 1,
+    order: Callable[[int, int], Sequence[int]] = turn_order,
 ) -> dict[str, list[T]]:
     """Return what each turn of each run returned, by run.
 
-    All runs take one turn a round, in an order that changes (`turn_order`); garbage is collected between rounds only.
+    All runs take one turn a round; garbage is collected between rounds only.
 
     Args:
         turn_of: a turn of each run; returns its seconds, say.
         rounds: that count. warm_up: rounds before them.
         tick: called after each round.
+        order: returns the order of the runs from their count and the number of the round.
     """
     names = list(turn_of)
     found: dict[str, list[T]] = {name: [] for name in names}
@@ -43,7 +53,7 @@ def take_turns(
     try:
         for number in range(-warm_up, rounds):
             gc.collect()
-            for index in turn_order(len(names), number + warm_up):
+            for index in order(len(names), number + warm_up):
                 result = turn_of[names[index]]()
                 if number >= 0:
                     found[names[index]].append(result)
@@ -51,6 +61,11 @@ def take_turns(
     finally:
         gc.enable()
     return found
+
+
+def alternating(count: int, turn: int) -> Sequence[int]:
+    """Return the order of runs for `take_turns`: as declared, and backwards in every second round."""
+    return range(count)[:: -1 if turn % 2 else 1]
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,11 @@ class Ratio:
 
     def __str__(self) -> str:
         """Return ``"6.99 (6.51 to 7.67)"``."""
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return f"{self:.2f}"
+
+    def __format__(self, spec: str) -> str:
+        """Return the ratio and its interval, each number in the format `spec`; by default ``.2f``."""
+        return "{0:{3}} ({1:{3}} to {2:{3}})".format(self.median, self.low, self.high, spec or ".2f")
 
 
 def ratio_of(own: Sequence[float], other: Sequence[float]) -> Ratio:
@@ -87,6 +106,11 @@ def ratio_of(own: Sequence[float], other: Sequence[float]) -> Ratio:
     medians = sorted(median(generator.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
     tail = _RESAMPLES // 40
     return Ratio(median(ratios), medians[tail], medians[-1 - tail])
+
+
+def ratios_to(seconds: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[str, float]]:
+    """Return every other run's time ÷ that of `base`, for JSON: ``Ratio(**record)`` reads it."""
+    return {name: vars(ratio_of(each, seconds[base])) for name, each in seconds.items() if name != base}
 
 
 @dataclass(frozen=True)
