@@ -47,7 +47,7 @@ class Benchmark:
 
     Args:
         program: ``__file__`` of the program. Results, charts and README.md lie in its folder.
-        docs: pages in docs/ that have the same generated blocks as README.md.
+        docs: pages in docs/ that have generated blocks too.
 
     Attributes:
         folder: of the program.
@@ -60,6 +60,7 @@ class Benchmark:
         self._program = Path(program).resolve()
         self._pages = [self.folder / "README.md", *(_DOCS / page for page in docs)]
         self._app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+        self._app.callback()(lambda: None)  # commands keep their names where there is only one
 
     # ------------------------------------------------------------------ declaring commands
 
@@ -90,12 +91,12 @@ class Benchmark:
         @self._app.command("table")
         def table() -> None:
             """Fill the tables of README.md and of the manual from the results."""
-            blocks = dict(function())
-            for page in self._pages:
-                text = page.read_text(encoding="utf-8")
-                for name, block in blocks.items():
-                    if page.name == "README.md" or f"<!-- {name}: begin -->" in text:
-                        text = fill(text, name, block)
+            texts = {page: page.read_text(encoding="utf-8") for page in self._pages}
+            for name, block in function().items():
+                places = [page for page, text in texts.items() if f"<!-- {name}: begin -->" in text]
+                for page in places or self._pages[:1]:  # `fill` raises if there is no place
+                    texts[page] = fill(texts[page], name, block)
+            for page, text in texts.items():
                 write_text(page, text)
                 print(page)
 
