@@ -23,8 +23,8 @@ FOLDERS_OF_RUNS = "report"  # as paceline train leaves them
             ["run", "--only", "averagd every 4, int4"],
             "did you mean 'averaged every 4",
         ),
-        ("plan-memory/measure.py", ["--only", "huge"], "no model is called so"),
-        ("exposed/measure.py", ["--only", "0"], "give a number of cases from 1 to 7"),
+        ("plan-memory/plan_memory.py", ["run", "--only", "huge"], "no model is called so"),
+        ("exposed/exposed.py", ["run", "--only", "0"], "not in the range 1<=x<=7"),
         ("device/overhead.py", ["run", "--device", "cpu"], "a result from a CPU is none"),
         ("slow-networks/loss.py", ["run", "--seeds", "0"], "greater than or equal to 1"),
         ("slow-networks/many.py", ["run", "--hosts", "4"], "greater than or equal to 6"),
@@ -35,7 +35,7 @@ FOLDERS_OF_RUNS = "report"  # as paceline train leaves them
     ],
 )
 def test_what_makes_no_sense_is_refused_and_no_result_is_replaced(program, arguments, said, tmp_path):
-    option = "--json" if program.startswith("slow-networks") else "--out"
+    option = "--json" if program.startswith(("slow-networks", "plan-memory", "exposed")) else "--out"
     asked = program.startswith(("slow-networks", "plan-memory", "exposed"))  # where to write; others know it
     place = [option, str(tmp_path / "result.json")] if asked else []
     ended = subprocess.run(
