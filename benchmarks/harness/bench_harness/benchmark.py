@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 import typer
 
+from bench_harness.lab_run import RESULT
 from bench_harness.markdown import fill
 from paceline._core.files import write_json, write_text
 from paceline.errors import PacelineError
@@ -193,3 +194,20 @@ class Benchmark:
                 with Lab(ranks, rate) as lab, ProgressBar(shown, turns) as tick:
                     lab.start_torchrun(program, ranks_per_host=per_host).follow(tick, turns)
             return json.loads(out.read_text(encoding="utf-8"))
+
+    # ------------------------------------------------------------------ other processes
+
+    def process(self, function: F) -> F:
+        """Make `function` what a process started by `command` does; `lab_run.results` returns what it returned."""
+
+        @self._app.command(function.__name__, hidden=True)
+        def process(arguments: str) -> None:
+            found = function(*json.loads(arguments))
+            if found is not None:
+                print(f"{RESULT}{json.dumps(found)}", flush=True)
+
+        return function
+
+    def command(self, function: Callable[..., Any], *arguments: Any) -> list[str]:
+        """Return the command line, as `Lab.start` takes it, that runs a `process` with arguments that are JSON."""
+        return [str(self._program), function.__name__, json.dumps(arguments)]

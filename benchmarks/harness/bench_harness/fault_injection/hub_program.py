@@ -2,7 +2,7 @@
 
 A worker trains with `paceline.AsyncDataParallel` and logs every round that was acknowledged. The hub logs its memory.
 
-python -m bench_harness.storm.storm_program JOB.json HOST      (host 0: the hub)
+python -m bench_harness.fault_injection.hub_program JOB.json HOST      (host 0: the hub)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run_hub(job: dict[str, Any]) -> None:
         HubJournal.open(Path(job["folder"], "hub"), resume=True) as journal,
         Path(job["folder"], "memory.jsonl").open("a", encoding="utf-8", buffering=1) as memory,
     ):
-        hub = Hub("storm", HubRules(silent_after=5.0, snapshot_every=200), journal, time.time)
+        hub = Hub("faults", HubRules(silent_after=5.0, snapshot_every=200), journal, time.time)
 
         def log_memory() -> None:
             nonlocal logged_at
@@ -140,22 +140,22 @@ def corrupt_sends(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str
     Returns:
         counts by kind, kept up to date.
     """
-    chance, counts, delayed = random.Random(seed), Counter[str](), list[list[Any]]()
+    generator, counts, delayed = random.Random(seed), Counter[str](), list[list[Any]]()
     wire = exchange._socket
     send = wire.send
 
     def corrupted(parts: Sequence[Any]) -> None:
-        if delayed and chance.random() < 0.5:
+        if delayed and generator.random() < 0.5:
             send(delayed.pop())  # out of order
-        if chance.random() >= share:
+        if generator.random() >= share:
             send(parts)
             return
-        kind = chance.choice(("flip", "cut", "repeat", "lose", "delay"))
+        kind = generator.choice(("flip", "cut", "repeat", "lose", "delay"))
         counts[kind] += 1
         changed = [bytes(part) for part in parts]
         if kind == "flip":
-            index = len(changed) - 1 - chance.randrange(3)
-            changed[index] = _flip_bit(changed[index], chance)
+            index = len(changed) - 1 - generator.randrange(3)
+            changed[index] = _flip_bit(changed[index], generator)
         elif kind == "cut":
             changed[-2] = changed[-2][: len(changed[-2]) // 2]
         elif kind == "delay" and len(delayed) < 4:
@@ -170,11 +170,11 @@ def corrupt_sends(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str
     return counts
 
 
-def _flip_bit(data: bytes, chance: random.Random) -> bytes:
+def _flip_bit(data: bytes, generator: random.Random) -> bytes:
     if not data:
         return b"\x01"
     changed = bytearray(data)
-    changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+    changed[generator.randrange(len(changed))] ^= 1 << generator.randrange(8)
     return bytes(changed)
 
 
