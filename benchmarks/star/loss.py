@@ -66,9 +66,7 @@ def run(
     with open_lab(len(SPEEDS), rate, title="time to loss, four speeds", turns=turns) as (lab, folder, tick):
 
         def timed_steps(lr: float, steps: int, **options: Any) -> list[float]:
-            job = lab.start_torchrun(
-                bench.command(time_steps, fastest, lr, steps, options), ranks_per_host=1
-            )
+            job = lab.start_torchrun(bench.command(time_steps, fastest, lr, steps, options), ranks_per_host=1)
             (found,) = results(job)
             tick()
             return found
@@ -185,15 +183,17 @@ def draw(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
     figure, (axes,) = stacked_panels(width=10, height=5.2)
     for run in result["star"]:
         lines = [
-            (label, colour, [(each["step"] * median(result[name]["seconds"]), each["loss"]) for each in curve])
+            (
+                label,
+                colour,
+                [(each["step"] * median(result[name]["seconds"]), each["loss"]) for each in curve],
+            )
             for label, colour, name, curve in (
                 ("torch DDP", INK, "ddp", curves["ddp"]["curves"][run["seed"]]),
                 (LOCAL_LABEL, COLOURS[1], "local", curves["ours"]["curves"][run["seed"]]),
             )
         ]
-        lines.append(
-            ("the star", COLOURS[0], [(each["seconds"], each["loss"]) for each in run["curve"]])
-        )
+        lines.append(("the star", COLOURS[0], [(each["seconds"], each["loss"]) for each in run["curve"]]))
         for label, colour, points in lines:
             shown = {"label": label} if run is result["star"][0] else {}
             axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, **shown)

@@ -33,7 +33,9 @@ from paceline.tools.report.charts.chart_style import COLOURS, Chart, in_paceline
 
 HOMES = Path.home() / ".cache" / "paceline-peers"
 COPIES = 10
-GRACE_SECONDS = 5.0  # for the last copies; then all are ended, as those in lock-step would wait for one another
+GRACE_SECONDS = (
+    5.0  # for the last copies; then all are ended, as those in lock-step would wait for one another
+)
 TORCHFT = {"every": 8, "fragments": 2, "delay": 2, "outer": (1.0, 0.0)}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "the star": ("", SETTINGS),
