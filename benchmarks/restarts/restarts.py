@@ -101,6 +101,8 @@ def one_host(launcher: str, scene: str) -> Row:
         try:
             first_step(folder, 0, 2)
             killed = first_step(folder, 1, 2)
+            if killed is None:
+                raise TimeoutError(f"{launcher}: the ranks made no step")
             failed = time.time()
             os.kill(killed["pid"], signal.SIGKILL)
             row = measure(scene, launcher, failed, folder, 2)

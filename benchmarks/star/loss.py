@@ -48,7 +48,7 @@ def lockstep_curves() -> dict[str, Any]:
 def run(
     rate: Annotated[str, Option(help="Rate of every link, each direction.")] = "200Mbit/s",
     fastest: Annotated[float, Option(help="Seconds of a step of the fastest machine.")] = 0.15,
-    seeds: Annotated[int, Option(help="Asynchronous trainings.")] = 3,
+    seeds: Annotated[int, Option(min=1, help="Asynchronous trainings.")] = 3,
     seconds: Annotated[float, Option(help="Length of their learning-rate schedule.")] = SETTINGS["seconds"],
     every: Annotated[int, Option(help="k: local steps between two updates.")] = SETTINGS["every"],
     delay: Annotated[int, Option(help="d: local steps until parameters come in.")] = SETTINGS["delay"],
@@ -60,8 +60,7 @@ def run(
     """Train asynchronously, time torch DDP and LocalSGD beside it, and compare the times to the same loss."""
     path = bench.output(json_file, f"loss-{rate.removesuffix('/s')}")
     settings = SETTINGS | {"seconds": seconds, "every": every, "delay": delay, "lr": lr}
-    ddp_lr, local = (lockstep_curves()[name]["way"] for name in ("ddp", "ours"))
-    ddp_lr = ddp_lr["lr"]
+    ddp_settings, local_settings = (lockstep_curves()[name]["way"] for name in ("ddp", "ours"))
     turns = seeds * (1 + 2 * lockstep) + lockstep * len(BUCKETS_MIB)
     with open_lab(len(SPEEDS), rate, title="time to loss, four speeds", turns=turns) as (lab, folder, tick):
 
@@ -73,13 +72,13 @@ def run(
 
         buckets, best = dict[int, list[float]](), 5.0
         if lockstep:
-            buckets = {mib: timed_steps(ddp_lr, 8, bucket_mib=mib) for mib in BUCKETS_MIB}
+            buckets = {mib: timed_steps(ddp_settings["lr"], 8, bucket_mib=mib) for mib in BUCKETS_MIB}
             best = min(buckets, key=lambda mib: sorted(buckets[mib])[4])
         ddp, local_steps, runs = [], [], []
         for seed in range(seeds):
             if lockstep:
-                ddp += timed_steps(ddp_lr, timed, bucket_mib=best)
-                local_steps += timed_steps(local["lr"], timed, local=local["options"])
+                ddp += timed_steps(ddp_settings["lr"], timed, bucket_mib=best)
+                local_steps += timed_steps(local_settings["lr"], timed, local=local_settings["options"])
             runs.append({"seed": seed} | train(lab, folder, fastest, settings, seed))
             tick()
     bench.write(
@@ -96,7 +95,7 @@ def run(
             "star": settings,
         },
         ddp={"buckets": buckets, "bucket_mib": best, "seconds": ddp},
-        local={"options": local["options"], "seconds": local_steps},
+        local={"options": local_settings["options"], "seconds": local_steps},
         star=runs,
     )
 
@@ -181,23 +180,18 @@ def charts() -> dict[str, Chart]:
 def draw(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
     """Return held-out loss over time, every seed of every variant."""
     figure, (axes,) = stacked_panels(width=10, height=5.2)
+    ddp_step, local_step = (median(result[name]["seconds"]) for name in ("ddp", "local"))
     for run in result["star"]:
-        lines = [
-            (
-                label,
-                colour,
-                [(each["step"] * median(result[name]["seconds"]), each["loss"]) for each in curve],
-            )
-            for label, colour, name, curve in (
-                ("torch DDP", INK, "ddp", curves["ddp"]["curves"][run["seed"]]),
-                (LOCAL_LABEL, COLOURS[1], "local", curves["ours"]["curves"][run["seed"]]),
-            )
-        ]
-        lines.append(("the star", COLOURS[0], [(each["seconds"], each["loss"]) for each in run["curve"]]))
-        for label, colour, points in lines:
-            shown = {"label": label} if run is result["star"][0] else {}
+        ddp_curve, local_curve = (curves[name]["curves"][run["seed"]] for name in ("ddp", "ours"))
+        for label, colour, curve, column, seconds in (
+            ("torch DDP", INK, ddp_curve, "step", ddp_step),
+            (LOCAL_LABEL, COLOURS[1], local_curve, "step", local_step),
+            ("the star", COLOURS[0], run["curve"], "seconds", 1.0),
+        ):
+            points = [(each[column] * seconds, each["loss"]) for each in curve]
+            shown: dict[str, Any] = {"label": label} if run is result["star"][0] else {}
             axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, **shown)
-        axes.axhline(lines[0][2][-1][1], color=INK, linewidth=0.6, linestyle=(0, (2, 3)))
+        axes.axhline(ddp_curve[-1]["loss"], color=INK, linewidth=0.6, linestyle=(0, (2, 3)))
     axes.set_xlabel("seconds (dotted: what DDP ends with)")
     finish_chart(axes, result["settings"])
     return Chart(figure)

@@ -75,7 +75,7 @@ def run(
             raise UsageError(f"{name}: no environment in {peers}", remedy="run benchmarks/peers/set_up.py")
     job = {"rate": rate, "fastest_step": fastest, "seconds": seconds, "seed": seed}
     settings = job | {"speeds": list(SPEEDS), "size": SIZE, "batch": BATCH}
-    before = read_json(path) if only and path.exists() else {"settings": None}
+    before: dict[str, Any] = read_json(path) if only and path.exists() else {"settings": None}
     rows = {row["name"]: row for row in before["rows"]} if before["settings"] == settings else {}
     with open_lab(len(SPEEDS), rate, title="by library", turns=len(chosen)) as (lab, folder, tick):
         for number, (name, (library, own)) in enumerate(chosen.items()):

@@ -61,7 +61,8 @@ def run(
         step_seconds={kind: median(each) for kind, each in all_of.items()},
         ratio=vars(ratio_of(all_of["with"], all_of["without"])),
         core_share=median(each["core_share"] for each in found),
-        begin_seconds=min(timeit.repeat(lambda: state.begin(1, "forward"), number=1000, repeat=50)) / 1000,
+        begin_seconds=min(timeit.repeat(lambda: state.begin_phase(1, "forward"), number=1000, repeat=50))
+        / 1000,
         pairs=found,
     )
 

@@ -13,7 +13,6 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -129,18 +128,15 @@ def _spiral_points(numel: int, seed: int) -> tuple[Tensor, Tensor]:
     return inputs + 0.01 * torch.randn(numel, 2, generator=generator), spiral
 
 
-def corrupt_sends(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str]:
+def corrupt_sends(exchange: ZmqEndpoint, share: float, seed: int) -> None:
     """Corrupt a share of what an exchange sends from now on: flip a bit, cut, repeat, lose or delay an envelope.
 
     Args:
         exchange: whose messages end with header, payload and trailer.
         share: of all envelopes.
         seed: of the random choices.
-
-    Returns:
-        counts by kind, kept up to date.
     """
-    generator, counts, delayed = random.Random(seed), Counter[str](), list[list[Any]]()
+    generator, delayed = random.Random(seed), list[list[Any]]()
     wire = exchange._socket
     send = wire.send
 
@@ -151,7 +147,6 @@ def corrupt_sends(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str
             send(parts)
             return
         kind = generator.choice(("flip", "cut", "repeat", "lose", "delay"))
-        counts[kind] += 1
         changed = [bytes(part) for part in parts]
         if kind == "flip":
             index = len(changed) - 1 - generator.randrange(3)
@@ -167,7 +162,6 @@ def corrupt_sends(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str
             send(changed)
 
     wire.send = corrupted
-    return counts
 
 
 def _flip_bit(data: bytes, generator: random.Random) -> bytes:
