@@ -63,10 +63,12 @@ def run(
     """Time the naming of every fault."""
     path = bench.output(json_file, "naming")
     cases = [(name, backend) for name in FAULTS for backend in BACKENDS for _ in range(repeats)]
-    jobs_of_case = [
+    settings_of_case = [
         {
             "backend": backend,
-            "faults": "; ".join(FAULTS[name].format(rank=rank, step=STEP) for rank in faulty_ranks(name)),
+            "faults": "; ".join(
+                FAULTS[name].format(rank=rank, step=STEP) for rank in faulty_ranks(name) if FAULTS[name]
+            ),
             "stall": STALL,
             "lost": LOST,
         }
@@ -74,7 +76,7 @@ def run(
     ]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {case: [] for case in cases}
     with open_lab(HOSTS, title="faults", turns=len(cases)) as (lab, folder, tick):
-        (folder / "cases.json").write_text(json.dumps(jobs_of_case), encoding="utf-8")
+        (folder / "cases.json").write_text(json.dumps(settings_of_case), encoding="utf-8")
         program = ["-m", "bench_harness.fault_injection.watchdog_program", str(folder)]
         jobs = [lab.start([*program, *map(str, (host, HOSTS, RANKS))], on=host) for host in range(HOSTS)]
 
