@@ -32,6 +32,8 @@ from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
 
 __all__ = ["corrupt_sends", "run_hub", "run_worker"]
 
+_EVERY, _DELAY = 10, 3
+_STEP_SECONDS = 0.03  # that a worker sleeps in each step
 _NUMEL = 2000
 _MEMORY_SECONDS = 2.0
 
@@ -40,7 +42,7 @@ def run_hub(job: dict[str, Any]) -> None:
     """Serve until SIGTERM."""
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    exchange = HubExchange(job["bind"], "", insecure=True)
+    exchange = HubExchange("tcp://*:7077", "", insecure=True)
     corrupt_sends(exchange, job["corrupted"], seed=time.time_ns())
     process, logged_at = psutil.Process(), 0.0
     with (
@@ -68,7 +70,7 @@ def run_worker(job: dict[str, Any], number: int) -> None:
     task = _SpiralTask(number)
     acknowledged = (folder / f"acknowledged-{number}.txt").open("a", encoding="utf-8", buffering=1)
     training = AsyncDataParallel(
-        task.net, task.optimizer, job["hub"], job["every"], job["delay"], insecure=True, score=task.loss,
+        task.net, task.optimizer, job["hub"], _EVERY, _DELAY, insecure=True, score=task.loss,
         folder=folder / f"outbox-{number}", name=f"worker{number}",
     )  # fmt: skip
     with training:
@@ -77,7 +79,7 @@ def run_worker(job: dict[str, Any], number: int) -> None:
             corrupt_sends(thread.exchange, job["corrupted"], seed=time.time_ns())
         while time.time() < job["until"]:
             task.step()
-            time.sleep(job["step_seconds"])
+            time.sleep(_STEP_SECONDS)
         finished = training.finish(120.0)
     Path(folder, f"ended-{number}.json").write_text(json.dumps({"centre": finished}), encoding="utf-8")
 

@@ -29,9 +29,6 @@ def run_with_faults(
     on_poll: Callable[[float], object] = lambda _: None,
     *,
     corrupted: float = 0.02,
-    every: int = 10,
-    delay: int = 3,
-    step_seconds: float = 0.03,
 ) -> None:
     """Run a hub on host 0 and a worker on each other host with these faults, then terminate the hub.
 
@@ -40,7 +37,6 @@ def run_with_faults(
         seconds: after which the workers finish.
         on_poll: called several times per second, with the seconds since the beginning.
         corrupted: share of envelopes that are corrupted, in both directions.
-        every: k. delay: d. step_seconds: that a worker sleeps in each step.
 
     Raises:
         HostFailed: a worker or the hub ended early, or did not end.
@@ -48,12 +44,8 @@ def run_with_faults(
     began = time.time()
     job = {
         "hub": f"tcp://{lab.addresses[0]}:7077",
-        "bind": "tcp://*:7077",
         "folder": str(folder),
         "corrupted": corrupted,
-        "every": every,
-        "delay": delay,
-        "step_seconds": step_seconds,
         "until": began + seconds,
     }
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
