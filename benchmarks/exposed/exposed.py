@@ -37,7 +37,7 @@ from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.step_breakdown import mean_parts
 from paceline.tools.report.run.trace_reader import read_timeline
 from paceline.world import init, shutdown
-from paceline.world.object_collectives import sum_over_ranks
+from paceline.world.control_collectives import sum_over_ranks
 
 CASES = [  # ranks, rate of links, backend, strategy, bucket size in MiB
     (2, "1Gbit/s", "paceline", "bucketed", 5.0),

@@ -1,16 +1,16 @@
-"""50 SIGKILLs at random moments: does every run end, with the same parameters to the bit, every sample used once?
+"""50 SIGKILLs at random moments: whether every run ends, with the same weights to the bit, every sample used once.
 
-python benchmarks/kills/kills.py [--kills 50] [--seed 0]
+    python benchmarks/kills/kills.py run
+    python benchmarks/kills/kills.py table
 
-Each run is `paceline run` of training.py on two ranks. It is killed up to five times, at random moments: one rank,
-rank 0, all ranks, or any of these while a checkpoint is being written. A run that gives up (the same rank died twice
-without progress in between) is started again by the same command. At the end its weights are compared with those of a
-run that nobody disturbed, and the samples that its steps used are counted. Writes kills.json beside this file.
+Each run is `paceline run` of `bench_harness.fault_injection.saved_training` on two ranks. It is killed up to five
+times, at random moments: one rank, rank 0, all ranks, or any of these while a checkpoint is being written. A run that
+gives up (the same rank died twice without progress in between) is started again by the same command. At the end its
+weights are compared with those of an undisturbed run, and the samples that its steps used are counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -20,137 +20,135 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from training import used_once
+from typer import Option
 
-from paceline._core.files import write_json
-from paceline.checkpoint.weights_export import read_weights
-from paceline.tools.result_files import result_head
+from bench_harness.benchmark import Benchmark
+from bench_harness.fault_injection.saved_training import PROGRAM, used_once, weight_difference
+from bench_harness.markdown import table
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.cli.shared_options import JsonOption
 
-HERE = Path(__file__).parent
 KINDS = ["one rank", "rank 0", "all ranks", "one rank during a save", "all ranks during a save"]
-RANKS, KILLS_A_RUN = 2, 5
+RANKS, KILLS_PER_RUN = 2, 5
+
+bench = Benchmark(__file__)
 
 
-def command(folder: Path) -> list[str]:
-    """Return the command of a run."""
-    options = ["--ranks", str(RANKS), "--max-restarts", "1000", "--log-dir", str(folder / "logs")]
-    return [sys.executable, "-m", "paceline", "run", *options, str(HERE / "training.py"), str(folder)]
+@bench.run
+def run(
+    kills: Annotated[int, Option(min=1, help="Kills in all.")] = 50,
+    seed: Annotated[int, Option(help="Seed of kinds and moments.")] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Kill runs, and compare how they end with an undisturbed run."""
+    path = bench.output(json_file, "kills")
+    generator = random.Random(seed)
+    kinds = [KINDS[number % len(KINDS)] for number in range(kills)]
+    generator.shuffle(kinds)
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as place, ProgressBar("kills", kills) as tick:
+        undisturbed = Path(place, "undisturbed")
+        undisturbed.mkdir()
+        assert start(undisturbed).wait() == 0, (undisturbed / "output").read_text()
+        assert used_once(undisturbed)
+        while kinds:
+            folder = Path(place, f"run-{len(runs)}")
+            found = disturb(folder, kinds[:KILLS_PER_RUN], generator)
+            kinds = kinds[len(found["kills"]) :]
+            same = weight_difference(folder, undisturbed) == 0.0
+            runs.append(found | {"same weights": same, "every sample once": used_once(folder)})
+            for _ in found["kills"]:
+                tick()
+    totals = Counter(kind for each in runs for kind in each["kills"])
+    facts = {
+        "kills": sum(totals.values()),
+        "by kind": totals,
+        "runs": runs,
+        "all the same": all(each["same weights"] and each["every sample once"] for each in runs),
+    }
+    bench.write(path, "kills", {"seed": seed}, **facts)
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a run, or start it again."""
+    """Start a run, for the first time or again."""
+    options = ["--ranks", str(RANKS), "--max-restarts", "1000", "--log-dir", str(folder / "logs")]
+    command = [sys.executable, "-m", "paceline", "run", *options, PROGRAM, str(folder)]
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(
-            command(folder), stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            command, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
 
 
-def living(folder: Path) -> list[int]:
+def training_pids(folder: Path) -> list[int]:
     """Return the process ids of the ranks that are in their loop now, none while a world begins."""
     pids = []
     for rank in range(RANKS):
         try:
             pid = int((folder / f"pid-{rank}").read_text())
-            if b"training.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if PROGRAM.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 pids.append(pid)
         except (OSError, ValueError):
             return []
     return pids if len(pids) == RANKS else []
 
 
-def saving(folder: Path) -> bool:
-    """Tell whether a checkpoint is being written."""
-    return any((folder / "checkpoint").glob("step-*.tmp-*"))
-
-
-def await_moment(
-    folder: Path, kind: str, chance: random.Random, process: subprocess.Popen[bytes]
+def wait_for_moment(
+    folder: Path, kind: str, generator: random.Random, process: subprocess.Popen[bytes]
 ) -> list[int]:
     """Wait for a random moment of the kind; return the ranks' process ids, none if the run ended before."""
-    waited = chance.uniform(0.0, 1.5)
-    since = None
+    seconds, since = generator.uniform(0.0, 1.5), None
     while process.poll() is None:
-        pids = living(folder)
+        pids = training_pids(folder)
         since = (since or time.monotonic()) if pids else None
-        if (
-            since is not None
-            and time.monotonic() - since >= waited
-            and ("save" not in kind or saving(folder))
-        ):
-            time.sleep(chance.uniform(0.0, 0.02))
+        saving = "save" not in kind or any((folder / "checkpoint").glob("step-*.tmp-*"))
+        if since is not None and time.monotonic() - since >= seconds and saving:
+            time.sleep(generator.uniform(0.0, 0.02))
             return pids
         time.sleep(0.001)
     return []
 
 
-def disturb(folder: Path, kinds: list[str], chance: random.Random) -> dict[str, Any]:
+def disturb(folder: Path, kinds: list[str], generator: random.Random) -> dict[str, Any]:
     """Do one run with a kill of each of `kinds`; return what happened."""
     folder.mkdir()
     process, again, killed = start(folder), 0, []
-    left = list(kinds)
     while True:
-        pids = await_moment(folder, left[0], chance, process) if left else []
+        left = kinds[len(killed) :]
+        pids = wait_for_moment(folder, left[0], generator, process) if left else []
         if pids:
-            kind = left.pop(0)
-            victims = pids if "all" in kind else pids[:1] if kind == "rank 0" else [chance.choice(pids)]
-            for victim in victims:
-                os.kill(victim, signal.SIGKILL)
-            killed.append(kind)
-            while living(folder) and process.poll() is None:
+            chosen = (
+                pids if "all" in left[0] else pids[:1] if left[0] == "rank 0" else [generator.choice(pids)]
+            )
+            for pid in chosen:
+                os.kill(pid, signal.SIGKILL)
+            killed.append(left[0])
+            while training_pids(folder) and process.poll() is None:
                 time.sleep(0.01)
         elif process.wait() == 0:
-            break
+            return {"kills": killed, "started again": again}
         else:
             again += 1
             process = start(folder)
-    return {"kills": killed, "started again": again}
 
 
-def same_weights(folder: Path, other: Path) -> bool:
-    """Tell whether two runs ended with the same weights, to the bit."""
-    ours, theirs = (read_weights(each / "checkpoint") for each in (folder, other))
-    return ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
-
-
-def main() -> None:
-    """Measure, print a line for each run, and write kills.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@bench.tables
+def tables() -> dict[str, str]:
+    """Return the block of README.md: kinds of kills, and how the runs ended."""
+    found = bench.read("kills")
+    runs = found["runs"]
+    rows = [[kind, str(number)] for kind, number in Counter(found["by kind"]).most_common()]
+    rows.append(["**in all**", f"**{found['kills']}**"])
+    same, once, again = (
+        sum(run[name] for run in runs) for name in ("same weights", "every sample once", "started again")
     )
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    if options.kills < 1:
-        parser.error(f"--kills {options.kills}: give 1 or more")
-    chance = random.Random(options.seed)
-    kinds = [KINDS[number % len(KINDS)] for number in range(options.kills)]
-    chance.shuffle(kinds)
-    with tempfile.TemporaryDirectory(prefix="paceline-kills-") as place:
-        calm = Path(place, "calm")
-        calm.mkdir()
-        assert start(calm).wait() == 0, (calm / "output").read_text()
-        assert used_once(calm)
-        runs: list[dict[str, Any]] = []
-        while kinds:
-            folder = Path(place, f"run-{len(runs)}")
-            told = disturb(folder, kinds[:KILLS_A_RUN], chance)
-            kinds = kinds[len(told["kills"]) :]
-            told |= {"same weights": same_weights(folder, calm), "every sample once": used_once(folder)}
-            runs.append(told)
-            print(told, flush=True)
-    totals = Counter(kind for told in runs for kind in told["kills"])
-    result = result_head("kills") | {
-        "settings": {"seed": options.seed},
-        "kills": sum(totals.values()),
-        "by kind": totals,
-        "runs": runs,
-        "all the same": all(told["same weights"] and told["every sample once"] for told in runs),
+    return {
+        "kills": f"{table(['killed', 'times'], rows)}\n\n"
+        f"Of {len(runs)} runs {len(runs)} ended; {same} with the same weights, {once} with every sample used once. "
+        f"{again} times the command was given again."
     }
-    write_json(HERE / "kills.json", result)
-    print(f"{result['kills']} kills in {len(runs)} runs; all as if undisturbed: {result['all the same']}")
 
 
 if __name__ == "__main__":
-    main()
+    bench.main()

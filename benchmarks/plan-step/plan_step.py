@@ -24,22 +24,22 @@ from bench_harness.markdown import table
 from bench_harness.strategy_steps import GPT_11M, build_trainers, time_trainers
 from paceline._core.files import write_json
 from paceline._core.units import MIB
-from paceline.cost_model.bench_results import (
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.profile_entries import Source
+from paceline.cost_model.step_costs import StepCosts, pick_step_costs
+from paceline.cost_model.step_time import StepTime, best_simulated_bucket, predict_steps
+from paceline.tools.bench.bench_results import (
     MeasuredStep,
     load_measured_steps,
     measured_by_strategy,
     pair_with_measured,
     step_prediction_error,
 )
-from paceline.cost_model.profile import Profile
-from paceline.cost_model.profile_entries import Source
-from paceline.cost_model.step_costs import StepCosts, pick_step_costs
-from paceline.cost_model.step_time import StepTime, best_simulated_bucket, predict_steps
-from paceline.tools.bench.parts.parts_settings import PartsSettings
-from paceline.tools.bench.parts.parts_worker import measure_parts
-from paceline.tools.bench.parts.workload import reference_workload
 from paceline.tools.bench.step.step_strategies import NO_SYNC, StrategyVariant
 from paceline.tools.bench.step.strategy_trainers import random_batch
+from paceline.tools.bench.step_parts.parts_settings import PartsSettings
+from paceline.tools.bench.step_parts.parts_worker import measure_parts
+from paceline.tools.bench.step_parts.training_workload import reference_workload
 from paceline.tools.bench.turn_statistics import round_times, step_breakdown
 from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
 from paceline.tools.cli.plan.plan_step_command import draw_breakdown, draw_buckets

@@ -32,11 +32,11 @@ from paceline.cost_model.profile_entries import Source
 from paceline.errors import UsageError
 from paceline.parallel.comm import Comm
 from paceline.tools.bench.device_clock import slowest_rank
-from paceline.tools.bench.parts.contention import measure_contention
-from paceline.tools.bench.parts.exchange_times import Exchanger
-from paceline.tools.bench.parts.model_compute_times import WrappedModel, measure_model_step
-from paceline.tools.bench.parts.workload import reference_workload
 from paceline.tools.bench.step.strategy_trainers import random_batch
+from paceline.tools.bench.step_parts.contention import measure_contention
+from paceline.tools.bench.step_parts.exchange_times import Exchanger
+from paceline.tools.bench.step_parts.model_compute_times import WrappedModel, measure_model_step
+from paceline.tools.bench.step_parts.training_workload import reference_workload
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import gpt_size

@@ -1,158 +1,90 @@
-"""Time to the same held-out loss on machines of different speeds behind a slow switch: torch DDP, LocalSGD, a star.
+"""Time to the same held-out loss on machines of different speeds behind a slow switch: DDP, LocalSGD, asynchronous.
 
-    python benchmarks/star/loss.py
+    python benchmarks/star/loss.py run      (as root, on Linux: plays the hosts with `paceline.testing.netlab`)
+    python benchmarks/star/loss.py chart
+    python benchmarks/star/loss.py table
 
-Trains the reference model `mini` on four hosts that `paceline.testing.netlab` plays (as root, on Linux), whose
-speeds are 1 : 1 : 2 : 4, and writes ``loss-<rate>.json`` beside this file. What DDP and LocalSGD learn in a step
-depends on no network and no speed: their curves are those of `benchmarks/slow-networks`, and their steps are timed
-here, in turns with the star, which is timed whole. The hub is a process of the first host, beside its worker.
+What DDP and LocalSGD learn in a step depends on no network and no speed: their curves are those of
+`benchmarks/slow-networks`, and their steps are timed here, in turns with the asynchronous trainings, which are timed
+whole.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
+import gc
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import warnings
+from contextlib import nullcontext
+from statistics import median
 from typing import Annotated, Any
 
-import typer
+import torch
+import torch.distributed as dist
+from hub_training import SETTINGS, finish_chart, reached, train
+from torch.nn.parallel import DistributedDataParallel
 from training import BATCH, SIZE, SPEEDS, Training
+from typer import Option
 
-from bench_harness.program import run_program
-from paceline._core.files import write_json
-from paceline.testing.netlab import Lab
-from paceline.tools.bench.progress_bar import ProgressBar
+import paceline
+from bench_harness.benchmark import Benchmark
+from bench_harness.lab_run import open_lab, results
+from bench_harness.markdown import table
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt_sizes import gpt_size
-from paceline.tools.result_files import check_writable, result_head
+from paceline.tools.report.charts.chart_style import COLOURS, INK, Chart, in_paceline_style, stacked_panels
 
-HERE = Path(__file__).parent
-CURVES = HERE.parent / "slow-networks" / "loss-4x100Mbit.json"
-BUCKETS = (1, 5, 25)
-LEAD_SECONDS = 20.0
-"""For processes to start in, before the time begins to count."""
+BUCKETS_MIB = (1, 5, 25)
+LOCAL_LABEL = "LocalSGD, every 4, 2 late, int4"
 
-
-@dataclass(frozen=True)
-class StarSettings:
-    """How the star trains.
-
-    Attributes:
-        seconds: of the schedule. every, delay: k and d. lr: largest learning rate. outer: of the hub.
-        compression: of updates. bandwidth: most that each may use.
-    """
-
-    seconds: float = 300.0
-    every: int = 4
-    delay: int = 3
-    lr: float = 2e-3
-    compression: str = "int4"
-    bandwidth: str | None = None
+bench = Benchmark(__file__)
 
 
-class Stage:
-    """Runs jobs on the hosts of a lab.
-
-    Args:
-        lab: its hosts. folder: for what jobs write. fastest: seconds of a step of the fastest machine.
-    """
-
-    def __init__(self, lab: Lab, folder: Path, fastest: float) -> None:
-        self._lab, self._folder, self._fastest = lab, folder, fastest
-
-    def lockstep(self, **job: Any) -> list[float]:
-        """Return seconds of steps that all machines make together."""
-        job_file, out = self._folder / "job.json", self._folder / "out.json"
-        job_file.write_text(json.dumps(job | {"fastest": self._fastest, "out": str(out)}), encoding="utf-8")
-        started = self._lab.start_torchrun([str(HERE / "lockstep_ranks.py"), str(job_file)], ranks_per_host=1)
-        started.follow(lambda: None)
-        return json.loads(out.read_text(encoding="utf-8"))
-
-    def workers(self, settings: StarSettings, seed: int, *, alone: bool = False) -> list[dict[str, Any]]:
-        """Return what each worker did in an asynchronous training; alone: without a hub."""
-        tag = "alone" if alone else "star"
-        hub = None if alone else f"tcp://{self._lab.addresses[0]}:7077"
-        shutil.rmtree(self._folder / "hub", ignore_errors=True)
-        job = asdict(settings) | {
-            "hub": hub,
-            "bind": "tcp://*:7077",
-            "seed": seed,
-            "fastest": self._fastest,
-            "at": time.time() + LEAD_SECONDS,
-            "folder": str(self._folder),
-            "outer": {"name": "averaging", "lr": 1.0},
-            "tag": tag,
-        }
-        job_file, hub_file = self._folder / "job.json", self._folder / "hub.json"
-        job_file.write_text(json.dumps(job), encoding="utf-8")
-        hub_file.write_text(json.dumps(job | {"every": 10.0, "bandwidth": None}), encoding="utf-8")
-        serving = None if alone else self._lab.start([str(HERE / "star_hub.py"), str(hub_file)], on=0)
-        jobs = [
-            self._lab.start([str(HERE / "star_worker.py"), str(job_file), str(rank)], on=rank)
-            for rank in range(len(SPEEDS))
-        ]
-        for each in jobs:
-            each.follow(lambda: None)
-        if serving is not None:
-            serving.follow(lambda: None)
-        return [
-            json.loads((self._folder / f"worker-{tag}-{rank}.json").read_text(encoding="utf-8"))
-            for rank in range(len(SPEEDS))
-        ]
-
-    def curve(self, seed: int) -> list[dict[str, float]]:
-        """Return the held-out loss of the copies of the centre that the hub kept."""
-        from safetensors.torch import load_file
-
-        judge = Training(0, seed, 1e-3, 0.0)
-        copies = json.loads((self._folder / "copies.json").read_text(encoding="utf-8"))
-        return [{"seconds": each["seconds"], "loss": judge.loss(load_file(each["path"]))} for each in copies]
+def lockstep_curves() -> dict[str, Any]:
+    """Return what DDP and LocalSGD learn in a step, by ``"ddp"`` and ``"ours"``."""
+    return bench.read("../slow-networks/loss-4x100Mbit")
 
 
-def star(stage: Stage, settings: StarSettings, seed: int, tick: Callable[[], None]) -> dict[str, Any]:
-    """Train once; return the curve and what the workers did."""
-    workers = stage.workers(settings, seed)
-    tick()
-    curve = stage.curve(seed)
-    tick()
-    return {"seed": seed, "curve": curve, "workers": workers}
-
-
-def best_bucket(stage: Stage, lr: float, tick: Callable[[], None]) -> tuple[dict[int, list[float]], float]:
-    """Return seconds of DDP's steps by bucket size in MiB, and the size with the least median."""
-    buckets: dict[int, list[float]] = {}
-    for mib in BUCKETS:
-        buckets[mib] = stage.lockstep(kind="ddp", bucket_mib=mib, lr=lr, steps=8)
-        tick()
-    return buckets, min(buckets, key=lambda mib: sorted(buckets[mib])[4])
-
-
-def main(
-    rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s",
-    fastest: Annotated[float, typer.Option(help="Seconds of a step of the fastest machine.")] = 0.15,
-    seeds: Annotated[int, typer.Option(help="Trainings by the star.")] = 3,
-    seconds: Annotated[float, typer.Option(help="Of the star's learning-rate schedule.")] = 300.0,
-    every: Annotated[int, typer.Option(help="k of the star.")] = 4,
-    delay: Annotated[int, typer.Option(help="d of the star.")] = 3,
-    lr: Annotated[float, typer.Option(help="Largest learning rate of the star.")] = 2e-3,
-    timed: Annotated[
-        int, typer.Option(help="Steps of each lock-step way that are timed, for each seed.")
-    ] = 20,
-    lockstep: Annotated[bool, typer.Option(help="Time DDP and LocalSGD too.")] = True,
+@bench.run
+def run(
+    rate: Annotated[str, Option(help="Rate of every link, each direction.")] = "200Mbit/s",
+    fastest: Annotated[float, Option(help="Seconds of a step of the fastest machine.")] = 0.15,
+    seeds: Annotated[int, Option(min=1, help="Asynchronous trainings.")] = 3,
+    seconds: Annotated[float, Option(help="Length of their learning-rate schedule.")] = SETTINGS["seconds"],
+    every: Annotated[int, Option(help="k: local steps between two updates.")] = SETTINGS["every"],
+    delay: Annotated[int, Option(help="d: local steps until parameters come in.")] = SETTINGS["delay"],
+    lr: Annotated[float, Option(help="Largest learning rate.")] = SETTINGS["lr"],
+    timed: Annotated[int, Option(help="Timed steps of DDP and of LocalSGD, for each seed.")] = 20,
+    lockstep: Annotated[bool, Option(help="Time DDP and LocalSGD too.")] = True,
     json_file: JsonOption = None,
 ) -> None:
-    """Train by a star, time torch DDP and LocalSGD beside it, and compare the times to the same loss."""
-    path = json_file or HERE / f"loss-{rate.removesuffix('/s')}.json"
-    check_writable(path, make_folder=True)
-    settings = StarSettings(seconds, every, delay, lr)
-    curves = json.loads(CURVES.read_text(encoding="utf-8"))
-    ddp_lr, local = curves["ddp"]["way"]["lr"], curves["ours"]["way"]
-    result = result_head("asynchronous-time-to-loss") | {
-        "settings": {
+    """Train asynchronously, time torch DDP and LocalSGD beside it, and compare the times to the same loss."""
+    path = bench.output(json_file, f"loss-{rate.removesuffix('/s')}")
+    settings = SETTINGS | {"seconds": seconds, "every": every, "delay": delay, "lr": lr}
+    ddp_settings, local_settings = (lockstep_curves()[name]["way"] for name in ("ddp", "ours"))
+    turns = seeds * (1 + 2 * lockstep) + lockstep * len(BUCKETS_MIB)
+    with open_lab(len(SPEEDS), rate, title="time to loss, four speeds", turns=turns) as (lab, folder, tick):
+
+        def timed_steps(lr: float, steps: int, **options: Any) -> list[float]:
+            job = lab.start_torchrun(bench.command(time_steps, fastest, lr, steps, options), ranks_per_host=1)
+            (found,) = results(job)
+            tick()
+            return found
+
+        buckets, best = dict[int, list[float]](), 5.0
+        if lockstep:
+            buckets = {mib: timed_steps(ddp_settings["lr"], 8, bucket_mib=mib) for mib in BUCKETS_MIB}
+            best = min(buckets, key=lambda mib: sorted(buckets[mib])[4])
+        ddp, local_steps, runs = [], [], []
+        for seed in range(seeds):
+            if lockstep:
+                ddp += timed_steps(ddp_settings["lr"], timed, bucket_mib=best)
+                local_steps += timed_steps(local_settings["lr"], timed, local=local_settings["options"])
+            runs.append({"seed": seed} | train(lab, folder, fastest, settings, seed))
+            tick()
+    bench.write(
+        path,
+        "asynchronous-time-to-loss",
+        {
             "hosts": len(SPEEDS),
             "rate": rate,
             "speeds": list(SPEEDS),
@@ -160,37 +92,110 @@ def main(
             "size": SIZE,
             "batch": BATCH,
             "parameters": gpt_size(SIZE).parameters(),
-            "star": asdict(settings),
-        }
+            "star": settings,
+        },
+        ddp={"buckets": buckets, "bucket_mib": best, "seconds": ddp},
+        local={"options": local_settings["options"], "seconds": local_steps},
+        star=runs,
+    )
+
+
+@bench.process
+def time_steps(fastest: float, lr: float, steps: int, options: dict[str, Any]) -> list[float] | None:
+    """Return, on rank 0, the seconds of steps of torch DDP or LocalSGD on the slowest rank.
+
+    Args:
+        options: ``{"bucket_mib": …}``: of DDP; ``{"local": …}``: those of `paceline.LocalSGD`.
+    """
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    training, loop = Training(rank, 0, lr, fastest), nullcontext()
+    if "local" in options:
+        training.model = paceline.DataParallel(training.net)
+        loop = paceline.LocalSGD(training.model, training.optimizer, **options["local"])
+    else:
+        with warnings.catch_warnings():  # what broadcast_buffers gives way to is too young
+            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+            training.model = DistributedDataParallel(
+                training.net,
+                bucket_cap_mb=options["bucket_mib"],
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+                static_graph=True,
+                init_sync=False,
+            )
+    seconds = []
+    with loop:
+        for _ in range(steps + 4):
+            began = time.perf_counter()
+            training.step(1.0)
+            seconds.append(time.perf_counter() - began)
+    slowest = torch.tensor(seconds[4:], dtype=torch.float64)  # DDP lays out its buckets anew in the second
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.barrier()
+    del training, loop
+    gc.collect()  # torch's DDP must be gone before its process group
+    dist.destroy_process_group()
+    return slowest.tolist() if rank == 0 else None
+
+
+# ---------------------------------------------------------------------- results
+
+
+@bench.tables
+def tables() -> dict[str, str]:
+    """Return the blocks of README.md: times to the same loss, and seconds of a step in lock-step."""
+    result, curves = bench.read("loss-200Mbit"), lockstep_curves()
+    ddp, local = result["ddp"], result["local"]
+    ddp_step, local_step = median(ddp["seconds"]), median(local["seconds"])
+    rows = []
+    for run in result["star"]:
+        ddp_curve, local_curve = (curves[name]["curves"][run["seed"]] for name in ("ddp", "ours"))
+        target = ddp_curve[-1]["loss"]
+        ddp_time, hub_time = ddp_curve[-1]["step"] * ddp_step, reached(run["curve"], target, "seconds")
+        step = reached(local_curve, target, "step")
+        local_time = None if step is None else step * local_step
+        times = ["never" if each is None else f"{each:.0f}" for each in (ddp_time, local_time, hub_time)]
+        ratios = [f"{each / hub_time:.2f}" if each and hub_time else "" for each in (ddp_time, local_time)]
+        last = f"{run['curve'][-1]['loss'] / target:.4f}"
+        rows.append([str(run["seed"]), f"{target:.4f}", *times, *ratios, last])
+    titles = ["seed", "DDP's last loss", "by DDP, s", "by LocalSGD, s", "by the star, s", "DDP ÷ star"]
+    steps = [(f"torch DDP, {mib} MiB", seconds) for mib, seconds in ddp["buckets"].items()]
+    steps += [(f"torch DDP, {ddp['bucket_mib']} MiB", ddp["seconds"]), (LOCAL_LABEL, local["seconds"])]
+    return {
+        "loss": table([*titles, "LocalSGD ÷ star", "star's last ÷ DDP's"], rows),
+        "steps": table(
+            ["in lock-step", "s a step"], [[name, f"{median(seconds):.3f}"] for name, seconds in steps]
+        ),
     }
-    turns = seeds * (2 + 2 * lockstep) + lockstep * len(BUCKETS)
-    with (
-        tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
-        Lab(len(SPEEDS), rate) as lab,
-        ProgressBar("time to loss, four speeds", turns) as tick,
-    ):
-        stage = Stage(lab, Path(folder), fastest)
-        ddp: list[float] = []
-        local_steps: list[float] = []
-        runs: list[dict[str, Any]] = []
-        buckets, best = best_bucket(stage, ddp_lr, tick) if lockstep else ({}, 5.0)
-        for seed in range(seeds):
-            if lockstep:
-                ddp += stage.lockstep(kind="ddp", bucket_mib=best, lr=ddp_lr, steps=timed)
-                tick()
-                local_steps += stage.lockstep(
-                    kind="local", options=local["options"], lr=local["lr"], steps=timed
-                )
-                tick()
-            runs.append(star(stage, settings, seed, tick))
-    result |= {
-        "ddp": {"buckets": buckets, "bucket_mib": best, "seconds": ddp},
-        "local": {"options": local["options"], "seconds": local_steps},
-        "star": runs,
-    }
-    write_json(path, result)
-    print(path)
+
+
+@bench.charts
+def charts() -> dict[str, Chart]:
+    """Return the chart of held-out loss over time."""
+    return {"loss-200Mbit.png": draw(bench.read("loss-200Mbit"), lockstep_curves())}
+
+
+@in_paceline_style
+def draw(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
+    """Return held-out loss over time, every seed of every variant."""
+    figure, (axes,) = stacked_panels(width=10, height=5.2)
+    ddp_step, local_step = (median(result[name]["seconds"]) for name in ("ddp", "local"))
+    for run in result["star"]:
+        ddp_curve, local_curve = (curves[name]["curves"][run["seed"]] for name in ("ddp", "ours"))
+        for label, colour, curve, column, seconds in (
+            ("torch DDP", INK, ddp_curve, "step", ddp_step),
+            (LOCAL_LABEL, COLOURS[1], local_curve, "step", local_step),
+            ("the star", COLOURS[0], run["curve"], "seconds", 1.0),
+        ):
+            points = [(each[column] * seconds, each["loss"]) for each in curve]
+            shown: dict[str, Any] = {"label": label} if run is result["star"][0] else {}
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, **shown)
+        axes.axhline(ddp_curve[-1]["loss"], color=INK, linewidth=0.6, linestyle=(0, (2, 3)))
+    axes.set_xlabel("seconds (dotted: what DDP ends with)")
+    finish_chart(axes, result["settings"])
+    return Chart(figure)
 
 
 if __name__ == "__main__":
-    run_program(main)
+    bench.main()

@@ -1,45 +1,91 @@
-"""Does a star keep to its share of the network, and leave the rest to others?
+"""Whether asynchronous training keeps to its share of the network, and leaves the rest to others.
 
-    python benchmarks/star/share.py
+    python benchmarks/star/share.py run      (as root, on Linux)
+    python benchmarks/star/share.py table
 
-Two hosts on a link of 200 Mbit/s (`paceline.testing.netlab`; needs root): a hub with ``--bandwidth`` on one, a
-worker with ``bandwidth=`` on the other, which exchange a large model as often as they may. The interfaces are read
-every 100 ms; then a file is sent beside them, in each direction, and alone.
+Two hosts on a link of 200 Mbit/s: a hub with ``--bandwidth`` on one, a worker with ``bandwidth=`` on the other, which
+exchange a large model as often as they may. The interfaces are read every 100 ms; then a file is sent beside them, in
+each direction, and alone.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
+import socket
 import time
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
+import torch
+from typer import Option
 
-from bench_harness.program import run_program
-from paceline._core.files import write_json
+import paceline
+from bench_harness.benchmark import Benchmark
+from bench_harness.lab_run import open_lab, results
+from bench_harness.markdown import table
 from paceline._core.units import parse_rate
-from paceline.testing.netlab import Lab, LabJob
+from paceline.testing.netlab import Lab
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.result_files import check_writable, result_head
 
-HERE = Path(__file__).parent
-TICK = 0.1
-WARM_SECONDS = 15.0
+WARM_SECONDS, FILE_SECONDS = 15.0, 8.0
+TURNS = {"up": 1, "down": 0}
+"""Host that sends the file."""
+
+bench = Benchmark(__file__)
 
 
-def watch(lab: Lab, seconds: float) -> list[dict[str, float]]:
+@bench.run
+def run(
+    rate: Annotated[str, Option(help="Rate of the link, each direction.")] = "200Mbit/s",
+    share: Annotated[str, Option(help="Share of it for training.")] = "30%",
+    seconds: Annotated[float, Option(help="Seconds for which the interfaces are watched.")] = 30.0,
+    json_file: JsonOption = None,
+) -> None:
+    """Watch a training that keeps to a share of a link, alone and beside a file."""
+    path = bench.output(json_file, "share")
+    link, bandwidth = parse_rate(rate), f"{share} of {rate}"
+    with open_lab(2, rate, title="share of a link", turns=5) as (lab, folder, tick):
+
+        def send_files() -> dict[str, float]:
+            found = {}
+            for name, host in TURNS.items():
+                found[name] = file_rate(lab, host) / link
+                tick()
+            return found
+
+        alone = send_files()
+        serve = ["paceline", "hub", "--bind", "tcp://*:7077", "--insecure", "--bandwidth", bandwidth]
+        hub = lab.start([*serve, "--folder", str(folder / "hub")], on=0)
+        worker = lab.start(bench.command(exchange, f"tcp://{lab.addresses[0]}:7077", bandwidth), on=1)
+        time.sleep(WARM_SECONDS)
+        rows = traffic(lab, seconds)
+        tick()
+        beside = send_files()
+        worker.end()
+        hub.end()
+    directions = {"up": "sent", "down": "received"}
+    bench.write(
+        path,
+        "share-of-a-link",
+        {"rate": rate, "share": share, "seconds": seconds},
+        link=link,
+        busiest={name: busiest(rows, column) / link for name, column in directions.items()},
+        mean={name: mean(rows, column) / link for name, column in directions.items()},
+        file_alone=alone,
+        file_beside=beside,
+        rows=rows,
+    )
+
+
+def traffic(lab: Lab, seconds: float) -> list[dict[str, float]]:
     """Return what the worker's interface had sent and received, every 100 ms."""
     rows, began = [], time.monotonic()
-    while (past := time.monotonic() - began) < seconds:
-        traffic = lab.bytes(1)
-        rows.append({"seconds": past, "sent": traffic.sent, "received": traffic.received})
-        time.sleep(max(0.0, TICK - (time.monotonic() - began - past)))
+    while (elapsed := time.monotonic() - began) < seconds:
+        passed = lab.bytes(1)
+        rows.append({"seconds": elapsed, "sent": passed.sent, "received": passed.received})
+        time.sleep(max(0.0, 0.1 - (time.monotonic() - began - elapsed)))
     return rows
 
 
-def busiest(rows: list[dict[str, float]], name: str) -> float:
+def busiest(rows: list[dict[str, float]], column: str) -> float:
     """Return the most bytes of any second, as a rate."""
     most, first = 0.0, 0
     for row in rows:
@@ -47,72 +93,70 @@ def busiest(rows: list[dict[str, float]], name: str) -> float:
             first += 1
         span = row["seconds"] - rows[first]["seconds"]
         if span > 0.85:
-            most = max(most, (row[name] - rows[first][name]) / span)
+            most = max(most, (row[column] - rows[first][column]) / span)
     return most
 
 
-def mean(rows: list[dict[str, float]], name: str) -> float:
+def mean(rows: list[dict[str, float]], column: str) -> float:
     """Return the mean rate."""
-    return (rows[-1][name] - rows[0][name]) / (rows[-1]["seconds"] - rows[0]["seconds"])
+    return (rows[-1][column] - rows[0][column]) / (rows[-1]["seconds"] - rows[0]["seconds"])
 
 
-def sent_file(lab: Lab, source: int, seconds: float) -> float:
-    """Return bytes per second of a file that is sent from one host to the other as fast as it goes."""
-    target = 1 - source
-    receiving = lab.start([str(HERE / "transfer.py"), "receive", str(9000 + source)], on=target)
+def file_rate(lab: Lab, source: int) -> float:
+    """Return the bytes per second of a file that one host sends to the other as fast as it goes."""
+    target, port = 1 - source, 9000 + source
+    receiving = lab.start(bench.command(receive, port), on=target)
     time.sleep(1.5)
-    address = f"{lab.addresses[target]}:{9000 + source}"
-    sending = lab.start([str(HERE / "transfer.py"), "send", address, str(seconds)], on=source)
-    sending.wait(seconds + 60)
-    (result,) = receiving.wait(60)
-    return float(result.stdout.split()[-1])
+    sending = lab.start(bench.command(send, lab.addresses[target], port), on=source)
+    sending.wait(FILE_SECONDS + 60)
+    return results(receiving, 60)[0]
 
 
-def main(
-    rate: Annotated[str, typer.Option(help="Of the link, each direction.")] = "200Mbit/s",
-    share: Annotated[str, typer.Option(help="Of it, for the star.")] = "30%",
-    seconds: Annotated[float, typer.Option(help="That the interfaces are watched.")] = 30.0,
-    json_file: JsonOption = None,
-) -> None:
-    """Watch a star that keeps to a share of a link, alone and beside a file."""
-    path = json_file or HERE / "share.json"
-    check_writable(path, make_folder=True)
-    link = parse_rate(rate)
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, Lab(2, rate) as lab:
-        alone = {name: sent_file(lab, source, 8.0) for name, source in (("up", 1), ("down", 0))}
-        bandwidth = f"{share} of {rate}"
-        hub = lab.start(
-            ["paceline", "hub", "--bind", "tcp://*:7077", "--insecure", "--bandwidth", bandwidth]
-            + ["--folder", str(Path(folder, "hub"))],
-            on=0,
-        )
-        worker = lab.start([str(HERE / "share_worker.py"), f"tcp://{lab.addresses[0]}:7077", bandwidth], on=1)
-        time.sleep(WARM_SECONDS)
-        rows = watch(lab, seconds)
-        beside = {name: sent_file(lab, source, 8.0) for name, source in (("up", 1), ("down", 0))}
-        _end(worker, hub)
-    result: dict[str, Any] = result_head("share-of-a-link") | {
-        "settings": {"rate": rate, "share": share, "seconds": seconds},
-        "link": link,
-        "busiest": {"up": busiest(rows, "sent") / link, "down": busiest(rows, "received") / link},
-        "mean": {"up": mean(rows, "sent") / link, "down": mean(rows, "received") / link},
-        "file_alone": {name: each / link for name, each in alone.items()},
-        "file_beside": {name: each / link for name, each in beside.items()},
-        "rows": rows,
-    }
-    write_json(path, result)
-    print(
-        json.dumps(
-            {name: result[name] for name in ("busiest", "mean", "file_alone", "file_beside")}, indent=1
-        )
-    )
-    print(path)
+@bench.process
+def receive(port: int) -> float:
+    """Receive from one connection until it ends, and return the bytes per second."""
+    with socket.create_server(("0.0.0.0", port)) as server:
+        connection, _ = server.accept()
+        with connection:
+            began, nbytes = time.monotonic(), 0
+            while data := connection.recv(1 << 20):
+                nbytes += len(data)
+            return nbytes / (time.monotonic() - began)
 
 
-def _end(*jobs: LabJob) -> None:
-    for job in jobs:
-        job.end()
+@bench.process
+def send(address: str, port: int) -> None:
+    """Send for some seconds."""
+    block, until = bytes(1 << 18), time.monotonic() + FILE_SECONDS
+    with socket.create_connection((address, port)) as connection:
+        while time.monotonic() < until:
+            connection.sendall(block)
+
+
+@bench.process
+def exchange(hub: str, bandwidth: str) -> None:
+    """Exchange a large model as often as possible, computing next to nothing, until this process is ended."""
+    torch.set_num_threads(1)
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    with paceline.AsyncDataParallel(
+        net, optimizer, hub, 2, 1, compression=None, bandwidth=bandwidth, insecure=True
+    ):
+        while True:
+            for param in net.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            time.sleep(0.05)
+
+
+@bench.tables
+def tables() -> dict[str, str]:
+    """Return the block of README.md: shares of the link, by direction."""
+    result, columns = bench.read("share"), ("busiest", "mean", "file_alone", "file_beside")
+    rows = [[name, *(f"{100 * result[column][name]:.1f} %" for column in columns)] for name in TURNS]
+    titles = ["", "busiest second", "mean", "a file alone", "a file beside the star"]
+    return {"share": table(titles, rows)}
 
 
 if __name__ == "__main__":
-    run_program(main)
+    bench.main()

@@ -1,47 +1,65 @@
-"""How long a thousand workers in virtual time take: a star of 1000 workers and 1000 rounds each, least squares.
+"""How long a thousand workers take in virtual time: 1000 rounds each, least squares.
 
-    python benchmarks/star/thousand.py
+    python benchmarks/star/thousand.py run
+    python benchmarks/star/thousand.py table
 
-Every worker sends 1000 updates through the hub's own code, after every step or after every fourth, and takes in as many
-centres. Writes ``thousand.json`` beside this file: seconds of the processor and of the wall, messages, and a digest of
-the centre, which is the same everywhere that computes alike.
+Every worker sends 1000 updates through the hub's own code, after every step or after every fourth, and receives as many
+parameters. The result has a digest of the hub's parameters, which is the same on every machine that computes alike.
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
-from bench_harness.program import run_program
-from paceline._core.files import write_json
+from bench_harness.benchmark import Benchmark
+from bench_harness.markdown import table
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
+from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.result_files import check_writable, result_head
 from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
 from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
 
-HERE = Path(__file__).parent
-MACHINE = SimulatedMachine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
-CADENCES = (SyncSchedule(1), SyncSchedule(4, 1, 1))
+SCHEDULES = (SyncSchedule(1), SyncSchedule(4, 1, 1))
+
+bench = Benchmark(__file__)
 
 
-def run(workers: int, rounds: int, cadence: SyncSchedule) -> dict[str, Any]:
-    """Simulate a large star; return what it took and what came out."""
+@bench.run
+def run(
+    workers: Annotated[int, Option(min=1, help="Number of workers.")] = 1000,
+    rounds: Annotated[int, Option(min=1, help="Rounds of each.")] = 1000,
+    json_file: JsonOption = None,
+) -> None:
+    """Simulate many workers, and measure how long that takes."""
+    path = bench.output(json_file, "thousand")
+    simulate(1, 1, SCHEDULES[0])  # imports
+    rows = []
+    with ProgressBar(f"{workers} workers in virtual time", len(SCHEDULES)) as tick:
+        for schedule in SCHEDULES:
+            rows.append(simulate(workers, rounds, schedule))
+            tick()
+    packages, settings = ("paceline", "torch", "numpy"), {"workers": workers, "rounds": rounds}
+    bench.write(path, "asynchronous-thousand", settings, packages=packages, rows=rows)
+
+
+def simulate(workers: int, rounds: int, schedule: SyncSchedule) -> dict[str, Any]:
+    """Simulate; return what it took and its result."""
+    machine = SimulatedMachine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
     plan = AsyncPlan(
-        machines=[MACHINE] * workers, steps=cadence.every * rounds, cadence=cadence, compression=None
+        machines=[machine] * workers, steps=schedule.every * rounds, cadence=schedule, compression=None
     )
-    begun, used = time.perf_counter(), _processor_seconds()
+    began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
     found = simulate_async(plan, LinearTask())
     return {
-        "every": cadence.every,
-        "delay": cadence.delay,
-        "seconds": time.perf_counter() - begun,
-        "processor_seconds": _processor_seconds() - used,
+        "every": schedule.every,
+        "delay": schedule.delay,
+        "seconds": time.perf_counter() - began,
+        "processor_seconds": resource.getrusage(resource.RUSAGE_SELF).ru_utime - used,
         "virtual_seconds": found.trained_seconds,
         "steps": found.steps,
         "updates": found.updates,
@@ -52,30 +70,20 @@ def run(workers: int, rounds: int, cadence: SyncSchedule) -> dict[str, Any]:
     }
 
 
-def main(
-    workers: Annotated[int, typer.Option(help="How many.")] = 1000,
-    rounds: Annotated[int, typer.Option(help="Of each.")] = 1000,
-    json_file: JsonOption = None,
-) -> None:
-    """Simulate a large star, and tell how long that takes."""
-    path = json_file or HERE / "thousand.json"
-    check_writable(path, make_folder=True)
-    run(1, 1, CADENCES[0])  # imports
-    rows = []
-    for cadence in CADENCES:
-        rows.append(run(workers, rounds, cadence))
-        print("k {every}, d {delay}: {seconds:.1f} s, {updates} updates; centre {digest}".format(**rows[-1]))
-    result = result_head("asynchronous-thousand", ("paceline", "torch", "numpy")) | {
-        "settings": {"workers": workers, "rounds": rounds},
-        "rows": rows,
-    }
-    write_json(path, result)
-    print(path)
-
-
-def _processor_seconds() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
+@bench.tables
+def tables() -> dict[str, str]:
+    """Return the block of README.md: a row per schedule."""
+    titles = ["k, d", "local steps", "updates", "messages", "virtual time, s", "it took, s"]
+    rows = [
+        [
+            f"{row['every']}, {row['delay']}",
+            *(f"{row[name]:,}" for name in ("steps", "updates", "messages")),
+            *(f"{row[name]:.0f}" for name in ("virtual_seconds", "seconds", "processor_seconds")),
+        ]
+        for row in bench.read("thousand")["rows"]
+    ]
+    return {"thousand": table([*titles, "of a processor, s"], rows)}
 
 
 if __name__ == "__main__":
-    run_program(main)
+    bench.main()

@@ -1,62 +1,67 @@
-"""What a star costs its workers: steps a second beside it ÷ alone, in turns.
+"""What exchanging with a hub costs the workers: steps a second with a hub ÷ without one, in turns.
 
-    python benchmarks/star/throughput.py
+    python benchmarks/star/throughput.py run      (as root, on Linux)
+    python benchmarks/star/throughput.py table
 
-The machines, speeds, links and model of `loss.py`; every turn is the four workers without a hub, then with one, for the
-same time. Writes ``throughput.json`` beside this file.
+The machines, speeds, links and model of `loss.py`. A turn is the four workers without a hub, then with one, for the
+same time.
 """
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from statistics import median
 from typing import Annotated
 
-import typer
-from loss import Stage, StarSettings
-from loss_figures import alone_share
+from hub_training import SETTINGS, train
 from training import SPEEDS
+from typer import Option
 
-from bench_harness.program import run_program
-from paceline._core.files import write_json
-from paceline.testing.netlab import Lab
-from paceline.tools.bench.progress_bar import ProgressBar
+from bench_harness.benchmark import Benchmark
+from bench_harness.lab_run import open_lab
+from bench_harness.markdown import table
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.result_files import check_writable, result_head
 
-HERE = Path(__file__).parent
+bench = Benchmark(__file__)
 
 
-def main(
-    rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s",
-    fastest: Annotated[float, typer.Option(help="Seconds of a step of the fastest machine.")] = 0.15,
-    turns: Annotated[int, typer.Option(help="Alone, then with the star.")] = 3,
-    seconds: Annotated[float, typer.Option(help="Of each.")] = 60.0,
+@bench.run
+def run(
+    rate: Annotated[str, Option(help="Rate of every link, each direction.")] = "200Mbit/s",
+    fastest: Annotated[float, Option(help="Seconds of a step of the fastest machine.")] = 0.15,
+    turns: Annotated[int, Option(min=1, help="Turns: without a hub, then with one.")] = 3,
+    seconds: Annotated[float, Option(help="Length of each training.")] = 60.0,
     json_file: JsonOption = None,
 ) -> None:
-    """Compare the workers' speeds."""
-    path = json_file or HERE / "throughput.json"
-    check_writable(path, make_folder=True)
-    settings, found = StarSettings(seconds=seconds), []
-    with (
-        tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
-        Lab(len(SPEEDS), rate) as lab,
-        ProgressBar("throughput", 2 * turns) as tick,
-    ):
-        stage = Stage(lab, Path(folder), fastest)
+    """Compare the workers' speeds with and without a hub."""
+    path = bench.output(json_file, "throughput")
+    settings, found = SETTINGS | {"seconds": seconds}, []
+    with open_lab(len(SPEEDS), rate, title="throughput", turns=2 * turns) as (lab, folder, tick):
         for _ in range(turns):
-            alone = stage.workers(settings, 0, alone=True)
-            tick()
-            found.append({"alone": alone, "star": stage.workers(settings, 0)})
-            tick()
-    result = result_head("asynchronous-throughput") | {
-        "settings": {"rate": rate, "fastest_step": fastest, "seconds": seconds, "speeds": list(SPEEDS)},
-        "turns": found,
-    }
-    write_json(path, result)
-    print([round(each, 3) for each in alone_share(found)])
-    print(path)
+            workers = {}
+            for name in ("alone", "star"):
+                workers[name] = train(lab, folder, fastest, settings, 0, alone=name == "alone")["workers"]
+                tick()
+            found.append(workers)
+    heading = {"rate": rate, "fastest_step": fastest, "seconds": seconds, "speeds": list(SPEEDS)}
+    bench.write(path, "asynchronous-throughput", heading, turns=found)
+
+
+@bench.tables
+def tables() -> dict[str, str]:
+    """Return the block of README.md: a row per worker and step time."""
+    rows = []
+    for result in (bench.read(name) for name in ("throughput", "throughput-slower")):
+        for rank, speed in enumerate(result["settings"]["speeds"]):
+            alone, star = (
+                [turn[name][rank]["steps"] / turn[name][rank]["seconds"] for turn in result["turns"]]
+                for name in ("alone", "star")
+            )
+            share = median(mine / other for mine, other in zip(star, alone, strict=True))
+            fastest = f"{result['settings']['fastest_step']:g}"
+            rows.append([fastest, str(rank), str(speed), f"{median(alone):.2f}", f"{share:.3f}"])
+    titles = ["fastest step, s", "worker", "speed", "steps a second alone", "with the star ÷ alone"]
+    return {"throughput": table(titles, rows)}
 
 
 if __name__ == "__main__":
-    run_program(main)
+    bench.main()

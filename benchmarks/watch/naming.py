@@ -1,120 +1,140 @@
-"""How long it takes until every other rank names a culprit: three hosts, each fault several times.
+"""How long it takes until every other rank names the rank that failed: three hosts, each fault several times.
 
-    python benchmarks/watch/naming.py
+    python benchmarks/watch/naming.py run      (as root, on Linux: plays the hosts with `paceline.testing.netlab`)
+    python benchmarks/watch/naming.py table
 
-Plays the hosts with `paceline.testing.netlab` (as root, on Linux) and writes ``naming.json`` beside this file. A
-time is that from the fault to the moment at which a rank's loop raised PeerFailed, on each rank of the other hosts.
+A time is that from the fault to the moment at which a rank's loop raised PeerFailed, on each rank of the other hosts.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
-from bench_harness.program import run_program
-from paceline._core.files import write_json
-from paceline.testing.netlab import Lab, LabJob
-from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.result_files import check_writable, result_head
+from bench_harness.benchmark import Benchmark
+from bench_harness.lab_run import open_lab, read_json, wait_for
+from bench_harness.markdown import table
+from paceline.testing.netlab import Lab
+from paceline.tools.cli.shared_options import JsonOption
 
-HERE = Path(__file__).parent
-HOSTS, RANKS, VICTIM = 3, 2, 1
+HOSTS, RANKS, FAULTY_HOST, FAULTY_RANK = 3, 2, 1, 3
 STEP = 40
 STALL, LOST = 5.0, 3.0
-PATIENCE_SECONDS = 120.0
 BACKENDS = ("gloo", "paceline")
-MINE = range(VICTIM * RANKS, (VICTIM + 1) * RANKS)
-OTHERS = [rank for rank in range(HOSTS * RANKS) if rank not in MINE]
-
-
-def on_all(call: str) -> str:
-    """Return the fault on every rank of the victim."""
-    return "; ".join(call.format(rank=rank) for rank in MINE)
-
-
+FAULTY = list(range(FAULTY_HOST * RANKS, (FAULTY_HOST + 1) * RANKS))
+OTHERS = [rank for rank in range(HOSTS * RANKS) if rank not in FAULTY]
+KILLED, STOPPED = (
+    "fail_at(rank={rank}, step={step}, how='kill')",
+    "stall_at(rank={rank}, step={step}, how='stop')",
+)
 FAULTS = {
-    "a rank raises": f"fail_at(rank=3, step={STEP})",
-    "a rank runs out of memory": f"fail_at(rank=3, step={STEP}, how='memory')",
-    "a rank exits": f"fail_at(rank=3, step={STEP}, how='exit')",
-    "a rank is killed": f"fail_at(rank=3, step={STEP}, how='kill')",
-    "a host's ranks are killed": on_all(f"fail_at(rank={{rank}}, step={STEP}, how='kill')"),
-    "a rank is stopped": f"stall_at(rank=3, step={STEP}, how='stop')",
-    "a host's ranks are stopped": on_all(f"stall_at(rank={{rank}}, step={STEP}, how='stop')"),
+    "a rank raises": "fail_at(rank={rank}, step={step})",
+    "a rank runs out of memory": "fail_at(rank={rank}, step={step}, how='memory')",
+    "a rank exits": "fail_at(rank={rank}, step={step}, how='exit')",
+    "a rank is killed": KILLED,
+    "a host's ranks are killed": KILLED,
+    "a rank is stopped": STOPPED,
+    "a host's ranks are stopped": STOPPED,
     "a host is cut off": "",
-    "a rank stands still": f"stall_at(rank=3, step={STEP})",
-    "a rank holds Python's lock": f"stall_at(rank=3, step={STEP}, how='gil')",
+    "a rank stands still": "stall_at(rank={rank}, step={step})",
+    "a rank holds Python's lock": "stall_at(rank={rank}, step={step}, how='gil')",
 }
 
+bench = Benchmark(__file__, docs=["failures.md"])
 
-def main(
-    repeats: Annotated[int, typer.Option(min=1, help="How often each fault happens on each backend.")] = 5,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE / "naming.json",
+
+def faulty_ranks(name: str) -> list[int]:
+    """Return the ranks that a fault affects."""
+    return FAULTY if "host" in name else [FAULTY_RANK]
+
+
+@bench.run
+def run(
+    repeats: Annotated[int, Option(min=1, help="How often each fault happens on each backend.")] = 5,
+    json_file: JsonOption = None,
 ) -> None:
     """Time the naming of every fault."""
-    check_writable(out, make_folder=True)
+    path = bench.output(json_file, "naming")
     cases = [(name, backend) for name in FAULTS for backend in BACKENDS for _ in range(repeats)]
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    drills = [{"backend": b, "faults": FAULTS[name], "stall": STALL, "lost": LOST} for name, b in cases]
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts=HOSTS) as lab:
-        Path(folder, "drills.json").write_text(json.dumps(drills))
-        jobs = []
-        for host in range(HOSTS):
-            arguments = [folder, *map(str, (host, HOSTS, RANKS))]
-            jobs.append(lab.start([sys.executable, "-m", "bench_harness.fire_drill", *arguments], on=host))
-        with ProgressBar("faults", len(cases)) as tick:
-            for number, (name, backend) in enumerate(cases):
-                rows.setdefault((name, backend), []).append(one(lab, Path(folder), number, name, jobs))
-                tick()
-    result = result_head("watch-naming") | {
-        "settings": {"hosts": HOSTS, "ranks_per_host": RANKS, "stall": STALL, "lost": LOST},
-        "rows": [{"fault": name, "backend": b, "runs": runs} for (name, b), runs in rows.items()],
-    }
-    write_json(out, result)
+    settings_of_case = [
+        {
+            "backend": backend,
+            "faults": "; ".join(
+                FAULTS[name].format(rank=rank, step=STEP) for rank in faulty_ranks(name) if FAULTS[name]
+            ),
+            "stall": STALL,
+            "lost": LOST,
+        }
+        for name, backend in cases
+    ]
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {case: [] for case in cases}
+    with open_lab(HOSTS, title="faults", turns=len(cases)) as (lab, folder, tick):
+        (folder / "cases.json").write_text(json.dumps(settings_of_case), encoding="utf-8")
+        program = ["-m", "bench_harness.fault_injection.watchdog_program", str(folder)]
+        jobs = [lab.start([*program, *map(str, (host, HOSTS, RANKS))], on=host) for host in range(HOSTS)]
+
+        def read(name: str, number: int, rank: int) -> Any:
+            path = folder / f"{name}-{number}-{rank}"
+            wait_for(path.exists, jobs)
+            return read_json(path)
+
+        for number, case in enumerate(cases):
+            rows[case].append(measure(lab, folder, number, case[0], read))
+            tick()
+    bench.write(
+        path,
+        "watch-naming",
+        {"hosts": HOSTS, "ranks_per_host": RANKS, "stall": STALL, "lost": LOST},
+        rows=[{"fault": name, "backend": backend, "runs": runs} for (name, backend), runs in rows.items()],
+    )
 
 
-def one(lab: Lab, folder: Path, number: int, name: str, jobs: Sequence[LabJob]) -> dict[str, Any]:
-    """Return the seconds until each rank of other hosts had named a rank of the victim, and what they said."""
+def measure(
+    lab: Lab, folder: Path, number: int, name: str, read: Callable[[str, int, int], Any]
+) -> dict[str, Any]:
+    """Return the seconds until each rank of other hosts had named a faulty rank, and what it reported."""
+    faulty = faulty_ranks(name)
     if FAULTS[name]:
-        began = min(wait_for(folder, f"fault-{number}-{rank}", jobs) for rank in culprits(name))
+        began = min(read("fault", number, rank) for rank in faulty)
     else:
         for rank in range(HOSTS * RANKS):
-            wait_for(folder, f"training-{number}-{rank}", jobs)
+            read("training", number, rank)
         began = time.monotonic()
-        lab.cut(VICTIM)
-    told = [wait_for(folder, f"told-{number}-{rank}", jobs) for rank in OTHERS]
-    (folder / f"over-{number}").touch()
+        lab.cut(FAULTY_HOST)
+    errors = [read("error", number, rank) for rank in OTHERS]
+    (folder / f"end-{number}").touch()
     if not FAULTS[name]:
-        lab.mend(VICTIM)
+        lab.mend(FAULTY_HOST)
     return {
-        "seconds": [each["at"] - began for each in told],
-        "kinds": [each["kind"] for each in told],
-        "named": [each["error"] == "PeerFailed" and each["rank"] in culprits(name) for each in told],
-        "freed": [each["freed"] for each in told],
+        "seconds": [each["at"] - began for each in errors],
+        "kinds": [each["kind"] for each in errors],
+        "named": [each["error"] == "PeerFailed" and each["rank"] in faulty for each in errors],
+        "freed": [each["freed"] for each in errors],
     }
 
 
-def culprits(name: str) -> list[int]:
-    """Return the ranks that the fault befalls."""
-    return list(MINE) if "host" in name else [3]
-
-
-def wait_for(folder: Path, name: str, jobs: Sequence[LabJob]) -> Any:
-    """Return what a rank has written down."""
-    path, deadline = folder / name, time.monotonic() + PATIENCE_SECONDS
-    while not path.exists():
-        if time.monotonic() > deadline:
-            said = "\n".join(line for job in jobs for _, line in job.lines())
-            raise TimeoutError(f"{name} was not written:\n{said}")
-        time.sleep(0.01)
-    return json.loads(path.read_text())
+@bench.tables
+def tables() -> dict[str, str]:
+    """Return the block of README.md and docs/failures.md: a row per fault and backend."""
+    rows = []
+    for row in bench.read("naming")["rows"]:
+        seconds, kinds, named, freed = (
+            [each for run in row["runs"] for each in run[column]]
+            for column in ("seconds", "kinds", "named", "freed")
+        )
+        counts = [f"{sum(each)} of {len(each)}" for each in (named, freed)]
+        times = [f"{median(seconds):.2f}", f"{max(seconds):.2f}"]
+        rows.append([row["fault"], row["backend"], ", ".join(map(str, Counter(kinds))), *counts, *times])
+    columns = ["fault", "backend", "named as", "rightly named", "freed", "median, s", "longest, s"]
+    return {"naming": table(columns, rows, words=3)}
 
 
 if __name__ == "__main__":
-    run_program(main)
+    bench.main()

@@ -28,14 +28,14 @@ def until(condition, explain, seconds=90.0):
     return found
 
 
-class Drill:
+class FaultRun:
     """A training on all hosts of a lab, with a fault on one of them."""
 
     def __init__(self, lab, folder, backend, faults):
         self.lab, self.folder, self.faults = lab, folder, faults
         settings = {"backend": backend, "faults": faults, "stall": 5.0, "lost": 2.0}
-        (folder / "drills.json").write_text(json.dumps([settings]))
-        command = [sys.executable, "-m", "bench_harness.fire_drill", str(folder)]
+        (folder / "cases.json").write_text(json.dumps([settings]))
+        command = [sys.executable, "-m", "bench_harness.fault_injection.watchdog_program", str(folder)]
         self.jobs = [
             lab.start([*command, str(host), str(HOSTS), str(RANKS)], on=host) for host in range(HOSTS)
         ]
@@ -58,24 +58,24 @@ class Drill:
         if not self.faults:
             self.wait_for("training", range(HOSTS * RANKS))
             self.lab.cut(FAULTY_HOST)
-        others = self.wait_for("told", OTHERS)
+        others = self.wait_for("error", OTHERS)
         can_write = "kill" not in self.faults and "stop" not in self.faults
-        faulty = self.wait_for("told", FAULTY) if can_write else []
-        (self.folder / "over-0").touch()
+        faulty = self.wait_for("error", FAULTY) if can_write else []
+        (self.folder / "end-0").touch()
         return others, faulty
 
 
 @pytest.fixture
-def run_drill(lab, tmp_path):
-    drills = []
+def run_with_fault(lab, tmp_path):
+    runs = []
 
     def run(backend, faults):
-        drills.append(Drill(lab, tmp_path, backend, faults))
-        return drills[-1].run()
+        runs.append(FaultRun(lab, tmp_path, backend, faults))
+        return runs[-1].run()
 
     yield run
-    for drill in drills:
-        for job in drill.jobs:
+    for each in runs:
+        for job in each.jobs:
             job.end()
 
 
@@ -90,8 +90,8 @@ def same_failure(errors, ranks=FAULTY):
     return errors[0]
 
 
-def test_a_rank_that_raises(run_drill):
-    others, faulty = run_drill("gloo", f"fail_at(rank=3, step={STEP})")
+def test_a_rank_that_raises(run_with_fault):
+    others, faulty = run_with_fault("gloo", f"fail_at(rank=3, step={STEP})")
     one = same_failure(others + faulty[:1], [3])
     assert (one["kind"], one["step"], one["phase"]) == ("raised", STEP, "forward")
     assert "RuntimeError: injected fault" in one["stack"]
@@ -99,8 +99,8 @@ def test_a_rank_that_raises(run_drill):
 
 
 @pytest.mark.thorough
-def test_a_rank_that_runs_out_of_memory(run_drill):
-    others, faulty = run_drill("paceline", f"fail_at(rank=3, step={STEP}, how='memory')")
+def test_a_rank_that_runs_out_of_memory(run_with_fault):
+    others, faulty = run_with_fault("paceline", f"fail_at(rank=3, step={STEP}, how='memory')")
     one = same_failure(others + faulty[:1], [3])
     assert (one["kind"], one["step"]) == ("raised", STEP)
     assert "_run_out_of_memory" in one["stack"]
@@ -108,23 +108,25 @@ def test_a_rank_that_runs_out_of_memory(run_drill):
 
 
 @pytest.mark.thorough
-def test_a_host_whose_ranks_are_killed(run_drill):
-    others, _ = run_drill("gloo", on_faulty_ranks(f"fail_at(rank={{rank}}, step={STEP}, how='kill')"))
+def test_a_host_whose_ranks_are_killed(run_with_fault):
+    others, _ = run_with_fault("gloo", on_faulty_ranks(f"fail_at(rank={{rank}}, step={STEP}, how='kill')"))
     assert same_failure(others)["kind"] == "gone"
     assert {each["step"] for each in others} <= {STEP - 1, STEP}
 
 
 @pytest.mark.thorough
-def test_a_host_whose_ranks_are_stopped(run_drill):
-    others, _ = run_drill("paceline", on_faulty_ranks(f"stall_at(rank={{rank}}, step={STEP}, how='stop')"))
+def test_a_host_whose_ranks_are_stopped(run_with_fault):
+    others, _ = run_with_fault(
+        "paceline", on_faulty_ranks(f"stall_at(rank={{rank}}, step={STEP}, how='stop')")
+    )
     assert same_failure(others)["kind"] == "stopped"
     assert {each["step"] for each in others} <= {STEP - 1, STEP}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
-def test_a_host_that_is_cut_off(run_drill, backend):
-    others, faulty = run_drill(backend, "")
+def test_a_host_that_is_cut_off(run_with_fault, backend):
+    others, faulty = run_with_fault(backend, "")
     assert same_failure(others)["kind"] == "unreachable"
     for each in faulty:
         found = (each["error"], each["kind"], each["host"])

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 import typer
 
+from bench_harness.lab_run import RESULT
 from bench_harness.markdown import fill
 from paceline._core.files import write_json, write_text
 from paceline.errors import PacelineError
@@ -224,3 +225,20 @@ class Benchmark:
             job_file.write_text(json.dumps({"job": job, "out": str(out)}), encoding="utf-8")
             program = [str(self._program), "rank", str(job_file)]
             yield program, lambda: json.loads(out.read_text(encoding="utf-8"))
+
+    # ------------------------------------------------------------------ other processes
+
+    def process(self, function: F) -> F:
+        """Make `function` what a process started by `command` does; `lab_run.results` returns what it returned."""
+
+        @self._app.command(function.__name__, hidden=True)
+        def process(arguments: str) -> None:
+            found = function(*json.loads(arguments))
+            if found is not None:
+                print(f"{RESULT}{json.dumps(found)}", flush=True)
+
+        return function
+
+    def command(self, function: Callable[..., Any], *arguments: Any) -> list[str]:
+        """Return the command line, as `Lab.start` takes it, that runs a `process` with arguments that are JSON."""
+        return [str(self._program), function.__name__, json.dumps(arguments)]

@@ -2,7 +2,7 @@
 
 A worker trains with `paceline.AsyncDataParallel` and logs every round that was acknowledged. The hub logs its memory.
 
-python -m bench_harness.storm.storm_program JOB.json HOST      (host 0: the hub)
+python -m bench_harness.fault_injection.hub_program JOB.json HOST      (host 0: the hub)
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,6 +32,8 @@ from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
 
 __all__ = ["corrupt_sends", "run_hub", "run_worker"]
 
+_EVERY, _DELAY = 10, 3
+_STEP_SECONDS = 0.03  # that a worker sleeps in each step
 _NUMEL = 2000
 _MEMORY_SECONDS = 2.0
 
@@ -41,14 +42,14 @@ def run_hub(job: dict[str, Any]) -> None:
     """Serve until SIGTERM."""
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    exchange = HubExchange(job["bind"], "", insecure=True)
+    exchange = HubExchange("tcp://*:7077", "", insecure=True)
     corrupt_sends(exchange, job["corrupted"], seed=time.time_ns())
     process, logged_at = psutil.Process(), 0.0
     with (
         HubJournal.open(Path(job["folder"], "hub"), resume=True) as journal,
         Path(job["folder"], "memory.jsonl").open("a", encoding="utf-8", buffering=1) as memory,
     ):
-        hub = Hub("storm", HubRules(silent_after=5.0, snapshot_every=200), journal, time.time)
+        hub = Hub("faults", HubRules(silent_after=5.0, snapshot_every=200), journal, time.time)
 
         def log_memory() -> None:
             nonlocal logged_at
@@ -69,7 +70,7 @@ def run_worker(job: dict[str, Any], number: int) -> None:
     task = _SpiralTask(number)
     acknowledged = (folder / f"acknowledged-{number}.txt").open("a", encoding="utf-8", buffering=1)
     training = AsyncDataParallel(
-        task.net, task.optimizer, job["hub"], job["every"], job["delay"], insecure=True, score=task.loss,
+        task.net, task.optimizer, job["hub"], _EVERY, _DELAY, insecure=True, score=task.loss,
         folder=folder / f"outbox-{number}", name=f"worker{number}",
     )  # fmt: skip
     with training:
@@ -78,7 +79,7 @@ def run_worker(job: dict[str, Any], number: int) -> None:
             corrupt_sends(thread.exchange, job["corrupted"], seed=time.time_ns())
         while time.time() < job["until"]:
             task.step()
-            time.sleep(job["step_seconds"])
+            time.sleep(_STEP_SECONDS)
         finished = training.finish(120.0)
     Path(folder, f"ended-{number}.json").write_text(json.dumps({"centre": finished}), encoding="utf-8")
 
@@ -129,33 +130,29 @@ def _spiral_points(numel: int, seed: int) -> tuple[Tensor, Tensor]:
     return inputs + 0.01 * torch.randn(numel, 2, generator=generator), spiral
 
 
-def corrupt_sends(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str]:
+def corrupt_sends(exchange: ZmqEndpoint, share: float, seed: int) -> None:
     """Corrupt a share of what an exchange sends from now on: flip a bit, cut, repeat, lose or delay an envelope.
 
     Args:
         exchange: whose messages end with header, payload and trailer.
         share: of all envelopes.
         seed: of the random choices.
-
-    Returns:
-        counts by kind, kept up to date.
     """
-    chance, counts, delayed = random.Random(seed), Counter[str](), list[list[Any]]()
+    generator, delayed = random.Random(seed), list[list[Any]]()
     wire = exchange._socket
     send = wire.send
 
     def corrupted(parts: Sequence[Any]) -> None:
-        if delayed and chance.random() < 0.5:
+        if delayed and generator.random() < 0.5:
             send(delayed.pop())  # out of order
-        if chance.random() >= share:
+        if generator.random() >= share:
             send(parts)
             return
-        kind = chance.choice(("flip", "cut", "repeat", "lose", "delay"))
-        counts[kind] += 1
+        kind = generator.choice(("flip", "cut", "repeat", "lose", "delay"))
         changed = [bytes(part) for part in parts]
         if kind == "flip":
-            index = len(changed) - 1 - chance.randrange(3)
-            changed[index] = _flip_bit(changed[index], chance)
+            index = len(changed) - 1 - generator.randrange(3)
+            changed[index] = _flip_bit(changed[index], generator)
         elif kind == "cut":
             changed[-2] = changed[-2][: len(changed[-2]) // 2]
         elif kind == "delay" and len(delayed) < 4:
@@ -167,14 +164,13 @@ def corrupt_sends(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str
             send(changed)
 
     wire.send = corrupted
-    return counts
 
 
-def _flip_bit(data: bytes, chance: random.Random) -> bytes:
+def _flip_bit(data: bytes, generator: random.Random) -> bytes:
     if not data:
         return b"\x01"
     changed = bytearray(data)
-    changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+    changed[generator.randrange(len(changed))] ^= 1 << generator.randrange(8)
     return bytes(changed)
 
 
