@@ -16,9 +16,8 @@ fresh processes, and the best one runs in the comparison.
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,14 +181,11 @@ def try_settings(ranks: int, crowded: bool, env: Mapping[str, str]) -> list[dict
 
 def start_ranks(job: Mapping[str, Any], ranks: int, env: Mapping[str, str]) -> Any:
     """Start this program's ranks under mpiexec and return what rank 0 returned; if one raises, all end."""
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        job_file, out = Path(folder, "job.json"), Path(folder, "out.json")
-        whole = {**job, "rendezvous": f"{folder}/rendezvous"}
-        job_file.write_text(json.dumps({"job": whole, "out": str(out)}), encoding="utf-8")
-        status = run_mpi(["-m", "mpi4py", __file__, "rank", str(job_file)], ranks, env=env)
+    with bench.job(job) as (program, result):
+        status = run_mpi(["-m", "mpi4py", *program], ranks, env=env)
         if status != 0:
             raise UsageError(f"mpiexec ended with {status}", remedy="see what it wrote above")
-        return json.loads(out.read_text(encoding="utf-8"))
+        return result()
 
 
 # ---------------------------------------------------------------------- a rank
@@ -205,7 +201,7 @@ def rank(job: dict[str, Any]) -> list[Any] | None:
         found: list[Any] = time_mpich()
     else:
         torch.set_num_threads(job["threads"])
-        rendezvous = f"file://{job['rendezvous']}"
+        rendezvous = f"file://{Path(sys.argv[-1]).with_name('rendezvous')}"  # beside the job's file
         dist.init_process_group("paceline", init_method=rendezvous, rank=world.rank, world_size=world.size)
         gloo = dist.new_group(backend="gloo")
         turns = sum(1 + rounds for _, rounds, _ in job["plan"])
