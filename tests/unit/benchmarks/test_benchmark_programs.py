@@ -1,4 +1,4 @@
-"""Programs of measurements: what they refuse before anything is measured, and what their results say of themselves."""
+"""Benchmark programs: options that are refused before anything is measured, and the head of every result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDERS_OF_RUNS = "report"  # as paceline train leaves them
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("program", "arguments", "said"),
+    ("program", "arguments", "message"),
     [
         (
             "slow-networks/tradeoff.py",
@@ -24,7 +24,7 @@ FOLDERS_OF_RUNS = "report"  # as paceline train leaves them
             "did you mean 'averaged every 4",
         ),
         ("plan-memory/plan_memory.py", ["run", "--only", "huge"], "no model is called so"),
-        ("exposed/exposed.py", ["run", "--only", "0"], "not in the range 1<=x<=7"),
+        ("exposed/exposed.py", ["run", "--only", "0"], "greater than or equal to 1"),
         ("device/overhead.py", ["run", "--device", "cpu"], "a result from a CPU is none"),
         ("slow-networks/loss.py", ["run", "--seeds", "0"], "greater than or equal to 1"),
         ("slow-networks/many.py", ["run", "--hosts", "4"], "greater than or equal to 6"),
@@ -34,10 +34,11 @@ FOLDERS_OF_RUNS = "report"  # as paceline train leaves them
         ("peers/set_up.py", ["--only", "horovod"], "is none of torchft, hivemind"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_no_result_is_replaced(program, arguments, said, tmp_path):
-    option = "--json" if program.startswith(("slow-networks", "plan-memory", "exposed")) else "--out"
-    asked = program.startswith(("slow-networks", "plan-memory", "exposed"))  # where to write; others know it
-    place = [option, str(tmp_path / "result.json")] if asked else []
+def test_invalid_options_are_refused_and_no_result_is_replaced(program, arguments, message, tmp_path):
+    writes_json = program.startswith(
+        ("slow-networks", "plan-memory", "exposed")
+    )  # the others find it themselves
+    place = ["--json", str(tmp_path / "result.json")] if writes_json else []
     ended = subprocess.run(
         [sys.executable, str(BENCHMARKS / program), *arguments, *place],
         capture_output=True,
@@ -47,7 +48,7 @@ def test_what_makes_no_sense_is_refused_and_no_result_is_replaced(program, argum
         check=False,
     )
     assert ended.returncode != 0
-    assert said in ended.stderr
+    assert message in ended.stderr
     assert "Traceback" not in ended.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -60,7 +61,7 @@ def results():
 
 
 @pytest.mark.parametrize("path", list(results()))
-def test_a_result_says_what_it_is(path):
+def test_a_result_names_its_kind_and_command(path):
     result = json.loads(path.read_text(encoding="utf-8"))
     if path.name == "seen.json":
         assert all("block" in row for row in result)

@@ -60,7 +60,7 @@ def main(path: str) -> None:
 
 
 def print_tick() -> None:
-    """Report one more finished turn to the process that started the ranks (`bench_harness.program.run_job`)."""
+    """Report one more finished turn to the process that started the ranks (`Lab.start_torchrun`)."""
     if dist.get_rank() == 0:
         print("tick", flush=True)
 
