@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from test_rank_arrivals import timelines
+from test_straggler_detection import timelines
 
 from paceline.tools.report.run.perfetto_export import trace_events
 from paceline.tools.report.run.run_records import read_run
