@@ -39,7 +39,7 @@ def test_the_drawn_tree_is_the_real_one():
 
 def test_all_is_sorted_and_complete():
     assert errors.__all__ == sorted(errors.__all__)
-    assert set(errors.__all__) == {cls.__name__ for cls in CLASSES} | {"unknown"}
+    assert set(errors.__all__) == {cls.__name__ for cls in CLASSES} | {"require", "unknown"}
 
 
 @pytest.mark.parametrize("cls", CLASSES)
