@@ -15,7 +15,8 @@ from training import SPEEDS, Training, wait_until
 
 import paceline
 from bench_harness.benchmark import Benchmark
-from bench_harness.lab_run import host_number, own_traffic, results
+from bench_harness.lab_run import host_number, results
+from bench_harness.ranks import interface_bytes
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_server import HubServer
 from paceline.async_dp.hub.hub_settings import HubOptimizer, HubRules
@@ -105,13 +106,13 @@ def worker(job: dict[str, Any]) -> dict[str, Any]:
             compression=job["compression"], bandwidth=job["bandwidth"], name=f"worker{rank}",
         )  # fmt: skip
     wait_until(job["at"])
-    began, before, last = time.monotonic(), own_traffic(), 0.0
+    began, before, last = time.monotonic(), interface_bytes(), 0.0
     with loop as running:
         while (elapsed := time.monotonic() - began) < job["seconds"]:
             training.step(lr_share(elapsed / job["seconds"]))
             last = time.monotonic() - began
         counts = vars(running.counts) if running is not None else {}
-    passed = own_traffic() - before
+    passed = interface_bytes() - before
     return {
         "rank": rank,
         "steps": training.steps,

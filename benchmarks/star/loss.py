@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import time
-import warnings
 from contextlib import nullcontext
 from statistics import median
 from typing import Annotated, Any
@@ -21,7 +20,6 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 from hub_training import SETTINGS, finish_chart, reached, train
-from torch.nn.parallel import DistributedDataParallel
 from training import BATCH, SIZE, SPEEDS, Training
 from typer import Option
 
@@ -29,6 +27,7 @@ import paceline
 from bench_harness.benchmark import Benchmark
 from bench_harness.lab_run import open_lab, results
 from bench_harness.markdown import table
+from bench_harness.ranks import tuned_ddp
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.report.charts.chart_style import COLOURS, INK, Chart, in_paceline_style, stacked_panels
@@ -114,16 +113,7 @@ def time_steps(fastest: float, lr: float, steps: int, options: dict[str, Any]) -
         training.model = paceline.DataParallel(training.net)
         loop = paceline.LocalSGD(training.model, training.optimizer, **options["local"])
     else:
-        with warnings.catch_warnings():  # what broadcast_buffers gives way to is too young
-            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
-            training.model = DistributedDataParallel(
-                training.net,
-                bucket_cap_mb=options["bucket_mib"],
-                gradient_as_bucket_view=True,
-                broadcast_buffers=False,
-                static_graph=True,
-                init_sync=False,
-            )
+        training.model = tuned_ddp(training.net, options["bucket_mib"])
     seconds = []
     with loop:
         for _ in range(steps + 4):

@@ -24,8 +24,9 @@ from training import BATCH, SIZE, SPEEDS, Training, wait_until
 from typer import Option
 
 from bench_harness.benchmark import Benchmark
-from bench_harness.lab_run import host_number, open_lab, own_traffic, read_json
+from bench_harness.lab_run import host_number, open_lab, read_json
 from bench_harness.markdown import table
+from bench_harness.ranks import interface_bytes
 from paceline.errors import UsageError, unknown
 from paceline.testing.netlab import Lab
 from paceline.tools.cli.shared_options import JsonOption
@@ -127,12 +128,12 @@ def worker(job: dict[str, Any]) -> None:
     training = Training(rank, job["seed"], place.settings["lr"], job["fastest_step"])
     {"hivemind": attach_hivemind, "torchft": attach_torchft}[job["library"]](place, training)
     wait_until(job["at"])
-    began, before, copies = time.monotonic(), own_traffic(), 0
+    began, before, copies = time.monotonic(), interface_bytes(), 0
     while True:
         elapsed = time.monotonic() - began
         if copies < COPIES and elapsed >= (copies + 1) * job["seconds"] / COPIES:
             copies += 1
-            passed = own_traffic() - before
+            passed = interface_bytes() - before
             tensors = {name: each.detach().clone() for name, each in training.net.named_parameters()}
             save_file(tensors, folder / f"copy-{rank}-{copies}.safetensors")
             done = {"steps": training.steps, "seconds": elapsed}

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.testing.netlab import Lab, LabJob
-from paceline.testing.netlab.lab_network import InterfaceBytes, parse_traffic
 from paceline.tools.bench.progress_bar import ProgressBar
 
-__all__ = ["RESULT", "host_number", "open_lab", "own_traffic", "read_json", "results", "wait_for"]
+__all__ = ["RESULT", "host_number", "open_lab", "read_json", "results", "wait_for"]
 
 T = TypeVar("T")
 
@@ -70,11 +69,6 @@ def wait_for(
 def host_number() -> int:
     """Return the number of the lab host that this process runs on."""
     return int(socket.gethostname().removeprefix("host"))
-
-
-def own_traffic() -> InterfaceBytes:
-    """Return the bytes that this host has sent and received so far."""
-    return parse_traffic(Path("/proc/net/dev").read_text(encoding="utf-8"))
 
 
 def read_json(path: Path) -> Any:

@@ -1,7 +1,7 @@
 """Simulation of a backward whose gradients are reduced in buckets, and the best bucket size.
 
-`simulate_backward` runs a backward with a model's real sizes and ready times,
-`best_bucket` tries bucket sizes. `paceline.cost_model.bucket_closed_form` has the results that need no simulation.
+`simulate_backward` runs a backward with a model's real sizes and ready times, `best_bucket` tries bucket sizes.
+`paceline.cost_model.bucket_closed_form` has the results that need no simulation.
 """
 
 from __future__ import annotations
