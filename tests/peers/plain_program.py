@@ -1,4 +1,4 @@
-"""A program that selects the backend by name, without importing paceline."""
+"""A program that selects the backend by its name alone."""
 
 import os
 import sys
