@@ -9,7 +9,7 @@ from typing import Any
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
 from paceline._core.format import format_size
-from paceline.cost_model.collective_fit import PredictionError
+from paceline.cost_model.collective_prediction import PredictionError
 from paceline.cost_model.cost_forms import MESSAGES_FORM, CostForm
 from paceline.cost_model.fit_measurements import MeasuredPoint, held_out_ranks, held_out_sizes
 from paceline.tools.bench.collectives.collectives_rows import CollectiveRow, read_collectives

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
-from paceline.cost_model.collective_fit import PredictionError
+from paceline.cost_model.collective_prediction import PredictionError
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points, held_out_sizes
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.report.charts.chart_style import Chart

@@ -26,11 +26,11 @@ from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
 from bench_harness.turns import take_turns
 from paceline._core.units import parse_list
-from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.collective_prediction import CollectiveFit
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.profile_entries import Source
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 from paceline.tools.bench.device_clock import slowest_rank
 from paceline.tools.bench.step.strategy_trainers import random_batch
 from paceline.tools.bench.step_parts.contention import measure_contention

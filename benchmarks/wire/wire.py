@@ -1,4 +1,4 @@
-"""gloo's reduce-scatter and all-gather beside the point-to-point ones of `paceline.parallel.comm`, on two ranks.
+"""gloo's reduce-scatter and all-gather beside the point-to-point ones of `gradient_collectives`, on two ranks.
 
     python benchmarks/wire/wire.py run
 
@@ -21,7 +21,7 @@ import paceline
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
 from bench_harness.turns import take_turns
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
 

@@ -26,7 +26,7 @@ def test_training_survives_faults_of_workers_and_hub(tmp_path: Path) -> None:
     found = count_losses(tmp_path, 2)
     assert (found["lost"], found["twice"], found["gaps"]) == (0, 0, 0)
     assert found["acknowledged"] > 10
-    assert (found["ended"], found["ended_with_centre"]) == (2, 2)
+    assert (found["ended"], found["ended_with_global_params"]) == (2, 2)
 
 
 def test_a_fault_plan_is_deterministic_and_a_host_has_one_fault_at_a_time() -> None:

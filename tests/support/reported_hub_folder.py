@@ -43,8 +43,8 @@ def traffic(t, sent=1000, received=500, *, seconds=5.0, bandwidth=None, workers=
     )  # fmt: skip
 
 
-def centre(t, worker, score, revision=1):
-    return record("centre", t, worker=worker, revision=revision, score=score)
+def global_score(t, worker, score, revision=1):
+    return record("global_score", t, worker=worker, revision=revision, score=score)
 
 
 def begin(t, worker):
@@ -65,7 +65,7 @@ def line(number, values) -> str:
 
 
 def long_run(lines: int, workers: int = 4, seconds: float = 3600.0) -> Iterator[dict[str, object]]:
-    """Yield the records of a run of about so many lines, in which the centre gets better."""
+    """Yield the records of a run of about so many lines, in which the global model gets better."""
     chance = random.Random(0)
     for worker in range(1, workers + 1):
         yield join(0.0, worker, f"w{worker}")
@@ -76,7 +76,7 @@ def long_run(lines: int, workers: int = 4, seconds: float = 3600.0) -> Iterator[
         worker = chance.randrange(1, workers + 1)
         score = 1 + 4 * math.exp(-3 * number / lines) + chance.gauss(0, 0.02)
         if number % 7 == 6:
-            yield centre(t, worker, score, number)
+            yield global_score(t, worker, score, number)
         else:
             yield update(t, worker, staleness=chance.expovariate(1.0), score=score + 0.1)
         if t - noted >= 5:
@@ -102,7 +102,7 @@ def demo(folder: Path) -> Path:
     for number in range(40):
         t = 3.0 + number / 2
         records.append(update(t, 1 + number % 3, staleness=number % 5 / 4, score=5.0 - number / 20))
-        records.append(centre(t + 0.1, 1 + number % 3, 4.8 - number / 20, number))
+        records.append(global_score(t + 0.1, 1 + number % 3, 4.8 - number / 20, number))
         if number % 10 == 9:
             records.append(traffic(t + 0.2, 10**6, 10**5, bandwidth=10**6, workers=workers_of))
             records.append(refuse(t + 0.3, 4, until=60.0 if number == 19 else 0.0))

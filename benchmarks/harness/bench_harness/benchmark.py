@@ -4,7 +4,7 @@ A program declares what it does by decorators, and each becomes a command of it:
 
     bench = Benchmark(__file__, docs=["drift.md"])
 
-    @bench.run          # python benchmarks/drift/drift.py run [options]: measures, writes the result
+    @bench.run          # python benchmarks/step/step.py run [options]: measures, writes the result
     @bench.rank         # what each rank of the measurement does; `start_ranks` starts them
     @bench.tables       # … table: fills the generated blocks of README.md and of pages in docs/
     @bench.charts       # … chart: draws PNGs beside the results

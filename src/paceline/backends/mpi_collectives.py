@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline._core.backoff import Backoff
+from paceline._core.poll_backoff import Backoff
 from paceline.backends.block_reduction import Reduction
 from paceline.backends.op_arguments import Tensors, as_bytes, as_row, copy_unless_same, overlap
 from paceline.backends.op_signature import ALL_OPS, OpSignature, check_exchange_sizes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline._core.backoff import Backoff
+from paceline._core.poll_backoff import Backoff
 from paceline.backends.async_work import CollectiveWork, untraced
 from paceline.backends.op_arguments import Contiguous, as_bytes, check_peer
 from paceline.errors import CollectiveError, CollectiveTimeout, UsageError

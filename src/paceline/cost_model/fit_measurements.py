@@ -26,7 +26,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from paceline.collectives.closed_form_cost import Terms
-from paceline.cost_model.collective_fit import (
+from paceline.cost_model.collective_prediction import (
     CheckedPrediction,
     CollectiveFit,
     PredictionError,

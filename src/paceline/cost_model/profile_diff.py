@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline._core.format import format_size
-from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.collective_prediction import CollectiveFit
 from paceline.cost_model.profile_entries import (
     RATES,
     CallCost,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from paceline._core.json_codec import Meta, NonNegative, Positive, Whole
 from paceline.cost_model.backward_simulation import ReadyGradient
-from paceline.cost_model.collective_fit import CollectiveFit, TimePrediction
+from paceline.cost_model.collective_prediction import CollectiveFit, TimePrediction
 from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.errors import UsageError, unknown
 
@@ -33,7 +33,7 @@ RATES = {"copy": "B/s", "add": "B/s", "matmul": "FLOP/s"}
 """Kinds of rates and their units: bytes read and written per second, floating-point operations per second."""
 
 CALLERS = ("paceline", "torch")
-"""Callers of an exchange: Paceline's engine (`paceline.parallel.comm`), or torch in one call, like its DDP."""
+"""Callers of an exchange: Paceline's engine (`paceline.parallel`), or torch in one call, like its DDP."""
 
 
 class ProfileEntry:
@@ -83,7 +83,7 @@ class CollectiveCost(ProfileEntry):
     source: Source
 
     def predict(self, nbytes: float, ranks: int, *, extrapolate: bool = False) -> TimePrediction:
-        """Predict the operation's time; see `paceline.cost_model.collective_fit.CollectiveFit.predict`."""
+        """Predict the operation's time; see `paceline.cost_model.collective_prediction.CollectiveFit.predict`."""
         return self.fit.predict(nbytes, ranks, extrapolate=extrapolate)
 
 

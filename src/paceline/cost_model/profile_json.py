@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from msgspec.structs import replace
 
 from paceline._core.json_codec import Meta, Positive, Whole, decode, encode, field_error
-from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.collective_prediction import CollectiveFit
 from paceline.cost_model.cost_forms import OPS, forms_by_name
 from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.cost_model.profile_entries import (

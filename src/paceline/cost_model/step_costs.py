@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.cost_model.backward_simulation import CommChannel
 from paceline.cost_model.bucket_closed_form import EqualBuckets
-from paceline.cost_model.collective_fit import PredictionError
+from paceline.cost_model.collective_prediction import PredictionError
 from paceline.cost_model.fit_measurements import held_out_ranks, held_out_sizes
 from paceline.cost_model.piecewise_fit import fit_line
 from paceline.cost_model.profile import Profile

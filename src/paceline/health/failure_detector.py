@@ -24,7 +24,7 @@ from paceline.health.straggler import StepTimes
 
 __all__ = ["SETTLE_SECONDS", "FailureDetector"]
 
-log = logging.getLogger("paceline.watch")
+log = logging.getLogger("paceline.health")
 
 SETTLE_SECONDS = {True: 0.25, False: 0.5}
 """Wait for better evidence, by whether the attribution is certain."""

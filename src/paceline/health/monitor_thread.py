@@ -30,7 +30,7 @@ from paceline.health.process_probe import LocalProcess
 
 __all__ = ["MonitorThread"]
 
-log = logging.getLogger("paceline.watch")
+log = logging.getLogger("paceline.health")
 
 HEARTBEAT_SECONDS = 0.2
 _RELAY_SECONDS = 1.0  # between heartbeats where they are relayed

@@ -15,7 +15,7 @@ from paceline.parallel.engine.grad_norm import global_norm, note_norm
 
 __all__ = ["NonFiniteGuard"]
 
-log = logging.getLogger("paceline.parallel")
+log = logging.getLogger("paceline.health")
 
 _ACTIONS = ("skip", "stop")
 

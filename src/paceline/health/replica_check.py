@@ -30,14 +30,14 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import ReplicasDiverged, UsageError
-from paceline.parallel.comm import broadcast_tensors
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
+from paceline.parallel.gradient_collectives import broadcast_tensors
 from paceline.world.control_collectives import PendingRows, gather_rows, gather_rows_async, verify_same
 from paceline.world.rendezvous import format_ranks
 
 __all__ = ["Divergence", "ReplicaCheck", "find_divergence", "mixed_digest", "tensor_digest"]
 
-log = logging.getLogger("paceline.checkpoint")
+log = logging.getLogger("paceline.health")
 
 _WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # words per pass: 32 MiB for each of a few temporary tensors

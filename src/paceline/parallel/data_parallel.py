@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import SyncError, UsageError
-from paceline.parallel.comm import Comm, broadcast_tensors
 from paceline.parallel.compression.compressed_bucket import CompressionStats
 from paceline.parallel.engine import optimizer_step_guard
 from paceline.parallel.engine.grad_norm import clip_global_norm_
@@ -27,6 +26,7 @@ from paceline.parallel.engine.model_checks import (
 )
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import Status, missing_samples_error
+from paceline.parallel.gradient_collectives import Comm, broadcast_tensors
 from paceline.parallel.sharding.fsdp import FSDPEngine
 from paceline.parallel.strategy import Sync
 from paceline.parallel.tuning.tuner import DEFAULT, Tuner

@@ -100,7 +100,7 @@ def repairs(rank, size, optimizer, source):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("paceline.checkpoint").addHandler(handler)
+    logging.getLogger("paceline.health").addHandler(handler)
     model, optim, check = wrapped(optimizer=optimizer, repair=source, buffers=True)
     refused = ""
     for number in range(1, 6):
@@ -111,7 +111,7 @@ def repairs(rank, size, optimizer, source):
         check.check()
     except ReplicasDiverged as error:
         refused = str(error)
-    logging.getLogger("paceline.checkpoint").removeHandler(handler)
+    logging.getLogger("paceline.health").removeHandler(handler)
     return check.repairs, model.whole_parameters(), records, refused
 
 

@@ -182,7 +182,7 @@ def train_past_a_stall(send, rank, folder):
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("paceline.watch").addHandler(handler)
+    logging.getLogger("paceline.health").addHandler(handler)
     model, optim = set_up(folder, rank, "paceline")
     step(model, optim)
     hooks = sys.excepthook, threading.excepthook

@@ -10,7 +10,7 @@ from torch.nn import functional
 import paceline
 from local_sgd_cases import WIDTH, adamw, batch_of, flat, network, same, sgd, take_step
 from paceline.errors import SyncError, UsageError
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.local_sgd.optimizer_state_averaging import average_state
 
 

@@ -15,7 +15,7 @@ import model_zoo
 import paceline
 from engine_cases import ALL, REPLICATED, data, loss_on
 from model_zoo import max_difference
-from paceline.parallel.comm import broadcast_tensors
+from paceline.parallel.gradient_collectives import broadcast_tensors
 from single_process import linear, one_process, over_paceline, pair, same
 
 SMALL_BUCKETS = [

@@ -13,7 +13,7 @@ import model_zoo
 import paceline
 from model_zoo import max_difference
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 
 ADAMW = {"lr": 0.02, "weight_decay": 0.05}
 

@@ -11,9 +11,10 @@ from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.async_simulation import AsyncResult, simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
+from paceline.tools.simulate.simulated_machines import SimulatedMachine
 
 
 def test_each_hub_receives_its_own_fragments_on_request() -> None:

@@ -113,7 +113,7 @@ def test_a_fetch_returns_the_global_parameters_and_their_revision() -> None:
     driver.join(1)
     driver.update(1, 0, ONES)
     (answer,) = driver.send("fetch", 1)
-    assert (answer.kind, answer.round, answer.dtype) == ("centre", 1, "bf16")
+    assert (answer.kind, answer.round, answer.dtype) == ("global_params", 1, "bf16")
     into = torch.empty(NUMEL)
     from paceline.async_dp.protocol.update_codec import UpdateCodec
 
@@ -238,7 +238,7 @@ def test_a_score_of_the_global_parameters_is_recorded() -> None:
     driver.join(1)
     driver.send("score", 1, score=1.25, revision=0)
     assert driver.hub.loss == 1.25
-    assert [each["score"] for each in driver.journal.ledger() if each["kind"] == "centre"] == [1.25]
+    assert [each["score"] for each in driver.journal.ledger() if each["kind"] == "global_score"] == [1.25]
 
 
 def test_a_worker_that_left_does_not_count() -> None:

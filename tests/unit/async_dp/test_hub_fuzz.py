@@ -47,7 +47,7 @@ META = st.dictionaries(
 )
 KINDS = st.sampled_from(
     ["hello", "update", "fetch", "parameters", "score", "beat", "bye", "welcome", "refusal", "who", "ack"]
-    + ["centre", "ask", "adopt", "together", "strange"]
+    + ["global_params", "ask", "adopt", "together", "strange"]
 )
 PAYLOADS = st.one_of(
     st.binary(max_size=80),

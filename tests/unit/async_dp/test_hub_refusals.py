@@ -92,7 +92,7 @@ def test_a_stale_update_is_dropped_or_down_weighted() -> None:
 def test_a_worker_that_is_ahead_waits_until_the_slowest_has_caught_up() -> None:
     driver = HubDriver(HubRules(staleness=StalenessPolicy("wait", bound=2)))
     driver.join(1, 2)
-    assert kinds(driver.send("fetch", 1)) == kinds(driver.send("fetch", 2)) == ["centre"]
+    assert kinds(driver.send("fetch", 1)) == kinds(driver.send("fetch", 2)) == ["global_params"]
     answers: list[str] = []
     for round in range(8):
         driver.update(1, round, ONES, base=driver.hub.updates)
@@ -100,7 +100,7 @@ def test_a_worker_that_is_ahead_waits_until_the_slowest_has_caught_up() -> None:
     assert len(answers) < 8
     driver.update(2, 0, ONES, base=0)
     changes = driver.send("fetch", 2)
-    assert {each.target for each in changes if each.kind == "centre"} == {1, 2}
+    assert {each.target for each in changes if each.kind == "global_params"} == {1, 2}
 
 
 def test_a_silent_worker_does_not_block_those_that_wait() -> None:
@@ -114,7 +114,7 @@ def test_a_silent_worker_does_not_block_those_that_wait() -> None:
         driver.update(1, round, ONES, base=driver.hub.updates)
         answers += [kinds(driver.send("fetch", 1))]
     assert [] in answers
-    assert answers[-1] == ["centre"]
+    assert answers[-1] == ["global_params"]
 
 
 def test_foreign_envelopes_are_counted_and_ignored() -> None:

@@ -69,7 +69,7 @@ class SessionDriver:
         self.welcome()
         assert self.sent() == ["fetch"]
         self.now += 0.05
-        self.receive("centre", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=1)
+        self.receive("global_params", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=1)
         self.replica.apply_received()
 
     def send_update(self) -> None:
@@ -103,7 +103,7 @@ def test_a_reply_resets_the_timeout_and_one_after_a_repetition_is_not_measured()
     assert driver.sent() == ["fetch"] or driver.advance()[1] == ["fetch"]
     pause, sent = driver.advance()
     assert (round(pause, 6), sent) == (1.2, ["fetch"])
-    driver.receive("centre", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=2)
+    driver.receive("global_params", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=2)
     assert round(driver.session_id.reply_timeout.fetch_seconds, 6) == 0.05
 
 

@@ -7,9 +7,10 @@ import pytest
 from paceline.async_dp.hub.hub_settings import HubRules, PopulationRules
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.models.gpt_sizes import GptSize
-from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.async_simulation import AsyncResult, simulate_async
 from paceline.tools.simulate.learning_tasks import GPTTask
+from paceline.tools.simulate.simulated_machines import SimulatedMachine
 
 ROUND = 10  # steps from one score to the next
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from paceline.collectives.closed_form_cost import closed_form
-from paceline.cost_model.collective_fit import CheckedPrediction, PredictionError
+from paceline.cost_model.collective_prediction import CheckedPrediction, PredictionError
 from paceline.cost_model.cost_forms import (
     MESSAGES_FORM,
     OPS,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cost_model.collective_fit import PredictionError
+from paceline.cost_model.collective_prediction import PredictionError
 from paceline.cost_model.fit_measurements import MeasuredPoint, held_out_sizes
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "nccl-tables"

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.parallel.compression.blockwise import BlockwiseCodec, RoundingBits
+from paceline.parallel.compression.blockwise import BlockwiseCodec
 from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
+from paceline.parallel.compression.stochastic_rounding import RoundingBits
 
 NEAREST = {
     "fp32": RawCodec(),

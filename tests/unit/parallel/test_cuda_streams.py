@@ -7,8 +7,8 @@ import torch
 
 import paceline
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm
 from paceline.parallel.engine.bucket import Bucket, GradSlot
+from paceline.parallel.gradient_collectives import Comm
 
 
 class Stream:

@@ -81,7 +81,7 @@ def run_worker(job: dict[str, Any], number: int) -> None:
             task.step()
             time.sleep(_STEP_SECONDS)
         finished = training.finish(120.0)
-    Path(folder, f"ended-{number}.json").write_text(json.dumps({"centre": finished}), encoding="utf-8")
+    Path(folder, f"ended-{number}.json").write_text(json.dumps({"global_params": finished}), encoding="utf-8")
 
 
 def _log_acknowledged(outbox: Outbox, log: TextIO) -> None:

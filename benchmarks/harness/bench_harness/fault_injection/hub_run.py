@@ -88,7 +88,7 @@ def count_losses(folder: Path, workers: int) -> dict[str, Any]:
         ``updates``: merged, according to the ledger; ``acknowledged``: rounds that workers saw acknowledged, as merged
         or refused; ``lost``: those of them that the ledger lacks; ``twice``: rounds that were merged more than once;
         ``gaps``: revisions that don't follow one another; ``refused``: updates by reason; ``ended``: workers that left
-        in order; ``ended_with_centre``: those of them that left with the global parameters; ``first_score`` and
+        in order; ``ended_with_global_params``: those of them that left with the global parameters; ``first_score`` and
         ``last_score`` of the global parameters that workers reported, or None.
     """
     rows = list(read_ledger(folder / "hub"))
@@ -104,7 +104,7 @@ def count_losses(folder: Path, workers: int) -> dict[str, Any]:
             round, fragment = map(int, line.split())
             acknowledged.add((numbers[f"worker{worker}"], fragment, round))
     revisions = [row["revision"] for row in updates]
-    scores = [row["score"] for row in rows if row["kind"] == "centre" and row["score"] is not None]
+    scores = [row["score"] for row in rows if row["kind"] == "global_score" and row["score"] is not None]
     ended = [read_json(path) for path in folder.glob("ended-*.json")]
     return {
         "updates": len(merged),
@@ -114,7 +114,7 @@ def count_losses(folder: Path, workers: int) -> dict[str, Any]:
         "gaps": sum(after != before + 1 for before, after in zip([0, *revisions], revisions, strict=False)),
         "refused": dict(Counter(row["why"].partition(":")[0] for row in refusals)),
         "ended": len(ended),
-        "ended_with_centre": sum(each["centre"] for each in ended),
+        "ended_with_global_params": sum(each["global_params"] for each in ended),
         "first_score": scores[0] if scores else None,
         "last_score": scores[-1] if scores else None,
     }

@@ -354,7 +354,7 @@ class Hub:
             member.sent_nbytes += len(packet)
             meta = {"samples": self.counters.samples, "updates": self.updates, **self._shared_meta()}
             self._outgoing.append(
-                HubMessage("centre", HUB, member.number, revision, fragment, meta, packet, codec)
+                HubMessage("global_params", HUB, member.number, revision, fragment, meta, packet, codec)
             )
 
     # ------------------------------------------------------------------ scores and initial parameters
@@ -365,7 +365,7 @@ class Hub:
             return
         if revision is not None:
             self.loss = float(score)
-            self._record("centre", worker=member.number, revision=revision, score=score)
+            self._record("global_score", worker=member.number, revision=revision, score=score)
             return
         member.score = float(score)
         if self.phase == "population":

@@ -20,7 +20,7 @@ def snapshot_facts(
     return {
         "run": run,
         "layout": params.layout.pack().hex(),
-        "centres": params.facts(),
+        "global_params": params.facts(),
         "updates": counters.updates,
         "samples": counters.samples,
         "staleness": counters.histogram.counts,
@@ -49,7 +49,7 @@ def restore_snapshot(
         CheckpointError: the snapshot is of another outer optimizer or shard.
     """
     params = make_params(ParameterLayout.unpack(bytes.fromhex(facts["layout"])))
-    params.load(tensors, facts["centres"])
+    params.load(tensors, facts["global_params"])
     counters.updates, counters.samples = facts["updates"], facts["samples"]
     counters.histogram.counts = list(facts["staleness"])
     for number, values in facts["members"].items():

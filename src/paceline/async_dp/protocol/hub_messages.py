@@ -1,22 +1,22 @@
 """Messages between the hub and its workers (pure).
 
     worker → hub
-      hello        joins: version, name, schedule; payload: the layout of its model
-      update       a pseudo-gradient; payload: a packed fragment
-      fetch        requests the global parameters of a fragment
-      parameters   its own parameters, answer to ``ask``; payload: a packed fragment
-      score        score of its own parameters, or of the global parameters at a revision
-      beat         heartbeat: steps, samples, speed, loss, current schedule
-      bye          leaves
+      hello          joins: version, name, schedule; payload: the layout of its model
+      update         a pseudo-gradient; payload: a packed fragment
+      fetch          requests the global parameters of a fragment
+      parameters     its own parameters, answer to ``ask``; payload: a packed fragment
+      score          score of its own parameters, or of the global parameters at a revision
+      beat           heartbeat: steps, samples, speed, loss, current schedule
+      bye            leaves
     hub → worker
-      welcome      accepted: run, phase, which of how many workers it is
-      refusal      rejected, and why
-      who          unknown or expired session: say hello
-      ack          an update was merged, or refused and why; the decision is on disk
-      centre       answer to ``fetch``; payload: a packed fragment of the global parameters
-      ask          requests the worker's parameters
-      adopt        parameters of another worker that replace its own; payload: a packed fragment
-      together     all share the global parameters from now on; names the worker they were taken from
+      welcome        accepted: run, phase, which of how many workers it is
+      refusal        rejected, and why
+      who            unknown or expired session: say hello
+      ack            an update was merged, or refused and why; the decision is on disk
+      global_params  answer to ``fetch``; payload: a packed fragment of the global parameters
+      ask            requests the worker's parameters
+      adopt          parameters of another worker that replace its own; payload: a packed fragment
+      together       all share the global parameters from now on; names the worker they were taken from
 
 A message that arrives twice does no harm: an update is identified by (worker, round, fragment), global parameters by
 their revision, and the others state what holds at the time.
@@ -46,7 +46,7 @@ __all__ = [
 PROTOCOL_VERSION = 1
 """Hub and workers must have the same."""
 
-BULK_KINDS = frozenset({"hello", "update", "parameters", "centre", "adopt"})
+BULK_KINDS = frozenset({"hello", "update", "parameters", "global_params", "adopt"})
 """Kinds with a payload; all others have none."""
 
 Number = int | float

@@ -11,7 +11,7 @@ the same object in virtual time.
 [Note: warm-up] In the first steps parameters change most, and workers that train separately for k steps are far from
 each other when they are averaged. Exchanging often at first (post-local SGD: Lin et al., arXiv 1808.07217) costs few
 bytes and lets an outer momentum start where the direction is clear; averaging alone gains little (see
-benchmarks/star/README.md). Where the network can't carry every other step, updates are skipped until it can.
+benchmarks/asynchronous/README.md). Where the network can't carry every other step, updates are skipped until it can.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class AsyncWorker:
     Attributes:
         counts: of steps and updates.
         lr_scale: factor for the learning rate that the hub assigned.
-        scores: (step, score, "own" or "centre" for the global parameters).
+        scores: (step, score, "own" or "global" for the global parameters).
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class AsyncWorker:
 
     def _score_global(self, replica: FragmentReplica) -> float | None:
         """Return the score of the global parameters, which the model holds now, and report it to the hub."""
-        score = self._score_model("centre")
+        score = self._score_model("global")
         if score is not None:
             meta = {"score": score, "revision": replica.received_revision}
             self.sessions[0].requests.append(SessionRequest(0, "score", meta=meta))

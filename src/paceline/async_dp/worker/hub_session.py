@@ -35,7 +35,8 @@ from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UPDATE_CODECS
 from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate
 from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
-from paceline.async_dp.worker.session_state import FragmentExchange, HubStatus, ReplyTimeout, SessionRequest
+from paceline.async_dp.worker.reply_timeout import ReplyTimeout
+from paceline.async_dp.worker.session_state import FragmentExchange, HubStatus, SessionRequest
 from paceline.errors import DamagedEnvelope, UsageError
 from paceline.transport.envelope import Bytes, Envelope
 from paceline.transport.envelope_header import Header
@@ -391,7 +392,7 @@ _HANDLERS: Mapping[str, Callable[[HubSession, HubMessage, float], None]] = {
     "refusal": HubSession._on_refusal,
     "who": HubSession._restart,
     "ack": HubSession._on_ack,
-    "centre": HubSession._on_global_params,
+    "global_params": HubSession._on_global_params,
     "ask": HubSession._on_ask,
     "adopt": HubSession._on_adopt,
     "together": HubSession._on_together,

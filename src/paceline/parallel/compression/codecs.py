@@ -23,14 +23,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError, unknown
-from paceline.parallel.compression.blockwise import (
-    BlockLayout,
-    BlockwiseCodec,
-    RoundingBits,
-    align_up,
-    make_rounding_bits,
-    packet_view,
-)
+from paceline.parallel.compression.blockwise import BlockLayout, BlockwiseCodec, align_up, packet_view
+from paceline.parallel.compression.stochastic_rounding import RoundingBits, make_rounding_bits
 
 __all__ = ["Codec", "HalfCodec", "IntCodec", "RawCodec"]
 

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.comm import Comm, PendingCollective
 from paceline.parallel.compression.codecs import Codec
 from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.parallel.compression.exchange_thread import ExchangeThread, PendingExchange
+from paceline.parallel.gradient_collectives import Comm, PendingCollective
 
 __all__ = [
     "UNWEIGHTED",

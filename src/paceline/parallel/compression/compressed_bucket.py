@@ -12,7 +12,6 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from paceline.parallel.comm import Comm
 from paceline.parallel.compression.codecs import Codec
 from paceline.parallel.compression.compressed_allreduce import (
     AllGatherReduce,
@@ -23,6 +22,7 @@ from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.compression.powersgd import TAGS, PowerSGDAllReduce
+from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["CompressedBucket", "CompressionStats", "ResidualState"]
 

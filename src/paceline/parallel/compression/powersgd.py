@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm
 from paceline.parallel.compression.codecs import RawCodec
 from paceline.parallel.compression.compressed_allreduce import (
     UNWEIGHTED,
@@ -40,6 +39,7 @@ from paceline.parallel.compression.compressed_allreduce import (
     PacketHeader,
 )
 from paceline.parallel.compression.exchange_thread import ExchangeThread, PendingExchange
+from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["TAGS", "LowRankFactors", "PowerSGDAllReduce", "as_matrix", "worth_factoring"]
 

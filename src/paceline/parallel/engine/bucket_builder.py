@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from paceline.cost_model.bucket_assignment import plan_buckets
-from paceline.parallel.comm import Comm
 from paceline.parallel.compression.compressed_bucket import CompressedBucket
 from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import ALIGN, Bucket, GradSlot, storage_dtype, storage_numel
+from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 
 __all__ = ["agree_order", "build_buckets", "return_freed_memory"]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline._core.format import plural
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 from paceline.world.control_collectives import sum_over_ranks
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from paceline.parallel.comm import Comm
 from paceline.parallel.engine.bucket import GradSlot
+from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["LateGradients", "register_grad_hooks"]
 

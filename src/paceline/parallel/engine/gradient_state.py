@@ -13,7 +13,6 @@ import torch
 
 from paceline._core.step_state import wait_counters
 from paceline.errors import SyncError, UsageError
-from paceline.parallel.comm import Comm
 from paceline.parallel.compression.compressed_bucket import ResidualState
 from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece
 from paceline.parallel.engine.bucket_builder import build_buckets
@@ -23,6 +22,7 @@ from paceline.parallel.engine.grad_hooks import LateGradients
 from paceline.parallel.engine.launch_queue import LaunchQueue, SyncTimings
 from paceline.parallel.engine.loss_weights import LossWeights
 from paceline.parallel.engine.round_status import RoundSummary
+from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 
 __all__ = ["GradientState"]

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline._core.step_state import step_state
 from paceline.errors import UnsyncedGradients, UsageError
-from paceline.parallel.comm import Comm
 from paceline.parallel.engine.engine_protocols import PlanController
+from paceline.parallel.gradient_collectives import Comm
 from paceline.testing import fault_injection
 
 __all__ = ["ConsumesShards", "GuardedEngine", "ensure_synchronised", "register_engine"]

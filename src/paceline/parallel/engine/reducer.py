@@ -29,7 +29,6 @@ import torch
 
 from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import SyncError
-from paceline.parallel.comm import Comm
 from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
@@ -38,6 +37,7 @@ from paceline.parallel.engine.grad_hooks import register_grad_hooks
 from paceline.parallel.engine.gradient_state import GradientState
 from paceline.parallel.engine.loss_weights import LossWeights
 from paceline.parallel.engine.round_status import RoundSummary, Status, missing_samples_error
+from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 
 __all__ = ["Reducer"]

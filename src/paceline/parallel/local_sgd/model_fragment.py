@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.comm import Comm
 from paceline.parallel.compression.codecs import Codec, RawCodec
 from paceline.parallel.compression.compressed_allreduce import AllToAllReduce, PacketHeader
 from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.parallel.compression.exchange_thread import ExchangeThread
+from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.local_sgd.outer_optimizers import OuterOptimizer
 
 __all__ = ["ModelFragment", "SyncResult"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 from paceline.world.control_collectives import gather_texts
 
 __all__ = ["average_state", "average_state_before_next_step", "cancel_state_averaging"]

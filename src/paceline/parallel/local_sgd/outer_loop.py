@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm, broadcast_tensors
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
 from paceline.parallel.engine.model_checks import model_signature
 from paceline.parallel.engine.reducer import Reducer
+from paceline.parallel.gradient_collectives import Comm, broadcast_tensors
 from paceline.parallel.local_sgd.model_fragment import ModelFragment, SyncResult
 from paceline.parallel.local_sgd.optimizer_state_averaging import (
     average_state_before_next_step,

@@ -33,9 +33,9 @@ from torch.utils import _pytree as pytree
 
 from paceline._core.step_state import step_state
 from paceline.errors import SyncError, UnsyncedGradients, UsageError
-from paceline.parallel.comm import Comm
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import RoundSummary, Status
+from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 
 __all__ = ["FSDPEngine", "default_units"]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm
 from paceline.parallel.engine.bucket import Bucket, ShardPiece, shaped_as, storage_numel
+from paceline.parallel.gradient_collectives import Comm
 from paceline.world.control_collectives import gather_texts
 
 __all__ = [

@@ -30,9 +30,9 @@ from datetime import UTC, datetime
 import torch
 
 from paceline.cost_model.backward_simulation import ReadyGradient
-from paceline.parallel.comm import Comm
 from paceline.parallel.engine.engine_protocols import ReshardableOptimizer
 from paceline.parallel.engine.reducer import Reducer
+from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 from paceline.parallel.tuning.candidates import CallCost, CandidateRace, candidate_plans
 from paceline.parallel.tuning.tuning_cache import TuningCache, TuningResult

@@ -17,8 +17,8 @@ import xxhash
 from paceline._core.files import write_json
 from paceline._core.json_codec import encode
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm
 from paceline.parallel.engine.bucket import GradSlot
+from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 from paceline.world.control_collectives import gather_texts
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from paceline._core.json_codec import Meta, NonNegative, Positive, decode, field_error, read_result
 from paceline.collectives.closed_form_cost import CLOSED_FORMS
-from paceline.cost_model.collective_fit import CheckedPrediction, PredictionError
+from paceline.cost_model.collective_prediction import CheckedPrediction, PredictionError
 from paceline.cost_model.cost_forms import OPS, CostForm
 from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.cost_model.profile_entries import CallCost, Source

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from paceline._core.format import format_bytes
 from paceline._core.json_codec import decode, encode
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 from paceline.tools.bench.peak_memory import CpuAllocations
 from paceline.tools.bench.rank_jobs import StartRanks, read_job, run_rank_job, write_job_result
 from paceline.tools.plan.memory.caching_allocator import replay_allocations

@@ -30,13 +30,13 @@ class AsyncRow:
         name: name of the schedule.
         every: local steps between updates; None for DDP.
         delay: local steps from sending to merging; None for DDP.
-        loss: loss of the centre at the end.
+        loss: loss of the global model at the end.
         best: best loss of a worker's own parameters at the end.
         seconds: virtual time until the last worker's last step.
         steps: local steps of all workers.
         nbytes: bytes sent and received per worker, network headers included.
         points: loss over time.
-        digest: hash of the centre's parameters at the end.
+        digest: hash of the global model's parameters at the end.
         initial_loss: loss before the first step.
         staleness_median: staleness of accepted updates in rounds; None without updates.
         staleness_max: maximum staleness; None without updates.

@@ -24,8 +24,9 @@ from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.simulate.async_results import LossPoint
-from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent
+from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.learning_tasks import LearningTask
+from paceline.tools.simulate.simulated_machines import ChurnEvent
 from paceline.tools.simulate.simulated_worker import SimulatedWorker
 from paceline.transport.envelope import Bytes, Envelope
 from paceline.transport.transport_interface import HUB
@@ -44,8 +45,8 @@ class AsyncResult:
     """Result of an asynchronous simulation.
 
     Attributes:
-        points: loss of the centre over time.
-        loss: loss of the centre at the end.
+        points: loss of the global model over time.
+        loss: loss of the global model at the end.
         best: best loss of a worker's own parameters at the end.
         seconds: virtual time.
         trained_seconds: virtual time until the last worker's last step.
@@ -62,7 +63,7 @@ class AsyncResult:
         messages: envelopes sent in both directions.
         counts: counters of each worker.
         decisions: decisions in the hub's journal.
-        digest: hash of the centre's parameters.
+        digest: hash of the global model's parameters.
     """
 
     points: tuple[LossPoint, ...]
@@ -206,7 +207,7 @@ class AsyncSimulation:
 
     @torch.no_grad()
     def _loss(self) -> float:
-        """Return the held-out loss of the centre.
+        """Return the held-out loss of the global model.
 
         While the hub is down, this is the previous loss; while workers train separately, the best worker's; before
         training, the initial one.
@@ -227,7 +228,7 @@ class AsyncSimulation:
         return self._evaluator.score()
 
     def theta(self) -> Tensor:
-        """Return the centre's parameters as 1-D float32, fragment by fragment; empty without a centre."""
+        """Return the global parameters as 1-D float32, fragment by fragment; empty without any."""
         params = self._hub.params if self._hub is not None else None
         if params is None:
             return torch.empty(0)

@@ -19,8 +19,9 @@ from paceline._core.keyed_random import derive_key
 from paceline.errors import UsageError
 from paceline.tools.plan.slow_network import BACKWARD_SHARE
 from paceline.tools.simulate.async_results import LossPoint
-from paceline.tools.simulate.async_settings import LrSchedule, SimulatedMachine, jitter_factor
+from paceline.tools.simulate.async_settings import LrSchedule
 from paceline.tools.simulate.learning_tasks import Learner, LearningTask
+from paceline.tools.simulate.simulated_machines import SimulatedMachine, jitter_factor
 from paceline.transport.virtual_time import WIRE_OVERHEAD
 
 __all__ = ["DdpPlan", "DdpResult", "ring_all_reduce_seconds", "simulate_ddp"]

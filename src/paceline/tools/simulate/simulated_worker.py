@@ -19,8 +19,9 @@ from paceline.async_dp.worker.async_worker import AsyncWorker
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.parallel.compression.compression_config import Compression
-from paceline.tools.simulate.async_settings import AsyncPlan, jitter_factor
+from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.learning_tasks import LearningTask
+from paceline.tools.simulate.simulated_machines import jitter_factor
 from paceline.transport.envelope import Envelope
 from paceline.transport.virtual_time import VirtualClock, VirtualExchange, VirtualLink, VirtualNetwork
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from paceline._core.format import format_decimal, format_seconds
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import token_loss as loss_of
 from paceline.tools.models.gpt_sizes import GptSize

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from paceline._core.backoff import Backoff
+from paceline._core.poll_backoff import Backoff
 from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
 from paceline.transport.envelope_header import Header
 from paceline.transport.message_frames import FRAME_NBYTES, ReceiveLedger, message_checksum, split_frames

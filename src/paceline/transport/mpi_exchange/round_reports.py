@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline._core.backoff import Backoff
 from paceline._core.json_codec import decode, encode
+from paceline._core.poll_backoff import Backoff
 from paceline.errors import EnvelopeError, MissingEnvelope
 from paceline.transport.mpi_exchange.message_carrier import (
     ABANDONED_BUFFERS,

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 from paceline.tools.bench.peak_memory import CpuAllocations
 from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
 from paceline.tools.plan.memory.memory_prediction import Untraceable, predict_memory

@@ -28,7 +28,7 @@ def texts(chart):
 
 
 @pytest.mark.parametrize("wide", [True, False])
-def test_the_chart_of_scores_names_the_centre_and_few_workers(wide):
+def test_the_chart_of_scores_names_the_global_model_and_few_workers(wide):
     curves = ScoreCurves(
         [(5, 4.0), (60, 2.0)],
         [ChartLine("ann", [(1, 5.0), (50, 3.0)])],
@@ -36,13 +36,13 @@ def test_the_chart_of_scores_names_the_centre_and_few_workers(wide):
         replacements=[(3, 6.0)],
     )
     found = texts(score_chart(curves, 60, y="score", wide=wide))
-    assert {"centre", "ann", "score", "wall time (s)", "all adopt the best"} <= set(found)
+    assert {"global model", "ann", "score", "wall time (s)", "all adopt the best"} <= set(found)
 
 
 def test_many_workers_have_no_names():
     lines = [ChartLine(f"w{each}", [(1, 5.0), (50, 3.0)]) for each in range(20)]
     found = texts(score_chart(ScoreCurves([(5, 4.0), (60, 2.0)], lines), 60, y="score"))
-    assert "centre" in found
+    assert "global model" in found
     assert not any(text and text.startswith("w") and text != "wall time (s)" for text in found)
 
 

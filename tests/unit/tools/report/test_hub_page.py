@@ -15,10 +15,11 @@ from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.report.hub.hub_page import _bars, write_hub_report
-from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine
+from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
-from reported_hub_folder import centre, demo, join, long_run, record, refuse, traffic, update, write
+from paceline.tools.simulate.simulated_machines import ChurnEvent, SimulatedMachine
+from reported_hub_folder import demo, global_score, join, long_run, record, refuse, traffic, update, write
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def test_the_page_shows_results_contributions_and_decisions(page):
     for text in (
         "<h1>Asynchronous run demo</h1>",
         "In 51.5 s the hub accepted 41 updates of 3 workers",
-        "The centre&#39;s score went from 4.8 to 2.85 (lower is better).",
+        "The global model&#39;s score went from 4.8 to 2.85 (lower is better).",
         "torch DDP would have sent 4.92 GB",
         "Most updates of dan were refused (not finite 4): investigate this first.",
         "<h2>Score</h2>", "<h2>Contributions</h2>", "<h2>Staleness</h2>", "<h2>Network</h2>",
@@ -68,7 +69,7 @@ def page_of_names(folder, names, reason, run):
     """Return the page of a run with malicious names of workers, reasons and run."""
     records = [join(0, number, name) for number, name in enumerate(names)]
     for number, _ in enumerate(names):
-        records += [update(1 + number, number, score=2.0), centre(2 + number, number, 1.0)]
+        records += [update(1 + number, number, score=2.0), global_score(2 + number, number, 1.0)]
         records += [refuse(3 + number, number, f"{reason}: {reason}", until=60.0)]
         records += [record("replace", 4, worker=number, by=0, lr=0.1, why=f"{reason} of 0")]
     return write_hub_report(write(folder, records, name=run)).read_text()
@@ -192,7 +193,7 @@ def test_the_ledger_of_a_real_hub_is_read(tmp_path, monkeypatch):
     )  # fmt: skip
     simulate_async(plan, LinearTask())
     kinds = {each["kind"] for each in written}
-    expected = "join silent score replace together begin update centre refuse"
+    expected = "join silent score replace together begin update global_score refuse"
     assert set(expected.split()) <= kinds
     page = write_hub_report(write(tmp_path, written)).read_text()
     parse(page)

@@ -15,8 +15,8 @@ from paceline.tools.report.hub.worker_statistics import WorkerTable, printable
 from reported_hub_folder import (
     START,
     begin,
-    centre,
     demo,
+    global_score,
     join,
     line,
     long_run,
@@ -134,14 +134,15 @@ def test_traffic_is_added_up_and_its_peaks_kept(run):
     assert (link.saturated, link.with_reservation) == (1, 3)
 
 
-def test_scores_of_the_centre_and_of_workers_become_curves(run):
+def test_scores_of_the_global_model_and_of_workers_become_curves(run):
     hub_run = run(
         record("score", 1, worker=1, score=9.0, steps=20, lr=0.1),
         record("score", 2, worker=2, score=None, steps=20, lr=0.1),
         record("replace", 2, worker=1, by=2, lr=0.1, why="bad"), record("together", 3, worker=2, why="now"),
-        centre(4, 1, 5.0), update(5, 1, score=4.0), centre(6, 2, 2.0), centre(7, 2, None), centre(8, 2, 3.0),
+        global_score(4, 1, 5.0), update(5, 1, score=4.0), global_score(6, 2, 2.0), global_score(7, 2, None),
+        global_score(8, 2, 3.0),
     )  # fmt: skip
-    assert [(at - START, score) for at, score in hub_run.centre_scores.points()] == [
+    assert [(at - START, score) for at, score in hub_run.global_scores.points()] == [
         (4, 5.0),
         (6, 2.0),
         (8, 3.0),
@@ -251,7 +252,7 @@ def test_a_ledger_with_any_content_can_be_read(run):
     good = [
         join(0, 1, "a"), begin(0, 1), update(0, 1), refuse(0, 1),
         traffic(0, workers={1: {"steps": 1, "speed": 2.0, "loss": 3.0}}),
-        centre(0, 1, 1.0), record("score", 0, worker=1, score=1.0), record("replace", 0, worker=1, by=2, why="x"),
+        global_score(0, 1, 1.0), record("score", 0, worker=1, score=1.0), record("replace", 0, worker=1, by=2, why="x"),
         record("together", 0, worker=1, why="x"), record("leave", 0, worker=1), record("silent", 0, worker=1),
     ]  # fmt: skip
     records = []
@@ -273,7 +274,7 @@ def test_memory_does_not_grow_with_the_ledger():
         tracemalloc.stop()
     assert run.records > 20_000
     assert peak < 3e6  # the records themselves take several times as much
-    assert len(run.centre_scores.points()) <= 2000
+    assert len(run.global_scores.points()) <= 2000
 
 
 def test_memory_does_not_grow_with_workers_that_join_and_leave():

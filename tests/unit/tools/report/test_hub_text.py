@@ -17,7 +17,7 @@ from paceline.tools.report.hub.hub_text import (
     traffic_caption,
 )
 from paceline.tools.report.hub.worker_statistics import WorkerTable
-from reported_hub_folder import begin, centre, join, record, refuse, traffic, update
+from reported_hub_folder import begin, global_score, join, record, refuse, traffic, update
 
 
 def run_of(*records):
@@ -44,13 +44,13 @@ def test_results_staleness_and_traffic_are_described():
     found = sentences(
         *two_workers(),
         traffic(10, 6_000_000, 2_000_000),
-        centre(11, 1, 5.0),
+        global_score(11, 1, 5.0),
         refuse(12, 1),
-        centre(75, 2, 2.5),
+        global_score(75, 2, 2.5),
     )
     assert found == (
         "In 1 min 15 s the hub accepted 10 updates of 2 workers, trained on 6.4 k samples; 1 was refused (9.1 %).",
-        "The centre's score went from 5 to 2.5 (lower is better).",
+        "The global model's score went from 5 to 2.5 (lower is better).",
         "Half of all updates were at most 0.5 rounds stale on arrival, the worst 0.5; in a round every worker sends "
         "one.",
         "The hub received 2 MB and sent 6 MB; torch DDP would have sent 1.2 GB for the same steps, 150× as much.",
@@ -58,14 +58,17 @@ def test_results_staleness_and_traffic_are_described():
 
 
 def test_a_score_that_got_worse_is_called_so():
-    found = sentences(*two_workers(), centre(1, 1, 5.0), centre(3, 1, 4.0), centre(9, 1, 60.0))
+    found = sentences(
+        *two_workers(), global_score(1, 1, 5.0), global_score(3, 1, 4.0), global_score(9, 1, 60.0)
+    )
     assert found[1] == (
-        "The centre's score went from 5 to 60, worse than at the beginning; its best was 4 after 3 s (lower is better)."
+        "The global model's score went from 5 to 60, worse than at the beginning; its best was 4 after 3 s "
+        "(lower is better)."
     )
 
 
 def test_a_single_score_and_none():
-    assert "was scored once: 5" in sentences(*two_workers(), centre(1, 1, 5.0))[1]
+    assert "was scored once: 5" in sentences(*two_workers(), global_score(1, 1, 5.0))[1]
     assert "No worker reported a score" in sentences(*two_workers())[1]
 
 
@@ -188,7 +191,7 @@ def test_the_score_chart_is_described_with_its_marks():
     )
     assert "grey" in scores_caption(run_of(traffic(5), traffic(50)), 0, losses=False).lower()
     assert scores_caption(run, 2, losses=True).startswith(
-        "Training losses reported by 2 workers; there are no scores of the centre"
+        "Training losses reported by 2 workers; there are no scores of the global model"
     )
 
 

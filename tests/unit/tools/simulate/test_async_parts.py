@@ -15,13 +15,9 @@ from paceline.tools.simulate.async_results import (
     seconds_to_loss,
     with_times_to_target,
 )
-from paceline.tools.simulate.async_settings import (
-    AsyncPlan,
-    SimulatedMachine,
-    draw_churn,
-    relative_step_times,
-)
+from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.async_sweep import RandomFaults
+from paceline.tools.simulate.simulated_machines import SimulatedMachine, draw_churn, relative_step_times
 from paceline.transport.envelope import Envelope
 from paceline.transport.envelope_header import Header
 

@@ -12,11 +12,12 @@ from paceline.async_dp.hub.staleness_policy import StalenessPolicy
 from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine, draw_churn
+from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.async_simulation import AsyncResult, AsyncSimulation, simulate_async
 from paceline.tools.simulate.async_sweep import RandomFaults
 from paceline.tools.simulate.learning_tasks import LinearTask
 from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
+from paceline.tools.simulate.simulated_machines import ChurnEvent, SimulatedMachine, draw_churn
 
 FOUR = tuple(SimulatedMachine(step_seconds=seconds, jitter=0.1) for seconds in (0.1, 0.1, 0.2, 0.4))
 EQUAL = (SimulatedMachine(step_seconds=1.0),) * 4
@@ -65,28 +66,28 @@ def test_one_worker_that_sends_every_step_is_plain_sgd():
 
 
 def test_equal_workers_that_send_every_step_average_gradients_that_are_one_exchange_old():
-    # No worker waits: step n + 1 begins while the centre of step n is under way, so it is no lock-step. What it is
-    # exactly: every worker's gradient is that of its own last snapshot, and the centre takes a step by their mean.
+    # No worker waits: step n + 1 begins while the global model of step n is under way, so it is no lock-step. It is
+    # exactly this: every worker's gradient is that of its own last snapshot; the global model steps by their mean.
     steps, workers = 30, 4
     simulation = at_the_end(AsyncPlan(machines=EQUAL, steps=steps, cadence=SyncSchedule(1, 1, 0), **BARE))
     learners = [LinearTask().learner(worker, workers) for worker in range(workers)]
     weights = [learner.module.weight.detach().numpy() for learner in learners]  # type: ignore[union-attr]
     learners[0].steps(
         0, 1, 1.0
-    )  # the first worker's parameters after its first step are the centre's beginning
+    )  # the first worker's parameters after its first step are the global model's first
     for weight in weights:
         weight[...] = weights[0]
-    centre = weights[0].copy()
-    learners[0].steps(1, 1, 1.0)  # it has the centre, the others fetch it
-    centre = np.mean(weights, axis=0)
+    global_model = weights[0].copy()
+    learners[0].steps(1, 1, 1.0)  # it has the global model, the others fetch it
+    global_model = np.mean(weights, axis=0)
     snapshots = [weight.copy() for weight in weights]
     for step in range(2, steps):
         for learner, weight, snapshot in zip(learners, weights, snapshots, strict=True):
             learner.steps(step, 1, 1.0)
-            weight += centre - snapshot
+            weight += global_model - snapshot
             snapshot[...] = weight
-        centre = np.mean(weights, axis=0)
-    assert np.allclose(simulation.theta().numpy(), centre.ravel(), rtol=0, atol=1e-5)
+        global_model = np.mean(weights, axis=0)
+    assert np.allclose(simulation.theta().numpy(), global_model.ravel(), rtol=0, atol=1e-5)
 
 
 def test_equal_workers_that_send_every_step_reach_the_parameters_of_ddp():
@@ -137,8 +138,8 @@ def test_injected_faults_cost_almost_nothing_and_no_round_counts_twice():
 
 
 @pytest.mark.parametrize("seed", [1, 3, 7, 8])
-def test_losses_before_the_centre_is_shared_exclude_no_worker(seed):
-    """Lost messages: the request or its reply, and the message that all share a centre."""
+def test_losses_before_parameters_are_shared_exclude_no_worker(seed):
+    """Lost messages: the request or its reply, and the message that all share parameters."""
     plan = replace(PLAN, seconds=math.inf, steps=600, machines=FOUR, fault=RandomFaults(0.2, seed))
     found = simulate_async(plan, LinearTask())
     assert all(each["taken"] > 5 for each in found.counts)

@@ -7,9 +7,9 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.tools.models.gpt_sizes import GptSize
-from paceline.tools.simulate.async_settings import SimulatedMachine
 from paceline.tools.simulate.learning_tasks import GPTTask, LinearTask
 from paceline.tools.simulate.simulated_ddp import DdpPlan, ring_all_reduce_seconds, simulate_ddp
+from paceline.tools.simulate.simulated_machines import SimulatedMachine
 
 MACHINES = [SimulatedMachine(step_seconds=seconds) for seconds in (0.1, 0.1, 0.4)]
 

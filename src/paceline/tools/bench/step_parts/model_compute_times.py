@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from paceline.cost_model.piecewise_fit import fit_line
 from paceline.cost_model.profile_entries import ModelStep, Parameter, Source
-from paceline.parallel.comm import Comm
 from paceline.parallel.data_parallel import DataParallel
+from paceline.parallel.gradient_collectives import Comm
 from paceline.tools.bench.device_clock import Moment, gather_ranks, mark, now, seconds_between, slowest_rank
 from paceline.tools.bench.step_parts.training_workload import Workload, model_fingerprint, unit_of_parameter
 

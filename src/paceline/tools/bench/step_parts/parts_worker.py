@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paceline._core.json_codec import decode
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import ExchangeCost, Source
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.bench.rank_jobs import read_job, write_job_result
 from paceline.tools.bench.step_parts.contention import measure_contention

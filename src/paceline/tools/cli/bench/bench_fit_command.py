@@ -18,7 +18,7 @@ from paceline.tools.result_files import check_writable, require_matplotlib
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.cost_model.collective_fit import CheckedPrediction, CollectiveFit, PredictionError
+    from paceline.cost_model.collective_prediction import CheckedPrediction, CollectiveFit, PredictionError
     from paceline.cost_model.piecewise_fit import FitSegment
     from paceline.cost_model.profile import Profile
     from paceline.tools.bench.bench_results import CollectiveMeasurement, CollectiveTimes
@@ -103,7 +103,7 @@ def _fit_groups(measurement: CollectiveMeasurement) -> list[_FittedGroup]:
     Raises:
         UsageError: no operation has enough sizes.
     """
-    from paceline.cost_model.collective_fit import PredictionError
+    from paceline.cost_model.collective_prediction import PredictionError
     from paceline.cost_model.cost_forms import MESSAGES_FORM
     from paceline.cost_model.fit_measurements import fit_points, held_out_ranks, held_out_sizes
 
@@ -171,7 +171,7 @@ def _algorithm_line(each: _FittedGroup) -> str:
 
 def _fit_table(fitted: Sequence[_FittedGroup]) -> Table:
     """Return one row per segment of each fit: α, β and the errors of its predictions."""
-    from paceline.cost_model.collective_fit import PredictionError
+    from paceline.cost_model.collective_prediction import PredictionError
     from paceline.tools.console_table import make_table
 
     columns = ("backend", "operation", "algorithm", "sizes", "α", "1/β", "n½")

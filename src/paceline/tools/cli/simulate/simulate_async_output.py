@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["FOOTER", "plan_files", "result", "show"]
 
 FOOTER = (
-    "loss: held out, of the centre at the end; best worker: best of the workers' own parameters. steps/s: of all.\n"
-    "bytes: sent and received per worker, network headers included. staleness: in rounds, median / maximum."
+    "loss: held out, of the global model at the end; best worker: best of the workers' own parameters.\n"
+    "steps/s: of all. bytes: sent and received per worker, network headers included.\n"
+    "staleness: in rounds, median / maximum."
 )
 
 

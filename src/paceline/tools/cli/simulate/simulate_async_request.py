@@ -14,7 +14,8 @@ from paceline.tools.cli.simulate.simulate_options import parse_named, parse_posi
 
 if TYPE_CHECKING:
     from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-    from paceline.tools.simulate.async_settings import AsyncPlan, ChurnEvent, SimulatedMachine
+    from paceline.tools.simulate.async_settings import AsyncPlan
+    from paceline.tools.simulate.simulated_machines import ChurnEvent, SimulatedMachine
 
 __all__ = [
     "POINTS",
@@ -140,7 +141,7 @@ def parse_machines(
     Raises:
         UsageError: an option is not valid.
     """
-    from paceline.tools.simulate.async_settings import SimulatedMachine, relative_step_times
+    from paceline.tools.simulate.simulated_machines import SimulatedMachine, relative_step_times
 
     relative = parse_list("--speeds", speeds, float, example="1:1:2:4", separator=":")
     if not all(0 < each < math.inf for each in relative):
@@ -208,7 +209,7 @@ def parse_churn(text: str | None, workers: int, seconds: float, seed: int) -> li
     Raises:
         UsageError: the text is not valid.
     """
-    from paceline.tools.simulate.async_settings import ChurnEvent, draw_churn
+    from paceline.tools.simulate.simulated_machines import ChurnEvent, draw_churn
 
     if text is None:
         return []

@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm
 from paceline.parallel.engine import round_status
+from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["FakeComm", "fake_process_group"]
 

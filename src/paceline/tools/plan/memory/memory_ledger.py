@@ -37,7 +37,7 @@ _RULES: dict[str, tuple[str, str]] = {
     ),
     "communication": (
         "send and receive buffers of collectives",
-        "paceline/parallel/comm.py; torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+        "paceline/parallel/gradient_collectives.py; torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
     ),
     "inputs": ("the micro-batch that the loop holds", _TRACED),
     "activations": (

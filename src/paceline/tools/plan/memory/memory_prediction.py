@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError, unknown
-from paceline.parallel.comm import Comm
+from paceline.parallel.gradient_collectives import Comm
 from paceline.tools.plan.memory.fake_world import FakeComm, fake_process_group
 from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
 from paceline.tools.plan.memory.memory_timeline import MemoryTimeline

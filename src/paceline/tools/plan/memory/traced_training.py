@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.parallel.comm import Comm
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.engine.reducer import Reducer
+from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.parallel.strategy import STRATEGIES, Sync
 from paceline.tools.plan.memory.training_subject import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline._core.format import format_seconds, format_size
-from paceline.cost_model.collective_fit import CheckedPrediction, CollectiveFit
+from paceline.cost_model.collective_prediction import CheckedPrediction, CollectiveFit
 from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.tools.report.charts.chart_style import (
     COLOURS,

@@ -51,13 +51,13 @@ class ScoreCurves:
     """Data of the score chart; times in seconds since the beginning.
 
     Attributes:
-        centre: scores of the centre.
+        global_model: scores of the global model.
         workers: scores of workers, largest contribution first.
         together: when all joined one; None: never. replaced: where a worker was replaced by the best.
         away: when the hub was not there.
     """
 
-    centre: Sequence[Point]
+    global_model: Sequence[Point]
     workers: Sequence[ChartLine]
     merged_at: float | None = None
     replacements: Sequence[Point] = ()
@@ -94,7 +94,7 @@ def ignore_missing_glyphs() -> Iterator[None]:
 
 @in_paceline_style
 def score_chart(curves: ScoreCurves, seconds: float, *, y: str, wide: bool = True) -> Chart:
-    """Return a chart of scores over wall time: centre, workers (faint), replacements and downtimes.
+    """Return a chart of scores over wall time: global model, workers (faint), replacements and downtimes.
 
     Args:
         curves: the data.
@@ -108,7 +108,7 @@ def score_chart(curves: ScoreCurves, seconds: float, *, y: str, wide: bool = Tru
     ends: list[LineEnd] = []
     for line, colour in zip(curves.workers, [*COLOURS[1:], *[MUTED] * len(curves.workers)], strict=False):
         colour = colour if few else MUTED
-        faint = bool(curves.centre)
+        faint = bool(curves.global_model)
         axes.plot(
             *_broken(line.points, curves.downtimes, scale),
             color=colour,
@@ -119,9 +119,11 @@ def score_chart(curves: ScoreCurves, seconds: float, *, y: str, wide: bool = Tru
         if few and line.points:
             at, value = line.points[-1]
             ends.append((at / scale, value, escape_mathtext(_short(line.label, 18)), colour))
-    if curves.centre:
-        _plot_centre(axes, curves.centre, curves.downtimes, scale)
-        ends.insert(0, (curves.centre[-1][0] / scale, curves.centre[-1][1], "centre", COLOURS[0]))
+    if curves.global_model:
+        _plot_global(axes, curves.global_model, curves.downtimes, scale)
+        ends.insert(
+            0, (curves.global_model[-1][0] / scale, curves.global_model[-1][1], "global model", COLOURS[0])
+        )
     if curves.replacements:
         axes.plot(
             [at / scale for at, _ in curves.replacements],
@@ -135,7 +137,7 @@ def score_chart(curves: ScoreCurves, seconds: float, *, y: str, wide: bool = Tru
             "all adopt the best", (curves.merged_at / scale, 1), (4, -4), xycoords=("data", "axes fraction"),
             textcoords="offset points", va="top", fontsize=9, color=MUTED,
         )  # fmt: skip
-    all_points = [*curves.centre, *(point for line in curves.workers for point in line.points)]
+    all_points = [*curves.global_model, *(point for line in curves.workers for point in line.points)]
     _log_if_skewed(axes, [value for _, value in all_points])
     axes.set_ylabel(y)
     axes.grid(axis="y")
@@ -143,7 +145,7 @@ def score_chart(curves: ScoreCurves, seconds: float, *, y: str, wide: bool = Tru
     return Chart(figure)
 
 
-def _plot_centre(axes: Axes, points: Sequence[Point], downtimes: Sequence[HubDowntime], scale: float) -> None:
+def _plot_global(axes: Axes, points: Sequence[Point], downtimes: Sequence[HubDowntime], scale: float) -> None:
     at, values = _broken(points, downtimes, scale)
     colour = COLOURS[0]
     if len(points) <= _SMOOTH_FROM:

@@ -120,7 +120,7 @@ def _tiles(run: HubRun) -> list[Tile]:
         tiles.append(Tile("torch DDP", format_decimal(ddp), "would have sent for the same steps"))
     if run.first_score is not None and run.last_score is not None:
         first = f"from {format_number(run.first_score.score)}"
-        tiles.append(Tile("centre's score", format_number(run.last_score.score), first))
+        tiles.append(Tile("global model's score", format_number(run.last_score.score), first))
     return tiles
 
 
@@ -147,13 +147,13 @@ def _figures(run: HubRun, rows: Sequence[ContributionRow]) -> list[PageFigure]:
 
 
 def _scores(run: HubRun) -> PageFigure | None:
-    losses = not run.centre_scores.count and not run.scores
+    losses = not run.global_scores.count and not run.scores
     lines = _lines(run, run.losses if losses else run.scores)
-    if not lines and not run.centre_scores.count:
+    if not lines and not run.global_scores.count:
         return None
     replacements = [(each.at, each.score) for each in run.replacements if each.score is not None]
     curves = ScoreCurves(
-        _since(run, run.centre_scores.points()),
+        _since(run, run.global_scores.points()),
         lines,
         None if run.merged_at is None else run.merged_at - run.begin,
         [] if losses else _since(run, replacements),

@@ -23,7 +23,7 @@ from paceline.tools.report.hub.hub_decisions import HUB_ITSELF, DecisionLog, Hub
 from paceline.tools.report.hub.hub_traffic import HubTraffic
 from paceline.tools.report.hub.worker_statistics import WorkerStatistics, WorkerTable, printable
 
-__all__ = ["CentreScore", "HubRun", "WorkerReplacement", "is_hub_folder", "read_hub_run"]
+__all__ = ["GlobalScore", "HubRun", "WorkerReplacement", "is_hub_folder", "read_hub_run"]
 
 _MAX_CURVES = 256
 _POINTS, _WORKER_POINTS = 2000, 200
@@ -32,8 +32,8 @@ _MAX_WHY = 200
 
 
 @dataclass(frozen=True)
-class CentreScore:
-    """A score of the centre and its time."""
+class GlobalScore:
+    """A score of the global model and its time."""
 
     score: float
     at: float
@@ -71,7 +71,7 @@ class HubRun:
         staleness: staleness of all updates in rounds.
         staleness_bars: the same as a histogram.
         ddp_steps: sum over updates of 2 (N − 1) / N times their steps; see `hub_summary`.
-        centre_scores: score of the centre over time.
+        global_scores: score of the global model over time.
         first_score: the first of them.
         last_score: the last of them.
         best_score: the lowest of them.
@@ -101,10 +101,10 @@ class HubRun:
     staleness: QuantileSketch = field(default_factory=QuantileSketch)
     staleness_bars: StalenessHistogram = field(default_factory=StalenessHistogram)
     ddp_steps: float = 0.0
-    centre_scores: DownsampledCurve = field(default_factory=lambda: DownsampledCurve(_POINTS))
-    first_score: CentreScore | None = None
-    last_score: CentreScore | None = None
-    best_score: CentreScore | None = None
+    global_scores: DownsampledCurve = field(default_factory=lambda: DownsampledCurve(_POINTS))
+    first_score: GlobalScore | None = None
+    last_score: GlobalScore | None = None
+    best_score: GlobalScore | None = None
     scores: dict[int, DownsampledCurve] = field(default_factory=dict)
     losses: dict[int, DownsampledCurve] = field(default_factory=dict)
     merged_at: float | None = None
@@ -176,7 +176,7 @@ class _RecordReader:
             "score": self._score,
             "replace": self._replace,
             "together": self._together,
-            "centre": self._centre,
+            "global_score": self._global_score,
         }
 
     def read(self, values: Mapping[str, Any]) -> bool:
@@ -281,13 +281,13 @@ class _RecordReader:
         if len(latest) > 2 * len(curves) + _MAX_CURVES:
             self._latest_scores = {number: latest[number] for number in curves if number in latest}
 
-    def _centre(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
+    def _global_score(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         run, score = self._run, _real(values, "score")
         run.workers.mark_seen(worker.number, t)
         if score is None:
             return
-        run.centre_scores.add(t, score)
-        run.last_score = CentreScore(score, t)
+        run.global_scores.add(t, score)
+        run.last_score = GlobalScore(score, t)
         run.first_score = run.first_score or run.last_score
         run.best_score = (
             run.last_score if run.best_score is None or score < run.best_score.score else run.best_score

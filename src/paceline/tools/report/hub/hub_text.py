@@ -36,7 +36,7 @@ def hub_headline(run: HubRun, rows: Sequence[ContributionRow]) -> tuple[str, ...
     Example:
         >>> hub_headline(run, contribution_rows(run))  # doctest: +SKIP
         ('In 45 s the hub accepted 147 updates of 5 workers, trained on 3.21 k samples; none was refused.',
-         "The centre's score went from 0.733 to 0.28 (lower is better).", …)
+         "The global model's score went from 0.733 to 0.28 (lower is better).", …)
     """
     if not run.updates:
         return (_no_updates(run), *_separate_workers(run), *_refused_workers(rows))
@@ -85,10 +85,10 @@ def _progress(run: HubRun) -> str:
 def _score(run: HubRun) -> str:
     first, last, best = run.first_score, run.last_score, run.best_score
     if first is None or last is None or best is None:
-        return "No worker reported a score of the centre, so its quality is unknown."
-    if run.centre_scores.count == 1:
-        return f"The centre was scored once: {format_number(last.score)} (lower is better)."
-    text = f"The centre's score went from {format_number(first.score)} to {format_number(last.score)}"
+        return "No worker reported a score of the global model, so its quality is unknown."
+    if run.global_scores.count == 1:
+        return f"The global model was scored once: {format_number(last.score)} (lower is better)."
+    text = f"The global model's score went from {format_number(first.score)} to {format_number(last.score)}"
     if last.score > first.score:
         text += ", worse than at the beginning"
     if format_number(best.score) != format_number(last.score):
@@ -159,9 +159,11 @@ def scores_caption(run: HubRun, drawn: int, *, losses: bool) -> str:
         losses: whether the chart shows training losses instead of scores.
     """
     if losses:
-        text = f"Training losses reported by {plural(drawn, 'worker')}; there are no scores of the centre."
+        text = (
+            f"Training losses reported by {plural(drawn, 'worker')}; there are no scores of the global model."
+        )
     else:
-        text = "Scores on held-out data, lower is better: of the centre, as measured by workers"
+        text = "Scores on held-out data, lower is better: of the global model, as measured by workers"
         text += f", and of {plural(drawn, 'worker')} themselves." if drawn else "."
     marks = []
     if run.merged_at is not None:
@@ -183,7 +185,7 @@ def contributions_caption(run: HubRun, rows: Sequence[ContributionRow]) -> str:
     """Return the caption of the chart of contributions."""
     unit = "samples" if run.samples > 0 else "updates"
     text = (
-        f"Share of all {unit} the centre was trained on. Weight: share of the weights the hub gave to updates. "
+        f"Share of all {unit} the global model was trained on. Weight: share of the weights the hub gave to updates. "
         "Stale: rounds between the version an update started from and its arrival."
     )
     steps = sum(each.steps for each in [*run.workers, run.workers.others])
@@ -199,7 +201,7 @@ def staleness_caption(run: HubRun) -> str:
     old = sum(count for begin, _, count in run.staleness_bars.rows() if begin >= 4)
     share = f"{format_percent(finite_ratio(old, run.updates))} were" if old else "none was"
     return (
-        "Rounds by which the centre had advanced when an update arrived: updates accepted since the version the "
+        "Rounds by which the global model had advanced when an update arrived: updates accepted since the version the "
         f"worker started from, divided by the number of workers; {share} 4 rounds stale or more."
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.collectives.closed_form_cost import CLOSED_FORMS
-from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.collective_prediction import CollectiveFit
 from paceline.cost_model.cost_forms import PLAIN_FORM, CostForm, terms_of
 from paceline.cost_model.piecewise_fit import FitSegment, piecewise_seconds
 from paceline.errors import UsageError, unknown

@@ -1,8 +1,8 @@
 """Variants of asynchronous training in virtual time: loss and bytes beside gradients averaged at every step.
 
-    python benchmarks/star/virtual.py run
-    python benchmarks/star/virtual.py chart
-    python benchmarks/star/virtual.py table
+    python benchmarks/asynchronous/virtual.py run
+    python benchmarks/asynchronous/virtual.py chart
+    python benchmarks/asynchronous/virtual.py table
 
 A tiny GPT (2 layers, d 64, context 64) on the embedded corpus, four equal machines, 600 steps of 8 windows each, AdamW,
 fixed seeds: real gradients, simulated clocks and links, the hub and worker code that runs. Every row is the same to the
@@ -31,10 +31,11 @@ from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.report.charts.chart_style import COLOURS, INK, Chart, in_paceline_style, stacked_panels
-from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import GPTTask
 from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
+from paceline.tools.simulate.simulated_machines import SimulatedMachine
 from paceline.tools.train.lr_schedule import cosine_lr
 
 SIZE = GptSize("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
@@ -144,15 +145,15 @@ VARIANTS = [
     ddp("DDP", 3e-3),
     ddp("DDP", 6e-3),
     ddp("one machine alone", 6e-3, machines=1),
-    hub("the star: k 10, d 5, delayed Nesterov 1.0, 0.5 after a warm-up, int4 up, int8 down"),
+    hub("asynchronous: k 10, d 5, delayed Nesterov 1.0, 0.5 after a warm-up, int4 up, int8 down"),
     hub("cosine", falls="cosine"),
     hub("no warm-up", warmup=0, rules=outer("delayed-nesterov", 1.0, 0.5, warmup=10)),
-    hub("no delta rule: the centre overwrites", overwrite=True),
+    hub("no delta rule: the global model overwrites", overwrite=True),
     hub("float32 up", compression=None),
     hub("bfloat16 down", rules=replace(RULES, down="bf16")),
     hub("d 0", cadence=SyncSchedule(10, 1, 0)),
     hub("d 9", cadence=SyncSchedule(10, 1, 9)),
-    hub("d 9, the centre overwrites", cadence=SyncSchedule(10, 1, 9), overwrite=True),
+    hub("d 9, the global model overwrites", cadence=SyncSchedule(10, 1, 9), overwrite=True),
     hub("k 4, d 2", cadence=SyncSchedule(4, 1, 2)),
     hub("k 25, d 12", cadence=SyncSchedule(25, 1, 12)),
     hub("averaging", lr=1e-2, rules=outer()),

@@ -1,8 +1,8 @@
 """What other libraries' nearest modes learn in the same time, on the same machines and links.
 
-    python benchmarks/star/peers.py run      (as root, on Linux; `benchmarks/peers/set_up.py` makes the environments)
-    python benchmarks/star/peers.py chart
-    python benchmarks/star/peers.py table
+    python benchmarks/asynchronous/peers.py run      (as root, on Linux, after `benchmarks/peers/set_up.py`)
+    python benchmarks/asynchronous/peers.py chart
+    python benchmarks/asynchronous/peers.py table
 
 Trains on the machines and links of `loss.py`, for as long as the asynchronous schedule lasts: by hivemind's optimizer
 with local updates, by torchft's streaming DiLoCo, by `paceline.AsyncDataParallel`. The loss is that of the mean of the
@@ -39,7 +39,7 @@ GRACE_SECONDS = (
 )
 TORCHFT = {"every": 8, "fragments": 2, "delay": 2, "outer": (1.0, 0.0)}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "the star": ("", SETTINGS),
+    "asynchronous": ("", SETTINGS),
     "hivemind, local updates": ("hivemind", {"lr": 2e-3, "samples": 64}),
     "hivemind, local updates, lr 1e-3": ("hivemind", {"lr": 1e-3, "samples": 64}),
     "hivemind, local updates, lr 5e-4": ("hivemind", {"lr": 5e-4, "samples": 64}),

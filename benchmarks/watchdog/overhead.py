@@ -1,7 +1,7 @@
 """What being watched costs a training step: blocks of steps with and without a Watchdog, in turns.
 
-    python benchmarks/watch/overhead.py run
-    python benchmarks/watch/overhead.py table
+    python benchmarks/watchdog/overhead.py run
+    python benchmarks/watchdog/overhead.py table
 
 Two ranks of the mini GPT of ``paceline train`` make blocks of steps with and without a Watchdog in the same processes
 (A B B A), in several pairs of processes one after another.

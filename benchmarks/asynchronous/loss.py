@@ -1,8 +1,8 @@
 """Time to the same held-out loss on machines of different speeds behind a slow switch: DDP, LocalSGD, asynchronous.
 
-    python benchmarks/star/loss.py run      (as root, on Linux: plays the hosts with `paceline.testing.netlab`)
-    python benchmarks/star/loss.py chart
-    python benchmarks/star/loss.py table
+    python benchmarks/asynchronous/loss.py run      (as root, on Linux: plays the hosts with `paceline.testing.netlab`)
+    python benchmarks/asynchronous/loss.py chart
+    python benchmarks/asynchronous/loss.py table
 
 What DDP and LocalSGD learn in a step depends on no network and no speed: their curves are those of
 `benchmarks/slow-networks`, and their steps are timed here, in turns with the asynchronous trainings, which are timed
@@ -91,11 +91,11 @@ def run(
             "size": SIZE,
             "batch": BATCH,
             "parameters": gpt_size(SIZE).parameters(),
-            "star": settings,
+            "async": settings,
         },
         ddp={"buckets": buckets, "bucket_mib": best, "seconds": ddp},
         local={"options": local_settings["options"], "seconds": local_steps},
-        star=runs,
+        **{"async": runs},
     )
 
 
@@ -139,7 +139,7 @@ def tables() -> dict[str, str]:
     ddp, local = result["ddp"], result["local"]
     ddp_step, local_step = median(ddp["seconds"]), median(local["seconds"])
     rows = []
-    for run in result["star"]:
+    for run in result["async"]:
         ddp_curve, local_curve = (curves[name]["curves"][run["seed"]] for name in ("ddp", "ours"))
         target = ddp_curve[-1]["loss"]
         ddp_time, hub_time = ddp_curve[-1]["step"] * ddp_step, reached(run["curve"], target, "seconds")
@@ -149,11 +149,11 @@ def tables() -> dict[str, str]:
         ratios = [f"{each / hub_time:.2f}" if each and hub_time else "" for each in (ddp_time, local_time)]
         last = f"{run['curve'][-1]['loss'] / target:.4f}"
         rows.append([str(run["seed"]), f"{target:.4f}", *times, *ratios, last])
-    titles = ["seed", "DDP's last loss", "by DDP, s", "by LocalSGD, s", "by the star, s", "DDP ÷ star"]
+    titles = ["seed", "DDP's last loss", "by DDP, s", "by LocalSGD, s", "by async, s", "DDP ÷ async"]
     steps = [(f"torch DDP, {mib} MiB", seconds) for mib, seconds in ddp["buckets"].items()]
     steps += [(f"torch DDP, {ddp['bucket_mib']} MiB", ddp["seconds"]), (LOCAL_LABEL, local["seconds"])]
     return {
-        "loss": table([*titles, "LocalSGD ÷ star", "star's last ÷ DDP's"], rows),
+        "loss": table([*titles, "LocalSGD ÷ async", "async's last ÷ DDP's"], rows),
         "steps": table(
             ["in lock-step", "s a step"], [[name, f"{median(seconds):.3f}"] for name, seconds in steps]
         ),
@@ -171,15 +171,15 @@ def draw(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
     """Return held-out loss over time, every seed of every variant."""
     figure, (axes,) = stacked_panels(width=10, height=5.2)
     ddp_step, local_step = (median(result[name]["seconds"]) for name in ("ddp", "local"))
-    for run in result["star"]:
+    for run in result["async"]:
         ddp_curve, local_curve = (curves[name]["curves"][run["seed"]] for name in ("ddp", "ours"))
         for label, colour, curve, column, seconds in (
             ("torch DDP", INK, ddp_curve, "step", ddp_step),
             (LOCAL_LABEL, COLOURS[1], local_curve, "step", local_step),
-            ("the star", COLOURS[0], run["curve"], "seconds", 1.0),
+            ("asynchronous", COLOURS[0], run["curve"], "seconds", 1.0),
         ):
             points = [(each[column] * seconds, each["loss"]) for each in curve]
-            shown: dict[str, Any] = {"label": label} if run is result["star"][0] else {}
+            shown: dict[str, Any] = {"label": label} if run is result["async"][0] else {}
             axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, **shown)
         axes.axhline(ddp_curve[-1]["loss"], color=INK, linewidth=0.6, linestyle=(0, (2, 3)))
     axes.set_xlabel("seconds (dotted: what DDP ends with)")

@@ -1,7 +1,7 @@
 """How long it takes until every other rank names the rank that failed: three hosts, each fault several times.
 
-    python benchmarks/watch/naming.py run      (as root, on Linux: plays the hosts with `paceline.testing.netlab`)
-    python benchmarks/watch/naming.py table
+    python benchmarks/watchdog/naming.py run      (as root, on Linux: plays the hosts with `paceline.testing.netlab`)
+    python benchmarks/watchdog/naming.py table
 
 A time is that from the fault to the moment at which a rank's loop raised PeerFailed, on each rank of the other hosts.
 """

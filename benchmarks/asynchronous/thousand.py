@@ -1,7 +1,7 @@
 """How long a thousand workers take in virtual time: 1000 rounds each, least squares.
 
-    python benchmarks/star/thousand.py run
-    python benchmarks/star/thousand.py table
+    python benchmarks/asynchronous/thousand.py run
+    python benchmarks/asynchronous/thousand.py table
 
 Every worker sends 1000 updates through the hub's own code, after every step or after every fourth, and receives as many
 parameters. The result has a digest of the hub's parameters, which is the same on every machine that computes alike.
@@ -20,9 +20,10 @@ from bench_harness.markdown import table
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.simulate.async_settings import AsyncPlan, SimulatedMachine
+from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.async_simulation import simulate_async
 from paceline.tools.simulate.learning_tasks import LinearTask
+from paceline.tools.simulate.simulated_machines import SimulatedMachine
 
 SCHEDULES = (SyncSchedule(1), SyncSchedule(4, 1, 1))
 

@@ -1,7 +1,7 @@
 """The cost of `paceline.ReplicaCheck` and `paceline.NonFiniteGuard`: a training step with and without them, in turns.
 
-    python benchmarks/drift/cost.py run
-    python benchmarks/drift/cost.py table
+    python benchmarks/replica-check/cost.py run
+    python benchmarks/replica-check/cost.py table
 
 Two ranks train the `mini` GPT (2 windows of 64 tokens a rank, clipping, fused AdamW) on the default backend, with one
 model and one optimizer per strategy. In each turn one of the two is hooked on and removed again. `ReplicaCheck`
@@ -70,9 +70,9 @@ def measure(strategy: str, rounds: int, rank: int, tick: Callable[[], object]) -
     batch = random_batch(size, BATCH, CONTEXT, seed=rank, device="cpu")
     hooks: dict[str, Callable[[], Any]] = {
         NEITHER: lambda: None,
-        "Finite": lambda: paceline.NonFiniteGuard(model, optim),
-        "Finite, source=False": lambda: paceline.NonFiniteGuard(model, optim, source=False),
-        "Drift, every step": lambda: paceline.ReplicaCheck(model, optim, every=1),
+        "NonFiniteGuard": lambda: paceline.NonFiniteGuard(model, optim),
+        "NonFiniteGuard, source=False": lambda: paceline.NonFiniteGuard(model, optim, source=False),
+        "ReplicaCheck, every step": lambda: paceline.ReplicaCheck(model, optim, every=1),
     }
 
     def turn(name: str) -> float:

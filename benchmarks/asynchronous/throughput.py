@@ -1,7 +1,7 @@
 """What exchanging with a hub costs the workers: steps a second with a hub ÷ without one, in turns.
 
-    python benchmarks/star/throughput.py run      (as root, on Linux)
-    python benchmarks/star/throughput.py table
+    python benchmarks/asynchronous/throughput.py run      (as root, on Linux)
+    python benchmarks/asynchronous/throughput.py table
 
 The machines, speeds, links and model of `loss.py`. A turn is the four workers without a hub, then with one, for the
 same time.
@@ -38,7 +38,7 @@ def run(
     with open_lab(len(SPEEDS), rate, title="throughput", turns=2 * turns) as (lab, folder, tick):
         for _ in range(turns):
             workers = {}
-            for name in ("alone", "star"):
+            for name in ("alone", "async"):
                 workers[name] = train(lab, folder, fastest, settings, 0, alone=name == "alone")["workers"]
                 tick()
             found.append(workers)
@@ -52,14 +52,14 @@ def tables() -> dict[str, str]:
     rows = []
     for result in (bench.read(name) for name in ("throughput", "throughput-slower")):
         for rank, speed in enumerate(result["settings"]["speeds"]):
-            alone, star = (
+            alone, training = (
                 [turn[name][rank]["steps"] / turn[name][rank]["seconds"] for turn in result["turns"]]
-                for name in ("alone", "star")
+                for name in ("alone", "async")
             )
-            share = median(mine / other for mine, other in zip(star, alone, strict=True))
+            share = median(mine / other for mine, other in zip(training, alone, strict=True))
             fastest = f"{result['settings']['fastest_step']:g}"
             rows.append([fastest, str(rank), str(speed), f"{median(alone):.2f}", f"{share:.3f}"])
-    titles = ["fastest step, s", "worker", "speed", "steps a second alone", "with the star ÷ alone"]
+    titles = ["fastest step, s", "worker", "speed", "steps a second alone", "with a hub ÷ alone"]
     return {"throughput": table(titles, rows)}
 
 

@@ -1,7 +1,7 @@
 """Asynchronous training under injected faults, for ten minutes.
 
-    python benchmarks/star/faults.py run      (as root, on Linux)
-    python benchmarks/star/faults.py table
+    python benchmarks/asynchronous/faults.py run      (as root, on Linux)
+    python benchmarks/asynchronous/faults.py table
 
 Eight workers and a hub on hosts that `paceline.testing.netlab` plays: workers are killed, stopped, cut off, the hub is
 killed five times, and 2 % of all envelopes are damaged, cut, repeated, lost or out of order, in both directions. What
@@ -80,8 +80,10 @@ def tables() -> dict[str, str]:
         "hub killed": str(kinds.count("hub")),
         "updates taken in · rounds acknowledged": f"{found['updates']} · {found['acknowledged']}",
         "acknowledged and lost · taken in twice": f"{found['lost']} · {found['twice']}",
-        "score of the centre, first → last": f"{found['first_score']:.3f} → {found['last_score']:.3f}",
-        "workers that ended in order · with the centre": f"{found['ended']} · {found['ended_with_centre']}",
+        "score of the global model, first → last": f"{found['first_score']:.3f} → {found['last_score']:.3f}",
+        "workers that ended in order · with the global model": (
+            f"{found['ended']} · {found['ended_with_global_params']}"
+        ),
         "memory of the hub that lived longest: at a fifth · at its end": (
             f"{longest[len(longest) // 5]:.0f} · {longest[-1]:.0f} MiB"
         ),

@@ -1,7 +1,7 @@
 """Whether asynchronous training keeps to its share of the network, and leaves the rest to others.
 
-    python benchmarks/star/share.py run      (as root, on Linux)
-    python benchmarks/star/share.py table
+    python benchmarks/asynchronous/share.py run      (as root, on Linux)
+    python benchmarks/asynchronous/share.py table
 
 Two hosts on a link of 200 Mbit/s: a hub with ``--bandwidth`` on one, a worker with ``bandwidth=`` on the other, which
 exchange a large model as often as they may. The interfaces are read every 100 ms; then a file is sent beside them, in
@@ -154,7 +154,7 @@ def tables() -> dict[str, str]:
     """Return the block of README.md: shares of the link, by direction."""
     result, columns = bench.read("share"), ("busiest", "mean", "file_alone", "file_beside")
     rows = [[name, *(f"{100 * result[column][name]:.1f} %" for column in columns)] for name in TURNS]
-    titles = ["", "busiest second", "mean", "a file alone", "a file beside the star"]
+    titles = ["", "busiest second", "mean", "a file alone", "a file beside training"]
     return {"share": table(titles, rows)}
 
 
