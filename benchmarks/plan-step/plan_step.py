@@ -28,7 +28,7 @@ from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import Source
 from paceline.cost_model.step_costs import StepCosts, pick_step_costs
 from paceline.cost_model.step_time import StepTime, best_simulated_bucket, predict_steps
-from paceline.tools.bench.bench_results import (
+from paceline.tools.bench.bench_result_reader import (
     MeasuredStep,
     load_measured_steps,
     measured_by_strategy,

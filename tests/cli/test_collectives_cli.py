@@ -10,8 +10,8 @@ import pytest
 import paceline.tools.bench.collectives.collectives_benchmark as measuring
 from paceline.errors import RankFailed
 from paceline.tools.bench.collectives import benchmarked_backends, collectives_request
-from paceline.tools.bench.collectives.collectives_benchmark import RowJournal, row_keys
 from paceline.tools.bench.collectives.collectives_rows import CollectiveRow, TimeSummary
+from paceline.tools.bench.collectives.resume_journal import RowJournal, row_keys
 from paceline.tools.cli import app as module
 from paceline.tools.cli.bench import bench_collectives_command
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -29,7 +30,8 @@ WITHOUT_TORCH = [
     "collectives.topology", "profiling.trace_file", "profiling.step_recorder", "profiling.metrics_writer",
     "data.map_loader_state", "data.batch_assignment", "data.sampling",
     "checkpoint.format.checkpoint_folder", "checkpoint.format.manifest", "health.attribution", "health.failure_text",
-    "async_dp.wal", "tools.plan.batch_balance", "tools.plan.dispatch_forecast", "tools.plan.imbalance_statistics",
+    "async_dp.wal", "tools.plan.uneven_batch_outcomes", "tools.plan.dispatch_forecast",
+    "tools.plan.imbalance_statistics",
 ]  # fmt: skip
 """Modules, and folders with all that is in them, that answer before torch is loaded."""
 
@@ -136,3 +138,16 @@ def test_every_module_has_a_docstring_and_all(module):
         assert declared, "it has public names but no __all__"
     for names in declared:
         assert len(names) == len(set(names))
+
+
+LISTED = {
+    path: found
+    for path in sorted(Path(paceline.__file__).parent.rglob("__init__.py"))
+    if (found := re.findall(r"^([a-z_]+\.py)  ", path.read_text(encoding="utf-8"), re.MULTILINE))
+}
+"""Packages whose docstring lists their files."""
+
+
+@pytest.mark.parametrize("path", LISTED, ids=lambda path: path.parent.name)
+def test_a_list_of_files_names_every_file_and_no_other(path):
+    assert sorted(LISTED[path]) == sorted(each.name for each in path.parent.glob("*.py") if each != path)

@@ -1,6 +1,6 @@
 """Running a schedule over the send and receive of any process group.
 
-Phases: check that all ranks run the same; execute the rounds (`schedule_executors`); report deliveries to the root
+Phases: check that all ranks run the same; execute the rounds (`schedule_send_recv`); report deliveries to the root
 (`delivery_receipts`).
 """
 
@@ -17,7 +17,7 @@ from paceline.collectives.chunk_buffers import ChunkBuffers, Region
 from paceline.collectives.delivery_receipts import DeliveryReceipt, gather_receipts
 from paceline.collectives.prove import prove
 from paceline.collectives.schedule import Schedule
-from paceline.collectives.schedule_executors import LockstepExecutor, StreamingExecutor
+from paceline.collectives.schedule_send_recv import LockstepExecutor, StreamingExecutor
 from paceline.errors import MismatchError, UsageError
 
 __all__ = ["SEGMENT_NBYTES", "ScheduleRun", "run_schedule"]

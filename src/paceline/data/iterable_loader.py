@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from paceline.data.batch_sample_count import with_samples
+from paceline.data.dataloader_workers import BatchFetcher, LoaderOptions
 from paceline.data.iterable_loader_state import StreamState
 from paceline.data.iterable_sharding import (
     CollateStream,
@@ -30,7 +31,6 @@ from paceline.data.iterable_sharding import (
 )
 from paceline.data.sampling.block_dispatch import DispatchScheme
 from paceline.data.sampling.rank_shares import RankShares
-from paceline.data.torch_dataloader import BatchFetcher, LoaderOptions
 from paceline.errors import DataError, UnevenData, UsageError
 from paceline.world.control_collectives import PendingRows, gather_rows_async
 

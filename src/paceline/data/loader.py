@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from paceline._core.step_state import step_state, wait_counters
 from paceline.data.batch_assignment import SampleOrder, ShuffleMode
+from paceline.data.dataloader_workers import LoaderOptions
 from paceline.data.iterable_loader import IterableLoader, StreamSettings
 from paceline.data.map_loader import MapLoader
 from paceline.data.map_loader_state import DispatchSettings
@@ -19,7 +20,6 @@ from paceline.data.measured_shares import MeasuredShares
 from paceline.data.sampling.block_dispatch import DispatchScheme, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import UnevenPolicy, check_batching
-from paceline.data.torch_dataloader import LoaderOptions
 from paceline.errors import UsageError, unknown
 from paceline.world.control_collectives import rank_and_size, verify_same
 

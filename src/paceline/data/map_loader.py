@@ -17,9 +17,9 @@ from torch.utils.data import Sampler
 from paceline._core.step_state import wait_counters
 from paceline.data.batch_assignment import SampleOrder
 from paceline.data.batch_sample_count import with_samples
+from paceline.data.dataloader_workers import BatchFetcher, LoaderOptions
 from paceline.data.map_loader_state import DispatchSettings, LoaderPosition
 from paceline.data.measured_shares import MeasuredShares
-from paceline.data.torch_dataloader import BatchFetcher, LoaderOptions
 from paceline.errors import DataError, UsageError
 
 __all__ = ["MapLoader"]

@@ -1,10 +1,11 @@
 """Synchronous data-parallel training: `DataParallel`, its strategies and what they are made of.
 
-data_parallel.py  `DataParallel`, which wraps the user's model
-strategy.py       `Sync`: how gradients are synchronised, and the strategies by name
-engine/           the reducer: hooks, buckets, launch queue, round status, step guard
-sharding/         ZeRO-1 (`ShardedOptimizer`) and PyTorch FSDP2
-compression/      codecs, error feedback and PowerSGD for gradients on slow networks
-local_sgd/        LocalSGD, DiLoCo, SlowMo: parameters synchronised every H steps
-tuning/           ``sync="auto"``: finds the fastest exact strategy during training
+data_parallel.py         `DataParallel`, which wraps the user's model
+strategy.py              `Sync`: how gradients are synchronised, and the strategies by name
+gradient_collectives.py  all-reduce, reduce-scatter and all-gather over any process group
+engine/                  the reducer: hooks, buckets, launch queue, round status, step guard
+sharding/                ZeRO-1 (`ShardedOptimizer`) and PyTorch FSDP2
+compression/             codecs, error feedback and PowerSGD for gradients on slow networks
+local_sgd/               LocalSGD, DiLoCo, SlowMo: parameters synchronised every H steps
+tuning/                  ``sync="auto"``: finds the fastest exact strategy during training
 """

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paceline.collectives.algorithms import ALGORITHMS, make_schedule
 from paceline.collectives.run_schedule import run_schedule
 from paceline.collectives.schedule import Schedule, Send, pipelined
-from paceline.collectives.schedule_executors import StreamingExecutor
+from paceline.collectives.schedule_send_recv import StreamingExecutor
 from paceline.errors import CollectiveError, MismatchError, UsageError
 from rank_pool import RankError
 

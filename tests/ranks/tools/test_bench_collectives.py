@@ -18,9 +18,9 @@ from mpi_worlds import MPIEXEC, REASON, all_ended, mpi_world
 from paceline._core.json_codec import encode
 from paceline.collectives.algorithms import ALGORITHMS
 from paceline.tools.bench.collectives.bus_bandwidth import OPERATIONS
-from paceline.tools.bench.collectives.collectives_benchmark import RowJournal
 from paceline.tools.bench.collectives.collectives_cases import list_cases
 from paceline.tools.bench.collectives.collectives_settings import DTYPES, CollectiveSettings
+from paceline.tools.bench.collectives.resume_journal import RowJournal
 
 ALL = ("gloo", "paceline", "paceline:arena")
 COMMAND = [sys.executable, "-m", "paceline", "bench", "collectives"]

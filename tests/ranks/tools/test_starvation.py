@@ -17,7 +17,7 @@ from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError
 from paceline.tools.bench.starvation.starvation_cases import STARVATION_CASES, find_cases
 from paceline.tools.bench.starvation.starvation_settings import EXAMPLE_BALANCE, StarvationSettings
-from paceline.tools.plan.batch_balance import BatchBalance
+from paceline.tools.plan.uneven_batch_outcomes import BatchBalance
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 SHARES = BatchBalance(dispatch_blocks(300, 4, shares=[0.25, 0.25, 0.10, 0.40]), 20)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.async_dp.float_rows import (
+from paceline.async_dp.row_arithmetic import (
     NUMPY_MAX_NUMEL,
     add_scaled,
     as_array,

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.async_dp.float_rows import FloatRow, add_scaled, as_row, as_tensor, l2_norm
 from paceline.async_dp.hub.hub_settings import HubOptimizer
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
+from paceline.async_dp.row_arithmetic import FloatRow, add_scaled, as_row, as_tensor, l2_norm
 from paceline.errors import CheckpointError
 from paceline.transport.envelope import Bytes
 

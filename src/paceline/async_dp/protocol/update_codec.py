@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.async_dp.float_rows import (
+from paceline.async_dp.protocol.parameter_layout import FragmentLayout
+from paceline.async_dp.row_arithmetic import (
     NUMPY_MAX_NUMEL,
     FloatRow,
     as_array,
@@ -19,7 +20,6 @@ from paceline.async_dp.float_rows import (
     from_bf16,
     to_bf16,
 )
-from paceline.async_dp.protocol.parameter_layout import FragmentLayout
 from paceline.errors import DamagedEnvelope, UsageError, unknown
 from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
 from paceline.parallel.compression.compression_config import Compression

@@ -20,9 +20,9 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from paceline.async_dp.float_rows import FloatRow, as_row, as_tensor, copy_into, subtract
 from paceline.async_dp.protocol.parameter_layout import FragmentLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
+from paceline.async_dp.row_arithmetic import FloatRow, as_row, as_tensor, copy_into, subtract
 from paceline.transport.envelope import Bytes
 
 __all__ = ["FragmentReplica", "FragmentState"]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.data.sampling.block_dispatch import DispatchScheme
-    from paceline.tools.plan.batch_balance import BatchBalance
     from paceline.tools.plan.dispatch_forecast import DispatchRequest
+    from paceline.tools.plan.uneven_batch_outcomes import BatchBalance
 
 __all__ = ["dispatch", "starve"]
 
@@ -170,7 +170,7 @@ def _forecast(request: DispatchRequest, json_file: Path | None, out: Path | None
 
 def _starve(request: DispatchRequest | None, timeout: float, backend: str, json_file: Path | None) -> None:
     """Run the starvation scenes with the requested data, or with the built-in example."""
-    from paceline.tools.plan.batch_balance import BatchBalance
+    from paceline.tools.plan.uneven_batch_outcomes import BatchBalance
 
     balance = None
     if request is not None:

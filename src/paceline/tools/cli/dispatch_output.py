@@ -17,7 +17,6 @@ from rich.table import Table
 from paceline._core.files import write_json, write_text
 from paceline._core.format import plural
 from paceline.tools.console_table import print_wide
-from paceline.tools.plan.batch_balance import PolicyOutcome
 from paceline.tools.plan.dispatch_forecast import SCHEMA, DispatchForecast, DispatchRequest
 from paceline.tools.plan.dispatch_text import (
     describe_bias,
@@ -27,6 +26,7 @@ from paceline.tools.plan.dispatch_text import (
     percent,
     summarise_counts,
 )
+from paceline.tools.plan.uneven_batch_outcomes import PolicyOutcome
 from paceline.tools.result_files import check_writable, require_matplotlib
 
 __all__ = ["dispatch_files", "show_forecasts"]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from paceline._core.format import format_count, format_decimal, plural
 from paceline.errors import UsageError
-from paceline.tools.plan.batch_split import BatchSplit, split_batch
 from paceline.tools.plan.communication_roofline import (
     RateEstimate,
     TokenThreshold,
@@ -23,6 +22,7 @@ from paceline.tools.plan.communication_roofline import (
     intensity,
 )
 from paceline.tools.plan.devices_needed import ModelStates, device_nbytes, devices_needed, max_micro_batch
+from paceline.tools.plan.micro_batch_split import BatchSplit, split_batch
 from paceline.tools.plan.xxl_worked_example import DerivedFigure
 
 __all__ = ["BatchPlan", "BatchRequest", "describe_split", "plan_batch"]

@@ -9,7 +9,6 @@ from paceline.data.sampling.block_dispatch import BlockDispatch, DispatchScheme,
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import check_batching
 from paceline.errors import UsageError
-from paceline.tools.plan.batch_balance import BatchBalance, is_even, safe_batch_sizes, safe_blocks
 from paceline.tools.plan.imbalance_statistics import (
     DRAWS,
     ImbalanceSpread,
@@ -17,6 +16,7 @@ from paceline.tools.plan.imbalance_statistics import (
     imbalance_spread,
     largest_excess,
 )
+from paceline.tools.plan.uneven_batch_outcomes import BatchBalance, is_even, safe_batch_sizes, safe_blocks
 
 __all__ = ["SCHEMA", "DispatchForecast", "DispatchRequest", "Imbalance", "forecast_dispatch"]
 

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import get_args
 
 from paceline.data.sampling.uneven_policies import UnevenPolicy
-from paceline.tools.plan.batch_balance import BatchBalance, PolicyOutcome
+from paceline.tools.plan.uneven_batch_outcomes import BatchBalance, PolicyOutcome
 
 __all__ = [
     "describe_bias",

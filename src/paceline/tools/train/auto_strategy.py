@@ -29,7 +29,7 @@ from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.models.token_windows import TrainingWindows
 from paceline.tools.plan.slow_network import NetworkAdvice, SyncOption, advise_network
 from paceline.tools.train.local_sgd_settings import gpt_layers
-from paceline.tools.train.run_folder import original_settings
+from paceline.tools.train.resume_checks import original_settings
 from paceline.tools.train.train_settings import CHOSEN_BY_AUTO, TrainSettings
 from paceline.world import World
 from paceline.world.control_collectives import barrier, gather_texts

@@ -17,7 +17,8 @@ from paceline.launch.agent.elastic_run import run_elastic
 from paceline.testing import fault_injection
 from paceline.tools.models import corpus as corpora
 from paceline.tools.result_files import paceline_command
-from paceline.tools.train.run_folder import RunFolder, check_resumable
+from paceline.tools.train.resume_checks import check_resumable
+from paceline.tools.train.run_folder import RunFolder
 from paceline.tools.train.train_settings import TrainSettings
 from paceline.world import ProcessPlace, read_environment
 from paceline.world.device_selection import choose_device

@@ -21,7 +21,8 @@ from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows, summed_token_loss
 from paceline.tools.train.auto_strategy import AutoChoice, choose_strategy
-from paceline.tools.train.run_folder import RunFolder, check_facts, checkpoint_facts
+from paceline.tools.train.resume_checks import check_facts, checkpoint_facts
+from paceline.tools.train.run_folder import RunFolder
 from paceline.tools.train.traffic_counter import SentBytes, float32_gradient_nbytes, interface_nbytes
 from paceline.tools.train.train_settings import AUTO, TrainSettings
 from paceline.world import World

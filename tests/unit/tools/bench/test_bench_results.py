@@ -11,7 +11,7 @@ from paceline.cost_model.step_costs import pick_step_costs
 from paceline.cost_model.step_strategy import StepStrategy
 from paceline.cost_model.step_time import predict_step
 from paceline.errors import UsageError
-from paceline.tools.bench.bench_results import (
+from paceline.tools.bench.bench_result_reader import (
     load_measured_steps,
     measured_by_strategy,
     pair_with_measured,

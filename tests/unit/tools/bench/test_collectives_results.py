@@ -13,12 +13,7 @@ from rich.console import Console
 from paceline._core.format import format_size
 from paceline._core.json_codec import encode
 from paceline.errors import RankFailed, UsageError
-from paceline.tools.bench.collectives.collectives_benchmark import (
-    RowJournal,
-    is_finished,
-    measure_collectives,
-    ordered_rows,
-)
+from paceline.tools.bench.collectives.collectives_benchmark import measure_collectives
 from paceline.tools.bench.collectives.collectives_cases import list_cases
 from paceline.tools.bench.collectives.collectives_rows import (
     CollectiveRow,
@@ -35,6 +30,7 @@ from paceline.tools.bench.collectives.collectives_tables import (
     operation_table,
     operation_tables,
 )
+from paceline.tools.bench.collectives.resume_journal import RowJournal, is_finished, ordered_rows
 from paceline.tools.cli.bench import bench_collectives_files
 
 SETTINGS = CollectiveSettings(("gloo", "paceline"), ("all-reduce",), (2, 4), (1000, 1_000_000))

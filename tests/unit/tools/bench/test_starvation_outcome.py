@@ -32,7 +32,7 @@ from paceline.tools.bench.starvation.starvation_table import (
     summary_line,
     table_title,
 )
-from paceline.tools.plan.batch_balance import BatchBalance
+from paceline.tools.plan.uneven_batch_outcomes import BatchBalance
 
 SETTINGS = StarvationSettings(EXAMPLE_BALANCE, timeout=10.0)
 PLACE = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537] "

@@ -12,7 +12,7 @@ from dispatch_strategies import dispatches, shares
 from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import EXACT, RankPortions, UnevenPolicy
-from paceline.tools.plan.batch_balance import (
+from paceline.tools.plan.uneven_batch_outcomes import (
     BatchBalance,
     is_even,
     moved_weight,

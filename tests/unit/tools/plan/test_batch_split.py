@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.tools.plan.batch_plan import BatchRequest, plan_batch
-from paceline.tools.plan.batch_split import split_batch
 from paceline.tools.plan.communication_roofline import catalog_link_rate, catalog_matmul_rate
 from paceline.tools.plan.devices_needed import ModelStates, device_nbytes, devices_needed, max_micro_batch
+from paceline.tools.plan.micro_batch_split import split_batch
 
 SIZES = st.integers(0, 10_000)
 

@@ -8,8 +8,8 @@ import pytest
 
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.errors import UsageError
-from paceline.tools.plan.batch_balance import BatchBalance
 from paceline.tools.plan.dispatch_forecast import DispatchRequest, forecast_dispatch
+from paceline.tools.plan.uneven_batch_outcomes import BatchBalance
 
 
 def test_every_block_size_with_every_batch_size():

@@ -8,7 +8,6 @@ import pytest
 
 from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
-from paceline.tools.plan.batch_balance import BatchBalance, PolicyOutcome
 from paceline.tools.plan.dispatch_forecast import DispatchRequest, forecast_dispatch
 from paceline.tools.plan.dispatch_text import (
     describe_bias,
@@ -18,6 +17,7 @@ from paceline.tools.plan.dispatch_text import (
     percent,
     summarise_counts,
 )
+from paceline.tools.plan.uneven_batch_outcomes import BatchBalance, PolicyOutcome
 from paceline.tools.report.charts.dispatch_charts import MAX_PANELS, epoch_end_chart, imbalance_chart
 
 

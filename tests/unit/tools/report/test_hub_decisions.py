@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.tools.report.hub.hub_decisions import DecisionLog, HubDecision
+from paceline.tools.report.hub.bounded_decision_log import DecisionLog, HubDecision
 
 
 def refused(at, worker=1, reason="not finite"):

@@ -31,7 +31,6 @@ from paceline._core.json_codec import decode
 from paceline.errors import PacelineError, PeerLost
 from paceline.tools.bench.collectives.backend_calls import OpenBackend, PreparedCall, make_call, open_backend
 from paceline.tools.bench.collectives.benchmarked_backends import find_backend
-from paceline.tools.bench.collectives.collectives_benchmark import RowJournal
 from paceline.tools.bench.collectives.collectives_cases import (
     MOST_TURNS,
     CollectiveCase,
@@ -46,6 +45,7 @@ from paceline.tools.bench.collectives.exact_buffers import (
     fill_input,
     output_is_right,
 )
+from paceline.tools.bench.collectives.resume_journal import RowJournal
 from paceline.tools.bench.device_clock import gather_ranks, slowest_rank
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.bench.rank_jobs import read_job

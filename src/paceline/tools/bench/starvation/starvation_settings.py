@@ -16,7 +16,7 @@ from paceline.data.batch_assignment import EpochPlan, SampleOrder
 from paceline.data.map_loader_state import DispatchSettings, LoaderPosition
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError, unknown
-from paceline.tools.plan.batch_balance import BatchBalance
+from paceline.tools.plan.uneven_batch_outcomes import BatchBalance
 
 __all__ = ["EXAMPLE_BALANCE", "MOST_RANKS", "Numbers", "StarvationSettings"]
 

@@ -20,8 +20,8 @@ from paceline.world import ProcessPlace
 from paceline.world.mpi_world import mpi_launcher_size
 
 if TYPE_CHECKING:
-    from paceline.tools.bench.collectives.collectives_benchmark import RowJournal
     from paceline.tools.bench.collectives.collectives_request import CollectivesRequest
+    from paceline.tools.bench.collectives.resume_journal import RowJournal
     from paceline.tools.cli.bench.bench_collectives_files import CollectivesFiles
 
 __all__ = ["collectives", "compare"]
@@ -157,8 +157,8 @@ def _measure_in_new_ranks(request: CollectivesRequest, journal: RowJournal | Non
 
 def _measure_as_rank(request: CollectivesRequest, journal: RowJournal | None) -> None:
     """Take part as the rank that a launcher started; `journal` is that of rank 0."""
-    from paceline.tools.bench.collectives.collectives_benchmark import is_finished
     from paceline.tools.bench.collectives.collectives_worker import measure_under_launcher
+    from paceline.tools.bench.collectives.resume_journal import is_finished
 
     kept = {row.key for row in journal.rows()} if journal else set()
     wanted = [
@@ -190,8 +190,8 @@ def _finish(
     request: CollectivesRequest, journal: RowJournal, files: CollectivesFiles, *, complete: bool
 ) -> bool:
     """Show and write the finished rows; return whether all of them are correct."""
-    from paceline.tools.bench.collectives.collectives_benchmark import ordered_rows
     from paceline.tools.bench.collectives.collectives_tables import COLLECTIVES_FOOTER, operation_tables
+    from paceline.tools.bench.collectives.resume_journal import ordered_rows
     from paceline.tools.console_table import print_wide
 
     rows = ordered_rows(request.cases, request.settings.dtype, journal.rows())

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from paceline._core.json_codec import encode
 from paceline.errors import UsageError
-from paceline.tools.bench.collectives.collectives_benchmark import RowJournal
 from paceline.tools.bench.collectives.collectives_request import CollectivesRequest
 from paceline.tools.bench.collectives.collectives_rows import (
     CollectiveRow,
@@ -21,6 +20,7 @@ from paceline.tools.bench.collectives.collectives_rows import (
     write_collectives_json,
 )
 from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
+from paceline.tools.bench.collectives.resume_journal import RowJournal
 from paceline.tools.report.charts.collective_charts import BackendSeries, bandwidth_by_size, time_by_size
 from paceline.tools.result_files import check_writable, checked_files, machine_record, paceline_command
 

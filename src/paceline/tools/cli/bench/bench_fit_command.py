@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.cost_model.collective_prediction import CheckedPrediction, CollectiveFit, PredictionError
     from paceline.cost_model.piecewise_fit import FitSegment
     from paceline.cost_model.profile import Profile
-    from paceline.tools.bench.bench_results import CollectiveMeasurement, CollectiveTimes
+    from paceline.tools.bench.bench_result_reader import CollectiveMeasurement, CollectiveTimes
 
 __all__ = ["fit"]
 
@@ -78,7 +78,7 @@ def fit(
     ] = None,
 ) -> None:
     """Fit latency and bandwidth to measured times, and show how well they predict held-out measurements."""
-    from paceline.tools.bench.bench_results import load_measured_collectives, pool_by_network
+    from paceline.tools.bench.bench_result_reader import load_measured_collectives, pool_by_network
 
     measurements = pool_by_network(load_measured_collectives(path) for path in results)
     path = profile_file or (None if out is None else out / "profile.json")

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.tools.plan.batch_plan import BatchPlan, BatchRequest
-    from paceline.tools.plan.batch_split import BatchSplit
     from paceline.tools.plan.communication_roofline import RateEstimate
+    from paceline.tools.plan.micro_batch_split import BatchSplit
 
 __all__ = ["batch", "show_figures", "show_xxl"]
 

@@ -21,8 +21,8 @@ from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
     from paceline.cost_model.profile import Profile
-    from paceline.tools.plan.batch_split import BatchSplit
     from paceline.tools.plan.memory.memory_forecast import MicroBatchFit
+    from paceline.tools.plan.micro_batch_split import BatchSplit
     from paceline.tools.plan.strategy_advice import RankBatch, StepAdvice
 
 __all__ = ["plan"]
@@ -282,7 +282,7 @@ def _samples(count: int) -> str:
 def _add_batch(training: _Training, profile: Profile | None, page: _Page) -> None:
     """Add micro-batch and accumulation: as given, as fits, or as measured."""
     from paceline.tools.plan.batch_plan import describe_split
-    from paceline.tools.plan.batch_split import split_batch
+    from paceline.tools.plan.micro_batch_split import split_batch
     from paceline.tools.plan.strategy_advice import RankBatch
 
     title, devices = "Which batch?", training.devices[-1]

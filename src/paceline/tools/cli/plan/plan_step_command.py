@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.cost_model.step_costs import StepCosts
     from paceline.cost_model.step_strategy import StepStrategy
     from paceline.cost_model.step_time import StepTime
-    from paceline.tools.bench.bench_results import MeasuredStep
+    from paceline.tools.bench.bench_result_reader import MeasuredStep
     from paceline.tools.report.charts.plan_charts import PredictedBucketLine
 
 __all__ = ["draw_breakdown", "draw_buckets", "step"]
@@ -78,7 +78,7 @@ def step(
     from paceline.cost_model.profile import Profile
     from paceline.cost_model.step_costs import pick_step_costs
     from paceline.cost_model.step_time import predict_steps
-    from paceline.tools.bench.bench_results import load_measured_steps, measured_by_strategy
+    from paceline.tools.bench.bench_result_reader import load_measured_steps, measured_by_strategy
     from paceline.tools.console_table import print_wide
 
     sizes = sorted(set(parse_list("--bucket-mib", bucket_mib, float, example="1,5,25")))
@@ -161,7 +161,7 @@ def _step_table(costs: StepCosts, times: Sequence[StepTime], measured: Measured)
 def _sentences(costs: StepCosts, times: Sequence[StepTime], measured: Measured) -> list[str]:
     """Return the best strategy compared with torch's default, the best buckets, and the prediction errors."""
     from paceline.cost_model.step_time import best_simulated_bucket, fastest_step
-    from paceline.tools.bench.bench_results import pair_with_measured, step_prediction_error
+    from paceline.tools.bench.bench_result_reader import pair_with_measured, step_prediction_error
 
     best = fastest_step(times)
     default = next((each for each in times if each.strategy.is_default_ddp), None)

@@ -24,6 +24,7 @@ from paceline.tools.report.html_page import (
     responsive_figure,
     write_page,
 )
+from paceline.tools.report.hub.bounded_decision_log import HUB_ITSELF, HubDecision
 from paceline.tools.report.hub.downsample import DownsampledCurve, Point
 from paceline.tools.report.hub.hub_charts import (
     ScoreCurves,
@@ -34,7 +35,6 @@ from paceline.tools.report.hub.hub_charts import (
     staleness_histogram,
     traffic_chart,
 )
-from paceline.tools.report.hub.hub_decisions import HUB_ITSELF, HubDecision
 from paceline.tools.report.hub.hub_records import HubRun, read_hub_run
 from paceline.tools.report.hub.hub_summary import ContributionRow, contribution_rows, ddp_nbytes, local_steps
 from paceline.tools.report.hub.hub_text import (

@@ -18,8 +18,8 @@ from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.durable_files import read_checked_file
 from paceline.async_dp.wal.hub_folder import LEDGER
 from paceline.errors import DamagedCheckpoint
+from paceline.tools.report.hub.bounded_decision_log import HUB_ITSELF, DecisionLog, HubDecision
 from paceline.tools.report.hub.downsample import DownsampledCurve, QuantileSketch
-from paceline.tools.report.hub.hub_decisions import HUB_ITSELF, DecisionLog, HubDecision
 from paceline.tools.report.hub.hub_traffic import HubTraffic
 from paceline.tools.report.hub.worker_statistics import WorkerStatistics, WorkerTable, printable
 

@@ -64,7 +64,7 @@ def split_batch(samples: int, devices: int, most: int) -> BatchSplit:
 
     Ranks come before accumulation, because they run in parallel and micro-batches one after another. Accumulation is
     the least that memory allows. Where the batch does not divide, ranks differ by one sample, which Paceline weights
-    exactly (`paceline.tools.plan.batch_balance`); `below`, `above` and `exact` are the even alternatives.
+    exactly (`paceline.tools.plan.uneven_batch_outcomes`); `below`, `above` and `exact` are the even alternatives.
 
     Args:
         samples: the global batch.
