@@ -156,6 +156,13 @@ def test_ending_kills_descendants_and_processes_that_ignore_sigterm(lab, monkeyp
     assert processes(lab, 0) == []
 
 
+def test_ending_misses_no_process_that_is_started_meanwhile(lab):
+    job = lab.start("while :; do sleep 2 & sleep 0.001; done", on=0)
+    until(lambda: len(processes(lab, 0)) >= 10)
+    job.end()
+    assert processes(lab, 0) == []
+
+
 def test_a_program_may_clean_up_when_ended(lab, tmp_path):
     job = lab.start(f"trap 'echo tidy; exit 4' TERM; echo ready; {FOREVER}", on=0)
     until(lambda: list(job.lines()))

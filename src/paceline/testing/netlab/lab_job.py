@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -72,6 +72,7 @@ class LabProgram:
         self._yielded = dict.fromkeys(self._file_of_name, 0)  # bytes that lines() has yielded
         self._started, self.ended = time.monotonic(), 0.0
         self._result: LabResult | None = None
+        self._descendants: list[psutil.Process] = []  # sent a signal
 
     def code(self) -> int | None:
         """Return the exit code; None while it runs."""
@@ -105,17 +106,35 @@ class LabProgram:
         return any(self._yielded.values())
 
     def signal(self, *numbers: int) -> None:
-        """Send signals to the program and all its descendants; kill it if it has not started them yet."""
-        if self.code() is not None:
-            return
+        """Send signals that end or continue it to the program and its descendants; kill it before it has any."""
+        if self.code() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(self.process.pid)
+                while new := [one for one in root.children(recursive=True) if one not in self._descendants]:
+                    _send(
+                        new, signal.SIGSTOP
+                    )  # what is stopped can't start others, which would be missed here
+                    self._descendants += new
+                if not self._descendants:
+                    self.process.kill()
+        _send(reversed(self._descendants), *numbers)
+
+    def is_gone(self) -> bool:
+        """Return whether it has ended, and all descendants that were sent a signal."""
+        return self.code() is not None and not any(_runs(one) for one in self._descendants)
+
+
+def _send(processes: Iterable[psutil.Process], *numbers: int) -> None:
+    for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            descendants = psutil.Process(self.process.pid).children(recursive=True)
-            if not descendants:
-                self.process.kill()
-            for one in reversed(descendants):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for number in numbers:
-                        one.send_signal(number)
+            for number in numbers:
+                one.send_signal(number)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 class LabJob:
@@ -202,7 +221,7 @@ class LabJob:
         for one in self._programs:
             one.signal(signal.SIGTERM, signal.SIGCONT)
         deadline = time.monotonic() + _END_SECONDS
-        while self.running():
+        while not all(one.is_gone() for one in self._programs):
             if time.monotonic() > deadline:
                 for one in self._programs:
                     one.signal(signal.SIGKILL)
