@@ -235,6 +235,7 @@ class Checkpoint:
             ranks=self._ranks,
             keep=self._keep,
             lock=self._lock,
+            previous=self._latest,
         )
         self._pending, self._saved_at = (self.step, self._latest), self.step
         if self._cadence is not None:

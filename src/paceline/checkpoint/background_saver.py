@@ -79,6 +79,7 @@ class BackgroundSave:
         rank, ranks: this rank, and the number of ranks.
         keep: number of complete checkpoints to keep.
         lock: of the folder, on rank 0; referenced until the end, so that it stays held.
+        previous: the save before, whose thread may still remove older checkpoints; joined by this one's.
 
     Attributes:
         failure: why this rank could not write; empty: it could.
@@ -96,11 +97,13 @@ class BackgroundSave:
         ranks: int,
         keep: int,
         lock: FolderLock | None = None,
+        previous: BackgroundSave | None = None,
     ) -> None:
         self.failure = ""
         self.path: Path | None = None
         self._folder, self._staging, self._contents, self._head = folder, staging, contents, head
         self._rank, self._ranks, self._keep, self._lock = rank, ranks, keep, lock
+        self._previous = previous
         self._written, self._finished, self._abandoned = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name="paceline-checkpoint")
         self._thread.start()
@@ -119,7 +122,7 @@ class BackgroundSave:
         self._finished.wait()
 
     def join(self) -> None:
-        """Wait for the thread, which may still remove older checkpoints."""
+        """Wait for this thread and those of earlier saves, which may still remove older checkpoints."""
         self._thread.join()
 
     # ------------------------------------------------------------------ the writing thread
@@ -143,6 +146,9 @@ class BackgroundSave:
             if self.path is None:
                 shutil.rmtree(self._staging, ignore_errors=True)
         self._finished.set()
+        if self._previous is not None:
+            self._previous.join()
+            self._previous = None
         if self.path is not None:
             self._folder.remove_old(self._keep)
 

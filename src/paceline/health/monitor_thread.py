@@ -25,7 +25,7 @@ from paceline.health import abort_collectives, thread_probe
 from paceline.health.attribution import Attribution, StallLimits
 from paceline.health.failure_detector import SETTLE_SECONDS, FailureDetector
 from paceline.health.heartbeat import FailureNotice, Heartbeat, MalformedFrame, clip_text
-from paceline.health.peer_mesh import FULL_MESH, PeerMesh
+from paceline.health.peer_mesh import CONNECT_SECONDS, FULL_MESH, PeerMesh
 from paceline.health.process_probe import LocalProcess
 
 __all__ = ["MonitorThread"]
@@ -78,6 +78,7 @@ class MonitorThread:
         self._shutdown, self._shutdown_since, self._exiting = shutdown, 0.0, False
         self.error: PeerFailed | None = None
         self.decided = threading.Event()
+        self._connected = threading.Event()  # by all peers, so that a notice reaches every one
         self.in_block = False
         self.detector = FailureDetector(mesh, self.limits, leave_on_stall=leave_on_stall, warn=warn)
         self._acknowledged: dict[tuple[str, ...], set[int]] = {}
@@ -96,12 +97,14 @@ class MonitorThread:
         self._thread = threading.Thread(target=self._run, name="paceline watchdog", daemon=True)
 
     def start(self) -> None:
-        """Connect to the other ranks and start the thread."""
+        """Connect to the other ranks, start the thread, and wait until they have connected to this one."""
         for problem in self.mesh.connect():
             log.warning("this rank can't watch a peer: %s", problem)
         self._send_heartbeat(time.monotonic())
         self._arm_stack_dump(time.monotonic())
         self._thread.start()
+        if self.mesh.missing() and not self._connected.wait(CONNECT_SECONDS):
+            log.warning("ranks %s can't be watched by this rank: they did not connect", self.mesh.missing())
 
     # ------------------------------------------------------------------ called by the training thread
 
@@ -174,6 +177,8 @@ class MonitorThread:
             except MalformedFrame as error:
                 log.warning("rank %d sent a malformed message (%s): its connection is closed", rank, error)
                 self.mesh.reject(rank)
+        if not self._connected.is_set() and not self.mesh.missing():
+            self._connected.set()
         self._read_stack_dumps()
         self._check_local_processes(now, ended)
         self._send_heartbeat(now)

@@ -25,13 +25,13 @@ from typing import Any
 from paceline.health.heartbeat import FrameParser, MalformedFrame, encode_frame
 from paceline.health.peer_endpoint import PeerEndpoint
 
-__all__ = ["FULL_MESH", "PeerLink", "PeerMesh", "mesh_peers"]
+__all__ = ["CONNECT_SECONDS", "FULL_MESH", "PeerLink", "PeerMesh", "mesh_peers"]
 
 FULL_MESH = 16
 """Ranks up to which all are connected with all."""
 
 _HELLO_SECONDS = 10.0  # for a caller to authenticate
-_CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 5.0  # for a call, and for the peers to call
 _MAX_BACKLOG_NBYTES = 1 << 20  # unsent bytes per peer
 _DROP_NBYTES = _MAX_BACKLOG_NBYTES // 16  # from which droppable messages are dropped
 _READ_NBYTES = 1 << 16
@@ -118,7 +118,7 @@ class PeerMesh:
 
     def _call(self, rank: int, purpose: str) -> socket.socket:
         endpoint = self.endpoints[rank]
-        connection = socket.create_connection((endpoint.address, endpoint.port), timeout=_CONNECT_SECONDS)
+        connection = socket.create_connection((endpoint.address, endpoint.port), timeout=CONNECT_SECONDS)
         connection.sendall(encode_frame({"hello": [self.own.rank, self._token, purpose]}))
         return connection
 
@@ -172,10 +172,14 @@ class PeerMesh:
             self._add(caller)
         return True
 
+    def missing(self) -> list[int]:
+        """Return the peers of higher rank that have not connected yet."""
+        return [rank for rank in self._peers if rank > self.own.rank and rank not in self.links]
+
     # ------------------------------------------------------------------ receiving
 
     def wait(self, seconds: float, pidfds: list[int]) -> set[int]:
-        """Sleep, but return at once when a connection or one of the processes `pidfds` ends.
+        """Sleep, but return at once when a connection or one of the processes `pidfds` ends, or a peer calls.
 
         Returns:
             Those of `pidfds` that have ended.
@@ -184,6 +188,9 @@ class PeerMesh:
         for link in self.links.values():
             if link.state == "open":
                 poll.register(link.socket, getattr(select, "POLLRDHUP", 0))
+        if self.missing():
+            for each in (self._listener, *(caller.socket for caller in self._callers)):
+                poll.register(each, select.POLLIN)
         for pidfd in pidfds:
             poll.register(pidfd, select.POLLIN)
         return {fd for fd, _ in poll.poll(seconds * 1e3)}.intersection(pidfds)

@@ -119,7 +119,7 @@ def test_every_other_rank_names_the_faulty_one(killable, backend, sync, fault):
     host = socket.gethostname()
     assert codes == [0] * (SIZE - 1)
     for each in errors:
-        assert (each["error"], each["kind"], each["rank"]) == ("PeerFailed", kind, FAULTY), each
+        assert (each["error"], each["kind"], each["rank"]) == ("PeerFailed", kind, FAULTY), each["text"]
         assert (each["host"], each["pid"]) == (host, pid), each
         assert kind == "raised" or each["exit_code"] == code, each
         assert STEP - 1 <= each["step"] <= STEP, each
@@ -132,6 +132,32 @@ def test_every_other_rank_names_the_faulty_one(killable, backend, sync, fault):
         assert own["error"] in ("RuntimeError", "MemoryError"), "the faulty rank raises its own error"
     if fault == STOPS:  # once it continues, it learns that the others did not wait
         assert (own["error"], own["rank"]) == ("PeerFailed", FAULTY), own
+
+
+def fail_at_once(send, rank, folder):
+    model, optim = set_up(folder, rank, "gloo")
+    try:
+        with paceline.Watchdog(stall=STALL, lost=LOST, grace=20.0):
+            if rank == FAULTY:
+                raise ValueError("no step was made")
+            while True:
+                step(model, optim)
+    except Exception as error:  # noqa: BLE001 — the test checks it
+        send((type(error).__name__, getattr(error, "rank", None), getattr(error, "kind", "")))
+    os._exit(0)
+
+
+def errors_of_a_failure_at_once(fork, folder):
+    prepare()
+    return [each.receive() for each in [fork(fail_at_once, rank, folder) for rank in range(SIZE)]]
+
+
+def test_an_error_right_after_the_watchdog_was_made_reaches_all(killable):
+    errors = killable.run_ranks(errors_of_a_failure_at_once, timeout=90)
+    assert errors == [
+        ("ValueError", None, "") if rank == FAULTY else ("PeerFailed", FAULTY, "raised")
+        for rank in range(SIZE)
+    ]
 
 
 # ------------------------------------------------------------------ without a with-block, and threads that never move

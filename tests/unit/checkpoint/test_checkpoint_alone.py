@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
+import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from torch import nn
 
 import paceline
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.errors import CheckpointError, UsageError
 
 
@@ -41,6 +45,34 @@ def test_facts_that_become_invalid_fail_a_save_without_a_hang(tmp_path):
     checkpoint.save(wait=True)
     checkpoint.close()
     assert (tmp_path / "step-00000000").is_dir()
+
+
+def test_close_waits_until_an_earlier_save_has_removed_old_checkpoints(tmp_path, monkeypatch):
+    remove_old, late = CheckpointFolder.remove_old, Event()
+
+    def remove_old_late(folder, keep):
+        if not (folder.path / "step-00000003").exists():  # the removal after step 2 is late
+            late.wait(10)
+            time.sleep(0.2)
+        remove_old(folder, keep)
+
+    checkpoint = paceline.Checkpoint(tmp_path, nn.Linear(2, 1), keep=1)
+    for step in (1, 2, 3):
+        monkeypatch.setattr(CheckpointFolder, "remove_old", remove_old_late if step == 2 else remove_old)
+        checkpoint.step = step
+        checkpoint.save(wait=True)
+    late.set()
+    monkeypatch.setattr(shutil, "rmtree", delayed(shutil.rmtree))
+    checkpoint.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "step-00000003"]
+
+
+def delayed(function):
+    def run(*args, **options):
+        time.sleep(0.2)
+        return function(*args, **options)
+
+    return run
 
 
 def test_checkpoints_that_would_be_removed_as_older_are_warned_of(tmp_path, caplog):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import tty
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from types import TracebackType
 from paceline._core.child_process import POLL_SECONDS, ChildProcess, with_pdeathsig
 from paceline._core.cpu_cores import usable_cores
 from paceline.errors import UsageError
+from paceline.launch.process.stderr_capture import StderrTee, last_lines
 
 __all__ = [
     "RankLogs",
@@ -33,38 +31,6 @@ __all__ = [
     "start_rank",
     "wait_for_exit",
 ]
-
-_TAIL_LINES, _TAIL_NBYTES = 20, 16384
-
-
-class StderrTee:
-    """Copies a child's error output to this terminal, and keeps its end.
-
-    The child sees a terminal if this process has one, so progress bars look as usual.
-    """
-
-    def __init__(self) -> None:
-        if os.isatty(2):
-            self._read, self.write = pty.openpty()
-            tty.setraw(self.write)  # keeps line ends as they are
-        else:
-            self._read, self.write = os.pipe()
-        self._end = b""
-        self._thread = threading.Thread(target=self._run, name="paceline-stderr", daemon=True)
-        self._thread.start()
-
-    def text(self) -> str:
-        """Return the end of the output, once the child has ended."""
-        self._thread.join(timeout=1.0)  # a child of the child may keep the other end open
-        return self._end.decode(errors="replace")
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):  # EIO: the pseudo terminal was closed
-            while data := os.read(self._read, _TAIL_NBYTES):
-                self._end = (self._end + data)[-_TAIL_NBYTES:]
-                while data:
-                    data = data[os.write(2, data) :]
-        os.close(self._read)
 
 
 @dataclass(frozen=True)
@@ -78,12 +44,7 @@ class RankProcess(ChildProcess):
 
     def tail(self) -> tuple[str, ...]:
         """Return the last lines of output, as far as they were kept."""
-        text = self.tee.text() if self.tee else ""
-        if self.log is not None:
-            with contextlib.suppress(OSError), self.log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_NBYTES))
-                text = file.read().decode(errors="replace")
-        return tuple(text.rstrip().splitlines()[-_TAIL_LINES:])
+        return last_lines(self.tee, self.log)
 
 
 def start_rank(

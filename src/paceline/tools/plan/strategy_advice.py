@@ -17,7 +17,7 @@ from paceline.cost_model.step_costs import StepCosts, pick_step_costs
 from paceline.cost_model.step_strategy import StepStrategy, standard_strategies
 from paceline.cost_model.step_time import StepTime, predict_step, predict_steps
 from paceline.errors import UsageError
-from paceline.tools.plan.slow_network import LOSS_EFFECTS, advise_network, exchange_nbytes
+from paceline.tools.plan.compression_or_local_sgd import LOSS_EFFECTS, advise_network, exchange_nbytes
 
 __all__ = [
     "RankBatch",

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_hexdigest
 
 from paceline._core.keyed_random import derive_key
 from paceline.errors import UsageError
-from paceline.tools.plan.slow_network import BACKWARD_SHARE
+from paceline.tools.plan.compression_or_local_sgd import BACKWARD_SHARE
 from paceline.tools.simulate.async_results import LossPoint
 from paceline.tools.simulate.async_settings import LrSchedule
 from paceline.tools.simulate.learning_tasks import Learner, LearningTask

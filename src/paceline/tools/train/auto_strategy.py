@@ -2,7 +2,7 @@
 
     rate    all ranks exchange bytes pairwise, increasingly many until an exchange takes 0.1 s; median of three
     step    a copy of the model trains a few steps without communication; the slowest rank counts
-    choice  `paceline.tools.plan.slow_network.advise_network`
+    choice  `paceline.tools.plan.compression_or_local_sgd.advise_network`
 
 If gradients are sent uncompressed every step, `paceline.parallel.tuning.tuner` then tunes how while training.
 
@@ -27,7 +27,7 @@ from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import token_loss as loss_of
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.models.token_windows import TrainingWindows
-from paceline.tools.plan.slow_network import NetworkAdvice, SyncOption, advise_network
+from paceline.tools.plan.compression_or_local_sgd import NetworkAdvice, SyncOption, advise_network
 from paceline.tools.train.local_sgd_settings import gpt_layers
 from paceline.tools.train.resume_checks import original_settings
 from paceline.tools.train.train_settings import CHOSEN_BY_AUTO, TrainSettings

@@ -13,7 +13,7 @@ from paceline.tools.plan.memory.memory_fit import (
     describe_alternatives,
     judge_fit,
 )
-from paceline.tools.plan.memory.memory_ledger import NonTensorMemory, make_ledger
+from paceline.tools.plan.memory.memory_ledger import make_ledger
 from paceline.tools.plan.memory.memory_timeline import (
     CATEGORIES,
     MemoryBlock,
@@ -21,6 +21,7 @@ from paceline.tools.plan.memory.memory_timeline import (
     PhaseMark,
     TimelineRecorder,
 )
+from paceline.tools.plan.memory.non_tensor_memory import NonTensorMemory
 
 
 def recorded():

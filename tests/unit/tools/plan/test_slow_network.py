@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.plan.slow_network import LOSS_EFFECTS, advise_network, exchange_nbytes
+from paceline.tools.plan.compression_or_local_sgd import LOSS_EFFECTS, advise_network, exchange_nbytes
 
 MEGABIT = 1e6 / 8
 

@@ -19,7 +19,8 @@ from paceline.tools.report.hub.hub_charts import (
     staleness_histogram,
     traffic_chart,
 )
-from paceline.tools.report.hub.hub_traffic import HubDowntime, ReservedRate
+from paceline.tools.report.hub.hub_downtime import HubDowntime
+from paceline.tools.report.hub.hub_traffic import ReservedRate
 
 
 def texts(chart):

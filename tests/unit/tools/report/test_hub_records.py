@@ -102,7 +102,7 @@ def test_a_hub_that_was_away_is_seen_where_its_notes_on_traffic_leave_a_gap(run)
         join(0, 1), join(0, 2), *(traffic(at) for at in (5, 10.2, 15.3)), update(18, 1), update(18.5, 2),
         join(40, 1), update(41, 1), traffic(44), update(50, 1),
     )  # fmt: skip
-    (away,) = hub_run.traffic.downtimes
+    (away,) = hub_run.downtime.downtimes
     assert (away.since - START, away.until - START) == pytest.approx((18.5, 39))
     assert [worker(hub_run, number).present_seconds for number in (1, 2)] == pytest.approx([18 + 10, 18.5])
     assert "was down" in [each.what for each in hub_run.decisions.newest()]
@@ -110,12 +110,12 @@ def test_a_hub_that_was_away_is_seen_where_its_notes_on_traffic_leave_a_gap(run)
 
 def test_a_hub_that_was_started_again_at_once_is_seen_all_the_same(run):
     hub_run = run(traffic(5), traffic(10), update(13, 1), join(14, 1), traffic(19), traffic(24))
-    assert [(each.since - START, each.until - START) for each in hub_run.traffic.downtimes] == [(13, 14)]
+    assert [(each.since - START, each.until - START) for each in hub_run.downtime.downtimes] == [(13, 14)]
 
 
 def test_a_hub_that_is_never_away_has_no_gap(run):
     hub_run = run(*(traffic(5.1 * at, seconds=5.1) for at in range(1, 200)))
-    assert (hub_run.traffic.downtime_count, list(hub_run.traffic.downtimes)) == (0, [])
+    assert (hub_run.downtime.count, list(hub_run.downtime.downtimes)) == (0, [])
 
 
 def test_traffic_is_added_up_and_its_peaks_kept(run):

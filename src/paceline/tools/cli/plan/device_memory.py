@@ -1,4 +1,4 @@
-"""Memory of a device, by name or by size, and what occupies it besides the training."""
+"""Memory of a device, from its name or size on the command line."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ from typing import TYPE_CHECKING
 
 from paceline._core.units import parse_bytes
 from paceline.errors import UsageError, unknown
+from paceline.tools.plan.memory.non_tensor_memory import CUBLAS_NBYTES, CUDA_CONTEXT, NonTensorMemory
 
 if TYPE_CHECKING:
     from paceline.tools.plan.memory.memory_forecast import DeviceMemory
 
-__all__ = ["CUDA_CONTEXT", "KINDS", "available_memory", "parse_device_memory"]
+__all__ = ["KINDS", "available_memory", "parse_device_memory"]
 
 KINDS = ("cuda", "cpu")
-CUDA_CONTEXT = "800MiB"
-"""Memory that driver and kernels occupy on a GPU, about."""
-
-_CUBLAS_NBYTES = 32 << 20
-"""Workspace of cuBLAS on Hopper and later, the largest default."""
 
 
 def parse_device_memory(device: str | None, device_memory: str | None) -> int | None:
@@ -59,12 +55,11 @@ def available_memory(
         data: memory of data that stays on the device.
     """
     from paceline.tools.plan.memory.memory_forecast import DeviceMemory
-    from paceline.tools.plan.memory.memory_ledger import NonTensorMemory
 
     is_gpu = kind == "cuda"
     outside = NonTensorMemory(
         context_nbytes=parse_bytes(cuda_context) if is_gpu else 0,
-        library_nbytes=_CUBLAS_NBYTES if is_gpu else 0,
+        library_nbytes=CUBLAS_NBYTES if is_gpu else 0,
         data_nbytes=parse_bytes(data),
     )
     return DeviceMemory(capacity, outside)

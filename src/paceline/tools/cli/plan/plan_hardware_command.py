@@ -18,7 +18,7 @@ from paceline.tools.result_files import check_writable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.tools.plan.slow_network import NetworkAdvice
+    from paceline.tools.plan.compression_or_local_sgd import NetworkAdvice
 
 __all__ = ["DEVICE_COLUMNS", "LINK_COLUMNS", "device_rows", "hardware", "link_rows", "network"]
 
@@ -99,7 +99,7 @@ def network(
     Example: paceline plan network --parameters 20M --ranks 4 --rate 200Mbit/s --step 0.97s
     """
     from paceline.tools.console_table import print_wide
-    from paceline.tools.plan.slow_network import advise_network
+    from paceline.tools.plan.compression_or_local_sgd import advise_network
 
     advice = advise_network(
         parse_count(parameters), ranks, parse_rate(rate), parse_seconds(step), parse_share(share), layers

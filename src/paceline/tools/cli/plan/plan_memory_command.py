@@ -12,7 +12,7 @@ import typer
 from paceline._core.format import format_bytes
 from paceline._core.units import parse_list
 from paceline.errors import UsageError
-from paceline.tools.cli.plan.device_memory import CUDA_CONTEXT, KINDS, available_memory, parse_device_memory
+from paceline.tools.cli.plan.device_memory import KINDS, available_memory, parse_device_memory
 from paceline.tools.cli.shared_options import (
     AccumulateOption,
     AutocastOption,
@@ -21,6 +21,7 @@ from paceline.tools.cli.shared_options import (
     OptimizerOption,
 )
 from paceline.tools.console_table import make_table, print_wide
+from paceline.tools.plan.memory.non_tensor_memory import CUDA_CONTEXT
 
 if TYPE_CHECKING:
     from paceline.tools.plan.memory.memory_fit import MemoryAlternative

@@ -8,9 +8,10 @@ from typing import Any
 
 from paceline.tools.plan.memory.caching_allocator import AllocatorReplay, replay_allocations
 from paceline.tools.plan.memory.memory_fit import SAFE_SHARE, MemoryAlternative, MemoryVerdict, judge_fit
-from paceline.tools.plan.memory.memory_ledger import MemoryLedger, NonTensorMemory, make_ledger
+from paceline.tools.plan.memory.memory_ledger import MemoryLedger, make_ledger
 from paceline.tools.plan.memory.memory_prediction import MemoryPrediction, predict_memory
 from paceline.tools.plan.memory.memory_timeline import MemoryTimeline
+from paceline.tools.plan.memory.non_tensor_memory import NonTensorMemory
 from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject
 
 __all__ = [

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from paceline.tools.plan.memory.caching_allocator import AllocatorReplay
 from paceline.tools.plan.memory.memory_timeline import CATEGORIES, MemoryTimeline
+from paceline.tools.plan.memory.non_tensor_memory import NonTensorMemory
 
-__all__ = ["LedgerLine", "MemoryLedger", "NonTensorMemory", "make_ledger"]
+__all__ = ["LedgerLine", "MemoryLedger", "make_ledger"]
 
 _TRACED = "traced"
 _RULES: dict[str, tuple[str, str]] = {
@@ -68,21 +69,6 @@ class LedgerLine:
     nbytes: int
     rule: str
     source: str
-
-
-@dataclass(frozen=True)
-class NonTensorMemory:
-    """Memory that the tensors of a step don't account for.
-
-    Attributes:
-        context_nbytes: driver, CUDA context and loaded kernels.
-        library_nbytes: held by libraries: cuBLAS's workspace.
-        data_nbytes: of data that stay on the device.
-    """
-
-    context_nbytes: int = 0
-    library_nbytes: int = 0
-    data_nbytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from paceline.tools.report.charts.chart_style import (
     time_unit,
 )
 from paceline.tools.report.hub.downsample import Point
-from paceline.tools.report.hub.hub_traffic import HubDowntime, ReservedRate
+from paceline.tools.report.hub.hub_downtime import HubDowntime
+from paceline.tools.report.hub.hub_traffic import ReservedRate
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes

@@ -35,6 +35,7 @@ from paceline.tools.report.hub.hub_charts import (
     staleness_histogram,
     traffic_chart,
 )
+from paceline.tools.report.hub.hub_downtime import HubDowntime
 from paceline.tools.report.hub.hub_records import HubRun, read_hub_run
 from paceline.tools.report.hub.hub_summary import ContributionRow, contribution_rows, ddp_nbytes, local_steps
 from paceline.tools.report.hub.hub_text import (
@@ -46,7 +47,7 @@ from paceline.tools.report.hub.hub_text import (
     staleness_caption,
     traffic_caption,
 )
-from paceline.tools.report.hub.hub_traffic import HubDowntime, ReservedRate
+from paceline.tools.report.hub.hub_traffic import ReservedRate
 from paceline.tools.report.hub.worker_statistics import WorkerStatistics
 
 __all__ = ["render_hub_page", "write_hub_report"]
@@ -253,7 +254,7 @@ def _since(run: HubRun, points: Iterable[Point]) -> list[Point]:
 
 
 def _downtimes(run: HubRun) -> list[HubDowntime]:
-    return [HubDowntime(each.since - run.begin, each.until - run.begin) for each in run.traffic.downtimes]
+    return [HubDowntime(each.since - run.begin, each.until - run.begin) for each in run.downtime.downtimes]
 
 
 # ---------------------------------------------------------------------- tables
@@ -293,7 +294,7 @@ def _groups(run: HubRun) -> dict[str, dict[str, str]]:
     facts["records"] = f"{run.records:,}"
     if run.records:
         facts |= {"first record": f"{_clock(run.begin)} UTC", "last record": f"{_clock(run.end)} UTC"}
-        facts["hub down"] = plural(run.traffic.downtime_count, "time")
+        facts["hub down"] = plural(run.downtime.count, "time")
     groups = {"run": facts}
     if run.refused:
         groups["refused"] = {why: f"{count:,}" for why, count in run.refused.most_common(12)}

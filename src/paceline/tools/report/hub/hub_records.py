@@ -20,6 +20,7 @@ from paceline.async_dp.wal.hub_folder import LEDGER
 from paceline.errors import DamagedCheckpoint
 from paceline.tools.report.hub.bounded_decision_log import HUB_ITSELF, DecisionLog, HubDecision
 from paceline.tools.report.hub.downsample import DownsampledCurve, QuantileSketch
+from paceline.tools.report.hub.hub_downtime import DowntimeDetector
 from paceline.tools.report.hub.hub_traffic import HubTraffic
 from paceline.tools.report.hub.worker_statistics import WorkerStatistics, WorkerTable, printable
 
@@ -80,6 +81,7 @@ class HubRun:
         merged_at: when all workers adopted one worker's parameters, if they did.
         replacements: the last replaced workers.
         traffic: traffic of the hub.
+        downtime: when the hub was down.
         decisions: log of decisions.
     """
 
@@ -110,6 +112,7 @@ class HubRun:
     merged_at: float | None = None
     replacements: deque[WorkerReplacement] = field(default_factory=lambda: deque(maxlen=_MAX_REPLACEMENTS))
     traffic: HubTraffic = field(default_factory=HubTraffic)
+    downtime: DowntimeDetector = field(default_factory=DowntimeDetector)
     decisions: DecisionLog = field(default_factory=DecisionLog)
 
     @property
@@ -192,7 +195,7 @@ class _RecordReader:
             run.begin = run.end = t
         run.records += 1
         run.begin, run.end = min(run.begin, t), max(run.end, t)
-        run.traffic.add_time(t)
+        run.downtime.add_record(t)
         if handle is not None:
             handle(values, run.workers.get_or_add(number, t), t)  # type: ignore[arg-type]
         elif kind == "traffic":
@@ -313,7 +316,8 @@ class _RecordReader:
         sent, received, seconds = (
             max(0.0, _real(values, name) or 0.0) for name in ("sent", "received", "seconds")
         )
-        downtime = run.traffic.add(t, sent, received, seconds, _real(values, "bandwidth"))
+        run.traffic.add(t, sent, received, seconds, _real(values, "bandwidth"))
+        downtime = run.downtime.add_covered(t - seconds, t)
         if downtime is not None:
             run.workers.mark_hub_down(downtime.since)
             length = format_seconds(max(0.1, downtime.until - downtime.since))

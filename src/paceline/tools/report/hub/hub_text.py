@@ -170,7 +170,7 @@ def scores_caption(run: HubRun, drawn: int, *, losses: bool) -> str:
         marks.append("dashed line: all workers adopt the best one's parameters")
     if run.replacements:
         marks.append("cross: a worker is replaced by the best")
-    if run.traffic.downtimes:
+    if run.downtime.downtimes:
         marks.append("grey: the hub is down")
     more = len(run.workers) - drawn
     if drawn and more > 0:

@@ -1,9 +1,4 @@
-"""Traffic of a hub compared with the reserved rate, and its downtimes.
-
-[Note: downtime of the hub] A running hub records its traffic since the previous record every few seconds, so these
-records cover time without gaps. If one begins later than the previous one ended, the hub was down (restarted, or its
-machine was suspended) since the last record of any kind before that.
-"""
+"""Traffic of a hub compared with the reserved rate."""
 
 from __future__ import annotations
 
@@ -12,20 +7,10 @@ from dataclasses import dataclass, field
 
 from paceline.tools.report.hub.downsample import DownsampledCurve
 
-__all__ = ["HubDowntime", "HubTraffic", "PeakRate", "ReservedRate"]
+__all__ = ["HubTraffic", "PeakRate", "ReservedRate"]
 
-_CLOCK_TOLERANCE = 0.5  # seconds: system clocks are adjusted now and then
-_MIN_SILENCE = 0.05
 _MAX_KEPT = 500
 _SATURATED = 0.9
-
-
-@dataclass(frozen=True)
-class HubDowntime:
-    """A downtime of the hub, in unix seconds."""
-
-    since: float
-    until: float
 
 
 @dataclass(frozen=True)
@@ -60,8 +45,6 @@ class HubTraffic:
         record_count: number of records.
         with_reservation: number of records with a reserved rate.
         saturated: those among them that used most of it in either direction.
-        downtimes: the last downtimes of the hub.
-        downtime_count: number of downtimes.
     """
 
     sent: float = 0.0
@@ -74,22 +57,9 @@ class HubTraffic:
     record_count: int = 0
     saturated: int = 0
     with_reservation: int = 0
-    downtimes: deque[HubDowntime] = field(default_factory=lambda: deque(maxlen=_MAX_KEPT))
-    downtime_count: int = 0
-    _covered_until: float | None = None
-    _previous: float | None = None  # time of the previous record of any kind
-    _silences: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_KEPT))
 
-    def add_time(self, t: float) -> None:
-        """Register a record of any kind at `t`."""
-        if self._previous is not None and t - self._previous > _MIN_SILENCE:
-            self._silences.append((self._previous, t))
-        self._previous = t
-
-    def add(
-        self, t: float, sent: float, received: float, seconds: float, reserved: float | None
-    ) -> HubDowntime | None:
-        """Add a traffic record; return the downtime before it, if any.
+    def add(self, t: float, sent: float, received: float, seconds: float, reserved: float | None) -> None:
+        """Add a traffic record.
 
         Args:
             t: time of the record.
@@ -98,9 +68,6 @@ class HubTraffic:
             seconds: length of the recorded period.
             reserved: reserved bytes per second, if any.
         """
-        downtime = self._downtime_before(t - seconds)
-        self._covered_until = t
-        self._silences.clear()
         self.sent += sent
         self.received += received
         self.record_count += 1
@@ -114,15 +81,6 @@ class HubTraffic:
                 self._extend_reserved(t - seconds, t, reserved)
                 self.with_reservation += 1
                 self.saturated += max(out, into) >= _SATURATED * reserved
-        return downtime
-
-    def _downtime_before(self, begin: float) -> HubDowntime | None:
-        if self._covered_until is None or begin - self._covered_until <= _CLOCK_TOLERANCE:
-            return None
-        since = next((since for since, until in self._silences if since <= begin <= until), begin)
-        self.downtimes.append(HubDowntime(since, begin))
-        self.downtime_count += 1
-        return self.downtimes[-1]
 
     def _extend_reserved(self, begin: float, end: float, rate: float) -> None:
         last = self.reserved[-1] if self.reserved else None

@@ -14,7 +14,7 @@ from paceline._core.format import (
     format_ratio,
     format_seconds,
 )
-from paceline.tools.plan.slow_network import SyncOption, advise_network
+from paceline.tools.plan.compression_or_local_sgd import SyncOption, advise_network
 from paceline.tools.report.run.run_summary import RankTime, RunSummary
 from paceline.tools.report.run.step_breakdown import merge_intervals
 from paceline.tools.report.run.straggler_detection import StragglerBreakdown
