@@ -13,7 +13,7 @@ import sys
 import time
 
 from paceline.transport.envelope import Envelope
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.paced_queue import PacedQueue
 from paceline.transport.token_bucket import make_token_bucket, max_frame_nbytes, parse_share
 from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange

@@ -21,7 +21,7 @@ import zmq
 
 import paceline
 from paceline.transport.envelope import Envelope, encode
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq import HubExchange
 from paceline.transport.zmq.curve_keys import HubKeys

@@ -20,7 +20,7 @@ from paceline.backends.process_group import PacelineProcessGroup
 from paceline.backends.process_group_base import GroupBase
 from paceline.backends.shm import futex
 from paceline.backends.shm.control_block import ControlBlock
-from paceline.backends.shm.host_peers import (
+from paceline.backends.shm.peer_sockets import (
     HostPeers,
     PeerInfo,
     PeerListener,

@@ -27,7 +27,7 @@ from paceline.backends.inter_host import HostUnreachable, InterHostCollectives
 from paceline.backends.op_arguments import Tensors
 from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm.control_block import EAGER_NBYTES, GroupFailure
-from paceline.backends.shm.host_peers import PeerInfo
+from paceline.backends.shm.peer_sockets import PeerInfo
 from paceline.backends.shm.shm_collectives import ShmCollectives
 from paceline.errors import CollectiveError
 

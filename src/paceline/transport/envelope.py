@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from xxhash import xxh3_64_intdigest
 
 from paceline.errors import DamagedEnvelope, ForeignEnvelope, TruncatedEnvelope
-from paceline.transport.envelope_header import HEADER_LIMIT_NBYTES, Header, pack_header, unpack_header
+from paceline.transport.header_layout import HEADER_LIMIT_NBYTES, Header, pack_header, unpack_header
 
 __all__ = [
     "BEGIN",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from paceline.errors import EnvelopeError, ForeignEnvelope, MisplacedEnvelope, RepeatedEnvelope, UsageError
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 
 __all__ = ["FRAME_NBYTES", "Frame", "ReceiveLedger", "message_checksum", "split_frames"]
 

@@ -26,7 +26,7 @@ class PacedQueue:
         max_nbytes: capacity of the queue.
 
     Example:
-        >>> from paceline.transport.envelope_header import Header
+        >>> from paceline.transport.header_layout import Header
         >>> queue, sent = PacedQueue(bucket=TokenBucket(rate=1000, burst=600, now=0.0)), []
         >>> queue.put(Envelope(Header("run", "beat", source=1, target=0, sequence=0)))
         True

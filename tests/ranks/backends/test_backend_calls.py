@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from backend_scenes import error_of
-from paceline.backends.shm import host_peers
+from paceline.backends.shm import peer_sockets
 from paceline.backends.shm.control_block import FIFO_NBYTES
 from paceline.backends.shm.shm_p2p import ByteFifo
 
@@ -123,18 +123,18 @@ def test_all_to_all_may_be_in_place(pool):
 
 def groups_of_one_name(rank, size):
     """torch counts groups on each rank, so two pairs that create groups give them the same name."""
-    read_all = host_peers._read_all
+    read_all = peer_sockets._read_all
 
     def slowly(*args):
         time.sleep(0.3)  # all have published by now
         return read_all(*args)
 
     pairs = [dist.new_group(ranks, backend="paceline") for ranks in ([0, 1], [2, 3])]
-    host_peers._read_all = slowly
+    peer_sockets._read_all = slowly
     try:
         mine, _ = dist.new_subgroups(1, group=pairs[rank // 2])
     finally:
-        host_peers._read_all = read_all
+        peer_sockets._read_all = read_all
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=mine)
     return total.item()

@@ -19,7 +19,7 @@ from paceline.errors import RankFailed, UsageError, WorldError
 from paceline.launch.agent.elastic_run import run_elastic, run_job
 from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
 from paceline.launch.agent.rendezvous_address import RendezvousAddress
-from paceline.launch.process.rank_process import RankLogs
+from paceline.launch.process.rank_output import RankLogs
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 

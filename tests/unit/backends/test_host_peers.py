@@ -18,7 +18,7 @@ import torch.distributed as dist
 from forked_child import ended, in_child, start
 from paceline._core.format import format_bytes
 from paceline._core.process_exit import ExitStatus
-from paceline.backends.shm.host_peers import (
+from paceline.backends.shm.peer_sockets import (
     HostPeers,
     PeerInfo,
     PeerListener,

@@ -20,7 +20,7 @@ from paceline.launch.agent.rendezvous_address import (
     reachable_address,
     wait_for_server,
 )
-from paceline.launch.process.rank_process import RankLogs, check_log_dir
+from paceline.launch.process.rank_output import RankLogs, check_log_dir
 
 PC1 = RendezvousAddress("pc1", 29400)
 

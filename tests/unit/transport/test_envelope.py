@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from paceline.errors import DamagedEnvelope, ForeignEnvelope, TruncatedEnvelope, UsageError
-from paceline.transport import envelope, envelope_header
+from paceline.transport import envelope, header_layout
 from paceline.transport.envelope import decode, decode_head, encode
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 
 PLAIN = Header("run", "frame", source=1, target=2, sequence=3)
 
@@ -95,9 +95,9 @@ def test_a_payload_that_is_not_bytes_is_sent_as_the_bytes_it_is():
 def test_no_memory_is_allocated_for_an_unverified_size(frames):
     huge = 2**62
     huge_header = replace(PLAIN, frames=frames, nbytes=huge, total_nbytes=huge)
-    values = [getattr(huge_header, name) for name in envelope_header._NAMES]
-    values[envelope_header._NAMES.index("meta")] = {}
-    data = forged(envelope_header.SCHEMA, *values)
+    values = [getattr(huge_header, name) for name in header_layout._NAMES]
+    values[header_layout._NAMES.index("meta")] = {}
+    data = forged(header_layout.SCHEMA, *values)
     tracemalloc.start()
     try:
         with pytest.raises(DamagedEnvelope, match=f"payload of {huge} bytes; the limit is 1000"):

@@ -17,7 +17,7 @@ from paceline.transport.envelope import (
     encode,
     encode_checksummed,
 )
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 
 PLAIN = Header("run", "frame", source=7, target=0, sequence=3, meta={"base": 5, "score": 0.5})
 LIMIT = 10_000

@@ -16,7 +16,7 @@ from paceline.errors import (
     TruncatedEnvelope,
 )
 from paceline.transport.envelope import BEGIN, END, decode, encode
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.message_frames import ReceiveLedger
 
 FAULTS = 220

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paceline._core.json_codec import decode, encode
 from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.message_frames import ReceiveLedger, message_checksum, split_frames
 from paceline.transport.mpi_exchange.incoming_messages import IncomingMessage
 from paceline.transport.mpi_exchange.message_carrier import MessageTag, ProbedMessage

@@ -12,7 +12,7 @@ from test_token_bucket import most_in_any
 
 from paceline.errors import UsageError
 from paceline.transport.envelope import Envelope
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.paced_queue import PacedQueue, wire_nbytes
 from paceline.transport.token_bucket import ENVELOPE_OVERHEAD_NBYTES, TokenBucket
 

@@ -40,7 +40,7 @@ from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import CheckpointError, DamagedEnvelope, EnvelopeError
 from paceline.transport.envelope import Bytes, Envelope
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.transport_interface import HUB
 
 __all__ = ["Hub"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.transport.envelope import Bytes, Envelope
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.message_frames import split_frames
 
 __all__ = ["FRAME_NBYTES", "MessageAssembler", "ReplayWindow", "split_message"]

@@ -39,7 +39,7 @@ from paceline.async_dp.worker.reply_timeout import ReplyTimeout
 from paceline.async_dp.worker.session_state import FragmentExchange, HubStatus, SessionRequest
 from paceline.errors import DamagedEnvelope, UsageError
 from paceline.transport.envelope import Bytes, Envelope
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.transport_interface import HUB
 
 __all__ = ["HubSession"]

@@ -17,7 +17,7 @@ from paceline._core.process_exit import ExitStatus
 from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm import futex
 from paceline.backends.shm.control_block import ControlBlock, GroupFailure, OpNotice
-from paceline.backends.shm.host_peers import HostPeers, PeerInfo
+from paceline.backends.shm.peer_sockets import HostPeers, PeerInfo
 from paceline.errors import CollectiveError, CollectiveTimeout, PeerLost, UsageError
 
 __all__ = ["ShmBarrier"]

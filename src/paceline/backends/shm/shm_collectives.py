@@ -24,7 +24,7 @@ from paceline.backends.block_reduction import Reduction, Scratch, reduce_into_al
 from paceline.backends.op_arguments import Tensors, as_bytes, as_row, copy_unless_same, overlap, same_memory
 from paceline.backends.op_signature import ALL_OPS, OpSignature, check_exchange_sizes
 from paceline.backends.shm.control_block import EAGER_NBYTES, STAGING_NBYTES, ControlBlock, OpNotice
-from paceline.backends.shm.host_peers import HostPeers
+from paceline.backends.shm.peer_sockets import HostPeers
 from paceline.backends.shm.shared_arena import arena
 from paceline.backends.shm.transfer_modes import ALIGN_NUMEL, DataPaths
 

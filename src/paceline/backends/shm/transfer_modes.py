@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.backends.op_arguments import Tensors
 from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm.control_block import EAGER_NBYTES, STAGING_NBYTES, ControlBlock, OpNotice
-from paceline.backends.shm.host_peers import HostPeers
+from paceline.backends.shm.peer_sockets import HostPeers
 from paceline.backends.shm.shared_arena import Segment, arena
 from paceline.backends.shm.shm_barrier import ShmBarrier
 

@@ -63,8 +63,8 @@ from paceline.launch.agent.restart_policy import (
     WorldAgreement,
     failed_outcome,
 )
+from paceline.launch.process.rank_output import RankLogs
 from paceline.launch.process.rank_process import (
-    RankLogs,
     RankProcess,
     default_environment,
     start_rank,

@@ -17,7 +17,7 @@ from paceline._core.child_process import sigterm_raises
 from paceline.launch.agent.job_spec import JobSpec, check_script
 from paceline.launch.agent.rendezvous_address import RendezvousAddress, check_port_free, is_local
 from paceline.launch.agent.restart_log import log_line
-from paceline.launch.process.rank_process import RankLogs, check_log_dir
+from paceline.launch.process.rank_output import RankLogs, check_log_dir
 from paceline.testing import fault_injection
 
 __all__ = ["run_elastic", "run_job", "serve_rendezvous"]

@@ -17,9 +17,9 @@ from pathlib import Path
 from paceline._core.child_process import POLL_SECONDS, sigterm_raises, stop_processes
 from paceline._core.process_exit import describe_exit
 from paceline.errors import RankFailed, UsageError
+from paceline.launch.process.rank_output import check_log_dir
 from paceline.launch.process.rank_process import (
     RankProcess,
-    check_log_dir,
     default_environment,
     exit_remedy,
     start_rank,

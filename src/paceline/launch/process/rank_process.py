@@ -1,30 +1,24 @@
-"""A rank as a process of this machine: its start, output, log files and exit status."""
+"""A rank as a process of this machine: its start, end and exit status."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from paceline._core.child_process import POLL_SECONDS, ChildProcess, with_pdeathsig
 from paceline._core.cpu_cores import usable_cores
-from paceline.errors import UsageError
-from paceline.launch.process.stderr_capture import StderrTee, last_lines
+from paceline.launch.process.rank_output import StderrTee, last_lines
 
 __all__ = [
-    "RankLogs",
     "RankProcess",
-    "check_log_dir",
     "default_environment",
     "exit_remedy",
     "exit_status",
@@ -118,54 +112,3 @@ def exit_remedy(exit_code: int | None) -> str:
     if exit_code == -signal.SIGKILL:
         return "a process killed from outside often was out of memory: try fewer ranks or a smaller batch"
     return "correct what its output says; the other ranks have been ended"
-
-
-def check_log_dir(folder: Path | None) -> None:
-    """Create the folder for logs; raise UsageError if it can't be created or written."""
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"log_dir {folder} can't be written: {error.strerror}",
-            remedy="name a folder that you may write to",
-        ) from error
-
-
-class RankLogs:
-    """Log and shutdown files of one host's ranks: in a private folder for the duration of a with-statement.
-
-    Rank 0 writes to the terminal. Logs of the first start are ``rank<k>.log``, those after restart n
-    ``restart<n>/rank<k>.log``.
-
-    Args:
-        folder: for permanent logs; None: they are kept only to explain a failure.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> RankLogs:
-        self._private = Path(tempfile.mkdtemp(prefix="paceline-run-"))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        shutil.rmtree(self._private, ignore_errors=True)
-
-    def shutdown_file(self, local_rank: int) -> Path:
-        """Return the file that requests a rank's shutdown (`paceline._core.graceful_shutdown`)."""
-        return self._private / f"leave{local_rank}"
-
-    def path(self, rank: int, restart: int) -> Path | None:
-        """Return the log file of a rank after a restart, None for the terminal; its folder is created."""
-        if rank == 0:
-            return None
-        base = self._folder or self._private
-        folder = base / f"restart{restart}" if restart else base
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"rank{rank}.log"

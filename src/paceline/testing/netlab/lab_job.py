@@ -110,13 +110,13 @@ class LabProgram:
         if self.code() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 root = psutil.Process(self.process.pid)
+                _send(
+                    [root], signal.SIGSTOP
+                )  # what is stopped can't start others, which would be missed here
                 while new := [one for one in root.children(recursive=True) if one not in self._descendants]:
-                    _send(
-                        new, signal.SIGSTOP
-                    )  # what is stopped can't start others, which would be missed here
+                    _send(new, signal.SIGSTOP)
                     self._descendants += new
-                if not self._descendants:
-                    self.process.kill()
+                _send([root], signal.SIGCONT if self._descendants else signal.SIGKILL)
         _send(reversed(self._descendants), *numbers)
 
     def is_gone(self) -> bool:

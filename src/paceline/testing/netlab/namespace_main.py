@@ -124,11 +124,12 @@ def _exec(command: list[str]) -> NoReturn:
 
 def _in_child(work: Callable[[], NoReturn]) -> int:
     """Run `work` in a child that dies with this process, wait for it (and adopted orphans), and return its status."""
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
         try:
             _call("prctl", _SET_PDEATHSIG, signal.SIGKILL)
-            work()
+            if os.getppid() in (parent, 0):  # 0: in another namespace; otherwise it ended before that call
+                work()
         except OSError as error:
             os.write(2, f"{error}\n".encode())
         finally:

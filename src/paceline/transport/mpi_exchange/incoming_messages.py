@@ -28,7 +28,7 @@ from paceline.errors import (
     TruncatedEnvelope,
 )
 from paceline.transport.envelope import CHECKSUM_NBYTES, check_payload, check_tail, decode, decode_head
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.message_frames import ReceiveLedger, message_checksum, split_frames
 from paceline.transport.mpi_exchange.message_carrier import (
     MessageCarrier,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paceline.errors import UsageError, unknown
 from paceline.transport.envelope import BEGIN, TAIL_NBYTES, Bytes, add_checksum, encode, encode_checksummed
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.message_frames import message_checksum, split_frames
 from paceline.transport.mpi_exchange.message_carrier import MessageCarrier, MessageTag, PendingRequest
 

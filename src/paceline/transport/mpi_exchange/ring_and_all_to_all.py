@@ -26,7 +26,7 @@ from uuid import uuid4
 
 from paceline._core.poll_backoff import Backoff
 from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 from paceline.transport.message_frames import FRAME_NBYTES, ReceiveLedger, message_checksum, split_frames
 from paceline.transport.mpi_exchange.incoming_messages import IncomingMessage
 from paceline.transport.mpi_exchange.message_carrier import ABANDONED_BUFFERS, MpiCarrier

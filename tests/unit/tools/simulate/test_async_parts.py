@@ -19,7 +19,7 @@ from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.async_sweep import RandomFaults
 from paceline.tools.simulate.simulated_machines import SimulatedMachine, draw_churn, relative_step_times
 from paceline.transport.envelope import Envelope
-from paceline.transport.envelope_header import Header
+from paceline.transport.header_layout import Header
 
 
 def points(*losses_: float) -> list[LossPoint]:

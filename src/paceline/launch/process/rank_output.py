@@ -1,0 +1,110 @@
+"""Output of ranks: log files, or this terminal; its end is kept for the message of a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import shutil
+import tempfile
+import threading
+import tty
+from pathlib import Path
+from types import TracebackType
+
+from paceline.errors import UsageError
+
+__all__ = ["RankLogs", "StderrTee", "check_log_dir", "last_lines"]
+
+_TAIL_LINES, _TAIL_NBYTES = 20, 16384
+
+
+class StderrTee:
+    """Copies a child's error output to this terminal, and keeps its end.
+
+    The child sees a terminal if this process has one, so progress bars look as usual.
+    """
+
+    def __init__(self) -> None:
+        if os.isatty(2):
+            self._read, self.write = pty.openpty()
+            tty.setraw(self.write)  # keeps line ends as they are
+        else:
+            self._read, self.write = os.pipe()
+        self._end = b""
+        self._thread = threading.Thread(target=self._run, name="paceline-stderr", daemon=True)
+        self._thread.start()
+
+    def text(self) -> str:
+        """Return the end of the output, once the child has ended."""
+        self._thread.join(timeout=1.0)  # a child of the child may keep the other end open
+        return self._end.decode(errors="replace")
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # EIO: the pseudo terminal was closed
+            while data := os.read(self._read, _TAIL_NBYTES):
+                self._end = (self._end + data)[-_TAIL_NBYTES:]
+                while data:
+                    data = data[os.write(2, data) :]
+        os.close(self._read)
+
+
+def last_lines(tee: StderrTee | None, log: Path | None) -> tuple[str, ...]:
+    """Return the last lines of a rank's log file, or of what the tee kept; none where neither has any."""
+    text = tee.text() if tee else ""
+    if log is not None:
+        with contextlib.suppress(OSError), log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_NBYTES))
+            text = file.read().decode(errors="replace")
+    return tuple(text.rstrip().splitlines()[-_TAIL_LINES:])
+
+
+def check_log_dir(folder: Path | None) -> None:
+    """Create the folder for logs; raise UsageError if it can't be created or written."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"log_dir {folder} can't be written: {error.strerror}",
+            remedy="name a folder that you may write to",
+        ) from error
+
+
+class RankLogs:
+    """Log and shutdown files of one host's ranks: in a private folder for the duration of a with-statement.
+
+    Rank 0 writes to the terminal. Logs of the first start are ``rank<k>.log``, those after restart n
+    ``restart<n>/rank<k>.log``.
+
+    Args:
+        folder: for permanent logs; None: they are kept only to explain a failure.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> RankLogs:
+        self._private = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self._private, ignore_errors=True)
+
+    def shutdown_file(self, local_rank: int) -> Path:
+        """Return the file that requests a rank's shutdown (`paceline._core.graceful_shutdown`)."""
+        return self._private / f"leave{local_rank}"
+
+    def path(self, rank: int, restart: int) -> Path | None:
+        """Return the log file of a rank after a restart, None for the terminal; its folder is created."""
+        if rank == 0:
+            return None
+        base = self._folder or self._private
+        folder = base / f"restart{restart}" if restart else base
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"rank{rank}.log"
