@@ -356,7 +356,7 @@ def test_a_process_that_can_not_be_freed_prints_the_reason_and_ends():
     line += "end_process(PeerFailed('rank 1 is gone', rank=1))"
     ended = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=120)
     assert ended.returncode == abort_collectives.EXIT_CODE
-    assert "paceline.PeerFailed: [rank 1] rank 1 is gone" in ended.stderr
+    assert "paceline.errors.PeerFailed: [rank 1] rank 1 is gone" in ended.stderr
     assert "most recent call first" in ended.stderr
 
 
