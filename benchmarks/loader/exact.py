@@ -24,8 +24,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
-from paceline.data.batch_assignment import SampleOrder
 from paceline.data.map_loader_state import DispatchSettings, LoaderPosition
+from paceline.data.resumable_batch_indices import SampleOrder
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.tools.bench.device_clock import slowest_rank
 from paceline.tools.cli.shared_options import JsonOption

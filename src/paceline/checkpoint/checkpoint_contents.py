@@ -26,7 +26,7 @@ from paceline.checkpoint.format.state_tree import pack, unpack
 from paceline.checkpoint.model_weights import check_weights, load_weights, weight_files, weights_part
 from paceline.checkpoint.named_objects import NamedObjects, unwrap
 from paceline.checkpoint.newest_checkpoint import ResumePoint
-from paceline.checkpoint.optimizer_state import check_optimizer, load_optimizer, optimizer_state
+from paceline.checkpoint.optimizer_state_pieces import check_optimizer, load_optimizer, optimizer_state
 from paceline.errors import CheckpointError, UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.local_sgd.outer_loop import OuterLoop

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from paceline._core.units import MIB
 from paceline.checkpoint.format.tensor_files import dtype_name
 from paceline.checkpoint.named_objects import unwrap
-from paceline.checkpoint.optimizer_state import partition_by_size
+from paceline.checkpoint.optimizer_state_pieces import partition_by_size
 from paceline.errors import UsageError
 
 __all__ = ["WeightsPart", "check_weights", "load_weights", "weight_files", "weights_part"]

@@ -1,8 +1,8 @@
 """Predicted time of a training step, for any strategy, from measured parts.
 
-The program of `paceline.cost_model.step_program` is simulated; the phases add up to the step. Each prediction has a
-range: the same program with every exchange cheaper or dearer by the error of 90 % of the held-out exchanges, and all
-computing by the spread of 80 % of the steps.
+The program of `strategy_step_programs` is simulated; the phases add up to the step. Each prediction has a range: the
+same program with every exchange cheaper or dearer by the error of 90 % of the held-out exchanges, and all computing by
+the spread of 80 % of the steps.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from paceline.cost_model.backward_simulation import BestBucket, best_bucket
 from paceline.cost_model.step_costs import StepCosts
-from paceline.cost_model.step_program import step_program
 from paceline.cost_model.step_simulator import Compute, Launch, SimulatedStep, Wait, simulate_step
 from paceline.cost_model.step_strategy import StepStrategy
+from paceline.cost_model.strategy_step_programs import step_program
 
 __all__ = ["StepTime", "best_simulated_bucket", "fastest_step", "predict_step", "predict_steps"]
 

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset
 
 from paceline._core.step_state import step_state, wait_counters
-from paceline.data.batch_assignment import SampleOrder, ShuffleMode
 from paceline.data.dataloader_workers import LoaderOptions
 from paceline.data.iterable_loader import IterableLoader, StreamSettings
 from paceline.data.map_loader import MapLoader
 from paceline.data.map_loader_state import DispatchSettings
 from paceline.data.measured_shares import MeasuredShares
+from paceline.data.resumable_batch_indices import SampleOrder, ShuffleMode
 from paceline.data.sampling.block_dispatch import DispatchScheme, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import UnevenPolicy, check_batching

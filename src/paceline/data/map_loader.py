@@ -15,11 +15,11 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import Sampler
 
 from paceline._core.step_state import wait_counters
-from paceline.data.batch_assignment import SampleOrder
 from paceline.data.batch_sample_count import with_samples
 from paceline.data.dataloader_workers import BatchFetcher, LoaderOptions
 from paceline.data.map_loader_state import DispatchSettings, LoaderPosition
 from paceline.data.measured_shares import MeasuredShares
+from paceline.data.resumable_batch_indices import SampleOrder
 from paceline.errors import DataError, UsageError
 
 __all__ = ["MapLoader"]

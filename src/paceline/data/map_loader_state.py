@@ -18,7 +18,13 @@ from typing import Any, TypeVar
 
 from paceline._core.json_codec import decode
 from paceline._core.keyed_random import derive_key
-from paceline.data.batch_assignment import EpochLayer, EpochPlan, SampleOrder, ShuffleMode, remaining_samples
+from paceline.data.resumable_batch_indices import (
+    EpochLayer,
+    EpochPlan,
+    SampleOrder,
+    ShuffleMode,
+    remaining_samples,
+)
 from paceline.data.sampling.block_dispatch import BlockDispatch, DispatchScheme
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import RankPortions, UnevenPolicy

@@ -112,7 +112,9 @@ def raise_in_thread(ident: int, reason: PeerFailed) -> None:
 def end_process(reason: PeerFailed) -> None:
     """Write `reason` and the stacks of all threads to standard error, and end this process at once."""
     with contextlib.suppress(OSError, ValueError):
-        os.write(2, f"paceline.errors.PeerFailed: {reason}\n(this process could not be freed and ends)\n".encode())
+        os.write(
+            2, f"paceline.errors.PeerFailed: {reason}\n(this process could not be freed and ends)\n".encode()
+        )
         faulthandler.dump_traceback(2)
         sys.stdout.flush()
     os._exit(EXIT_CODE)

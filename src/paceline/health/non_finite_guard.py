@@ -10,8 +10,8 @@ import torch
 
 from paceline.errors import NonFiniteGradient, UsageError, unknown
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
-from paceline.parallel.engine.finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.grad_norm import global_norm, note_norm
+from paceline.parallel.engine.gradient_finite_check import FiniteCheck, NonFiniteReport
 
 __all__ = ["NonFiniteGuard"]
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import SyncError, UsageError
 from paceline.parallel.compression.compressed_bucket import CompressionStats
-from paceline.parallel.engine import optimizer_step_guard
+from paceline.parallel.engine import unsynchronised_step_guard
 from paceline.parallel.engine.grad_norm import clip_global_norm_
 from paceline.parallel.engine.launch_queue import SyncTimings
 from paceline.parallel.engine.model_checks import (
@@ -116,7 +116,7 @@ class DataParallel(torch.nn.Module):
             self.engine = Reducer(trained, comm, plan, reduce_dtype, frozen)
         if tuned and comm.size > 1:
             self.engine.tuner = Tuner(self.engine)
-        optimizer_step_guard.register_engine(self.engine)
+        unsynchronised_step_guard.register_engine(self.engine)
 
     @property
     def plan(self) -> Sync:
@@ -249,7 +249,7 @@ class DataParallel(torch.nn.Module):
         """
         if not max_norm > 0 or not norm_type > 0:
             raise UsageError(f"clip_grad_norm_({max_norm!r}, {norm_type!r})", remedy="both must be above 0")
-        optimizer_step_guard.ensure_synchronised(self.engine)
+        unsynchronised_step_guard.ensure_synchronised(self.engine)
         return clip_global_norm_(self.engine, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

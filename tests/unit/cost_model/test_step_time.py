@@ -11,10 +11,10 @@ from paceline.cost_model.backward_simulation import simulate_backward
 from paceline.cost_model.bucket_closed_form import EqualBuckets
 from paceline.cost_model.profile_entries import Parameter
 from paceline.cost_model.step_costs import pick_step_costs
-from paceline.cost_model.step_program import step_program
 from paceline.cost_model.step_simulator import Compute, Launch, Wait
 from paceline.cost_model.step_strategy import STRATEGIES, StepStrategy, standard_strategies
 from paceline.cost_model.step_time import best_simulated_bucket, fastest_step, predict_step, predict_steps
+from paceline.cost_model.strategy_step_programs import step_program
 from paceline.errors import UsageError
 from step_profile import CALL, MIB, OPS, RATE, contention, exchange, model, profile, seconds
 

@@ -41,7 +41,7 @@ def global_norm(engine: Reducer, norm_type: float = 2.0) -> torch.Tensor:
 def note_norm(engine: Reducer, norm: torch.Tensor) -> None:
     """Record the norm for the finite check; if it is not finite, all ranks inspect the gradient before it is clipped.
 
-    Ranks that measure peaks know already; see [Note: without peaks] in `finite_check`.
+    Ranks that measure peaks know already; see [Note: without peaks] in `gradient_finite_check`.
     """
     finite_check = engine.finite_check
     assert finite_check is not None, "a finite check is installed"

@@ -17,8 +17,8 @@ from paceline.parallel.compression.compressed_bucket import ResidualState
 from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece
 from paceline.parallel.engine.bucket_builder import build_buckets
 from paceline.parallel.engine.engine_protocols import PlanController
-from paceline.parallel.engine.finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.grad_hooks import LateGradients
+from paceline.parallel.engine.gradient_finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.launch_queue import LaunchQueue, SyncTimings
 from paceline.parallel.engine.loss_weights import LossWeights
 from paceline.parallel.engine.round_status import RoundSummary

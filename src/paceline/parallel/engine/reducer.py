@@ -32,8 +32,8 @@ from paceline.errors import SyncError
 from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
-from paceline.parallel.engine.finite_check import find_non_finite, non_finite_ranks, surely_finite
 from paceline.parallel.engine.grad_hooks import register_grad_hooks
+from paceline.parallel.engine.gradient_finite_check import find_non_finite, non_finite_ranks, surely_finite
 from paceline.parallel.engine.gradient_state import GradientState
 from paceline.parallel.engine.loss_weights import LossWeights
 from paceline.parallel.engine.round_status import RoundSummary, Status, missing_samples_error

@@ -8,7 +8,7 @@ bucket, so all ranks read the same summary:
     samples   weight the mean, so that a short last batch, unequal shares, a rank without data and token masks are one
               mechanism; high and low part are exact for 48 bits in float32
     status    how the rank weighted its gradient, or that its backward failed, so that it still completes the round
-    peaks     show which ranks' gradients were finite, if a finite check is installed (`finite_check`)
+    peaks     show which ranks' gradients were finite, if a finite check is installed (`gradient_finite_check`)
     late      gradients that arrived after their bucket was launched
     used      whether any rank has a gradient; a parameter that no rank used keeps ``grad=None``, as in one process
 """

@@ -25,8 +25,8 @@ from paceline._core.step_state import step_state
 from paceline.cost_model.bucket_assignment import update_parts
 from paceline.errors import UsageError
 from paceline.parallel.engine.bucket import Bucket, ShardPiece, storage_numel
-from paceline.parallel.engine.optimizer_step_guard import ConsumesShards
 from paceline.parallel.engine.reducer import Reducer
+from paceline.parallel.engine.unsynchronised_step_guard import ConsumesShards
 from paceline.parallel.sharding import optimizer_resharding
 from paceline.parallel.sharding.optimizer_resharding import Shards, StateOf
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.batch_assignment import EpochPlan, SampleOrder
 from paceline.data.map_loader_state import DispatchSettings, LoaderPosition
+from paceline.data.resumable_batch_indices import EpochPlan, SampleOrder
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError, unknown
 from paceline.tools.plan.uneven_batch_outcomes import BatchBalance

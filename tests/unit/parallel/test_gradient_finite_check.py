@@ -10,7 +10,12 @@ import torch
 import paceline
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.parallel.engine import round_status
-from paceline.parallel.engine.finite_check import FiniteCheck, NonFiniteReport, peak_of, surely_finite
+from paceline.parallel.engine.gradient_finite_check import (
+    FiniteCheck,
+    NonFiniteReport,
+    peak_of,
+    surely_finite,
+)
 from paceline.parallel.engine.round_status import RoundSummary, Status
 
 BAD = [math.nan, math.inf, -math.inf]

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch_strategies import SCHEMES, SEEDS, shares
-from paceline.data.batch_assignment import EpochPlan, SampleOrder, ShuffleMode, remaining_samples
 from paceline.data.map_loader_state import DispatchSettings, LoaderPosition
+from paceline.data.resumable_batch_indices import EpochPlan, SampleOrder, ShuffleMode, remaining_samples
 from paceline.data.sampling.block_dispatch import BlockDispatch
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import RankPortions
