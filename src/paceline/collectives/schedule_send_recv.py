@@ -23,6 +23,7 @@ whole. NCCL needs it, since its sends and receives between two ranks block each 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class _Transfer:
     checksum: int = 0
 
 
-class _Executor:
+class _Executor(ABC):
     """Base of both: this rank's transfers, and the records of them if `checksums`."""
 
     def __init__(
@@ -71,9 +72,9 @@ class _Executor:
         self.log = TransferLog()
         self._began = time.perf_counter()
 
+    @abstractmethod
     def run(self) -> None:
         """Execute all rounds."""
-        raise NotImplementedError
 
     def finish_log(self, *, failed: bool = False) -> TransferLog:
         """Return the records, with the time and the checksum of the result."""

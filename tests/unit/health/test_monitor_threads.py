@@ -212,6 +212,20 @@ def test_a_forked_child_leaves_the_connections_alone(meshes):
     assert received_notices(b) == [(0, {"ack": [1]})]
 
 
+def test_a_peer_that_does_not_connect_is_warned_of(caplog, monkeypatch):
+    monkeypatch.setattr("paceline.health.monitor_thread.CONNECT_SECONDS", 0.3)
+    listeners = [open_listener(LOOPBACK), open_listener(LOOPBACK)]
+    endpoints = [endpoint(rank, each, ident=threading.get_ident()) for rank, each in enumerate(listeners)]
+    settings = {"leave_on_stall": True, "warn": 100.0, "grace": 100.0}
+    shutdown = graceful_shutdown.ShutdownListener()
+    mesh = PeerMesh(endpoints[0], endpoints, listeners[0], 5.0)
+    monitor = MonitorThread(mesh, StallLimits(50.0, 50.0), shutdown=shutdown, **settings)
+    monitor.start()
+    monitor.close()
+    listeners[1].close()
+    assert "ranks [1] can't be watched by this rank: they did not connect" in caplog.text
+
+
 # ------------------------------------------------------------------ many monitors in one process
 
 

@@ -110,9 +110,8 @@ class LabProgram:
         if self.code() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 root = psutil.Process(self.process.pid)
-                _send(
-                    [root], signal.SIGSTOP
-                )  # what is stopped can't start others, which would be missed here
+                # What is stopped can't start other processes, which would be missed here.
+                _send([root], signal.SIGSTOP)
                 while new := [one for one in root.children(recursive=True) if one not in self._descendants]:
                     _send(new, signal.SIGSTOP)
                     self._descendants += new

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,10 @@ from paceline.tools.cli.shared_options import (
     UnstableOption,
     hub_optimizer,
 )
+from paceline.tools.cli.simulate.simulate_options import parse_share_below_1, recorded_options, write_results
+
+if TYPE_CHECKING:
+    from paceline.tools.cli.simulate.simulate_async_request import AsyncRequest
 
 __all__ = ["async_"]
 
@@ -132,23 +136,13 @@ def async_(
 
     paceline simulate async --churn 30s:-3,60s:+3,90s:-hub,95s:+hub --spoil 1%
     """
-    from paceline._core.units import parse_count, parse_rate, parse_seconds
     from paceline.tools.cli.simulate import simulate_async_request as request
-    from paceline.tools.cli.simulate.simulate_options import (
-        parse_named,
-        parse_positive,
-        parse_share_below_1,
-        recorded_options,
-        write_results,
-    )
 
-    request.check_choice("task", task, _TASKS)
-    request.check_choice("compression", compression, _COMPRESSIONS)
+    request.check_choices(task=(task, _TASKS), compression=(compression, _COMPRESSIONS))
     request.check_numbers(workers=workers, steps=steps, warmup=warmup, seed=seed, lr=lr, target=target)
     from paceline.async_dp.hub.hub_settings import HubRules, PopulationRules
     from paceline.async_dp.hub.staleness_policy import StalenessPolicy
     from paceline.async_dp.worker.score_based_selection import SelectionPolicy
-    from paceline.tools.cli.simulate import simulate_async_output
     from paceline.tools.simulate.async_settings import AsyncPlan
 
     machines = request.parse_machines(
@@ -156,12 +150,7 @@ def async_(
     )
     seconds, length = request.parse_length(for_, steps, max(each.step_seconds for each in machines))
     schedules, left_out = request.parse_schedules(every, delay, fragments)
-    hub_rate = machines[0].up
-    if hub_link is not None:
-        hub_rate = parse_positive("--hub-link", hub_link, parse_rate, "1Gbit/s")
-    message_parameters = None
-    if parameters is not None:
-        message_parameters = int(parse_positive("--parameters", parameters, parse_count, "20M"))
+    hub_rate = request.parse_hub_link(hub_link, machines[0].up)
     plan = AsyncPlan(
         machines=machines,
         seconds=seconds,
@@ -178,14 +167,21 @@ def async_(
         warmup=warmup,
         hub_up=hub_rate,
         hub_down=hub_rate,
-        latency=parse_named("--latency", latency, parse_seconds),
+        latency=request.parse_latency(latency),
         score_every=length / request.POINTS,
-        parameters=message_parameters,
+        parameters=request.parse_message_parameters(parameters),
         churn=request.parse_churn(churn, workers, length, seed),
         seed=seed,
     )
     plan.policy.check(True, fragments)
     fault_share = parse_share_below_1("--spoil", spoil, "1%")
+    notes = request.make_notes(
+        workers,
+        length,
+        steps=steps if for_ is None else None,
+        without_churn=beside and bool(churn or fault_share),
+        without_bad_lr=beside and bool(bad_lr),
+    )
     simulation = request.AsyncRequest(
         plan=plan,
         schedules=schedules,
@@ -196,15 +192,16 @@ def async_(
         with_ddp=beside,
         fault_share=fault_share,
         target=target,
-        notes=request.make_notes(
-            workers,
-            length,
-            steps if for_ is None else None,
-            beside and bool(churn or fault_share),
-            beside and bool(bad_lr),
-        ),
+        notes=notes,
         settings=recorded_options(context),
     )
+    _run(simulation, json_file, out)
+
+
+def _run(simulation: AsyncRequest, json_file: Path | None, out: Path | None) -> None:
+    """Simulate, show the rows, and write the files, which are checked before."""
+    from paceline.tools.cli.simulate import simulate_async_output
+
     writer_of = simulate_async_output.plan_files(json_file, out)
     from paceline.tools.cli.simulate.simulate_async_run import simulate_rows
 

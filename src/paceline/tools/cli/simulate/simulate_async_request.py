@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline._core.format import format_seconds
-from paceline._core.units import parse_list, parse_rate, parse_seconds
+from paceline._core.units import parse_count, parse_list, parse_rate, parse_seconds
 from paceline.errors import UsageError, unknown
 from paceline.tools.cli.simulate.simulate_options import parse_named, parse_positive, parse_share_below_1
 
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 __all__ = [
     "POINTS",
     "AsyncRequest",
-    "check_choice",
+    "check_choices",
     "check_numbers",
     "make_notes",
     "parse_churn",
+    "parse_hub_link",
+    "parse_latency",
     "parse_length",
     "parse_machines",
+    "parse_message_parameters",
     "parse_schedules",
 ]
 
@@ -69,10 +72,11 @@ class AsyncRequest:
     settings: Mapping[str, Any]
 
 
-def check_choice(kind: str, value: str, valid: Sequence[str]) -> None:
-    """Raise a `UsageError` unless the value is valid."""
-    if value not in valid:
-        raise unknown(kind, value, valid)
+def check_choices(**choices: tuple[str, Sequence[str]]) -> None:
+    """Raise a `UsageError` unless each value is one of its valid ones."""
+    for kind, (value, valid) in choices.items():
+        if value not in valid:
+            raise unknown(kind, value, valid)
 
 
 def check_numbers(
@@ -111,8 +115,23 @@ def parse_length(text: str | None, steps: int | None, slowest: float) -> tuple[f
     return seconds, min(seconds, math.inf if steps is None else steps * slowest)
 
 
+def parse_hub_link(text: str | None, default: float) -> float:
+    """Return ``--hub-link`` in bytes per second; the default if it is not given."""
+    return default if text is None else parse_positive("--hub-link", text, parse_rate, "1Gbit/s")
+
+
+def parse_latency(text: str) -> float:
+    """Return ``--latency`` in seconds."""
+    return parse_named("--latency", text, parse_seconds)
+
+
+def parse_message_parameters(text: str | None) -> int | None:
+    """Return ``--parameters``, by which messages are sized; None: those of the task's model."""
+    return None if text is None else int(parse_positive("--parameters", text, parse_count, "20M"))
+
+
 def make_notes(
-    workers: int, length: float, steps: int | None, without_churn: bool, without_bad_lr: bool
+    workers: int, length: float, *, steps: int | None, without_churn: bool, without_bad_lr: bool
 ) -> list[str]:
     """Return remarks on the simulation.
 

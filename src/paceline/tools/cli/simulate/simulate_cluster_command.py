@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline._core.units import parse_list, parse_seconds, parse_share
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import JsonOption, NetworkOption, parse_model_parameters
+from paceline.tools.cli.simulate.simulate_options import recorded_options, write_results
+
+if TYPE_CHECKING:
+    from paceline.tools.cli.simulate.simulate_cluster_request import ClusterRequest
 
 __all__ = ["cluster"]
 
@@ -112,10 +116,8 @@ def cluster(
         return
     _check_network(context)
     from paceline.cost_model.profile import Profile
-    from paceline.tools.cli.simulate import simulate_cluster_output
     from paceline.tools.cli.simulate import simulate_cluster_request as request
-    from paceline.tools.cli.simulate.simulate_options import recorded_options, write_results
-    from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan, sweep_nodes
+    from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan
     from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 
     numbers = request.parse_nodes(nodes)
@@ -167,8 +169,16 @@ def cluster(
     )
     request.check_failures(plan, restart)
     simulation = request.ClusterRequest(plan, numbers, parameter_count, recorded_options(context))
-    writer_of = simulate_cluster_output.plan_files(json_file, out, len(numbers))
-    rows = list(sweep_nodes(plan, numbers))
+    _run(simulation, json_file, out)
+
+
+def _run(simulation: ClusterRequest, json_file: Path | None, out: Path | None) -> None:
+    """Simulate, show the rows, and write the files, which are checked before."""
+    from paceline.tools.cli.simulate import simulate_cluster_output
+    from paceline.tools.simulate.cluster.cluster_simulation import sweep_nodes
+
+    writer_of = simulate_cluster_output.plan_files(json_file, out, len(simulation.nodes))
+    rows = list(sweep_nodes(simulation.plan, simulation.nodes))
     simulate_cluster_output.show(simulation, rows)
     write_results(writer_of, simulation, rows)
 
