@@ -73,9 +73,8 @@ def test_commands_named_in_a_sentence_are_there(page):
     for line in SPANS[page]:
         command = typer.main.get_command(app)
         words = list(next(programs(line.words)))[1:]
-        words = (
-            words[: words.index("paceline")] if "paceline" in words else words
-        )  # another one, inside of a lab
+        # Another one, inside of a lab.
+        words = words[: words.index("paceline")] if "paceline" in words else words
         while hasattr(command, "resolve_command") and words and re.fullmatch(r"[a-z][a-z-]*", words[0]):
             try:
                 _, command, words = command.resolve_command(command.context_class(command), words)

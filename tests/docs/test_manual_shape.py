@@ -17,9 +17,8 @@ def test_a_page_begins_with_a_title_and_a_sentence_and_ends_soon(page):
     assert lines[0].startswith("# ")
     assert re.match(r"[A-Z`\[]", lines[2]), "what is it for?"
     assert len(lines) <= 265
-    written = re.sub(
-        r"<!-- (.+): begin -->.*?<!-- \1: end -->", "", "\n".join(lines), flags=re.S
-    )  # tables.py wrote the rest
+    # The table programs wrote the rest.
+    written = re.sub(r"<!-- (.+): begin -->.*?<!-- \1: end -->", "", "\n".join(lines), flags=re.S)
     assert [
         line for line in written.splitlines() if len(line) > 120 and not line.startswith(("|", "    "))
     ] == []

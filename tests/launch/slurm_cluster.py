@@ -67,9 +67,8 @@ class SlurmCluster:
             (folder / f"spool-host{host}").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
-        (folder / "cgroup.conf").write_text(
-            "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/nowhere\n"
-        )  # hosts have no such file
+        # Hosts have no such file.
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupMountpoint=/nowhere\n")
         nodes = ",".join(f"host{host}" for host in range(lab.hosts))
         (folder / "slurm.conf").write_text(_CONF.format(folder=folder, nodes=nodes))
 

@@ -297,9 +297,8 @@ def test_nothing_remains_of_a_killed_owner(number):
         first = next(
             one for one in family if holds(one, "host0") and network_of[one] != network_of_process("self")
         )
-        pinned = os.open(
-            f"/proc/{first.pid}/ns/net", os.O_RDONLY
-        )  # outlives its processes, to be looked into
+        # Outlives its processes, to be looked into.
+        pinned = os.open(f"/proc/{first.pid}/ns/net", os.O_RDONLY)
         assert "eth0" in devices_of(pinned)
     finally:
         owner.send_signal(number)

@@ -87,9 +87,8 @@ def test_bytes_are_those_that_passed(lab, wire):
     wire.measure(0, 1, 5_000_000)
     passed = [lab.bytes(host) - old for host, old in enumerate(before)]
     assert 5_000_000 < passed[0].sent < 5_000_000 * 1.05
-    assert passed[1].received == pytest.approx(
-        passed[0].sent, rel=0.02
-    )  # headers of cut packets count once more
+    # Headers of cut packets count once more.
+    assert passed[1].received == pytest.approx(passed[0].sent, rel=0.02)
     assert 0 < passed[1].sent < 500_000
     assert passed[2].sent + passed[2].received < 2_000
 

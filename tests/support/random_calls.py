@@ -87,9 +87,8 @@ def draw(rng: random.Random, number: int, size: int, group: int = 0, largest: in
     op = rng.choice(OPS)
     reduction = rng.choice(list(VALID_DTYPES)) if op in SUMMING else ""
     dtypes = VALID_DTYPES[reduction] if reduction else COPIED_DTYPES
-    dtype = rng.choice(
-        [each for each in dtypes if not (reduction == "PRODUCT" and each.is_complex)]
-    )  # nor in torch
+    # Nor in torch.
+    dtype = rng.choice([each for each in dtypes if not (reduction == "PRODUCT" and each.is_complex)])
     pieces = 1 if op in ("all_reduce", "reduce", "broadcast") else size
     limit = largest // (dtype.itemsize * pieces)
 

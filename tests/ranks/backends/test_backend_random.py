@@ -150,9 +150,8 @@ def messages(rank, size, seed, rounds, backend="paceline"):
                 tensor = calls.lay(given, "plain", torch.empty(numel, dtype=dtype))
                 works.append((dist.isend(tensor, target, group, tag=tag), None, None, None))
             else:
-                any_source = (
-                    tag not in (0, 7) and mine.random() < 0.5
-                )  # the next round's may have arrived already
+                # The next round's may have arrived already.
+                any_source = tag not in (0, 7) and mine.random() < 0.5
                 layout = mine.choice(calls.LAYOUTS)
                 memory = torch.empty(numel * 2 if layout == "strided" else numel, dtype=dtype)
                 tensor = calls.lay(None, layout, memory, numel)

@@ -171,9 +171,8 @@ def finds_later(rank, size, sync):
     for step in range(3):
         loss = model_zoo.loss_of(model, "Plain", *data(rank, step))
         if rank == 1 and step:
-            loss = (
-                loss + (model.module.layers[0].weight.sum() * 0).abs().sqrt()
-            )  # 0, with a slope that is infinite
+            # 0, with a slope that is infinite.
+            loss = loss + (model.module.layers[0].weight.sum() * 0).abs().sqrt()
         model.backward(loss, samples=4)
         model.clip_grad_norm_(1.0)
         optim.step()

@@ -46,9 +46,8 @@ def fails_on(rank, size, sync, bad, plain):
 
 
 def counts_a_filler(rank, size, sync, plain):
-    loader = paceline.Loader(
-        list(range(20)), batch_size=4, shares=[0.8, 0.2]
-    )  # rank 1 runs dry after one step
+    # Rank 1 runs dry after one step.
+    loader = paceline.Loader(list(range(20)), batch_size=4, shares=[0.8, 0.2])
     model = paceline.DataParallel(torch.nn.Linear(1, 1), sync=sync)
     outcomes = []
     for batch in loader:

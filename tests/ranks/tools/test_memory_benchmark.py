@@ -32,9 +32,8 @@ def start(argv, ranks, *, env):
 def test_predicted_memory_equals_that_of_ranks(setting):
     found = check_prediction(resolve_subject("tiny"), setting, start)
     assert abs(found.error) < 0.10
-    assert (
-        found.measured.nbytes <= found.predicted_nbytes / 0.8
-    )  # of a device that it fits, it does not run out
+    # Of a device that it fits, it does not run out.
+    assert found.measured.nbytes <= found.predicted_nbytes / 0.8
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -157,9 +157,8 @@ def slow(rank, size, settings, seconds):
 
 @pytest.mark.thorough
 def test_auto_chooses_a_plain_strategy_on_a_fast_network(pool, settings):
-    settings = replace(
-        settings, batch_size=32, context=64, steps=3, clip=0.0
-    )  # [Note: one norm for all plans]
+    # See [Note: one norm for all plans].
+    settings = replace(settings, batch_size=32, context=64, steps=3, clip=0.0)
     named = pool(2).run(run, clean(replace(settings, sync="sharded"), "named"), timeout=120)
     measured = pool(2).run(slow, clean(replace(settings, sync="auto"), "auto"), 1e-9, timeout=120)
     chosen = measured[0][1]

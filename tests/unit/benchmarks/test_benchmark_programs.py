@@ -35,9 +35,8 @@ FOLDERS_OF_RUNS = "report"  # as paceline train leaves them
     ],
 )
 def test_invalid_options_are_refused_and_no_result_is_replaced(program, arguments, message, tmp_path):
-    writes_json = program.startswith(
-        ("slow-networks", "plan-memory", "exposed")
-    )  # the others find it themselves
+    # The others find it themselves.
+    writes_json = program.startswith(("slow-networks", "plan-memory", "exposed"))
     place = ["--json", str(tmp_path / "result.json")] if writes_json else []
     ended = subprocess.run(
         [sys.executable, str(BENCHMARKS / program), *arguments, *place],

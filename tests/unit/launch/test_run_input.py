@@ -120,9 +120,8 @@ def test_own_addresses_are_known(monkeypatch):
     with pytest.raises(UsageError, match="does not resolve"):
         is_local(RendezvousAddress("no-such-host.invalid", 1))
     assert reachable_address(RendezvousAddress("127.0.0.1", 9), serving=False) == "127.0.0.1"
-    assert (
-        reachable_address(RendezvousAddress("localhost", 9), serving=True) == "localhost"
-    )  # others know it by this name
+    # Others know it by this name.
+    assert reachable_address(RendezvousAddress("localhost", 9), serving=True) == "localhost"
 
 
 def test_a_taken_port_is_refused_before_serving():

@@ -22,9 +22,8 @@ SUPPORTED = sys.platform == "linux" and _NUMBER > 0
 """True if this platform supports the functions of this module."""
 
 _WAIT, _WAKE, _WAKE_OP = 0, 1, 5
-_ADD_ONE_NEVER_WAKE = (
-    (1 << 28) | (1 << 12) | 0xFFF
-)  # op ADD, argument 1; wakes a second word only if old == −1
+# Op ADD, argument 1; wakes a second word only if old == −1.
+_ADD_ONE_NEVER_WAKE = (1 << 28) | (1 << 12) | 0xFFF
 _ALL = 2**31 - 1
 _STRONG_ORDER = platform.machine() in ("x86_64", "AMD64")
 

@@ -51,9 +51,8 @@ def _anonymous_file(nbytes: int) -> int:
         OSError: no memory or no descriptor is left.
     """
     if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
-        raise OSError(
-            errno.ENOMEM, os.strerror(errno.ENOMEM)
-        )  # else the system notices at the first write only
+        # Else the system notices at the first write only.
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
     else:

@@ -163,9 +163,8 @@ def _rendezvous(job: ClusterJob, node: str) -> Iterator[str]:
     command = with_pdeathsig([sys.executable, "-m", "paceline", "run", "--serve", str(address)])
     server = ChildProcess(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
     try:
-        wait_for_server(
-            address, _SERVE_SECONDS, lambda line: None
-        )  # else a host on this machine would serve it
+        # Else a host on this machine would serve it.
+        wait_for_server(address, _SERVE_SECONDS, lambda line: None)
         yield str(address)
     finally:
         stop_processes([server])

@@ -201,9 +201,8 @@ class IntCodec(BlockwiseCodec):
 
     def encode(self, rows: Tensor, scales: Tensor, levels: Tensor, work: Tensor) -> None:
         _max_magnitude(rows, work, scales)
-        scales.mul_(
-            (1 - 2.0**-22) / self._max_level
-        )  # slightly less: the largest level × scale never overflows
+        # Slightly less: the largest level × scale never overflows.
+        scales.mul_((1 - 2.0**-22) / self._max_level)
         scales.clamp_(min=_LEAST_SCALE)
         torch.mul(rows, scales.reciprocal(), out=work)
         if self.rounding_bits is not None:

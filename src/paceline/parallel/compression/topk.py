@@ -109,9 +109,8 @@ class TopKCodec:
     @torch.inference_mode()
     def add(self, packet: Tensor, onto: Tensor, weight: float = 1.0) -> None:
         indices, values = self.entries(packet)
-        onto.scatter_add_(
-            0, indices, values.mul_(weight)
-        )  # indices are distinct, so the order doesn't matter
+        # Indices are distinct, so the order doesn't matter.
+        onto.scatter_add_(0, indices, values.mul_(weight))
 
     def entries(self, packet: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices (int64, ascending) and the float32 values of a packet."""

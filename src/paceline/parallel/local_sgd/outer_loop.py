@@ -119,9 +119,8 @@ class OuterLoop:
         self._samples = [0.0] * schedule.fragments  # of this rank, since each fragment was sent
         self._block_steps = 0  # local steps in this block, and before it if it was resumed
         self._next = 0  # the fragment to send next
-        self._pending: deque[int] = (
-            deque()
-        )  # fragments being synchronised, in the order in which they were sent
+        # Fragments being synchronised, in the order in which they were sent.
+        self._pending: deque[int] = deque()
         self._hook: Any = None
         self._resumed = self._broken = False
 

@@ -137,9 +137,8 @@ def max_micro_batch(
     """
     free = memory - states.nbytes_on(devices)
     per_sample = device_nbytes(ModelStates(0.0), sample_activations, devices, shared)
-    return max(
-        0, math.floor(free / per_sample * (1 + 1e-12))
-    )  # against quotients rounded below a whole number
+    # Against quotients rounded below a whole number.
+    return max(0, math.floor(free / per_sample * (1 + 1e-12)))
 
 
 def transformer_token_nbytes(d_model: int, layers: int, vocabulary: int) -> float:

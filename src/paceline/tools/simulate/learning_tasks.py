@@ -134,9 +134,8 @@ class Linear:
         drawn = np.random.default_rng(derive_key(task.seed, 2, 0 if same_init else worker + 1))
         with torch.no_grad():
             self.module.weight.copy_(torch.from_numpy(0.1 * drawn.standard_normal(task.truth.shape)).float())
-        self._weight = (
-            self.module.weight.detach().numpy()
-        )  # shared memory; numpy is faster for so few numbers
+        # Shared memory; numpy is faster for so few numbers.
+        self._weight = self.module.weight.detach().numpy()
         self._scratch = np.empty_like(self._weight)
         self._first = derive_key(task.seed, 3, worker) % _BATCHES
 

@@ -149,9 +149,8 @@ class WorkerExchange(ZmqEndpoint):
                 self._new_socket_at = math.inf
             elif event == zmq.EVENT_CONNECT_RETRIED:
                 self._new_socket_at = math.inf
-                self._problem = self._problem or self._describe(
-                    _ABSENT
-                )  # a name that does not resolve, for example
+                # A name that does not resolve, for example.
+                self._problem = self._problem or self._describe(_ABSENT)
             else:
                 self._update_problem(event)
                 self._connected = False

@@ -105,9 +105,8 @@ def test_turns_are_nearly_equal(iterations):
 def test_memory_is_ranks_times_buffers_and_scratch():
     case = CollectiveCase(4, "all-reduce", GIB, ("gloo", "paceline"))
     process = needed_nbytes(CollectiveCase(1, "all-reduce", 0, ("gloo",)), HostMemory(0))
-    assert needed_nbytes(case, HostMemory(0)) == pytest.approx(
-        4 * (process + 1.1 * GIB)
-    )  # one buffer for both
+    # One buffer for both.
+    assert needed_nbytes(case, HostMemory(0)) == pytest.approx(4 * (process + 1.1 * GIB))
     arena = CollectiveCase(4, "all-reduce", GIB, ("gloo", "paceline:arena"))
     assert needed_nbytes(arena, HostMemory(0)) == pytest.approx(4 * (process + 2.1 * GIB))
     parts = CollectiveCase(4, "all-gather", GIB, ("gloo",))

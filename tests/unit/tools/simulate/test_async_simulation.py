@@ -72,9 +72,8 @@ def test_equal_workers_that_send_every_step_average_gradients_that_are_one_excha
     simulation = at_the_end(AsyncPlan(machines=EQUAL, steps=steps, cadence=SyncSchedule(1, 1, 0), **BARE))
     learners = [LinearTask().learner(worker, workers) for worker in range(workers)]
     weights = [learner.module.weight.detach().numpy() for learner in learners]  # type: ignore[union-attr]
-    learners[0].steps(
-        0, 1, 1.0
-    )  # the first worker's parameters after its first step are the global model's first
+    # The first worker's parameters after its first step are the global model's first.
+    learners[0].steps(0, 1, 1.0)
     for weight in weights:
         weight[...] = weights[0]
     global_model = weights[0].copy()

@@ -81,9 +81,8 @@ def test_total_bytes_are_those_of_the_schedule(algorithm, nodes, per_node):
     sends = sum(send.width for sends in made.rounds for send in sends) / made.parts
     counted = 0.0
     for phase in all_reduce_rounds(algorithm, ranks, per_node):
-        alike = (
-            nodes if algorithm == "two-level" and phase.src.max() < per_node else 1
-        )  # one node stands for all
+        # One node stands for all.
+        alike = nodes if algorithm == "two-level" and phase.src.max() < per_node else 1
         counted += alike * len(phase.src) * phase.share * phase.repeats
     assert counted == pytest.approx(sends)
 

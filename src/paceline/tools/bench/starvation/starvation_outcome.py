@@ -168,9 +168,8 @@ def short_message(text: str) -> str:
     message = re.sub(r" \[[0-9a-f.:]+\]:\d+", "", message)  # [127.0.0.1]:420
     message = message.partition(" This is ")[0].partition(", while rank ")[0]
     message = message.removeprefix("Got the following error when running the callback: ")
-    message = re.sub(
-        r"\[rank \d+(, step \d+)?\]", "", message
-    )  # Paceline's prefix; the message names the rank
+    # Paceline's prefix; the message names the rank.
+    message = re.sub(r"\[rank \d+(, step \d+)?\]", "", message)
     return re.sub(r"\s+", " ", message).strip().rstrip(".")[:_MESSAGE_LENGTH]
 
 

@@ -128,9 +128,8 @@ def _autocast(setting: TrainingSetting) -> AbstractContextManager[object]:
     if setting.autocast == "off":
         return nullcontext()
     dtype = torch.bfloat16 if setting.autocast == "bf16" else torch.float16
-    return torch.autocast(
-        torch.get_default_device().type, dtype
-    )  # predictions run on the CPU, for any device
+    # Predictions run on the CPU, for any device.
+    return torch.autocast(torch.get_default_device().type, dtype)
 
 
 def _wrapped(built: BuiltSubject, setting: TrainingSetting, comm: Comm) -> _Trained:
