@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.health.watchdog import Watchdog as Watchdog
     from paceline.parallel.compression.compression_config import Compression as Compression
     from paceline.parallel.data_parallel import DataParallel as DataParallel
+    from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
     from paceline.parallel.local_sgd.local_sgd import DiLoCo as DiLoCo
     from paceline.parallel.local_sgd.local_sgd import LocalSGD as LocalSGD
     from paceline.parallel.local_sgd.local_sgd import SlowMo as SlowMo
@@ -47,6 +48,7 @@ _HOME = {
     "Compression": "paceline.parallel.compression.compression_config",
     "DataParallel": "paceline.parallel.data_parallel",
     "DiLoCo": "paceline.parallel.local_sgd.local_sgd",
+    "DistributedDataParallel": "paceline.parallel.ddp",
     "Loader": "paceline.data.loader",
     "LocalSGD": "paceline.parallel.local_sgd.local_sgd",
     "NonFiniteGuard": "paceline.health.non_finite_guard",
@@ -71,6 +73,7 @@ __all__ = [
     "Compression",
     "DataParallel",
     "DiLoCo",
+    "DistributedDataParallel",
     "Loader",
     "LocalSGD",
     "NonFiniteGuard",

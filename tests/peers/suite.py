@@ -29,7 +29,18 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-__all__ = ["BACKEND", "DATA", "SIZES", "guards", "loaded_names", "names", "run", "run_plain", "skipped"]
+__all__ = [
+    "BACKEND",
+    "DATA",
+    "SIZES",
+    "ddp_names",
+    "guards",
+    "loaded_names",
+    "names",
+    "run",
+    "run_plain",
+    "skipped",
+]
 
 MODULE = "torch.testing._internal.distributed.distributed_test"
 DATA = tomllib.loads(Path(__file__).with_name("suite.toml").read_text())
@@ -134,16 +145,38 @@ def loaded_names() -> list[str]:
     return _tests_of(load(4))
 
 
-@functools.cache
 def names() -> list[str]:
     """Return the same by reading: the suite changes torch's settings when it is imported."""
+    return sorted(name for name in _sources() if name.startswith("test_"))
+
+
+def ddp_names() -> list[str]:
+    """Return the tests that wrap a model in DistributedDataParallel, themselves or through a helper."""
+    sources = _sources()
+    found = {name for name, source in sources.items() if "DistributedDataParallel" in source}
+    while more := {
+        name
+        for name, source in sources.items()
+        if name not in found and any(f"self.{helper}(" in source for helper in found)
+    }:
+        found |= more
+    return sorted(name for name in found if name.startswith("test_"))
+
+
+@functools.cache
+def _sources() -> dict[str, str]:
+    """Return the source of every method of the suite's class."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
-    source = Path(torch.submodule_search_locations[0], *MODULE.split(".")[1:]).with_suffix(".py").read_text()
-    kinds = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    text = Path(torch.submodule_search_locations[0], *MODULE.split(".")[1:]).with_suffix(".py").read_text()
+    kinds = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
     base = next(kind for kind in kinds if kind.name == "_DistTestBase")
-    found = [node.name for node in base.body if isinstance(node, ast.FunctionDef)]
-    return sorted(name for name in found if name.startswith("test_"))
+    lines = text.splitlines()
+    return {
+        node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        for node in base.body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def _method(module: ModuleType, name: str) -> Any:
@@ -153,13 +186,14 @@ def _method(module: ModuleType, name: str) -> Any:
 # Running a test, on a rank.
 
 
-def run(rank: int, size: int, name: str, folder: str) -> str:
+def run(rank: int, size: int, name: str, folder: str, ours: bool = False) -> str:
     """Run one test on this rank and return why the suite skipped it, nothing if it ran.
 
     Args:
         rank, size: place in the world that the test gets.
         name: of the test.
         folder: an empty one that all ranks of this test share.
+        ours: with `paceline.DistributedDataParallel` in the place of torch's.
     """
     import torch.distributed as dist
     from cpu import on_cpu
@@ -180,7 +214,12 @@ def run(rank: int, size: int, name: str, folder: str) -> str:
     )
     case._barrier()
     common_utils.set_rng_seed()
-    with on_cpu(), _known_as_gloo(module) if name in DATA["lifted"]["as_gloo"] else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(on_cpu())
+        if name in DATA["lifted"]["as_gloo"]:
+            stack.enter_context(_known_as_gloo(module))
+        if ours:
+            stack.enter_context(_with_our_class(module))
         getattr(case, name)()
     case._barrier()
     dist.destroy_process_group()
@@ -215,6 +254,19 @@ def _known_as_gloo(module: ModuleType) -> Iterator[None]:
         mock.patch("torch.distributed.distributed_c10d.get_backend", return_value="gloo"),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _with_our_class(module: ModuleType) -> Iterator[None]:
+    """Put `paceline.DistributedDataParallel` in the place of torch's class."""
+    import paceline.ddp
+
+    paceline.ddp.install()
+    try:
+        with mock.patch.object(module, "DistributedDataParallel", paceline.ddp.DistributedDataParallel):
+            yield
+    finally:
+        paceline.ddp.uninstall()
 
 
 def run_plain(rank: int, size: int) -> tuple[int, list[str]]:

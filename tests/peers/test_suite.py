@@ -23,6 +23,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = [name for name in suite.names() if full or name not in suite.DATA["full_only"]]
         metafunc.parametrize("size", suite.SIZES if full else suite.SIZES[-1:])
         metafunc.parametrize("name", names)
+    if "ddp_name" in metafunc.fixturenames:
+        metafunc.parametrize("ddp_name", [name for name in suite.ddp_names() if name not in suite.skipped()])
 
 
 @pytest.mark.sweep
@@ -36,6 +38,25 @@ def test_torch(pool, size, name, tmp_path):
     assert len(set(outcomes)) == 1, "the ranks disagree about whether the test runs"
     if outcomes[0]:
         pytest.skip(outcomes[0])
+
+
+@pytest.mark.sweep
+def test_torchs_ddp_tests_with_our_class(pool, ddp_name, tmp_path):
+    if ddp_name in suite.DATA["ddp"]["differs"]:
+        pytest.skip(suite.DATA["ddp"]["differs"][ddp_name])
+    if "compile" in ddp_name and shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    size = suite.SIZES[0] if ddp_name in suite.DATA["ddp"]["two_ranks"] else suite.SIZES[1]
+    outcomes = pool(size).run(suite.run, ddp_name, str(tmp_path), True, world=False, timeout=SECONDS)
+    shutil.rmtree(tmp_path)
+    assert set(outcomes) == {""}, "it is skipped"
+
+
+def test_nine_of_ten_ddp_tests_run_with_our_class():
+    run = [name for name in suite.ddp_names() if name not in suite.skipped()]
+    differs = suite.DATA["ddp"]["differs"]
+    assert set(differs) <= set(run)
+    assert len(differs) <= len(run) / 10
 
 
 def test_torchs_tests_without_a_world(pool):

@@ -1,6 +1,8 @@
 """Synchronous data-parallel training: `DataParallel`, its strategies and what they are made of.
 
 data_parallel.py         `DataParallel`, which wraps the user's model
+ddp.py                   `DistributedDataParallel`: torch's class over the same engine
+ddp_reducer.py           stand-ins for the C++ objects behind torch's class
 strategy.py              `Sync`: how gradients are synchronised, and the strategies by name
 gradient_collectives.py  all-reduce, reduce-scatter and all-gather over any process group
 engine/                  the reducer: hooks, buckets, launch queue, round status, step guard

@@ -159,6 +159,7 @@ class Bucket:
         tail: elements behind the gradients for the round status.
         shards: number of equal parts that the buffer divides into.
         unit: each part is a multiple of this many elements.
+        align: gradients start at multiples of this many elements.
         allocate: allocates the buffer.
 
     Attributes:
@@ -183,6 +184,7 @@ class Bucket:
         tail: int = 0,
         shards: int = 1,
         unit: int = ALIGN,
+        align: int = ALIGN,
         allocate: Allocate,
     ) -> None:
         self.index, self.slots = index, slots
@@ -194,9 +196,9 @@ class Bucket:
         used = 0
         for slot in slots:
             slot.start, slot.numel = used, storage_numel(slot.param)
-            used = _round_up(used + slot.numel, ALIGN)
+            used = _round_up(used + slot.numel, align)
         total = _round_up(max(used + tail, 1), shards * (unit if shards > 1 else 1))
-        self._gaps = [(slot.start + slot.numel, _round_up(slot.start + slot.numel, ALIGN)) for slot in slots]
+        self._gaps = [(slot.start + slot.numel, _round_up(slot.start + slot.numel, align)) for slot in slots]
         self._gaps.append((used, total))
         self.flat = self._empty(dtype, total, device)
         self.grads, self.status = self.flat[:used], self.flat[used : used + tail]

@@ -60,11 +60,12 @@ def build_buckets(
     flags: int,
     sharded: bool,
     reduce_dtype: torch.dtype | None,
+    hooked: bool = False,
 ) -> list[Bucket]:
     """Build the buckets and move existing gradients (and, if sharded, the parameters) into them.
 
     The round status goes behind the gradients of the last bucket. It gets a bucket of its own if `sharded`, since every
-    rank must see all of it, and where the last bucket is compressed or its dtype can't count.
+    rank must see all of it, where the last bucket is compressed or its dtype can't count, and where a hook reduces.
 
     Args:
         slots: the parameters.
@@ -74,6 +75,7 @@ def build_buckets(
         flags: number of parameters that the round status reports on.
         sharded: buckets are reduce-scattered.
         reduce_dtype: of gradients of bf16 and fp16 parameters; None: their own.
+        hooked: a communication hook reduces them, and expects one gradient right behind the other.
 
     Returns:
         The buckets in launch order; the last one holds the round status.
@@ -90,7 +92,7 @@ def build_buckets(
     rank, ranks = comm.rank, comm.size
     tail = round_status.vector_length(ranks, flags)
     countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
-    inside = countable and not sharded and sent_whole[grouped[-1][0]]
+    inside = countable and not sharded and not hooked and sent_whole[grouped[-1][0]]
     thread = None
     buckets = []
     for index, members in enumerate(grouped):
@@ -103,6 +105,7 @@ def build_buckets(
             tail=tail if inside and index == len(grouped) - 1 else 0,
             shards=ranks if sharded or compressed else 1,
             unit=_COMPRESSED_UNIT if compressed else ALIGN,
+            align=1 if hooked else ALIGN,
             allocate=comm.allocate,
         )
         if compression is not None and compressed:

@@ -20,7 +20,7 @@ Callback = Callable[[T, int], None]
 
 def register_grad_hooks(
     engine: T, slots: Sequence[GradSlot], before: Callback[T] | None, after: Callback[T]
-) -> None:
+) -> Callable[[], object]:
     """Call methods of `engine` around the accumulation of each gradient, until the engine is deleted.
 
     Args:
@@ -28,6 +28,9 @@ def register_grad_hooks(
         slots: its parameters.
         before: called with the engine and a slot's index before autograd adds to its gradient; None: no call.
         after: the same after that.
+
+    Returns:
+        A function that removes the hooks.
     """
     handles = []
     for slot in slots:
@@ -40,15 +43,17 @@ def register_grad_hooks(
         for handle in handles:
             handle.remove()
 
-    weakref.finalize(engine, remove)
+    return weakref.finalize(engine, remove)
 
 
 def _hook(engine: weakref.ref[T], index: int, callback: Callback[T]) -> Callable[[torch.Tensor], None]:
-    def hook(_tensor: torch.Tensor) -> None:
+    def hook(tensor: torch.Tensor | None) -> None:
         alive = engine()
-        if alive is not None:
+        # None is the gradient of an output that was not used
+        if alive is not None and tensor is not None:
             callback(alive, index)
 
+    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # a pickled parameter has no hook, as in DDP
     return hook
 
 

@@ -21,7 +21,8 @@ from paceline.parallel.engine.grad_hooks import LateGradients
 from paceline.parallel.engine.gradient_finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.launch_queue import LaunchQueue, SyncTimings
 from paceline.parallel.engine.loss_weights import LossWeights
-from paceline.parallel.engine.round_status import RoundSummary
+from paceline.parallel.engine.round_status import KEPT, RoundSummary
+from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 
@@ -46,6 +47,8 @@ class GradientState:
         step: rounds so far, which are optimizer steps if each step has one.
         finite_check: measures this rank's gradients before they are reduced.
         non_finite: the report on the latest result if it is known to be not finite.
+        sparse: parameters with sparse gradients, which are in no bucket.
+        summary: of the latest round.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class GradientState:
         self.step = 0
         self.finite_check: FiniteCheck | None = None
         self.non_finite: NonFiniteReport | None = None
+        self.sparse: SparseGradients | None = None
+        self.summary: RoundSummary | None = None
 
         self._local = False  # there are gradients of this rank that no round has seen
         self._reduced = False  # there is the result of a round
@@ -159,6 +164,7 @@ class GradientState:
             flags=len(self._used_flags()),
             sharded=self.sharded,
             reduce_dtype=self.reduce_dtype,
+            hooked=self.launch_queue.hook is not None,
         )
         self.residuals.resume()
 
@@ -277,9 +283,9 @@ class GradientState:
 
     # ------------------------------------------------------------------ after backward
 
-    def _used_flags(self) -> list[bool]:
-        """Return, per parameter, whether this rank has a gradient."""
-        return [slot.used or slot.fired > 0 for slot in self.slots]
+    def _used_flags(self) -> list[float]:
+        """Return, per parameter, whether this rank has a gradient; see `round_status`."""
+        return [1.0 if slot.fired else KEPT if slot.used else 0.0 for slot in self.slots]
 
     def _scale(self, factor: float) -> None:
         """Multiply the result."""
@@ -299,6 +305,8 @@ class GradientState:
         self.launch_queue.wait_all()
         for slot in self.slots:
             slot.param.grad, slot.unbucketed, slot.used, slot.fired = None, None, False, 0
+        if self.sparse is not None:
+            self.sparse.drop()
         self._late.clear()
         self._forget()
 

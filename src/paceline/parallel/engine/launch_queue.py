@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from paceline._core.step_state import step_state
 from paceline.parallel.engine.bucket import Bucket
+from paceline.parallel.engine.comm_hook import CommHook, GradBucket
 from paceline.parallel.engine.engine_protocols import InFlight
 from paceline.parallel.engine.gradient_finite_check import FiniteCheck
 from paceline.parallel.gradient_collectives import Comm
 
-__all__ = ["LaunchQueue", "SyncTimings"]
+__all__ = ["LaunchQueue", "RoundMoments", "SyncTimings"]
 
 
 @dataclass
@@ -36,6 +37,23 @@ class SyncTimings:
     call_seconds: list[float] = field(default_factory=list)
 
 
+@dataclass
+class RoundMoments:
+    """When the latest backward reached its stages on this rank, in seconds of ``time.perf_counter()``.
+
+    Attributes:
+        began: the first gradient was computed next.
+        launched: the first bucket was launched.
+        computed: all gradients were there.
+        reduced: the round was closed; 0 before the first one.
+    """
+
+    began: float = 0.0
+    launched: float = 0.0
+    computed: float = 0.0
+    reduced: float = 0.0
+
+
 class LaunchQueue:
     """Launches the buckets of one round and waits for them.
 
@@ -43,11 +61,17 @@ class LaunchQueue:
         comm: the ranks.
         sharded: reduce-scatter instead of all-reduce. (A bucket that holds only the round status is gathered.)
         overlap: launch without waiting for the previous bucket.
+
+    Attributes:
+        hook: reduces the buckets instead of `comm`.
+        moments: of the latest round.
     """
 
     def __init__(self, comm: Comm, *, sharded: bool, overlap: bool) -> None:
         self.comm, self.sharded, self.overlap = comm, sharded, overlap
         self.buckets: list[Bucket] = []
+        self.hook: CommHook | None = None
+        self.moments = RoundMoments()
         self.timings = SyncTimings()
         self.step = 0  # the round
         self._next = 0  # all buckets before this one are launched
@@ -58,6 +82,7 @@ class LaunchQueue:
     def begin_round(self, step: int) -> None:
         """Begin round `step`: nothing is launched yet."""
         self._next, self.step = 0, step
+        self.moments.began, self.moments.launched = time.perf_counter(), 0.0
         self.timings = SyncTimings()
         if (recorder := step_state.recorder_of(self.comm)) is not None and self.buckets:
             recorder.planned(self.buckets, self._describe)
@@ -129,6 +154,8 @@ class LaunchQueue:
 
     def _launch(self, bucket: Bucket, mean: bool) -> None:
         started = time.perf_counter()
+        if not self.moments.launched:
+            self.moments.launched = started
         bucket.launched = True
         for slot in bucket.slots:
             slot.zero_if_needed()
@@ -146,11 +173,18 @@ class LaunchQueue:
     def _send(self, bucket: Bucket, mean: bool) -> InFlight:
         if not bucket.slots:
             return self.comm.all_gather(bucket.flat)
+        if self.hook is not None:
+            return self.hook.reduce(self._seen_by_hook(bucket), bucket.grads, mean=mean)
         if bucket.compressed is not None:
             return bucket.compressed.launch(self.step, mean=mean)
         if self.sharded:
             return self.comm.reduce_scatter(bucket.flat, mean=mean)
         return self.comm.all_reduce(bucket.flat, mean=mean)
+
+    def _seen_by_hook(self, bucket: Bucket) -> GradBucket:
+        last = all(not later.slots for later in self.buckets[bucket.index + 1 :])
+        views, params = [slot.view for slot in bucket.slots], [slot.param for slot in bucket.slots]
+        return GradBucket(bucket.index, bucket.grads, views, params, last=last)
 
     # ------------------------------------------------------------------ wait
 

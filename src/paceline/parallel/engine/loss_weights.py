@@ -20,6 +20,7 @@ class LossWeights:
         samples: this rank's samples since the last round.
         total: all ranks' samples behind the latest result.
         reference: the total by which this round's losses are weighted; it decides the last bits of the result.
+        counts_joined: with ``loss.backward()``, whether ranks without a batch count in the mean.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -30,11 +31,12 @@ class LossWeights:
         self.status = Status.EQUAL
         self.samples = 0.0
         self.total = 0.0
+        self.counts_joined = True
 
     @property
     def averaged(self) -> bool:
         """Whether the collective averages, since the loss was not scaled (``loss.backward()``)."""
-        return self.status is Status.EQUAL
+        return self.status in (Status.EQUAL, Status.JOINED)
 
     @property
     def counted(self) -> bool:
@@ -68,6 +70,7 @@ class LossWeights:
         """
         self.samples, self.total = 0.0, summary.total
         if not self.counted:
-            return 1.0
+            joined = 0 if self.counts_joined else summary.status.count(Status.JOINED)
+            return self._ranks / (self._ranks - joined)
         factor, self.reference = self.reference / summary.total, summary.total
         return factor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from paceline.errors import UsageError
@@ -10,11 +12,17 @@ from paceline.parallel.compression.compression_config import Compression
 __all__ = ["check_dtypes", "check_no_cuda_graphs", "check_parameters", "model_signature"]
 
 
-def model_signature(module: torch.nn.Module, plan: object) -> list[str]:
-    """Return one line per fact about `module` and `plan` on which all ranks must agree, in order."""
+def model_signature(module: torch.nn.Module, plan: object, ignored: Collection[str] = ()) -> list[str]:
+    """Return one line per fact about `module` and `plan` on which all ranks must agree, in order.
+
+    Args:
+        module: the model.
+        plan: how gradients are synchronised.
+        ignored: names of parameters and buffers that may differ.
+    """
     lines = [f"sync plan: {plan}"]
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for name, tensor in named:
+        for name, tensor in ((name, tensor) for name, tensor in named if name not in ignored):
             grad = "" if kind == "buffer" or tensor.requires_grad else ", frozen"
             dtype = str(tensor.dtype).removeprefix("torch.")
             lines.append(f"{kind} {name!r}: shape {list(tensor.shape)}, {dtype}{grad}")

@@ -23,20 +23,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from paceline._core.step_state import step_state, wait_counters
-from paceline.errors import SyncError
+from paceline.errors import SyncError, UsageError
 from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
+from paceline.parallel.engine.comm_hook import CommHook
 from paceline.parallel.engine.grad_hooks import register_grad_hooks
 from paceline.parallel.engine.gradient_finite_check import find_non_finite, non_finite_ranks, surely_finite
 from paceline.parallel.engine.gradient_state import GradientState
 from paceline.parallel.engine.loss_weights import LossWeights
 from paceline.parallel.engine.round_status import RoundSummary, Status, missing_samples_error
+from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 
@@ -55,6 +58,7 @@ class Reducer(GradientState):
         plan: any plan that does not shard parameters.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced; None: their own.
         frozen: parameters that required no gradient when the model was wrapped.
+        sparse: trainable parameters with sparse gradients; with them, every rank counts the same.
 
     Attributes:
         sync_enabled: whether a backward that begins now synchronises; `accumulate()` turns it off.
@@ -69,9 +73,11 @@ class Reducer(GradientState):
         plan: Sync,
         reduce_dtype: torch.dtype | None = None,
         frozen: Sequence[tuple[str, torch.nn.Parameter]] = (),
+        sparse: Sequence[tuple[str, torch.nn.Parameter]] = (),
     ) -> None:
         super().__init__(named, comm, plan, reduce_dtype)
         self.frozen: Sequence[tuple[str, torch.nn.Parameter]] = tuple(frozen)
+        self.outside_buckets: Sequence[tuple[str, torch.nn.Parameter]] = (*frozen, *sparse)
         self.sync_enabled = True
         self.local_only = False
         self.replicas_differ = False
@@ -79,9 +85,12 @@ class Reducer(GradientState):
         self._in_backward = False
         self._will_sync = False  # the present backward closes with a round
         self._firings: list[int] = []  # of the first backward
-        self._ids = {id(param) for _, param in [*named, *frozen]}
+        self._ids = {id(param) for _, param in [*named, *self.outside_buckets]}
         before = Reducer.before_accumulate if comm.size > 1 else None
-        register_grad_hooks(self, self.slots, before, Reducer.after_accumulate)
+        self.remove_hooks = register_grad_hooks(self, self.slots, before, Reducer.after_accumulate)
+        if sparse:
+            self.sparse = SparseGradients(sparse, comm)
+            self.sparse.watch(self.begin_in_backward)
 
     # ------------------------------------------------------------------ the model's parameters
 
@@ -97,7 +106,7 @@ class Reducer(GradientState):
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return all parameters of the model with their names, as optimizers hold them."""
-        return [*((slot.name, slot.param) for slot in self.slots), *self.frozen]
+        return [*((slot.name, slot.param) for slot in self.slots), *self.outside_buckets]
 
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether `param` is one of the model's."""
@@ -117,6 +126,38 @@ class Reducer(GradientState):
         self.drop()
         self.local_only = local
         self.weights = LossWeights(self.comm.rank, 1 if local else self.comm.size)
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Reduce every bucket by ``hook(state, bucket)`` from now on; see `comm_hook`. All ranks call this.
+
+        Raises:
+            SyncError: there is one already, or gradients wait for a round.
+            UsageError: `hook` can't be called, or the plan compresses, is tuned or reduces gradients itself.
+        """
+        if not callable(hook):
+            raise UsageError(
+                f"register_comm_hook({state!r}, {hook!r}): the hook can't be called",
+                rank=self.comm.rank,
+                remedy="pass a function of (state, bucket)",
+            )
+        if self.plan.compression is not None or self.plan.shard == "parameters" or self.tuner is not None:
+            raise UsageError(
+                f"register_comm_hook with {'sync=auto' if self.tuner is not None else self.plan}",
+                rank=self.comm.rank,
+                remedy='use a strategy that leaves the reduction to the engine, such as "bucketed"',
+            )
+        if self.launch_queue.hook is not None or self.unsynced:
+            raise SyncError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+                if self.launch_queue.hook is not None
+                else "register_comm_hook while gradients of this rank wait to be synchronised",
+                rank=self.comm.rank,
+                step=self.step,
+                remedy="register the hook right after wrapping the model",
+            )
+        self.launch_queue.hook = CommHook(state, hook, self.comm.size)
+        if self.has_buckets:
+            self.change_plan(self.plan)
 
     # ------------------------------------------------------------------ begin
 
@@ -183,6 +224,14 @@ class Reducer(GradientState):
         self.weights.samples += samples
         self.launch_queue.begin_round(self.step)
 
+    def run_joined_round(self) -> None:
+        """Take part in a round without a batch; the result is dropped. See `Status.JOINED`."""
+        self.drop()
+        self.sync_enabled = True
+        self.begin(Status.JOINED)
+        self.finish()
+        self.drop()
+
     # ------------------------------------------------------------------ hooks
 
     def before_accumulate(self, index: int) -> None:
@@ -195,6 +244,8 @@ class Reducer(GradientState):
         slot = self.slots[index]
         if not self._in_backward:
             self._begin_late(slot)
+        if slot.needs_zero or slot.param.grad is None:  # autograd had nothing to add
+            return
         slot.fired += 1
         if step_state.recorder is not None:
             self.launch_queue.poll(_POLL_SECONDS)
@@ -304,8 +355,10 @@ class Reducer(GradientState):
                 self.order = agree_order(self.comm, self.slots, self._firings)
                 self._build_buckets()
             summary = self._exchange(status)
+        moments = self.launch_queue.moments
+        moments.computed, moments.reduced = started, time.perf_counter()
         self.timings.exposed_seconds = 0.0
-        self.note_waiting(time.perf_counter() - started)
+        self.note_waiting(moments.reduced - started)
         step_state.end_round(sees_waiting=self.sees_waiting)
         step_state.enter_phase("outside")
         self._local = False
@@ -349,7 +402,9 @@ class Reducer(GradientState):
         factor = self.weights.end_round(summary)
         self._scale(factor)
         self._attach_result(summary)
-        self._reduced = True
+        if self.sparse is not None and self.comm.size > 1:
+            self.sparse.reduce(self.launch_queue.hook, len(self.buckets), factor)
+        self._reduced, self.summary = True, summary
         if self.finite_check is not None:
             self.finite_check.norm = None
             if self.finite_check.measures and self.non_finite is None:

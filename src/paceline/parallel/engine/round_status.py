@@ -10,7 +10,8 @@ bucket, so all ranks read the same summary:
     status    how the rank weighted its gradient, or that its backward failed, so that it still completes the round
     peaks     show which ranks' gradients were finite, if a finite check is installed (`gradient_finite_check`)
     late      gradients that arrived after their bucket was launched
-    used      whether any rank has a gradient; a parameter that no rank used keeps ``grad=None``, as in one process
+    used      whether any rank has a gradient; a parameter that no rank used keeps ``grad=None``, as in one process.
+              1 if this backward computed it, `KEPT` if there is only one from before
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from paceline.errors import BackwardFailed, SyncError
 
 __all__ = [
+    "KEPT",
     "RoundSummary",
     "Status",
     "decode",
@@ -45,7 +47,12 @@ class Status(enum.IntEnum):
     """As every other rank's, divided by the number of ranks already (``model.backward(loss)``): the collective sums."""
     FAILED = 3
     """Backward raised; the round has no result."""
+    JOINED = 4
+    """No batch is left on this rank (torch's join context): it contributes zeros to ``loss.backward()`` of others."""
 
+
+KEPT = 2.0**-12
+"""Flag of a gradient that this backward did not compute; 3000 of them are less than one that it did."""
 
 _CALLS = {
     Status.SAMPLES: "model.backward(loss, samples=...)",
@@ -64,6 +71,7 @@ class RoundSummary:
         used: per parameter, whether any rank has a gradient.
         late: number of late gradients, over all ranks.
         peaks: per rank, a number that no element of its gradient exceeds; 0 without a finite check.
+        flags: per parameter, the sum of its flags `used`.
     """
 
     samples: tuple[float, ...]
@@ -71,6 +79,12 @@ class RoundSummary:
     used: tuple[bool, ...]
     late: int = 0
     peaks: tuple[float, ...] = ()
+    flags: tuple[float, ...] = ()
+
+    @property
+    def users(self) -> tuple[int, ...]:
+        """Per parameter, on how many ranks the latest backward computed its gradient."""
+        return tuple(int(flag + 0.25) for flag in self.flags)
 
     @property
     def total(self) -> float:
@@ -113,7 +127,7 @@ def peak_index(rank: int, ranks: int) -> int:
 
 
 def encode(
-    rank: int, ranks: int, samples: float, status: Status, used: Sequence[bool], late: int = 0
+    rank: int, ranks: int, samples: float, status: Status, used: Sequence[float], late: int = 0
 ) -> list[float]:
     """Return this rank's status vector, without its peak."""
     columns = [0.0] * (4 * ranks)
@@ -137,12 +151,14 @@ def replicated_sum(mine: Sequence[float], rank: int, ranks: int) -> list[float]:
 def decode(summed: Sequence[float], ranks: int) -> RoundSummary:
     """Return the summary that a summed status vector holds."""
     high, low, status = summed[:ranks], summed[ranks : 2 * ranks], summed[2 * ranks : 3 * ranks]
+    flags = tuple(summed[4 * ranks + 1 :])
     return RoundSummary(
         samples=tuple(upper + lower for upper, lower in zip(high, low, strict=True)),
         status=tuple(Status(round(value)) for value in status),
         peaks=tuple(summed[3 * ranks : 4 * ranks]),
         late=round(summed[4 * ranks]),
-        used=tuple(value > 0 for value in summed[4 * ranks + 1 :]),
+        used=tuple(value > 0 for value in flags),
+        flags=flags,
     )
 
 

@@ -247,7 +247,7 @@ class FSDPEngine(Reducer):
 
     # ------------------------------------------------------------------ result
 
-    def _used_flags(self) -> list[bool]:
+    def _used_flags(self) -> list[float]:
         visible = bool(self._watched) or not self.shards
         return [*super()._used_flags(), *(used or not visible for used in self._shard_used.values())]
 
