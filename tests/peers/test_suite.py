@@ -46,7 +46,7 @@ def test_torchs_ddp_tests_with_our_class(pool, ddp_name, tmp_path):
         pytest.skip(suite.DATA["ddp"]["differs"][ddp_name])
     if "compile" in ddp_name and shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
-    size = suite.SIZES[0] if ddp_name in suite.DATA["ddp"]["two_ranks"] else suite.SIZES[1]
+    size = suite.DATA["ddp"]["sizes"].get(ddp_name, 3)
     outcomes = pool(size).run(suite.run, ddp_name, str(tmp_path), True, world=False, timeout=SECONDS)
     shutil.rmtree(tmp_path)
     assert set(outcomes) == {""}, "it is skipped"

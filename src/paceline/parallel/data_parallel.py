@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import SyncError, UsageError
 from paceline.parallel.compression.compressed_bucket import CompressionStats
 from paceline.parallel.engine import unsynchronised_step_guard
+from paceline.parallel.engine.comm_hook import GradBucket
 from paceline.parallel.engine.grad_norm import clip_global_norm_
 from paceline.parallel.engine.launch_queue import SyncTimings
 from paceline.parallel.engine.model_checks import (
@@ -251,6 +252,25 @@ class DataParallel(torch.nn.Module):
             raise UsageError(f"clip_grad_norm_({max_norm!r}, {norm_type!r})", remedy="both must be above 0")
         unsynchronised_step_guard.ensure_synchronised(self.engine)
         return clip_global_norm_(self.engine, max_norm, norm_type)
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
+        """Reduce every bucket by ``hook(state, bucket)`` instead of a collective of the strategy.
+
+        It is called once per bucket and round, on all ranks in the same order, as for torch's DistributedDataParallel,
+        whose hooks work here. Weights compose: the mean over ranks of what it sees is the mean over all samples. In a
+        world of one rank it is not called. All ranks register the same hook.
+
+        Args:
+            state: passed to the hook.
+            hook: returns a future of the mean over ranks of ``bucket.buffer()``, the mean itself, or None if it has
+                written the mean there.
+
+        Raises:
+            UsageError: `hook` can't be called, or gradients are compressed, reduced by FSDP2 or the strategy is
+                ``"auto"``.
+            SyncError: there is a hook already, or gradients wait to be synchronised.
+        """
+        self.engine.register_comm_hook(state, hook)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; with ``set_to_none=True`` too, buckets keep their memory."""
