@@ -10,6 +10,7 @@ import torch
 
 from paceline.errors import NonFiniteGradient, UsageError, unknown
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
+from paceline.parallel.ddp import DistributedDataParallel
 from paceline.parallel.engine.grad_norm import global_norm, note_norm
 from paceline.parallel.engine.gradient_finite_check import FiniteCheck, NonFiniteReport
 
@@ -52,7 +53,7 @@ class NonFiniteGuard:
 
     def __init__(
         self,
-        model: DataParallel,
+        model: DataParallel | DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         action: Literal["skip", "stop"] = "skip",
         *,
@@ -115,7 +116,7 @@ class NonFiniteGuard:
                 param.grad = None
 
 
-def _largest_number(model: DataParallel) -> float:
+def _largest_number(model: DataParallel | DistributedDataParallel) -> float:
     """Return the smallest maximum of the dtypes that gradients are stored or reduced in."""
     dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
     dtypes |= {model.engine.reduce_dtype} - {None}

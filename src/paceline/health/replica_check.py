@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import ReplicasDiverged, UsageError
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
+from paceline.parallel.ddp import DistributedDataParallel
 from paceline.parallel.gradient_collectives import broadcast_tensors
 from paceline.world.control_collectives import PendingRows, gather_rows, gather_rows_async, verify_same
 from paceline.world.rendezvous import format_ranks
@@ -154,7 +155,7 @@ class ReplicaCheck:
 
     def __init__(
         self,
-        model: DataParallel,
+        model: DataParallel | DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         every: int = 200,
         *,

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import SyncError, UsageError
 from paceline.parallel.compression.compressed_bucket import CompressionStats
+from paceline.parallel.ddp import DistributedDataParallel
 from paceline.parallel.engine import unsynchronised_step_guard
 from paceline.parallel.engine.comm_hook import GradBucket
 from paceline.parallel.engine.grad_norm import clip_global_norm_
@@ -313,14 +314,15 @@ def check_optimizer_owned(name: str, model: object, optimizer: object, *, wrappe
 
     Args:
         name: the class that takes them, for the message.
-        model: a wrapped model, or with ``wrapped=False`` any bare module.
+        model: a `DataParallel` or `DistributedDataParallel`, or with ``wrapped=False`` any bare module.
         optimizer: a torch optimizer.
         wrapped: whether the model must be wrapped.
 
     Raises:
         UsageError: the model is not wrapped, the optimizer is none, or holds no parameter of the model.
     """
-    if not isinstance(model, DataParallel) and (
+    ours = isinstance(model, DataParallel | DistributedDataParallel)
+    if not ours and (
         wrapped
         or not isinstance(model, torch.nn.Module)
         or isinstance(model, torch.nn.parallel.DistributedDataParallel)
@@ -333,7 +335,7 @@ def check_optimizer_owned(name: str, model: object, optimizer: object, *, wrappe
             f"{name}(model, {type(optimizer).__name__}, ...)", remedy="pass the optimizer of the model"
         )
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    named = model.engine.named_parameters() if isinstance(model, DataParallel) else model.named_parameters()
+    named = model.engine.named_parameters() if ours else model.named_parameters()
     if not any(id(param) in held for _, param in named):
         raise UsageError(
             f"{name}: the {type(optimizer).__name__} holds no parameter of this model",

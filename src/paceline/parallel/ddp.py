@@ -23,6 +23,7 @@ from paceline._core.units import MIB
 from paceline.errors import UsageError
 from paceline.parallel.ddp_reducer import DDPLogger, DDPReducer
 from paceline.parallel.engine import unsynchronised_step_guard
+from paceline.parallel.engine.launch_queue import SyncTimings
 from paceline.parallel.engine.model_checks import model_signature
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.gradient_collectives import Comm
@@ -98,6 +99,13 @@ class DistributedDataParallel(_TORCH_CLASS):
         ValueError: arguments contradict each other.
 
     Source: ``torch.nn.parallel.DistributedDataParallel``, torch 2.13.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))
+        >>> model(torch.ones(8, 4)).sum().backward()
+        >>> dist.destroy_process_group()
     """
 
     reducer: DDPReducer
@@ -219,6 +227,16 @@ class DistributedDataParallel(_TORCH_CLASS):
     def comm(self) -> Comm:
         """The ranks."""
         return self.engine.comm
+
+    @property
+    def plan(self) -> Sync:
+        """How gradients are synchronised."""
+        return self.engine.plan
+
+    @property
+    def timings(self) -> SyncTimings:
+        """The cost of the latest synchronised backward and the step after it, on this rank."""
+        return self.engine.timings
 
     # ------------------------------------------------------------------ forward
 

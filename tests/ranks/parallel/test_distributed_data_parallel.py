@@ -20,7 +20,7 @@ import paceline
 import paceline.ddp
 from engine_cases import loss_on, same_on_all_ranks
 from model_zoo import max_difference
-from paceline.errors import BackwardFailed, MismatchError, SyncError, UsageError
+from paceline.errors import BackwardFailed, MismatchError, ReplicasDiverged, SyncError, UsageError
 from rank_pool import RankError
 
 OursDDP = paceline.DistributedDataParallel
@@ -474,3 +474,92 @@ def test_join_may_raise_when_a_rank_has_no_batch(pool):
     with pytest.raises(RankError) as caught:
         pool(2).run(ends_early)
     assert "exhausted all inputs" in str(caught.value.cause)
+
+
+# ------------------------------------------------------------------ with the rest of Paceline
+
+
+def guarded(rank, size, folder):
+    model = OursDDP(model_zoo.build("Plain"))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    paceline.NonFiniteGuard(model, optim, "skip")
+    check = paceline.ReplicaCheck(model, optim, every=1)
+    with paceline.Profiler(f"{folder}/profile", model, tensorboard=False):
+        for step in range(3):
+            loss = loss_on(model, rank, step)
+            (loss * (float("nan") if step == 1 and rank == 1 else 1.0)).backward()
+            optim.step()
+            optim.zero_grad()
+    finite = all(param.isfinite().all() for param in model.parameters())
+    with torch.no_grad():
+        next(model.parameters()).add_(rank)
+    assert finite
+    check.check()
+
+
+def test_guards_and_the_profiler_take_the_model(pool, tmp_path):
+    with pytest.raises(RankError) as caught:
+        pool(2).run(guarded, str(tmp_path))
+    assert isinstance(caught.value.cause, ReplicasDiverged)
+    assert (tmp_path / "profile" / "run.json").exists()
+
+
+def checkpointed(rank, size, folder):
+    found = []
+    for kinds in ((OursDDP, TorchDDP), (TorchDDP, OursDDP)):
+        path = f"{folder}/{kinds[0].__module__}"
+        models = []
+        for kind in kinds:
+            model = kind(model_zoo.build("Plain"))
+            optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            checkpoint = paceline.Checkpoint(path, model, optim)
+            if models:
+                checkpoint.load()
+            for step in range(2 if models else 4):
+                if not models and step == 2:
+                    checkpoint.save()
+                loss_on(model, rank, step + 2 * bool(models)).backward()
+                optim.step()
+                optim.zero_grad()
+            checkpoint.close()
+            models.append(list(model.parameters()))
+        found.append(max_difference(*models))
+    return found
+
+
+def test_a_checkpoint_goes_from_torchs_class_to_ours_and_back(pool, tmp_path):
+    for gaps in pool(2).run(checkpointed, str(tmp_path)):
+        assert max(gaps) < 1e-13
+
+
+# ------------------------------------------------------------------ small cases of torch's own tests
+
+
+def only_sparse(rank, size):
+    torch.manual_seed(0)
+    model = OursDDP(torch.nn.EmbeddingBag(10, 10, sparse=True))
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 10, (2 * size, 2), generator=generator)
+    alone = copy.deepcopy(model.module)
+    alone(rows).mean().backward()
+    model(rows.chunk(size)[rank]).mean().backward()
+    return (alone.weight.grad.to_dense() - model.module.weight.grad.to_dense()).abs().max().item()
+
+
+def test_a_model_with_sparse_gradients_only(pool):
+    assert all(gap < 1e-8 for gap in pool(2).run(only_sparse))
+
+
+def outputs_not_used(rank, size, unused):
+    model = OursDDP(model_zoo.build("Unused" if unused else "Plain"), find_unused_parameters=unused)
+    for _ in range(4):
+        output = model(torch.ones(2, model_zoo.WIDTH).double())
+        del output
+    for step in range(3):
+        loss_on(model, rank, step, "Unused" if unused else "Plain").backward()
+    return same_on_all_ranks([param.grad for param in model.parameters() if param.grad is not None])
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_outputs_may_be_ignored(pool, unused):
+    assert pool(2).run(outputs_not_used, unused) == [True, True]
