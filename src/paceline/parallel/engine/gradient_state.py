@@ -134,6 +134,15 @@ class GradientState:
             return [piece.grad for piece in self.pieces() if piece.slot.used] if self._reduced else [], []
         return [], [slot.param.grad for slot in self.slots if slot.param.grad is not None]
 
+    def local_grads_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's parts of the gradients of `params`, which are some of the model's."""
+        if not self.sharded:
+            return [param.grad for param in params if param.grad is not None]
+        self.note_waiting(self.launch_queue.wait_all())
+        held = {id(param) for param in params}
+        pieces = self.pieces() if self._reduced else []
+        return [piece.grad for piece in pieces if piece.slot.used and id(piece.slot.param) in held]
+
     def parts_by_name(self) -> dict[str, list[torch.Tensor]]:
         """Return this rank's part of the result, by parameter."""
         parts: dict[str, list[torch.Tensor]] = {slot.name: [] for slot in self.slots}

@@ -17,17 +17,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline._core.step_state import step_state
 from paceline.errors import UnsyncedGradients, UsageError
+from paceline.parallel.engine import grad_scaler
 from paceline.parallel.engine.engine_protocols import PlanController
-from paceline.parallel.gradient_collectives import Comm
+from paceline.parallel.engine.grad_scaler import ScaledEngine
 from paceline.testing import fault_injection
 
 __all__ = ["ConsumesShards", "GuardedEngine", "ensure_synchronised", "register_engine"]
 
 
-class GuardedEngine(Protocol):
+class GuardedEngine(ScaledEngine, Protocol):
     """An engine as the guard uses it."""
 
-    comm: Comm
     sharded: bool
     tuner: PlanController | None
     step: int
@@ -40,10 +40,6 @@ class GuardedEngine(Protocol):
 
     def named_parameters(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return all parameters of the model with their names, as optimizers hold them."""
-        ...
-
-    def holds(self, param: torch.Tensor) -> bool:
-        """Return whether `param` is one of the model's."""
         ...
 
     def recover(self) -> bool:
@@ -74,6 +70,7 @@ def register_engine(engine: GuardedEngine) -> None:
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
+        grad_scaler.install(_synchronised_engines)
         _installed = True
 
 
@@ -107,10 +104,16 @@ def ensure_synchronised(engine: GuardedEngine) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for reference in _engines_of(optimizer):
-        engine = reference()
-        if engine is None:
-            continue
+    for engine in _synchronised_engines(optimizer):
+        if engine.tuner is not None:
+            engine.tuner.optimizer_stepping(optimizer)
+        step_state.enter_phase("optimizer")
+
+
+def _synchronised_engines(optimizer: torch.optim.Optimizer) -> list[GuardedEngine]:
+    """Return the engines whose parameters `optimizer` holds, once their gradients are synchronised."""
+    engines = [engine for reference in _engines_of(optimizer) if (engine := reference()) is not None]
+    for engine in engines:
         if engine.sharded and not isinstance(optimizer, ConsumesShards):
             name = type(optimizer).__name__
             raise UsageError(
@@ -119,10 +122,8 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
                 step=engine.step,
                 remedy=f"use paceline.ShardedOptimizer(model, torch.optim.{name}, ...)",
             )
-        if engine.tuner is not None:
-            engine.tuner.optimizer_stepping(optimizer)
         ensure_synchronised(engine)
-        step_state.enter_phase("optimizer")
+    return engines
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -310,6 +310,11 @@ class FSDPEngine(Reducer):
         """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
         return self._shard_grads(), super().local_grads()[1]
 
+    def local_grads_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's parts of the gradients of `params`, which are some of the model's."""
+        grads = super().local_grads_of(params)
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return all parameters of the model with their names, sharded as optimizers hold them."""
         return [*super().named_parameters(), *self.shards]
