@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class LaunchQueue:
         self._in_flight: dict[int, tuple[InFlight, float]] = {}
         self._factor = 1.0  # for results that are still in flight
         self._polled = 0.0
+        self._launching = threading.Lock()
 
     def begin_round(self, step: int) -> None:
         """Begin round `step`: nothing is launched yet."""
@@ -112,6 +114,11 @@ class LaunchQueue:
             mean: average over ranks instead of summing.
             finite_check: measures what is sent.
         """
+        # Autograd runs the hooks of each device in a thread, and a launch may let another thread run.
+        with self._launching:
+            self._launch_full(mean, finite_check)
+
+    def _launch_full(self, mean: bool, finite_check: FiniteCheck | None) -> None:
         last = sum(bool(bucket.slots) for bucket in self.buckets) - 1
         while self._next < last and self.buckets[self._next].pending == 0:
             bucket = self.buckets[self._next]

@@ -22,6 +22,7 @@ that was too low is corrected on all ranks.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,6 +83,7 @@ class Reducer(GradientState):
         self.local_only = False
         self.replicas_differ = False
 
+        self._opening = threading.Lock()
         self._in_backward = False
         self._will_sync = False  # the present backward closes with a round
         self._firings: list[int] = []  # of the first backward
@@ -171,7 +173,10 @@ class Reducer(GradientState):
 
     def backward_reached(self, call: object) -> None:
         """Open the backward that has reached a forward's outputs; `call` is from `before_forward`."""
-        self.begin_in_backward()
+        if not self._in_backward:
+            # Outputs on two devices are reached in two threads.
+            with self._opening:
+                self.begin_in_backward()
 
     def contribute_nothing(self, loss: torch.Tensor | None) -> None:
         """Run no backward in this round: `finish` sends zeros."""
