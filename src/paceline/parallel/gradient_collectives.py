@@ -165,6 +165,11 @@ class Comm:
         return "nccl" in self.backend
 
     @property
+    def divides_before_sum(self) -> bool:
+        """Whether a mean divides each rank's numbers before they are added (NCCL), not their sum."""
+        return "nccl" in self.backend
+
+    @property
     def peers(self) -> list[int]:
         """All other ranks, the next one first, so that no rank is everyone's first target."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import model_zoo
@@ -13,6 +16,7 @@ import paceline
 from engine_cases import ALL, REPLICATED, data, loss_on, same_on_all_ranks, wrapped
 from model_zoo import max_difference
 from paceline.errors import SyncError, UnsyncedGradients, UsageError
+from paceline.parallel.gradient_collectives import Comm
 
 # ------------------------------------------------------------------ plain loss.backward()
 
@@ -169,6 +173,58 @@ def mixed_calls(rank, size):
 
 def test_mixing_weighted_and_plain_backward_is_an_error(pool):
     pool(2).run(mixed_calls)
+
+
+@contextlib.contextmanager
+def means_divide_first():
+    """Make all-reduce on gloo average as NCCL does: each rank's numbers are divided before they are added."""
+    all_reduce = dist.all_reduce
+
+    def divided(flat, op=dist.ReduceOp.SUM, **options):
+        if op == dist.ReduceOp.AVG:
+            flat.div_(dist.get_world_size())
+        return all_reduce(flat, op=dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, **options)
+
+    with (
+        mock.patch.object(dist, "all_reduce", divided),
+        mock.patch.object(Comm, "divides_before_sum", True),
+    ):
+        yield
+
+
+def mixed_calls_divided_first(rank, size, sync, calls, round_of_mistake):
+    model, _ = wrapped(sync)
+    with means_divide_first():
+        for step in range(round_of_mistake):
+            loss_on(model, rank, step).backward()
+            model.zero_grad()
+        run = {
+            "plain": lambda loss: loss.backward(),
+            "share": model.backward,
+            "samples": partial(model.backward, samples=6),
+        }[calls[rank]]
+        with pytest.raises(SyncError, match=r"ranks \[1\] called"):
+            run(loss_on(model, rank))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("round_of_mistake", [0, 1])
+@pytest.mark.parametrize(
+    "calls", [("plain", "samples"), ("samples", "plain"), ("plain", "share"), ("share", "samples")]
+)
+@pytest.mark.parametrize("sync", REPLICATED)
+def test_mixed_calls_are_found_where_means_divide_first(pool, sync, calls, round_of_mistake):
+    pool(2).run(mixed_calls_divided_first, sync, calls, round_of_mistake)
+
+
+def trained_where_means_divide_first(rank, size, sync):
+    with means_divide_first():
+        return plain_backward_beside_ddp(rank, size, sync)
+
+
+@pytest.mark.parametrize("sync", REPLICATED)
+def test_plain_backward_equals_ddp_where_means_divide_first(pool, sync):
+    assert all(gap < 1e-13 for gap in pool(3).run(trained_where_means_divide_first, sync))
 
 
 def forwards_without_backward(rank, size):

@@ -158,6 +158,15 @@ class LaunchQueue:
                 self.wait_for(bucket)
         self._next = len(self.buckets)
         self.wait_for(last)
+        if mean and self._sums_status(last):
+            last.grads.div_(self.comm.size)
+
+    def _sums_status(self, bucket: Bucket) -> bool:
+        """Return whether `bucket` is never averaged, since that would divide the round status before it is added.
+
+        Ranks that call for a sum by mistake would then read another status than those that call for a mean.
+        """
+        return bucket.status.numel() > 0 and self.comm.divides_before_sum
 
     def _launch(self, bucket: Bucket, mean: bool) -> None:
         started = time.perf_counter()
@@ -186,7 +195,7 @@ class LaunchQueue:
             return bucket.compressed.launch(self.step, mean=mean)
         if self.sharded:
             return self.comm.reduce_scatter(bucket.flat, mean=mean)
-        return self.comm.all_reduce(bucket.flat, mean=mean)
+        return self.comm.all_reduce(bucket.flat, mean=mean and not self._sums_status(bucket))
 
     def _seen_by_hook(self, bucket: Bucket) -> GradBucket:
         last = all(not later.slots for later in self.buckets[bucket.index + 1 :])
@@ -247,7 +256,7 @@ class LaunchQueue:
         last = self.buckets[-1]
         if not last.slots:
             return self.comm.read_status(last.flat.view(self.comm.size, -1).sum(0))
-        scale = self.comm.size if mean else 1
+        scale = self.comm.size if mean and not self._sums_status(last) else 1
         return [value * scale for value in self.comm.read_status(last.status)]
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
