@@ -180,6 +180,8 @@ class DataParallel(torch.nn.Module):
         self._check_arguments(loss, samples)
         weight = None
         if loss is not None:
+            if samples:
+                self.engine.start_weights(samples)
             factor = self.engine.weights.loss_factor(samples)
             weight = torch.full_like(loss, factor)
             if samples is not None and loss.dtype in (torch.bfloat16, torch.float16):

@@ -348,6 +348,13 @@ class Comm:
         self.broadcast(agreed)
         return agreed.tolist()
 
+    def largest(self, number: int, device: torch.device) -> int:
+        """Return the largest `number` of any rank."""
+        agreed = torch.tensor(number, dtype=torch.int64, device=device)
+        with _peer_errors(), step_state.waiting_for_peers():
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
+        return int(agreed)
+
     def gather_objects(self, mine: Any) -> list[Any]:
         """Return every rank's `mine`, by rank."""
         every: list[Any] = [None] * self.size

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import model_zoo
 import paceline
 from engine_cases import ALL, REPLICATED, data, loss_on
 from model_zoo import max_difference
+from paceline.parallel.engine.loss_weights import LossWeights
 from paceline.parallel.gradient_collectives import broadcast_tensors
 from single_process import linear, one_process, over_paceline, pair, same
 
@@ -291,3 +294,108 @@ def late_and_plain(rank, size, sync):
 @pytest.mark.parametrize("sync", ["overlap", "bucketed", "sharded"])
 def test_late_gradients_of_a_plain_backward(pool, sync):
     same(pool(3).run(late_and_plain, sync))
+
+
+# ------------------------------------------------------------------ the first weight
+
+
+def half_precision(rank, size, sync, shares):
+    """Return the relative error after two steps in float16 with token counts as samples."""
+    model, reference = (torch.nn.Linear(model_zoo.WIDTH, 1) for _ in range(2))
+    reference.double().load_state_dict(model.half().state_dict())
+    model = paceline.DataParallel(model, sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.01)
+    other = torch.optim.SGD(reference.parameters(), lr=0.01)
+    total = sum(sum(micros) for micros in shares)
+    for step in range(2):
+        for micro, samples in enumerate(shares[rank]):
+            with contextlib.nullcontext() if micro == len(shares[rank]) - 1 else model.accumulate():
+                loss = steep_loss(model, rank, step, micro) if samples else None
+                model.backward(loss, samples=samples)
+        optim.step()
+        optim.zero_grad()
+        sum(
+            samples / total * steep_loss(reference, r, step, micro)
+            for r, micros in enumerate(shares)
+            for micro, samples in enumerate(micros)
+        ).backward()
+        other.step()
+        other.zero_grad()
+    whole = [param.double() for param in model.whole_parameters()]
+    return max_difference(whole, reference.parameters())
+
+
+def steep_loss(model, rank, step, micro):
+    x, y = data(rank, 10 * step + micro)
+    dtype = next(model.parameters()).dtype
+    return 20 * (model(x.to(dtype)) - y.to(dtype)).abs().mean()
+
+
+FIRST = {
+    "equal": [[16384], [16384]],
+    "unequal": [[64], [30000]],
+    "accumulated": [[16384, 16384], [5000, 600]],
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("shares", FIRST)
+@pytest.mark.parametrize("sync", [*REPLICATED, "sharded", "full-shard", "auto"])
+def test_token_counts_do_not_overflow_half_precision_in_the_first_step(pool, sync, shares):
+    same(pool(2).run(half_precision, sync, FIRST[shares]), 1e-2)
+
+
+@pytest.mark.parametrize("sync", [*REPLICATED, "sharded"])
+def test_nor_does_a_first_step_without_data_on_one_rank(pool, sync):
+    same(pool(2).run(half_precision, sync, [[0], [16384]]), 1e-2)
+
+
+def test_nor_does_the_first_step_in_a_world_of_one():
+    assert half_precision(0, 1, "bucketed", [[65536, 16384]]) < 1e-2
+
+
+def first_steps(rank, size, sync, by_ranks):
+    """Return the bits after three steps in float32; `by_ranks`: with samples ÷ ranks as the first weight."""
+    keep_reference = mock.patch.object(LossWeights, "start")
+    with keep_reference if by_ranks else contextlib.nullcontext():
+        torch.manual_seed(3)
+        model = paceline.DataParallel(model_zoo.Plain(), sync=sync)
+        optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        for step in range(3):
+            x, y = data(rank, step)
+            with model.accumulate():
+                model.backward(model_zoo.loss_of(model, "", x.float(), y.float()), samples=5 + 90 * rank)
+            model.backward(model_zoo.loss_of(model, "", x.float(), y.float()), samples=1000)
+            optim.step()
+            optim.zero_grad()
+    return torch.cat([param.reshape(-1) for param in model.whole_parameters()]).numpy().tobytes()
+
+
+@pytest.mark.parametrize("sync", [*ALL, *SMALL_BUCKETS], ids=str)
+def test_the_first_weight_changes_no_bit(pool, sync):
+    first, again = (pool(3).run(first_steps, sync, by_ranks) for by_ranks in (True, False))
+    assert first == again
+
+
+def local_steps_first(rank, size):
+    """Return the gap to one process when ranks that have trained alone, from other counts each, synchronise."""
+    model, optim, reference, other = pair("overlap", model_zoo.Plain)
+    step_of_all(model, optim, reference, other, rank, size, 0)
+    model.engine.set_local_only(True)
+    model.backward(loss_on(model, rank), samples=4**rank)
+    model.engine.set_local_only(False)
+    step_of_all(model, optim, reference, other, rank, size, 1)
+    return max_difference(model.whole_parameters(), reference.parameters())
+
+
+def step_of_all(model, optim, reference, other, rank, size, step):
+    counts = [3, 700, 90]
+    model.backward(loss_on(model, rank, step), samples=counts[rank])
+    optim.step()
+    optim.zero_grad()
+    weighted = (n * loss_on(reference, r, step) for r, n in enumerate(counts[:size]))
+    one_process(reference, other, [sum(weighted) / sum(counts[:size])])
+
+
+def test_unequal_counts_after_a_block_of_local_training(pool):
+    same(pool(3).run(local_steps_first))

@@ -3,9 +3,15 @@
 [Note: loss weights] A rank multiplies its loss by samples / reference, which costs nothing. The reference is the
 previous round's total, so while the total stays the same, the sum over ranks is the mean over all samples. When it
 changes, one multiplication by reference / total corrects the sum.
+
+[Note: the first reference] The first round has no previous total, and samples / ranks may be thousands: token counts
+would overflow fp16. So each rank starts from ranks · 2ᵏ, by its own first samples, and before anything is sent, all
+ranks adopt the largest. Powers of two change no bit of the result.
 """
 
 from __future__ import annotations
+
+import math
 
 from paceline.parallel.engine.round_status import RoundSummary, Status
 
@@ -19,19 +25,47 @@ class LossWeights:
         status: how the present gradient is weighted.
         samples: this rank's samples since the last round.
         total: all ranks' samples behind the latest result.
-        reference: the total by which this round's losses are weighted; it decides the last bits of the result.
         counts_joined: with ``loss.backward()``, whether ranks without a batch count in the mean.
+        agreed: whether all ranks have the same `reference`; see [Note: the first reference].
+        exponent: the k of this rank's first reference; `NO_EXPONENT` until it has samples.
     """
+
+    NO_EXPONENT = -9999
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._ranks = ranks
         self.carries_result = rank == 0 or ranks == 1
         """Whether this rank carries a result into the next round; see `carry`."""
-        self.reference = float(ranks)
+        self._reference = float(ranks)
+        self.agreed = False
+        self.exponent = self.NO_EXPONENT
         self.status = Status.EQUAL
         self.samples = 0.0
         self.total = 0.0
         self.counts_joined = True
+
+    @property
+    def reference(self) -> float:
+        """The total by which this round's losses are weighted; it decides the last bits of the result."""
+        return self._reference
+
+    @reference.setter
+    def reference(self, total: float) -> None:
+        self._reference, self.agreed = total, True
+
+    def start(self, samples: float) -> None:
+        """Choose this rank's first reference by its first `samples`, which are more than 0."""
+        if not self.agreed and self.exponent == self.NO_EXPONENT:
+            self.exponent = math.frexp(samples)[1] - 1
+            self._reference = math.ldexp(self._ranks, self.exponent)
+
+    def agree(self, exponent: int) -> float:
+        """Adopt the largest `exponent` of all ranks; return the factor for this rank's gradient so far."""
+        own, self.agreed = self.exponent, True
+        if exponent == self.NO_EXPONENT:
+            return 1.0
+        self.reference = math.ldexp(self._ranks, exponent)
+        return 1.0 if own == self.NO_EXPONENT else math.ldexp(1.0, own - exponent)
 
     @property
     def averaged(self) -> bool:

@@ -181,6 +181,17 @@ class Reducer(GradientState):
     def contribute_nothing(self, loss: torch.Tensor | None) -> None:
         """Run no backward in this round: `finish` sends zeros."""
 
+    def start_weights(self, samples: float) -> None:
+        """Prepare the weight of a loss that is the mean over `samples`, more than 0."""
+        self.weights.start(samples)
+
+    def _agree_weights(self) -> None:
+        """Give all ranks the same first reference; all take part. See [Note: the first reference] in `loss_weights`."""
+        factor = self.weights.agree(self.comm.largest(self.weights.exponent, self.device))
+        if factor != 1.0 and (results := self._results()):
+            with torch.no_grad():
+                torch._foreach_mul_(results, factor)
+
     def begin(self, status: Status, samples: float = 0.0) -> None:
         """Open a backward.
 
@@ -279,7 +290,7 @@ class Reducer(GradientState):
             bucket.ready = time.perf_counter()
             if recorder.quiet:
                 return
-        if self._will_sync and self.plan.overlap and not self.local_only:
+        if self._will_sync and self.plan.overlap and self.weights.agreed and not self.local_only:
             self.launch_queue.launch_full(self.weights.averaged, self.finite_check)
 
     def begin_in_backward(self) -> None:
@@ -356,6 +367,8 @@ class Reducer(GradientState):
             used = tuple(slot.used or slot.fired > 0 for slot in self.slots)
             summary = RoundSummary((self.weights.samples,), (status,), used)
         else:
+            if not self.weights.agreed:
+                self._agree_weights()
             if not self.has_buckets:  # see [Note: the first round]
                 self.order = agree_order(self.comm, self.slots, self._firings)
                 self._build_buckets()

@@ -96,6 +96,7 @@ class FSDPEngine(Reducer):
         self._reached: list[object] = []  # inputs of the forwards that the present backward has reached
         self._latest: list[Any] = []  # inputs of the forwards of the previous backward, in the order they ran
         self._inputs_shared = False  # every rank has seen inputs
+        self._began_alike = False  # every rank ran the first forward
 
     def _shard(self, comm: Comm, policy: MixedPrecisionPolicy, whole: set[torch.nn.Parameter]) -> None:
         device = next((p.device.type for p in self.module.parameters()), "cpu")
@@ -140,7 +141,8 @@ class FSDPEngine(Reducer):
         if not any(have):
             return
         self._inputs_shared = True
-        if all(have):
+        self._began_alike = all(have)
+        if self._began_alike:
             return
         source = have.index(True)
         box = [call if self.comm.rank == source else None]
@@ -150,9 +152,20 @@ class FSDPEngine(Reducer):
 
     # ------------------------------------------------------------------ backward
 
+    def start_weights(self, samples: float) -> None:
+        """Prepare the weight of a loss. FSDP2 sends in backward, so all ranks agree on the first weight before that."""
+        if self._began_alike:
+            super().start_weights(samples)
+            self._agree_first_weight()
+
+    def _agree_first_weight(self) -> None:
+        if self._began_alike and not self.weights.agreed:
+            self._agree_weights()
+
     def begin(self, status: Status, samples: float = 0.0) -> None:
         """Open a backward, and decide whether FSDP2 reduces in it."""
         opening = not self._in_backward
+        self._agree_first_weight()
         super().begin(status, samples)
         if opening:
             self._root().set_requires_gradient_sync(self._will_sync)
