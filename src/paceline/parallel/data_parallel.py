@@ -238,6 +238,15 @@ class DataParallel(torch.nn.Module):
 
     no_sync = accumulate
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward that begins now synchronises; programs for torch's DDP set it instead of `no_sync`."""
+        return self.engine.sync_enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, synchronise: bool) -> None:
+        self.engine.sync_enabled = bool(synchronise)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that the norm over all parameters and shards is at most `max_norm`.
 

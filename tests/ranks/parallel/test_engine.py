@@ -128,6 +128,35 @@ def test_forward_inside_no_sync_and_backward_outside_synchronises(pool):
     assert all(pool(2).run(flag_toggled))
 
 
+def flag_of_ddp(rank, size, sync, weighted):
+    """Accumulate as nanoGPT does; return the rounds, and the gap to torch's DDP."""
+    ours, optim = wrapped(sync)
+    ddp = DistributedDataParallel(model_zoo.build("Plain"))
+    theirs = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for micro in range(3):
+            ours.require_backward_grad_sync = ddp.require_backward_grad_sync = micro == 2
+            assert ours.require_backward_grad_sync == (micro == 2)
+            loss = loss_on(ours, rank, 10 * step + micro)
+            if weighted:
+                ours.backward(loss, samples=6)
+            else:
+                (loss / 3).backward()
+            (loss_on(ddp, rank, 10 * step + micro) / 3).backward()
+        optim.step(), theirs.step()
+        optim.zero_grad(), theirs.zero_grad()
+    return ours.engine.step, max_difference(ours.whole_parameters(), ddp.module.parameters())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("sync", [*ALL, "auto"])
+def test_require_backward_grad_sync_acts_as_on_ddp(pool, sync, weighted):
+    for rounds, gap in pool(2).run(flag_of_ddp, sync, weighted):
+        assert rounds == 3
+        assert gap < 1e-13
+
+
 def thawed(rank, size, sync):
     model = paceline.DataParallel(model_zoo.build("Frozen"), sync=sync)
     optim = paceline.ShardedOptimizer(model, torch.optim.SGD, [*model.parameters()], lr=0.1)
