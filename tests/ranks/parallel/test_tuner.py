@@ -9,6 +9,7 @@ from itertools import cycle
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import model_zoo
 import paceline
@@ -42,8 +43,8 @@ class Ordered:
     def optimizer_stepping(self, optimizer):
         self._tuner.optimizer_stepping(optimizer)
 
-    def apply_pending_plan(self):
-        self._tuner.apply_pending_plan()
+    def apply_pending_plan(self, **options):
+        self._tuner.apply_pending_plan(**options)
 
     def round_ended(self):
         self.seen.append(self._tuner._engine.plan)
@@ -141,6 +142,39 @@ def check_kept_gradients(rank, size):
 
 def test_gradients_that_were_kept_move_along(pool):
     for equal in pool(2, "paceline").run(check_kept_gradients):
+        assert all(equal)
+
+
+def check_evaluation(rank, size, how):
+    """After every step rank 0 alone runs the model, while the others wait; return the changes to the parameters."""
+    context = torch.no_grad if how == "no_grad" else contextlib.nullcontext
+    ends = []
+    for evaluates in (False, True):
+        model = paceline.DataParallel(model_zoo.build("Plain"), sync="auto")
+        model.engine.tuner = Ordered(model.engine, PLANS)
+        optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
+        for step in range(2 * len(PLANS)):
+            x = torch.full((2, model_zoo.WIDTH), 0.1 * (step + rank), dtype=torch.float64)
+            model.backward(model(x).square().mean(), samples=2)
+            if evaluates and how == "before step" and rank == 0:
+                model(x)
+            optim.step()
+            optim.zero_grad()
+            if evaluates and how != "before step":
+                if rank == 0:
+                    with context():
+                        model.eval()
+                        model(x)
+                        model.train()
+                dist.barrier()
+        assert set(model.engine.tuner.seen) == set(PLANS)
+        ends.append(list(model.parameters()))
+    return [torch.equal(a, b) for a, b in zip(*ends, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["no_grad", "with grad", "before step"])
+def test_one_rank_may_evaluate_while_the_others_wait(pool, how):
+    for equal in pool(2, "paceline").run(check_evaluation, how):
         assert all(equal)
 
 

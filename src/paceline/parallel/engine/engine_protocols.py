@@ -69,6 +69,9 @@ class PlanController(Protocol):
         """Decide on the next plan; all ranks call this after every round."""
         ...
 
-    def apply_pending_plan(self) -> None:
-        """Switch the engine to the plan decided on; called while no gradient waits for a round."""
+    def apply_pending_plan(self, *, if_empty: bool = False) -> None:
+        """Switch the engine to the plan decided on, `if_empty` only if there are no gradients to move.
+
+        All ranks call this, while no gradient waits for a round.
+        """
         ...

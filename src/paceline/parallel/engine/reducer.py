@@ -164,12 +164,12 @@ class Reducer(GradientState):
     # ------------------------------------------------------------------ begin
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Prepare for a forward; the result is passed to `backward_reached`."""
-        self._apply_pending_plan()
+        """Prepare for a forward, which one rank may run alone; the result is passed to `backward_reached`."""
 
-    def _apply_pending_plan(self) -> None:
+    def apply_pending_plan(self, *, if_empty: bool = False) -> None:
+        """Switch to the plan that the tuner has decided on; all ranks call this, in backward and after a step."""
         if self.tuner is not None and not self._local and not self.local_only:
-            self.tuner.apply_pending_plan()
+            self.tuner.apply_pending_plan(if_empty=if_empty)
 
     def backward_reached(self, call: object) -> None:
         """Open the backward that has reached a forward's outputs; `call` is from `before_forward`."""
@@ -217,7 +217,7 @@ class Reducer(GradientState):
         step_state.begin_phase(self.step, "backward")
         self.comm.note_step(self.step)
         self.launch_queue.wait_all()  # the result of the last round, if it was not used
-        self._apply_pending_plan()
+        self.apply_pending_plan()
         kept = self._kept_slots()
         if not kept and not self._kept_elsewhere():
             self._forget()

@@ -50,6 +50,10 @@ class GuardedEngine(ScaledEngine, Protocol):
         """Synchronise the gradients of this rank; all ranks take part."""
         ...
 
+    def apply_pending_plan(self, *, if_empty: bool = False) -> None:
+        """Switch to the plan that the tuner has decided on, `if_empty` only if there are no gradients."""
+        ...
+
 
 class ConsumesShards:
     """Marks optimizers that update shards, and so may step a sharded model."""
@@ -130,7 +134,11 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
     for reference in _engines_of(optimizer):
         step_state.enter_phase("outside")
         engine = reference()
-        if fault_injection.armed and engine is not None:
+        if engine is None:
+            continue
+        # ShardedOptimizer has dropped the gradients; others leave them to zero_grad().
+        engine.apply_pending_plan(if_empty=True)
+        if fault_injection.armed:
             fault_injection.end_step(step_state.step, engine.named_parameters())
 
 

@@ -10,8 +10,9 @@ All decisions are made at the ends of rounds, from numbers that all ranks have, 
 step. A plan changes only when and in which pieces gradients are sent: on a backend that sums in rank order (paceline)
 the parameters are the same to the bit.
 
-[Note: when a plan changes] Between a step and the next forward, or at the beginning of backward on a rank that runs no
-forward. The step during which it changes pays for moving, so it does not count.
+[Note: when a plan changes] At the end of ``step()`` if that leaves no gradients, otherwise at the beginning of the next
+backward; never in forward, which one rank may run alone to evaluate. The step during which it changes pays for moving,
+so it does not count.
 
 [Note: sharding] Plans that shard the optimizer are tried only if a single `ShardedOptimizer` updates the model. Its
 state then moves from layout to layout. Programs need no change, except that gradients are gone after ``step()``, as
@@ -136,10 +137,13 @@ class Tuner:
             self.target = self._search.send(now - before)
             self._since = time.perf_counter()
 
-    def apply_pending_plan(self) -> None:
-        """Switch the engine to the target plan; called while none of its gradients wait for a round."""
+    def apply_pending_plan(self, *, if_empty: bool = False) -> None:
+        """Switch the engine to the target plan, `if_empty` only if it has no gradients to move.
+
+        All ranks call this, while none of the gradients wait for a round.
+        """
         engine = self._engine
-        if engine.plan == self.target or not engine.has_buckets:
+        if engine.plan == self.target or not engine.has_buckets or (if_empty and not engine.empty):
             return
         if "optimizer" not in (engine.plan.shard, self.target.shard):
             engine.change_plan(self.target)
