@@ -66,6 +66,7 @@ class GradSlot:
         start: first element in `bucket.flat`.
         numel: number of elements in `bucket.flat`.
         view: the gradient in the bucket, with the parameter's shape and strides.
+        address: of the view.
         upcast: the bucket has another dtype than the parameter, so gradients are added to it.
         needs_zero: the view holds a dropped gradient and is zeroed right before it is written or sent.
         unbucketed: the gradient in the reduction's dtype before buckets exist; None where that is the parameter's.
@@ -84,12 +85,27 @@ class GradSlot:
     unbucketed: torch.Tensor | None = None
     bucket: Bucket = field(init=False, repr=False)
     view: torch.Tensor = field(init=False, repr=False)
+    address: int = field(init=False, repr=False)
 
     def zero_if_needed(self) -> None:
         """Zero a stale view right before it is used, while it is in the cache."""
         if self.needs_zero:
             self.view.zero_()
             self.needs_zero = False
+
+    def make_view(self) -> None:
+        """Let `view` be the gradient's place in the bucket."""
+        self.view = shaped_as(self.param, self.bucket.flat[self.start : self.start + self.numel])
+        self.address = self.view.data_ptr()
+
+    def return_to_bucket(self) -> None:
+        """Copy the gradient into the bucket again after the program has moved it (``param.grad.data = ...``)."""
+        if self.view.data_ptr() != self.address:
+            moved, attached = self.view, self.param.grad is self.view
+            self.make_view()
+            self.view.copy_(moved.detach())
+            if attached:
+                self.param.grad = self.view
 
     def keep_unbucketed(self, dtype: torch.dtype) -> None:
         """Add the new gradient to `unbucketed` if the reduction has another dtype."""
@@ -131,10 +147,6 @@ class ShardPiece:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _view_of(flat: torch.Tensor, slot: GradSlot) -> torch.Tensor:
-    return shaped_as(slot.param, flat[slot.start : slot.start + slot.numel])
 
 
 def shaped_as(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -203,9 +215,11 @@ class Bucket:
         self.flat = self._empty(dtype, total, device)
         self.grads, self.status = self.flat[:used], self.flat[used : used + tail]
         self.params: torch.Tensor | None = None
+        self._addresses: list[int] = []  # of the parameters in that buffer
         self.writers: set[torch.cuda.Stream] | None = set() if device.type == "cuda" else None
         for slot in slots:
-            slot.bucket, slot.view = self, _view_of(self.flat, slot)
+            slot.bucket = self
+            slot.make_view()
             slot.upcast = not slot.param.is_complex() and slot.param.dtype != dtype
 
     @classmethod
@@ -223,6 +237,13 @@ class Bucket:
         for start, stop in self._gaps:
             flat[start:stop].zero_()
         return flat
+
+    def complete(self) -> None:
+        """Bring all gradients into the buffer, right before it is sent."""
+        for slot in self.slots:
+            slot.zero_if_needed()
+            if slot.view.data_ptr() != slot.address:
+                slot.return_to_bucket()
 
     def note_writer(self) -> None:
         """Record that autograd has written to this bucket on the current stream."""
@@ -254,9 +275,20 @@ class Bucket:
         self.params = self._empty(real, self.flat.numel(), self.flat.device)
         with torch.no_grad():
             for slot in self.slots:
-                place = _view_of(self.params, slot)
+                place = shaped_as(slot.param, self.params[slot.start : slot.start + slot.numel])
                 place.copy_(slot.param)
                 slot.param.data = place
+        self._addresses = [slot.param.data_ptr() for slot in self.slots]
+
+    @property
+    def moved(self) -> list[GradSlot]:
+        """Slots whose parameters the program has moved out of the buffer since `adopt_parameters`."""
+        now = [slot.param.data_ptr() for slot in self.slots]
+        if now == self._addresses:
+            return []
+        return [
+            slot for slot, here, there in zip(self.slots, now, self._addresses, strict=True) if here != there
+        ]
 
     def span(self, rank: int, shards: int) -> tuple[int, int]:
         """Return the first and one-past-last element of `rank`'s shard."""

@@ -14,7 +14,7 @@ import torch
 from paceline._core.step_state import wait_counters
 from paceline.errors import SyncError, UsageError
 from paceline.parallel.compression.compressed_bucket import ResidualState
-from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece
+from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece, storage_numel
 from paceline.parallel.engine.bucket_builder import build_buckets
 from paceline.parallel.engine.engine_protocols import PlanController
 from paceline.parallel.engine.grad_hooks import LateGradients
@@ -27,6 +27,11 @@ from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 
 __all__ = ["GradientState"]
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)} on {tensor.device}"
 
 
 class GradientState:
@@ -201,6 +206,33 @@ class GradientState:
         for slot, has in zip(self.slots, kept, strict=True):
             slot.expose(has)
 
+    def readopt_parameters(self) -> bool:
+        """Move parameters that the program has moved elsewhere (``param.data = ...``) into buffers again; if sharded.
+
+        Buckets get new buffers, since the program may hold the old memory, such as after an exchange with an average.
+
+        Returns:
+            Whether there were such parameters.
+
+        Raises:
+            UsageError: a parameter now has another dtype, device or shape.
+        """
+        moved = [slot for bucket in self.buckets if bucket.slots for slot in bucket.moved]
+        for slot in moved:
+            params, param = slot.bucket.params, slot.param
+            assert params is not None, "sharded buckets hold parameters"
+            real = param.dtype.to_real() if param.is_complex() else param.dtype
+            if (real, param.device, storage_numel(param)) != (params.dtype, params.device, slot.numel):
+                raise UsageError(
+                    f"parameter {slot.name!r} is {_describe(param)} since its memory was replaced",
+                    rank=self.comm.rank,
+                    step=self.step,
+                    remedy="convert a model before wrapping it, or wrap it again",
+                )
+        for bucket in {slot.bucket: None for slot in moved}:
+            bucket.adopt_parameters()
+        return bool(moved)
+
     # ------------------------------------------------------------------ before backward
 
     def _kept_slots(self) -> set[int]:
@@ -227,7 +259,8 @@ class GradientState:
 
     @staticmethod
     def _restore(slot: GradSlot) -> None:
-        """Copy a kept gradient into its view if the program has replaced ``param.grad``."""
+        """Copy a kept gradient into its view if the program has replaced or moved ``param.grad``."""
+        slot.return_to_bucket()
         grad = slot.param.grad
         if grad is not None and grad is not slot.view and not slot.upcast:
             slot.view.copy_(grad.detach())

@@ -123,27 +123,23 @@ class LaunchQueue:
         while self._next < last and self.buckets[self._next].pending == 0:
             bucket = self.buckets[self._next]
             bucket.await_writers()
+            bucket.complete()
             for slot in bucket.slots:
                 slot.param.grad = None
-            if finite_check is not None:
-                self._measure(bucket, finite_check)
+            if finite_check is not None and bucket.slots:
+                finite_check.record_peak(bucket.grads)
             self._launch(bucket, mean)
             self._next += 1
 
-    def measure_rest(self, finite_check: FiniteCheck) -> None:
-        """Measure the buckets that are not launched yet."""
+    def complete_rest(self, finite_check: FiniteCheck | None) -> None:
+        """Complete the buckets that are not launched yet; `finite_check` measures what is sent."""
         for bucket in self.buckets[self._next :]:
-            self._measure(bucket, finite_check)
-
-    @staticmethod
-    def _measure(bucket: Bucket, finite_check: FiniteCheck) -> None:
-        for slot in bucket.slots:
-            slot.zero_if_needed()
-        if bucket.slots:
-            finite_check.record_peak(bucket.grads)
+            bucket.complete()
+            if finite_check is not None and bucket.slots:
+                finite_check.record_peak(bucket.grads)
 
     def launch_rest(self, mean: bool) -> None:
-        """Launch the remaining buckets, and wait for the round status.
+        """Launch the remaining buckets, which are complete, and wait for the round status.
 
         A separate status bucket goes right before the last gradients: at the same place on all ranks, however many
         buckets each has launched by then, and without waiting for all of them.
@@ -173,8 +169,6 @@ class LaunchQueue:
         if not self.moments.launched:
             self.moments.launched = started
         bucket.launched = True
-        for slot in bucket.slots:
-            slot.zero_if_needed()
         self._in_flight[bucket.index] = self._send(bucket, mean), started
         compressed, others = bucket.compressed, (self.comm.size - 1) / self.comm.size
         nbytes = bucket.flat.nbytes if compressed is None else compressed.payload_nbytes

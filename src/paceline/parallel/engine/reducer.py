@@ -389,10 +389,10 @@ class Reducer(GradientState):
     def _exchange(self, status: Status) -> RoundSummary:
         """Launch the remaining buckets with the round status, wait for them, return the summary."""
         weights, last, rank, size = self.weights, self.buckets[-1], self.comm.rank, self.comm.size
+        self.launch_queue.complete_rest(self.finite_check)
         mine = round_status.encode(rank, size, weights.samples, status, self._used_flags(), len(self._late))
         self.comm.write_status(mine, last.status)
         if self.finite_check is not None:
-            self.launch_queue.measure_rest(self.finite_check)
             self.finite_check.write_peak(last.status[round_status.peak_index(rank, size)])
         self.launch_queue.launch_rest(weights.averaged)
         summary = round_status.decode(self.launch_queue.read_status(weights.averaged), size)

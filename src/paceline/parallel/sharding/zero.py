@@ -160,7 +160,11 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
     def _update(self, reducer: Reducer) -> None:
         """Per group: wait for the sums, update the own shard, send it; then wait for the other ranks' shards."""
+        moved = reducer.readopt_parameters()
         groups = self._groups or self._build(reducer)
+        if moved:
+            for group in groups:
+                group.follow_buckets()
         flats = [flat for group in groups for flat in group.flats()]
         if not self._expected:  # else posted by an update that raised
             self._expected = [reducer.comm.post_part_receives(flat) for flat in flats]
@@ -378,6 +382,13 @@ class _BucketGroup:
     def flats(self) -> list[torch.Tensor]:
         """Return the buckets' parameters."""
         return [bucket.params for bucket in self.buckets if bucket.params is not None]
+
+    def follow_buckets(self) -> None:
+        """Update the pieces in their buckets' present buffers, which replaced others."""
+        for piece, param in self.pieces:
+            buffer, start = piece.slot.bucket.params, piece.slot.start
+            assert buffer is not None, "sharded buckets hold parameters"
+            param.data = buffer[start + piece.start : start + piece.stop]
 
     def update(self, groups: Sequence[dict[str, Any]]) -> None:
         """Run the optimizer with the present options of `groups`."""
