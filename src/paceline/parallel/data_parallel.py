@@ -23,6 +23,7 @@ from paceline.parallel.engine.launch_queue import SyncTimings
 from paceline.parallel.engine.model_checks import (
     check_dtypes,
     check_no_cuda_graphs,
+    check_not_sharded,
     check_parameters,
     model_signature,
 )
@@ -63,8 +64,9 @@ class DataParallel(torch.nn.Module):
 
     Raises:
         UsageError: an unknown strategy, no bare module, parameters that can't be synchronised (sparse gradients), a
-            dtype that is not floating-point, `gather_dtype` where nothing is gathered, or a CUDA graph of a model whose
-            parameters would move.
+            dtype that is not floating-point, `gather_dtype` where nothing is gathered, a CUDA graph of a model whose
+            parameters would move, or parameters that FSDP2 or another `DataParallel` of other parameters has. If the
+            module was wrapped before, that wrapper must not be used any more.
         MismatchError: ranks hold different models; names the first parameter and the ranks.
 
     Example:
@@ -96,6 +98,7 @@ class DataParallel(torch.nn.Module):
         if not isinstance(module, torch.nn.Module) or isinstance(module, DataParallel):
             raise UsageError(f"DataParallel({type(module).__name__})", remedy="pass the bare torch.nn.Module")
         check_parameters(module, plan.compression_config)
+        check_not_sharded(module)
         if isinstance(group, DeviceMesh):
             group = group.get_group()
         comm = group if isinstance(group, Comm) else Comm(group)
@@ -115,7 +118,7 @@ class DataParallel(torch.nn.Module):
             named = list(module.named_parameters())
             trained = [(name, param) for name, param in named if param.requires_grad]
             frozen = [(name, param) for name, param in named if not param.requires_grad]
-            self.engine = Reducer(trained, comm, plan, reduce_dtype, frozen)
+            self.engine = Reducer(trained, comm, plan, reduce_dtype, frozen, module)
         if tuned and comm.size > 1:
             self.engine.tuner = Tuner(self.engine)
         unsynchronised_step_guard.register_engine(self.engine)

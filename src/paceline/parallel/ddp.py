@@ -202,7 +202,7 @@ class DistributedDataParallel(_TORCH_CLASS):
             for name, param in self.module.named_parameters()
             if not param.requires_grad and name not in self.parameters_to_ignore
         ]
-        self.engine = Reducer(dense, comm, plan, None, frozen, sparse)
+        self.engine = Reducer(dense, comm, plan, None, frozen, self.module, sparse)
         unsynchronised_step_guard.register_engine(self.engine)
         self.reducer = DDPReducer(
             self.engine,

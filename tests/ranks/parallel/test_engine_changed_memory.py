@@ -90,6 +90,15 @@ def test_parameters_in_other_memory_train_as_in_one_process(pool, change, sync, 
         assert same
 
 
+@pytest.mark.parametrize(
+    ("change", "when"), [(to_double_and_back, "after step"), (one_of_them, "before step")]
+)
+def test_parameters_in_other_memory_train_with_fsdp2(pool, change, when):
+    assert all(
+        gap < 1e-6 and same for gap, same in pool(2).run(changed_between_steps, "full-shard", change, when)
+    )
+
+
 # ------------------------------------------------------------------ param.grad.data
 
 

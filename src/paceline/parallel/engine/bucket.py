@@ -70,6 +70,7 @@ class GradSlot:
         upcast: the bucket has another dtype than the parameter, so gradients are added to it.
         needs_zero: the view holds a dropped gradient and is zeroed right before it is written or sent.
         unbucketed: the gradient in the reduction's dtype before buckets exist; None where that is the parameter's.
+        converted: the engine's list of slots whose parameters have another dtype, shape or device than their buckets.
     """
 
     index: int
@@ -83,6 +84,7 @@ class GradSlot:
     upcast: bool = False
     needs_zero: bool = False
     unbucketed: torch.Tensor | None = None
+    converted: list[GradSlot] = field(default_factory=list, repr=False)
     bucket: Bucket = field(init=False, repr=False)
     view: torch.Tensor = field(init=False, repr=False)
     address: int = field(init=False, repr=False)
@@ -103,6 +105,13 @@ class GradSlot:
         if self.view.data_ptr() != self.address:
             moved, attached = self.view, self.param.grad is self.view
             self.make_view()
+            if (moved.dtype, moved.device, moved.shape) != (
+                self.view.dtype,
+                self.view.device,
+                self.view.shape,
+            ):
+                self.converted.append(self)
+                return
             self.view.copy_(moved.detach())
             if attached:
                 self.param.grad = self.view

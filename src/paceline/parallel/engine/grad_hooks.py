@@ -20,7 +20,7 @@ Callback = Callable[[T, int], None]
 
 def register_grad_hooks(
     engine: T, slots: Sequence[GradSlot], before: Callback[T] | None, after: Callback[T]
-) -> Callable[[], object]:
+) -> weakref.finalize:
     """Call methods of `engine` around the accumulation of each gradient, until the engine is deleted.
 
     Args:

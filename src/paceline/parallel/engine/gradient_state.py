@@ -26,10 +26,11 @@ from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 
-__all__ = ["GradientState"]
+__all__ = ["GradientState", "describe"]
 
 
-def _describe(tensor: torch.Tensor) -> str:
+def describe(tensor: torch.Tensor) -> str:
+    """Return dtype, shape and device for a message."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype} {list(tensor.shape)} on {tensor.device}"
 
@@ -54,6 +55,7 @@ class GradientState:
         non_finite: the report on the latest result if it is known to be not finite.
         sparse: parameters with sparse gradients, which are in no bucket.
         summary: of the latest round.
+        retired: the model was wrapped again, so another engine synchronises its gradients.
     """
 
     def __init__(
@@ -65,7 +67,11 @@ class GradientState:
     ) -> None:
         self.comm, self.plan, self.reduce_dtype = comm, plan, reduce_dtype
         self.sharded = plan.shard == "optimizer" and comm.size > 1
-        self.slots = [GradSlot(index, name, param) for index, (name, param) in enumerate(named)]
+        self._converted: list[GradSlot] = []
+        self.slots = [
+            GradSlot(index, name, param, converted=self._converted)
+            for index, (name, param) in enumerate(named)
+        ]
         self.launch_queue = LaunchQueue(comm, sharded=self.sharded, overlap=plan.overlap)
         self.residuals = ResidualState(self.launch_queue)
         self.order: list[int] = []
@@ -78,6 +84,7 @@ class GradientState:
         self.non_finite: NonFiniteReport | None = None
         self.sparse: SparseGradients | None = None
         self.summary: RoundSummary | None = None
+        self.retired = False
 
         self._local = False  # there are gradients of this rank that no round has seen
         self._reduced = False  # there is the result of a round
@@ -215,8 +222,9 @@ class GradientState:
             Whether there were such parameters.
 
         Raises:
-            UsageError: a parameter now has another dtype, device or shape.
+            UsageError: a parameter now has another dtype, device or shape, or the model was wrapped again.
         """
+        self.refuse_if_retired()
         moved = [slot for bucket in self.buckets if bucket.slots for slot in bucket.moved]
         for slot in moved:
             params, param = slot.bucket.params, slot.param
@@ -224,7 +232,7 @@ class GradientState:
             real = param.dtype.to_real() if param.is_complex() else param.dtype
             if (real, param.device, storage_numel(param)) != (params.dtype, params.device, slot.numel):
                 raise UsageError(
-                    f"parameter {slot.name!r} is {_describe(param)} since its memory was replaced",
+                    f"parameter {slot.name!r} is {describe(param)} since its memory was replaced",
                     rank=self.comm.rank,
                     step=self.step,
                     remedy="convert a model before wrapping it, or wrap it again",
@@ -247,6 +255,7 @@ class GradientState:
 
     def _attach(self, kept: set[int]) -> None:
         """Make every gradient a view into its bucket, to be zeroed where nothing was kept."""
+        self._converted.clear()
         for bucket in self.buckets:
             bucket.pending, bucket.launched, bucket.ready = len(bucket.slots), False, None
             for slot in bucket.slots:
@@ -255,7 +264,10 @@ class GradientState:
                 slot.needs_zero = not slot.used
                 if slot.used:
                     self._restore(slot)
-                slot.param.grad = None if slot.upcast else slot.view
+                try:
+                    slot.param.grad = None if slot.upcast else slot.view
+                except RuntimeError:  # torch refuses a view of another dtype, shape or device
+                    self._converted.append(slot)
 
     @staticmethod
     def _restore(slot: GradSlot) -> None:
@@ -288,6 +300,16 @@ class GradientState:
         elif not self.weights.averaged and self._results():  # an average of the result is the result
             torch._foreach_mul_(self._results(), factor if self.weights.carries_result else 0.0)
 
+    def refuse_if_retired(self) -> None:
+        """Raise if the model was wrapped again."""
+        if self.retired:
+            raise UsageError(
+                "the model was wrapped again since, and another DataParallel synchronises its gradients",
+                rank=self.comm.rank,
+                step=self.step,
+                remedy="use the new wrapper, and build the optimizer from it",
+            )
+
     def _refuse_capture(self) -> None:
         """Raise if this backward is captured into a CUDA graph: a graph can't read the round status."""
         if self.comm.size == 1 or self.device.type != "cuda":
@@ -306,7 +328,9 @@ class GradientState:
         """Move a gradient that is outside its view into it (other dtype, create_graph, set by the program)."""
         grad = slot.param.grad
         assert grad is not None, "the hook runs after accumulation"
-        if slot.upcast:
+        if self._converted and slot in self._converted:
+            slot.param.grad = None
+        elif slot.upcast:
             slot.view.add_(grad.detach())
             slot.param.grad = None
         else:

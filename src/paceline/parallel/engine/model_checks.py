@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
 
-__all__ = ["check_dtypes", "check_no_cuda_graphs", "check_parameters", "model_signature"]
+__all__ = ["check_dtypes", "check_no_cuda_graphs", "check_not_sharded", "check_parameters", "model_signature"]
 
 
 def model_signature(module: torch.nn.Module, plan: object, ignored: Collection[str] = ()) -> list[str]:
@@ -55,6 +56,18 @@ def check_parameters(module: torch.nn.Module, compression: Compression | None) -
             )
         if compression is not None and param.requires_grad and not compression.exempts(name, param):
             compression.check_supported(name, param)
+
+
+def check_not_sharded(module: torch.nn.Module) -> None:
+    """Raise if FSDP2 has sharded a part of `module`, by its name."""
+    for name, child in module.named_modules():
+        if isinstance(child, FSDPModule):
+            raise UsageError(
+                f"module {name!r} is sharded by FSDP2 already"
+                if name
+                else "the module is sharded by FSDP2 already",
+                remedy="build the model anew, and wrap it once",
+            )
 
 
 def check_no_cuda_graphs(module: torch.nn.Module, sync: object) -> None:

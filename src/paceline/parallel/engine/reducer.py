@@ -30,15 +30,16 @@ from typing import Any
 import torch
 
 from paceline._core.step_state import step_state, wait_counters
-from paceline.errors import SyncError, UsageError
+from paceline.errors import MismatchError, SyncError, UsageError
 from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
 from paceline.parallel.engine.comm_hook import CommHook
 from paceline.parallel.engine.grad_hooks import register_grad_hooks
 from paceline.parallel.engine.gradient_finite_check import find_non_finite, non_finite_ranks, surely_finite
-from paceline.parallel.engine.gradient_state import GradientState
+from paceline.parallel.engine.gradient_state import GradientState, describe
 from paceline.parallel.engine.loss_weights import LossWeights
+from paceline.parallel.engine.model_changes import HARMLESS, ModelWatch, digest_of, raise_for_changes
 from paceline.parallel.engine.round_status import RoundSummary, Status, missing_samples_error
 from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
@@ -59,6 +60,7 @@ class Reducer(GradientState):
         plan: any plan that does not shard parameters.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced; None: their own.
         frozen: parameters that required no gradient when the model was wrapped.
+        module: the model; None: parameters that are added to it are not noticed.
         sparse: trainable parameters with sparse gradients; with them, every rank counts the same.
 
     Attributes:
@@ -74,11 +76,15 @@ class Reducer(GradientState):
         plan: Sync,
         reduce_dtype: torch.dtype | None = None,
         frozen: Sequence[tuple[str, torch.nn.Parameter]] = (),
+        module: torch.nn.Module | None = None,
         sparse: Sequence[tuple[str, torch.nn.Parameter]] = (),
     ) -> None:
         super().__init__(named, comm, plan, reduce_dtype)
-        self.frozen: Sequence[tuple[str, torch.nn.Parameter]] = tuple(frozen)
-        self.outside_buckets: Sequence[tuple[str, torch.nn.Parameter]] = (*frozen, *sparse)
+        self.frozen = list(frozen)
+        self._sparse = list(sparse)
+        self.module = module
+        self._watch = ModelWatch(module) if module is not None and comm.size > 1 else None
+        self._changes: dict[str, str] = {}  # of the model on this rank, in the present round
         self.sync_enabled = True
         self.local_only = False
         self.replicas_differ = False
@@ -87,7 +93,7 @@ class Reducer(GradientState):
         self._in_backward = False
         self._will_sync = False  # the present backward closes with a round
         self._firings: list[int] = []  # of the first backward
-        self._ids = {id(param) for _, param in [*named, *self.outside_buckets]}
+        self._ids = {id(param) for _, param in [*named, *frozen, *sparse]}
         before = Reducer.before_accumulate if comm.size > 1 else None
         self.remove_hooks = register_grad_hooks(self, self.slots, before, Reducer.after_accumulate)
         if sparse:
@@ -108,7 +114,7 @@ class Reducer(GradientState):
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return all parameters of the model with their names, as optimizers hold them."""
-        return [*((slot.name, slot.param) for slot in self.slots), *self.outside_buckets]
+        return [*((slot.name, slot.param) for slot in self.slots), *self.frozen, *self._sparse]
 
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether `param` is one of the model's."""
@@ -121,6 +127,17 @@ class Reducer(GradientState):
     def whole(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of the parameters; every rank has them whole."""
         return [param.detach().clone() for param in params]
+
+    def trains(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the trainable parameters that the model has at present, with their names."""
+        if self.module is None:
+            return [(slot.name, slot.param) for slot in self.slots]
+        return [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
+
+    def retire(self) -> None:
+        """Leave the parameters to another engine."""
+        self.remove_hooks()
+        self.retired = True
 
     def set_local_only(self, local: bool) -> None:
         """From now on, train each rank as in a world of one, or (False) synchronise again."""
@@ -206,6 +223,7 @@ class Reducer(GradientState):
         self.recover()
         if self._in_backward:
             return
+        self.refuse_if_retired()
         self._refuse_capture()
         if self.replicas_differ and not self.local_only:
             raise SyncError(
@@ -350,7 +368,7 @@ class Reducer(GradientState):
             step_state.enter_phase("outside")
             for slot in self.slots:
                 slot.used = slot.used or slot.fired > 0
-                slot.expose(slot.used)
+                slot.expose(slot.used and not (self._converted and slot in self._converted))
 
     def synchronise(self, failed: bool = False) -> None:
         """Run a round over the gradients there are; all ranks take part.
@@ -390,7 +408,10 @@ class Reducer(GradientState):
         """Launch the remaining buckets with the round status, wait for them, return the summary."""
         weights, last, rank, size = self.weights, self.buckets[-1], self.comm.rank, self.comm.size
         self.launch_queue.complete_rest(self.finite_check)
-        mine = round_status.encode(rank, size, weights.samples, status, self._used_flags(), len(self._late))
+        flags = self._used_flags()
+        self._changes = self._find_changes(flags)
+        digest = digest_of(self._changes)
+        mine = round_status.encode(rank, size, weights.samples, status, flags, len(self._late), digest)
         self.comm.write_status(mine, last.status)
         if self.finite_check is not None:
             self.finite_check.write_peak(last.status[round_status.peak_index(rank, size)])
@@ -402,13 +423,41 @@ class Reducer(GradientState):
             self._late.reduce(self.slots, self.comm, self.device, mean=weights.averaged)
         return summary
 
+    def _reported(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters on which the round status reports, with their names."""
+        return [(slot.name, slot.param) for slot in self.slots]
+
+    def _passing_ids(self) -> frozenset[int]:
+        """Return ids of parameters that stand in the module for others for a while."""
+        return frozenset()
+
+    def _find_changes(self, flags: Sequence[float]) -> dict[str, str]:
+        """Return what happened to parameters since the model was wrapped; `flags`: which ones have a gradient."""
+        idle = []
+        if not all(flags):
+            idle = [named for named, used in zip(self._reported(), flags, strict=True) if not used]
+        changes = {name: HARMLESS for name, param in idle if not param.requires_grad}
+        changes |= {name: "thawed" for name, param in self.frozen if param.grad is not None}
+        if self._converted:
+            changes |= {slot.name: f"converted to {describe(slot.param)}" for slot in self._converted}
+        if self._watch is not None:
+            self._watch.find((param for _, param in idle), self._passing_ids)
+            self.frozen += self._watch.added_frozen
+            self._watch.added_frozen.clear()
+            changes |= self._watch.added
+        return changes
+
     # ------------------------------------------------------------------ conclude
 
     def _conclude(self, summary: RoundSummary, failed: bool) -> None:
         """Turn the sums into means and attach them, or drop them all and raise."""
         try:
             summary.raise_for_status(self.comm.rank, self.step - 1)
-        except SyncError:
+            # parameters that all ranks froze need no further message
+            if len(set(summary.digests)) > 1 or set(self._changes.values()) - {HARMLESS}:
+                names = [name for name, _ in self.named_parameters()]
+                raise_for_changes(self._changes, names, self.comm, self.step - 1)
+        except (SyncError, MismatchError):
             self.drop()
             if failed:  # this rank's own exception is being raised
                 return

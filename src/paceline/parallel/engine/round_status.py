@@ -7,7 +7,8 @@ bucket, so all ranks read the same summary:
 
     samples   weight the mean, so that a short last batch, unequal shares, a rank without data and token masks are one
               mechanism; high and low part are exact for 48 bits in float32
-    status    how the rank weighted its gradient, or that its backward failed, so that it still completes the round
+    status    how the rank weighted its gradient, or that its backward failed, so that it still completes the round;
+              plus 8 times a digest of what only this rank may have changed (`model_changes`), 0 as a rule
     peaks     show which ranks' gradients were finite, if a finite check is installed (`gradient_finite_check`)
     late      gradients that arrived after their bucket was launched
     used      whether any rank has a gradient; a parameter that no rank used keeps ``grad=None``, as in one process.
@@ -53,6 +54,8 @@ class Status(enum.IntEnum):
 
 KEPT = 2.0**-12
 """Flag of a gradient that this backward did not compute; 3000 of them are less than one that it did."""
+_DIGEST_UNIT = 8
+"""More than the largest status. With 16 bits of digest the number stays exact in float32, averages included."""
 
 _CALLS = {
     Status.SAMPLES: "model.backward(loss, samples=...)",
@@ -72,6 +75,7 @@ class RoundSummary:
         late: number of late gradients, over all ranks.
         peaks: per rank, a number that no element of its gradient exceeds; 0 without a finite check.
         flags: per parameter, the sum of its flags `used`.
+        digests: per rank, a number that is the same on all ranks if their models are.
     """
 
     samples: tuple[float, ...]
@@ -80,6 +84,7 @@ class RoundSummary:
     late: int = 0
     peaks: tuple[float, ...] = ()
     flags: tuple[float, ...] = ()
+    digests: tuple[int, ...] = ()
 
     @property
     def users(self) -> tuple[int, ...]:
@@ -127,12 +132,19 @@ def peak_index(rank: int, ranks: int) -> int:
 
 
 def encode(
-    rank: int, ranks: int, samples: float, status: Status, used: Sequence[float], late: int = 0
+    rank: int,
+    ranks: int,
+    samples: float,
+    status: Status,
+    used: Sequence[float],
+    late: int = 0,
+    digest: int = 0,
 ) -> list[float]:
-    """Return this rank's status vector, without its peak."""
+    """Return this rank's status vector, without its peak; `digest` has up to 16 bits."""
     columns = [0.0] * (4 * ranks)
     high = struct.unpack("f", struct.pack("f", samples))[0]
-    columns[rank], columns[ranks + rank], columns[2 * ranks + rank] = high, samples - high, float(status)
+    columns[rank], columns[ranks + rank] = high, samples - high
+    columns[2 * ranks + rank] = float(status + _DIGEST_UNIT * digest)
     return [*columns, float(late), *map(float, used)]
 
 
@@ -150,11 +162,13 @@ def replicated_sum(mine: Sequence[float], rank: int, ranks: int) -> list[float]:
 
 def decode(summed: Sequence[float], ranks: int) -> RoundSummary:
     """Return the summary that a summed status vector holds."""
-    high, low, status = summed[:ranks], summed[ranks : 2 * ranks], summed[2 * ranks : 3 * ranks]
+    high, low = summed[:ranks], summed[ranks : 2 * ranks]
+    coded = [divmod(round(value), _DIGEST_UNIT) for value in summed[2 * ranks : 3 * ranks]]
     flags = tuple(summed[4 * ranks + 1 :])
     return RoundSummary(
         samples=tuple(upper + lower for upper, lower in zip(high, low, strict=True)),
-        status=tuple(Status(round(value)) for value in status),
+        status=tuple(Status(status) for _, status in coded),
+        digests=tuple(digest for digest, _ in coded),
         peaks=tuple(summed[3 * ranks : 4 * ranks]),
         late=round(summed[4 * ranks]),
         used=tuple(value > 0 for value in flags),

@@ -31,7 +31,6 @@ class GuardedEngine(ScaledEngine, Protocol):
     sharded: bool
     tuner: PlanController | None
     step: int
-    frozen: Sequence[tuple[str, torch.nn.Parameter]]
 
     @property
     def unsynced(self) -> bool:
@@ -40,6 +39,14 @@ class GuardedEngine(ScaledEngine, Protocol):
 
     def named_parameters(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return all parameters of the model with their names, as optimizers hold them."""
+        ...
+
+    def trains(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Return the trainable parameters that the model has at present, with their names."""
+        ...
+
+    def retire(self) -> None:
+        """Leave the parameters to another engine."""
         ...
 
     def recover(self) -> bool:
@@ -67,8 +74,26 @@ _installed = False
 
 
 def register_engine(engine: GuardedEngine) -> None:
-    """Check `engine` before every optimizer step from now on, as long as it lives."""
+    """Check `engine` before every optimizer step from now on, as long as it lives.
+
+    Another engine of the same parameters retires: their model was wrapped again.
+
+    Raises:
+        UsageError: another engine has some of the parameters, and others.
+    """
     global _installed
+    for other in [each for each in _engines if each.comm.size > 1]:
+        shared = [name for name, param in engine.trains() if other.holds(param)]
+        own = [name for name, param in other.trains() if not engine.holds(param)]
+        if shared and own:
+            raise UsageError(
+                f"parameter {shared[0]!r} belongs to another DataParallel, too, which has others such as {own[0]!r}",
+                rank=engine.comm.rank,
+                remedy="wrap one module that contains both models",
+            )
+        if shared:
+            other.retire()
+            _engines.discard(other)
     _engines.add(engine)
     _engines_by_optimizer.clear()
     if not _installed:
@@ -82,8 +107,7 @@ def ensure_synchronised(engine: GuardedEngine) -> None:
     """Synchronise this rank's gradients if they are not, or raise.
 
     Raises:
-        UnsyncedGradients: backward was interrupted by an exception, or a parameter that was frozen when the model was
-            wrapped has a gradient.
+        UnsyncedGradients: backward was interrupted by an exception.
     """
     step = engine.step  # of the interrupted backward, whose round `recover` closes
     if engine.recover():
@@ -93,16 +117,6 @@ def ensure_synchronised(engine: GuardedEngine) -> None:
             step=step,
             remedy="run forward and backward again before optimizer.step()",
         )
-    if engine.comm.size > 1:
-        thawed = [name for name, param in engine.frozen if param.grad is not None]
-        if thawed:
-            raise UnsyncedGradients(
-                f"parameter {', '.join(map(repr, thawed))} was frozen when the model was wrapped and has a "
-                "gradient of this rank only",
-                rank=engine.comm.rank,
-                step=engine.step,
-                remedy="wrap the model again after unfreezing parameters",
-            )
     if engine.unsynced:
         engine.synchronise()
 

@@ -79,7 +79,7 @@ class FSDPEngine(Reducer):
         units: Sequence[torch.nn.Module] | None,
         gather_dtype: torch.dtype | None = None,
     ) -> None:
-        self.module = module
+        self.module: torch.nn.Module = module
         self.units = default_units(module) if units is None else _checked_units(module, units)
         whole = _unshardable(module)
         self._shard(comm, MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype), whole)
@@ -87,8 +87,9 @@ class FSDPEngine(Reducer):
         trained = [(name, param) for name, param in named if param.requires_grad]
         frozen = [(name, param) for name, param in named if not param.requires_grad]
         rest = [(name, param) for name, param in trained if param in whole]
-        super().__init__(rest, comm, plan, reduce_dtype, frozen)
+        super().__init__(rest, comm, plan, reduce_dtype, frozen, module)
         self.shards = [(name, param) for name, param in trained if isinstance(param, DTensor)]
+        self._dtype = self.shards[0][1].dtype if self.shards else None
         self._ids |= {id(param) for _, param in self.shards}
         self._shard_used = {name: False for name, _ in self.shards}
         self._watched: set[int] = set()
@@ -123,7 +124,19 @@ class FSDPEngine(Reducer):
     # ------------------------------------------------------------------ forward
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Return the inputs, for a later backward without data; see [Note: ranks without data]."""
+        """Return the inputs, for a later backward without data; see [Note: ranks without data].
+
+        Raises:
+            UsageError: the model was converted to another dtype since it was wrapped.
+        """
+        if self.shards and self.shards[0][1].dtype != self._dtype:  # FSDP2 gathers in the old one
+            name, param = self.shards[0]
+            raise UsageError(
+                f"parameter {name!r} was converted to {param.dtype} after the model was wrapped",
+                rank=self.comm.rank,
+                step=self.step,
+                remedy="convert a model before wrapping it",
+            )
         self._share_inputs((args, kwargs))
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
 
@@ -186,7 +199,9 @@ class FSDPEngine(Reducer):
             if full is None or id(full) in self._watched or not full.requires_grad:
                 continue
             self._watched.add(id(full))
-            name = next(name for name, param in self.shards if param is fsdp_param.sharded_param)
+            name = next((name for name, param in self.shards if param is fsdp_param.sharded_param), None)
+            if name is None:  # it has replaced a parameter: the round status reports that
+                continue
             full.register_post_accumulate_grad_hook(partial(self._mark_used, name))
 
     def _mark_used(self, name: str, whole: torch.Tensor) -> None:
@@ -263,6 +278,13 @@ class FSDPEngine(Reducer):
     def _used_flags(self) -> list[float]:
         visible = bool(self._watched) or not self.shards
         return [*super()._used_flags(), *(used or not visible for used in self._shard_used.values())]
+
+    def _reported(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [*super()._reported(), *self.shards]
+
+    def _passing_ids(self) -> frozenset[int]:
+        gathered = (getattr(each, "_unsharded_param", None) for each in _fsdp_params(self._fsdp_modules()))
+        return frozenset(map(id, gathered))
 
     def _attach_result(self, summary: RoundSummary) -> None:
         super()._attach_result(summary)
