@@ -63,52 +63,53 @@ def test_slowmo_is_its_formula(pool):
     assert torch.allclose(mine, flat(theta), rtol=0, atol=1e-10)
 
 
-def streaming_transcript(ranks, steps, every, fragments, delay, mix, layers):
-    """The delta rule, fragment by fragment, in one process: w ← θ' + (w − w_sent), then a share `mix` of w stays."""
-    theta = [p.detach().clone() for p in network().parameters()]
-    slow = [torch.zeros_like(p) for p in theta]
+def streaming_transcript(ranks, steps, every, fragments, delay, mix, keep_local_steps, layers):
+    """Streaming DiLoCo, Algorithm 2 of arXiv 2501.18512, as it is written there: one process, one copy per worker.
+
+    The offsets are t_p = (p + 1)·H/P − τ. With `keep_local_steps`, θ' + (w − w_sent) takes the place of θ'.
+    """
+    theta = [param.detach().clone() for param in network().parameters()]
+    slow = [torch.zeros_like(each) for each in theta]
     workers = [network() for _ in range(ranks)]
     optims = [adamw(worker) for worker in workers]
-    part = [[at for layer in layers[f::fragments] for at in layer] for f in range(fragments)]
-    flying, cycle, sent_at = {}, 0, [0] * fragments
+    parts = [[at for layer in layers[p::fragments] for at in layer] for p in range(fragments)]
+    offsets = [(p + 1) * every // fragments - delay for p in range(fragments)]
+    sent, kept_steps = [None] * fragments, [0.0] * fragments
 
-    def send(f, step):
-        sent_at[f] = step
-        flying[step + delay] = (
-            f,
-            [[list(w.parameters())[at].detach().clone() for at in part[f]] for w in workers],
-        )
+    def send(p):
+        sent[p] = [
+            {at: list(worker.parameters())[at].detach().clone() for at in parts[p]} for worker in workers
+        ]
+        kept_steps[p] = 0.0
 
-    def merge(step):
-        f, sent = flying.pop(step)
-        for index, at in enumerate(part[f]):
-            g = sum(theta[at] - each[index] for each in sent) / ranks
-            slow[at] = 0.9 * slow[at] + g
-            theta[at] = theta[at] - 0.7 * (g + 0.9 * slow[at])
-            for worker, each in zip(workers, sent, strict=True):
+    def merge(p, mix):
+        for at in parts[p]:
+            gradient = sum(theta[at] - each[at] for each in sent[p]) / ranks
+            slow[at] = 0.9 * slow[at] + gradient
+            theta[at] = theta[at] - 0.7 * (gradient + 0.9 * slow[at])
+            for worker, each in zip(workers, sent[p], strict=True):
                 param = list(worker.parameters())[at]
-                new = theta[at] + (param.detach() - each[index])
-                param.data = (1 - mix) * new + mix * param.detach()
+                new = theta[at] + (param.detach() - each[at]) if keep_local_steps else theta[at]
+                param.data = mix * param.detach() + (1 - mix) * new
+        sent[p] = None
+        kept_steps[p] *= 1 if keep_local_steps else mix
 
-    for step in range(1, steps + 1):
+    for t in range(1, steps + 1):
         for rank in range(ranks):
-            take_step(workers[rank], optims[rank], rank, step)
-        if delay and step in flying:
-            merge(step)
-        for f in range(fragments):
-            if (step - (f + 1) * every // fragments) % every == 0:
-                send(f, step)
-                cycle = (f + 1) % fragments
-                if not delay:
-                    merge(step)
-    for step in sorted(flying):
-        merge(step)
-    delay, mix = 0, 0.0  # at the end every worker takes all of it
-    for _ in range(fragments):
-        if sent_at[cycle] < steps:  # else no worker has anything new, and θ stays
-            send(cycle, steps)
-            merge(steps)
-        cycle = (cycle + 1) % fragments
+            take_step(workers[rank], optims[rank], rank, t)
+        kept_steps = [each + 1 for each in kept_steps]
+        for p in range(fragments):
+            if (t - offsets[p]) % every == 0:
+                send(p)
+            if (t - offsets[p] - delay) % every == 0 and sent[p] is not None:
+                merge(p, mix)
+    # At the end of the block every worker takes all of θ.
+    for p in range(fragments):
+        if sent[p] is not None:
+            merge(p, mix)
+        if kept_steps[p]:
+            send(p)
+            merge(p, 0.0)
     return torch.cat([each.reshape(-1) for each in theta])
 
 
@@ -116,23 +117,51 @@ LAYERS = [[0, 1], [2, 3], [4, 5], [6, 7]]  # parameters of `network` by layer
 
 
 def test_streaming_of_one_fragment_without_delay_is_diloco(pool):
-    """The delta rule then is Algorithm 1 of DiLoCo, and ranks compute it."""
+    """Algorithm 2 then is Algorithm 1 of DiLoCo, and ranks compute it."""
     expected = transcript(2, 20, 5, 0.7, 0.9, adamw)
-    assert torch.allclose(streaming_transcript(2, 20, 5, 1, 0, 0.0, LAYERS), expected, rtol=0, atol=1e-12)
+    assert torch.allclose(
+        streaming_transcript(2, 20, 5, 1, 0, 0.0, False, LAYERS), expected, rtol=0, atol=1e-12
+    )
     options = {"every": 5, "fragments": 1, "delay": 0, "compression": None}
     mine = same(pool(2).run(run, "DiLoCo", 20, options))
     assert torch.allclose(mine, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("keep_local_steps", [False, True])
 @pytest.mark.parametrize(
-    ("fragments", "delay", "mix"), [(1, 2, 0.0), (2, 0, 0.0), (4, 3, 0.0), (3, 2, 0.5), (2, 5, 0.25)]
+    ("every", "fragments", "delay", "mix"),
+    [
+        (6, 3, 1, 0.5),
+        (6, 1, 2, 0.0),
+        (6, 2, 0, 0.0),
+        (6, 2, 0, 1.0),
+        (6, 2, 2, 1.0),
+        (6, 3, 2, 0.5),
+        (6, 4, 3, 0.0),
+        (6, 2, 5, 0.25),
+        (7, 2, 3, 0.5),
+        (9, 4, 7, 0.3),
+        (2, 2, 1, 0.5),
+        (13, 2, 1, 0.75),
+    ],
 )
-def test_streaming_is_the_delta_rule(pool, fragments, delay, mix):
-    options = {"every": 6, "fragments": fragments, "delay": delay, "mix": mix, "compression": None}
-    results = pool(2).run(run, "DiLoCo", 20, options)
-    theta = streaming_transcript(2, 20, 6, fragments, delay, mix, LAYERS)
+def test_streaming_is_algorithm_2(pool, every, fragments, delay, mix, keep_local_steps):
+    options = {"every": every, "fragments": fragments, "delay": delay, "mix": mix, "compression": None}
+    results = pool(2).run(run, "DiLoCo", 20, options | {"keep_local_steps": keep_local_steps})
+    theta = streaming_transcript(2, 20, every, fragments, delay, mix, keep_local_steps, LAYERS)
     assert torch.allclose(same(results), theta, rtol=0, atol=1e-10)
+
+
+def test_local_sgd_keeps_what_is_learnt_during_the_delay(pool):
+    """Delayed averaging, w ← w + mean(w_sent) − w_sent, is DiLoCo's delta rule with a plain outer step."""
+    options = {"every": 6, "fragments": 3, "delay": 2, "mix": 0.25, "compression": None}
+    mine = same(pool(2).run(run, "LocalSGD", 20, options))
+    plain = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    kept = same(pool(2).run(run, "DiLoCo", 20, options | plain | {"keep_local_steps": True}))
+    lost = same(pool(2).run(run, "DiLoCo", 20, options | plain))
+    assert torch.allclose(mine, kept, rtol=0, atol=1e-12)
+    assert not torch.allclose(mine, lost, rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------------- compressed, in pieces, on bare modules

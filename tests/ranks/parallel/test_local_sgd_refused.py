@@ -26,6 +26,10 @@ def other_on_rank_1(rank):
     return {"every": 4 if rank == 0 else 5}
 
 
+def kept_on_rank_0(rank):
+    return {"every": 4, "delay": 1, "keep_local_steps": rank == 0}
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
@@ -35,7 +39,9 @@ def other_on_rank_1(rank):
         ("DiLoCo", {"every": 3, "fragments": 4}, "at most one fragment per step"),
         ("DiLoCo", {"every": 3, "delay": 3}, "delay=3 with every=3"),
         ("DiLoCo", {"every": 3, "delay": -1}, "delay=-1"),
-        ("DiLoCo", {"every": 3, "mix": 1.0}, "mix=1.0"),
+        ("DiLoCo", {"every": 3, "mix": 1.01}, "mix=1.01"),
+        ("DiLoCo", {"every": 3, "mix": float("nan")}, "mix=nan"),
+        ("LocalSGD", {"every": 3, "mix": True}, "a number from 0 to 1"),
         ("DiLoCo", {"every": 3, "outer_lr": 0.0}, "outer_lr=0.0"),
         ("DiLoCo", {"every": 3, "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ("SlowMo", {"every": 3, "slow_momentum": -0.1}, "slow_momentum=-0.1"),
@@ -45,6 +51,7 @@ def other_on_rank_1(rank):
         ("LocalSGD", {"every": 3, "compression": "powersgd"}, "powersgd"),
         ("LocalSGD", {"every": 3, "sync": "sharded"}, "sync='sharded' leaves each rank a part"),
         ("DiLoCo", other_on_rank_1, "[rank 1] DiLoCo differs between ranks"),
+        ("DiLoCo", kept_on_rank_0, "[rank 1] DiLoCo differs between ranks"),
     ],
 )
 def test_bad_input_is_refused_on_all_ranks_before_anything_begins(pool, kind, options, message):

@@ -146,7 +146,7 @@ class AsyncWorker:
         if phase == "empty" or (together and not self._staggered):
             return 1
         if together:
-            due = self._current_schedule().steps_until_send(self._cycle_step)
+            due = self._current_schedule().steps_until_due(self._cycle_step)
         else:
             due = every - steps % every
         if steps < self.warmup:
@@ -174,7 +174,7 @@ class AsyncWorker:
             self._cycle_step = status.slot * self.schedule.every // max(1, status.slots)
             self._staggered = True
         self._cycle_step += count
-        fragment = schedule.fragment_sent_at(self._cycle_step)
+        fragment = schedule.fragment_due_at(self._cycle_step)
         if fragment is None:
             return
         replica = self.replicas[fragment]

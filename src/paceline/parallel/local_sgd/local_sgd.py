@@ -33,8 +33,10 @@ class LocalSGD(OuterLoop):
         optimizer: the local one; each of its steps counts.
         every: H, local steps between two synchronisations.
         fragments: parts of the model that are synchronised in turn, one every H / fragments steps.
-        delay: local steps from sending a fragment to merging the mean; communication overlaps them.
-        mix: share of a rank's own parameters that a merge keeps, from 0 to below 1.
+        delay: τ, local steps from sending a fragment to merging the mean, below H; communication overlaps them. What
+            a rank learns in them is kept (the delta rule): w ← θ' + (w − w_sent).
+        mix: α, the share of its own parameters that a rank keeps when it merges: 0 none; 1 all, so the ranks train
+            separately until the block ends.
         compression: of what is sent: a name, a `Compression`, or None.
         piece_mib: MiB of parameters that are compressed and sent together, while the next piece is compressed.
         group: the ranks, as a process group; None: all.
@@ -68,6 +70,7 @@ class LocalSGD(OuterLoop):
             schedule=SyncSchedule(every, fragments, delay),
             outer=Averaging(),
             mix=mix,
+            keep_local_steps=True,
             compression=compression,
             piece_mib=piece_mib,
             group=group,
@@ -77,14 +80,18 @@ class LocalSGD(OuterLoop):
 class DiLoCo(OuterLoop):
     """Uses the mean change of H local steps as the gradient of an outer Nesterov step (arXiv 2311.08105).
 
-    With fragments and a delay this is Streaming DiLoCo (arXiv 2501.18512), with the delta rule: what a rank learns
-    while its fragment is being synchronised is kept.
+    With fragments and a delay this is Streaming DiLoCo (arXiv 2501.18512, Algorithm 2), at the same steps as torchft's:
+    a fragment is merged after every H-th step, w ← α·w + (1 − α)·θ', and has been sent τ steps before. So with α = 0
+    what a rank learns in these τ steps is lost.
 
     Args:
-        model, optimizer, every, fragments, delay, mix, compression, piece_mib, group: as for `LocalSGD`.
+        model, optimizer, every, fragments, mix, compression, piece_mib, group: as for `LocalSGD`.
         outer_lr: ε of the outer step.
         outer_momentum: μ of the outer step.
         warmup: local steps before the outer momentum starts; until then parameters are averaged.
+        delay: τ, local steps from sending a fragment to merging it, below H; communication overlaps them.
+        keep_local_steps: keep what a rank learns in these τ steps, as `LocalSGD` does:
+            w ← α·w + (1 − α)·(θ' + (w − w_sent)).
 
     Raises: as `LocalSGD`.
 
@@ -105,6 +112,7 @@ class DiLoCo(OuterLoop):
         fragments: int = 1,
         delay: int = 0,
         mix: float = 0.0,
+        keep_local_steps: bool = False,
         compression: str | Compression | None = "int4",
         piece_mib: float = 8.0,
         group: dist.ProcessGroup | None = None,
@@ -116,6 +124,7 @@ class DiLoCo(OuterLoop):
             outer=Nesterov(outer_lr, outer_momentum),
             warmup=warmup,
             mix=mix,
+            keep_local_steps=keep_local_steps,
             compression=compression,
             piece_mib=piece_mib,
             group=group,

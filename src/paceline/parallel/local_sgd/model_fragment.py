@@ -1,11 +1,10 @@
 """One fragment of a model that is synchronised every H local steps: its shared parameters θ, and how they change.
 
     send    Δ = θ − w, in one flat buffer; its mean over ranks is now being computed
-    merge   g = Σ nᵢ·Δᵢ / Σ nᵢ has arrived: the outer optimizer turns θ into θ'; then w ← θ' + (w − w_sent)
+    merge   g = Σ nᵢ·Δᵢ / Σ nᵢ has arrived: the outer optimizer turns θ into θ'; then w ← α·w + (1 − α)·θ'
 
-θ and the outer momentum are bitwise the same on all ranks. The *delta rule* in `merge` keeps what was learnt locally
-while the mean was computed; without a delay that is nothing, and w ← θ'. With α > 0 a share of the local parameters
-stays: w ← α·w + (1 − α)·(θ' + (w − w_sent)).
+θ and the outer momentum are bitwise the same on all ranks. With α = 0, what was learnt locally while the mean was
+computed is lost. The *delta rule* keeps it: w ← α·w + (1 − α)·(θ' + (w − w_sent)). Without a delay it changes nothing.
 
 A rank whose pseudo-gradient is not finite has weight 0 and takes θ'; all ranks know which one it was.
 """
@@ -106,7 +105,7 @@ class ModelFragment:
         averaged: buffers, such as running statistics, of which all ranks take the mean, whatever `outer` is.
         feedback: use error feedback.
         outer: the outer optimizer.
-        keeps_local: whether there is a delay, so that what was sent must be kept.
+        delta_rule: merge by the delta rule.
         piece_numel: numbers per piece: while one is on the wire, the next is compressed.
     """
 
@@ -121,7 +120,7 @@ class ModelFragment:
         averaged: Sequence[tuple[str, Tensor]] = (),
         feedback: bool = False,
         outer: OuterOptimizer,
-        keeps_local: bool = False,
+        delta_rule: bool = False,
         piece_numel: int,
     ) -> None:
         self._comm = comm
@@ -139,7 +138,7 @@ class ModelFragment:
         self.theta = torch.zeros(end, dtype=dtype, device=device)
         self.momentum = torch.zeros_like(self.theta) if outer.has_momentum else None
         self._flat = torch.zeros_like(self.theta)  # Δ, then its mean
-        self._sent = torch.zeros_like(self.theta) if keeps_local else None
+        self._sent = torch.zeros_like(self.theta) if delta_rule else None
         self._reduces = [
             AllToAllReduce(
                 comm,
@@ -257,12 +256,12 @@ class ModelFragment:
         rejected = self._comm.rank in result.rejected
         for slot in self._slots:
             new, param = slot.of(self.theta), slot.param
-            if self._sent is None or rejected:
-                param.copy_(new if mix == 0.0 or rejected else new + mix * (param - new))
-                continue
-            # In this order it is exactly θ' if nothing was learnt.
-            new = (param - slot.of(self._sent)).add_(new)
-            param.copy_(new if mix == 0.0 else torch.lerp(new, param.to(new.dtype), mix))
+            if self._sent is not None and not rejected:
+                # In this order it is exactly θ' if nothing was learnt.
+                new = (param - slot.of(self._sent)).add_(new)
+            if mix and not rejected:
+                new = torch.lerp(new, param.to(new.dtype), mix)
+            param.copy_(new)
         return result
 
     # ------------------------------------------------------------------ state

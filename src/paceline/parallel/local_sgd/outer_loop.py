@@ -64,7 +64,8 @@ class OuterLoop:
         schedule: when fragments are sent and merged.
         outer: applies the mean pseudo-gradient.
         warmup: local steps before which parameters are averaged instead.
-        mix: α, the share of local parameters that a merge keeps, from 0 to below 1.
+        mix: α, the share of local parameters that a merge keeps, from 0 to 1.
+        keep_local_steps: keep what was learnt between sending and merging (the delta rule).
         compression: of pseudo-gradients; None: uncompressed.
         piece_mib: MiB of float32 that are compressed and sent together.
         group: the ranks, as a process group; None: all.
@@ -86,6 +87,7 @@ class OuterLoop:
         outer: OuterOptimizer,
         warmup: int = 0,
         mix: float = 0.0,
+        keep_local_steps: bool = False,
         compression: str | Compression | None = None,
         piece_mib: float = 8.0,
         group: dist.ProcessGroup | None = None,
@@ -93,14 +95,16 @@ class OuterLoop:
         name = type(self).__name__
         if type(warmup) is not int or warmup < 0:
             raise UsageError(f"warmup={warmup!r}", remedy="give a number of local steps, 0 or more")
-        if not isinstance(mix, int | float) or not 0 <= mix < 1:
+        if not isinstance(mix, int | float) or isinstance(mix, bool) or not 0 <= mix <= 1:
             raise UsageError(
-                f"mix={mix!r}", remedy="give the share of local parameters that stays, from 0 to below 1"
+                f"mix={mix!r}",
+                remedy="give the share of its own parameters that a rank keeps: a number from 0 to 1",
             )
         if not isinstance(piece_mib, int | float) or not piece_mib > 0:
             raise UsageError(f"piece_mib={piece_mib!r}", remedy="give MiB above 0, such as 8")
         check_optimizer_owned(name, model, optimizer, wrapped=False)
         self.schedule, self.outer, self.warmup, self.mix = schedule, outer, warmup, mix
+        self.keep_local_steps = keep_local_steps and schedule.delay > 0
         self.compression = Compression.of(compression)
         self.steps, self.syncs, self.sent_nbytes = 0, 0, 0
         self.exposed_seconds = 0.0
@@ -110,7 +114,7 @@ class OuterLoop:
         self._engine = _local_engine(model, self._comm)
         self.module = model.module if isinstance(model, DataParallel) else model
         settings = [
-            f"{name}: {schedule}, {outer}, warmup={warmup}, mix={mix}",
+            f"{name}: {schedule}, {outer}, {warmup=}, {mix=}, {keep_local_steps=}",
             f"compression: {self.compression}",
             *model_signature(self.module, "its own"),
         ]
@@ -118,7 +122,7 @@ class OuterLoop:
         self._fragments = self._make_fragments(piece_mib)
         self._samples = [0.0] * schedule.fragments  # of this rank, since each fragment was sent
         self._block_steps = 0  # local steps in this block, and before it if it was resumed
-        self._next = 0  # the fragment to send next
+        self._next = schedule.first_sent  # the fragment to send next
         # Fragments being synchronised, in the order in which they were sent.
         self._pending: deque[int] = deque()
         self._hook: Any = None
@@ -142,7 +146,7 @@ class OuterLoop:
                 averaged=buffers if number == len(parts) - 1 else [],
                 feedback=compression is not None and bool(compression.feedback),
                 outer=self.outer,
-                keeps_local=self.schedule.delay > 0,
+                delta_rule=self.keep_local_steps,
                 piece_numel=max(1, int(piece_mib * 2**20 / 4)),
             )
             for number, part in enumerate(parts)
@@ -202,11 +206,14 @@ class OuterLoop:
         samples = self._model.samples if isinstance(self._model, DataParallel) and counted else 1.0
         self._samples = [before + samples for before in self._samples]
         self._block_steps += 1
-        if self._pending and self._pending[0] == self.schedule.fragment_merged_at(self._block_steps):
+        if self._pending and self._pending[0] == self.schedule.fragment_due_at(self._block_steps):
             self._merge()
-        due = self.schedule.fragment_sent_at(self._block_steps)
-        if due is not None:
-            self._send(due)
+        sent = self.schedule.fragment_sent_at(self._block_steps)
+        if sent is not None:
+            # It is pending still if the run was resumed with another schedule.
+            while sent in self._pending:
+                self._merge()
+            self._send(sent)
             if not self.schedule.delay:
                 self._merge()
 
@@ -230,10 +237,15 @@ class OuterLoop:
             last = self._fragments[number].wait().finished
         self.exposed_seconds += time.perf_counter() - started
         turn = self.syncs - (self.schedule.fragments if last else 0)  # at the end: as the time before
-        warm = self.schedule.send_step(turn) + self.schedule.delay >= self.warmup
+        warm = self.schedule.merge_step(turn) >= self.warmup
         result = self._fragments[number].merge(
             self.outer if warm else Averaging(), 0.0 if finished else self.mix
         )
+        # Steps since the send count in the next one as far as they are kept.
+        if self._comm.rank in result.rejected:
+            self._samples[number] = 0.0
+        elif not self.keep_local_steps:
+            self._samples[number] *= self.mix
         step_state.enter_phase("outside")
         trace_file.add("merge", started, time.perf_counter() - started, step=self.steps, fragment=number)
         self.syncs += 1
@@ -269,7 +281,7 @@ class OuterLoop:
         while agreed < self.schedule.fragments:
             self._send(self._next, finished=True)
             agreed = agreed + 1 if self._merge(finished=True).finished else 0
-        self._block_steps = self._next = 0
+        self._block_steps, self._next = 0, self.schedule.first_sent
 
     @property
     def round_nbytes(self) -> int:

@@ -1,11 +1,15 @@
 """What is synchronised together, and at which local steps: fragments of the model, one after another.
 
-With one fragment, all parameters are sent at once after every H-th step. With P fragments each is still sent every H
+With one fragment, all parameters are due at once after every H-th step. With P fragments each is still due every H
 steps, but one every H/P, so the network carries a P-th as much at a time, all the time (Streaming DiLoCo, arXiv
-2501.18512 §2.1). Fragment p has the layers p, p + P, p + 2P …: neighbouring layers are never sent together.
+2501.18512 §2.2). Fragment p has the layers p, p + P, p + 2P …: neighbouring layers are never sent together.
 
-    H = 6, P = 3   steps   1  2  3  4  5  6  7  8  9 10 11 12
-                   sent          0     1     2     0     1     2
+Local SGD merges a fragment when it is due, and has sent it τ steps before. These are the steps of Algorithm 2 in that
+paper, with the offsets t_p = (p + 1)·H/P − τ. Asynchronous training sends a fragment when it is due.
+
+    H = 6, P = 3, τ = 1   steps    1  2  3  4  5  6  7  8  9 10 11 12
+                          due         0     1     2     0     1     2
+                          sent     0     1     2     0     1     2
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ class SyncSchedule:
     """Local steps at which fragments are sent and merged.
 
     Attributes:
-        every: H, local steps between two sends of a fragment.
+        every: H, local steps from one time that a fragment is due to the next.
         fragments: P, at most H.
         delay: τ, local steps from sending to merging, below H.
 
@@ -39,7 +43,7 @@ class SyncSchedule:
 
     Example:
         >>> schedule = SyncSchedule(every=6, fragments=3, delay=1)
-        >>> schedule.fragment_sent_at(4), schedule.fragment_merged_at(5)
+        >>> schedule.fragment_sent_at(3), schedule.fragment_due_at(4)
         (1, 1)
     """
 
@@ -63,29 +67,37 @@ class SyncSchedule:
                 remedy=f"give a delay of 0 to {self.every - 1} steps",
             )
 
-    def fragment_sent_at(self, step: int) -> int | None:
-        """Return the fragment that is sent after local step `step`, counted from 1."""
+    def fragment_due_at(self, step: int) -> int | None:
+        """Return the fragment that is due after local step `step`, counted from 1."""
         return self._fragment_at.get(step % self.every) if step > 0 else None
 
-    def fragment_merged_at(self, step: int) -> int | None:
-        """Return the fragment that is merged after local step `step`, before one is sent."""
-        return self.fragment_sent_at(step - self.delay)
+    def fragment_sent_at(self, step: int) -> int | None:
+        """Return the fragment that is sent after local step `step`, `delay` steps before it is due."""
+        return self.fragment_due_at(step + self.delay) if step > 0 else None
 
-    def steps_until_send(self, step: int) -> int:
-        """Return the steps from local step `step` to the next send, 1 or more."""
+    def steps_until_due(self, step: int) -> int:
+        """Return the steps from local step `step` until a fragment is due, 1 or more."""
         if self.fragments == 1:
             return self.every - step % self.every
         return 1 + min((offset - step - 1) % self.every for offset in self._fragment_at)
 
-    def send_step(self, number: int) -> int:
-        """Return the local step after which send number `number`, counted from 0, is due."""
+    def merge_step(self, number: int) -> int:
+        """Return the local step after which merge number `number`, counted from 0, is due."""
+        return self._due_step(self.first_sent + number)
+
+    @cached_property
+    def first_sent(self) -> int:
+        """The fragment that is sent first: earlier ones would have had to be sent before the first step."""
+        return next(fragment for fragment in range(self.fragments) if self._due_step(fragment) > self.delay)
+
+    def _due_step(self, number: int) -> int:
         cycle, fragment = divmod(number, self.fragments)
         return cycle * self.every + (fragment + 1) * self.every // self.fragments
 
     @cached_property
     def _fragment_at(self) -> dict[int, int]:
-        """Fragments by the offset in the cycle of `every` steps at which they are sent."""
-        return {self.send_step(fragment) % self.every: fragment for fragment in range(self.fragments)}
+        """Fragments by the offset in the cycle of `every` steps at which they are due."""
+        return {self._due_step(fragment) % self.every: fragment for fragment in range(self.fragments)}
 
 
 def layers_of(module: nn.Module) -> list[list[str]]:
