@@ -109,8 +109,6 @@ def diloco(group: dist.ProcessGroup, *, fragments: int, delay: int) -> Variant:
     loop = paceline.DiLoCo(net, optimizer, EVERY, fragments=fragments, delay=delay, group=group)
     loop.__enter__()  # as long as the process lives
     step = step_of(net, optimizer)
-    for _ in range(delay):  # so that no exchange is pending at the end of a turn
-        step()
     return Variant(step, net, loop.round_nbytes / EVERY, every=EVERY, agreed=lambda: loop.shared().values())
 
 

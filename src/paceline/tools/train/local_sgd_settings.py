@@ -54,7 +54,7 @@ class LocalSgdSettings:
         lr: learning rate of the outer step; None: the default of `outer`.
         momentum: momentum of the outer step; None: the default of `outer`.
         fragments: parts of the model that are synchronised in turn.
-        delay: local steps from sending a fragment to merging it.
+        delay: local steps from sending a fragment to merging it; what is learnt in them is kept.
         warmup: local steps before the outer momentum starts.
         compression: of the pseudo-gradients; None: the default of `outer`; ``"none"``: uncompressed.
 
@@ -145,5 +145,7 @@ class LocalSgdSettings:
         if self.outer == "average":
             return LocalSGD(*positional, **options)
         prefix, kind = ("slow", SlowMo) if self.outer == "slowmo" else ("outer", DiLoCo)
+        if self.outer == "diloco":
+            options["keep_local_steps"] = True
         options |= {f"{prefix}_{name}": value for name, value in self._outer_options().items()}
         return kind(*positional, warmup=self.warmup, **options)

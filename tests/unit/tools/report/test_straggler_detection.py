@@ -201,6 +201,13 @@ def test_a_custom_loop_is_advised_how_to_exchange_less_often():
     )
 
 
+def test_the_advice_for_a_custom_loop_follows_the_rule_of_the_command_line():
+    """DiLoCo with a delay discards local steps, unless it is called with an option; ``paceline train`` keeps them."""
+    how = find_bottleneck(slow_network(seconds=20.0), {"parameters": 250_000}).remedies[1].how
+    assert "--outer diloco" in how
+    assert how.endswith("delay=7, keep_local_steps=True)")
+
+
 def test_compression_is_not_advised_within_one_host():
     limit = find_bottleneck(slow_network(), {"parameters": 250_000, "world": {"nodes": 1}})
     assert limit.kind == "communication"

@@ -302,6 +302,7 @@ def _in_python(option: SyncOption) -> str:
     block = "paceline.LocalSGD" if option.outer == "average" else "paceline.DiLoCo"
     more = f", fragments={option.fragments}" if option.fragments > 1 else ""
     more += f", delay={option.delay}" if option.delay else ""
+    more += ", keep_local_steps=True" if option.delay and option.outer == "diloco" else ""
     return f'{block}(model, optim, every={option.every}, compression="{option.compression}"{more})'
 
 
