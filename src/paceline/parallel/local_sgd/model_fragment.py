@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntFlag
 from typing import Any
 
@@ -40,6 +40,8 @@ class RankFlag(IntFlag):
     """Its pseudo-gradient was not finite."""
     FINISHED = 2
     """It makes no more local steps."""
+    CHANGED = 4
+    """Its model or optimizer is no longer the one that is synchronised, so nothing can be merged."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class SyncResult:
         rejected: ranks whose pseudo-gradient was not finite.
         finished: whether every rank has made its last local step.
         inner_lr: mean learning rate of the local optimizers, by the ranks' weights.
+        changed: ranks whose model or optimizer is no longer the one that is synchronised.
     """
 
     counts: bool
     rejected: tuple[int, ...]
     finished: bool
     inner_lr: float
+    changed: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, headers: Sequence[PacketHeader]) -> SyncResult:
@@ -67,6 +71,7 @@ class SyncResult:
             tuple(rank for rank, header in enumerate(headers) if header.flags & RankFlag.REJECTED),
             all(header.flags & RankFlag.FINISHED for header in headers),
             sum(header.weight * header.inner_lr for header in headers) / total if total else 0.0,
+            tuple(rank for rank, header in enumerate(headers) if header.flags & RankFlag.CHANGED),
         )
 
 
@@ -77,10 +82,12 @@ class _ParamSlot:
     name: str
     param: Tensor
     start: int
+    shape: torch.Size
+    """Its shape when this was created; `param` may have been given other data since."""
 
     def of(self, flat: Tensor) -> Tensor:
         """Return its part of `flat`, in its shape."""
-        return flat[self.start : self.start + self.param.numel()].view(self.param.shape)
+        return flat[self.start : self.start + self.shape.numel()].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,7 @@ class ModelFragment:
         """Append slots and pieces of parameters from `start` on; return their end."""
         end = start
         for name, param in named:
-            self._slots.append(_ParamSlot(name, param, end))
+            self._slots.append(_ParamSlot(name, param, end, param.shape))
             end += param.numel()
         unit = self._comm.size * _ALIGN
         end = start + -(-(end - start) // unit) * unit
@@ -188,6 +195,36 @@ class ModelFragment:
         """The parameters with their names, without averaged buffers."""
         return [(slot.name, slot.param) for slot in self._slots[: self._trained]]
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether a parameter differs from θ."""
+        trained = self._slots[: self._trained]
+        return any(not torch.equal(slot.of(self.theta).to(slot.param.dtype), slot.param) for slot in trained)
+
+    def find_change(self) -> str:
+        """Return which parameter was given data that don't fit into θ, and how; empty if none was."""
+        for slot in self._slots[: self._trained]:
+            param = slot.param
+            if param.shape != slot.shape:
+                return f"parameter {slot.name!r} has shape {list(param.shape)} instead of {list(slot.shape)}"
+            if param.device != self.theta.device:
+                return f"parameter {slot.name!r} is on {param.device} instead of {self.theta.device}"
+            if torch.promote_types(param.dtype, self.theta.dtype) != self.theta.dtype:
+                dtypes = (str(each).removeprefix("torch.") for each in (param.dtype, self.theta.dtype))
+                return "parameter {!r} is {}, but is averaged in {}".format(slot.name, *dtypes)
+        return ""
+
+    def take_up_buffers(self, buffers: Mapping[str, Tensor]) -> list[str]:
+        """Average these buffers in place of earlier ones of the same name; return those that are gone or misfit."""
+        misfits: list[str] = []
+        for index, slot in enumerate(self._slots[self._trained :], self._trained):
+            buffer = buffers.get(slot.name)
+            if buffer is None or buffer.shape != slot.shape:
+                misfits.append(slot.name)
+            else:
+                self._slots[index] = replace(slot, param=buffer)
+        return misfits
+
     def shared(self) -> dict[str, Tensor]:
         """Return the parts of θ by parameter, in their shapes."""
         return {slot.name: slot.of(self.theta) for slot in self._slots[: self._trained]}
@@ -205,21 +242,26 @@ class ModelFragment:
     # ------------------------------------------------------------------ send and merge
 
     @torch.no_grad()
-    def send(self, weight: float, inner_lr: float, *, finished: bool = False) -> bool:
+    def send(self, weight: float, inner_lr: float, *, finished: bool = False, changed: bool = False) -> bool:
         """Start the exchange of what was learnt since the last one; return whether it is finite.
 
         Args:
             weight: of this rank: its samples, or steps.
             inner_lr: learning rate of its optimizer.
             finished: this rank makes no more local steps.
+            changed: the parameters are not to be read, see `RankFlag.CHANGED`.
         """
-        for slot in self._slots:
+        if changed:
+            self._flat.zero_()
+        for slot in () if changed else self._slots:
             torch.sub(slot.of(self.theta), slot.param, out=slot.of(self._flat))
             if self._sent is not None:
                 slot.of(self._sent).copy_(slot.param)
         # A norm may overflow although no number is infinite, so then look at every number.
         finite = math.isfinite(torch.linalg.vector_norm(self._flat)) or bool(torch.isfinite(self._flat).all())
         flags = RankFlag.FINISHED if finished else RankFlag(0)
+        if changed:
+            weight, flags = 0.0, flags | RankFlag.CHANGED
         if not finite:
             weight, flags = 0.0, flags | RankFlag.REJECTED
             self._flat.zero_()  # or error feedback would keep it
@@ -254,6 +296,9 @@ class ModelFragment:
             outer.update(self.theta[:split], self._flat[:split], part, result.inner_lr)
             self.theta[split:].sub_(self._flat[split:])
         rejected = self._comm.rank in result.rejected
+        if self.find_change():
+            # Changed since it was sent: the next send reports it to all ranks, and nothing fits until then.
+            return result
         for slot in self._slots:
             new, param = slot.of(self.theta), slot.param
             if self._sent is not None and not rejected:

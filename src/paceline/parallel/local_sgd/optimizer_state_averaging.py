@@ -2,7 +2,8 @@
 
 Ranks that trained locally have equal parameters afterwards, but different moments in their optimizers. Synchronous
 training needs the same update on every rank, so before its first step the states are averaged: tensors become their
-mean over the ranks that have them, and step counts become the largest.
+mean over the ranks that have them, and step counts become the largest. That step also checks that all ranks have the
+same gradients: after local training, a `GradScaler` may have another scale on each.
 
 A single number may be either: a step count, or a per-element entry of a parameter without dimensions. It is the latter
 if entries of the same name have dimensions for other parameters.
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from paceline.errors import SyncError
 from paceline.parallel.gradient_collectives import Comm
 from paceline.world.control_collectives import gather_texts
 
@@ -36,6 +38,7 @@ def average_state_before_next_step(optimizer: torch.optim.Optimizer, comm: Comm)
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cancel_state_averaging(optimizer)
+        _check_same_gradients(optimizer, comm)
         average_state(optimizer, comm)
 
     cancel_state_averaging(optimizer)
@@ -46,6 +49,29 @@ def cancel_state_averaging(optimizer: torch.optim.Optimizer) -> None:
     """Cancel a scheduled averaging: ranks train locally again."""
     if optimizer in _scheduled:
         _scheduled.pop(optimizer).remove()
+
+
+def _check_same_gradients(optimizer: torch.optim.Optimizer, comm: Comm) -> None:
+    """Raise on all ranks if the gradients, or the factor by which the optimizer unscales them, differ; a collective."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        param.grad.contiguous().view(integers[param.grad.element_size()]).sum(dtype=torch.int64)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None
+    ]
+    checksum = int(torch.stack(sums).sum()) if sums else 0
+    # Set by a GradScaler if the optimizer unscales them itself.
+    scale = getattr(optimizer, "grad_scale", None)
+    texts = gather_texts(f"{checksum} {1.0 if scale is None else float(scale)}", comm.group)
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise SyncError(
+                "in the first synchronous step after local training, gradients differ from rank 0's: a GradScaler has "
+                "another scale, or they were changed",
+                rank=rank,
+                remedy="give all ranks the same scale first: scaler.update(new_scale=2.0**16), or a new GradScaler",
+            )
 
 
 @torch.no_grad()

@@ -19,14 +19,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline._core.step_state import step_state
-from paceline.errors import UsageError
+from paceline.errors import SyncError, UsageError
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
@@ -47,11 +47,13 @@ from paceline.parallel.local_sgd.sync_schedule import (
 )
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.profiling import trace_file
-from paceline.world.control_collectives import verify_same
+from paceline.world.control_collectives import gather_texts, verify_same
 
 __all__ = ["OuterLoop"]
 
 log = logging.getLogger("paceline.parallel")
+
+_CHANGE_REMEDY = "change model and optimizer first, then create this one for them"
 
 
 class OuterLoop:
@@ -120,7 +122,10 @@ class OuterLoop:
         ]
         verify_same(settings, name, self._comm.group, remedy="pass the same on every rank")
         self._fragments = self._make_fragments(piece_mib)
-        self._samples = [0.0] * schedule.fragments  # of this rank, since each fragment was sent
+        self._change = ""  # found on this rank at the latest send
+        self._refuse_changes()
+        # Of this rank, since each fragment was sent; on its device while a GradScaler decides which count.
+        self._samples: list[float | Tensor] = [0.0] * schedule.fragments
         self._block_steps = 0  # local steps in this block, and before it if it was resumed
         self._next = schedule.first_sent  # the fragment to send next
         # Fragments being synchronised, in the order in which they were sent.
@@ -164,6 +169,7 @@ class OuterLoop:
                 f"this {name} was left by an exception, so parameters differ between ranks",
                 remedy="load a checkpoint with its state, or create a new one",
             )
+        self._refuse_changes()
         cancel_state_averaging(self._optimizer)
         if self._engine is not None:
             reference = self._engine.weights.reference if self._resumed else None
@@ -204,6 +210,10 @@ class OuterLoop:
         self.steps += 1
         counted = isinstance(self._model, DataParallel) and self._model.engine.weights.counted
         samples = self._model.samples if isinstance(self._model, DataParallel) and counted else 1.0
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if found_inf is not None:
+            # Set by a GradScaler whose optimizer itself skips the update; read only when a fragment is sent.
+            samples = (found_inf == 0) * samples
         self._samples = [before + samples for before in self._samples]
         self._block_steps += 1
         if self._pending and self._pending[0] == self.schedule.fragment_due_at(self._block_steps):
@@ -219,9 +229,15 @@ class OuterLoop:
 
     def _send(self, number: int, *, finished: bool = False) -> None:
         fragment = self._fragments[number]
-        weight, self._samples[number] = self._samples[number], 0.0
+        weight, self._samples[number] = float(self._samples[number]), 0.0
         started = time.perf_counter()
-        if not fragment.send(weight, float(self._optimizer.param_groups[0]["lr"]), finished=finished):
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        self._change = self._find_change()
+        if finished and not self._block_steps and not self._change and fragment.has_moved:
+            self._change = (
+                "the parameters have changed, but the optimizer made no step; is another one in use?"
+            )
+        if not fragment.send(weight, lr, finished=finished, changed=bool(self._change)):
             self._reset_optimizer(fragment)
         self.sent_nbytes += fragment.sent_nbytes
         self._next = (number + 1) % self.schedule.fragments
@@ -234,9 +250,12 @@ class OuterLoop:
         started = time.perf_counter()
         step_state.enter_phase("exchange")
         with step_state.waiting_for_peers():
-            last = self._fragments[number].wait().finished
+            arrived = self._fragments[number].wait()
         self.exposed_seconds += time.perf_counter() - started
-        turn = self.syncs - (self.schedule.fragments if last else 0)  # at the end: as the time before
+        if arrived.changed:
+            self._raise_changed(arrived.changed)
+        # At the end it is as the time before.
+        turn = self.syncs - (self.schedule.fragments if arrived.finished else 0)
         warm = self.schedule.merge_step(turn) >= self.warmup
         result = self._fragments[number].merge(
             self.outer if warm else Averaging(), 0.0 if finished else self.mix
@@ -258,6 +277,50 @@ class OuterLoop:
                 ", ".join(map(str, result.rejected)),
             )
         return result
+
+    def _find_change(self) -> str:
+        """Return what in the model or the optimizer is no longer as it was when this was created; else nothing.
+
+        Buffers that were replaced are averaged from now on.
+        """
+        params = dict(self.module.named_parameters())
+        present = {id(param) for param in params.values()}
+        known = {id(param): name for fragment in self._fragments for name, param in fragment.params}
+        for param_id, name in known.items():
+            if param_id not in present:
+                return f"parameter {name!r} is no longer one of the model: it was replaced or removed"
+        for name, param in params.items():
+            if param.requires_grad and id(param) not in known:
+                return f"parameter {name!r} is not synchronised: it was added or unfrozen later"
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in present:
+                    shape = list(param.shape)
+                    return f"the optimizer holds a parameter of shape {shape} that is none of the model's"
+        buffers = dict(self.module.named_buffers())
+        for fragment in self._fragments:
+            if change := fragment.find_change():
+                return change
+            for name in fragment.take_up_buffers(buffers):
+                # Others are caches of the module's own.
+                if name in self.module.state_dict():
+                    return f"buffer {name!r} was removed or has another shape"
+        return ""
+
+    def _refuse_changes(self) -> None:
+        """Raise on all ranks if one of them has a model or optimizer that can't be synchronised; collective."""
+        for rank, change in enumerate(gather_texts(self._find_change(), self._comm.group)):
+            if change:
+                raise UsageError(f"{type(self).__name__}: {change}", rank=rank, remedy=_CHANGE_REMEDY)
+
+    def _raise_changed(self, ranks: tuple[int, ...]) -> NoReturn:
+        mine = self._comm.rank in ranks
+        raise SyncError(
+            f"{type(self).__name__}: {self._change if mine else 'its model or optimizer has changed'}",
+            rank=self._comm.rank if mine else ranks[0],
+            step=self.steps,
+            remedy=_CHANGE_REMEDY,
+        )
 
     def _reset_optimizer(self, fragment: ModelFragment) -> None:
         """Log which parameters of this rank are not finite, and drop the optimizer state computed from them."""
@@ -330,7 +393,7 @@ class OuterLoop:
         return {
             "steps": self.steps,
             "lap": self._block_steps,
-            "samples": list(self._samples),
+            "samples": [float(each) for each in self._samples],
             "reference": self._engine.weights.reference if self._engine is not None else 1.0,
             "optimizer": self._optimizer.state_dict(),
             "fragments": [fragment.rank_state() for fragment in self._fragments],
