@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from torch import nn
 
+import paceline
 from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import layers_of
 from paceline.parallel.strategy import Sync
@@ -133,6 +136,13 @@ def test_default_strategies():
     assert (settings.plan, settings.local_sgd) == (Sync(), LocalSgdSettings(every=4))
     assert settings.sync_summary == "averaged every 4 steps, int8"
     assert TrainSettings(out="a", every=4, sync="naive", compression="none").plan == Sync.of("naive")
+
+
+@pytest.mark.parametrize("outer", ["average", "diloco"])
+def test_steps_during_a_delay_are_kept(outer):
+    model = paceline.DataParallel(nn.Linear(2, 2), sync="bucketed")
+    settings = LocalSgdSettings(every=4, outer=outer, delay=1, compression="none")
+    assert settings.build_loop(model, torch.optim.SGD(model.parameters(), lr=0.1)).keep_local_steps
 
 
 def test_with_every_compression_is_of_pseudo_gradients():
