@@ -14,6 +14,8 @@ import paceline
 from model_zoo import max_difference
 from paceline.errors import UsageError
 from paceline.parallel.gradient_collectives import Comm
+from paceline.parallel.sharding import zero
+from paceline.parallel.strategy import STRATEGIES
 
 ADAMW = {"lr": 0.02, "weight_decay": 0.05}
 
@@ -54,6 +56,15 @@ def test_every_rank_holds_its_part_of_the_state(pool):
     assert max(held) <= total[0] / 3 + 64  # shards are padded to whole cache lines
 
 
+def merged(states):
+    """Return the shards of all ranks in one state."""
+    shards = {}
+    for state in states:
+        for name, parts in state["shards"].items():
+            shards.setdefault(name, []).extend(parts)
+    return {"param_groups": states[0]["param_groups"], "shards": shards}
+
+
 def regroup(rank, size, first, second):
     """Train 3 steps on `first` ranks, carry the state to `second` ranks, train 3 more; compare with one run."""
     groups = {n: dist.new_group(list(range(n))) for n in (first, second)}
@@ -70,11 +81,7 @@ def regroup(rank, size, first, second):
     with torch.no_grad():
         for param, value in zip(model.parameters(), box[0][1], strict=True):
             param.copy_(value)
-    merged = {"param_groups": box[0][0]["param_groups"], "shards": {}}
-    for state, _ in box[:first]:
-        for name, parts in state["shards"].items():
-            merged["shards"].setdefault(name, []).extend(parts)
-    optim.load_state_dict(merged)
+    optim.load_state_dict(merged([state for state, _ in box[:first]]))
     train(model, optim, rank, range(3, 6))
     reference = paceline.DataParallel(model_zoo.build("Plain"), group=groups[second], sync="naive")
     other = torch.optim.AdamW(reference.parameters(), **ADAMW)
@@ -104,12 +111,12 @@ def incomplete_state(rank, size):
     model, other = part_of_the_state(rank, size)
     x, y = torch.ones(2, model_zoo.WIDTH, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
     model.backward(model_zoo.loss_of(model, "Plain", x, y), samples=2)
-    if rank == 0:
-        with pytest.raises(UsageError, match="covers 1 of"):
-            other.step()
+    with pytest.raises(UsageError, match="covers 1 of") as raised:
+        other.step()
+    assert raised.value.rank == 0  # whose state is incomplete
 
 
-def test_a_missing_part_of_the_state_is_named(pool):
+def test_a_missing_part_of_the_state_is_named_on_all_ranks(pool):
     pool(2).run(incomplete_state)
 
 
@@ -273,11 +280,13 @@ def test_any_elementwise_optimizer(pool):
 
 
 def refused(rank, size):
-    for name in ("Adafactor", "LBFGS", "Muon"):
+    for name, reason in [("Adafactor", "not elementwise"), ("LBFGS", "closure"), ("Muon", "not elementwise")]:
         kind = getattr(torch.optim, name, None)
         if kind is not None:
-            with pytest.raises(UsageError, match="not elementwise"):
+            with pytest.raises(UsageError, match=f"can't update parts of parameters: .*{reason}"):
                 build(kind, lr=0.01)
+    with pytest.raises(UsageError, match="AssertionError: If capturable=True"):
+        build(torch.optim.AdamW, lr=0.01, capturable=True)
     with pytest.raises(UsageError, match="rejects its options"):
         build(torch.optim.AdamW, learning_rate=0.1)
     with pytest.raises(UsageError, match="wrap the model"):
@@ -327,3 +336,348 @@ def by_collectives(rank, size):
 
 def test_gloos_own_collectives_do_for_shards(pool):
     assert max(pool(3).run(by_collectives)) <= 1e-12
+
+
+# ------------------------------------------------------------------ state that an optimizer keeps in its groups
+
+
+class CountingSGD(torch.optim.SGD):
+    """Divides its step by a count, which it keeps in each group: as a number, a tensor and the length of a list."""
+
+    @torch.no_grad()
+    def step(self, closure=None, *, calls=None):
+        if calls is not None:
+            calls.append(len(self.param_groups))
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group.setdefault("tensor_count", torch.zeros(())).add_(1)
+            group.setdefault("list_count", []).append(None)
+            count = (group["count"] + float(group["tensor_count"]) + len(group["list_count"])) / 3
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / count)
+
+
+EACH_PARAMETER = paceline.Sync(bucket_mib=0, shard="optimizer")
+
+
+def grouped(kind, sync, group=None, **options):
+    """Return a model and an optimizer with two groups; one has a single element, so that some ranks hold none of it."""
+    model = paceline.DataParallel(model_zoo.build("Plain"), sync=sync, group=group)
+    layers = [param for name, param in model.named_parameters() if "scale" not in name]
+    groups = [{"params": layers}, {"params": [model.module.scale], "lr": 0.01}]
+    return model, paceline.ShardedOptimizer(model, kind, groups, **options)
+
+
+def counts(optim):
+    return [
+        (group["count"], float(group["tensor_count"]), len(group["list_count"]))
+        for group in optim.param_groups
+    ]
+
+
+def one_inner_optimizer_each(nbytes):
+    return [[index] for index in range(len(nbytes))]
+
+
+def count_in_groups(rank, size, several):
+    with mock.patch.object(zero, "update_parts", one_inner_optimizer_each if several else zero.update_parts):
+        model, optim = grouped(CountingSGD, EACH_PARAMETER if several else "sharded", lr=0.1)
+        reference, plain = grouped(CountingSGD, "naive", lr=0.1)
+        rate = torch.optim.lr_scheduler.ExponentialLR(optim, 0.9)
+        other_rate = torch.optim.lr_scheduler.ExponentialLR(plain, 0.9)
+        for step in range(5):
+            train(model, optim, rank, [step])
+            train(reference, plain, rank, [step])
+            rate.step(), other_rate.step()
+    return max_difference(model.parameters(), reference.parameters()), counts(optim)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one inner optimizer", "one per parameter"])
+def test_state_in_param_groups_survives_every_step(pool, several):
+    for gap, held in pool(3).run(count_in_groups, several):
+        assert gap < 1e-12
+        assert held == [(5, 5.0, 5)] * 2
+
+
+def counts_carried_over(rank, size, first, second):
+    """Train 3 steps with `first`, carry the state to `second`, train 3 more; compare with an unbroken run."""
+    model, optim = grouped(CountingSGD, first, lr=0.1)
+    train(model, optim, rank, range(3))
+    other, loaded = grouped(CountingSGD, second, lr=0.1)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    state = copy.deepcopy(optim.state_dict())
+    loaded.load_state_dict(state)
+    train(other, loaded, rank, range(3, 6))
+    reference, plain = grouped(CountingSGD, "naive", lr=0.1)
+    train(reference, plain, rank, range(6))
+    assert (
+        state["param_groups"][0]["list_count"] == [None] * 3
+    )  # the program's own copy stays as it was saved
+    return max_difference(other.parameters(), reference.parameters()), counts(loaded)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("sharded", "sharded"), ("sharded", "bucketed"), ("bucketed", "sharded")]
+)
+def test_state_in_param_groups_is_saved_and_loaded(pool, first, second):
+    for gap, held in pool(2).run(counts_carried_over, first, second):
+        assert gap < 1e-12
+        assert held == [(6, 6.0, 6)] * 2
+
+
+def counts_on_more_ranks(rank, size):
+    few = dist.new_group([0, 1])
+    states = None
+    if rank < 2:
+        model, optim = grouped(CountingSGD, "sharded", few, lr=0.1)
+        train(model, optim, rank, range(3))
+        states = model.state_dict(), optim.state_dict()
+    box = [None] * size
+    dist.all_gather_object(box, states)
+    other, loaded = grouped(CountingSGD, "sharded", lr=0.1)
+    other.load_state_dict(box[0][0])
+    loaded.load_state_dict(merged([state for _, state in box[:2]]))
+    train(other, loaded, rank, range(3, 6))
+    reference, plain = grouped(CountingSGD, "naive", lr=0.1)
+    train(reference, plain, rank, range(6))
+    return max_difference(other.parameters(), reference.parameters()), counts(loaded)
+
+
+def test_state_in_param_groups_is_the_same_on_another_number_of_ranks(pool):
+    for gap, held in pool(3).run(counts_on_more_ranks):
+        assert gap < 1e-12
+        assert held == [(6, 6.0, 6)] * 2
+
+
+def counts_with_changing_plans(rank, size):
+    """Change the plan between steps, as the tuner does."""
+    model, optim = grouped(CountingSGD, "bucketed", lr=0.1)
+    for number, name in enumerate(["bucketed", "sharded", "bucketed", "sharded"]):
+        if number:
+            model.zero_grad()
+            state = optim.gather_state()
+            model.engine.change_plan(STRATEGIES[name])
+            optim.resume_state(state)
+        train(model, optim, rank, range(2 * number, 2 * number + 2))
+    reference, plain = grouped(CountingSGD, "naive", lr=0.1)
+    train(reference, plain, rank, range(8))
+    return max_difference(model.parameters(), reference.parameters()), counts(optim)
+
+
+def test_state_in_param_groups_moves_between_plans(pool):
+    for gap, held in pool(2).run(counts_with_changing_plans):
+        assert gap < 1e-12
+        assert held == [(8, 8.0, 8)] * 2
+
+
+def rate_in_a_tensor(rank, size):
+    model, optim = build(torch.optim.SGD, lr=(rate := torch.tensor(0.1)), foreach=False)
+    reference, plain = build(torch.optim.SGD, sync="naive", lr=0.1)
+    for step in range(4):
+        train(model, optim, rank, [step])
+        train(reference, plain, rank, [step])
+        rate.mul_(0.5)
+        plain.param_groups[0]["lr"] *= 0.5
+    return max_difference(model.parameters(), reference.parameters())
+
+
+def test_a_learning_rate_tensor_is_read_in_every_step(pool):
+    assert all(gap < 1e-7 for gap in pool(2).run(rate_in_a_tensor))
+
+
+# ------------------------------------------------------------------ groups added later
+
+
+def add_later(rank, size, sync, after):
+    """Start with the weights, add the biases and the scale after some steps; as a plain optimizer with DDP."""
+
+    def start(model, make):
+        named = list(model.named_parameters())
+        optim = make([param for name, param in named if name.endswith("weight")])
+        later = [param for name, param in named if not name.endswith("weight")]
+        return optim, {"params": later, "lr": 0.005, "weight_decay": 0.3}
+
+    model = paceline.DataParallel(model_zoo.build("Plain"), sync=sync)
+    optim, later = start(
+        model, lambda params: paceline.ShardedOptimizer(model, torch.optim.AdamW, params, lr=0.02)
+    )
+    ddp = torch.nn.parallel.DistributedDataParallel(model_zoo.build("Plain"))
+    plain, other_later = start(ddp, lambda params: torch.optim.AdamW(params, lr=0.02))
+    for step in range(4):
+        if step == after:
+            optim.add_param_group(later)
+            plain.add_param_group(other_later)
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(6, model_zoo.WIDTH, generator=generator, dtype=torch.float64)
+        y = torch.randn(6, 1, generator=generator, dtype=torch.float64)
+        for net, each in ((model, optim), (ddp, plain)):
+            model_zoo.loss_of(net, "Plain", x, y).backward()
+            each.step()
+            net.zero_grad()
+    assert [len(group["params"]) for group in optim.param_groups] == [3, 4]
+    return max_difference(model.whole_parameters(), ddp.parameters())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("after", [0, 2], ids=["before the first step", "after two steps"])
+@pytest.mark.parametrize("sync", ["sharded", "bucketed", "full-shard"])
+def test_a_group_is_added_at_any_time(pool, sync, after):
+    assert all(gap < 1e-13 for gap in pool(2).run(add_later, sync, after))
+
+
+def foreign_parameters(rank, size, sync):
+    model, optim = build(torch.optim.AdamW, sync=sync, **ADAMW)
+    for steps in (range(1), range(1, 2)):
+        with pytest.raises(
+            UsageError, match=r"(?s)shape \[3, 5\] is not one of the model's.*wrapped"
+        ) as raised:
+            optim.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, 5))]})
+        assert raised.value.rank == rank
+        assert len(optim.param_groups) == 1
+        train(model, optim, rank, steps)
+    reference, plain = build(torch.optim.AdamW, sync="naive", **ADAMW)
+    train(reference, plain, rank, range(2))
+    return max_difference(model.parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("sync", ["sharded", "bucketed"])
+def test_a_parameter_of_another_model_is_refused_at_any_time(pool, sync):
+    assert all(gap < 1e-12 for gap in pool(2).run(foreign_parameters, sync))
+
+
+# ------------------------------------------------------------------ torch's own interface
+
+
+class KwargSGD(torch.optim.SGD):
+    """Needs an argument in step()."""
+
+    def step(self, closure=None, scale=1.0, seen=None):
+        seen.append(scale)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(scale)
+        return super().step(closure)
+
+
+def step_arguments(rank, size, sync):
+    model, optim = build(KwargSGD, sync=sync, lr=0.1)
+    x, y = torch.ones(2, model_zoo.WIDTH, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def closure():
+        optim.zero_grad()
+        loss = model_zoo.loss_of(model, "Plain", x, y)
+        model.backward(loss, samples=2)
+        return loss
+
+    seen = []
+    closure()
+    optim.step(scale=0.0, seen=seen)
+    assert max_difference(model.parameters(), before) == 0.0
+    assert optim.step(closure, scale=1.0, seen=seen).item() > 0
+    assert max_difference(model.parameters(), before) > 0
+    return seen
+
+
+class ClippedKwargSGD(KwargSGD):
+    """Is not elementwise, which a trial without arguments can't show."""
+
+    def step(self, closure=None, seen=None):
+        for group in self.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.1)
+        return super().step(closure, seen=seen)
+
+
+def refused_in_step(rank, size):
+    model, optim = build(ClippedKwargSGD, lr=0.1)
+    x, y = torch.ones(2, model_zoo.WIDTH, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
+    before = [param.detach().clone() for param in model.parameters()]
+    for arguments in ({}, {"seen": []}):
+        model.backward(model_zoo.loss_of(model, "Plain", x, y), samples=2)
+        with pytest.raises(UsageError, match="ClippedKwargSGD can't update parts of parameters"):
+            optim.step(**arguments)
+        optim.zero_grad()
+    return max_difference(model.parameters(), before)
+
+
+def test_an_optimizer_that_needs_arguments_is_tried_in_its_first_step(pool):
+    assert pool(2).run(refused_in_step) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("sync", ["sharded", "bucketed"])
+def test_arguments_of_step_reach_the_optimizer(pool, sync):
+    assert pool(2).run(step_arguments, sync) == [[0.0, 1.0]] * 2
+
+
+def wrong_params(rank, size, sync):
+    model = paceline.DataParallel(model_zoo.build("Plain"), sync=sync)
+    own = list(model.parameters())
+    for params, error in [
+        (own[1], TypeError),
+        (1.2, TypeError),
+        ([], ValueError),
+        ([*own, 42], TypeError),
+        ([{"params": own[:2]}, {"params": own[1:]}], ValueError),
+    ]:
+        with pytest.raises(error):
+            paceline.ShardedOptimizer(model, torch.optim.SGD, params, lr=0.1)
+    named = paceline.ShardedOptimizer(model, torch.optim.SGD, model.named_parameters(), lr=0.1)
+    train(model, named, rank, range(2))
+    assert len(named.state_dict()["param_groups"][0]["param_names"]) == len(own)
+
+
+@pytest.mark.parametrize("sync", ["sharded", "bucketed"])
+def test_params_are_checked_as_by_torch(pool, sync):
+    pool(2).run(wrong_params, sync)
+
+
+class TwoDtypes(torch.nn.Module):
+    """A float32 layer and a bfloat16 one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.wide, self.narrow = torch.nn.Linear(6, 9), torch.nn.Linear(9, 5).bfloat16()
+
+    def forward(self, x):
+        return self.narrow(torch.tanh(self.wide(x)).bfloat16()).float()
+
+
+def two_dtypes(rank, size, name):
+    found = {}
+    for sync in ("sharded", "bucketed"):
+        model = paceline.DataParallel(TwoDtypes(), sync=sync)
+        optim = paceline.ShardedOptimizer(model, getattr(torch.optim, name), lr=0.01)
+        for step in range(4):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step * 10 + rank))
+            model(x).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        found[sync] = [param.detach().clone() for param in model.parameters()]
+    return all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_parameters_of_two_dtypes_train_as_unsharded(pool, name):
+    assert pool(2, "paceline").run(two_dtypes, name) == [True, True]
+
+
+class SparseWeight(torch.nn.Module):
+    """A parameter stored as a sparse tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = torch.nn.Parameter(torch.ones(3))
+        self.thin = torch.nn.Parameter(torch.eye(3).to_sparse())
+
+
+def sparse_weight(rank, size):
+    for sync in ("sharded", "bucketed"):
+        with pytest.raises(UsageError, match=r"parameter 'thin' is stored sparse"):
+            paceline.DataParallel(SparseWeight(), sync=sync)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sparse_parameter_is_refused(pool, ranks):
+    pool(ranks).run(sparse_weight)

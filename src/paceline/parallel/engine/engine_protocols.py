@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +30,7 @@ class InFlight(Protocol):
 class ReshardableOptimizer(Protocol):
     """An optimizer whose state can move between layouts; `ShardedOptimizer` implements it."""
 
-    @cached_property
+    @property
     def can_shard(self) -> bool:
         """Whether it can update parts of parameters."""
         ...

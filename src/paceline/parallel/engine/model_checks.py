@@ -54,6 +54,11 @@ def check_parameters(module: torch.nn.Module, compression: Compression | None) -
                 f"parameter {name!r} has no shape yet (a lazy module)",
                 remedy="run one forward before wrapping",
             )
+        if param.layout != torch.strided:
+            raise UsageError(
+                f"parameter {name!r} is stored sparse ({param.layout})",
+                remedy="store it dense: torch.nn.Parameter(parameter.to_dense())",
+            )
         if compression is not None and param.requires_grad and not compression.exempts(name, param):
             compression.check_supported(name, param)
 

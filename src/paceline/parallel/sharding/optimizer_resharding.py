@@ -2,14 +2,12 @@
 
 Between layouts the state of a parameter is a dictionary: per-element tensors, flattened in the parameter's storage
 order, and entries of the whole parameter, such as ``step``. A shard is ``{"start", "stop", "state"}``: the state of the
-elements from `start` up to `stop`.
-
-Whether an optimizer is elementwise, and which entries of its state are per-element, is found by trying it.
+elements from `start` up to `stop`. Which entries are per-element is found by trying the optimizer (`optimizer_probe`);
+those that it does not know are judged by their shape.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,16 +17,12 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.parallel.engine.bucket import Bucket, ShardPiece, shaped_as, storage_numel
 from paceline.parallel.gradient_collectives import Comm
-from paceline.world.control_collectives import gather_texts
 
 __all__ = [
     "Shards",
     "StateOf",
-    "defaults_with",
-    "elementwise_keys",
     "flatten_state",
     "gather_state",
-    "is_elementwise",
     "merge_shards",
     "slice_state",
     "unflatten_state",
@@ -43,11 +37,24 @@ StateOf = dict[str, dict[str, Any]]
 
 
 def flatten_state(state: Mapping[str, Any], param: Tensor, elementwise: Collection[str]) -> dict[str, Any]:
-    """Return a parameter's state as it is between layouts; `elementwise` names the per-element entries."""
-    return {key: _flat(value, param) if key in elementwise else value for key, value in state.items()}
+    """Return a parameter's state as it is between layouts; `elementwise` names the per-element entries.
+
+    Raises:
+        UsageError: a per-element entry has another shape than the parameter.
+    """
+    flat = {}
+    for key, value in state.items():
+        unknown = isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape
+        flat[key] = _flat(key, value, param) if key in elementwise or unknown else value
+    return flat
 
 
-def _flat(value: Tensor, param: Tensor) -> Tensor:
+def _flat(key: str, value: Tensor, param: Tensor) -> Tensor:
+    if value.shape != param.shape:
+        raise UsageError(
+            f"the state's {key!r} has shape {list(value.shape)}, its parameter {list(param.shape)}",
+            remedy="load a state of the same model, with the parameters in the same order",
+        )
     real = value.dtype.to_real() if value.is_complex() else value.dtype
     flat = torch.empty(storage_numel(param), dtype=real, device=value.device)
     shaped_as(param, flat).copy_(value)
@@ -66,7 +73,12 @@ def unflatten_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def gather_state(
-    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]], buckets: Sequence[Bucket], comm: Comm
+    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]],
+    buckets: Sequence[Bucket],
+    comm: Comm,
+    elementwise: Collection[str],
+    *,
+    to: int | None = None,
 ) -> StateOf:
     """Return the whole state of every parameter; a collective.
 
@@ -74,8 +86,10 @@ def gather_state(
         held: this rank's pieces of the parameters, each with its state.
         buckets: of the parameters.
         comm: the ranks.
+        elementwise: names of the per-element entries.
+        to: the only rank that needs the result; others return none of the per-element entries. None: all.
     """
-    whole, dtype_of = _gather_entries(held, comm)
+    whole, dtype_of = _gather_entries(held, comm, elementwise)
     for bucket in buckets:
         for key in sorted({key for slot in bucket.slots for key in dtype_of.get(slot.name, {})}):
             slots = [slot for slot in bucket.slots if key in dtype_of.get(slot.name, {})]
@@ -86,41 +100,36 @@ def gather_state(
                     first = piece.slot.start + piece.start
                     flat[first : first + piece.stop - piece.start] = state[key]
             comm.all_gather(flat).wait()
-            for slot in slots:
+            for slot in slots if to in (None, comm.rank) else []:
                 whole[slot.name][key] = flat[slot.start : slot.start + slot.numel].clone()
     return whole
 
 
 def _gather_entries(
-    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]], comm: Comm
+    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]], comm: Comm, elementwise: Collection[str]
 ) -> tuple[StateOf, dict[str, dict[str, torch.dtype]]]:
     """Return the entries of whole parameters, and the dtypes of the per-element ones, from all ranks."""
-    mine: dict[str, dict[str, list[Any]]] = {}
+    entries: StateOf = {}
+    dtypes: dict[str, dict[str, torch.dtype]] = {}
     for piece, state in held:
         for key, value in state.items():
-            mine.setdefault(piece.slot.name, {})[key] = _describe(value, piece)
+            if _is_per_element(key, value, piece.stop - piece.start, elementwise):
+                dtypes.setdefault(piece.slot.name, {})[key] = value.dtype
+            else:
+                kept = value.cpu() if isinstance(value, Tensor) else value
+                entries.setdefault(piece.slot.name, {})[key] = kept
     whole: StateOf = {}
     dtype_of: dict[str, dict[str, torch.dtype]] = {}
-    for text in gather_texts(json.dumps(mine), comm.group):
-        for name, described in json.loads(text).items():
-            for key, (kind, value) in described.items():
-                dtype = getattr(torch, kind) if kind else None
-                if value is None and dtype is not None:
-                    dtype_of.setdefault(name, {})[key] = dtype
-                    whole.setdefault(name, {})
-                else:
-                    number = value if dtype is None else torch.tensor(value, dtype=dtype)
-                    whole.setdefault(name, {})[key] = number
+    for theirs, their_dtypes in comm.gather_objects((entries, dtypes)):
+        for name in theirs.keys() | their_dtypes.keys():
+            whole.setdefault(name, {}).update(theirs.get(name, {}))
+            dtype_of.setdefault(name, {}).update(their_dtypes.get(name, {}))
     return whole, dtype_of
 
 
-def _describe(value: Any, piece: ShardPiece) -> list[Any]:
-    """Return [dtype, number]: no number for a per-element entry, no dtype for anything but a tensor."""
-    if not isinstance(value, Tensor):
-        return ["", value]
-    kind = str(value.dtype).removeprefix("torch.")
-    per_element = value.dim() and value.numel() == piece.stop - piece.start
-    return [kind, None if per_element else value.tolist()]
+def _is_per_element(key: str, value: object, numel: int, elementwise: Collection[str]) -> bool:
+    """Return whether an entry in the state of `numel` flattened elements has one value for each."""
+    return key in elementwise or (isinstance(value, Tensor) and value.shape == (numel,) != (1,))
 
 
 def whole_shard(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
@@ -138,7 +147,7 @@ def merge_shards(shards_of_ranks: Sequence[Mapping[str, Sequence[dict[str, Any]]
 
 
 def slice_state(
-    name: str, start: int, stop: int, shards: Sequence[Mapping[str, Any]], elementwise: frozenset[str]
+    name: str, start: int, stop: int, shards: Sequence[Mapping[str, Any]], elementwise: Collection[str]
 ) -> dict[str, Any]:
     """Return the state of a parameter's elements from `start` up to `stop`, assembled from shards.
 
@@ -160,7 +169,7 @@ def slice_state(
             continue
         covered += high - low
         for key, value in shard["state"].items():
-            if key in elementwise:
+            if _is_per_element(key, value, shard["stop"] - shard["start"], elementwise):
                 value = value.reshape(-1)
                 whole = state.setdefault(key, value.new_zeros(stop - start))
                 whole[low - start : high - start] = value[low - shard["start"] : high - shard["start"]]
@@ -172,40 +181,3 @@ def slice_state(
             remedy="load the shards of all ranks that wrote the state",
         )
     return state
-
-
-def defaults_with(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's defaults with the options, once it accepts them."""
-    try:
-        return dict(optimizer([torch.nn.Parameter(torch.zeros(2, 2))], **options).defaults)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{optimizer.__name__} rejects its options: {error}") from error
-
-
-def is_elementwise(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
-    """Return whether updating two halves of a matrix, flattened, equals updating the matrix."""
-    generator = torch.Generator().manual_seed(0)
-    start, grads = torch.randn(4, 4, generator=generator), torch.randn(3, 4, 4, generator=generator)
-    whole = torch.nn.Parameter(start.clone())
-    halves = [torch.nn.Parameter(half.clone()) for half in start.reshape(2, 8)]
-    try:
-        one, two = optimizer([whole], **options), optimizer(halves, **options)
-        for grad in grads:
-            whole.grad = grad.clone()
-            for half, part in zip(halves, grad.reshape(2, 8), strict=True):
-                half.grad = part.clone()
-            one.step()
-            two.step()
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        return False  # it needs matrices, a closure, sparse gradients …
-    return torch.allclose(whole.detach().reshape(2, 8), torch.stack([half.detach() for half in halves]))
-
-
-def elementwise_keys(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> frozenset[str]:
-    """Return the names of the per-element state entries (``exp_avg``), not those of whole parameters (``step``)."""
-    param = torch.nn.Parameter(torch.zeros(2, 2))
-    tried = optimizer([param], **options)
-    param.grad = torch.ones(2, 2)
-    tried.step()
-    state = tried.state[param]
-    return frozenset(key for key, value in state.items() if getattr(value, "shape", None) == param.shape)

@@ -5,17 +5,23 @@
 
 Optimizer state exists for the own shard only: 1/N of the memory, and the update takes 1/N of the time (Rajbhandari et
 al., ZeRO, arXiv 1910.02054 §5.1). Shards cut through parameters, so the update must be elementwise: a new number may
-depend on that number's own history only. This is checked by trying the optimizer.
+depend on that number's own history only. This is checked by trying the optimizer (`optimizer_probe`).
+
+[Note: groups] Shards that are updated together have an inner optimizer; there is one per 4 MiB or so. All of them
+share the outer parameter groups: each starts a step with their values, and as the optimizer is elementwise, all end it
+with the same new ones, which become the outer groups' values. So what a scheduler sets reaches the update, and what an
+optimizer keeps in its groups (a step count) lasts, and is the same on all ranks. For a group of which this rank holds
+no element, an inner optimizer of a single zero does the counting.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -28,11 +34,20 @@ from paceline.parallel.engine.bucket import Bucket, ShardPiece, storage_numel
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.unsynchronised_step_guard import ConsumesShards
 from paceline.parallel.sharding import optimizer_resharding
+from paceline.parallel.sharding.optimizer_probe import (
+    OptimizerProbe,
+    check_options,
+    group_options,
+    probe_optimizer,
+    takes_arguments,
+)
 from paceline.parallel.sharding.optimizer_resharding import Shards, StateOf
 
 __all__ = ["ShardedOptimizer"]
 
-_Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+_Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.nn.Parameter]]
+
+_IMMUTABLE = (int, float, complex, str, bytes, tuple, type(None))
 
 
 class WrappedModel(Protocol):
@@ -61,6 +76,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
     Raises:
         UsageError: `optimizer` is not a class, is not elementwise or rejects the options, or parameters are not the
             model's.
+        TypeError, ValueError: `params` are not parameters, or there are none, as with any torch optimizer.
 
     Example:
         >>> optim = ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4, weight_decay=0.1)
@@ -86,26 +102,20 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             )
         self._engine = model.engine
         self._class, self._options = optimizer, options
-        defaults = optimizer_resharding.defaults_with(optimizer, options)
-        given = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
-        super().__init__(cast(Any, given), defaults)
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if not self._engine.holds(param):
-                raise UsageError(
-                    f"a parameter of shape {list(param.shape)} is not one of the model's",
-                    remedy="pass parameters of the wrapped model",
-                )
         self._whole: torch.optim.Optimizer | None = None
+        self._groups: list[_BucketGroup] = []
+        self._states_checked = False
+        self._loaded: Shards = {}
+        self._consolidated: dict[str, Any] | None = None
+        self._expected: list[list[dist.Work]] = []  # receives of the other shards, posted before the update
+        self._probes: dict[str, OptimizerProbe] = {}
+        self._step_arguments: dict[str, Any] = {}  # of the trials
+        self._needs_arguments = False  # a trial without them failed
+        defaults = check_options(optimizer, options)
+        given = params if params is not None else [p for p in model.parameters() if p.requires_grad]
+        super().__init__(cast(Any, given), defaults)
         if self._reducer is None:
             self._update_whole()
-        elif not self.can_shard:
-            raise UsageError(
-                f"{optimizer.__name__} is not elementwise, so it can't update parts of parameters",
-                remedy="use an elementwise optimizer (SGD, Adam, AdamW, RMSprop …) or another strategy",
-            )
-        self._groups: list[_BucketGroup] = []
-        self._loaded: Shards = {}
-        self._expected: list[list[dist.Work]] = []  # receives of the other shards, posted before the update
         if self._engine.tuner is not None:
             self._engine.tuner.attach(self)
 
@@ -114,15 +124,68 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         """The engine, if it leaves each rank a shard of the gradients."""
         return self._engine if self._engine.sharded else None
 
-    @cached_property
+    @property
     def can_shard(self) -> bool:
         """Whether the optimizer is elementwise, so that it may update parts of parameters."""
-        return optimizer_resharding.is_elementwise(self._class, self._options)
+        return not self._probe.refusal
 
-    @cached_property
-    def _elementwise(self) -> frozenset[str]:
-        """Names of the per-element entries of the state."""
-        return optimizer_resharding.elementwise_keys(self._class, self._options)
+    @property
+    def _probe(self) -> OptimizerProbe:
+        """What trying the optimizer with the options of every group has shown."""
+        found = OptimizerProbe()
+        for group in self.param_groups:
+            found |= self._probe_of(group)
+        return found
+
+    def _probe_of(self, group: Mapping[str, Any]) -> OptimizerProbe:
+        options = {key: value for key, value in sorted(group_options(group).items()) if key != "lr"}
+        known = self._probes.get(repr(options))
+        if known is None:
+            known = probe_optimizer(
+                self._class, self._options, group, self._engine.device, self._step_arguments
+            )
+            self._probes[repr(options)] = known
+        return known
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters, at any time; all ranks must call this.
+
+        Raises:
+            UsageError: a parameter is not one of the model's, or the group's options make the optimizer one that can't
+                update parts of parameters.
+        """
+        if self._whole is not None:
+            self._whole.add_param_group(param_group)  # its groups are this one's
+        else:
+            super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except UsageError:
+            del self.param_groups[-1]
+            raise
+        if self._groups:  # the next step builds them anew
+            self._loaded, self._groups = self.shards() or {}, []
+        self._consolidated = None
+
+    def _check_group(self, group: Mapping[str, Any], *, in_step: bool = False) -> None:
+        for param in group["params"]:
+            if not self._engine.holds(param):
+                raise UsageError(
+                    f"a parameter of shape {list(param.shape)} is not one of the model's",
+                    rank=self._engine.comm.rank,
+                    step=self._engine.step,
+                    remedy="pass parameters of the wrapped model; update others with an optimizer of their own",
+                )
+        if self._whole is not None or self._reducer is None:
+            return
+        probe = self._probe_of(group)
+        if probe.failed and takes_arguments(self._class) and not in_step:
+            self._needs_arguments = True  # `step` tries it with its own
+        elif probe.refusal:
+            raise UsageError(
+                f"{self._class.__name__} can't update parts of parameters: {probe.refusal}",
+                remedy="use an elementwise optimizer (SGD, Adam, AdamW, RMSprop …) or another strategy",
+            )
 
     def _update_whole(self) -> None:
         """Update whole parameters from now on."""
@@ -132,17 +195,19 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
     # ------------------------------------------------------------------ step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's shard with the synchronised gradients and gather the other ranks' shards.
 
         Args:
             closure: evaluates the model again and returns the loss, as for torch's optimizers.
+            kwargs: passed to the optimizer's ``step``, which if sharded is called once per part of the shard.
 
         Returns:
             The closure's result, or None.
         """
+        self._consolidated = None
         if self._whole is not None:
-            result = self._whole.step(closure) if closure is not None else self._whole.step()
+            result = self._whole.step(**kwargs) if closure is None else self._whole.step(closure, **kwargs)
             if self._engine.tuner is not None:
                 self._engine.drop()  # as when sharded: a program must not depend on the chosen plan
             return result
@@ -155,10 +220,20 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if reducer.unsynced:
             reducer.synchronise()
         if reducer.has_buckets:  # otherwise no backward has run: nothing to update
-            self._update(reducer)
+            if self._needs_arguments:
+                self._try_with(kwargs)
+            self._update(reducer, () if closure is None else (lambda: result,), kwargs)
         return result
 
-    def _update(self, reducer: Reducer) -> None:
+    def _try_with(self, arguments: dict[str, Any]) -> None:
+        """Try the optimizer again, with arguments of its ``step``; all ranks find the same."""
+        self._step_arguments = arguments
+        self._probes.clear()
+        for group in self.param_groups:
+            self._check_group(group, in_step=True)
+        self._needs_arguments = False
+
+    def _update(self, reducer: Reducer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Per group: wait for the sums, update the own shard, send it; then wait for the other ranks' shards."""
         moved = reducer.readopt_parameters()
         groups = self._groups or self._build(reducer)
@@ -172,9 +247,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         recorder = step_state.recorder_of(reducer.comm)
         others = (reducer.comm.size - 1) / reducer.comm.size
         expected = iter(self._expected)
+        options = [group_options(group) for group in self.param_groups]
         for group in groups:
             exposed += sum(reducer.launch_queue.wait_for(bucket) for bucket in group.buckets)
-            group.update(self.param_groups)
+            group.update(options, args, kwargs)
             for flat in group.flats():
                 launched = time.perf_counter()
                 pending = reducer.comm.all_gather(flat, next(expected))
@@ -190,6 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 recorder.completed("gather", number, pending.ended, time.perf_counter())
         step_state.end_wait()
         self._expected = []
+        self._keep_group_state(groups)
         seconds = time.perf_counter() - started
         timings, nbytes = reducer.timings, sum(flat.nbytes for flat in flats)
         timings.calls += len(flats)
@@ -198,32 +275,90 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         reducer.note_waiting(exposed + seconds)
         timings.call_seconds.extend([seconds / len(flats)] * len(flats) if flats else [])
         reducer.drop()
+        if not self._states_checked:
+            self._check_states(groups)
+
+    def _keep_group_state(self, groups: Sequence[_BucketGroup]) -> None:
+        """Take over what the inner optimizers have changed in their groups; see [Note: groups]."""
+        seen: set[int] = set()
+        for group in groups:
+            for index, mine in group.param_groups():
+                if index not in seen:
+                    seen.add(index)
+                    _take_over(self.param_groups[index], group_options(mine))
+
+    def _check_states(self, groups: Sequence[_BucketGroup]) -> None:
+        """Raise on all ranks if the state of any piece is not as in the trial; once per build."""
+        probe = self._probe
+        misfits = (
+            f"{piece.slot.name!r}: {misfit}"
+            for group in groups
+            for piece, param in group.pieces
+            if (misfit := probe.misfit(group.state_of(param), param.numel()))
+        )
+        self._raise_together(
+            next(misfits, ""),
+            f"{self._class.__name__} can't update parts of parameters: its state is not like that of small ones: ",
+            remedy="use an elementwise optimizer (SGD, Adam, AdamW, RMSprop …) or another strategy",
+        )
+        self._states_checked = True
+
+    def _raise_together(self, problem: str, before: str, *, remedy: str) -> None:
+        """Raise a `UsageError` on all ranks if any has a problem; a collective."""
+        problems = self._engine.comm.gather_objects(problem)
+        rank = next((rank for rank, text in enumerate(problems) if text), None)
+        if rank is not None:
+            raise UsageError(before + problems[rank], rank=rank, step=self._engine.step, remedy=remedy)
 
     def _build(self, reducer: Reducer) -> list[_BucketGroup]:
-        """Create the groups of buckets with this rank's shards and any loaded state."""
+        """Create the groups of buckets with this rank's shards and any loaded state; a collective.
+
+        Raises:
+            UsageError: on all ranks, if elements of the loaded state are missing on any.
+        """
         group_of = {id(param): at for at, group in enumerate(self.param_groups) for param in group["params"]}
         full = [bucket for bucket in reducer.buckets if bucket.slots]
         rank, size = reducer.comm.rank, reducer.comm.size
+        elementwise = self._probe.elementwise
+        built, problem = [], ""
         for members in update_parts([bucket.flat.nbytes for bucket in full]):
             buckets = [full[index] for index in members]
-            param_groups = [{**_options_of(group), "params": []} for group in self.param_groups]
             pieces: list[tuple[ShardPiece, torch.nn.Parameter]] = []
+            held: dict[int, list[torch.nn.Parameter]] = {}
             for piece in (p for bucket in buckets for p in bucket.pieces(rank, size)):
                 at = group_of.get(id(piece.slot.param))
                 if at is not None:
                     pieces.append((piece, torch.nn.Parameter(piece.data)))
-                    param_groups[at]["params"].append(pieces[-1][1])
-            built = _BucketGroup(buckets, pieces, self._class(param_groups, **self._options))
+                    held.setdefault(at, []).append(pieces[-1][1])
+            group = _BucketGroup(buckets, pieces, sorted(held), self._inner(held))
             for piece, param in pieces:
                 name = piece.slot.name
                 if name in self._loaded:
-                    state = optimizer_resharding.slice_state(
-                        name, piece.start, piece.stop, self._loaded[name], self._elementwise
-                    )
-                    built.optimizer.state[param] = state
-            self._groups.append(built)
-        self._loaded = {}
+                    try:
+                        state = optimizer_resharding.slice_state(
+                            name, piece.start, piece.stop, self._loaded[name], elementwise
+                        )
+                    except UsageError as error:
+                        problem = problem or str(error).partition("\n")[0]
+                        continue
+                    options = self.param_groups[group_of[id(piece.slot.param)]]
+                    group.state_of(param).update(_on_device(state, param, options))
+            built.append(group)
+        self._raise_together(problem, "", remedy="load the shards of all ranks that wrote the state")
+        here = {index for group in built for index in group.indices}
+        missing = [index for index in range(len(self.param_groups)) if index not in here]
+        zeros = {index: [_zero_with_grad(reducer.device)] for index in missing}
+        built.append(_BucketGroup([], [], missing, self._inner(zeros)))
+        self._groups, self._loaded, self._states_checked = built, {}, False
         return self._groups
+
+    def _inner(self, held: Mapping[int, list[torch.nn.Parameter]]) -> torch.optim.Optimizer | None:
+        """Return an optimizer of the `held` parameters, by the index of their outer group; None for none."""
+        groups = [
+            {**_copied(group_options(self.param_groups[index])), "params": held[index]}
+            for index in sorted(held)
+        ]
+        return self._class(groups, **self._options) if groups else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; buckets stay allocated."""
@@ -238,11 +373,35 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
         Returns:
             ``{"param_groups": [options …], "shards": {parameter name: [{"start", "stop", "state"} …]}}``, where `start`
-            and `stop` count elements of the flattened parameter. Unsharded, the state of the plain optimizer.
+            and `stop` count elements of the flattened parameter. Unsharded, or right after `consolidate_state_dict` on
+            the rank that it names, the state in torch's format, as of the plain optimizer.
         """
+        if self._consolidated is not None:
+            return self._consolidated
         if self._whole is not None:
             return self._whole.state_dict()
-        return {"param_groups": [_options_of(group) for group in self.param_groups], "shards": self.shards()}
+        options = [_saved_options(group) for group in self.param_groups]
+        return {"param_groups": options, "shards": self.shards()}
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state, in torch's format, on rank `to`; all ranks must call this.
+
+        There, `state_dict` returns it until the next step or load, as with torch's `ZeroRedundancyOptimizer`. The plain
+        optimizer loads it, and so does a `ShardedOptimizer` on any number of ranks.
+        """
+        comm, reducer = self._engine.comm, self._reducer
+        whole = None
+        if reducer is not None and reducer.has_buckets:
+            groups = self._groups or self._build(reducer)
+            buckets = [bucket for group in groups for bucket in group.buckets]
+            elementwise = self._probe.elementwise
+            state_of = optimizer_resharding.gather_state(
+                self._pieces_with_state(), buckets, comm, elementwise, to=to
+            )
+            whole = self._in_torchs_format(state_of, self.param_groups) if comm.rank == to else None
+        elif reducer is not None:
+            whole = self._unsharded(self.state_dict())
+        self._consolidated = whole if comm.rank == to else None
 
     def shards(self) -> Shards | None:
         """Return this rank's shards of the state, as in `state_dict`; None if nothing is sharded."""
@@ -257,9 +416,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         return shards
 
     def _pieces_with_state(self) -> list[tuple[ShardPiece, dict[str, Any]]]:
-        return [
-            (piece, group.optimizer.state[param]) for group in self._groups for piece, param in group.pieces
-        ]
+        return [(piece, group.state_of(param)) for group in self._groups for piece, param in group.pieces]
 
     def includes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `optimizer` is this one, or the one that updates whole parameters for it."""
@@ -272,15 +429,18 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
     def gather_state(self) -> StateOf:
         """Return the whole state of every parameter, in the form of `optimizer_resharding`; a collective."""
+        elementwise = self._probe.elementwise
         if self._whole is not None:
             held = [(name, param, self._whole.state.get(param)) for name, param in self._named()]
             return {
-                name: optimizer_resharding.flatten_state(state, param, self._elementwise)
+                name: optimizer_resharding.flatten_state(state, param, elementwise)
                 for name, param, state in held
                 if state
             }
         buckets = [bucket for group in self._groups for bucket in group.buckets]
-        return optimizer_resharding.gather_state(self._pieces_with_state(), buckets, self._engine.comm)
+        return optimizer_resharding.gather_state(
+            self._pieces_with_state(), buckets, self._engine.comm, elementwise
+        )
 
     def resume_state(self, state_of: StateOf) -> None:
         """Continue from a gathered state, in the layout that the engine has now."""
@@ -302,61 +462,93 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         """Start from a fresh state."""
         if self._whole is not None:
             self._whole.state.clear()
-        self._groups, self._loaded = [], {}
+        self._groups, self._loaded, self._consolidated = [], {}, None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, whole or in shards, into the present layout.
+        """Load a state, in torch's format or in shards, into the present layout.
 
         Shards of one or of all ranks are cut to fit any number of ranks. If each rank updates whole parameters, it
         gathers the other ranks' shards, so all ranks must call this.
 
         Raises:
-            UsageError: the number of groups differs, or a part of the state is missing (if sharded, raised by the
-                first step).
+            UsageError: the groups differ, or a part of the state is missing (if sharded, raised by the first step).
         """
-        options = state_dict["param_groups"]
-        if len(options) != len(self.param_groups):
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
             raise UsageError(
-                f"the state has {len(options)} parameter groups, this optimizer {len(self.param_groups)}"
+                f"the state has {len(saved)} parameter groups, this optimizer {len(self.param_groups)}"
             )
+        self._consolidated = None
         if self._whole is not None:
             self._whole.load_state_dict(self._unsharded(state_dict) if "shards" in state_dict else state_dict)
             self.param_groups, self.state = self._whole.param_groups, self._whole.state
             return
-        for group, loaded in zip(self.param_groups, options, strict=True):
-            group.update(_options_of(loaded))
-        if "shards" in state_dict:
-            self._loaded = state_dict["shards"]
-        else:
-            self._loaded = {
-                name: [
-                    optimizer_resharding.whole_shard(
-                        optimizer_resharding.flatten_state(
-                            state_dict["state"][index], param, self._elementwise
-                        ),
-                        param,
-                    )
-                ]
-                for index, (name, param) in enumerate(self._named())
-                if index in state_dict["state"]
-            }
+        if "shards" not in state_dict:
+            self._check_sizes(saved)
+        groups = [
+            {**group, **copy.deepcopy(_saved_options(options))}
+            for group, options in zip(self._bare_groups(), saved, strict=True)
+        ]
+        for group in groups:
+            self._check_group(group)
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self._loaded = state_dict["shards"] if "shards" in state_dict else self._in_shards(state_dict)
         self._groups = []
 
-    def _unsharded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a sharded state in torch's format, with the shards of all ranks."""
-        shards_of = optimizer_resharding.merge_shards(self._engine.comm.gather_objects(state_dict["shards"]))
-        state: dict[int, dict[str, Any]] = {}
-        for index, (name, param) in enumerate(self._named()):
-            if name in shards_of:
-                whole = optimizer_resharding.slice_state(
-                    name, 0, storage_numel(param), shards_of[name], self._elementwise
+    def _bare_groups(self) -> list[dict[str, Any]]:
+        """Return the groups without what a state replaces."""
+        kept = ("params", "param_names")
+        return [{key: group[key] for key in kept if key in group} for group in self.param_groups]
+
+    def _check_sizes(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        for number, (group, theirs) in enumerate(zip(self.param_groups, saved, strict=True)):
+            if len(theirs["params"]) != len(group["params"]):
+                raise UsageError(
+                    f"group {number} has {len(theirs['params'])} parameters in the state, "
+                    f"{len(group['params'])} in this optimizer"
                 )
-                state[index] = optimizer_resharding.unflatten_state(whole, param)
+
+    def _in_shards(self, state_dict: dict[str, Any]) -> Shards:
+        """Return the state of a plain optimizer with each parameter's as its only shard."""
+        saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
+        elementwise, states = self._probe.elementwise, state_dict["state"]
+        return {
+            name: [
+                optimizer_resharding.whole_shard(
+                    optimizer_resharding.flatten_state(states[saved_id], param, elementwise), param
+                )
+            ]
+            for saved_id, (name, param) in zip(saved_ids, self._named(), strict=True)
+            if saved_id in states
+        }
+
+    def _unsharded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a sharded state in torch's format, with the shards of all ranks; a collective."""
+        shards_of = optimizer_resharding.merge_shards(self._engine.comm.gather_objects(state_dict["shards"]))
+        elementwise = self._probe.elementwise
+        state_of = {
+            name: optimizer_resharding.slice_state(
+                name, 0, storage_numel(param), shards_of[name], elementwise
+            )
+            for name, param in self._named()
+            if name in shards_of
+        }
+        return self._in_torchs_format(state_of, state_dict["param_groups"])
+
+    def _in_torchs_format(self, state_of: StateOf, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a whole state as the plain optimizer with the groups' `options` has it."""
         at = itertools.count()
         groups = [
-            {**_options_of(loaded), "params": [next(at) for _ in group["params"]]}
-            for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True)
+            {**_saved_options(saved), "params": [next(at) for _ in group["params"]]}
+            for group, saved in zip(self.param_groups, options, strict=True)
         ]
+        state = {
+            index: optimizer_resharding.unflatten_state(state_of[name], param)
+            for index, (name, param) in enumerate(self._named())
+            if state_of.get(name)
+        }
         return {"state": state, "param_groups": groups}
 
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -372,12 +564,14 @@ class _BucketGroup:
     Attributes:
         buckets: the buckets.
         pieces: of parameters in these shards, each with the parameter that the optimizer updates.
-        optimizer: of the pieces.
+        indices: of the outer parameter groups that the inner optimizer's groups belong to.
+        optimizer: of the pieces; None without any.
     """
 
     buckets: list[Bucket]
     pieces: list[tuple[ShardPiece, torch.nn.Parameter]]
-    optimizer: torch.optim.Optimizer
+    indices: list[int]
+    optimizer: torch.optim.Optimizer | None
 
     def flats(self) -> list[torch.Tensor]:
         """Return the buckets' parameters."""
@@ -390,16 +584,68 @@ class _BucketGroup:
             assert buffer is not None, "sharded buckets hold parameters"
             param.data = buffer[start + piece.start : start + piece.stop]
 
-    def update(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Run the optimizer with the present options of `groups`."""
-        if not self.pieces:
+    def param_groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Return the inner groups, each with the index of its outer group."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return zip(self.indices, groups, strict=True)
+
+    def state_of(self, param: torch.nn.Parameter) -> dict[str, Any]:
+        """Return the state of a piece's parameter."""
+        assert self.optimizer is not None, "there are pieces"
+        return self.optimizer.state[param]
+
+    def update(
+        self, options: Sequence[Mapping[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Run the optimizer with the `options` of the outer groups, and with arguments of its ``step``."""
+        if self.optimizer is None:
             return
-        for group, mine in zip(groups, self.optimizer.param_groups, strict=True):
-            mine.update(_options_of(group))
+        for index, mine in self.param_groups():
+            mine.update(_copied(options[index]))
         for piece, param in self.pieces:
             param.grad = piece.grad.to(param.dtype) if piece.slot.used else None
-        self.optimizer.step()
+        self.optimizer.step(*args, **kwargs)
 
 
-def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+def _saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options that an inner optimizer may change in place."""
+    return {
+        key: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
+        for key, value in options.items()
+    }
+
+
+def _take_over(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set a group's options; a tensor stays the object that it is, as the program may hold it."""
+    for key, value in options.items():
+        now = group.get(key)
+        if now is value:
+            continue
+        if (
+            isinstance(value, torch.Tensor)
+            and isinstance(now, torch.Tensor)
+            and (now.shape, now.dtype) == (value.shape, value.dtype)
+        ):
+            now.copy_(value)
+        else:
+            group[key] = value
+
+
+def _on_device(state: Mapping[str, Any], param: torch.Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a loaded state on the parameter's device, but for ``step`` where torch's optimizers keep it."""
+    kept = () if options.get("capturable") or options.get("fused") else ("step",)
+    return {
+        key: value.to(param.device) if isinstance(value, torch.Tensor) and key not in kept else value
+        for key, value in state.items()
+    }
+
+
+def _zero_with_grad(device: torch.device) -> torch.nn.Parameter:
+    """Return a parameter that stays zero; see [Note: groups]."""
+    param = torch.nn.Parameter(torch.zeros(1, device=device))
+    param.grad = torch.zeros(1, device=device)
+    return param

@@ -185,7 +185,7 @@ def _claim_gradients(observer: TrainingObserver, model: torch.nn.Module) -> None
 
 def _claim_optimizer_state(observer: TrainingObserver, optimizer: torch.optim.Optimizer) -> None:
     inner = [part.optimizer for part in getattr(optimizer, "_groups", [])]
-    for each in [optimizer, *inner]:
+    for each in filter(None, [optimizer, *inner]):
         for state in each.state.values():
             observer.claim(
                 "optimizer state", [value for value in state.values() if isinstance(value, Tensor)]
