@@ -681,3 +681,180 @@ def sparse_weight(rank, size):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sparse_parameter_is_refused(pool, ranks):
     pool(ranks).run(sparse_weight)
+
+
+# ------------------------------------------------------------------ torch's format of the state
+
+
+def to_torch_and_back(rank, size, name, kind_name, between):
+    """Train 3 steps sharded, 3 with torch's DDP and plain optimizer, 3 sharded on `between` ranks more or fewer."""
+    kind = getattr(torch.optim, kind_name)
+    few = dist.new_group([0, 1])
+
+    def step(net, optim, number, ranks):
+        for index in ranks if isinstance(ranks, range) else [rank]:
+            generator = torch.Generator().manual_seed(100 * number + index)
+            x = torch.randn(4, model_zoo.WIDTH, generator=generator, dtype=torch.float64)
+            y = torch.randn(4, 1, generator=generator, dtype=torch.float64)
+            (model_zoo.loss_of(net, name, x, y) / (len(ranks) if isinstance(ranks, range) else 1)).backward()
+        optim.step()
+        optim.zero_grad()
+
+    def sharded(group=None):
+        model = paceline.DataParallel(model_zoo.build(name).to(torch.float64), sync="sharded", group=group)
+        groups = [{"params": [param]} for param in model.parameters() if param.requires_grad]
+        return model, paceline.ShardedOptimizer(model, kind, groups, lr=0.01)
+
+    # sharded, all ranks
+    model, optim = sharded()
+    for number in range(3):
+        step(model, optim, number, None)
+    optim.consolidate_state_dict(to=size - 1)
+    assert ("state" in optim.state_dict()) == (rank == size - 1)
+    box = [copy.deepcopy([model.state_dict(), optim.state_dict()]) if rank == size - 1 else None]
+    dist.broadcast_object_list(box, src=size - 1)
+
+    # plain, one process for all
+    net = model_zoo.build(name).to(torch.float64)
+    plain = kind([{"params": [param]} for param in net.parameters() if param.requires_grad], lr=0.01)
+    net.load_state_dict({key.removeprefix("module."): value for key, value in box[0][0].items()})
+    plain.load_state_dict(box[0][1])
+    for number in range(3, 6):
+        step(net, plain, number, range(size))
+
+    # sharded again, on other ranks
+    reference_net = model_zoo.build(name).to(torch.float64)
+    reference = kind(
+        [{"params": [param]} for param in reference_net.parameters() if param.requires_grad], lr=0.01
+    )
+    for number in range(9):
+        step(reference_net, reference, number, range(size) if number < 6 else range(between))
+    if rank >= between:
+        return 0.0
+    again, last = sharded(few if between == 2 else None)
+    again.load_state_dict({f"module.{key}": value for key, value in net.state_dict().items()})
+    last.load_state_dict(plain.state_dict())
+    for number in range(6, 9):
+        step(again, last, number, None)
+    return max_difference(again.parameters(), reference_net.parameters())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("between", [2, 3])
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "SGD"])
+@pytest.mark.parametrize("name", ["Plain", "Strided", "Unused"])
+def test_the_state_goes_to_torchs_optimizer_and_back(pool, name, kind, between):
+    # On loading, torch rounds NAdam's product of momenta to the parameters' dtype.
+    assert max(pool(3).run(to_torch_and_back, name, kind, between)) < (1e-10 if kind == "NAdam" else 1e-12)
+
+
+def consolidate_at_any_time(rank, size, sync):
+    """Before the first step, after one, after a load, and not any more after a step."""
+    model, optim = build(torch.optim.AdamW, sync=sync, **ADAMW)
+    plain = torch.optim.AdamW(model_zoo.build("Plain").parameters(), **ADAMW)
+    optim.consolidate_state_dict()
+    if rank == 0:
+        assert optim.state_dict()["state"] == {}
+        plain.load_state_dict(optim.state_dict())
+    train(model, optim, rank, range(2))
+    optim.consolidate_state_dict()
+    box = [copy.deepcopy(optim.state_dict()) if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    plain.load_state_dict(box[0])
+    assert len(plain.state) == len(list(model.parameters()))
+    train(model, optim, rank, range(2, 3))
+    assert ("shards" in optim.state_dict()) == (sync == "sharded")
+
+    fresh, other = build(torch.optim.AdamW, sync=sync, **ADAMW)
+    other.load_state_dict(box[0])
+    other.consolidate_state_dict()
+    if rank == 0:
+        for one, two in zip(other.state_dict()["state"].values(), box[0]["state"].values(), strict=True):
+            assert all(torch.equal(one[key], two[key]) for key in two)
+    return type(fresh.engine).__name__
+
+
+@pytest.mark.parametrize("sync", ["sharded", "bucketed"])
+def test_the_state_is_consolidated_at_any_time(pool, sync):
+    pool(2).run(consolidate_at_any_time, sync)
+
+
+def states_that_do_not_fit(rank, size):
+    model, optim = build(torch.optim.AdamW, **ADAMW)
+    plain = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3, 5))], **ADAMW)
+    with pytest.raises(UsageError, match="group 0 has 1 parameters in the state, 7 in this optimizer"):
+        optim.load_state_dict(plain.state_dict())
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, 5)) for _ in range(7)], **ADAMW)
+    for param in other.param_groups[0]["params"]:
+        param.grad = torch.ones(3, 5)
+    other.step()
+    with pytest.raises(UsageError, match=r"'exp_avg' has shape \[3, 5\], its parameter \[\]"):
+        optim.load_state_dict(other.state_dict())
+    train(model, optim, rank, range(2))
+    reference, whole = build(torch.optim.AdamW, sync="naive", **ADAMW)
+    train(reference, whole, rank, range(2))
+    return max_difference(model.parameters(), reference.parameters())
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing(pool):
+    assert max(pool(2).run(states_that_do_not_fit)) < 1e-12
+
+
+def momentum_in_the_group(rank, size):
+    """Save and resume where only the group's options make the optimizer keep a state."""
+    states = []
+    for resumed in (False, True):
+        model = paceline.DataParallel(model_zoo.build("Plain"), sync="sharded")
+        groups = [{"params": list(model.parameters()), "momentum": 0.9}]
+        optim = paceline.ShardedOptimizer(model, torch.optim.SGD, groups, lr=0.05)
+        if resumed:
+            model.load_state_dict(states[0])
+            optim.load_state_dict(states[1])
+            train(model, optim, rank, range(3, 6))
+            return max_difference(model.parameters(), states[2])
+        train(model, optim, rank, range(3))
+        optim.consolidate_state_dict()
+        box = [copy.deepcopy(optim.state_dict()) if rank == 0 else None]
+        dist.broadcast_object_list(box)
+        states += [copy.deepcopy(model.state_dict()), box[0]]
+        train(model, optim, rank, range(3, 6))
+        states.append([param.detach().clone() for param in model.parameters()])
+    return None
+
+
+def test_a_state_due_to_options_of_a_group_is_gathered_and_cut(pool):
+    assert max(pool(2).run(momentum_in_the_group)) < 1e-12
+
+
+# ------------------------------------------------------------------ optimizers that treat parameters by size
+
+
+class LargeInBlocks(torch.optim.SGD):
+    """Keeps one number per 64 elements in the state of what is large, as 8-bit optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.numel() >= 5000:
+                    self.state[param]["absmax"] = torch.zeros(-(-param.numel() // 64))
+        return super().step(closure)
+
+
+def large_in_blocks(rank, size):
+    """The shard of rank 0 lies in a large parameter, the shard of rank 1 in small ones."""
+    torch.manual_seed(0)
+    small = [torch.nn.Linear(40, 40, bias=False) for _ in range(5)]
+    model = paceline.DataParallel(
+        torch.nn.Sequential(*small, torch.nn.Linear(40, 200, bias=False)), sync="sharded"
+    )
+    optim = paceline.ShardedOptimizer(model, LargeInBlocks, lr=0.1)
+    model(torch.ones(1, 40)).sum().backward()
+    with pytest.raises(
+        UsageError, match=r"'5.weight': for 8000 elements, 'absmax' has shape \[125\]"
+    ) as raised:
+        optim.step()
+    return raised.value.rank
+
+
+def test_a_state_unlike_the_trials_is_refused_on_all_ranks(pool):
+    assert pool(2).run(large_in_blocks) == [0, 0]

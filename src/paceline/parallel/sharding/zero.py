@@ -22,6 +22,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, Protocol, cast
 
 import torch
@@ -132,10 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
     @property
     def _probe(self) -> OptimizerProbe:
         """What trying the optimizer with the options of every group has shown."""
-        found = OptimizerProbe()
-        for group in self.param_groups:
-            found |= self._probe_of(group)
-        return found
+        return reduce(or_, map(self._probe_of, self.param_groups))
 
     def _probe_of(self, group: Mapping[str, Any]) -> OptimizerProbe:
         options = {key: value for key, value in sorted(group_options(group).items()) if key != "lr"}
@@ -491,11 +490,14 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         ]
         for group in groups:
             self._check_group(group)
-        for group, loaded in zip(self.param_groups, groups, strict=True):
+        if "shards" in state_dict:
+            loaded = state_dict["shards"]
+        else:
+            loaded = self._in_shards(state_dict, reduce(or_, map(self._probe_of, groups)).elementwise)
+        for group, new in zip(self.param_groups, groups, strict=True):
             group.clear()
-            group.update(loaded)
-        self._loaded = state_dict["shards"] if "shards" in state_dict else self._in_shards(state_dict)
-        self._groups = []
+            group.update(new)
+        self._loaded, self._groups = loaded, []
 
     def _bare_groups(self) -> list[dict[str, Any]]:
         """Return the groups without what a state replaces."""
@@ -510,10 +512,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                     f"{len(group['params'])} in this optimizer"
                 )
 
-    def _in_shards(self, state_dict: dict[str, Any]) -> Shards:
+    def _in_shards(self, state_dict: dict[str, Any], elementwise: frozenset[str]) -> Shards:
         """Return the state of a plain optimizer with each parameter's as its only shard."""
         saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
-        elementwise, states = self._probe.elementwise, state_dict["state"]
+        states = state_dict["state"]
         return {
             name: [
                 optimizer_resharding.whole_shard(
