@@ -12,7 +12,7 @@ import torch.distributed as dist
 import model_zoo
 import paceline
 from model_zoo import max_difference
-from paceline.errors import UsageError
+from paceline.errors import SyncError, UsageError
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.sharding import zero
 from paceline.parallel.strategy import STRATEGIES
@@ -858,3 +858,48 @@ def large_in_blocks(rank, size):
 
 def test_a_state_unlike_the_trials_is_refused_on_all_ranks(pool):
     assert pool(2).run(large_in_blocks) == [0, 0]
+
+
+class SparseGradients(torch.nn.Module):
+    """An embedding whose gradient is sparse from a given step on."""
+
+    def __init__(self, begin):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.ones(5, 3))
+        self.begin, self.calls = begin, -1
+
+    def forward(self, index):
+        self.calls += 1
+        return torch.nn.functional.embedding(index, self.table, sparse=self.calls >= self.begin)
+
+
+def sparse_gradient(rank, size, sync):
+    model = paceline.DataParallel(SparseGradients(begin=0), sync=sync)
+    loss = model(torch.tensor([rank, 2])).sum()
+    with pytest.raises(SyncError, match="parameter 'table' has a sparse gradient"):
+        model.backward(loss)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sync", ["sharded", "bucketed"])
+def test_a_sparse_gradient_is_refused(pool, sync, ranks):
+    pool(ranks).run(sparse_gradient, sync)
+
+
+def sparse_later(rank, size, sync):
+    tables = []
+    for begin in (2, 99):
+        model = paceline.DataParallel(SparseGradients(begin), sync=sync)
+        optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        for _ in range(4):
+            model.backward(model(torch.tensor([rank, 2])).sum())
+            optim.step()
+            optim.zero_grad()
+        tables.append(model.module.table.detach())
+    return torch.equal(*tables)
+
+
+@pytest.mark.parametrize("sync", ["sharded", "bucketed"])
+def test_a_sparse_gradient_in_a_bucket_counts_as_a_dense_one(pool, sync):
+    assert pool(2).run(sparse_later, sync) == [True, True]

@@ -43,7 +43,7 @@ def check_dtypes(**dtypes: object) -> None:
 def check_parameters(module: torch.nn.Module, compression: Compression | None) -> None:
     """Raise for a parameter that can't be in a dense buffer, or can't be compressed, by its name."""
     for name, child in module.named_modules():
-        if getattr(child, "sparse", False) and isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:
             raise UsageError(
                 f"parameter {f'{name}.weight'.lstrip('.')!r} has sparse gradients",
                 remedy="build the embedding with sparse=False",
