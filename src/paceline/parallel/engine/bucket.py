@@ -70,6 +70,7 @@ class GradSlot:
         upcast: the bucket has another dtype than the parameter, so gradients are added to it.
         needs_zero: the view holds a dropped gradient and is zeroed right before it is written or sent.
         unbucketed: the gradient in the reduction's dtype before buckets exist; None where that is the parameter's.
+        stand_in: `param.grad` while every rank holds a shard of the gradient.
         converted: the engine's list of slots whose parameters have another dtype, shape or device than their buckets.
     """
 
@@ -84,6 +85,7 @@ class GradSlot:
     upcast: bool = False
     needs_zero: bool = False
     unbucketed: torch.Tensor | None = None
+    stand_in: torch.Tensor | None = field(default=None, repr=False)
     converted: list[GradSlot] = field(default_factory=list, repr=False)
     bucket: Bucket = field(init=False, repr=False)
     view: torch.Tensor = field(init=False, repr=False)

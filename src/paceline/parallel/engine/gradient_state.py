@@ -7,6 +7,7 @@ carries its shard.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,6 +23,7 @@ from paceline.parallel.engine.gradient_finite_check import FiniteCheck, NonFinit
 from paceline.parallel.engine.launch_queue import LaunchQueue, SyncTimings
 from paceline.parallel.engine.loss_weights import LossWeights
 from paceline.parallel.engine.round_status import KEPT, RoundSummary
+from paceline.parallel.engine.sharded_gradient import GradientShards, ShardedGradient
 from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
@@ -33,6 +35,19 @@ def describe(tensor: torch.Tensor) -> str:
     """Return dtype, shape and device for a message."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def _pieces_of(state: weakref.ref[GradientState]) -> Callable[[], list[ShardPiece]]:
+    """Return a function that waits for a round's result and returns this rank's pieces; it holds no engine."""
+
+    def pieces() -> list[ShardPiece]:
+        alive = state()
+        if alive is None:
+            return []
+        alive.note_waiting(alive.launch_queue.wait_all())
+        return alive.pieces()
+
+    return pieces
 
 
 class GradientState:
@@ -89,6 +104,7 @@ class GradientState:
         self._local = False  # there are gradients of this rank that no round has seen
         self._reduced = False  # there is the result of a round
         self._late = LateGradients()
+        self._shards = GradientShards(comm, len(self.slots), _pieces_of(weakref.ref(self)))
 
     # ------------------------------------------------------------------ properties
 
@@ -143,6 +159,7 @@ class GradientState:
         """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
         if self.sharded:
             self.note_waiting(self.launch_queue.wait_all())
+            self._shards.clear()
             return [piece.grad for piece in self.pieces() if piece.slot.used] if self._reduced else [], []
         return [], [slot.param.grad for slot in self.slots if slot.param.grad is not None]
 
@@ -274,7 +291,7 @@ class GradientState:
         """Copy a kept gradient into its view if the program has replaced or moved ``param.grad``."""
         slot.return_to_bucket()
         grad = slot.param.grad
-        if grad is not None and grad is not slot.view and not slot.upcast:
+        if grad is not None and grad is not slot.view and grad is not slot.stand_in and not slot.upcast:
             slot.view.copy_(grad.detach())
 
     @staticmethod
@@ -361,10 +378,17 @@ class GradientState:
             torch._foreach_mul_(results, factor)
 
     def _attach_result(self, summary: RoundSummary) -> None:
-        """Expose the result as ``param.grad`` where any rank has a gradient; a shard is not exposed."""
+        """Expose the result as ``param.grad`` where any rank has a gradient; where sharded, a `ShardedGradient`."""
+        if self.sharded:
+            self._shards.clear()
         for slot, used in zip(self.slots, summary.used, strict=False):
             slot.used = used
-            slot.expose(used and not self.sharded)
+            if self.sharded and used:
+                if slot.stand_in is None:
+                    slot.stand_in = ShardedGradient(slot, self._shards)
+                slot.param.grad = slot.stand_in
+            else:
+                slot.expose(used)
 
     def drop(self) -> None:
         """Discard all gradients, as zero_grad() does."""

@@ -270,7 +270,11 @@ class Reducer(GradientState):
 
     def before_accumulate(self, index: int) -> None:
         """Prepare slot `index` before autograd adds to its gradient."""
-        if self._in_backward and self.has_buckets:
+        if not self._in_backward:
+            slot = self.slots[index]
+            if slot.stand_in is not None and slot.param.grad is slot.stand_in:
+                slot.param.grad = None  # autograd can't add to it; `begin` carries the shards
+        elif self.has_buckets:
             self.slots[index].zero_if_needed()
 
     def after_accumulate(self, index: int) -> None:

@@ -1,0 +1,168 @@
+"""What ``param.grad`` is while every rank holds a shard of the gradient.
+
+It is a tensor without memory. What torch's clipping and ``GradScaler.unscale_`` compute, it computes over the shards of
+all ranks: norms, and elementwise operations in place. All ranks call these alike, as they do with whole gradients.
+Everything else raises, where ``grad=None`` would be skipped: ``torch.nn.utils.clip_grad_norm_`` would return 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import UsageError
+from paceline.parallel.engine.bucket import GradSlot, ShardPiece
+from paceline.parallel.gradient_collectives import Comm
+
+__all__ = ["GradientShards", "ShardedGradient"]
+
+_IN_PLACE = frozenset(["mul_", "div_", "neg_", "zero_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"])
+"""Operations that are done by doing them to the shards."""
+
+
+class GradientShards:
+    """This rank's shards of a round's result.
+
+    Args:
+        comm: the ranks.
+        count: number of parameters.
+        pieces: waits for the result and returns this rank's pieces.
+    """
+
+    def __init__(self, comm: Comm, count: int, pieces: Callable[[], Sequence[ShardPiece]]) -> None:
+        self._comm, self._count, self._pieces = comm, count, pieces
+        self._grads: dict[int, torch.Tensor] | None = None
+        self._norms: dict[float, torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget what was computed, as gradients change."""
+        self._grads = None
+        self._norms.clear()
+
+    def grads(self) -> dict[int, torch.Tensor]:
+        """Return this rank's shard by the parameter's index, where it has one."""
+        if self._grads is None:
+            self._grads = {
+                piece.slot.index: torch.view_as_complex(piece.grad.view(-1, 2))
+                if piece.slot.param.is_complex()
+                else piece.grad
+                for piece in self._pieces()
+            }
+        return self._grads
+
+    def norm(self, index: int, norm_type: float) -> torch.Tensor:
+        """Return the norm of a whole gradient. The first call exchanges those of all, so all ranks make it."""
+        norms = self._norms.get(norm_type)
+        if norms is None:
+            grads = self.grads()
+            device = next((grad.device for grad in grads.values()), torch.device("cpu"))
+            mine = torch.zeros(self._count, dtype=torch.float64, device=device)
+            if grads:
+                found = [torch.linalg.vector_norm(grad, norm_type) for grad in grads.values()]
+                mine[list(grads)] = torch.stack([each.to(device, torch.float64) for each in found])
+            norms = self._norms[norm_type] = self._comm.combine_norms(mine, norm_type)
+        return norms[index]
+
+    def change(
+        self, index: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Call ``function(shard, *args, **kwargs)`` with this rank's shard."""
+        grad = self.grads().get(index)
+        if grad is not None:
+            function(grad, *args, **kwargs)
+        self._norms.clear()
+
+    def unscale(self, indices: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """Multiply shards by `inverse_scale`, and set `found_inf` to 1 on all ranks if any shard is not finite."""
+        grads = self.grads()
+        held = [grads[index] for index in indices if index in grads]
+        if held:
+            torch._amp_foreach_non_finite_check_and_unscale_(held, found_inf, inverse_scale)
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._comm.group)
+        self._norms.clear()
+
+
+class ShardedGradient(torch.Tensor):
+    """Stands for a gradient of which every rank holds a shard.
+
+    Args:
+        slot: the parameter.
+        shards: this rank's shards of all parameters.
+    """
+
+    _slot: GradSlot
+    _shards: GradientShards
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedGradient], slot: GradSlot, shards: GradientShards, **options: Any
+    ) -> ShardedGradient:
+        """Return a tensor with the parameter's shape, strides, dtype and device, unless `options` has others."""
+        param = slot.param
+        options = {"dtype": param.dtype, "device": param.device} | options
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, param.shape, strides=param.stride(), **options
+        )
+        made._slot, made._shards = slot, shards
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return its parameter's name and shape."""
+        return f"ShardedGradient({self._slot.name!r}, shape={list(self.shape)})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one of torch's operations over the shards of all ranks."""
+        kwargs = kwargs or {}
+        name = function._schema.name.removeprefix("aten::")
+        if name in (
+            "detach",
+            "_to_copy",
+        ):  # a model that is converted: the step refuses other dtypes and devices
+            options = {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
+            return ShardedGradient(args[0]._slot, args[0]._shards, **options)
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            _check_all(name, args[0])
+            return args[0][0]._shards.unscale([grad._slot.index for grad in args[0]], *args[1:])
+        if name.startswith("_foreach_"):
+            _check_all(name, args[0])
+            single = getattr(
+                torch.ops.aten, name.removeprefix("_foreach_").replace("norm", "linalg_vector_norm")
+            )
+            results = [single(grad, *args[1:], **kwargs) for grad in args[0]]
+            return None if name.endswith("_") else results
+        grad = args[0] if args else None
+        if not isinstance(grad, ShardedGradient) or any(
+            isinstance(other, torch.Tensor) and other.dim() for other in args[1:]
+        ):
+            raise _refusal(name, next(each for each in args if isinstance(each, ShardedGradient)))
+        if name in _IN_PLACE:
+            grad._shards.change(grad._slot.index, function, args[1:], kwargs)
+            return grad
+        if name == "linalg_vector_norm" and len(args) <= 2 and not kwargs.get("keepdim"):
+            norm_type = float(args[1]) if len(args) > 1 else 2.0
+            if norm_type > 0:
+                dtype = kwargs.get("dtype") or (torch.float64 if grad.dtype.itemsize >= 8 else torch.float32)
+                return grad._shards.norm(grad._slot.index, norm_type).to(dtype)
+        raise _refusal(name, grad)
+
+
+def _check_all(name: str, grads: Sequence[torch.Tensor]) -> None:
+    ours = [grad for grad in grads if isinstance(grad, ShardedGradient)]
+    if len(ours) < len(grads) or any(grad._shards is not ours[0]._shards for grad in ours):
+        raise _refusal(f"{name} with gradients of other models", ours[0])
+
+
+def _refusal(what: str, grad: ShardedGradient) -> UsageError:
+    return UsageError(
+        f"{what.removeprefix('_foreach_').rstrip('_')} on the gradient of parameter {grad._slot.name!r}, of which "
+        "every rank holds a shard",
+        remedy="clip with model.clip_grad_norm_, or use a strategy that leaves whole gradients, such as 'bucketed'",
+    )
