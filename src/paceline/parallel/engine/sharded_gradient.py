@@ -103,13 +103,13 @@ class ShardedGradient(torch.Tensor):
         """Return a tensor with the parameter's shape, strides, dtype and device, unless `options` has others."""
         param = slot.param
         options = {"dtype": param.dtype, "device": param.device} | options
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), **options
         )
         made._slot, made._shards = slot, shards
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         """Return its parameter's name and shape."""
         return f"ShardedGradient({self._slot.name!r}, shape={list(self.shape)})"
 
