@@ -1,18 +1,25 @@
-"""Parameter hooks that report gradients to an engine without keeping it alive; gradients that arrive late."""
+"""Parameter hooks that report gradients to an engine without keeping it alive; gradients that arrive late.
+
+[Note: gradients only computed] ``torch.autograd.grad`` runs a model's hooks too, but accumulates nothing, and one rank
+may call it alone. Called for a parameter, or for anything before one, it will not run that parameter's accumulation,
+although the graph leads there. A backward that accumulates nothing since the graph leads to no parameter is another
+thing: the rank has skipped the whole model, and the others have not.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from paceline.parallel.engine.bucket import GradSlot
 from paceline.parallel.gradient_collectives import Comm
 
-__all__ = ["LateGradients", "register_grad_hooks"]
+__all__ = ["LateGradients", "accumulates_nothing", "register_grad_hooks"]
 
 T = TypeVar("T")
 Callback = Callable[[T, int], None]
@@ -55,6 +62,37 @@ def _hook(engine: weakref.ref[T], index: int, callback: Callback[T]) -> Callable
 
     hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # a pickled parameter has no hook, as in DDP
     return hook
+
+
+def accumulates_nothing(params: Callable[[], Iterable[torch.Tensor]]) -> bool:
+    """Return whether the running backward only computes gradients; see [Note: gradients only computed].
+
+    Called in a hook. In a backward that accumulates, this looks no further than the first parameter in the graph.
+
+    Args:
+        params: returns the model's parameters, as they are in the graph.
+    """
+    trained = (param for param in params() if param.requires_grad)
+    try:
+        if any(torch._C._will_engine_execute_node(get_gradient_edge(param).node) for param in trained):
+            return False
+    except RuntimeError:  # torch refuses the question for a leaf that torch.autograd.grad was called for
+        return True
+    return _leads_to(torch._C._current_autograd_node(), set(map(id, params())))
+
+
+def _leads_to(start: Any, params: set[int]) -> bool:
+    """Return whether the graph from the node `start` leads to one of `params`, given by their ids."""
+    seen, ahead = set(), [start]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if id(getattr(node, "variable", None)) in params:
+            return True
+        seen.add(node)
+        ahead += [following for following, _ in node.next_functions]
+    return False
 
 
 class LateGradients:

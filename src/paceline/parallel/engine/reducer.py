@@ -35,7 +35,7 @@ from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
 from paceline.parallel.engine.comm_hook import CommHook
-from paceline.parallel.engine.grad_hooks import register_grad_hooks
+from paceline.parallel.engine.grad_hooks import accumulates_nothing, register_grad_hooks
 from paceline.parallel.engine.gradient_finite_check import find_non_finite, non_finite_ranks, surely_finite
 from paceline.parallel.engine.gradient_state import GradientState, describe
 from paceline.parallel.engine.loss_weights import LossWeights
@@ -190,10 +190,14 @@ class Reducer(GradientState):
 
     def backward_reached(self, call: object) -> None:
         """Open the backward that has reached a forward's outputs; `call` is from `before_forward`."""
-        if not self._in_backward:
+        if not self._in_backward and not self._only_computes():
             # Outputs on two devices are reached in two threads.
             with self._opening:
                 self.begin_in_backward()
+
+    def _only_computes(self) -> bool:
+        """Return whether the running backward accumulates no gradient, as ``torch.autograd.grad``."""
+        return accumulates_nothing(lambda: (slot.param for slot in self.slots))
 
     def contribute_nothing(self, loss: torch.Tensor | None) -> None:
         """Run no backward in this round: `finish` sends zeros."""

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from paceline._core.step_state import step_state
 from paceline.errors import SyncError, UnsyncedGradients, UsageError
+from paceline.parallel.engine.grad_hooks import accumulates_nothing
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import RoundSummary, Status
 from paceline.parallel.gradient_collectives import Comm
@@ -145,6 +146,24 @@ class FSDPEngine(Reducer):
         super().backward_reached(call)
         if all(call is not other for other in self._reached):
             self._reached.append(call)
+
+    def _only_computes(self) -> bool:
+        """Return False; raise for ``torch.autograd.grad``, in which FSDP2 frees what a later backward needs."""
+        if accumulates_nothing(self._params_in_graph):
+            self._root().reset_iter_state()
+            raise UsageError(
+                "torch.autograd.grad through a model with sync='full-shard', which FSDP2 does not support",
+                rank=self.comm.rank,
+                step=self.step,
+                remedy='use "sharded" or another strategy for losses made of gradients',
+            )
+        return False
+
+    def _params_in_graph(self) -> Iterator[torch.Tensor]:
+        for fsdp_param in _fsdp_params(self._fsdp_modules()):
+            if hasattr(fsdp_param, "_unsharded_param"):
+                yield fsdp_param._unsharded_param
+        yield from (slot.param for slot in self.slots)
 
     def _share_inputs(self, call: tuple[Any, Any] | None) -> None:
         """Give inputs, once, to ranks that have none."""
