@@ -330,7 +330,7 @@ class DistributedDataParallel(_TORCH_CLASS):
         """Reduce over another group from now on; its members call this."""
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
             self.process_group = new_process_group
-            self.engine.remove_hooks()
+            self.engine.hooks.remove()
             parameters, sparse = self._build_params_for_reducer()
             self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
             for hook, state in self._comm_hooks:

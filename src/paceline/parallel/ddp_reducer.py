@@ -176,7 +176,7 @@ class DDPReducer:
         return default_hooks.allreduce_hook(group, bucket)  # type: ignore[arg-type]
 
     def _remove_autograd_hooks(self) -> None:
-        self._engine.remove_hooks()
+        self._engine.hooks.remove()
 
     # ------------------------------------------------------------------ what the engine does without it
 

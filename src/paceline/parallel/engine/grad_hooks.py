@@ -4,6 +4,11 @@
 may call it alone. Called for a parameter, or for anything before one, it will not run that parameter's accumulation,
 although the graph leads there. A backward that accumulates nothing since the graph leads to no parameter is another
 thing: the rank has skipped the whole model, and the others have not.
+
+[Note: order of hooks] torch calls a parameter's hooks in the order of registration. The engine's come last, so that a
+program's hooks see and may change the gradient of their rank before it is sent: they are registered again in every
+backward before there are buckets. Hooks of the program that are registered after its first step find ``param.grad``
+sent already, and None, where their parameter is the last of its bucket.
 """
 
 from __future__ import annotations
@@ -15,20 +20,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.engine.bucket import GradSlot
 from paceline.parallel.gradient_collectives import Comm
 
-__all__ = ["LateGradients", "accumulates_nothing", "register_grad_hooks"]
+__all__ = ["GradHooks", "LateGradients", "accumulates_nothing"]
 
 T = TypeVar("T")
 Callback = Callable[[T, int], None]
 
 
-def register_grad_hooks(
-    engine: T, slots: Sequence[GradSlot], before: Callback[T] | None, after: Callback[T]
-) -> weakref.finalize:
-    """Call methods of `engine` around the accumulation of each gradient, until the engine is deleted.
+class GradHooks:
+    """Calls methods of an engine around the accumulation of each gradient, until the engine is deleted.
 
     Args:
         engine: held weakly; the hooks are removed with it.
@@ -36,21 +40,33 @@ def register_grad_hooks(
         before: called with the engine and a slot's index before autograd adds to its gradient; None: no call.
         after: the same after that.
 
-    Returns:
-        A function that removes the hooks.
+    Attributes:
+        remove: removes the hooks.
     """
-    handles = []
-    for slot in slots:
-        if before is not None:
-            handles.append(slot.param.register_hook(_hook(weakref.ref(engine), slot.index, before)))
-        done = _hook(weakref.ref(engine), slot.index, after)
-        handles.append(slot.param.register_post_accumulate_grad_hook(done))
 
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
+    def __init__(
+        self, engine: T, slots: Sequence[GradSlot], before: Callback[T] | None, after: Callback[T]
+    ) -> None:
+        handles = []
+        self._after: list[RemovableHandle] = []
+        for slot in slots:
+            if before is not None:
+                handles.append(slot.param.register_hook(_hook(weakref.ref(engine), slot.index, before)))
+            done = _hook(weakref.ref(engine), slot.index, after)
+            self._after.append(slot.param.register_post_accumulate_grad_hook(done))
+        self.remove = weakref.finalize(engine, _remove, [*handles, *self._after])
 
-    return weakref.finalize(engine, remove)
+    def move_last(self) -> None:
+        """Move the hooks behind all that were registered since; see [Note: order of hooks]."""
+        for handle in self._after:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hooks[handle.id] = hooks.pop(handle.id)
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _hook(engine: weakref.ref[T], index: int, callback: Callback[T]) -> Callable[[torch.Tensor], None]:

@@ -35,7 +35,7 @@ from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
 from paceline.parallel.engine.comm_hook import CommHook
-from paceline.parallel.engine.grad_hooks import accumulates_nothing, register_grad_hooks
+from paceline.parallel.engine.grad_hooks import GradHooks, accumulates_nothing
 from paceline.parallel.engine.gradient_finite_check import find_non_finite, non_finite_ranks, surely_finite
 from paceline.parallel.engine.gradient_state import GradientState, describe
 from paceline.parallel.engine.loss_weights import LossWeights
@@ -67,6 +67,7 @@ class Reducer(GradientState):
         sync_enabled: whether a backward that begins now synchronises; `accumulate()` turns it off.
         local_only: whether this rank trains as in a world of one; see `set_local_only`.
         replicas_differ: whether parameters may differ between ranks, since an exception ended local training.
+        hooks: of the parameters.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Reducer(GradientState):
         self._firings: list[int] = []  # of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen, *sparse]}
         before = Reducer.before_accumulate if comm.size > 1 else None
-        self.remove_hooks = register_grad_hooks(self, self.slots, before, Reducer.after_accumulate)
+        self.hooks = GradHooks(self, self.slots, before, Reducer.after_accumulate)
         if sparse:
             self.sparse = SparseGradients(sparse, comm)
             self.sparse.watch(self.begin_in_backward)
@@ -136,7 +137,7 @@ class Reducer(GradientState):
 
     def retire(self) -> None:
         """Leave the parameters to another engine."""
-        self.remove_hooks()
+        self.hooks.remove()
         self.retired = True
 
     def set_local_only(self, local: bool) -> None:
@@ -255,6 +256,7 @@ class Reducer(GradientState):
             self._attach(kept)
         else:
             self._firings.clear()
+            self.hooks.move_last()
             for slot in self.slots:
                 self._attach_unbucketed(slot)
         if self._reduced:

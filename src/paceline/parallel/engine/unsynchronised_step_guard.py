@@ -108,6 +108,7 @@ def ensure_synchronised(engine: GuardedEngine) -> None:
 
     Raises:
         UnsyncedGradients: backward was interrupted by an exception.
+        UsageError: a hook calls this inside backward.
     """
     step = engine.step  # of the interrupted backward, whose round `recover` closes
     if engine.recover():
@@ -117,8 +118,16 @@ def ensure_synchronised(engine: GuardedEngine) -> None:
             step=step,
             remedy="run forward and backward again before optimizer.step()",
         )
-    if engine.unsynced:
-        engine.synchronise()
+    if not engine.unsynced:
+        return
+    if engine.comm.size > 1 and torch._C._current_graph_task_id() != -1:
+        raise UsageError(
+            "optimizer.step() inside backward, before the gradients of all ranks are there",
+            rank=engine.comm.rank,
+            step=engine.step,
+            remedy="call optimizer.step() after backward",
+        )
+    engine.synchronise()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
