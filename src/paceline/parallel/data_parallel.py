@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -115,10 +116,7 @@ class DataParallel(torch.nn.Module):
         if plan.shard == "parameters" and comm.size > 1:
             self.engine: Reducer = FSDPEngine(module, comm, plan, reduce_dtype, units, gather_dtype)
         else:
-            named = list(module.named_parameters())
-            trained = [(name, param) for name, param in named if param.requires_grad]
-            frozen = [(name, param) for name, param in named if not param.requires_grad]
-            self.engine = Reducer(trained, comm, plan, reduce_dtype, frozen, module)
+            self.engine = _reducer_of(module, comm, plan, reduce_dtype)
         if tuned and comm.size > 1:
             self.engine.tuner = Tuner(self.engine)
         unsynchronised_step_guard.register_engine(self.engine)
@@ -132,6 +130,39 @@ class DataParallel(torch.nn.Module):
     def tuning(self) -> Tuner | None:
         """The tuner of ``sync="auto"``; None without it, and in a world of one."""
         return self.engine.tuner if isinstance(self.engine.tuner, Tuner) else None
+
+    # ------------------------------------------------------------------ copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy with the present plan; one rank may copy alone, to average weights for example.
+
+        Raises:
+            UsageError: FSDP2 has sharded the module, and it can't be copied.
+        """
+        if isinstance(self.engine, FSDPEngine):
+            raise UsageError(
+                "FSDP2 can't copy a model with sync='full-shard'",
+                rank=self.comm.rank,
+                remedy="copy the bare module before wrapping, and load model.whole_parameters() into it",
+            )
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        own = {key: value for key, value in self.__dict__.items() if key not in ("engine", "comm")}
+        made.__dict__.update(copy.deepcopy(own, memo))
+        made.comm = self.comm
+        made.engine = _reducer_of(made.module, self.comm, self.plan, self.engine.reduce_dtype)
+        made.engine.step = self.engine.step
+        made.engine.launch_queue.hook = self.engine.launch_queue.hook
+        unsynchronised_step_guard.register_engine(made.engine)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be pickled: a process group exists in its process only."""
+        raise UsageError(
+            f"{type(self).__name__} can't be pickled: its process group exists in this process only",
+            rank=self.comm.rank,
+            remedy="pickle or save model.module, or its state_dict(), and wrap it again after loading",
+        )
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -321,6 +352,13 @@ class DataParallel(torch.nn.Module):
     def bucket_plan(self) -> list[tuple[int, list[str]]]:
         """Return (bytes, names of parameters) per collective, in launch order; empty before the first backward."""
         return self.engine.bucket_plan()
+
+
+def _reducer_of(module: torch.nn.Module, comm: Comm, plan: Sync, reduce_dtype: torch.dtype | None) -> Reducer:
+    named = list(module.named_parameters())
+    trained = [(name, param) for name, param in named if param.requires_grad]
+    frozen = [(name, param) for name, param in named if not param.requires_grad]
+    return Reducer(trained, comm, plan, reduce_dtype, frozen, module)
 
 
 def check_optimizer_owned(name: str, model: object, optimizer: object, *, wrapped: bool = True) -> None:
