@@ -45,7 +45,7 @@ def test_options_change_nothing(options, rate):
     assert found.refusal == ""
     names = {"exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if "amsgrad" in options else set())
     assert found.elementwise == names
-    assert found.whole_shapes == {"step": torch.Size([])}
+    assert found.whole_shapes == {"step": ()}
 
 
 def test_options_of_the_group_count():
@@ -218,6 +218,8 @@ def test_a_switch_at_a_larger_size_shows_in_the_states():
     optimizer = BlockwiseAdam([param], smallest=100_000)
     param.grad = torch.randn(100_352)
     optimizer.step()
-    assert "'absmax1' has shape [392] instead of []" in found.misfit(optimizer.state[param], 100_352)
+    assert "'absmax1' has shape [392] instead of [] or [100352]" in found.misfit(
+        optimizer.state[param], 100_352
+    )
     assert found.misfit({"state1": torch.zeros(7)}, 7) == ""
     assert "'state1' has shape [6]" in found.misfit({"state1": torch.zeros(6)}, 7)

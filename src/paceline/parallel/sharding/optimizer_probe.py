@@ -62,7 +62,7 @@ class OptimizerProbe:
     refusal: str = ""
     failed: bool = False
     elementwise: frozenset[str] = frozenset()
-    whole_shapes: dict[str, torch.Size] = field(default_factory=dict)
+    whole_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __or__(self, other: OptimizerProbe) -> OptimizerProbe:
         """Return what is true for parameters of either of two kinds."""
@@ -76,9 +76,17 @@ class OptimizerProbe:
     def misfit(self, state: Mapping[str, Any], numel: int) -> str:
         """Return how the state of a part with `numel` elements differs from the trial's; "" if it does not."""
         for key, value in state.items():
-            expected = [numel] if key in self.elementwise else list(self.whole_shapes.get(key, ()))
-            if isinstance(value, Tensor) and list(value.shape) != expected:
-                return f"for {numel} elements, {key!r} has shape {list(value.shape)} instead of {expected}"
+            expected: list[tuple[int, ...]] = [
+                (),
+                (numel,),
+            ]  # due to options that a loaded state brought along
+            if key in self.elementwise:
+                expected = [(numel,)]
+            elif key in self.whole_shapes:
+                expected = [self.whole_shapes[key]]
+            if isinstance(value, Tensor) and tuple(value.shape) not in expected:
+                fitting = " or ".join(str(list(shape)) for shape in expected)
+                return f"for {numel} elements, {key!r} has shape {list(value.shape)} instead of {fitting}"
         return ""
 
 
@@ -225,5 +233,5 @@ def _compare_states(whole: _Trial, parts: list[_Trial]) -> OptimizerProbe:
         for key in rest.keys() | other.keys():
             if not (key in rest and key in other and _alike(rest[key], other[key])):
                 return OptimizerProbe(f"{key!r} of its state depends on all elements")
-    shapes = {key: value.shape for key, value in rest.items() if isinstance(value, Tensor)}
+    shapes = {key: tuple(value.shape) for key, value in rest.items() if isinstance(value, Tensor)}
     return OptimizerProbe(elementwise=frozenset(elementwise), whole_shapes=shapes)

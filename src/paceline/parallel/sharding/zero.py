@@ -6,12 +6,6 @@
 Optimizer state exists for the own shard only: 1/N of the memory, and the update takes 1/N of the time (Rajbhandari et
 al., ZeRO, arXiv 1910.02054 §5.1). Shards cut through parameters, so the update must be elementwise: a new number may
 depend on that number's own history only. This is checked by trying the optimizer (`optimizer_probe`).
-
-[Note: groups] Shards that are updated together have an inner optimizer; there is one per 4 MiB or so. All of them
-share the outer parameter groups: each starts a step with their values, and as the optimizer is elementwise, all end it
-with the same new ones, which become the outer groups' values. So what a scheduler sets reaches the update, and what an
-optimizer keeps in its groups (a step count) lasts, and is the same on all ranks. For a group of which this rank holds
-no element, an inner optimizer of a single zero does the counting.
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any, Protocol, cast
@@ -32,10 +25,18 @@ import torch.distributed as dist
 from paceline._core.step_state import step_state
 from paceline.cost_model.bucket_assignment import update_parts
 from paceline.errors import UsageError
-from paceline.parallel.engine.bucket import Bucket, ShardPiece, storage_numel
+from paceline.parallel.engine.bucket import ShardPiece, storage_numel
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.unsynchronised_step_guard import ConsumesShards
 from paceline.parallel.sharding import optimizer_resharding
+from paceline.parallel.sharding.bucket_group import (
+    BucketGroup,
+    copied,
+    on_device,
+    saved_options,
+    take_over,
+    zero_with_grad,
+)
 from paceline.parallel.sharding.optimizer_probe import (
     OptimizerProbe,
     check_options,
@@ -48,8 +49,6 @@ from paceline.parallel.sharding.optimizer_resharding import Shards, StateOf
 __all__ = ["ShardedOptimizer"]
 
 _Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.nn.Parameter]]
-
-_IMMUTABLE = (int, float, complex, str, bytes, tuple, type(None))
 
 
 class WrappedModel(Protocol):
@@ -105,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         self._engine = model.engine
         self._class, self._options = optimizer, options
         self._whole: torch.optim.Optimizer | None = None
-        self._groups: list[_BucketGroup] = []
+        self._groups: list[BucketGroup] = []
         self._states_checked = False
         self._loaded: Shards = {}
         self._consolidated: dict[str, Any] | None = None
@@ -257,6 +256,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                     sent = flat.nbytes * others
                     recorder.launched("gather", len(gathering), flat.nbytes, sent, None, launched)
                 gathering.append(pending)
+        self._keep_group_state(groups)
         started = time.perf_counter()
         step_state.begin_wait()
         for number, pending in enumerate(gathering):
@@ -265,7 +265,6 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 recorder.completed("gather", number, pending.ended, time.perf_counter())
         step_state.end_wait()
         self._expected = []
-        self._keep_group_state(groups)
         seconds = time.perf_counter() - started
         timings, nbytes = reducer.timings, sum(flat.nbytes for flat in flats)
         timings.calls += len(flats)
@@ -277,16 +276,16 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if not self._states_checked:
             self._check_states(groups)
 
-    def _keep_group_state(self, groups: Sequence[_BucketGroup]) -> None:
-        """Take over what the inner optimizers have changed in their groups; see [Note: groups]."""
+    def _keep_group_state(self, groups: Sequence[BucketGroup]) -> None:
+        """Take over what the inner optimizers have changed in their groups; see [Note: groups] in `bucket_group`."""
         seen: set[int] = set()
         for group in groups:
             for index, mine in group.param_groups():
                 if index not in seen:
                     seen.add(index)
-                    _take_over(self.param_groups[index], group_options(mine))
+                    take_over(self.param_groups[index], group_options(mine))
 
-    def _check_states(self, groups: Sequence[_BucketGroup]) -> None:
+    def _check_states(self, groups: Sequence[BucketGroup]) -> None:
         """Raise on all ranks if the state of any piece is not as in the trial; once per build."""
         probe = self._probe
         misfits = (
@@ -309,7 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if rank is not None:
             raise UsageError(before + problems[rank], rank=rank, step=self._engine.step, remedy=remedy)
 
-    def _build(self, reducer: Reducer) -> list[_BucketGroup]:
+    def _build(self, reducer: Reducer) -> list[BucketGroup]:
         """Create the groups of buckets with this rank's shards and any loaded state; a collective.
 
         Raises:
@@ -329,7 +328,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 if at is not None:
                     pieces.append((piece, torch.nn.Parameter(piece.data)))
                     held.setdefault(at, []).append(pieces[-1][1])
-            group = _BucketGroup(buckets, pieces, sorted(held), self._inner(held))
+            group = BucketGroup(buckets, pieces, sorted(held), self._inner(held))
             for piece, param in pieces:
                 name = piece.slot.name
                 if name in self._loaded:
@@ -341,20 +340,20 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                         problem = problem or str(error).partition("\n")[0]
                         continue
                     options = self.param_groups[group_of[id(piece.slot.param)]]
-                    group.state_of(param).update(_on_device(state, param, options))
+                    group.state_of(param).update(on_device(state, param, options))
             built.append(group)
         self._raise_together(problem, "", remedy="load the shards of all ranks that wrote the state")
         here = {index for group in built for index in group.indices}
         missing = [index for index in range(len(self.param_groups)) if index not in here]
-        zeros = {index: [_zero_with_grad(reducer.device)] for index in missing}
-        built.append(_BucketGroup([], [], missing, self._inner(zeros)))
+        zeros = {index: [zero_with_grad(reducer.device)] for index in missing}
+        built.append(BucketGroup([], [], missing, self._inner(zeros)))
         self._groups, self._loaded, self._states_checked = built, {}, False
         return self._groups
 
     def _inner(self, held: Mapping[int, list[torch.nn.Parameter]]) -> torch.optim.Optimizer | None:
         """Return an optimizer of the `held` parameters, by the index of their outer group; None for none."""
         groups = [
-            {**_copied(group_options(self.param_groups[index])), "params": held[index]}
+            {**copied(group_options(self.param_groups[index])), "params": held[index]}
             for index in sorted(held)
         ]
         return self._class(groups, **self._options) if groups else None
@@ -379,7 +378,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             return self._consolidated
         if self._whole is not None:
             return self._whole.state_dict()
-        options = [_saved_options(group) for group in self.param_groups]
+        options = [saved_options(group) for group in self.param_groups]
         return {"param_groups": options, "shards": self.shards()}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -485,7 +484,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if "shards" not in state_dict:
             self._check_sizes(saved)
         groups = [
-            {**group, **copy.deepcopy(_saved_options(options))}
+            {**group, **copy.deepcopy(saved_options(options))}
             for group, options in zip(self._bare_groups(), saved, strict=True)
         ]
         for group in groups:
@@ -543,7 +542,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         """Return a whole state as the plain optimizer with the groups' `options` has it."""
         at = itertools.count()
         groups = [
-            {**_saved_options(saved), "params": [next(at) for _ in group["params"]]}
+            {**saved_options(saved), "params": [next(at) for _ in group["params"]]}
             for group, saved in zip(self.param_groups, options, strict=True)
         ]
         state = {
@@ -557,97 +556,3 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         """Return the parameters of all groups with their names, in the order of torch's state dictionaries."""
         name_of = {id(param): name for name, param in self._engine.named_parameters()}
         return [(name_of[id(param)], param) for group in self.param_groups for param in group["params"]]
-
-
-@dataclass(frozen=True)
-class _BucketGroup:
-    """This rank's shards of some buckets, updated together.
-
-    Attributes:
-        buckets: the buckets.
-        pieces: of parameters in these shards, each with the parameter that the optimizer updates.
-        indices: of the outer parameter groups that the inner optimizer's groups belong to.
-        optimizer: of the pieces; None without any.
-    """
-
-    buckets: list[Bucket]
-    pieces: list[tuple[ShardPiece, torch.nn.Parameter]]
-    indices: list[int]
-    optimizer: torch.optim.Optimizer | None
-
-    def flats(self) -> list[torch.Tensor]:
-        """Return the buckets' parameters."""
-        return [bucket.params for bucket in self.buckets if bucket.params is not None]
-
-    def follow_buckets(self) -> None:
-        """Update the pieces in their buckets' present buffers, which replaced others."""
-        for piece, param in self.pieces:
-            buffer, start = piece.slot.bucket.params, piece.slot.start
-            assert buffer is not None, "sharded buckets hold parameters"
-            param.data = buffer[start + piece.start : start + piece.stop]
-
-    def param_groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Return the inner groups, each with the index of its outer group."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return zip(self.indices, groups, strict=True)
-
-    def state_of(self, param: torch.nn.Parameter) -> dict[str, Any]:
-        """Return the state of a piece's parameter."""
-        assert self.optimizer is not None, "there are pieces"
-        return self.optimizer.state[param]
-
-    def update(
-        self, options: Sequence[Mapping[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Run the optimizer with the `options` of the outer groups, and with arguments of its ``step``."""
-        if self.optimizer is None:
-            return
-        for index, mine in self.param_groups():
-            mine.update(_copied(options[index]))
-        for piece, param in self.pieces:
-            param.grad = piece.grad.to(param.dtype) if piece.slot.used else None
-        self.optimizer.step(*args, **kwargs)
-
-
-def _saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options that an inner optimizer may change in place."""
-    return {
-        key: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
-        for key, value in options.items()
-    }
-
-
-def _take_over(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Set a group's options; a tensor stays the object that it is, as the program may hold it."""
-    for key, value in options.items():
-        now = group.get(key)
-        if now is value:
-            continue
-        if (
-            isinstance(value, torch.Tensor)
-            and isinstance(now, torch.Tensor)
-            and (now.shape, now.dtype) == (value.shape, value.dtype)
-        ):
-            now.copy_(value)
-        else:
-            group[key] = value
-
-
-def _on_device(state: Mapping[str, Any], param: torch.Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loaded state on the parameter's device, but for ``step`` where torch's optimizers keep it."""
-    kept = () if options.get("capturable") or options.get("fused") else ("step",)
-    return {
-        key: value.to(param.device) if isinstance(value, torch.Tensor) and key not in kept else value
-        for key, value in state.items()
-    }
-
-
-def _zero_with_grad(device: torch.device) -> torch.nn.Parameter:
-    """Return a parameter that stays zero; see [Note: groups]."""
-    param = torch.nn.Parameter(torch.zeros(1, device=device))
-    param.grad = torch.zeros(1, device=device)
-    return param
