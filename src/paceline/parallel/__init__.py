@@ -4,6 +4,7 @@ data_parallel.py         `DataParallel`, which wraps the user's model
 ddp.py                   `DistributedDataParallel`: torch's class over the same engine
 ddp_reducer.py           stand-ins for the C++ objects behind torch's class
 strategy.py              `Sync`: how gradients are synchronised, and the strategies by name
+comm_hook.py             communication hooks: functions of the program that reduce a bucket
 gradient_collectives.py  all-reduce, reduce-scatter and all-gather over any process group
 engine/                  the reducer: hooks, buckets, launch queue, round status, step guard
 sharding/                ZeRO-1 (`ShardedOptimizer`) and PyTorch FSDP2

@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import SyncError, UsageError
+from paceline.parallel.comm_hook import GradBucket
 from paceline.parallel.compression.compressed_bucket import CompressionStats
 from paceline.parallel.ddp import DistributedDataParallel
 from paceline.parallel.engine import unsynchronised_step_guard
-from paceline.parallel.engine.comm_hook import GradBucket
 from paceline.parallel.engine.grad_norm import clip_global_norm_
 from paceline.parallel.engine.launch_queue import SyncTimings
 from paceline.parallel.engine.model_checks import (

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.cost_model.bucket_assignment import plan_buckets
 from paceline.errors import SyncError
-from paceline.parallel.engine.comm_hook import GradBucket
+from paceline.parallel.comm_hook import GradBucket
 from paceline.parallel.engine.launch_queue import RoundMoments
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import Status

@@ -31,10 +31,10 @@ import torch
 
 from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import MismatchError, SyncError, UsageError
+from paceline.parallel.comm_hook import CommHook
 from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
-from paceline.parallel.engine.comm_hook import CommHook
 from paceline.parallel.engine.grad_hooks import GradHooks, accumulates_nothing
 from paceline.parallel.engine.gradient_finite_check import find_non_finite, non_finite_ranks, surely_finite
 from paceline.parallel.engine.gradient_state import GradientState, describe

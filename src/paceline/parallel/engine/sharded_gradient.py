@@ -103,9 +103,7 @@ class ShardedGradient(torch.Tensor):
         """Return a tensor with the parameter's shape, strides, dtype and device, unless `options` has others."""
         param = slot.param
         options = {"dtype": param.dtype, "device": param.device} | options
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), **options
-        )
+        made = torch.Tensor._make_wrapper_subclass(cls, param.shape, strides=param.stride(), **options)
         made._slot, made._shards = slot, shards
         return made
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from paceline.parallel.engine.comm_hook import CommHook, GradBucket
+from paceline.parallel.comm_hook import CommHook, GradBucket
 from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["SparseGradients"]
