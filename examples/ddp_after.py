@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from paceline import DataParallel as DistributedDataParallel
+from paceline import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 

@@ -111,7 +111,7 @@ def test_a_ddp_script_changed_in_one_line_learns_the_same(pool, rank_environment
     changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
     assert changed == [
         "- from torch.nn.parallel import DistributedDataParallel",
-        "+ from paceline import DataParallel as DistributedDataParallel",
+        "+ from paceline import DistributedDataParallel",
     ]
     output, saved = [], []
     for name in ("ddp_before.py", "ddp_after.py"):

@@ -79,7 +79,7 @@ class DDPReducer:
         summary = self._engine.summary
         if summary is None or self._may_stay_unused or Status.JOINED in summary.status:
             return
-        if summary.flags and min(summary.users) < self._engine.comm.size:
+        if summary.flags and int(min(summary.flags) + 0.25) < self._engine.comm.size:
             raise self._refuse(self._unused_error())
 
     def _refuse(self, error: SyncError) -> SyncError:
