@@ -193,7 +193,10 @@ def overflows(rank, size, sync):
     optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=1e-38)
     guard = paceline.NonFiniteGuard(model, optim)
     before = model.whole_parameters()
-    for factor in (2e38, 1e38, 1.0):  # 4 samples where 2 were expected: the sum is twice the mean
+    model.backward(model(torch.ones(2, 2)).mean(), samples=1)
+    optim.zero_grad()
+    # 4 samples where 2 were expected: the sum is twice the mean.
+    for factor in (2e38, 1e38, 1.0):
         model.backward(model(torch.ones(2, 2)).mean() * factor, samples=2)
         optim.step()
         optim.zero_grad()
