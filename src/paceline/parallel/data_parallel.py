@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from paceline._core.step_state import step_state, wait_counters
@@ -180,6 +181,7 @@ class DataParallel(torch.nn.Module):
         step_state.begin_phase(engine.step, "forward")
         if fault_injection.armed:
             fault_injection.begin_step(engine.step)
+        engine.inside_ddp = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
         return engine.before_forward(args, kwargs)
 
     @torch.compiler.disable()

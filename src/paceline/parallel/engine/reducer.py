@@ -66,6 +66,8 @@ class Reducer(GradientState):
     Attributes:
         sync_enabled: whether a backward that begins now synchronises; `accumulate()` turns it off.
         local_only: whether this rank trains as in a world of one; see `set_local_only`.
+        inside_ddp: whether torch's DDP wraps the wrapped model too. Its hooks read gradients in backward, so no bucket
+            is launched before the end.
         replicas_differ: whether parameters may differ between ranks, since an exception ended local training.
         hooks: of the parameters.
     """
@@ -88,6 +90,7 @@ class Reducer(GradientState):
         self._changes: dict[str, str] = {}  # of the model on this rank, in the present round
         self.sync_enabled = True
         self.local_only = False
+        self.inside_ddp = False
         self.replicas_differ = False
 
         self._opening = threading.Lock()
@@ -120,6 +123,9 @@ class Reducer(GradientState):
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether `param` is one of the model's."""
         return id(param) in self._ids
+
+    def refuse_replaced(self, params: Sequence[torch.Tensor]) -> None:
+        """Do nothing: wrapping leaves parameters what they are."""
 
     def bucket_plan(self) -> list[tuple[int, list[str]]]:
         """Return (bytes, names of parameters) per collective, in launch order."""
@@ -318,7 +324,9 @@ class Reducer(GradientState):
             bucket.ready = time.perf_counter()
             if recorder.quiet:
                 return
-        if self._will_sync and self.plan.overlap and self.weights.agreed and not self.local_only:
+        if not (self._will_sync and self.plan.overlap and self.weights.agreed):
+            return
+        if not (self.local_only or self.inside_ddp):
             self.launch_queue.launch_full(self.weights.averaged, self.finite_check)
 
     def begin_in_backward(self) -> None:

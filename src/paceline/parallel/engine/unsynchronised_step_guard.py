@@ -49,6 +49,10 @@ class GuardedEngine(ScaledEngine, Protocol):
         """Leave the parameters to another engine."""
         ...
 
+    def refuse_replaced(self, params: Sequence[torch.Tensor]) -> None:
+        """Raise if one of `params` was the model's before wrapping replaced it."""
+        ...
+
     def recover(self) -> bool:
         """Complete a backward that an exception interrupted; return whether there was one."""
         ...
@@ -172,6 +176,8 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[GuardedEng
     if known is not None and known[0] == count:
         return known[1]
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    for engine in _engines:
+        engine.refuse_replaced(params)
     found = [weakref.ref(engine) for engine in _engines if any(map(engine.holds, params))]
     _engines_by_optimizer[optimizer] = (count, found)
     return found

@@ -18,6 +18,7 @@ gradients instead of None.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -83,6 +84,8 @@ class FSDPEngine(Reducer):
         self.module: torch.nn.Module = module
         self.units = default_units(module) if units is None else _checked_units(module, units)
         whole = _unshardable(module)
+        # Weakly, so that each is freed once it is sharded.
+        self._replaced = {id(p): weakref.ref(p) for p in module.parameters() if p not in whole}
         self._shard(comm, MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype), whole)
         named = list(module.named_parameters())
         trained = [(name, param) for name, param in named if param.requires_grad]
@@ -372,6 +375,18 @@ class FSDPEngine(Reducer):
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return all parameters of the model with their names, sharded as optimizers hold them."""
         return [*super().named_parameters(), *self.shards]
+
+    def refuse_replaced(self, params: Sequence[torch.Tensor]) -> None:
+        """Raise if one of `params` was the model's before FSDP2 replaced it: it would never change."""
+        for param in params:
+            replaced = self._replaced.get(id(param))
+            if replaced is not None and replaced() is param:
+                raise UsageError(
+                    "the optimizer holds parameters from before the model was wrapped, which FSDP2 has replaced",
+                    rank=self.comm.rank,
+                    step=self.step,
+                    remedy="build the optimizer after wrapping",
+                )
 
     def whole(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return gathered copies of the parameters; a collective."""
