@@ -9,127 +9,34 @@ parameters on one rank, before these are averaged into every rank's gradients fo
 
 [Note: compared tensors] Parameters, frozen ones too, that every rank holds whole: all of every strategy but
 full-shard, whose shards have no replica. Buffers only on demand: BatchNorm's statistics, for instance, differ per rank.
-
-[Note: digests on a GPU] Each word of a tensor and its position go through a bijective mix of 64-bit integers
-(multiply, shift, xor: as in SplitMix64, Steele, Lea and Flood 2014), and the results are summed modulo 2⁶⁴. Integer
-sums do not depend on the order, so neither does the digest on how the device splits them. As each step is bijective,
-one changed word always changes the digest; several cancel with probability 2⁻⁶⁴. The host does not wait: the digest
-stays on the device until it is sent.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import ReplicasDiverged, UsageError
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
 from paceline.parallel.ddp import DistributedDataParallel
 from paceline.parallel.gradient_collectives import broadcast_tensors
+from paceline.parallel.replica_digests import Divergence, find_divergence, mixed_digest, tensor_digest
 from paceline.world.control_collectives import PendingRows, gather_rows, gather_rows_async, verify_same
-from paceline.world.rendezvous import format_ranks
 
-__all__ = ["Divergence", "ReplicaCheck", "find_divergence", "mixed_digest", "tensor_digest"]
+__all__ = ["ReplicaCheck"]
 
 log = logging.getLogger("paceline.health")
-
-_WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 22  # words per pass: 32 MiB for each of a few temporary tensors
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64
-_MIX = ((0xBF58476D1CE4E5B9 - (1 << 64), 30), (0x94D049BB133111EB - (1 << 64), 27))  # (factor, shift)
-
-
-def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a digest of a tensor's bits as a scalar int64 on its device: xxh3 on the CPU, else `mixed_digest`."""
-    words = _words_of(tensor.detach())
-    if words.device.type == "cpu":
-        number = xxhash.xxh3_64_intdigest(words.numpy().data)
-        return torch.tensor(number - (1 << 63), dtype=torch.int64)
-    return mixed_digest(words)
-
-
-def mixed_digest(words: torch.Tensor) -> torch.Tensor:
-    """Return the sum of 1-D integers, each mixed with its position; see [Note: digests on a GPU]."""
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK]
-        positions = torch.arange(start + 1, start + 1 + chunk.numel(), device=words.device)
-        mixed = positions.mul_(_GAMMA).add_(chunk)
-        for factor, shift in _MIX:
-            mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)
-            mixed *= factor
-        mixed ^= (mixed >> 31) & ((1 << 33) - 1)
-        total += mixed.sum()
-    return total
-
-
-def _words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements' bits as 1-D integers, in the order of elements."""
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = flat.contiguous().reshape(-1)
-    return flat.view(_WORD_DTYPES[flat.element_size()])
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """A difference between ranks.
-
-    Attributes:
-        name: the first tensor that differs.
-        differing: number of tensors that differ.
-        compared: number of tensors compared.
-        ranks: those whose `name` differs from the majority's; without a majority, from rank 0's.
-        majority: whether more than half of the ranks hold the same `name`.
-    """
-
-    name: str
-    differing: int
-    compared: int
-    ranks: tuple[int, ...]
-    majority: bool
-
-    def __str__(self) -> str:
-        noun, verb = ("rank", "holds") if len(self.ranks) == 1 else ("ranks", "hold")
-        others = "the majority" if self.majority else "rank 0"
-        more = f"; {self.differing} of {self.compared} differ" if self.differing > 1 else ""
-        return f"{noun} {format_ranks(self.ranks)} {verb} another {self.name} than {others}{more}"
-
-
-def find_divergence(names: Sequence[str], digests_of_rank: Sequence[Sequence[int]]) -> Divergence | None:
-    """Return the difference between ranks, None if there is none.
-
-    Args:
-        names: of the compared tensors.
-        digests_of_rank: one digest per name, for every rank.
-
-    Example:
-        >>> print(find_divergence(["parameter 'a'", "parameter 'b'"], [[1, 2], [1, 2], [1, 3]]))
-        rank 2 holds another parameter 'b' than the majority
-    """
-    columns = list(zip(*digests_of_rank, strict=True))
-    differing = [number for number, digests in enumerate(columns) if len(set(digests)) > 1]
-    if not differing:
-        return None
-    digests = columns[differing[0]]
-    ((usual, count),) = Counter(digests).most_common(1)
-    majority = 2 * count > len(digests)
-    reference = usual if majority else digests[0]
-    ranks = tuple(rank for rank, digest in enumerate(digests) if digest != reference)
-    return Divergence(names[differing[0]], len(differing), len(names), ranks, majority)
 
 
 class ReplicaCheck:
     """Compares the parameters of all ranks every so many optimizer steps, and names what differs and where.
 
-    It hooks onto the optimizer and wraps nothing, and pauses where ranks are meant to differ (inside `LocalSGD` and
-    its subclasses). Digests taken at one step are compared at the next, so no rank waits for them.
+    It replaces the engine's own comparison (see `replica_digests`). It hooks onto the optimizer and wraps nothing, and
+    pauses where ranks are meant to differ (inside `LocalSGD` and its subclasses). Digests taken at one step are
+    compared at the next, so no rank waits for them.
 
     Args:
         model: the wrapped model.
@@ -173,6 +80,7 @@ class ReplicaCheck:
         self.steps = self.comparisons = self.repairs = 0
         self._comm, self._engine, self._optimizer = comm, model.engine, optimizer
         self._every, self._repair = every, repair
+        self._default_every, model.engine.replica_check_every = model.engine.replica_check_every, 0
         named = [(f"parameter {name!r}", param) for name, param in model.module.named_parameters()]
         if buffers:
             named += [(f"buffer {name!r}", buffer) for name, buffer in model.module.named_buffers()]
@@ -189,6 +97,7 @@ class ReplicaCheck:
         """Stop comparing."""
         self._hook.remove()
         self._pending = None
+        self._engine.replica_check_every = self._default_every
 
     def check(self) -> None:
         """Compare now and wait for the result, for instance before a checkpoint; all ranks call this.

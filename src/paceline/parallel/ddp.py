@@ -203,6 +203,8 @@ class DistributedDataParallel(_TORCH_CLASS):
             if not param.requires_grad and name not in self.parameters_to_ignore
         ]
         self.engine = Reducer(dense, comm, plan, None, frozen, self.module, sparse)
+        if not self._verifies:
+            self.engine.replica_check_every = 0
         unsynchronised_step_guard.register_engine(self.engine)
         self.reducer = DDPReducer(
             self.engine,

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from paceline.health import replica_check
-from paceline.health.replica_check import find_divergence, mixed_digest, tensor_digest
+from paceline.parallel import replica_digests
+from paceline.parallel.replica_digests import find_divergence, mixed_digest, tensor_digest
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128,
@@ -17,7 +17,7 @@ DTYPES = [
 
 
 def mixed_digest_of(tensor):
-    return mixed_digest(replica_check._words_of(tensor))
+    return mixed_digest(replica_digests._words_of(tensor))
 
 
 @pytest.fixture(params=[tensor_digest, mixed_digest_of], ids=["xxh3", "mixed sum"])
@@ -74,7 +74,7 @@ def test_zeros_at_the_end_count(digest):
 def test_a_mixed_digest_does_not_depend_on_chunks(monkeypatch, chunk):
     words = torch.randint(-(2**31), 2**31 - 1, (1000,), dtype=torch.int32)
     whole = mixed_digest(words)
-    monkeypatch.setattr(replica_check, "_CHUNK", chunk)
+    monkeypatch.setattr(replica_digests, "_CHUNK", chunk)
     assert mixed_digest(words) == whole
 
 

@@ -22,15 +22,17 @@ that was too low is corrected on all ranks.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from paceline._core.step_state import step_state, wait_counters
-from paceline.errors import MismatchError, SyncError, UsageError
+from paceline.errors import MismatchError, ReplicasDiverged, SyncError, UsageError
 from paceline.parallel.comm_hook import CommHook
 from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
@@ -43,7 +45,15 @@ from paceline.parallel.engine.model_changes import HARMLESS, ModelWatch, digest_
 from paceline.parallel.engine.round_status import RoundSummary, Status, missing_samples_error
 from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
+from paceline.parallel.replica_digests import (
+    check_interval,
+    digest_of_all,
+    find_divergence,
+    is_check_round,
+    tensor_digest,
+)
 from paceline.parallel.strategy import Sync
+from paceline.world.control_collectives import gather_rows
 
 __all__ = ["Reducer"]
 
@@ -68,6 +78,7 @@ class Reducer(GradientState):
         local_only: whether this rank trains as in a world of one; see `set_local_only`.
         inside_ddp: whether torch's DDP wraps the wrapped model too. Its hooks read gradients in backward, so no bucket
             is launched before the end.
+        replica_check_every: rounds between two comparisons of the parameters of all ranks; 0: none.
         replicas_differ: whether parameters may differ between ranks, since an exception ended local training.
         hooks: of the parameters.
     """
@@ -87,6 +98,7 @@ class Reducer(GradientState):
         self._sparse = list(sparse)
         self.module = module
         self._watch = ModelWatch(module) if module is not None and comm.size > 1 else None
+        self.replica_check_every = check_interval(os.environ)
         self._changes: dict[str, str] = {}  # of the model on this rank, in the present round
         self.sync_enabled = True
         self.local_only = False
@@ -182,6 +194,7 @@ class Reducer(GradientState):
                 remedy="register the hook right after wrapping the model",
             )
         self.launch_queue.hook = CommHook(state, hook, self.comm.size)
+        self.replica_check_every = 0  # a hook may let ranks differ
         if self.has_buckets:
             self.change_plan(self.plan)
 
@@ -429,6 +442,8 @@ class Reducer(GradientState):
         flags = self._used_flags()
         self._changes = self._find_changes(flags)
         digest = digest_of(self._changes)
+        if is_check_round(self.step, self.replica_check_every):
+            digest ^= digest_of_all(param for _, param in self._replicated()) & 0xFFFF
         mine = round_status.encode(rank, size, weights.samples, status, flags, len(self._late), digest)
         self.comm.write_status(mine, last.status)
         if self.finite_check is not None:
@@ -475,6 +490,7 @@ class Reducer(GradientState):
             if len(set(summary.digests)) > 1 or set(self._changes.values()) - {HARMLESS}:
                 names = [name for name, _ in self.named_parameters()]
                 raise_for_changes(self._changes, names, self.comm, self.step - 1)
+                self._compare_replicas()
         except (SyncError, MismatchError):
             self.drop()
             if failed:  # this rank's own exception is being raised
@@ -496,6 +512,26 @@ class Reducer(GradientState):
                 self._check_finite(summary, factor)
         if self.tuner is not None and not self.local_only:
             self.tuner.round_ended()
+
+    def _replicated(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters that must be equal on all ranks, with their names."""
+        return [(name, param) for name, param in self.named_parameters() if not isinstance(param, DTensor)]
+
+    def _compare_replicas(self) -> None:
+        """Raise if parameters differ between ranks; all ranks call this."""
+        named = self._replicated()
+        digests = torch.stack([tensor_digest(param).to(self.device) for _, param in named])
+        rows = [row.tolist() for row in gather_rows(digests, self.comm.group)]
+        divergence = find_divergence([f"parameter {name!r}" for name, _ in named], rows)
+        if divergence is not None:
+            raise ReplicasDiverged(
+                str(divergence),
+                rank=divergence.ranks[0],
+                step=self.step - 1,
+                remedy="resume from the last checkpoint, and look for code that changes parameters or gradients on one "
+                "rank only (clipping, a skipped step, loading); if there is none, suspect that rank's memory. "
+                "PACELINE_REPLICA_CHECK=0 turns this comparison off",
+            )
 
     def _check_finite(self, summary: RoundSummary, factor: float) -> None:
         """Inspect the result unless the peaks show that it is finite; see [Note: peaks] in `finite_check`."""
