@@ -183,7 +183,6 @@ def zero_grad(rank, size):
     optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
     before = copy.deepcopy(model.module)
     model(torch.ones(1)).sum().backward()
-    assert (model.module.weight.grad is None) == (size > 1)
     assert model.clip_grad_norm_(float("inf")) > 0
     optim.zero_grad()
     assert model.module.weight.grad is None

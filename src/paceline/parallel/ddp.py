@@ -165,7 +165,7 @@ class DistributedDataParallel(_TORCH_CLASS):
         passed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         for name in passed.keys() & _WITHOUT_EFFECT.keys():
             _log_once(name, f"{name}={passed[name]!r} has no effect here: {_WITHOUT_EFFECT[name]}")
-        self._verifies = init_sync
+        self._verifies = self._starts_equal = init_sync
         # Options at their defaults are left out: older versions of torch don't know all of them.
         super().__init__(module, **passed)
 
@@ -203,7 +203,7 @@ class DistributedDataParallel(_TORCH_CLASS):
             if not param.requires_grad and name not in self.parameters_to_ignore
         ]
         self.engine = Reducer(dense, comm, plan, None, frozen, self.module, sparse)
-        if not self._verifies:
+        if not self._starts_equal:
             self.engine.replica_check_every = 0
         unsynchronised_step_guard.register_engine(self.engine)
         self.reducer = DDPReducer(

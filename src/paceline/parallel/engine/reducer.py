@@ -490,7 +490,8 @@ class Reducer(GradientState):
             if len(set(summary.digests)) > 1 or set(self._changes.values()) - {HARMLESS}:
                 names = [name for name, _ in self.named_parameters()]
                 raise_for_changes(self._changes, names, self.comm, self.step - 1)
-                self._compare_replicas()
+                if Status.JOINED not in summary.status:  # a rank without batches takes no steps
+                    self._compare_replicas()
         except (SyncError, MismatchError):
             self.drop()
             if failed:  # this rank's own exception is being raised

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline._core.format import plural
 from paceline._core.step_state import step_state
 from paceline.errors import UnsyncedGradients, UsageError
 from paceline.parallel.engine import grad_scaler
@@ -71,9 +74,7 @@ class ConsumesShards:
 
 
 _engines: weakref.WeakSet[GuardedEngine] = weakref.WeakSet()
-_engines_by_optimizer: weakref.WeakKeyDictionary[
-    torch.optim.Optimizer, tuple[int, list[weakref.ref[GuardedEngine]]]
-] = weakref.WeakKeyDictionary()
+_held_by_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
 _installed = False
 
 
@@ -99,7 +100,7 @@ def register_engine(engine: GuardedEngine) -> None:
             other.retire()
             _engines.discard(other)
     _engines.add(engine)
-    _engines_by_optimizer.clear()
+    _held_by_optimizer.clear()
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
@@ -143,7 +144,10 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
 
 def _synchronised_engines(optimizer: torch.optim.Optimizer) -> list[GuardedEngine]:
     """Return the engines whose parameters `optimizer` holds, once their gradients are synchronised."""
-    engines = [engine for reference in _engines_of(optimizer) if (engine := reference()) is not None]
+    held = _held_by(optimizer)
+    engines = [engine for reference in held.engines if (engine := reference()) is not None]
+    if held.foreign and any(engine.comm.size > 1 and not engine.local_only for engine in engines):
+        _refuse_foreign(optimizer, held.foreign, engines[0])
     for engine in engines:
         if engine.sharded and not isinstance(optimizer, ConsumesShards):
             name = type(optimizer).__name__
@@ -158,7 +162,7 @@ def _synchronised_engines(optimizer: torch.optim.Optimizer) -> list[GuardedEngin
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for reference in _engines_of(optimizer):
+    for reference in _held_by(optimizer).engines:
         step_state.enter_phase("outside")
         engine = reference()
         if engine is None:
@@ -169,15 +173,60 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
             fault_injection.end_step(step_state.step, engine.named_parameters())
 
 
-def _engines_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[GuardedEngine]]:
-    """Return the engines whose parameters `optimizer` holds; looked up again if its number of parameters changes."""
-    known = _engines_by_optimizer.get(optimizer)
+def _refuse_foreign(
+    optimizer: torch.optim.Optimizer, foreign: Sequence[torch.Tensor], engine: GuardedEngine
+) -> None:
+    """Raise for gradients that no wrapped model has synchronised."""
+    local = [
+        param for param in foreign if param.grad is not None and not getattr(param, "unsynchronised", False)
+    ]
+    if local:
+        shapes = ", ".join(str(list(param.shape)) for param in local[:3]) + (", …" if len(local) > 3 else "")
+        raise UnsyncedGradients(
+            f"{type(optimizer).__name__} holds {plural(len(local), 'parameter')} of no wrapped model (shapes {shapes}) "
+            "with gradients of this rank only",
+            rank=engine.comm.rank,
+            step=engine.step,
+            remedy="register them in the wrapped module or wrap their module; or set parameter.unsynchronised = True "
+            "where ranks are meant to differ, or something else synchronises them",
+        )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What an optimizer holds.
+
+    Attributes:
+        count: number of its parameters.
+        engines: those of its parameters.
+        foreign: parameters of no wrapped model.
+    """
+
+    count: int
+    engines: list[weakref.ref[GuardedEngine]]
+    foreign: list[torch.Tensor]
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> _Held:
+    """Return what `optimizer` holds; looked up again if its number of parameters changes."""
+    known = _held_by_optimizer.get(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if known is not None and known[0] == count:
-        return known[1]
+    if known is not None and known.count == count:
+        return known
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for engine in _engines:
         engine.refuse_replaced(params)
-    found = [weakref.ref(engine) for engine in _engines if any(map(engine.holds, params))]
-    _engines_by_optimizer[optimizer] = (count, found)
-    return found
+    engines = [engine for engine in _engines if any(map(engine.holds, params))]
+    ours = {
+        id(param) for engine in _engines if engine.module is not None for param in engine.module.parameters()
+    }
+    foreign = [
+        param
+        for param in params
+        if engines
+        and id(param) not in ours
+        and not isinstance(param, DTensor)
+        and not any(engine.holds(param) for engine in _engines)
+    ]
+    held = _held_by_optimizer[optimizer] = _Held(count, [weakref.ref(engine) for engine in engines], foreign)
+    return held
