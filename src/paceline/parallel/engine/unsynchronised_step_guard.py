@@ -31,6 +31,8 @@ __all__ = ["ConsumesShards", "GuardedEngine", "ensure_synchronised", "register_e
 class GuardedEngine(ScaledEngine, Protocol):
     """An engine as the guard uses it."""
 
+    module: torch.nn.Module | None
+    local_only: bool
     sharded: bool
     tuner: PlanController | None
     step: int
