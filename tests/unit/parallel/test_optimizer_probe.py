@@ -147,6 +147,21 @@ class SeveralMomenta(torch.optim.SGD):
         return super().step(closure)
 
 
+class CountingSGD(torch.optim.SGD):
+    """Keeps a list in its group that grows in place."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.setdefault("steps", []).append(None)
+        return super().step(closure)
+
+
+def test_a_count_in_the_groups_is_noticed():
+    assert probe(CountingSGD, lr=0.1).changes_groups
+    assert probe(CountingSGD, {"steps": [None]}, lr=0.1).changes_groups
+    assert not probe(torch.optim.AdamW, lr=0.1).changes_groups
+
+
 class EstimatedDistance(torch.optim.SGD):
     """Keeps a number in its group that depends on all elements, as Prodigy does."""
 

@@ -56,12 +56,14 @@ class OptimizerProbe:
         refusal: why it can't update parts of parameters; "" if it can.
         failed: a step with a whole parameter raised; it may need arguments.
         elementwise: names of the state's entries that have one value per element.
+        changes_groups: a step changes what its groups hold.
         whole_shapes: shapes of its other tensors, which belong to the whole parameter (``step``), by name.
     """
 
     refusal: str = ""
     failed: bool = False
     elementwise: frozenset[str] = frozenset()
+    changes_groups: bool = False
     whole_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __or__(self, other: OptimizerProbe) -> OptimizerProbe:
@@ -70,6 +72,7 @@ class OptimizerProbe:
             self.refusal or other.refusal,
             self.failed or other.failed,
             self.elementwise | other.elementwise,
+            self.changes_groups or other.changes_groups,
             self.whole_shapes | other.whole_shapes,
         )
 
@@ -125,6 +128,7 @@ class _Trial:
             self.group["lr"] = torch.full_like(rate, _LR)
         elif isinstance(rate, int | float):
             self.group["lr"] = _LR
+        self.group_before = repr(group_options(self.group))
 
     @property
     def group(self) -> dict[str, Any]:
@@ -234,4 +238,7 @@ def _compare_states(whole: _Trial, parts: list[_Trial]) -> OptimizerProbe:
             if not (key in rest and key in other and _alike(rest[key], other[key])):
                 return OptimizerProbe(f"{key!r} of its state depends on all elements")
     shapes = {key: tuple(value.shape) for key, value in rest.items() if isinstance(value, Tensor)}
-    return OptimizerProbe(elementwise=frozenset(elementwise), whole_shapes=shapes)
+    changes_groups = whole.group_before != repr(group_options(whole.group))
+    return OptimizerProbe(
+        elementwise=frozenset(elementwise), changes_groups=changes_groups, whole_shapes=shapes
+    )

@@ -317,8 +317,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         group_of = {id(param): at for at, group in enumerate(self.param_groups) for param in group["params"]}
         full = [bucket for bucket in reducer.buckets if bucket.slots]
         rank, size = reducer.comm.rank, reducer.comm.size
-        elementwise = self._probe.elementwise
-        built, problem = [], ""
+        probe, built, problem = self._probe, [], ""
         for members in update_parts([bucket.flat.nbytes for bucket in full]):
             buckets = [full[index] for index in members]
             pieces: list[tuple[ShardPiece, torch.nn.Parameter]] = []
@@ -334,7 +333,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 if name in self._loaded:
                     try:
                         state = optimizer_resharding.slice_state(
-                            name, piece.start, piece.stop, self._loaded[name], elementwise
+                            name, piece.start, piece.stop, self._loaded[name], probe.elementwise
                         )
                     except UsageError as error:
                         problem = problem or str(error).partition("\n")[0]
@@ -343,10 +342,11 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                     group.state_of(param).update(on_device(state, param, options))
             built.append(group)
         self._raise_together(problem, "", remedy="load the shards of all ranks that wrote the state")
-        here = {index for group in built for index in group.indices}
-        missing = [index for index in range(len(self.param_groups)) if index not in here]
-        zeros = {index: [zero_with_grad(reducer.device)] for index in missing}
-        built.append(BucketGroup([], [], missing, self._inner(zeros)))
+        if probe.changes_groups or takes_arguments(self._class):
+            here = {index for group in built for index in group.indices}
+            missing = [index for index in range(len(self.param_groups)) if index not in here]
+            zeros = {index: [zero_with_grad(reducer.device)] for index in missing}
+            built.append(BucketGroup([], [], missing, self._inner(zeros)))
         self._groups, self._loaded, self._states_checked = built, {}, False
         return self._groups
 
