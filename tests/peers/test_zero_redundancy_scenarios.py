@@ -41,6 +41,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
@@ -569,3 +570,34 @@ def overlap(rank, size):
 
 def test_overlap(pool):
     pool(2).run(overlap)
+
+
+# ------------------------------------------------------------------ between torch's class and ours
+
+
+def state_of_torchs_zero(rank, size):
+    """Three steps with torch's class and DDP, three with ours from its state; beside six with torch's."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(layers(4, 9, 3))
+    theirs = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
+
+    def advance(each, its, batches):
+        for batch in batches:
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(batch * size + rank))
+            its.zero_grad()
+            each(x).square().mean().backward()
+            its.step()
+
+    advance(ddp, theirs, range(3))
+    theirs.consolidate_state_dict(to=0)
+    state = from_rank_0(copy.deepcopy(theirs.state_dict()) if rank == 0 else None, rank)
+    model = paceline.DataParallel(copy.deepcopy(ddp.module), sync="sharded")
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.5)
+    optim.load_state_dict(state)
+    advance(ddp, theirs, range(3, 6))
+    advance(model, optim, range(3, 6))
+    assert_same(model, ddp, rtol=1e-6, atol=1e-7)
+
+
+def test_the_state_of_torchs_class_loads(pool):
+    pool(2).run(state_of_torchs_zero)

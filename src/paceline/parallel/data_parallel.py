@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as torch_ddp
 from torch.utils import _pytree as pytree
 
 from paceline._core.step_state import step_state, wait_counters
@@ -181,7 +181,7 @@ class DataParallel(torch.nn.Module):
         step_state.begin_phase(engine.step, "forward")
         if fault_injection.armed:
             fault_injection.begin_step(engine.step)
-        engine.inside_ddp = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+        engine.inside_ddp = getattr(torch_ddp.DistributedDataParallel, "_active_ddp_module", None) is not None
         return engine.before_forward(args, kwargs)
 
     @torch.compiler.disable()

@@ -33,6 +33,7 @@ class GuardedEngine(ScaledEngine, Protocol):
 
     module: torch.nn.Module | None
     local_only: bool
+    module: torch.nn.Module | None
     sharded: bool
     tuner: PlanController | None
     step: int
