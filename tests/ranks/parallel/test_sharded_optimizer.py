@@ -903,3 +903,44 @@ def sparse_later(rank, size, sync):
 @pytest.mark.parametrize("sync", ["sharded", "bucketed"])
 def test_a_sparse_gradient_in_a_bucket_counts_as_a_dense_one(pool, sync):
     assert pool(2).run(sparse_later, sync) == [True, True]
+
+
+def between_kinds_of_sharding(rank, size, first, second, consolidate):
+    """Resume after three of six steps with another strategy, from the state in torch's format or in shards."""
+    model, optim = build(torch.optim.AdamW, sync=first, **ADAMW)
+    train(model, optim, rank, range(3))
+    if consolidate:
+        optim.consolidate_state_dict()
+        box = [copy.deepcopy(optim.state_dict()) if rank == 0 else None]
+        dist.broadcast_object_list(box)
+        (state,) = box
+        plain = torch.optim.AdamW(model_zoo.build("Plain").parameters(), lr=0.5)
+        plain.load_state_dict(copy.deepcopy(state))
+        assert all(held["exp_avg"].shape == param.shape for param, held in plain.state.items())
+    else:
+        state = copy.deepcopy(optim.state_dict())
+    net = model_zoo.build("Plain")
+    with torch.no_grad():
+        for param, value in zip(net.parameters(), model.whole_parameters(), strict=True):
+            param.copy_(value)
+    other = paceline.DataParallel(net, sync=second)
+    loaded = paceline.ShardedOptimizer(other, torch.optim.AdamW, lr=0.5)
+    loaded.load_state_dict(state)
+    train(other, loaded, rank, range(3, 6))
+    reference, whole = build(torch.optim.AdamW, sync="naive", **ADAMW)
+    train(reference, whole, rank, range(6))
+    return max_difference(other.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("first", "second", "consolidate"),
+    [
+        ("full-shard", "sharded", True),
+        ("sharded", "full-shard", True),
+        ("full-shard", "full-shard", True),
+        ("sharded", "full-shard", False),
+    ],
+)
+def test_the_state_moves_between_sharded_optimizer_and_sharded_parameters(pool, first, second, consolidate):
+    assert max(pool(2).run(between_kinds_of_sharding, first, second, consolidate)) < 1e-12

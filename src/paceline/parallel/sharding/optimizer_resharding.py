@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
 from paceline.parallel.engine.bucket import Bucket, ShardPiece, shaped_as, storage_numel
@@ -24,9 +26,11 @@ __all__ = [
     "flatten_state",
     "gather_state",
     "merge_shards",
+    "sharded_like",
     "slice_state",
     "unflatten_state",
     "whole_shard",
+    "with_whole_tensors",
 ]
 
 Shards = dict[str, list[dict[str, Any]]]
@@ -181,3 +185,19 @@ def slice_state(
             remedy="load the shards of all ranks that wrote the state",
         )
     return state
+
+
+def with_whole_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with its sharded tensors whole; a collective."""
+    return pytree.tree_map_only(DTensor, DTensor.full_tensor, state)
+
+
+def sharded_like(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of those entries that have the shape of a sharded parameter, and are whole."""
+    if not isinstance(param, DTensor):
+        return {}
+    return {
+        key: distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape
+    }

@@ -399,6 +399,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             whole = self._in_torchs_format(state_of, self.param_groups) if comm.rank == to else None
         elif reducer is not None:
             whole = self._unsharded(self.state_dict())
+        elif self._engine.splits_gradients:  # the parameters are sharded, and the state with them
+            whole = optimizer_resharding.with_whole_tensors(self.state_dict())
         self._consolidated = whole if comm.rank == to else None
 
     def shards(self) -> Shards | None:
@@ -480,6 +482,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if self._whole is not None:
             self._whole.load_state_dict(self._unsharded(state_dict) if "shards" in state_dict else state_dict)
             self.param_groups, self.state = self._whole.param_groups, self._whole.state
+            for param, state in self.state.items():
+                state.update(optimizer_resharding.sharded_like(param, state))
             return
         if "shards" not in state_dict:
             self._check_sizes(saved)
