@@ -504,6 +504,40 @@ def test_guards_and_the_profiler_take_the_model(pool, tmp_path):
     assert (tmp_path / "profile" / "run.json").exists()
 
 
+def changed_on_one_rank(rank, size):
+    model = OursDDP(model_zoo.build("Plain"))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        loss_on(model, rank, step).backward()
+        optim.step()
+        optim.zero_grad()
+        if step == 0 and rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).add_(1e-3)
+
+
+def test_parameters_changed_on_one_rank_are_named(pool):
+    with pytest.raises(RankError) as caught:
+        pool(3).run(changed_on_one_rank)
+    assert isinstance(caught.value.cause, ReplicasDiverged)
+    assert "rank 1 holds another parameter" in str(caught.value.cause)
+
+
+def joined_for_long(rank, size):
+    model = OursDDP(model_zoo.build("Plain"))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(1 + 9 * rank):
+            loss_on(model, rank, step).backward()
+            optim.step()
+            optim.zero_grad()
+    return same_on_all_ranks(list(model.parameters()))
+
+
+def test_parameters_of_ranks_that_have_joined_are_not_compared(pool):
+    assert pool(2).run(joined_for_long) == [True, True]
+
+
 def checkpointed(rank, size, folder):
     found = []
     for kinds in ((OursDDP, TorchDDP), (TorchDDP, OursDDP)):

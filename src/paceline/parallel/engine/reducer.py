@@ -486,8 +486,9 @@ class Reducer(GradientState):
         """Turn the sums into means and attach them, or drop them all and raise."""
         try:
             summary.raise_for_status(self.comm.rank, self.step - 1)
-            # parameters that all ranks froze need no further message
-            if len(set(summary.digests)) > 1 or set(self._changes.values()) - {HARMLESS}:
+            # Parameters that all ranks froze need no further message. Ranks that have joined update theirs no more.
+            differ = len(set(summary.digests)) > 1 or set(self._changes.values()) - {HARMLESS}
+            if differ and Status.JOINED not in summary.status:
                 names = [name for name, _ in self.named_parameters()]
                 raise_for_changes(self._changes, names, self.comm, self.step - 1)
                 if Status.JOINED not in summary.status:  # a rank without batches takes no steps
