@@ -320,6 +320,11 @@ class DistributedDataParallel(_TORCH_CLASS):
         """Take part in the other ranks' round without a batch."""
         self.engine.run_joined_round()
 
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        super()._sync_final_model(is_last_joiner)
+        if not is_last_joiner:
+            self.engine.drop()
+
     def _match_unused_params_allreduce(self) -> None:
         """Do nothing: the round status reports which parameters were used."""
 

@@ -79,7 +79,9 @@ class DDPReducer:
         summary = self._engine.summary
         if summary is None or self._may_stay_unused or Status.JOINED in summary.status:
             return
-        if summary.flags and int(min(summary.flags) + 0.25) < self._engine.comm.size:
+        # As in torch, a backward that used no parameter at all is no mistake: a GAN's through a frozen discriminator.
+        flags = summary.flags
+        if flags and int(min(flags) + 0.25) < self._engine.comm.size and int(max(flags) + 0.25) > 0:
             raise self._refuse(self._unused_error())
 
     def _refuse(self, error: SyncError) -> SyncError:

@@ -12,7 +12,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import model_zoo
@@ -298,6 +300,74 @@ def test_an_unused_parameter_is_refused_at_the_next_forward_on_all_ranks(pool):
     assert "did not receive grad" in str(caught.value.cause)
 
 
+def adversaries(kind, rank):
+    """Train a generator and a discriminator that is frozen in the generator's step; return what to compare."""
+    torch.manual_seed(0)
+    maker, judge = kind(torch.nn.Linear(4, 8).double()), kind(torch.nn.Linear(8, 1).double())
+    of_maker, of_judge = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (maker, judge))
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        noise, real = (torch.randn(6, width, generator=generator).double() for width in (4, 8))
+        judge.requires_grad_(True)
+        of_judge.zero_grad()
+        fake = maker(noise)
+        judge(real).square().mean().backward()
+        (judge(fake.detach()) - 1).square().mean().backward()
+        of_judge.step()
+        judge.requires_grad_(False)
+        of_maker.zero_grad()
+        judge(fake).square().mean().backward()
+        of_maker.step()
+    return [*maker.parameters(), *judge.parameters()]
+
+
+def adversaries_beside_torch(rank, size):
+    ours = adversaries(OursDDP, rank)
+    return same_on_all_ranks(ours), max_difference(ours, adversaries(TorchDDP, rank))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_discriminator_may_be_frozen_in_the_generators_step(pool, size):
+    for same, gap in pool(size).run(adversaries_beside_torch):
+        assert same
+        assert gap < 1e-13
+
+
+def gradients_kept(rank, size, local):
+    """Hold the gradients of several backwards, as programs with a gradient per task do."""
+    model = OursDDP(model_zoo.build("Plain"))
+    kept, copies = [], []
+    for step in range(5):
+        with model.no_sync() if local and step > 1 else contextlib.nullcontext():
+            loss_on(model, rank, step).backward()
+        kept += [param.grad for param in model.parameters()]
+        copies += [param.grad.clone() for param in model.parameters()]
+        model.zero_grad()
+    return max_difference(kept, copies)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_gradients_that_the_program_holds_are_not_overwritten_by_later_backwards(pool, local):
+    assert pool(2).run(gradients_kept, local) == [0.0, 0.0]
+
+
+def places_of_gradients(rank, size):
+    model = OursDDP(model_zoo.build("Plain"))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    places = []
+    for step in range(4):
+        loss_on(model, rank, step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+        places.append([id(slot.view) for slot in model.engine.slots])
+        optim.zero_grad()
+    return places[1:] == places[:-1]
+
+
+def test_gradients_that_nothing_holds_keep_their_place(pool):
+    assert pool(2).run(places_of_gradients) == [True, True]
+
+
 # ------------------------------------------------------------------ sparse gradients, ignored and delayed parameters
 
 
@@ -461,6 +531,33 @@ def mean_over_ranks_with_a_batch(rank, size):
 
 def test_join_without_the_initial_size_is_the_exact_mean_of_the_ranks_with_a_batch(pool):
     assert pool(2).run(mean_over_ranks_with_a_batch) == [[1.5], [1.5, 2.0]]
+
+
+def joined_with_optimizer(rank, size, sharded):
+    model = OursDDP(model_zoo.build("Plain"))
+    if sharded:
+        optim = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    else:
+        optim = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Join([model, optim] if sharded else [model]):
+        for step in range(3 + 2 * rank):
+            loss_on(model, rank, step).backward()
+            optim.step()
+            optim.zero_grad()
+    return list(model.parameters()), [param.grad for param in model.parameters()]
+
+
+def sharded_beside_whole(rank, size):
+    (sharded, left), (whole, _) = (joined_with_optimizer(rank, size, each) for each in (True, False))
+    return max_difference(sharded, whole), left == [None] * len(left)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_torchs_sharded_optimizer_steps_with_the_mean_on_ranks_without_a_batch(pool, size):
+    """With torch's class, a rank that has ended updates its shard with the gradient of its last batch."""
+    for gap, nothing_left in pool(size).run(sharded_beside_whole):
+        assert gap < 1e-14
+        assert nothing_left
 
 
 def ends_early(rank, size):

@@ -24,6 +24,7 @@ from paceline.parallel.compression.compressed_bucket import CompressedBucket
 
 __all__ = [
     "ALIGN",
+    "UNSHARED",
     "Allocate",
     "Bucket",
     "GradSlot",
@@ -35,6 +36,9 @@ __all__ = [
 
 ALIGN = 16
 """Views start at multiples of this many elements (64 bytes of float32: a cache line)."""
+
+UNSHARED = 2
+"""``sys.getrefcount(slot.view)`` while the slot alone holds its view."""
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """Returns uninitialised memory for a number of elements, a dtype and a device."""
@@ -117,6 +121,12 @@ class GradSlot:
             self.view.copy_(moved.detach())
             if attached:
                 self.param.grad = self.view
+
+    def leave_view(self) -> None:
+        """Leave a dropped gradient to the program, which still holds it, in memory of its own."""
+        held = self.view
+        self.make_view()
+        held.data = held.detach().clone()
 
     def keep_unbucketed(self, dtype: torch.dtype) -> None:
         """Add the new gradient to `unbucketed` if the reduction has another dtype."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 
 import torch
 
 from paceline._core.step_state import wait_counters
 from paceline.errors import SyncError, UsageError
 from paceline.parallel.compression.compressed_bucket import ResidualState
-from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece, storage_numel
+from paceline.parallel.engine.bucket import UNSHARED, Bucket, GradSlot, ShardPiece, storage_numel
 from paceline.parallel.engine.bucket_builder import build_buckets
 from paceline.parallel.engine.engine_protocols import PlanController
 from paceline.parallel.engine.grad_hooks import LateGradients
@@ -281,6 +282,8 @@ class GradientState:
                 slot.needs_zero = not slot.used
                 if slot.used:
                     self._restore(slot)
+                elif getrefcount(slot.view) > UNSHARED:
+                    slot.leave_view()
                 try:
                     slot.param.grad = None if slot.upcast else slot.view
                 except RuntimeError:  # torch refuses a view of another dtype, shape or device

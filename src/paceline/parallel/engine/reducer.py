@@ -284,12 +284,14 @@ class Reducer(GradientState):
         self.launch_queue.begin_round(self.step)
 
     def run_joined_round(self) -> None:
-        """Take part in a round without a batch; the result is dropped. See `Status.JOINED`."""
+        """Take part in a round without a batch. See `Status.JOINED`.
+
+        The result is exposed, since this rank may have to take the step: a sharded optimizer's, on its shard.
+        """
         self.drop()
         self.sync_enabled = True
         self.begin(Status.JOINED)
         self.finish()
-        self.drop()
 
     # ------------------------------------------------------------------ hooks
 
