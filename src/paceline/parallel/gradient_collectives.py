@@ -204,13 +204,20 @@ class Comm:
 
     def all_reduce(self, flat: torch.Tensor, *, mean: bool = False) -> PendingCollective:
         """Start summing (or averaging) `flat` over all ranks, in place."""
-        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        op = self._operation(flat, mean)
         lanes = _GLOO_LANES if self.backend == "gloo" and flat.nbytes >= _SPLIT_NBYTES else 1
         with _peer_errors():
             works = [
                 dist.all_reduce(part, op=op, group=self.group, async_op=True) for part in flat.chunk(lanes)
             ]
         return PendingCollective([work for work in works if work is not None])
+
+    def _operation(self, flat: torch.Tensor, mean: bool) -> dist.ReduceOp.RedOpType:
+        """Return the reduction of `flat`, which is divided already where the sum over ranks could overflow."""
+        if mean and flat.dtype == torch.float16:
+            flat.div_(self.size)
+            return dist.ReduceOp.SUM
+        return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
 
     def reduce_scatter(
         self, flat: torch.Tensor, into: torch.Tensor | None = None, *, mean: bool = False
@@ -226,7 +233,7 @@ class Comm:
         own = parts[self.rank]
         result = own if into is None else into
         if self._by_backend(flat):
-            op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+            op = self._operation(flat, mean)
             work = _reduce_scatter(result, flat, op=op, group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
         peers = self.peers

@@ -351,6 +351,17 @@ def test_gradients_that_the_program_holds_are_not_overwritten_by_later_backwards
     assert pool(2).run(gradients_kept, local) == [0.0, 0.0]
 
 
+def large_gradients(rank, size):
+    model = OursDDP(torch.nn.Linear(2, 1, bias=False).half())
+    model(torch.full((1, 2), 40000.0, dtype=torch.float16)).sum().backward()
+    return model.module.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_a_mean_of_float16_gradients_is_finite_though_their_sum_is_not(pool, backend):
+    assert pool(2, backend).run(large_gradients) == [[[40000.0, 40000.0]]] * 2
+
+
 def places_of_gradients(rank, size):
     model = OursDDP(model_zoo.build("Plain"))
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
