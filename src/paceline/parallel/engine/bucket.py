@@ -236,6 +236,7 @@ class Bucket:
         self.flat = self._empty(dtype, total, device)
         self.grads, self.status = self.flat[:used], self.flat[used : used + tail]
         self.params: torch.Tensor | None = None
+        self._members: list[torch.nn.Parameter] = []
         self._addresses: list[int] = []  # of the parameters in that buffer
         self.writers: set[torch.cuda.Stream] | None = set() if device.type == "cuda" else None
         for slot in slots:
@@ -262,7 +263,8 @@ class Bucket:
     def complete(self) -> None:
         """Bring all gradients into the buffer, right before it is sent."""
         for slot in self.slots:
-            slot.zero_if_needed()
+            if slot.needs_zero:
+                slot.zero_if_needed()
             if slot.view.data_ptr() != slot.address:
                 slot.return_to_bucket()
 
@@ -299,12 +301,13 @@ class Bucket:
                 place = shaped_as(slot.param, self.params[slot.start : slot.start + slot.numel])
                 place.copy_(slot.param)
                 slot.param.data = place
-        self._addresses = [slot.param.data_ptr() for slot in self.slots]
+        self._members = [slot.param for slot in self.slots]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._members))
 
     @property
     def moved(self) -> list[GradSlot]:
         """Slots whose parameters the program has moved out of the buffer since `adopt_parameters`."""
-        now = [slot.param.data_ptr() for slot in self.slots]
+        now = list(map(torch.Tensor.data_ptr, self._members))
         if now == self._addresses:
             return []
         return [

@@ -297,12 +297,12 @@ class Reducer(GradientState):
 
     def before_accumulate(self, index: int) -> None:
         """Prepare slot `index` before autograd adds to its gradient."""
+        slot = self.slots[index]
         if not self._in_backward:
-            slot = self.slots[index]
             if slot.stand_in is not None and slot.param.grad is slot.stand_in:
                 slot.param.grad = None  # autograd can't add to it; `begin` carries the shards
-        elif self.has_buckets:
-            self.slots[index].zero_if_needed()
+        elif slot.needs_zero:
+            slot.zero_if_needed()
 
     def after_accumulate(self, index: int) -> None:
         """Count a gradient that autograd has added to slot `index`, and launch full buckets."""
@@ -314,7 +314,7 @@ class Reducer(GradientState):
         slot.fired += 1
         if step_state.recorder is not None:
             self.launch_queue.poll(_POLL_SECONDS)
-        if not self.has_buckets:
+        if not self.launch_queue.buckets:
             self._refuse_sparse(slot)
             self._firings.append(index)
             if self.reduce_dtype is not None:
