@@ -71,6 +71,8 @@ class GradientState:
         non_finite: the report on the latest result if it is known to be not finite.
         sparse: parameters with sparse gradients, which are in no bucket.
         summary: of the latest round.
+        inside_ddp: whether torch's DDP wraps the wrapped model too. Its hooks read and write gradients, so no bucket is
+            launched before the end of backward, and shards are not exposed.
         retired: the model was wrapped again, so another engine synchronises its gradients.
     """
 
@@ -100,6 +102,7 @@ class GradientState:
         self.non_finite: NonFiniteReport | None = None
         self.sparse: SparseGradients | None = None
         self.summary: RoundSummary | None = None
+        self.inside_ddp = False
         self.retired = False
 
         self._local = False  # there are gradients of this rank that no round has seen
@@ -386,12 +389,12 @@ class GradientState:
             self._shards.clear()
         for slot, used in zip(self.slots, summary.used, strict=False):
             slot.used = used
-            if self.sharded and used:
+            if self.sharded and used and not self.inside_ddp:
                 if slot.stand_in is None:
                     slot.stand_in = ShardedGradient(slot, self._shards)
                 slot.param.grad = slot.stand_in
             else:
-                slot.expose(used)
+                slot.expose(used and not self.sharded)
 
     def drop(self) -> None:
         """Discard all gradients, as zero_grad() does."""

@@ -76,8 +76,6 @@ class Reducer(GradientState):
     Attributes:
         sync_enabled: whether a backward that begins now synchronises; `accumulate()` turns it off.
         local_only: whether this rank trains as in a world of one; see `set_local_only`.
-        inside_ddp: whether torch's DDP wraps the wrapped model too. Its hooks read gradients in backward, so no bucket
-            is launched before the end.
         replica_check_every: rounds between two comparisons of the parameters of all ranks; 0: none.
         replicas_differ: whether parameters may differ between ranks, since an exception ended local training.
         hooks: of the parameters.
@@ -102,7 +100,6 @@ class Reducer(GradientState):
         self._changes: dict[str, str] = {}  # of the model on this rank, in the present round
         self.sync_enabled = True
         self.local_only = False
-        self.inside_ddp = False
         self.replicas_differ = False
 
         self._opening = threading.Lock()

@@ -12,6 +12,7 @@ import paceline
 from engine_cases import ALL, REPLICATED, loss_on, same_on_all_ranks
 from model_zoo import max_difference
 from paceline.errors import UsageError
+from rank_pool import RankError
 from single_process import SGD, pair, same
 
 WHOLE = [*REPLICATED, "sharded", "auto"]
@@ -75,7 +76,13 @@ def by_hand(rank, size, sync, name, samples, local):
 @pytest.mark.parametrize("samples", [False, True])
 @pytest.mark.parametrize("name", [*BETWEEN, *AFTER])
 @pytest.mark.parametrize("sync", WHOLE)
-def test_averaging_once_more_changes_nothing(pool, sync, name, samples, local):
+def test_averaging_once_more_changes_nothing_or_is_refused_for_shards(pool, sync, name, samples, local):
+    if sync == "sharded" and name in BETWEEN and not local:
+        with pytest.raises(RankError) as caught:
+            pool(2).run(by_hand, sync, name, samples, local)
+        assert isinstance(caught.value.cause, UsageError)
+        assert "of which every rank holds a shard" in str(caught.value.cause)
+        return
     same(pool(2).run(by_hand, sync, name, samples, local))
 
 
@@ -152,12 +159,12 @@ class Unhooked:
 
 
 def foreign_optimizer(rank, size, sync):
-    """Return the gap to one process, and whether shards are refused by their missing gradients."""
+    """Return the gap to one process, and check that shards are refused."""
     model, _, reference, _ = pair(sync, model_zoo.Plain)
     loss_on(model, rank).backward()
     optim = Unhooked(model.parameters(), 0.1)
     if sync == "sharded":
-        with pytest.raises(TypeError, match="NoneType"):
+        with pytest.raises(UsageError, match="of which every rank holds a shard"):
             optim.step()
         return 0.0
     optim.step()
