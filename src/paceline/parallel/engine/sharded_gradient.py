@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
 from paceline.parallel.engine.bucket import GradSlot, ShardPiece
@@ -140,7 +141,8 @@ class ShardedGradient(torch.Tensor):
         if not isinstance(grad, ShardedGradient) or any(
             isinstance(other, torch.Tensor) and other.dim() for other in args[1:]
         ):
-            raise _refusal(name, next(each for each in args if isinstance(each, ShardedGradient)))
+            held = pytree.tree_leaves((args, kwargs))
+            raise _refusal(name, next(each for each in held if isinstance(each, ShardedGradient)))
         if name in _IN_PLACE:
             grad._shards.change(grad._slot.index, function, args[1:], kwargs)
             return grad
