@@ -63,7 +63,9 @@ class DistributedDataParallel(_TORCH_CLASS):
     - ``optimizer.step()`` can't use gradients of one rank: they are synchronised first, or the step raises.
     - A backward that raises on one rank raises `BackwardFailed` on the others instead of hanging them.
     - Ranks whose models or options differ are named when the model is wrapped.
-    - Gradients are always views into buckets, as with ``gradient_as_bucket_view=True``.
+    - Every backward is synchronised, also a second one after the same forward.
+    - Gradients are always views into buckets, as with ``gradient_as_bucket_view=True``; but those that the program
+      holds after ``zero_grad()`` are not overwritten.
     - Parameters without a gradient and re-entrant backwards need no option. Without ``find_unused_parameters=True`` or
       ``static_graph=True`` an unused parameter is still an error of the next forward, as in torch, on all ranks.
 
