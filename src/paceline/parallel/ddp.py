@@ -284,6 +284,20 @@ class DistributedDataParallel(_TORCH_CLASS):
         self.engine.backward_reached(None)
         self.reducer.backward_reached()
 
+    def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
+        """Reduce the delayed gradients by the end of this backward; torch does not wait for them on CPUs."""
+        buffer = self._delay_grad_buffer
+        assert buffer is not None, "there are delayed parameters"
+        buffer.div_(dist.get_world_size(self.process_group))
+        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+
+        def wait() -> None:
+            if work is not None:
+                work.wait()
+
+        torch.autograd.Variable._execution_engine.queue_callback(wait)
+        return grad
+
     # ------------------------------------------------------------------ communication hooks
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
