@@ -205,6 +205,7 @@ class DistributedDataParallel(_TORCH_CLASS):
             if not param.requires_grad and name not in self.parameters_to_ignore
         ]
         self.engine = Reducer(dense, comm, plan, None, frozen, self.module, sparse)
+        self.engine.follows_torch = True
         if not self._starts_equal:
             self.engine.replica_check_every = 0
         unsynchronised_step_guard.register_engine(self.engine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -36,6 +38,29 @@ def learned_temperature(rank, size, how):
 @pytest.mark.parametrize("how", ["trained", "marked", "frozen"])
 def test_a_trained_parameter_outside_of_the_model_is_named(pool, how):
     assert pool(2).run(learned_temperature, how) == [True, True]
+
+
+def head_outside_of_torchs_class(rank, size):
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    log = logging.getLogger("paceline.parallel")
+    log.addHandler(handler)
+    model = paceline.DistributedDataParallel(model_zoo.build("Plain"))
+    head = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    optim = torch.optim.SGD([*model.parameters(), head], lr=0.1)
+    for step in range(3):
+        (loss_on(model, rank, step) * head).backward()
+        optim.step()
+        optim.zero_grad()
+    log.removeHandler(handler)
+    return records
+
+
+def test_with_torchs_class_a_parameter_outside_of_the_model_is_a_warning(pool):
+    for records in pool(2).run(head_outside_of_torchs_class):
+        assert len(records) == 1
+        assert "SGD holds 1 parameter of no wrapped model (shapes [])" in records[0]
 
 
 def two_models(rank, size):

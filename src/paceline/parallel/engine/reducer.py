@@ -76,6 +76,7 @@ class Reducer(GradientState):
     Attributes:
         sync_enabled: whether a backward that begins now synchronises; `accumulate()` turns it off.
         local_only: whether this rank trains as in a world of one; see `set_local_only`.
+        follows_torch: whether what torch's DistributedDataParallel allows is a warning where it is an error otherwise.
         replica_check_every: rounds between two comparisons of the parameters of all ranks; 0: none.
         replicas_differ: whether parameters may differ between ranks, since an exception ended local training.
         hooks: of the parameters.
@@ -100,6 +101,7 @@ class Reducer(GradientState):
         self._changes: dict[str, str] = {}  # of the model on this rank, in the present round
         self.sync_enabled = True
         self.local_only = False
+        self.follows_torch = False
         self.replicas_differ = False
 
         self._opening = threading.Lock()

@@ -8,6 +8,7 @@ ranks step, so all take part); what can't be synchronised raises, by name.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class GuardedEngine(ScaledEngine, Protocol):
     module: torch.nn.Module | None
     local_only: bool
     module: torch.nn.Module | None
+    follows_torch: bool
     sharded: bool
     tuner: PlanController | None
     step: int
@@ -75,6 +77,8 @@ class GuardedEngine(ScaledEngine, Protocol):
 class ConsumesShards:
     """Marks optimizers that update shards, and so may step a sharded model."""
 
+
+log = logging.getLogger("paceline.parallel")
 
 _engines: weakref.WeakSet[GuardedEngine] = weakref.WeakSet()
 _held_by_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
@@ -177,22 +181,27 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
 
 
 def _refuse_foreign(
-    optimizer: torch.optim.Optimizer, foreign: Sequence[torch.Tensor], engine: GuardedEngine
+    optimizer: torch.optim.Optimizer, foreign: list[torch.Tensor], engine: GuardedEngine
 ) -> None:
-    """Raise for gradients that no wrapped model has synchronised."""
+    """Raise for gradients that no wrapped model has synchronised; under torch's rules, warn once."""
     local = [
         param for param in foreign if param.grad is not None and not getattr(param, "unsynchronised", False)
     ]
-    if local:
-        shapes = ", ".join(str(list(param.shape)) for param in local[:3]) + (", …" if len(local) > 3 else "")
-        raise UnsyncedGradients(
-            f"{type(optimizer).__name__} holds {plural(len(local), 'parameter')} of no wrapped model (shapes {shapes}) "
-            "with gradients of this rank only",
-            rank=engine.comm.rank,
-            step=engine.step,
-            remedy="register them in the wrapped module or wrap their module; or set parameter.unsynchronised = True "
-            "where ranks are meant to differ, or something else synchronises them",
-        )
+    if not local:
+        return
+    shapes = ", ".join(str(list(param.shape)) for param in local[:3]) + (", …" if len(local) > 3 else "")
+    error = UnsyncedGradients(
+        f"{type(optimizer).__name__} holds {plural(len(local), 'parameter')} of no wrapped model (shapes {shapes}) "
+        "with gradients of this rank only",
+        rank=engine.comm.rank,
+        step=engine.step,
+        remedy="register them in the wrapped module or wrap their module; or set parameter.unsynchronised = True "
+        "where ranks are meant to differ, or something else synchronises them",
+    )
+    if not engine.follows_torch:
+        raise error
+    log.warning("%s", error)
+    foreign.clear()
 
 
 @dataclass(frozen=True)
