@@ -101,6 +101,23 @@ def test_built_in_hooks_average(pool):
         assert 0 < half < 0.01
 
 
+def futures_of_its_own(rank, size):
+    def doubled(state, bucket):
+        future = torch.futures.Future()
+        future.set_result([torch.ones_like(bucket.buffer())])
+        return future.then(lambda done: done.value()[0] + torch.ones_like(done.value()[0]))
+
+    model = OursDDP(model_zoo.build("Plain"))
+    model.register_comm_hook(None, doubled)
+    loss_on(model, rank, 0).backward()
+    return [set(param.grad.reshape(-1).tolist()) for param in model.parameters()]
+
+
+def test_a_hooks_own_future_decides(pool):
+    for grads in pool(2).run(futures_of_its_own):
+        assert all(values == {2.0} for values in grads)
+
+
 def what_a_hook_sees(rank, size):
     seen = []
 

@@ -32,27 +32,25 @@ Callback = Callable[[T, int], None]
 
 
 class GradHooks:
-    """Calls methods of an engine around the accumulation of each gradient, until the engine is deleted.
+    """Prepares each gradient before autograd adds to it, and reports it afterwards, until the engine is deleted.
 
     Args:
         engine: held weakly; the hooks are removed with it.
         slots: its parameters.
-        before: called with the engine and a slot's index before autograd adds to its gradient; None: no call.
-        after: the same after that.
+        prepare: zero views whose gradients were dropped, right before autograd adds to them.
+        after: called with the engine and a slot's index after autograd has added to its gradient.
 
     Attributes:
         remove: removes the hooks.
     """
 
-    def __init__(
-        self, engine: T, slots: Sequence[GradSlot], before: Callback[T] | None, after: Callback[T]
-    ) -> None:
+    def __init__(self, engine: T, slots: Sequence[GradSlot], after: Callback[T], *, prepare: bool) -> None:
         handles = []
         self._after: list[RemovableHandle] = []
         for slot in slots:
-            if before is not None:
-                handles.append(slot.param.register_hook(_hook(weakref.ref(engine), slot.index, before)))
-            done = _hook(weakref.ref(engine), slot.index, after)
+            if prepare:
+                handles.append(slot.param.register_hook(_preparing_hook(slot)))
+            done = _reporting_hook(weakref.ref(engine), slot.index, after)
             self._after.append(slot.param.register_post_accumulate_grad_hook(done))
         self.remove = weakref.finalize(engine, _remove, [*handles, *self._after])
 
@@ -69,11 +67,26 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-def _hook(engine: weakref.ref[T], index: int, callback: Callback[T]) -> Callable[[torch.Tensor], None]:
-    def hook(tensor: torch.Tensor | None) -> None:
+def _preparing_hook(slot: GradSlot) -> Callable[[torch.Tensor], None]:
+    def hook(grad: torch.Tensor | None) -> None:
+        if grad is None:  # of an output that was not used
+            return
+        if slot.needs_zero:
+            slot.view.zero_()
+            slot.needs_zero = False
+        elif slot.stand_in is not None and slot.param.grad is slot.stand_in:
+            slot.param.grad = None  # autograd can't add to it; `begin` carries the shards
+
+    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _reporting_hook(
+    engine: weakref.ref[T], index: int, callback: Callback[T]
+) -> Callable[[torch.Tensor], None]:
+    def hook(_param: torch.Tensor) -> None:
         alive = engine()
-        # None is the gradient of an output that was not used
-        if alive is not None and tensor is not None:
+        if alive is not None:
             callback(alive, index)
 
     hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # a pickled parameter has no hook, as in DDP

@@ -387,14 +387,15 @@ class GradientState:
         """Expose the result as ``param.grad`` where any rank has a gradient; where sharded, a `ShardedGradient`."""
         if self.sharded:
             self._shards.clear()
+        whole, in_shards = not self.sharded, self.sharded and not self.inside_ddp
         for slot, used in zip(self.slots, summary.used, strict=False):
             slot.used = used
-            if self.sharded and used and not self.inside_ddp:
+            if used and in_shards:
                 if slot.stand_in is None:
                     slot.stand_in = ShardedGradient(slot, self._shards)
                 slot.param.grad = slot.stand_in
             else:
-                slot.expose(used and not self.sharded)
+                slot.expose(used and whole)
 
     def drop(self) -> None:
         """Discard all gradients, as zero_grad() does."""

@@ -109,8 +109,7 @@ class Reducer(GradientState):
         self._will_sync = False  # the present backward closes with a round
         self._firings: list[int] = []  # of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen, *sparse]}
-        before = Reducer.before_accumulate if comm.size > 1 else None
-        self.hooks = GradHooks(self, self.slots, before, Reducer.after_accumulate)
+        self.hooks = GradHooks(self, self.slots, Reducer.after_accumulate, prepare=comm.size > 1)
         if sparse:
             self.sparse = SparseGradients(sparse, comm)
             self.sparse.watch(self.begin_in_backward)
@@ -294,21 +293,13 @@ class Reducer(GradientState):
 
     # ------------------------------------------------------------------ hooks
 
-    def before_accumulate(self, index: int) -> None:
-        """Prepare slot `index` before autograd adds to its gradient."""
-        slot = self.slots[index]
-        if not self._in_backward:
-            if slot.stand_in is not None and slot.param.grad is slot.stand_in:
-                slot.param.grad = None  # autograd can't add to it; `begin` carries the shards
-        elif slot.needs_zero:
-            slot.zero_if_needed()
-
     def after_accumulate(self, index: int) -> None:
         """Count a gradient that autograd has added to slot `index`, and launch full buckets."""
         slot = self.slots[index]
         if not self._in_backward:
             self._begin_late(slot)
-        if slot.needs_zero or slot.param.grad is None:  # autograd had nothing to add
+        grad = slot.param.grad
+        if grad is None or slot.needs_zero:  # autograd had nothing to add
             return
         slot.fired += 1
         if step_state.recorder is not None:
@@ -323,9 +314,10 @@ class Reducer(GradientState):
         if bucket.launched:
             self._late.keep(slot)
             return
-        if slot.param.grad is not slot.view:
+        if grad is not slot.view:
             self._move_in(slot)
-        bucket.note_writer()
+        if bucket.writers is not None:
+            bucket.note_writer()
         if slot.fired == slot.expected:
             bucket.pending -= 1
             if self.ready_times is not None:
