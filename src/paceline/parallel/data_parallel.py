@@ -191,7 +191,7 @@ class DataParallel(torch.nn.Module):
             return
         engine = self.engine
         for tensor in pytree.tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:  # a hook on a leaf would stay
                 tensor.register_hook(lambda _grad: engine.backward_reached(call))
 
     def backward(

@@ -278,7 +278,7 @@ class DistributedDataParallel(_TORCH_CLASS):
             return
         self.engine.sync_enabled = self.require_backward_grad_sync
         for tensor in torch_ddp._find_tensors(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a hook on a leaf would stay
                 tensor.register_hook(self._backward_reached)
 
     def _backward_reached(self, _grad: torch.Tensor) -> None:

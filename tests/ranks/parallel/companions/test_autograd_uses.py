@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import model_zoo
+import paceline
 from engine_cases import ALL, REPLICATED, data, loss_on
 from model_zoo import max_difference
 from paceline.errors import UsageError
@@ -249,3 +250,27 @@ class PassesThrough(torch.nn.Module):
 @pytest.mark.parametrize("sync", [*REPLICATED, "sharded", "auto"])
 def test_a_backward_that_reaches_no_parameter_takes_part(pool, sync):
     same(pool(2).run(outputs_without_parameters, sync))
+
+
+class ReturnsItsParameter(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self):
+        return self.scale
+
+
+def a_parameter_as_output(rank, size, wrap):
+    model = getattr(paceline, wrap)(ReturnsItsParameter())
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        (model() * (rank + step + 1.0)).backward()
+        found.append(model.module.scale.grad.item())
+    return found, len(model.module.scale._backward_hooks)
+
+
+@pytest.mark.parametrize("wrap", ["DataParallel", "DistributedDataParallel"])
+def test_a_parameter_may_be_an_output_and_collects_no_hooks(pool, wrap):
+    assert pool(2).run(a_parameter_as_output, wrap) == [([1.5, 2.5, 3.5], 1)] * 2
