@@ -23,8 +23,8 @@ import paceline
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
 from bench_harness.turns import Ratio, alternating, ratios_to, seconds_of, take_turns
-from paceline.parallel.replica_digests import tensor_digest
 from paceline.parallel.engine.gradient_finite_check import peak_of
+from paceline.parallel.replica_digests import tensor_digest
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.bench.step.strategy_trainers import random_batch
 from paceline.tools.cli.shared_options import JsonOption
