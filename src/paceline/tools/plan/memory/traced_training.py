@@ -141,6 +141,8 @@ def _wrapped(built: BuiltSubject, setting: TrainingSetting, comm: Comm) -> _Trai
         plan = Sync(bucket_mib=setting.bucket_mib, overlap=plan.overlap, shard=plan.shard)
     gather_dtype = torch.bfloat16 if setting.gather == "bf16" else None
     model = DataParallel(built.module, sync=plan, group=comm, gather_dtype=gather_dtype)
+    # A prediction's tensors hold no numbers that could be compared.
+    model.engine.replica_check_every = 0
     return _Trained(model, ShardedOptimizer(model, kind, **options), model.backward)
 
 
