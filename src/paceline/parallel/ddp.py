@@ -206,6 +206,7 @@ class DistributedDataParallel(_TORCH_CLASS):
         ]
         self.engine = Reducer(dense, comm, plan, None, frozen, self.module, sparse)
         self.engine.follows_torch = True
+        self.engine.ignore(self.parameters_to_ignore)
         if not self._starts_equal:
             self.engine.replica_check_every = 0
         unsynchronised_step_guard.register_engine(self.engine)
@@ -252,6 +253,8 @@ class DistributedDataParallel(_TORCH_CLASS):
 
     @torch.compiler.disable()
     def _begin_forward(self) -> None:
+        if self.engine.retired:  # another wrapper of the module synchronises its gradients
+            return
         self.engine.recover()
         step_state.begin_phase(self.engine.step, "forward")
         if fault_injection.armed:
@@ -275,6 +278,8 @@ class DistributedDataParallel(_TORCH_CLASS):
         learns = torch.is_grad_enabled()
         self.require_forward_param_sync = learns and self.require_backward_grad_sync
         if not learns:
+            return
+        if self.engine.retired:
             return
         self.engine.sync_enabled = self.require_backward_grad_sync
         for tensor in torch_ddp._find_tensors(output):

@@ -64,6 +64,8 @@ class ModelWatch:
         self._seen = _registrations
         self.added: dict[str, str] = {}
         """What happened to trainable parameters that the module did not have, by name."""
+        self.ignored: Collection[str] = ()
+        """Names of parameters that are not synchronised, and may change."""
         self.added_frozen: list[tuple[str, torch.nn.Parameter]] = []
         """Parameters that it did not have and that are not trained, since `find` was called."""
 
@@ -83,7 +85,7 @@ class ModelWatch:
         self.added = {}
         stand_ins = passing()
         for name, param in self._module.named_parameters():
-            if id(param) in self._known or id(param) in stand_ins:
+            if id(param) in self._known or id(param) in stand_ins or name in self.ignored:
                 continue
             if param.requires_grad:
                 self.added[name] = "replaced" if name in self._names else "added"

@@ -25,7 +25,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -150,6 +150,11 @@ class Reducer(GradientState):
         if self.module is None:
             return [(slot.name, slot.param) for slot in self.slots]
         return [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
+
+    def ignore(self, names: Collection[str]) -> None:
+        """Leave parameters with these names alone, also when the program replaces them."""
+        if self._watch is not None:
+            self._watch.ignored = frozenset(names)
 
     def retire(self) -> None:
         """Leave the parameters to another engine."""
