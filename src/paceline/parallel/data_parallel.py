@@ -154,6 +154,7 @@ class DataParallel(torch.nn.Module):
         made.engine = _reducer_of(made.module, self.comm, self.plan, self.engine.reduce_dtype)
         made.engine.step = self.engine.step
         made.engine.launch_queue.hook = self.engine.launch_queue.hook
+        made.engine.replica_check_every = self.engine.replica_check_every
         unsynchronised_step_guard.register_engine(made.engine)
         return made
 

@@ -355,15 +355,22 @@ class DistributedDataParallel(_TORCH_CLASS):
         del attributes["engine"]
         return attributes
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._register_comm_hooks_again()
+
+    def _register_comm_hooks_again(self) -> None:
+        for hook, state in self._comm_hooks:
+            self.engine.register_comm_hook(state, hook)
+
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Reduce over another group from now on; its members call this."""
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
             self.process_group = new_process_group
-            self.engine.hooks.remove()
+            self.engine.remove_hooks()
             parameters, sparse = self._build_params_for_reducer()
             self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
-            for hook, state in self._comm_hooks:
-                self.engine.register_comm_hook(state, hook)
+            self._register_comm_hooks_again()
 
 
 def _log_once(key: str, message: str) -> None:

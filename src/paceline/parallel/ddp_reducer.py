@@ -23,6 +23,7 @@ from paceline.parallel.comm_hook import GradBucket
 from paceline.parallel.engine.launch_queue import RoundMoments
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import Status
+from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["DDPLogger", "DDPReducer"]
 
@@ -178,7 +179,7 @@ class DDPReducer:
         return default_hooks.allreduce_hook(group, bucket)  # type: ignore[arg-type]
 
     def _remove_autograd_hooks(self) -> None:
-        self._engine.hooks.remove()
+        self._engine.remove_hooks()
 
     # ------------------------------------------------------------------ what the engine does without it
 
@@ -250,7 +251,7 @@ class DDPLogger:
             num_parameter_tensors=len(params),
             bucket_sizes=", ".join(str(sum(nbytes[at] for at in members)) for members in planned),
             **options,
-            **_environment(comm.backend),
+            **_environment(comm),
         )
 
     def set_runtime_stats_and_log(self) -> None:
@@ -333,9 +334,12 @@ def _cpp_name(dtype: torch.dtype) -> str:
     )
 
 
-def _environment(backend: str) -> dict[str, str | int]:
+def _environment(comm: Comm) -> dict[str, str | int]:
     names = ["MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES"]
-    if backend == "gloo":
+    if comm.backend == "gloo":
         names += ["GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"]
     found: dict[str, str | int] = {name.lower(): os.environ.get(name, "N/A") for name in names}
-    return {**found, "gloo_num_threads": 2} if backend == "gloo" else found
+    if comm.backend == "gloo" and comm.group is not None:
+        options = getattr(comm.group._get_backend(torch.device("cpu")), "options", None)
+        found["gloo_num_threads"] = getattr(options, "_threads", 0)
+    return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -294,3 +297,57 @@ def test_a_hook_is_refused_where_something_else_reduces(pool, sync):
         pool(2).run(refused, sync)
     assert isinstance(caught.value.cause, UsageError)
     assert "register_comm_hook with" in str(caught.value.cause)
+
+
+def copied_with_its_hook(rank, size):
+    def nothing(state, bucket):
+        return bucket.buffer()
+
+    model = paceline.DataParallel(model_zoo.build("Plain"))
+    model.register_comm_hook(None, nothing)
+    made = copy.deepcopy(model)
+    del model
+    optim = torch.optim.SGD(made.parameters(), lr=0.1)
+    for step in range(4):
+        loss_on(made, rank, step).backward()
+        optim.step()
+        optim.zero_grad()
+    return same_on_all_ranks(list(made.parameters()))
+
+
+def test_a_copy_keeps_its_hook_which_may_let_ranks_differ(pool):
+    assert pool(2).run(copied_with_its_hook) == [False, False]
+
+
+def in_another_process_group(rank, size):
+    model = OursDDP(model_zoo.build("Plain"))
+    calls = []
+
+    def counted(state, bucket):
+        calls.append(bucket.index())
+        return averaging(state, bucket)
+
+    model.register_comm_hook(None, counted)
+    loss_on(model, rank, 0).backward()
+    model.zero_grad()
+    model._update_process_group(dist.new_group())
+    loss_on(model, rank, 1).backward()
+    return calls, same_on_all_ranks([param.grad for param in model.parameters()])
+
+
+def test_a_hook_goes_along_to_another_process_group(pool):
+    assert pool(2).run(in_another_process_group) == [([0, 0], True)] * 2
+
+
+def unpickled_with_its_hook(rank, size):
+    model = OursDDP(model_zoo.build("Plain"))
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    grads = []
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        loss_on(each, rank, 0).backward()
+        grads.append([param.grad for param in each.parameters()])
+    return max_difference(*grads)
+
+
+def test_an_unpickled_model_has_its_hook(pool):
+    assert pool(2).run(unpickled_with_its_hook) == [0.0, 0.0]

@@ -172,6 +172,7 @@ class GradientState:
         if not self.sharded:
             return [param.grad for param in params if param.grad is not None]
         self.note_waiting(self.launch_queue.wait_all())
+        self._shards.clear()
         held = {id(param) for param in params}
         pieces = self.pieces() if self._reduced else []
         return [piece.grad for piece in pieces if piece.slot.used and id(piece.slot.param) in held]

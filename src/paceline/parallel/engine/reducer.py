@@ -158,8 +158,14 @@ class Reducer(GradientState):
 
     def retire(self) -> None:
         """Leave the parameters to another engine."""
-        self.hooks.remove()
+        self.remove_hooks()
         self.retired = True
+
+    def remove_hooks(self) -> None:
+        """Report no gradients any more."""
+        self.hooks.remove()
+        if self.sparse is not None:
+            self.sparse.unwatch()
 
     def set_local_only(self, local: bool) -> None:
         """From now on, train each rank as in a world of one, or (False) synchronise again."""

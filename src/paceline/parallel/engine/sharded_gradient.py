@@ -1,8 +1,9 @@
 """What ``param.grad`` is while every rank holds a shard of the gradient.
 
-It is a tensor without memory. What torch's clipping and ``GradScaler.unscale_`` compute, it computes over the shards of
-all ranks: norms, and elementwise operations in place. All ranks call these alike, as they do with whole gradients.
-Everything else raises, where ``grad=None`` would be skipped: ``torch.nn.utils.clip_grad_norm_`` would return 0.
+It is a tensor without memory. What torch's clipping computes, it computes over the shards of all ranks: norms, and
+elementwise operations in place (`grad_scaler` does the rest of ``GradScaler``). All ranks call these alike, as they do
+with whole gradients. Everything else raises, where ``grad=None`` would be skipped: ``torch.nn.utils.clip_grad_norm_``
+would return 0.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
@@ -76,15 +76,6 @@ class GradientShards:
             function(grad, *args, **kwargs)
         self._norms.clear()
 
-    def unscale(self, indices: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        """Multiply shards by `inverse_scale`, and set `found_inf` to 1 on all ranks if any shard is not finite."""
-        grads = self.grads()
-        held = [grads[index] for index in indices if index in grads]
-        if held:
-            torch._amp_foreach_non_finite_check_and_unscale_(held, found_inf, inverse_scale)
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._comm.group)
-        self._norms.clear()
-
 
 class ShardedGradient(torch.Tensor):
     """Stands for a gradient of which every rank holds a shard.
@@ -121,15 +112,10 @@ class ShardedGradient(torch.Tensor):
         """Run one of torch's operations over the shards of all ranks."""
         kwargs = kwargs or {}
         name = function._schema.name.removeprefix("aten::")
-        if name in (
-            "detach",
-            "_to_copy",
-        ):  # a model that is converted: the step refuses other dtypes and devices
+        # a model that is converted: the step refuses other dtypes and devices
+        if name in ("detach", "_to_copy"):
             options = {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
             return ShardedGradient(args[0]._slot, args[0]._shards, **options)
-        if name == "_amp_foreach_non_finite_check_and_unscale_":
-            _check_all(name, args[0])
-            return args[0][0]._shards.unscale([grad._slot.index for grad in args[0]], *args[1:])
         if name.startswith("_foreach_"):
             _check_all(name, args[0])
             single = getattr(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.comm_hook import CommHook, GradBucket
 from paceline.parallel.gradient_collectives import Comm
@@ -25,6 +26,7 @@ class SparseGradients:
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], comm: Comm) -> None:
         self.params = [param for _, param in named]
         self._comm = comm
+        self._handles: list[RemovableHandle] = []
 
     def watch(self, arrived: Callable[[], None]) -> None:
         """Call `arrived`, held weakly, after autograd has added to a gradient."""
@@ -35,8 +37,12 @@ class SparseGradients:
             if alive is not None:
                 alive()
 
-        for param in self.params:
-            param.register_post_accumulate_grad_hook(hook)
+        self._handles = [param.register_post_accumulate_grad_hook(hook) for param in self.params]
+
+    def unwatch(self) -> None:
+        """Undo `watch`."""
+        for handle in self._handles:
+            handle.remove()
 
     def reduce(self, hook: CommHook | None, buckets: int, factor: float) -> None:
         """Average every gradient over all ranks, and multiply it; all ranks call this in every round.
