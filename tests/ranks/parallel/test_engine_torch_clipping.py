@@ -166,7 +166,7 @@ def scaled(rank, size, poisoned):
     for step in range(4):
         bad = poisoned and step == 1
         scaler.scale(loss_on(model, rank, step) * (math.inf if bad and rank == 1 else 1)).backward()
-        clip_grad_norm_(model.parameters(), math.inf)  # looks at the scaled norm
+        torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])  # of scaled gradients
         scaler.unscale_(optim)
         norm = clip_grad_norm_(model.parameters(), 0.3)
         scaler.step(optim)
