@@ -23,7 +23,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) install --constraint constraints.txt --editable '.[report,mpi,ray,examples,tensorboard,docs,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[report,mpi,ray,integrations,loggers,docs,dev]'
 	touch $@
 
 train: $(VENV)/.run
