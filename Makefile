@@ -27,7 +27,7 @@ $(VENV)/.dev: $(VENV)/.run
 	touch $@
 
 train: $(VENV)/.run
-	$(VENV)/bin/paceline train --ranks $(RANKS) --steps $(STEPS) --out runs/train --overwrite
+	$(VENV)/bin/paceline train --nproc-per-node $(RANKS) --steps $(STEPS) --out runs/train --overwrite
 
 # Two files at a time; then, one by one, the tests that measure links or times.
 PYTEST := $(VENV)/bin/python -m pytest -q

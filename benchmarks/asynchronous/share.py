@@ -52,8 +52,8 @@ def run(
             return found
 
         alone = send_files()
-        serve = ["paceline", "hub", "--bind", "tcp://*:7077", "--insecure", "--bandwidth", bandwidth]
-        hub = lab.start([*serve, "--folder", str(folder / "hub")], on=0)
+        serve = ["paceline", "hub", "serve", "--bind", "tcp://*:7077", "--insecure", "--bandwidth", bandwidth]
+        hub = lab.start([*serve, "--out", str(folder / "hub")], on=0)
         worker = lab.start(bench.command(exchange, f"tcp://{lab.addresses[0]}:7077", bandwidth), on=1)
         time.sleep(WARM_SECONDS)
         rows = traffic(lab, seconds)

@@ -44,7 +44,7 @@ def run(
     names = ",".join(f"host{host}" for host in range(hosts))
     command = [require_mpi(), "-launcher", "manual", "-hosts", names, "-n", str(hosts)]
     command += [sys.executable, "-m", "paceline", "exchange", "ring", "--bytes", nbytes]
-    command += ["--work", work, "--rounds", str(rounds), "--json", str(path)]
+    command += ["--compute", work, "--rounds", str(rounds), "--json", str(path)]
     with Lab(hosts, rate) as lab:
         process = lab.popen(0, command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None

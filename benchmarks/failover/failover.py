@@ -3,7 +3,7 @@
     python benchmarks/failover/failover.py run      (as root, on Linux: plays the hosts with `paceline.testing.netlab`)
     python benchmarks/failover/failover.py table
 
-Each run is `paceline run --hosts 3 --min-ranks 2` of `bench_harness.fault_injection.saved_training`, one rank on each
+Each run is `paceline run --nnodes 3 --min-ranks 2` of `bench_harness.fault_injection.saved_training`, one rank on each
 host; a fourth host serves the rendezvous. In the middle of it one host is cut off, killed or stopped, or its rank
 raises or runs out of memory. Measured: seconds from the fault until the ranks of the other hosts had raised the error
 that names it, and until a new world made its first step; whether the run ended, with the weights of an undisturbed run
@@ -68,7 +68,7 @@ def run(
 def start(lab: Lab, folder: Path, fault: str = "") -> LabJob:
     """Start a run on three hosts, with a fault injected on one of them."""
     folder.mkdir()
-    options = ["--hosts", str(HOSTS), "--min-ranks", "2", "--rendezvous", f"host{HOSTS}"]
+    options = ["--nnodes", str(HOSTS), "--min-ranks", "2", "--rendezvous", f"host{HOSTS}"]
     options += ["--name", folder.name, "--log-dir", str(folder / "logs")]
     command = [sys.executable, "-m", "paceline", "run", *options, PROGRAM, str(folder)]
     variables = {"OMP_NUM_THREADS": "1", "FAULT_ON": FAULTY_NAME if fault else "", "FAULT": fault}

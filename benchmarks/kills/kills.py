@@ -73,7 +73,7 @@ def run(
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
     """Start a run, for the first time or again."""
-    options = ["--ranks", str(RANKS), "--max-restarts", "1000", "--log-dir", str(folder / "logs")]
+    options = ["--nproc-per-node", str(RANKS), "--max-restarts", "1000", "--log-dir", str(folder / "logs")]
     command = [sys.executable, "-m", "paceline", "run", *options, PROGRAM, str(folder)]
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(

@@ -50,7 +50,7 @@ def train(lab: Lab, hosts: int, steps: int, folder: Path) -> dict[str, Any]:
     """Run the training with its two events, and return what happened."""
     paceline = [sys.executable, "-m", "paceline", "run"]
     server = lab.start([*paceline, "--serve", f"host{hosts}"], on=hosts)
-    options = ["--hosts", str(hosts), "--min-ranks", str(hosts - 2), "--rendezvous", f"host{hosts}"]
+    options = ["--nnodes", str(hosts), "--min-ranks", str(hosts - 2), "--rendezvous", f"host{hosts}"]
     program = [str(bench.folder / "many_training.py"), str(folder), str(steps), str(EVERY)]
     command = [*paceline, *options, "--log-dir", str(folder / "logs"), *program]
     env = {"OMP_NUM_THREADS": "1", "SLOW_ON": f"host{SLOW}"}

@@ -23,7 +23,7 @@ def run(*arguments):
 
 def main_of(monkeypatch, function, *arguments):
     """Run main() with `function` as the command `try`, and return the exit code."""
-    monkeypatch.setattr(module, "COMMANDS", {"try": (__name__, "attempt", "Try.")})
+    monkeypatch.setattr(module, "COMMANDS", {"try": (__name__, "attempt", "Try.", "Train")})
     monkeypatch.setattr(sys.modules[__name__], "attempt", function, raising=False)
     monkeypatch.setattr(sys, "argv", ["paceline", "try", *arguments])
     with pytest.raises(SystemExit) as caught:
@@ -97,7 +97,7 @@ def test_an_unknown_option_is_refused():
 
 
 def test_a_command_whose_module_is_absent_is_no_command(monkeypatch, capsys):
-    monkeypatch.setattr(module, "COMMANDS", {"gone": ("paceline.tools.cli.gone", "gone", "Gone.")})
+    monkeypatch.setattr(module, "COMMANDS", {"gone": ("paceline.tools.cli.gone", "gone", "Gone.", "Train")})
     monkeypatch.setattr(sys, "argv", ["paceline", "gone"])
     with pytest.raises(SystemExit) as caught:
         module.main()
@@ -130,7 +130,7 @@ def test_a_long_message_is_not_wrapped(monkeypatch, capsys):
 
 
 def test_an_internal_error_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(module, "COMMANDS", {"try": (__name__, "attempt", "Try.")})
+    monkeypatch.setattr(module, "COMMANDS", {"try": (__name__, "attempt", "Try.", "Train")})
     monkeypatch.setattr(sys.modules[__name__], "attempt", raising(ZeroDivisionError("a bug")), raising=False)
     monkeypatch.setattr(sys, "argv", ["paceline", "try"])
     with pytest.raises(ZeroDivisionError):
@@ -149,5 +149,5 @@ def test_a_group_of_commands_is_loaded_as_one(monkeypatch, capsys):
 
 
 def test_help_lines_are_short_sentences():
-    for _, _, line in module.COMMANDS.values():
+    for _, _, line, _ in module.COMMANDS.values():
         assert re.fullmatch(r"[A-Z][^.]{10,60}\.", line)

@@ -58,18 +58,18 @@ def row(strategy, bucket_mib=None, *, drift=0.0, best_ddp=False):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--size", "tini"], "did you mean 'tiny'"),
-        (["--strategies", ""], "--strategies '' is empty"),
+        (["--model", "tini"], "did you mean 'tiny'"),
+        (["--strategy", ""], "--strategy '' is empty"),
         (["--seed", "-5"], "give 0 or more"),
-        (["--size", ","], "--size ',' is empty"),
-        (["--strategies", "bukketed"], "did you mean 'bucketed'"),
+        (["--model", ","], "--model ',' is empty"),
+        (["--strategy", "bukketed"], "did you mean 'bucketed'"),
         (["--bucket-mib", "0"], "bucket sizes of 0 MiB"),
         (["--bucket-mib", "-5"], "bucket sizes of -5 MiB"),
         (["--bucket-mib", "big"], "--bucket-mib 'big': 'big' is no number"),
         (["--bucket-mib", ","], "--bucket-mib ',' is empty"),
         (["--backend", "globo"], "did you mean 'gloo'"),
         (["--backend", "mpi4py"], "unknown backend 'mpi4py'"),
-        (["--ranks", "1"], "no peer to synchronise with"),
+        (["--nproc-per-node", "1"], "no peer to synchronise with"),
         (["--steps", "0"], "--steps 0"),
         (["--context", "1000"], "at most 128 tokens"),
         (["--rounds", "many"], "--rounds"),
@@ -130,7 +130,15 @@ def test_charts_without_matplotlib_are_refused_before_measuring(monkeypatch, cap
 
 
 def test_options_become_settings(monkeypatch, measured):
-    arguments = ["--size", "tiny, mini", "--bucket-mib", "1,inf", "--no-memory", "--ranks", "3"]
+    arguments = [
+        "--model",
+        "tiny, mini",
+        "--bucket-mib",
+        "1,inf",
+        "--no-peak-memory",
+        "--nproc-per-node",
+        "3",
+    ]
     assert paceline(monkeypatch, "bench", "step", *arguments) == 0
     (settings,) = measured
     assert (settings.sizes, settings.ranks, settings.memory) == (("tiny", "mini"), 3, False)

@@ -10,7 +10,18 @@ import pytest
 from paceline.cost_model.profile import Profile
 from paceline.tools.cli import app as module
 
-SMALL = ["--device", "cpu", "--bytes", "1MiB", "--sizes", "8,16", "--repetitions", "3", "--seconds", "0.1"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--bytes",
+    "1MiB",
+    "--matrix-sizes",
+    "8,16",
+    "--iterations",
+    "3",
+    "--seconds",
+    "0.1",
+]
 
 
 def paceline(monkeypatch, *arguments):
@@ -40,9 +51,7 @@ def test_rates_are_shown_and_written(monkeypatch, capsys, tmp_path):
 def test_a_second_run_takes_the_place_of_the_first_and_leaves_the_rest(monkeypatch, tmp_path):
     profile = tmp_path / "profile.json"
     for dtypes in ("float32", "float64"):
-        assert (
-            paceline(monkeypatch, "bench", "machine", *SMALL, "--dtypes", dtypes, "--profile", profile) == 0
-        )
+        assert paceline(monkeypatch, "bench", "machine", *SMALL, "--dtype", dtypes, "--profile", profile) == 0
     rates = Profile.load(profile).rates
     assert len({rate.key for rate in rates}) == len(rates)
     assert {rate.dtype for rate in rates if rate.kind == "matmul"} == {"float32", "float64"}
@@ -53,10 +62,10 @@ def test_a_second_run_takes_the_place_of_the_first_and_leaves_the_rest(monkeypat
     [
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--bytes", "many"], "'many' is no size"),
-        (["--sizes", "8,x"], "--sizes '8,x': 'x' is no whole number"),
-        (["--sizes", ","], "--sizes ',' is empty"),
-        (["--dtypes", "float31"], "did you mean 'float32'"),
-        (["--repetitions", "0"], "give a repetition"),
+        (["--matrix-sizes", "8,x"], "--matrix-sizes '8,x': 'x' is no whole number"),
+        (["--matrix-sizes", ","], "--matrix-sizes ',' is empty"),
+        (["--dtype", "float31"], "did you mean 'float32'"),
+        (["--iterations", "0"], "give a repetition"),
         (["--bytes", "1000TB"], "are free on the cpu"),
     ],
 )

@@ -14,7 +14,7 @@ def paceline(command, monkeypatch, tmp_path):
     return lambda *arguments: command("collective", *arguments)
 
 
-TEXTBOOK = ["--ranks", 8, "--bytes", "5MB", "--link", "1MB/s"]
+TEXTBOOK = ["--world-size", 8, "--bytes", "5MB", "--link", "1MB/s"]
 
 
 def test_one_algorithm_is_proven_priced_and_explained(paceline):
@@ -50,14 +50,14 @@ def test_an_operation_alone_ranks_its_algorithms(paceline):
         (["chain", *TEXTBOOK, "--segments", 20], 6.5),
         (["tree", "--op", "broadcast", *TEXTBOOK, "--latency", "1s"], 18),
         (["ring", *TEXTBOOK, "--add", "1MB/s"], 8.75 + 5 * 7 / 8),
-        (["ring", *TEXTBOOK, "--topology", "switch", "--shared", "2MB/s"], 35),
+        (["ring", *TEXTBOOK, "--topology", "switch", "--switch", "2MB/s"], 35),
         (["ring", *TEXTBOOK, "--topology", "ring"], 8.75),
         (["ring", *TEXTBOOK, "--slow", "3=100kB/s"], 87.5),
-        (["switch", *TEXTBOOK, "--hub", 0], 10),
+        (["switch", *TEXTBOOK, "--center", 0], 10),
         (["switch", *TEXTBOOK], 70),
         (["broadcast/tree", *TEXTBOOK, "--root", 5], 15),
         (
-            ["two-level", *TEXTBOOK, "--topology", "two-level", "--per-node", 4, "--between", "1MB/s"],
+            ["two-level", *TEXTBOOK, "--topology", "two-level", "--nproc-per-node", 4, "--inside", "1MB/s"],
             2 * 3 * 1.25 + 2 * 4 * 0.625,
         ),
     ],
@@ -81,7 +81,7 @@ def test_auto_segments(paceline):
 @pytest.mark.parametrize("name", ["picture.png", "deep/picture.svg"])
 @pytest.mark.parametrize("what", [["halving-doubling"], ["all-reduce"]])
 def test_draws(paceline, tmp_path, name, what):
-    code, out, _ = paceline(*what, "--ranks", 5, "--draw", name)
+    code, out, _ = paceline(*what, "--world-size", 5, "--draw", name)
     assert code == 0
     assert name in out
     assert (tmp_path / name).stat().st_size > 1000
@@ -94,18 +94,18 @@ def test_draws(paceline, tmp_path, name, what):
         (["broadcats"], "unknown algorithm 'broadcats'"),
         (["ring", "--op", "all-gathr"], "did you mean 'all-gather'"),
         (["ring", "--op", "broadcast"], "unknown algorithm of broadcast 'ring'"),
-        (["ring", "--ranks", 0], "ranks=0"),
-        (["ring", "--ranks", -3], "ranks=-3"),
+        (["ring", "--world-size", 0], "ranks=0"),
+        (["ring", "--world-size", -3], "ranks=-3"),
         (["ring", "--bytes", "much"], "'much' is no size"),
         (["ring", "--link", "0MB/s"], "must be above 0"),
         (["ring", "--link", "fast"], "'fast' is no rate"),
         (["ring", "--topology", "start"], "did you mean 'star'"),
-        (["ring", "--topology", "switch"], "--topology switch needs --shared"),
-        (["ring", "--topology", "two-level", "--per-node", 2], "needs --between"),
-        (["ring", "--shared", "1MB/s"], "--shared is not for --topology star"),
+        (["ring", "--topology", "switch"], "--topology switch needs --switch"),
+        (["ring", "--topology", "two-level", "--nproc-per-node", 2], "needs --inside"),
+        (["ring", "--switch", "1MB/s"], "--switch is not for --topology star"),
         (["ring", "--slow", "9=1MB/s"], "there is no rank 9"),
         (["ring", "--slow", "1"], "is not HOST=RATE"),
-        (["ring", "--hub", 8], "there is no rank 8"),
+        (["ring", "--center", 8], "there is no rank 8"),
         (["broadcast/tree", "--root", 8], "ranks 0 to 7"),
         (["ring", "--root", 1], "has no root"),
         (["chain", "--segments", "few"], "--segments few"),
@@ -130,7 +130,7 @@ def test_wrong_input_is_refused(paceline, arguments, message, tmp_path):
 def test_runs_on_this_machine(paceline, tmp_path):
     code, out, err = paceline(
         "all-reduce",
-        "--ranks",
+        "--world-size",
         2,
         "--bytes",
         "40kB",

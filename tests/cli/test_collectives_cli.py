@@ -71,22 +71,22 @@ def measured(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--backends", "glooo"], "did you mean 'gloo'"),
-        (["--backends", "schedule:rnig"], "did you mean 'schedule:ring'"),
-        (["--backends", ","], "--backends ',' is empty"),
-        (["--backends", "nccl"], "torch can use none here"),
-        (["--ops", "allreduce"], "did you mean 'all-reduce'"),
-        (["--ranks", "0"], "--ranks 0: one rank has no peer → give 2 or more"),
-        (["--ranks", "1"], "give 2 or more"),
-        (["--ranks", "two"], "is no whole number"),
-        (["--sizes", "1TB"], "would fit → give --sizes up to"),
-        (["--sizes", "big"], "'big' is no size"),
-        (["--sizes", "1MB:2MB"], "is no sweep"),
+        (["--backend", "glooo"], "did you mean 'gloo'"),
+        (["--backend", "schedule:rnig"], "did you mean 'schedule:ring'"),
+        (["--backend", ","], "--backend ',' is empty"),
+        (["--backend", "nccl"], "torch can use none here"),
+        (["--op", "allreduce"], "did you mean 'all-reduce'"),
+        (["--nproc-per-node", "0"], "--nproc-per-node 0: one rank has no peer → give 2 or more"),
+        (["--nproc-per-node", "1"], "give 2 or more"),
+        (["--nproc-per-node", "two"], "is no whole number"),
+        (["--bytes", "1TB"], "would fit → give --bytes up to"),
+        (["--bytes", "big"], "'big' is no size"),
+        (["--bytes", "1MB:2MB"], "is no sweep"),
         (["--dtype", "float31"], "did you mean 'float32'"),
         (["--iterations", "0"], "--iterations 0"),
         (["--seconds", "-1"], "--seconds -1"),
         (["--warmup", "0"], "--warmup 0"),
-        (["--rendezvous", "fiel"], "did you mean 'file'"),
+        (["--init-method", "fiel"], "did you mean 'file'"),
         (["--resume"], "--resume: no measurement is named"),
     ],
 )
@@ -100,12 +100,12 @@ def test_invalid_options_are_refused_in_one_message(monkeypatch, capsys, measure
 
 def test_missing_mpi_is_refused_with_how_to_install_it(monkeypatch, capsys, measured):
     monkeypatch.setattr(bench_collectives_command, "find_mpiexec", lambda: None)
-    assert paceline(monkeypatch, "collectives", "--backends", "mpi4py") == 2
+    assert paceline(monkeypatch, "collectives", "--backend", "mpi4py") == 2
     assert "pip install 'paceline[mpi]'" in capsys.readouterr().err
     assert paceline(monkeypatch, "collectives") == 0
     assert measured.requests[0][0].backends == ("gloo", "paceline")
     monkeypatch.setattr(benchmarked_backends, "find_spec", lambda name: None)
-    assert paceline(monkeypatch, "collectives", "--backends", "gloo,mpi4py") == 2
+    assert paceline(monkeypatch, "collectives", "--backend", "gloo,mpi4py") == 2
     errors = " ".join(capsys.readouterr().err.split())
     assert "mpi4py is not installed → pip install 'paceline[mpi]'" in errors
 
@@ -145,7 +145,7 @@ def test_by_default_gloo_and_paceline_reduce_four_sizes_on_2_4_and_6_ranks(monke
 
 def test_default_sizes_that_do_not_fit_are_left_out_and_named(monkeypatch, capsys, measured, tmp_path):
     monkeypatch.setattr(collectives_request, "available_nbytes", lambda: 7 * GIB)
-    assert paceline(monkeypatch, "collectives", "--backends", "gloo", "--json", tmp_path / "r.json") == 0
+    assert paceline(monkeypatch, "collectives", "--backend", "gloo", "--json", tmp_path / "r.json") == 0
     errors = capsys.readouterr().err
     assert errors.count("left out: ") == 1
     assert "all-reduce of 1.02 GB with 6 ranks needs about" in errors
@@ -156,13 +156,13 @@ def test_default_sizes_that_do_not_fit_are_left_out_and_named(monkeypatch, capsy
 
 def test_options_become_settings(monkeypatch, measured):
     options = {
-        "--backends": "paceline:arena, gloo",
-        "--ops": "broadcast,send-recv",
-        "--ranks": "3",
-        "--sizes": "1kB:4kB:x2",
+        "--backend": "paceline:arena, gloo",
+        "--op": "broadcast,send-recv",
+        "--nproc-per-node": "3",
+        "--bytes": "1kB:4kB:x2",
         "--dtype": "int64",
         "--iterations": 7,
-        "--rendezvous": "tcp",
+        "--init-method": "tcp",
         "--network": "my switch",
     }
     assert paceline(monkeypatch, "collectives", *(word for pair in options.items() for word in pair)) == 0
@@ -173,13 +173,13 @@ def test_options_become_settings(monkeypatch, measured):
     assert settings.network == "my switch"
 
 
-SMALL = ("collectives", "--ranks", "2", "--sizes", "1kB,2kB", "--backends", "gloo,paceline")
+SMALL = ("collectives", "--nproc-per-node", "2", "--bytes", "1kB,2kB", "--backend", "gloo,paceline")
 
 
 def test_every_file_is_written_and_named(monkeypatch, capsys, tmp_path):
     out = tmp_path / "o"
     more = ["--json", tmp_path / "a" / "r.json", "--csv", tmp_path / "r.csv"]
-    assert paceline(monkeypatch, *SMALL, "--ops", "all-reduce,broadcast", "--out", out, *more) == 0
+    assert paceline(monkeypatch, *SMALL, "--op", "all-reduce,broadcast", "--out", out, *more) == 0
     shown = capsys.readouterr().out
     charts = {
         f"{op}-{name}{suffix}"
@@ -189,7 +189,7 @@ def test_every_file_is_written_and_named(monkeypatch, capsys, tmp_path):
     }
     assert {path.name for path in out.iterdir()} == charts | {"collectives.json", "collectives.csv"}
     measured = json.loads((tmp_path / "a" / "r.json").read_text())
-    assert measured["command"].startswith("paceline bench collectives --ranks 2")
+    assert measured["command"].startswith("paceline bench collectives --nproc-per-node 2")
     assert len(measured["rows"]) == 8
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 9
     for path in (out / "all-reduce-time.png", tmp_path / "a" / "r.json"):
@@ -251,13 +251,12 @@ def test_a_measurement_that_ends_before_its_first_row_leaves_nothing(monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("form", [["compare"], ["collectives", "--compare"]])
-def test_two_results_are_compared(monkeypatch, capsys, tmp_path, form):
+def test_two_results_are_compared(monkeypatch, capsys, tmp_path):
     files = tmp_path / "a.json", tmp_path / "b.json"
     assert paceline(monkeypatch, *SMALL, "--json", files[0]) == 0
     assert paceline(monkeypatch, *SMALL[:-1], "gloo", "--network", "other", "--json", files[1]) == 0
     capsys.readouterr()
-    assert paceline(monkeypatch, *form, *files) == 0
+    assert paceline(monkeypatch, "compare", *files) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "differs: setting network: 'loopback' against 'other'" in shown
     assert f"only in {files[0]}: paceline all-reduce, 2 ranks, 1 kB float32" in shown
@@ -270,7 +269,9 @@ def test_other_files_are_refused_for_comparison(monkeypatch, capsys, tmp_path):
     assert "is no result" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("ranks", "message"), [("2", "leave --ranks out"), (None, "one rank has no peer")])
+@pytest.mark.parametrize(
+    ("ranks", "message"), [("2", "leave --nproc-per-node out"), (None, "one rank has no peer")]
+)
 def test_under_a_launcher_its_ranks_are_measured(monkeypatch, capsys, ranks, message):
     for name, value in {
         "RANK": "0",
@@ -279,5 +280,5 @@ def test_under_a_launcher_its_ranks_are_measured(monkeypatch, capsys, ranks, mes
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    assert paceline(monkeypatch, "collectives", *([] if ranks is None else ["--ranks", ranks])) == 2
+    assert paceline(monkeypatch, "collectives", *([] if ranks is None else ["--nproc-per-node", ranks])) == 2
     assert message in capsys.readouterr().err

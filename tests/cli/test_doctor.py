@@ -49,7 +49,7 @@ def test_it_runs_here_and_its_json_is_right(tmp_path):
 def test_something_essential_that_is_broken_is_an_exit_code(monkeypatch, facts, capsys):
     monkeypatch.setattr(module, "read_machine_facts", lambda: replace(facts, torch=None))
     with pytest.raises(typer.Exit) as caught:
-        doctor(None, ranks=2)
+        doctor(None, nproc_per_node=2)
     assert caught.value.exit_code == 1
     shown = capsys.readouterr().out
     assert "pip install 'torch>=" in shown
@@ -60,7 +60,7 @@ def test_a_failed_all_reduce_is_reported_and_sets_the_exit_code(monkeypatch, fac
     monkeypatch.setattr(module, "read_machine_facts", lambda: facts)
     monkeypatch.setattr(module, "try_loopback", lambda ranks: "[rank 1] ended with exit code 1")
     with pytest.raises(typer.Exit):
-        doctor(tmp_path / "d.json", ranks=2)
+        doctor(tmp_path / "d.json", nproc_per_node=2)
     assert "[rank 1] ended with exit code 1" in capsys.readouterr().out
     assert json.loads((tmp_path / "d.json").read_text())["loopback"] == "[rank 1] ended with exit code 1"
 
@@ -68,14 +68,19 @@ def test_a_failed_all_reduce_is_reported_and_sets_the_exit_code(monkeypatch, fac
 def test_no_ranks_try_no_all_reduce(monkeypatch, facts, capsys):
     monkeypatch.setattr(module, "read_machine_facts", lambda: facts)
     monkeypatch.setattr(module, "try_loopback", lambda ranks: pytest.fail("tried"))
-    doctor(None, ranks=0)
+    doctor(None, nproc_per_node=0)
     assert "not tried" in capsys.readouterr().out
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "arguments",
-    [["--ranks", "1"], ["--ranks", "-2"], ["--json", "/no/such/folder/d.json"], ["--ranks", "two"]],
+    [
+        ["--nproc-per-node", "1"],
+        ["--nproc-per-node", "-2"],
+        ["--json", "/no/such/folder/d.json"],
+        ["--nproc-per-node", "two"],
+    ],
 )
 def test_wrong_options_are_one_message(arguments):
     ended = subprocess.run(
@@ -113,4 +118,4 @@ def test_causes_of_a_failed_all_reduce_are_reported(monkeypatch):
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_tried(monkeypatch, tmp_path, given, why):
     monkeypatch.setattr(module, "read_machine_facts", lambda: pytest.fail("measured before refusing"))
     with pytest.raises(UsageError, match=why):
-        doctor(tmp_path / given, ranks=2)
+        doctor(tmp_path / given, nproc_per_node=2)

@@ -54,12 +54,12 @@ def test_an_unknown_shape_is_refused_with_the_nearest(paceline, never_started):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "0"], "--ranks 0: no rank"),
+        (["--nproc-per-node", "0"], "--nproc-per-node 0: no rank"),
         (["--bytes", "many"], "'many' is no size"),
         (["--bytes", "1MB", "--ints", "5"], "exclude each other"),
         (["--ints", "0.5"], "is not a whole number"),
         (["--rounds", "0"], "--rounds 0"),
-        (["--work", "soon"], "'soon' is no time"),
+        (["--compute", "soon"], "'soon' is no time"),
         (["--timeout", "0s"], "time-out above 0"),
         (["--frame", "17MiB"], "16 MiB"),
         (["--inject", "flip-paylod"], "did you mean 'flip-payload'"),
@@ -95,7 +95,9 @@ def test_without_mpi4py_the_error_explains_how_to_install_it(paceline, monkeypat
 
 def test_missing_memory_is_reported_with_fitting_settings():
     check_memory(100 << 20, 4, 2 << 30)
-    with pytest.raises(UsageError, match=r"(?s)4 ranks .* would fit \(--bytes \d+\), or --ranks 1") as caught:
+    with pytest.raises(
+        UsageError, match=r"(?s)4 ranks .* would fit \(--bytes \d+\), or --nproc-per-node 1"
+    ) as caught:
         check_memory(1 << 30, 4, 3 << 30)
     fitting = int(str(caught.value).partition("--bytes ")[2].partition(")")[0])
     check_memory(fitting, 4, 3 << 30)
@@ -157,7 +159,18 @@ def test_ranks_that_do_not_end_in_time_are_killed():
 @needs_mpi
 def test_it_starts_ranks_prints_a_table_and_writes_json(tmp_path):
     file = tmp_path / "exchange.json"
-    options = ["--ranks", "3", "--ints", "3e5", "--rounds", "2", "--work", "20ms", "--json", str(file)]
+    options = [
+        "--nproc-per-node",
+        "3",
+        "--ints",
+        "3e5",
+        "--rounds",
+        "2",
+        "--compute",
+        "20ms",
+        "--json",
+        str(file),
+    ]
     ended = mpi_worlds.run([*PACELINE, "exchange", "ring", *options])
     assert ended.code == 0, ended
     assert "ring, 3 ranks, 1.2 MB each, 2 rounds" in ended.out
@@ -177,7 +190,7 @@ def test_it_starts_ranks_prints_a_table_and_writes_json(tmp_path):
 @needs_mpi
 def test_an_all_to_all_of_odd_size():
     ended = mpi_worlds.run(
-        [*PACELINE, "exchange", "all-to-all", "--ranks", "3", "--bytes", "1000", "--rounds", "1"]
+        [*PACELINE, "exchange", "all-to-all", "--nproc-per-node", "3", "--bytes", "1000", "--rounds", "1"]
     )
     assert ended.code == 0, ended
     assert "all-to-all, 3 ranks, 999 B each, 1 round" in ended.out
@@ -198,7 +211,7 @@ def test_under_mpiexec_it_joins_and_a_fault_names_the_rank():
 @pytest.mark.thorough
 @needs_mpi
 def test_a_rank_that_stops_sending_is_named_within_its_time_out():
-    options = ["--ranks", "2", "--bytes", "30MB", "--timeout", "1s", "--inject", "stall@1"]
+    options = ["--nproc-per-node", "2", "--bytes", "30MB", "--timeout", "1s", "--inject", "stall@1"]
     ended = mpi_worlds.run([*PACELINE, "exchange", "all-to-all", *options])
     assert ended.code == 1
     assert "WRONG: rank 0 found a MissingEnvelope of rank 1" in ended.out
@@ -207,9 +220,9 @@ def test_a_rank_that_stops_sending_is_named_within_its_time_out():
 
 @needs_mpi
 def test_under_mpiexec_ranks_may_not_contradict_it():
-    ended = mpi_worlds.mpi_world(2, "-m", "paceline", "exchange", "ring", "--ranks", "3")
+    ended = mpi_worlds.mpi_world(2, "-m", "paceline", "exchange", "ring", "--nproc-per-node", "3")
     assert ended.code == 2
-    assert "--ranks 3, but mpiexec started 2" in " ".join(ended.err.split())
+    assert "--nproc-per-node 3, but mpiexec started 2" in " ".join(ended.err.split())
 
 
 @pytest.mark.thorough
@@ -218,7 +231,7 @@ def test_under_mpiexec_ranks_may_not_contradict_it():
     ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
 def test_the_ranks_end_with_the_command_for_any_exit(number, code):
-    options = ["--ranks", "2", "--bytes", "10MB", "--rounds", "3000"]
+    options = ["--nproc-per-node", "2", "--bytes", "10MB", "--rounds", "3000"]
     with mpi_worlds.start([*PACELINE, "exchange", "ring", *options]) as command:
         assert command.stderr.readline() == "ring, 2 ranks, 10 MB each: 300/3000\n"  # they exchange
         ranks = [each.pid for each in psutil.Process(command.pid).children(recursive=True)]

@@ -20,7 +20,18 @@ from paceline.tools.train.train_settings import TrainSettings
 def test_a_rank_that_is_killed_is_named_on_the_terminal(tmp_path):
     text = tmp_path / "text.py"
     text.write_bytes((Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()[:20_000])
-    line = ["--data", text, "--out", tmp_path / "run", "--steps", 1000, "--context", 16, "--batch-size", 2]
+    line = [
+        "--data",
+        text,
+        "--out",
+        tmp_path / "run",
+        "--steps",
+        1000,
+        "--context",
+        16,
+        "--micro-batch-size",
+        2,
+    ]
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     env |= {"PACELINE_FAULTS": "fail_at(rank=1, step=5, how='kill')", "NO_COLOR": "1"}
     ended = subprocess.run(

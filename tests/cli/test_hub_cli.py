@@ -19,7 +19,7 @@ import pytest
 )
 def test_invalid_options_are_refused(command, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
-    code, out, err = command("hub", *words)
+    code, out, err = command("hub", "serve", *words)
     assert (code, out) == (2, "")
     assert message in err
     assert not list(tmp_path.iterdir())

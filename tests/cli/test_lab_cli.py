@@ -36,14 +36,14 @@ def nothing_is_set_up(monkeypatch):
     [
         (["train.py"], "no such script: train.py"),
         (["no-such-program"], "no such program: no-such-program"),
-        (["--ranks", "-1", "true"], "--ranks -1: at least 0"),
-        (["--hosts", "0", "true"], "hosts=0: a lab has 1 to 250 hosts"),
-        (["--rate", "fast", "true"], "'fast' is no rate"),
-        (["--rate", "100", "true"], "'100' is no rate: unknown unit ''"),
-        (["--slow", "50Mbit/s", "true"], "--slow '50Mbit/s' is not HOST=RATE"),
+        (["--nproc-per-node", "-1", "true"], "--nproc-per-node -1: at least 0"),
+        (["--nnodes", "0", "true"], "hosts=0: a lab has 1 to 250 hosts"),
+        (["--link", "fast", "true"], "'fast' is no rate"),
+        (["--link", "100", "true"], "'100' is no rate: unknown unit ''"),
+        (["--slow", "50Mbit/s", "true"], "--slow '50Mbit/s' is not N=RATE"),
         (["--slow", "5=50Mbit/s", "true"], "slow names host 5, but there are 2 hosts"),
         (["--slow", "1=", "true"], "'' is no rate"),
-        (["--delay", "long", "true"], "'long' is no time"),
+        (["--latency", "long", "true"], "'long' is no time"),
         (["--timeout", "long", "true"], "'long' is no time"),
         (["--json", "no/folder/lab.json", "true"], "can't write --json no/folder/lab.json: no such folder"),
     ],
@@ -56,7 +56,7 @@ def test_wrong_input_is_one_message_and_exit_code_2(paceline, arguments, message
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--hosts", "2"], ["--host", "2", "true"], ["--hosts", "many", "true"]]
+    "arguments", [[], ["--nnodes", "2"], ["--host", "2", "true"], ["--nnodes", "many", "true"]]
 )
 def test_a_call_that_can_not_be_read_is_refused(paceline, arguments):
     code, _, err = paceline(*arguments)
@@ -85,7 +85,7 @@ def test_without_tools_it_names_the_package(paceline, monkeypatch):
 
 def test_options_after_the_program_are_its_own(paceline, tmp_path):
     (tmp_path / "train.py").write_text("")
-    code, _, err = paceline("--rate", "never", "train.py", "--rate", "x", "--nonsense", "-h")
+    code, _, err = paceline("--link", "never", "train.py", "--link", "x", "--nonsense", "-h")
     assert code == 2
     assert "'never' is no rate" in err  # its own options were read, those of the program were not
 
@@ -94,7 +94,7 @@ def test_help_lists_the_options():
     command = [sys.executable, "-m", "paceline", "lab", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     assert re.search(r"Usage: paceline lab \[OPTIONS\] \S*PROGRAM", shown)
-    for option in ("--hosts", "--rate", "--ranks", "--slow", "--delay", "--timeout", "--json"):
+    for option in ("--nnodes", "--link", "--nproc-per-node", "--slow", "--latency", "--timeout", "--json"):
         assert option in shown
 
 

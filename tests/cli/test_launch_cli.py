@@ -30,26 +30,37 @@ def test_the_command_is_printed(command):
 
 def test_the_options_of_slurm_are_in_its_script(command):
     words = (
-        "--hosts 2 --ranks 3 --gpus 1 --memory 2GiB --time 8h --partition gpu --option --qos=low --warn 60"
+        "--nnodes 2 --nproc-per-node 3 --gpus 1 --memory-per-node 2GiB --time 8h --partition gpu --warn 60"
     )
-    code, out, _ = command("launch", "slurm", *words.split(), "--folder", "/runs", "train.py", "--gpus", "7")
+    code, out, _ = command(
+        "launch",
+        "slurm",
+        *words.split(),
+        "--option",
+        "--qos=low",
+        "--workdir",
+        "/runs",
+        "train.py",
+        "--gpus",
+        "7",
+    )
     assert code == 0
     for option in ("nodes=2", "gpus-per-node=3", "mem=2048M", "time=08:00:00", "qos=low", "signal=B:USR1@60"):
         assert f"#SBATCH --{option}\n" in out
-    assert "paceline run --ranks 3 " in out
+    assert "paceline run --nproc-per-node 3 " in out
     assert out.count(" train.py --gpus 7 &\n") == 1
 
 
 def test_the_out_file_is_executable(command, tmp_path):
     file = tmp_path / "a b.sh"
-    code, out, err = command("launch", "mpi", "--ranks", 4, "--out", file, "train.py")
+    code, out, err = command("launch", "mpi", "--nproc-per-node", 4, "--file", file, "train.py")
     assert (code, out, err) == (0, "", "")
     assert file.read_text().startswith("#!/bin/sh\nexec mpiexec -n 4 -ppn 4 ")
     assert os.access(file, os.X_OK)
 
 
 def test_hosts_of_mpi_are_written_to_a_file(command, tmp_path):
-    hosts = ("--host", "pc1", "--host", "pc2", "--ranks", 4, "--hostfile", tmp_path / "hosts")
+    hosts = ("--host", "pc1", "--host", "pc2", "--nproc-per-node", 4, "--hostfile", tmp_path / "hosts")
     code, out, _ = command("launch", "mpi", "--mpi", "openmpi", *hosts, "train.py")
     assert code == 0
     assert f"--hostfile {tmp_path / 'hosts'}" in out
@@ -57,7 +68,7 @@ def test_hosts_of_mpi_are_written_to_a_file(command, tmp_path):
 
 
 def test_a_manifest_is_yaml(command):
-    line = ("launch", "kubernetes", "--image", "lab/train:1", "--hosts", 2)
+    line = ("launch", "kubernetes", "--image", "lab/train:1", "--nnodes", 2)
     code, out, _ = command(*line, "-m", "my.module", "x: y")
     assert code == 0
     [container] = yaml.safe_load(out)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"][
@@ -68,7 +79,7 @@ def test_a_manifest_is_yaml(command):
 
 
 def test_a_driver_of_ray_is_shown(command):
-    code, out, _ = command("launch", "ray", "--hosts", 2, "--folder", "/runs", "--python", "py", "train.py")
+    code, out, _ = command("launch", "ray", "--nnodes", 2, "--workdir", "/runs", "--python", "py", "train.py")
     assert code == 0
     assert out == ray_driver(ClusterJob(("train.py",), hosts=2, folder="/runs", python="py"))
 
@@ -76,18 +87,18 @@ def test_a_driver_of_ray_is_shown(command):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["torchrun", "--ranks", "0", "train.py"], "ranks_per_host=0"),
+        (["torchrun", "--nproc-per-node", "0", "train.py"], "ranks_per_host=0"),
         (["torchrun", "--host", "a", "--host", "a", "train.py"], "2 hosts, but these names: a, a"),
         (["slurm", "--hostz", "2", "train.py"], "'--hostz' is not a script"),
         (["slurm", "--env", "A", "train.py"], "--env 'A' is not NAME=VALUE"),
         (["slurm", "--env", "A=1", "--env", "A=2", "train.py"], "sets A a second time"),
-        (["slurm", "--folder", "runs", "train.py"], "folder 'runs' is not the same everywhere"),
+        (["slurm", "--workdir", "runs", "train.py"], "folder 'runs' is not the same everywhere"),
         (["slurm", "--time", "soon", "train.py"], "'soon' is no time"),
         (["torchrun", "--submit", "--shell", "", "train.py"], "--shell names no program"),
         (["torchrun", "--submit", "--shell", "ssh '", "train.py"], "No closing quotation"),
         (["mpi", "--mpi", "mpitch", "train.py"], "did you mean 'mpich'?"),
         (["mpi", "--hostfile", "hosts", "train.py"], "no hosts to write there"),
-        (["ray", "--out", "/no/such/folder/x.py", "train.py"], "no such folder"),
+        (["ray", "--file", "/no/such/folder/x.py", "train.py"], "no such folder"),
         (["kubernetes", "--image", "", "train.py"], "a pod needs an image"),
         (["kubernetes", "--image", "x", "--claim", "runs", "train.py"], "no folder to mount it at"),
     ],
@@ -103,7 +114,7 @@ def test_a_missing_launcher_is_reported(command, monkeypatch, tmp_path):
     code, _, err = command("launch", "slurm", "--submit", "train.py")
     assert code == 2
     assert "no sbatch and no scontrol on this machine" in err
-    assert "--out FILE" in err
+    assert "--file FILE" in err
     code, _, err = command("launch", "torchrun", "--host", "a", "--submit", "train.py")
     assert code == 2
     assert "no program 'ssh' on this machine" in err

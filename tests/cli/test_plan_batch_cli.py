@@ -15,7 +15,10 @@ from paceline.cost_model.profile_entries import CollectiveCost, Rate, Source
 from paceline.tools.cli.plan.plan_batch_command import show_xxl
 from paceline.tools.cli.plan.plan_hardware_command import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
 
-OPTIONS = "--model medium --device rtx-4090 --link 10gbe --devices 8 --batch 500"
+OPTIONS = (
+    "--model medium --strategy full-shard --hardware rtx-4090 --link 10gbe --gradient-bytes 2 --world-size 8"
+    " --global-batch-size 500"
+)
 
 
 @pytest.fixture
@@ -48,13 +51,16 @@ def test_figures_sentences_and_json(call, tmp_path):
 
 
 def test_xxl_on_devices_of_95_gb(call, tmp_path):
-    options = "--model xxl --device v5p --usable 100% --shared 50% --flops 460T --link 180GB/s"
-    assert call(f"{options} --tokens 1024 --json {tmp_path}/a.json")[0] == 0
+    options = (
+        "--model xxl --hardware v5p --usable 100% --divided-activations 50% --flops 460T --link 180GB/s"
+        " --strategy full-shard --gradient-bytes 2"
+    )
+    assert call(f"{options} --context 1024 --json {tmp_path}/a.json")[0] == 0
     found = figures_of(tmp_path / "a.json")
     assert found["devices"]["value"] == 41
     assert "(S + A)/n would give 38" in found["devices"]["wrong"]
-    assert found["tokens_fsdp"]["value"] == pytest.approx(460e12 / 180e9 * 40 / 41)
-    assert call(f"{options} --tokens 4096 --json {tmp_path}/b.json")[0] == 0
+    assert found["tokens_full_shard"]["value"] == pytest.approx(460e12 / 180e9 * 40 / 41)
+    assert call(f"{options} --context 4096 --json {tmp_path}/b.json")[0] == 0
     assert figures_of(tmp_path / "b.json")["devices"]["value"] == 61
 
 
@@ -75,12 +81,13 @@ def test_the_derivation_of_xxl_is_shown_whole(capsys):
 
 def test_nodes_with_slower_links_between_them(call, tmp_path):
     code, output, _ = call(
-        "--parameters 7B --activations 4MB --tokens 2048 --device h100 --devices 64 --batch 1024 --between ndr"
+        "--parameters 7B --activations 4MB --context 2048 --strategy full-shard --gradient-bytes 2 --hardware h100"
+        " --world-size 64 --global-batch-size 1024 --nproc-per-node 8 --link ndr"
         f" --json {tmp_path}/a.json"
     )
     assert code == 0
     found = figures_of(tmp_path / "a.json")
-    assert found["tokens_fsdp"]["value"] == pytest.approx(989.4e12 / 50e9 * 63 / 64)
+    assert found["tokens_full_shard"]["value"] == pytest.approx(989.4e12 / 50e9 * 63 / 64)
     assert found["tokens_hsdp_inside_a_group"]["value"] == pytest.approx(989.4e12 / 450e9 * 7 / 8)
     assert found["tokens_hsdp_between_groups"]["value"] == pytest.approx(989.4e12 / 50e9 / 8 * 7 / 8)
     assert "A rank's 16 samples don't divide by 3: micro-batches have 5 or 6" in output
@@ -107,7 +114,8 @@ def test_measured_rates_come_with_their_errors(call, tmp_path):
     )
     Profile(collectives=(cost,), rates=(rate,)).save(tmp_path / "profile.json")
     code, output, _ = call(
-        f"--model mini --memory 4GB --devices 4 --batch 64 --dtype fp32 --profile {tmp_path}/profile.json"
+        "--model mini --device-memory 4GB --world-size 4 --global-batch-size 64 --dtype fp32 --gradient-bytes 2"
+        f" --strategy full-shard --profile {tmp_path}/profile.json"
     )
     assert code == 0
     assert "3,000 tokens per micro-batch (2,400 to 3,300)" in output
@@ -115,10 +123,12 @@ def test_measured_rates_come_with_their_errors(call, tmp_path):
 
 
 def test_too_few_devices_and_none_that_is_enough(call):
-    code, output, _ = call("--parameters 70B --device a100 --devices 4 --batch 8")
+    code, output, _ = call(
+        "--parameters 70B --hardware a100 --strategy fsdp --world-size 4 --global-batch-size 8"
+    )
     assert code == 0
-    assert "4 devices are too few for fsdp" in output
-    code, output, _ = call("--parameters 7B --device t4 --strategy ddp")
+    assert "4 devices are too few for full-shard" in output
+    code, output, _ = call("--parameters 7B --hardware t4 --strategy ddp")
     assert code == 0
     assert "No number of devices is enough: each would have to hold 112 GB whatever their number" in output
 
@@ -126,29 +136,29 @@ def test_too_few_devices_and_none_that_is_enough(call):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--device h100", "which model?"),
-        ("--device h100 --model tiny --parameters 7B", "which model?"),
+        ("--hardware h100", "which model?"),
+        ("--hardware h100 --model tiny --parameters 7B", "which model?"),
         ("--model tiny", "no device memory"),
-        ("--model tyni --device h100", "did you mean 'tiny'?"),
-        ("--model tiny --device h1oo", "unknown device"),
-        ("--model tiny --device h100 --link warp", "unknown link"),
-        ("--model tiny --device h100 --link 0GB/s", "--link 0GB/s"),
-        ("--model tiny --device h100 --between 5", "unknown link"),
-        ("--model tiny --device v100 --dtype bf16", "no unit for bf16"),
-        ("--model tiny --device h100 --dtype fp9", "unknown number type"),
-        ("--model tiny --device h100 --devices 0", "devices=0"),
-        ("--model tiny --device h100 --batch 0", "samples=0"),
-        ("--model tiny --device h100 --tokens 0", "sample_tokens=0"),
-        ("--model tiny --device h100 --group 0", "group=0"),
-        ("--model tiny --device h100 --usable 0", "usable=0.0"),
-        ("--model tiny --device h100 --usable 120%", "usable=1.2"),
-        ("--model tiny --device h100 --shared 150%", "shared"),
-        ("--model tiny --device h100 --strategy zero9", "unknown strategy"),
-        ("--model tiny --device h100 --gradients 3", "--gradients 3"),
-        ("--model tiny --device h100 --flops 0", "--flops 0"),
-        ("--model tiny --memory 0GB", "memory"),
-        ("--parameters 0 --memory 1GB", "--parameters 0"),
-        ("--model tiny --device h100 --profile /nowhere.json", "can't read the profile"),
+        ("--model tyni --hardware h100", "did you mean 'tiny'?"),
+        ("--model tiny --hardware h1oo", "unknown device"),
+        ("--model tiny --hardware h100 --link warp", "unknown link"),
+        ("--model tiny --hardware h100 --link 0GB/s", "--link 0GB/s"),
+        ("--model tiny --hardware h100 --nproc-per-node 8 --link 5", "unknown link"),
+        ("--model tiny --hardware v100 --dtype bf16", "no unit for bf16"),
+        ("--model tiny --hardware h100 --dtype fp9", "unknown number type"),
+        ("--model tiny --hardware h100 --world-size 0", "--world-size 0"),
+        ("--model tiny --hardware h100 --global-batch-size 0", "--global-batch-size 0"),
+        ("--model tiny --hardware h100 --context 0", "--context 0"),
+        ("--model tiny --hardware h100 --nproc-per-node 0", "--nproc-per-node 0"),
+        ("--model tiny --hardware h100 --usable 0", "usable=0.0"),
+        ("--model tiny --hardware h100 --usable 120%", "usable=1.2"),
+        ("--model tiny --hardware h100 --divided-activations 150%", "shared"),
+        ("--model tiny --hardware h100 --strategy zero9", "unknown strategy"),
+        ("--model tiny --hardware h100 --gradient-bytes 3", "--gradient-bytes 3"),
+        ("--model tiny --hardware h100 --flops 0", "--flops 0"),
+        ("--model tiny --device-memory 0GB", "memory"),
+        ("--parameters 0 --device-memory 1GB", "--parameters 0"),
+        ("--model tiny --hardware h100 --profile /nowhere.json", "can't read the profile"),
         (f"{OPTIONS} --json /nowhere/a.json", "no such folder"),
     ],
 )

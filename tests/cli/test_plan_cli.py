@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-OPTIONS = "--parameters 20M --ranks 4 --rate 200Mbit/s --step 0.97s"
+OPTIONS = "--parameters 20M --world-size 4 --link 200Mbit/s --step 0.97s"
 
 
 @pytest.fixture
@@ -35,27 +35,27 @@ def test_options_advice_and_json(call, tmp_path):
 
 
 def test_a_fast_network_needs_no_remedy(call):
-    code, output, _ = call("--parameters 20M --ranks 4 --rate 10Gbit/s --step 0.97s")
+    code, output, _ = call("--parameters 20M --world-size 4 --link 10Gbit/s --step 0.97s")
     assert code == 0
     assert "no remedy is needed" in output
 
 
 def test_a_larger_share_may_be_waited_for(call):
-    assert "Use int4 gradients every step (--compression int4)" in call(f"{OPTIONS} --share 15%")[1]
+    assert "Use int4 gradients every step (--compression int4)" in call(f"{OPTIONS} --max-wait 15%")[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--parameters 20Q --ranks 4 --rate 200Mbit/s --step 1s", "unknown unit 'q'"),
-        ("--parameters 20M --ranks 0 --rate 200Mbit/s --step 1s", "ranks=0"),
-        ("--parameters 20M --ranks 4 --rate 200 --step 1s", "no rate"),
-        ("--parameters 20M --ranks 4 --rate 200Mbit/s --step 0s", "step_seconds=0.0"),
-        (f"{OPTIONS} --share 0", "share=0.0"),
-        (f"{OPTIONS} --share ten", "no share"),
+        ("--parameters 20Q --world-size 4 --link 200Mbit/s --step 1s", "unknown unit 'q'"),
+        ("--parameters 20M --world-size 0 --link 200Mbit/s --step 1s", "ranks=0"),
+        ("--parameters 20M --world-size 4 --link 200 --step 1s", "no rate"),
+        ("--parameters 20M --world-size 4 --link 200Mbit/s --step 0s", "step_seconds=0.0"),
+        (f"{OPTIONS} --max-wait 0", "share=0.0"),
+        (f"{OPTIONS} --max-wait ten", "no share"),
         (f"{OPTIONS} --layers 0", "layers=0"),
         (f"{OPTIONS} --json /nowhere/a.json", "no such folder"),
-        ("--ranks 4", "Missing option"),
+        ("--world-size 4", "Missing option"),
     ],
 )
 def test_bad_input_is_one_clear_message(call, arguments, message):

@@ -55,8 +55,8 @@ def test_the_answer_comes_first(run):
 
 @pytest.mark.thorough
 def test_a_model_that_does_not_fit_gets_computed_advice(run):
-    small = ("--device", "cpu", "--device-memory", "40MiB")
-    printed = run("--model", "tiny", "--batch", "8", *small).stdout
+    small = ("--hardware", "cpu", "--device-memory", "40MiB")
+    printed = run("--model", "tiny", "--micro-batch-size", "8", *small).stdout
     assert "does not fit" in printed.splitlines()[0]
     assert printed.splitlines()[1].startswith("It fits with")
     assert "a micro-batch of 1" in printed.splitlines()[1]
@@ -65,7 +65,7 @@ def test_a_model_that_does_not_fit_gets_computed_advice(run):
 @pytest.mark.thorough
 def test_strategies_and_devices_side_by_side(run):
     printed = run(
-        "--model", "tiny", "--devices", "1,2,64", "--strategy", "bucketed,sharded,full-shard"
+        "--model", "tiny", "--world-size", "1,2,64", "--strategy", "bucketed,sharded,full-shard"
     ).stdout
     rows = [line.split()[:2] for line in printed.splitlines()]
     for row in (["alone", "1"], ["bucketed", "2"], ["sharded", "64"], ["full-shard", "64"]):
@@ -74,13 +74,13 @@ def test_strategies_and_devices_side_by_side(run):
 
 @pytest.mark.parametrize("named", [("plannable:build",), ("plannable:Net", "--inputs", "1x16")])
 def test_a_users_model(run, named):
-    printed = run("--model", named[0], *named[1:], "--device", "cpu").stdout
+    printed = run("--model", named[0], *named[1:], "--hardware", "cpu").stdout
     assert "(676 parameters)" in printed.splitlines()[0]
 
 
 def test_files_hold_the_printed_values(run, tmp_path):
     pytest.importorskip("matplotlib", reason="charts need matplotlib")
-    run("--model", "plannable:build", "--batch", "4", "--json", "all.json", "--out", "drawn")
+    run("--model", "plannable:build", "--micro-batch-size", "4", "--json", "all.json", "--out", "drawn")
     output = json.loads((tmp_path / "all.json").read_text())
     (forecast,) = output["forecasts"]
     assert forecast["device_nbytes"] == sum(line["nbytes"] for line in forecast["ledger"])
@@ -93,7 +93,7 @@ def test_files_hold_the_printed_values(run, tmp_path):
 @pytest.mark.thorough
 def test_verify_prints_predicted_and_measured(run, tmp_path):
     printed = run(
-        "--model", "tiny", "--devices", "2", "--context", "32", "--verify", "--json", "all.json"
+        "--model", "tiny", "--world-size", "2", "--context", "32", "--verify", "--json", "all.json"
     ).stdout
     assert "off by" in printed
     (checked,) = json.loads((tmp_path / "all.json").read_text())["checks"]
@@ -109,8 +109,8 @@ def test_verify_prints_predicted_and_measured(run, tmp_path):
         (["--model", "plannable:Net"], "has no inputs"),
         (["--model", "plannable:Net", "--inputs", "1xA"], "is not a shape"),
         (["--model", "absent:Net"], "can't import"),
-        (["--devices", "two"], "for example: --devices 1,2,4,64"),
-        (["--devices", "2,0"], "--devices 2,0\n.*1 or more"),
+        (["--world-size", "two"], "for example: --world-size 1,2,4,64"),
+        (["--world-size", "2,0"], "--world-size 2,0\n.*1 or more"),
         (["--model", "tiny", "--inputs", "3x"], "--inputs 3x with --model tiny"),
         (["--strategy", "buckted"], "did you mean 'bucketed'"),
         (["--optimizer", "adam"], "is not an optimizer"),

@@ -90,7 +90,7 @@ def test_measured_steps_are_compared(call, saved, tmp_path):
 
 
 def test_other_numbers_of_ranks_are_noted_as_beyond_measurements(call, saved):
-    output = call("--profile", saved, "--ranks", 8)[1]
+    output = call("--profile", saved, "--world-size", 8)[1]
     assert "Beyond what was measured: computing was measured with 2 ranks at the same time" in output
 
 
@@ -102,7 +102,7 @@ def test_other_numbers_of_ranks_are_noted_as_beyond_measurements(call, saved):
         (["--bucket-mib", "five"], "--bucket-mib 'five'"),
         (["--bucket-mib", ","], "--bucket-mib ',' is empty"),
         (["--compression", "int2"], "int2"),
-        (["--ranks", "1"], "1 ranks"),
+        (["--world-size", "1"], "1 ranks"),
         (["--model", "nett"], "no step with model 'nett'"),
         (["--network", "wifi"], "it has: lab"),
         (["--backend", "nccl"], "it has: gloo"),

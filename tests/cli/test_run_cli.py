@@ -30,13 +30,23 @@ def script(tmp_path):
 
 
 def test_options_become_a_job(call, jobs, script, tmp_path):
-    words = (
-        "--hosts 3 --ranks 2 --min-ranks 4 --rendezvous pc1:4000 --max-restarts 9 --no-rejoin --last-call 8s"
+    words = "--nnodes 3 --nproc-per-node 2 --min-ranks 4 --rendezvous pc1:4000 --max-restarts 9 --no-rejoin"
+    code, err = call(
+        *words.split(),
+        "--last-call",
+        "8s",
+        "--wait",
+        "2min",
+        "--log-dir",
+        tmp_path,
+        script,
+        "--nproc-per-node",
+        "7",
+        "-m",
     )
-    code, err = call(*words.split(), "--wait", "2min", "--log-dir", tmp_path, script, "--ranks", "7", "-m")
     assert (code, err) == (0, "")
     [job] = jobs
-    assert list(job.argv) == [str(script), "--ranks", "7", "-m"]
+    assert list(job.argv) == [str(script), "--nproc-per-node", "7", "-m"]
     assert (job.hosts, job.ranks, job.min_ranks, job.min_hosts) == (3, 2, 4, 2)
     assert (str(job.address), job.max_restarts, job.rejoin, job.log_dir) == ("pc1:4000", 9, False, tmp_path)
     assert (job.timeouts.last_call, job.timeouts.join) == (8.0, 120.0)
@@ -44,7 +54,7 @@ def test_options_become_a_job(call, jobs, script, tmp_path):
 
 def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
     call(script)
-    call("--ranks", 4, "-m", "my.module", "--steps", "3")
+    call("--nproc-per-node", 4, "-m", "my.module", "--steps", "3")
     assert [(list(job.argv), job.ranks, job.min_ranks, job.address) for job in jobs] == [
         ([str(script)], 1, 1, None),
         (["-m", "my.module", "--steps", "3"], 4, 4, None),
@@ -56,11 +66,11 @@ def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
     [
         ([], "no script to run"),
         (["absent.py"], "no such script: absent.py"),
-        (["--ranks", 0, "SCRIPT"], "ranks=0"),
-        (["--ranks", 2, "--min-ranks", 3, "SCRIPT"], "min_ranks=3, of 2 ranks"),
-        (["--hosts", 2, "SCRIPT"], "2 hosts, but no rendezvous"),
-        (["--hosts", 2, "--rendezvous", "pc1:x", "SCRIPT"], "'pc1:x' is not a rendezvous address"),
-        (["--hosts", 2, "--rendezvous", "no-such-host.invalid", "SCRIPT"], "does not resolve"),
+        (["--nproc-per-node", 0, "SCRIPT"], "ranks=0"),
+        (["--nproc-per-node", 2, "--min-ranks", 3, "SCRIPT"], "min_ranks=3, of 2 ranks"),
+        (["--nnodes", 2, "SCRIPT"], "2 hosts, but no rendezvous"),
+        (["--nnodes", 2, "--rendezvous", "pc1:x", "SCRIPT"], "'pc1:x' is not a rendezvous address"),
+        (["--nnodes", 2, "--rendezvous", "no-such-host.invalid", "SCRIPT"], "does not resolve"),
         (["--wait", "soon", "SCRIPT"], "soon"),
         (["--grace", "0s", "SCRIPT"], "--grace 0s: must be above 0"),
         (["--log-dir", "SCRIPT/logs", "SCRIPT"], "can't be written"),
@@ -76,7 +86,7 @@ def test_bad_input_is_refused(call, script, words, text):
 
 
 def test_an_unserved_address_times_out(call, script):
-    code, err = call("--hosts", 2, "--wait", "100ms", "--rendezvous", "192.0.2.1:4000", script)
+    code, err = call("--nnodes", 2, "--wait", "100ms", "--rendezvous", "192.0.2.1:4000", script)
     assert code == 1
     assert "192.0.2.1:4000" in err
 

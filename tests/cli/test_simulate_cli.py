@@ -177,7 +177,7 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
         ("--bad-lr 5:1", "there is no worker 5"),
         ("--bad-lr 4", "pass worker:rate"),
         ("--bad-lr 4:0", "a learning rate of 0"),
-        ("--warmup -1", "--warmup -1"),
+        ("--warmup-steps -1", "--warmup-steps -1"),
         ("--churn 60%", "60%"),
         ("--churn often", "--churn: 'often' is no share"),
         ("--churn 30s:3", "is no event"),

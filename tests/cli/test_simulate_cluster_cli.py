@@ -14,7 +14,7 @@ from paceline.cost_model.profile_entries import CollectiveCost, Contention, Sour
 from step_profile import profile
 
 BASE = "--parameters 20M --step 1s --link 200Mbit/s --latency 100us"
-RISKY = "--mtbf 100d --checkpoint 60s --restart 5min"
+RISKY = "--mtbf 100d --checkpoint-time 60s --restart-time 5min"
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def written(path):
 @pytest.mark.thorough
 def test_table_sentences_and_files_hold_the_simulated_values(call, tmp_path):
     code, output, _ = call(
-        f"{BASE} --nodes 1:64 --strategy flat --spread 5% --jitter 5% {RISKY} --job 1000h --price 2"
+        f"{BASE} --nnodes 1:64 --strategy flat --spread 5% --jitter 5% {RISKY} --job-time 1000h --price 2"
         f" --json {tmp_path}/a.json --out {tmp_path}/out"
     )
     assert code == 0
@@ -69,7 +69,7 @@ def test_table_sentences_and_files_hold_the_simulated_values(call, tmp_path):
 
 
 def test_the_same_command_gives_the_same_numbers(call, tmp_path):
-    options = f"{BASE} --nodes 3,100 --spread 5% --jitter 5% {RISKY} --json {tmp_path}/"
+    options = f"{BASE} --nnodes 3,100 --spread 5% --jitter 5% {RISKY} --json {tmp_path}/"
     assert call(f"{options}a.json --seed 3")[0] == call(f"{options}b.json --seed 3")[0] == 0
     assert call(f"{options}c.json --seed 4")[0] == 0
     first, again, other = (written(tmp_path / f"{name}.json")["rows"] for name in "abc")
@@ -80,7 +80,7 @@ def test_steps_are_drawn_from_a_file(call, tmp_path):
     (tmp_path / "steps.txt").write_text("900ms\n1100ms\n1s\n1\n", encoding="utf-8")
     (tmp_path / "steps.json").write_text("[0.9, 1.1, 1.0, 1.0]", encoding="utf-8")
     for name in ("steps.txt", "steps.json"):
-        options = f"--parameters 20M --step {tmp_path}/{name} --nodes 1000 --link 400gbe"
+        options = f"--parameters 20M --step {tmp_path}/{name} --nnodes 1000 --link 400gbe"
         assert call(f"{options} --json {tmp_path}/{name}.out")[0] == 0
     one, other = (written(tmp_path / f"steps.{kind}.out") for kind in ("txt", "json"))
     assert one["rows"] == other["rows"]
@@ -112,9 +112,9 @@ def test_a_profile_prices_the_network(call, tmp_path):
     )
     elsewhere = replace(beside, network="another", ranks=64, computing_slows=9.0)
     Profile(collectives=(cost,), contentions=(beside, elsewhere)).save(tmp_path / "profile.json")
-    options = "--parameters 20M --step 1s --nodes 8 --strategy flat --algorithm ring"
+    options = "--parameters 20M --step 1s --nnodes 8 --strategy flat --algorithm ring"
     assert call(f"{options} --profile {tmp_path}/profile.json --json {tmp_path}/a.json")[0] == 0
-    assert call(f"{BASE} --nodes 8 --strategy flat --algorithm ring --json {tmp_path}/b.json")[0] == 0
+    assert call(f"{BASE} --nnodes 8 --strategy flat --algorithm ring --json {tmp_path}/b.json")[0] == 0
     assert [written(tmp_path / "a.json")[name] for name in ("computing_slows", "calls_slow")] == [1.25, 1.5]
     one, other = (written(tmp_path / name)["rows"][0] for name in ("a.json", "b.json"))
     assert one["step"]["mean"] == pytest.approx(other["step"]["mean"], rel=1e-3)
@@ -122,7 +122,7 @@ def test_a_profile_prices_the_network(call, tmp_path):
 
 def test_a_profile_of_parts_knows_exchanges_and_contention(call, tmp_path):
     profile(computing=1.25, calls=1.5).save(tmp_path / "profile.json")
-    options = f"--parameters 20M --step 1s --nodes 2 --profile {tmp_path}/profile.json"
+    options = f"--parameters 20M --step 1s --nnodes 2 --profile {tmp_path}/profile.json"
     assert call(f"{options} --json {tmp_path}/a.json")[0] == 0
     found = written(tmp_path / "a.json")
     assert (found["computing_slows"], found["calls_slow"]) == (1.25, 1.5)
@@ -133,7 +133,7 @@ def test_a_profile_of_parts_knows_exchanges_and_contention(call, tmp_path):
 
 def test_nodes_of_several_devices_and_a_model_by_name(call):
     code, output, _ = call(
-        "--model xxl --gradients 2 --step 20s --nodes 16:1024:x8 --ranks-per-node 8 --link ndr --inside nvlink4"
+        "--model xxl --gradient-bytes 2 --step 20s --nnodes 16:1024:x8 --nproc-per-node 8 --link ndr --inside nvlink4"
     )
     assert code == 0
     assert "8,192" in output
@@ -141,7 +141,7 @@ def test_nodes_of_several_devices_and_a_model_by_name(call):
 
 
 def test_strong_scaling_reports_where_it_gets_slower(call):
-    code, output, _ = call(f"{BASE} --nodes 1:64 --batch fixed --strategy flat")
+    code, output, _ = call(f"{BASE} --nnodes 1:64 --scaling fixed --strategy flat")
     assert code == 0
     assert "Beyond 1 node it gets slower" in output
 
@@ -149,9 +149,9 @@ def test_strong_scaling_reports_where_it_gets_slower(call):
 def test_help_lists_both(call):
     code, output, _ = call("--help")
     assert code == 0
-    for name in ("--nodes", "--mtbf", "async"):
+    for name in ("--nnodes", "--mtbf", "async"):
         assert name in output
-    assert "--nodes" in call("")[1]
+    assert "--nnodes" in call("")[1]
 
 
 @pytest.mark.sweep
@@ -165,15 +165,15 @@ def test_help_lists_both(call):
         ("--step 1s --parameters 0", "--parameters 0"),
         ("--parameters 20M --step 0s", "--step 0s"),
         ("--parameters 20M --step soon", "no time"),
-        (f"{BASE} --nodes 0", "no number of nodes"),
-        (f"{BASE} --nodes 10:1", "makes no progress"),
-        (f"{BASE} --nodes 1:10:3", "is no sweep"),
-        (f"{BASE} --nodes 1:10:x1", "makes no progress"),
-        (f"{BASE} --nodes many", "no number of nodes"),
-        (f"{BASE} --nodes 9999999", "no number of nodes"),
-        (f"{BASE} --ranks-per-node 8", "the link between the 8 ranks of a node is missing"),
-        (f"{BASE} --ranks-per-node 0 --inside pcie4", "per_node=0"),
-        (f"{BASE} --ranks-per-node 2 --inside pcie4 --topology ring", "nodes of 2 ranks in a ring"),
+        (f"{BASE} --nnodes 0", "no number of nodes"),
+        (f"{BASE} --nnodes 10:1", "makes no progress"),
+        (f"{BASE} --nnodes 1:10:3", "is no sweep"),
+        (f"{BASE} --nnodes 1:10:x1", "makes no progress"),
+        (f"{BASE} --nnodes many", "no number of nodes"),
+        (f"{BASE} --nnodes 9999999", "no number of nodes"),
+        (f"{BASE} --nproc-per-node 8", "the link between the 8 ranks of a node is missing"),
+        (f"{BASE} --nproc-per-node 0 --inside pcie4", "per_node=0"),
+        (f"{BASE} --nproc-per-node 2 --inside pcie4 --topology ring", "nodes of 2 ranks in a ring"),
         (f"{BASE} --topology mesh", "unknown topology"),
         ("--parameters 20M --step 1s --link warp", "unknown link"),
         ("--parameters 20M --step 1s --link 0MB/s", "--link 0MB/s"),
@@ -182,22 +182,22 @@ def test_help_lists_both(call):
         (f"{BASE} --algorithm tree --strategy sharded", "reduce-scatter"),
         (f"{BASE} --strategy magic", "unknown strategy"),
         (f"{BASE} --bucket-mib 0", "--bucket-mib 0"),
-        (f"{BASE} --gradients 3", "--gradients 3"),
+        (f"{BASE} --gradient-bytes 3", "--gradient-bytes 3"),
         (f"{BASE} --backward 100%", "backward"),
         (f"{BASE} --every 0", "every=0"),
         (f"{BASE} --every 4 --strategy full-shard", "whole parameters"),
-        (f"{BASE} --batch huge", "unknown batch"),
+        (f"{BASE} --scaling huge", "unknown batch"),
         (f"{BASE} --speeds 1:fast", "--speeds '1:fast'"),
         (f"{BASE} --speeds 1:0", "speeds"),
-        (f"{BASE} --shares fair", "unknown shares"),
+        (f"{BASE} --balance fair", "unknown balance"),
         (f"{BASE} --spread lots", "no share"),
         (f"{BASE} --jitter 900%", "jitter"),
         (f"{BASE} --mtbf 100d", "checkpoints that take no time"),
-        (f"{BASE} --mtbf 0s --checkpoint 1s", "--mtbf 0s"),
-        (f"{BASE} --restart 5min", "--restart without failures"),
-        (f"{BASE} --checkpoint 5s", "--checkpoint without failures"),
-        (f"{BASE} --interval never", "no time"),
-        (f"{BASE} --job 0h", "--job 0h"),
+        (f"{BASE} --mtbf 0s --checkpoint-time 1s", "--mtbf 0s"),
+        (f"{BASE} --restart-time 5min", "--restart-time without failures"),
+        (f"{BASE} --checkpoint-time 5s", "--checkpoint-time without failures"),
+        (f"{BASE} --checkpoint-interval never", "no time"),
+        (f"{BASE} --job-time 0h", "--job-time 0h"),
         (f"{BASE} --price 0", "price=0"),
         (f"{BASE} --jobs 0", "jobs=0"),
         (f"{BASE} --seed -1", "seed=-1"),
@@ -206,7 +206,7 @@ def test_help_lists_both(call):
         ("--parameters 20M --step 1s --profile /nowhere.json", "can't read the profile"),
         (f"{BASE} --profile /nowhere.json", "both --profile and --link"),
         (f"{BASE} --json /nowhere/a.json", "no such folder"),
-        (f"{BASE} --nodes 4 --out results", "two numbers of --nodes"),
+        (f"{BASE} --nnodes 4 --out results", "two numbers of --nnodes"),
         (f"{BASE} async --workers 2", "is before async"),
     ],
 )

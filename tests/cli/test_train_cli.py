@@ -23,7 +23,7 @@ from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.trace_reader import read_timeline
 
 TRAIN = ["-m", "paceline", "train"]
-SMALL = ["--context", 16, "--batch-size", 2, "--eval-every", 3, "--checkpoint-every", 3, "--threads", 1]
+SMALL = ["--context", 16, "--micro-batch-size", 2, "--eval-every", 3, "--checkpoint-every", 3, "--threads", 1]
 
 
 def run(*arguments, timeout=240, program=TRAIN):
@@ -64,7 +64,7 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
     out = tmp_path / "run"
     ended = run("--data", text, "--out", out, "--steps", 6, *SMALL)
     assert ended.returncode == 0, ended.stderr
-    assert "2 ranks on cpu (paceline), 1 thread each; sharded" in ended.stdout
+    assert "2 ranks on cpu (paceline), 1 thread each; bucketed" in ended.stdout
     assert "step      6  held-out loss" in ended.stdout
     assert "a sample of generated text:\n\ndef " in ended.stdout
     assert f"report: {out}/report.html" in ended.stdout
@@ -94,16 +94,16 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
     assert finished.returncode == 2
     assert "nothing left to do: the checkpoint is at step 6 of 6" in finished.stderr
 
-    other = here("--data", text, "--out", out, "--steps", 9, "--resume", "--size", "mini", *SMALL)
+    other = here("--data", text, "--out", out, "--steps", 9, "--resume", "--model", "mini", *SMALL)
     assert other.returncode == 2
     assert "of a model with name='tiny', but the settings give 'mini'" in other.stderr
 
-    resumed = here("--data", text, "--out", out, "--steps", 9, "--resume", "--ranks", 1, *SMALL)
+    resumed = here("--data", text, "--out", out, "--steps", 9, "--resume", "--nproc-per-node", 1, *SMALL)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed at step 6" in resumed.stdout
     assert sorted(losses(out)) == [1, 3, 6, 9]
 
-    again = here("--data", text, "--out", out, "--steps", 3, "--overwrite", "--ranks", 1, *SMALL)
+    again = here("--data", text, "--out", out, "--steps", 3, "--overwrite", "--nproc-per-node", 1, *SMALL)
     assert again.returncode == 0, again.stderr
     assert "1 rank on cpu (none)" in again.stdout
     assert sorted(losses(out)) == [1, 3]
@@ -120,7 +120,7 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
 @pytest.mark.thorough
 def test_under_torchrun_it_takes_part(tmp_path, text, here, monkeypatch):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *TRAIN]
-    arguments = ["--data", text, "--out", tmp_path / "run", "--steps", 3, "--sync", "full-shard", *SMALL]
+    arguments = ["--data", text, "--out", tmp_path / "run", "--steps", 3, "--strategy", "full-shard", *SMALL]
     ended = run(*arguments, program=torchrun)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("held-out loss") == 3  # before, after step 3, at the end: only rank 0 prints
@@ -134,9 +134,9 @@ def test_under_torchrun_it_takes_part(tmp_path, text, here, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", 1)):
         monkeypatch.setenv(name, str(value))
-    more = here(*arguments, "--overwrite", "--ranks", 3)
+    more = here(*arguments, "--overwrite", "--nproc-per-node", 3)
     assert more.returncode == 2
-    assert "ranks=3, but torchrun started 2" in more.stderr
+    assert "nproc_per_node=3, but torchrun started 2" in more.stderr
 
 
 @pytest.mark.thorough
@@ -152,7 +152,7 @@ def test_parameters_every_few_steps(tmp_path, text, here):
     assert facts["sent"]["would_be_nbytes"] == 6 * 4 * gpt_size("tiny").parameters()
     assert 0 < facts["sent"]["sent_nbytes"] < facts["sent"]["would_be_nbytes"] / 8
     assert "Bytes sent" in (out / "report.html").read_text()
-    small += ["--out", out, "--resume", "--ranks", 1, "--steps", 9]
+    small += ["--out", out, "--resume", "--nproc-per-node", 1, "--steps", 9]
     for other, message in (
         ([], "of a run with every=4, but the settings have no --every"),
         (
@@ -173,7 +173,15 @@ def test_parameters_every_few_steps(tmp_path, text, here):
 def test_token_file(tmp_path, here):
     np.tile(np.arange(300, dtype="<u2"), 20).tofile(tmp_path / "words.bin")
     ended = here(
-        "--data", tmp_path / "words.bin", "--out", tmp_path / "run", "--steps", 2, "--ranks", 1, *SMALL
+        "--data",
+        tmp_path / "words.bin",
+        "--out",
+        tmp_path / "run",
+        "--steps",
+        2,
+        "--nproc-per-node",
+        1,
+        *SMALL,
     )
     assert ended.returncode == 0, ended.stderr
     assert "vocabulary 300" in ended.stdout
@@ -186,36 +194,39 @@ def test_token_file(tmp_path, here):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--sync bukketed", "did you mean 'bucketed'"),
-        ("--size smal", "did you mean 'small'"),
+        ("--strategy bukketed", "did you mean 'bucketed'"),
+        ("--model smal", "did you mean 'small'"),
         ("--bucket-mib 0", "one bucket per parameter is called 'naive'"),
         ("--bucket-mib -4", "must be above 0"),
-        ("--sync naive --bucket-mib 4", "which has no bucket size"),
-        ("--ranks 0", "ranks=0"),
+        ("--strategy naive --bucket-mib 4", "which has no bucket size"),
+        ("--nproc-per-node 0", "nproc_per_node=0"),
         ("--min-ranks 3", "min_ranks=3, of 2 ranks"),
-        ("--ranks 1 --min-ranks 2", "min_ranks=2, of 1 rank"),
+        ("--nproc-per-node 1 --min-ranks 2", "min_ranks=2, of 1 rank"),
         ("--steps 0", "steps=0"),
-        ("--batch-size -3", "batch_size=-3"),
+        ("--micro-batch-size -3", "micro_batch_size=-3"),
         ("--lr -1", "lr=-1.0"),
         ("--clip nan", "clip=nan"),
         ("--threads 0", "threads=0"),
         ("--device tpu", "unknown device 'tpu'"),
         ("--compression int5", "unknown compression 'int5'"),
-        ("--compression int8 --sync full-shard", "FSDP2 reduces gradients itself"),
+        ("--compression int8 --strategy full-shard", "FSDP2 reduces gradients itself"),
         ("--compression powersgd --every 4", "follows a gradient from step to step"),
         ("--every 0", "every=0"),
-        ("--every 4 --sync sharded", "no rank has whole gradients"),
+        ("--every 4 --strategy sharded", "no rank has whole gradients"),
         ("--every 20 --fragments 8", "fragments=8, but the model has 7 layers"),
         ("--outer-lr 0.5", "outer_lr=0.5 without every"),
         ("--every 4 --outer-lr 0.5", "use --outer diloco"),
-        ("--sync auto --every 4", "which chooses that itself"),
+        ("--strategy auto --every 4", "which chooses that itself"),
         ("--resume --overwrite", "exclude each other"),
         ("--resume", "leave --resume out"),
         ("--data {tmp}/nowhere", "no such file or folder"),
         ("--data {tmp}/empty.txt", "is an empty file"),
         ("--data {tmp}/empty.txt", "→ give a text file"),
-        ("--data {tmp}/short.txt --context 16 --batch-size 30", "less data than one batch"),
-        ("--data {tmp}/short.txt --context 16 --ranks 60 --batch-size 1", "more ranks than data: 60 ranks"),
+        ("--data {tmp}/short.txt --context 16 --micro-batch-size 30", "less data than one batch"),
+        (
+            "--data {tmp}/short.txt --context 16 --nproc-per-node 60 --micro-batch-size 1",
+            "more ranks than data: 60 ranks",
+        ),
         ("--data {tmp}/odd.bin", "not whole 16-bit token numbers"),
         ("--out {tmp}/short.txt/run", "can't write the run folder"),
         ("--steps many", "not a valid integer|valid integer"),
@@ -241,7 +252,7 @@ def test_bad_input_is_one_clear_message(tmp_path, here, monkeypatch, arguments, 
 @pytest.mark.thorough
 def test_killed_ranks_restart_without_changing_the_result(tmp_path, text, here, monkeypatch):
     """Killed at step 5 on two ranks, it ends with the weights of one rank in an undisturbed run."""
-    small = ["--data", text, "--steps", 7, "--sync", "bucketed", *SMALL]
+    small = ["--data", text, "--steps", 7, "--strategy", "bucketed", *SMALL]
     monkeypatch.setenv("PACELINE_FAULTS", "fail_at(rank=1, step=4, how='kill', restart=0)")
     ended = run(*small, "--out", tmp_path / "run")
     monkeypatch.delenv("PACELINE_FAULTS")
@@ -251,7 +262,10 @@ def test_killed_ranks_restart_without_changing_the_result(tmp_path, text, here, 
     assert [(each.ranks_before, each.ranks_after) for each in record.restarts] == [(2, 2)]
     assert record.restarts[0].reason.endswith("was ended by SIGKILL")
     assert "<h2>Restarts</h2>" in (tmp_path / "run" / "report.html").read_text()
-    assert here(*small, "--batch-size", 4, "--ranks", 1, "--out", tmp_path / "calm").returncode == 0
+    assert (
+        here(*small, "--micro-batch-size", 4, "--nproc-per-node", 1, "--out", tmp_path / "calm").returncode
+        == 0
+    )
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "calm"), abs=1e-4)
     last = "checkpoint/step-00000007/model.safetensors"
     found, undisturbed = (load_file(tmp_path / name / last) for name in ("run", "calm"))
@@ -281,7 +295,7 @@ def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text, 
 @pytest.mark.parametrize(("every", "remedy"), [(1, "with --resume"), (0, "start anew with --overwrite")])
 def test_an_interrupt_explains_how_to_resume(tmp_path, text, here, every, remedy):
     out = tmp_path / "run"
-    arguments = ["--data", text, "--out", out, "--ranks", 2, "--steps", 100_000, *SMALL]
+    arguments = ["--data", text, "--out", out, "--nproc-per-node", 2, "--steps", 100_000, *SMALL]
     arguments[-3:] = [every, "--threads", 1]
     env = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     command = [sys.executable, *TRAIN, *map(str, arguments)]
@@ -311,13 +325,15 @@ def test_an_interrupt_explains_how_to_resume(tmp_path, text, here, every, remedy
     assert ("--resume" in again.stderr) == bool(every)
     if every:
         step = int(max((out / "checkpoint").glob("step-????????")).name.removeprefix("step-"))
-        more = here("--data", text, "--out", out, "--resume", "--ranks", 1, "--steps", step + 1, *SMALL)
+        more = here(
+            "--data", text, "--out", out, "--resume", "--nproc-per-node", 1, "--steps", step + 1, *SMALL
+        )
         assert more.returncode == 0, more.stderr
 
 
 def test_bad_input_is_refused_before_torch_is_loaded():
     code = (
-        "import sys; sys.argv[1:] = ['train', '--sync', 'bukketed']\n"
+        "import sys; sys.argv[1:] = ['train', '--strategy', 'bukketed']\n"
         "from paceline.tools.cli.app import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"

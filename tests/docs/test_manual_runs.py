@@ -11,7 +11,7 @@ from shell import command_lines
 
 RUN = {
     "docs/dispatch.md": (
-        "paceline dispatch --samples 50000 --workers 7 --scheme round_robin",
+        "paceline data --samples 50000 --world-size 7 --scheme round_robin",
         "deadlock in step 111",
     ),
     "docs/tasks/slow-network.md": ("paceline plan network", "int8"),

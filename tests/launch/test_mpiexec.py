@@ -25,8 +25,19 @@ def launch(notes):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        line = [sys.executable, "-m", "paceline", "launch", "mpi", "--ranks", "2", "--port", port, "--submit"]
-        line += ["--folder", str(notes.folder), *options, *notes.words(0.05)]
+        line = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "launch",
+            "mpi",
+            "--nproc-per-node",
+            "2",
+            "--port",
+            port,
+            "--submit",
+        ]
+        line += ["--workdir", str(notes.folder), *options, *notes.words(0.05)]
         return subprocess.run(line, capture_output=True, text=True, timeout=240)
 
     return run

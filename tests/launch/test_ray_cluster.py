@@ -29,7 +29,7 @@ worker.kill()
 
 def line(notes, *options, pause=0.0):
     command = [sys.executable, "-m", "paceline", "launch", "ray", *options, "--submit"]
-    return [*command, "--folder", str(notes.folder), *notes.words(pause)]
+    return [*command, "--workdir", str(notes.folder), *notes.words(pause)]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def cluster(lab):
 @pytest.mark.launcher("Ray", "finishes")
 def test_it_finishes_on_a_cluster_of_this_machine(notes, expected_digest):
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | ENV
-    result = subprocess.run(line(notes, "--ranks", "2"), env=env, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(
+        line(notes, "--nproc-per-node", "2"), env=env, capture_output=True, text=True, timeout=240
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     notes.check_finished(expected_digest)
 
@@ -63,7 +65,7 @@ def test_it_finishes_on_a_cluster_of_this_machine(notes, expected_digest):
 @pytest.mark.thorough
 @pytest.mark.launcher("Ray", "killed and resumed")
 def test_after_the_death_of_a_worker_on_one_of_two_hosts_it_resumes(lab, cluster, notes, expected_digest):
-    options = ["--hosts", "2", "--address", cluster, "--env", "GLOO_SOCKET_IFNAME=eth0"]
+    options = ["--nnodes", "2", "--address", cluster, "--env", "GLOO_SOCKET_IFNAME=eth0"]
     driver = lab.start(line(notes, *options, pause=0.2), on=0, env=ENV)
     notes.await_step(3, lambda: list(driver.lines()))
     lab.run([sys.executable, "-c", KILL], on=1)

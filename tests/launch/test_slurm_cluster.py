@@ -36,7 +36,7 @@ def launch(cluster, notes):
     """Start ``paceline launch slurm`` on the first host, with all paths in a folder that wants quoting."""
 
     def start(*options, pause=0.0):
-        line = [sys.executable, "-m", "paceline", "launch", "slurm", "--folder", str(notes.folder), *options]
+        line = [sys.executable, "-m", "paceline", "launch", "slurm", "--workdir", str(notes.folder), *options]
         line += ["--env", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"]
         return cluster.lab.start([*line, *notes.words(pause)], on=0, env=cluster.env)
 
@@ -69,7 +69,7 @@ def start_again(cluster, job):
 @pytest.mark.thorough
 @pytest.mark.launcher("Slurm", "finishes")
 def test_it_finishes_on_two_hosts_and_is_followed(launch, notes, expected_digest):
-    [result] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
+    [result] = launch("--nnodes", "2", "--watch").wait(timeout=240, check=False)
     assert result.code == 0, result.stdout + result.stderr
     notes.check_finished(expected_digest, nodes=2)
     assert "RUNNING on host[0-1]" in result.stderr
@@ -81,14 +81,14 @@ def test_it_finishes_on_two_hosts_and_is_followed(launch, notes, expected_digest
 def test_a_requeued_job_resumes_and_a_cancelled_one_once_it_is_submitted_again(
     cluster, launch, notes, expected_digest
 ):
-    job = number_of(launch("--hosts", "2", "--time", "1h", "--submit", pause=0.2))
+    job = number_of(launch("--nnodes", "2", "--time", "1h", "--submit", pause=0.2))
     notes.await_step(3)
     assert cluster.run("scancel", "--batch", "--signal=USR1", job) == ""  # as before the end of its time
     start_again(cluster, job)
     notes.await_step(7)
     assert cluster.run("scancel", job) == ""
     assert " Restarts=1 " in await_state(cluster, job, "CANCELLED")
-    [result] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
+    [result] = launch("--nnodes", "2", "--watch").wait(timeout=240, check=False)
     assert result.code == 0, result.stdout + result.stderr
     notes.check_resumed(expected_digest, starts=3, nodes=2)
 
@@ -102,7 +102,7 @@ def test_tasks_that_srun_starts_join_without_a_launcher(cluster, notes, expected
 @pytest.mark.thorough
 def test_a_failed_job_passes_its_exit_code_on_and_a_refused_one_gives_the_reason(cluster, launch, notes):
     notes.folder.joinpath("fails.py").write_text("raise SystemExit(7)")
-    line = [sys.executable, "-m", "paceline", "launch", "slurm", "--folder", str(notes.folder), "--watch"]
+    line = [sys.executable, "-m", "paceline", "launch", "slurm", "--workdir", str(notes.folder), "--watch"]
     job = cluster.lab.start([*line, "--max-restarts", "0", "fails.py"], on=0, env=cluster.env)
     refused = cluster.lab.start([*line, "--partition", "no such", "fails.py"], on=0, env=cluster.env)
     [result], [other] = job.wait(timeout=240, check=False), refused.wait(timeout=240, check=False)

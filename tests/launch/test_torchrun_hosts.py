@@ -27,7 +27,7 @@ def launch(lab, notes, tmp_path):
 
     def run(*options):
         line = [sys.executable, "-m", "paceline", "launch", "torchrun", "--host", "host0", "--host", "host1"]
-        line += ["--submit", "--shell", str(shell), "--folder", str(notes.folder)]
+        line += ["--submit", "--shell", str(shell), "--workdir", str(notes.folder)]
         line += [
             "--env",
             "GLOO_SOCKET_IFNAME=eth0",

@@ -74,7 +74,7 @@ def follow(lab, folder, *jobs):
 def test_the_host_of_rank_0_is_lost_and_returns(tmp_path):
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
-    run = ["paceline", "run", "--hosts", "3", "--min-ranks", "2", "--rendezvous", "host3:29400"]
+    run = ["paceline", "run", "--nnodes", "3", "--min-ranks", "2", "--rendezvous", "host3:29400"]
     run += ["--log-dir", str(tmp_path / "logs"), str(script), str(tmp_path)]
     with Lab(hosts=4) as lab:
         server = lab.start(["paceline", "run", "--serve", "host3"], on=3)
@@ -109,7 +109,7 @@ def test_the_host_of_rank_0_is_lost_and_returns(tmp_path):
 def test_the_host_of_the_rendezvous_is_lost_and_a_host_is_interrupted(tmp_path):
     script = tmp_path / "sleeps.py"
     script.write_text(SLEEPS)
-    run = ["paceline", "run", "--hosts", "2", "--rendezvous", "host0:29400", str(script), str(tmp_path)]
+    run = ["paceline", "run", "--nnodes", "2", "--rendezvous", "host0:29400", str(script), str(tmp_path)]
     here = [tmp_path / "host0", tmp_path / "host1"]
     with Lab(hosts=2) as lab:
         job = lab.start(run, env={"TMPDIR": str(tmp_path)})  # a killed command leaves its logs there

@@ -94,7 +94,7 @@ def test_the_command_counts_and_writes_down(tmp_path):
     script = tmp_path / "all_reduce.py"
     script.write_text(ALL_REDUCE)
     result = command(
-        "--hosts", 2, "--rate", "200Mbit/s", "--json", tmp_path / "lab.json", script, "--json", "x"
+        "--nnodes", 2, "--link", "200Mbit/s", "--json", tmp_path / "lab.json", script, "--json", "x"
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("2 hosts; 1 rank each; links 200 Mbit/s\n")
@@ -112,11 +112,11 @@ def test_the_command_counts_and_writes_down(tmp_path):
 
 def test_the_command_runs_any_program_once_on_each_host(tmp_path):
     result = command(
-        "--hosts",
+        "--nnodes",
         3,
         "--slow",
         "host2=10Mbit/s",
-        "--ranks",
+        "--nproc-per-node",
         0,
         "--",
         "sh",
@@ -133,7 +133,15 @@ def test_the_command_runs_any_program_once_on_each_host(tmp_path):
 
 def test_the_command_reports_a_failure_once(tmp_path):
     result = command(
-        "--hosts", 2, "--ranks", 0, "--json", tmp_path / "lab.json", "sh", "-c", "echo broken >&2; exit 3"
+        "--nnodes",
+        2,
+        "--nproc-per-node",
+        0,
+        "--json",
+        tmp_path / "lab.json",
+        "sh",
+        "-c",
+        "echo broken >&2; exit 3",
     )
     assert result.returncode == 1
     assert result.stdout.count("| broken") == 2
@@ -144,14 +152,14 @@ def test_the_command_reports_a_failure_once(tmp_path):
 
 
 def test_the_command_ends_programs_that_take_too_long():
-    result = command("--timeout", "500ms", "--ranks", 0, "sleep", 1000)
+    result = command("--timeout", "500ms", "--nproc-per-node", 0, "sleep", 1000)
     assert result.returncode == 1
     assert "not finished within 0.5 s: still running on host0, host1" in result.stderr
 
 
 def test_ctrl_c_leaves_cleanly(tmp_path):
     line = "trap 'echo tidy; exit' TERM; echo ready; while :; do sleep 0.05; done"
-    words = [sys.executable, "-m", "paceline", "lab", "--ranks", "0", "sh", "-c", line]
+    words = [sys.executable, "-m", "paceline", "lab", "--nproc-per-node", "0", "sh", "-c", line]
     process = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,

@@ -72,9 +72,10 @@ class HubProcess:
             "-m",
             "paceline",
             "hub",
+            "serve",
             "--bind",
             self.address,
-            "--folder",
+            "--out",
             str(self.folder),
         ]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"}

@@ -15,7 +15,7 @@ def write_run(
     chance = random.Random(0)
     (folder / "trace").mkdir(parents=True)
     facts = {
-        "command": f"paceline train --ranks {ranks} --steps {steps}",
+        "command": f"paceline train --nproc-per-node {ranks} --steps {steps}",
         "settings": {
             "size": "mini",
             "sync": "sharded",

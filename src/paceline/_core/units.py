@@ -181,7 +181,7 @@ def parse_sweep(
     """Return the numbers that an option's text lists or sweeps, each once, in ascending order.
 
     Args:
-        option: its name, for errors: ``"--sizes"``.
+        option: its name, for errors: ``"--bytes"``.
         text: numbers separated by commas; one may be a sweep ``FIRST:LAST`` (doubling), ``FIRST:LAST:xFACTOR`` or
             ``FIRST:LAST:+STEP``, which ends with ``LAST``.
         kind: parses a number: ``int``, ``float``, or a parser such as `parse_bytes`.
@@ -194,9 +194,9 @@ def parse_sweep(
         UsageError: a number is not valid or below `least`, a sweep makes no progress, or there are too many numbers.
 
     Example:
-        >>> parse_sweep("--sizes", "1MB,64KiB:256KiB:x2", parse_bytes, example="1MB")
+        >>> parse_sweep("--bytes", "1MB,64KiB:256KiB:x2", parse_bytes, example="1MB")
         (65536, 131072, 262144, 1000000)
-        >>> parse_sweep("--nodes", "1:10", int, example="1:10000")
+        >>> parse_sweep("--nnodes", "1:10", int, example="1:10000")
         (1, 2, 4, 8, 10)
     """
     too_many = UsageError(f"more than {most} numbers", remedy="take larger steps")

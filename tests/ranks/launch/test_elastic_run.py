@@ -219,7 +219,7 @@ def command(send, words, notes):
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_a_signal_ends_all(home, killable, number, code):
-    words = ["run", "--ranks", "2", *script(home, PLAIN + SLEEPS)]
+    words = ["run", "--nproc-per-node", "2", *script(home, PLAIN + SLEEPS)]
     assert killable.run_ranks(signalled, words, str(home / "notes"), number) == code
     assert_gone(home, ["here0", "here1"])
 

@@ -191,7 +191,16 @@ def wait_for_rows(journal, process):
     pytest.fail("no rows within a minute")
 
 
-MANY = ["--ranks", "2", "--backends", "gloo,paceline", "--sizes", "1kB:60kB:+1kB", "--iterations", "4"]
+MANY = [
+    "--nproc-per-node",
+    "2",
+    "--backend",
+    "gloo,paceline",
+    "--bytes",
+    "1kB:60kB:+1kB",
+    "--iterations",
+    "4",
+]
 
 
 @pytest.mark.thorough
@@ -241,7 +250,7 @@ def test_ctrl_c_keeps_finished_rows(tmp_path):
 @pytest.mark.thorough
 def test_ranks_that_torchrun_started_are_measured_and_rank_0_writes(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    arguments = ["bench", "collectives", "--backends", "gloo,paceline", "--sizes", "1kB", "--iterations", "2"]
+    arguments = ["bench", "collectives", "--backend", "gloo,paceline", "--bytes", "1kB", "--iterations", "2"]
     ended = subprocess.run(
         [*torchrun, "-m", "paceline", *arguments, "--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv"],
         capture_output=True,
@@ -266,8 +275,8 @@ def test_ranks_that_torchrun_started_are_measured_and_rank_0_writes(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.skipif(MPIEXEC is None, reason=REASON)
 def test_every_operation_is_right_over_mpi_under_mpiexec(tmp_path):
-    arguments = ["--backends", "mpi4py", "--sizes", "4kB", "--iterations", "2", "--json", tmp_path / "r.json"]
-    ended = mpi_world(3, *COMMAND[1:], "--ops", ",".join(OPERATIONS), *arguments, timeout=120)
+    arguments = ["--backend", "mpi4py", "--bytes", "4kB", "--iterations", "2", "--json", tmp_path / "r.json"]
+    ended = mpi_world(3, *COMMAND[1:], "--op", ",".join(OPERATIONS), *arguments, timeout=120)
     assert ended.code == 0, ended
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert [(row["backend"], row["op"], row["correct"]) for row in rows] == [
@@ -279,7 +288,7 @@ def test_every_operation_is_right_over_mpi_under_mpiexec(tmp_path):
 @pytest.mark.skipif(MPIEXEC is None, reason=REASON)
 def test_a_killed_rank_of_mpi_leaves_finished_rows(tmp_path):
     file, journal = tmp_path / "r.json", tmp_path / "r.journal.jsonl"
-    with start(*MANY, "--backends", "mpi4py", "--json", file) as process:
+    with start(*MANY, "--backend", "mpi4py", "--json", file) as process:
         wait_for_rows(journal, process)
         ranks = ranks_below(process, "PMI_RANK")
         ranks[1].kill()

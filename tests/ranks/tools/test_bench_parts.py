@@ -137,10 +137,10 @@ def test_the_command_measures_and_the_plan_predicts(tmp_path):
         "    return net, lambda model: model(batch).square().mean(), 8\n"
     )
     output = run(
-        "bench", "parts", "--workload", f"{own}:make", "--backend", "gloo", *short, "--profile", profile
+        "bench", "parts", "--model", f"{own}:make", "--backend", "gloo", *short, "--profile", profile
     )
     assert "net:make, 8 samples a rank" in output
-    assert Profile.load(profile).models[0].source.command.startswith("paceline bench parts --workload")
+    assert Profile.load(profile).models[0].source.command.startswith("paceline bench parts --model")
     output = run(
         "plan", "step", "--profile", profile, "--json", tmp_path / "plan.json", "--out", tmp_path / "out"
     )

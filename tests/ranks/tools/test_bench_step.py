@@ -183,8 +183,8 @@ def test_traffic_observed_from_outside_is_that_of_the_engine(pool, ranks, backen
 
 
 def test_the_command_writes_every_file(tmp_path):
-    command = [sys.executable, "-m", "paceline", "bench", "step", "--size", "tiny", "--strategies", "no-sync"]
-    command += ["--steps", "1", "--rounds", "2", "--context", "8", "--bucket-mib", "inf", "--no-memory"]
+    command = [sys.executable, "-m", "paceline", "bench", "step", "--model", "tiny", "--strategy", "no-sync"]
+    command += ["--steps", "1", "--rounds", "2", "--context", "8", "--bucket-mib", "inf", "--no-peak-memory"]
     command += ["--out", tmp_path / "out", "--json", tmp_path / "a" / "r.json", "--csv", tmp_path / "r.csv"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
@@ -201,7 +201,7 @@ def test_the_command_writes_every_file(tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     measured = json.loads((tmp_path / "a" / "r.json").read_text())
     assert (measured["kind"], measured["schema"]) == ("bench-step", 1)
-    assert measured["command"].startswith("paceline bench step --size tiny")
+    assert measured["command"].startswith("paceline bench step --model tiny")
     assert measured["settings"]["bucket_mib"] == ["inf"]
     assert [row["strategy"] for row in measured["rows"]] == ["no-sync", "ddp", "ddp"]
     assert [row["peak_mib"] for row in measured["rows"]] == [None] * 3

@@ -138,7 +138,7 @@ def test_a_rank_that_no_time_out_ends_is_killed_and_reported(killable):
 
 # ---------------------------------------------------------------------- the command's own path
 
-CALL = "from paceline.tools.cli.dispatch_command import starve; starve(scenes={}, timeout=60.0, json_file={})"
+CALL = "from paceline.tools.cli.data_command import starve; starve(scenes={}, timeout=60.0, json_file={})"
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_nothing_outlives_the_command(start):
 
 
 def test_invalid_requests_are_refused_before_anything_starts(tmp_path, monkeypatch):
-    from paceline.tools.cli.dispatch_command import starve
+    from paceline.tools.cli.data_command import starve
 
     monkeypatch.setattr(
         "paceline.launch.process.local_ranks.run_ranks", lambda *_, **__: pytest.fail("started")

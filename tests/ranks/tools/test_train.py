@@ -27,7 +27,7 @@ def settings(tmp_path):
     text = tmp_path / "text.py"
     text.write_bytes(source.read_bytes()[:60_000])
     return TrainSettings(
-        out=str(tmp_path / "run"), data=str(text), context=16, batch_size=4, steps=8, lr=3e-3, log_every=1,
+        out=str(tmp_path / "run"), data=str(text), context=16, micro_batch_size=4, steps=8, lr=3e-3, log_every=1,
         eval_every=4, eval_windows=20, checkpoint_every=0, sample_tokens=0, device="cpu",
     )  # fmt: skip
 
@@ -79,8 +79,8 @@ def test_loss_falls_on_held_out_text(pool, settings):
 
 @pytest.mark.parametrize("sync", ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"])
 def test_same_global_batch_same_curve(pool, settings, sync):
-    one = clean(replace(settings, batch_size=12), f"one-{sync}")
-    two = clean(replace(settings, batch_size=2, accumulate=3, sync=sync), f"two-{sync}")
+    one = clean(replace(settings, micro_batch_size=12), f"one-{sync}")
+    two = clean(replace(settings, micro_batch_size=2, accumulate=3, strategy=sync), f"two-{sync}")
     pool(1).run(run, one, timeout=120)
     pool(2).run(run, two, timeout=120)
     for alone, dealt in zip(curve(one), curve(two), strict=True):
@@ -93,7 +93,7 @@ def test_same_global_batch_same_curve(pool, settings, sync):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_held_out_loss_does_not_depend_on_ranks(pool, settings, ranks):
     settings = replace(settings, steps=1, lr=1e-9)
-    alone, dealt = clean(settings, "one"), clean(replace(settings, batch_size=3), "more")
+    alone, dealt = clean(settings, "one"), clean(replace(settings, micro_batch_size=3), "more")
     pool(1).run(run, alone)
     pool(ranks).run(run, dealt)
     assert curve(dealt)[0]["val_loss"] == pytest.approx(curve(alone)[0]["val_loss"], abs=1e-6)
@@ -102,7 +102,7 @@ def test_held_out_loss_does_not_depend_on_ranks(pool, settings, ranks):
 @pytest.mark.thorough
 @pytest.mark.parametrize("sync", ["bucketed", "sharded", "full-shard"])
 def test_resume_gives_the_same_parameters(pool, settings, sync):
-    settings = replace(settings, sync=sync)
+    settings = replace(settings, strategy=sync)
     whole, halved = clean(settings, f"whole-{sync}"), clean(settings, f"halved-{sync}")
     expected_loss, expected = pool(2).run(run, whole, timeout=120)[0]
     pool(2).run(run_to, halved, 5, timeout=120)
@@ -124,13 +124,13 @@ def test_resume_gives_the_same_parameters(pool, settings, sync):
 )
 def test_resume_on_other_ranks_with_another_strategy(pool, settings, before, after):
     def dealt(name, ranks, sync):
-        return replace(settings, batch_size=6 // ranks, sync=sync), name
+        return replace(settings, micro_batch_size=6 // ranks, strategy=sync), name
 
     whole = clean(*dealt("whole", 1, "bucketed"))
     halved = clean(*dealt("halved", *before))
     _, expected = pool(1).run(run, whole, timeout=120)[0]
     pool(before[0]).run(run_to, halved, 5, timeout=120)
-    rest = replace(halved, batch_size=6 // after[0], sync=after[1], existing="resume")
+    rest = replace(halved, micro_batch_size=6 // after[0], sync=after[1], existing="resume")
     _, found = pool(after[0]).run(run, rest, timeout=120)[0]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
@@ -264,7 +264,7 @@ def test_started_by_a_launcher_all_ranks_refuse_a_folder_that_holds_a_run(pool, 
     (out / "steps.jsonl").write_text("{}\n")
     meet = {"PACELINE_INIT_METHOD": f"file://{tmp_path}/meet", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env = [meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    arguments = ["--data", settings.data, "--out", str(out), "--context", "16", "--batch-size", "2"]
+    arguments = ["--data", settings.data, "--out", str(out), "--context", "16", "--micro-batch-size", "2"]
     results = pool(2).run(command, arguments, world=False, env=env)
     assert [code for code, _ in results] == [2, 2]
     assert "holds a run already" in results[0][1]

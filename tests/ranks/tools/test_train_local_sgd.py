@@ -23,7 +23,7 @@ def settings(tmp_path):
     text = tmp_path / "text.py"
     text.write_bytes((Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()[:60_000])
     return TrainSettings(
-        out=str(tmp_path / "run"), data=str(text), context=16, batch_size=4, steps=11, lr=3e-3, log_every=1,
+        out=str(tmp_path / "run"), data=str(text), context=16, micro_batch_size=4, steps=11, lr=3e-3, log_every=1,
         eval_every=4, eval_windows=20, checkpoint_every=0, sample_tokens=0, device="cpu",
     )  # fmt: skip
 
@@ -41,7 +41,7 @@ def equal(one, two):
 
 LOCAL_SGD = [
     {"every": 4, "compression": "int4"},
-    {"every": 6, "outer": "diloco", "fragments": 3, "delay": 2, "warmup_outer": 2},
+    {"every": 6, "outer": "diloco", "fragments": 3, "delay": 2, "outer_warmup_steps": 2},
     {"every": 3, "outer": "slowmo"},
 ]
 
@@ -77,11 +77,11 @@ def test_resumed_between_synchronisations_it_is_the_same_to_the_bit(pool, settin
 
 @pytest.mark.thorough
 def test_another_number_of_ranks_continues_from_the_shared_parameters(pool, settings):
-    settings = clean(replace(settings, every=4, batch_size=6), "a")
+    settings = clean(replace(settings, every=4, micro_batch_size=6), "a")
     (shared, _) = pool(2).run(run_local_sgd_to, settings, 6)
-    found = pool(3).run(evaluated, replace(settings, batch_size=4, existing="resume"))
+    found = pool(3).run(evaluated, replace(settings, micro_batch_size=4, existing="resume"))
     assert found == [pytest.approx(shared, abs=1e-6)] * 3
-    results = pool(3).run(run, replace(settings, batch_size=4, existing="resume"))
+    results = pool(3).run(run, replace(settings, micro_batch_size=4, existing="resume"))
     same([params for _, params in results])
 
 
@@ -139,7 +139,7 @@ def test_compressed_gradients_learn_and_resume_to_the_bit(pool, settings, compre
 
 
 def slow(rank, size, settings, seconds):
-    """Train with --sync auto where every exchange seems to take `seconds`."""
+    """Train with --strategy auto where every exchange seems to take `seconds`."""
     real = auto_strategy._exchange_seconds
     auto_strategy._exchange_seconds = lambda comm, nbytes, device, tag: (
         real(comm, nbytes, device, tag),
@@ -158,9 +158,9 @@ def slow(rank, size, settings, seconds):
 @pytest.mark.thorough
 def test_auto_chooses_a_plain_strategy_on_a_fast_network(pool, settings):
     # See [Note: one norm for all plans].
-    settings = replace(settings, batch_size=32, context=64, steps=3, clip=0.0)
-    named = pool(2).run(run, clean(replace(settings, sync="sharded"), "named"), timeout=120)
-    measured = pool(2).run(slow, clean(replace(settings, sync="auto"), "auto"), 1e-9, timeout=120)
+    settings = replace(settings, micro_batch_size=32, context=64, steps=3, clip=0.0)
+    named = pool(2).run(run, clean(replace(settings, strategy="sharded"), "named"), timeout=120)
+    measured = pool(2).run(slow, clean(replace(settings, strategy="auto"), "auto"), 1e-9, timeout=120)
     chosen = measured[0][1]
     assert measured[1][1] == chosen
     assert (chosen.strategy, chosen.every) == ("sharded", None)
@@ -169,12 +169,12 @@ def test_auto_chooses_a_plain_strategy_on_a_fast_network(pool, settings):
 
 @pytest.mark.thorough
 def test_auto_chooses_local_sgd_on_a_slow_network_and_keeps_it(pool, settings):
-    settings = clean(replace(settings, sync="auto"), "a")
+    settings = clean(replace(settings, strategy="auto"), "a")
     results = pool(2).run(slow, settings, 30.0, timeout=120)
     same([params for params, *_ in results])
     chosen, message = results[0][1:]
     assert (chosen.every, chosen.compression, chosen.strategy) > (1, "int4", "")
-    assert "--sync auto measured" in message[0]
+    assert "--strategy auto measured" in message[0]
     assert f"--every {chosen.every}" in " ".join(message)
     more = replace(settings, existing="resume", steps=13)
     again = pool(2).run(slow, more, 1e-9, timeout=120)

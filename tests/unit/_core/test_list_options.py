@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 
 
 def sizes(text):
-    return parse_sweep("--sizes", text, parse_bytes, example="1MB", strict=True)
+    return parse_sweep("--bytes", text, parse_bytes, example="1MB", strict=True)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_sizes_and_sweeps(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "--sizes '' is empty"),
-        ("big", "--sizes 'big': 'big' is no size"),
-        ("0", "--sizes '0': 0 is below 1"),
+        ("", "--bytes '' is empty"),
+        ("big", "--bytes 'big': 'big' is no size"),
+        ("0", "--bytes '0': 0 is below 1"),
         ("1MB:big:x2", "'1MB:big:x2': 'big' is no size"),
         ("1MB:2MB", "is no sweep"),
         ("1MB:2MB:2", "is no sweep"),
@@ -64,14 +64,16 @@ def test_sizes_that_are_not_valid_are_refused(text, message):
     ],
 )
 def test_a_sweep_ends_with_its_last_number(text, expected):
-    assert parse_sweep("--nodes", text, int, example="1:10000") == expected
+    assert parse_sweep("--nnodes", text, int, example="1:10000") == expected
 
 
 def test_invalid_numbers_are_refused_with_an_example():
-    with pytest.raises(UsageError, match=r"(?s)--ranks '2,many': 'many' is no whole number.*--ranks 2,4,6"):
-        parse_sweep("--ranks", "2,many", int, example="2,4,6")
-    with pytest.raises(UsageError, match=r"--nodes '0:4': 0 is below 1"):
-        parse_sweep("--nodes", "0:4", int, example="1:4")
+    with pytest.raises(
+        UsageError, match=r"(?s)--nproc-per-node '2,many': 'many' is no whole number.*--nproc-per-node 2,4,6"
+    ):
+        parse_sweep("--nproc-per-node", "2,many", int, example="2,4,6")
+    with pytest.raises(UsageError, match=r"--nnodes '0:4': 0 is below 1"):
+        parse_sweep("--nnodes", "0:4", int, example="1:4")
     with pytest.raises(UsageError, match="'5MiB' is no number"):
         parse_list("--bucket-mib", "1,5MiB", float, example="0.25,inf")
 
@@ -79,11 +81,11 @@ def test_invalid_numbers_are_refused_with_an_example():
 def test_lists_keep_their_order_and_repetitions_unless_they_name_things():
     assert parse_list("--block", "10, 2,10", int, example="2") == (10, 2, 10)
     assert parse_list("--bucket-mib", "0.25,inf", float, example="1") == (0.25, math.inf)
-    assert parse_list("--ops", "a b", str, example="a", separator=" ") == ("a", "b")
-    assert parse_list("--backends", "gloo, paceline,gloo", str, example="gloo", unique=True) == (
+    assert parse_list("--op", "a b", str, example="a", separator=" ") == ("a", "b")
+    assert parse_list("--backend", "gloo, paceline,gloo", str, example="gloo", unique=True) == (
         "gloo",
         "paceline",
     )
     for text in ("", ",", " , "):
         with pytest.raises(UsageError, match="is empty"):
-            parse_list("--backends", text, str, example="gloo")
+            parse_list("--backend", text, str, example="gloo")

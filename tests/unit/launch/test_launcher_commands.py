@@ -68,8 +68,8 @@ def test_paceline_run_gets_the_hosts():
         ("-m", "my.module", "-m"), hosts=3, min_hosts=2, ranks_per_host=2, name="gpt", python="py"
     )
     assert shlex.join(run_command(work, "pc1:400")) == (
-        "py -m paceline run --ranks 2 --max-restarts 3 --hosts 3 --rendezvous pc1:400 --name gpt --min-ranks 4 "
-        "--module my.module -m"
+        "py -m paceline run --nproc-per-node 2 --max-restarts 3 --nnodes 3 --rendezvous pc1:400 --name gpt "
+        "--min-ranks 4 --module my.module -m"
     )
 
 

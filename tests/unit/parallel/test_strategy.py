@@ -39,9 +39,9 @@ def test_a_wrapped_model_takes_an_alias(alias, name):
 
 @pytest.mark.parametrize(("alias", "name"), CANONICAL.items())
 def test_train_takes_an_alias_and_keeps_the_canonical_name(alias, name):
-    settings = TrainSettings(out="a", sync=alias)
-    assert (settings.sync, settings.plan) == (name, Sync.of(name))
-    assert f'"sync": "{name}"' in settings.to_json()
+    settings = TrainSettings(out="a", strategy=alias)
+    assert (settings.strategy, settings.plan) == (name, Sync.of(name))
+    assert f'"strategy": "{name}"' in settings.to_json()
 
 
 @pytest.mark.parametrize(("given", "meant"), [("fsdp2", "fsdp"), ("zero", "zero1"), ("bukketed", "bucketed")])

@@ -92,7 +92,7 @@ class JobSpec:
             )
         if self.hosts == 1 and self.address is not None:
             raise UsageError(
-                f"a rendezvous at {self.address}, but only one host", remedy="give their number: --hosts N"
+                f"a rendezvous at {self.address}, but only one host", remedy="give their number: --nnodes N"
             )
 
     @property

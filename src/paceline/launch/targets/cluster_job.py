@@ -188,11 +188,11 @@ def run_command(job: ClusterJob, rendezvous: str = "") -> list[str]:
 
     Example:
         >>> " ".join(run_command(ClusterJob(("train.py", "--lr", "1"), ranks_per_host=2)))
-        'python3 -m paceline run --ranks 2 --max-restarts 3 train.py --lr 1'
+        'python3 -m paceline run --nproc-per-node 2 --max-restarts 3 train.py --lr 1'
     """
-    options = ["--ranks", str(job.ranks_per_host), "--max-restarts", str(job.max_restarts)]
+    options = ["--nproc-per-node", str(job.ranks_per_host), "--max-restarts", str(job.max_restarts)]
     if job.hosts > 1:
-        options += ["--hosts", str(job.hosts), "--rendezvous", rendezvous, "--name", job.name]
+        options += ["--nnodes", str(job.hosts), "--rendezvous", rendezvous, "--name", job.name]
         options += ["--min-ranks", str(job.fewest_hosts * job.ranks_per_host)]
     program = ["--module", *job.program[1:]] if job.program[0] == "-m" else list(job.program)
     return [job.python, "-m", "paceline", "run", *options, *program]

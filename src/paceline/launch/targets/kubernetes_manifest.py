@@ -65,7 +65,7 @@ def pytorch_job(job: ClusterJob, pods: PodOptions) -> dict[str, Any]:
     """
     if pods.claim and not job.folder:
         raise UsageError(
-            f"volume {pods.claim!r}, but no folder to mount it at", remedy="name one, such as --folder /runs"
+            f"volume {pods.claim!r}, but no folder to mount it at", remedy="name one, such as --workdir /runs"
         )
     if job.memory is not None and job.memory <= pods.shared_memory:
         raise UsageError(

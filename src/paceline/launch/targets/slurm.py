@@ -204,7 +204,7 @@ def require_slurm() -> None:
     if absent:
         raise UsageError(
             f"no {' and no '.join(absent)} on this machine",
-            remedy="write the script with --out FILE, and run `sbatch FILE` on a login node of the cluster",
+            remedy="write the script with --file FILE, and run `sbatch FILE` on a login node of the cluster",
         )
 
 

@@ -206,7 +206,7 @@ def _check_memory(settings: MachineSettings, device: str) -> None:
         raise UsageError(
             f"two tensors of {format_bytes(settings.nbytes)} and three matrices of {max(settings.sizes)} need "
             f"{format_bytes(needed)}; {format_bytes(free)} are free on the {device}",
-            remedy=f"give at most --bytes {int(free / 4 / MIB)}MiB and smaller --sizes",
+            remedy=f"give at most --bytes {int(free / 4 / MIB)}MiB and smaller --matrix-sizes",
         )
 
 

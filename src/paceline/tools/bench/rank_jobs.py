@@ -83,15 +83,16 @@ def check_launched_ranks(option: str, ranks: set[int], place: ProcessPlace) -> N
     """Refuse numbers of ranks that differ from that of the launcher.
 
     Args:
-        option: text of ``--ranks``, for the message.
+        option: text of ``--nproc-per-node``, for the message.
         ranks: its numbers.
         place: of this process, which a launcher started.
 
     Raises:
         UsageError: they differ.
     """
-    if ranks != {place.size}:
+    here = place.local_size or place.size
+    if ranks != {here}:
         raise UsageError(
-            f"--ranks {option}, but {place.source} started {place.size}",
-            remedy="leave --ranks out under a launcher",
+            f"--nproc-per-node {option}, but {place.source} started {here}",
+            remedy="leave --nproc-per-node out under a launcher",
         )

@@ -21,38 +21,43 @@ from paceline.errors import PacelineError, UsageError
 __all__ = ["app", "main", "print_error"]
 
 _PACKAGE = "paceline.tools.cli"
-COMMANDS = {  # name: (module, a function or a typer.Typer in it, help)
-    "train": (".train_command", "train", "Train the reference GPT data-parallel on text."),
-    "run": (".run_command", "run", "Run a script on hosts, restarted after failures."),
-    "launch": (".launch_command", "app", "Run a script by torchrun, Slurm, Ray, MPI or Kubernetes."),
-    "bench": (
-        ".bench",
+COMMANDS = {  # name: (module, a function or a typer.Typer in it, help, panel of the help)
+    "train": (".train_command", "train", "Train the reference GPT data-parallel on text.", "Train"),
+    "run": (".run_command", "run", "Run a script on hosts, restarted after failures.", "Train"),
+    "launch": (".launch_command", "app", "Run a script by torchrun, Slurm, Ray, MPI or Kubernetes.", "Train"),
+    "hub": (".hub_command", "app", "Serve asynchronous training to workers.", "Train"),
+    "checkpoint": (
+        ".checkpoint_command",
         "app",
-        "Measure training steps and collectives, against torch.",
+        "Show, verify and export the checkpoints of a run.",
+        "Train",
     ),
+    "bench": (".bench", "app", "Measure training steps and collectives, against torch.", "Measure"),
+    "doctor": (
+        ".doctor_command",
+        "doctor",
+        "Check this machine for training, and show what to fix.",
+        "Measure",
+    ),
+    "plan": (".plan", "app", "Plan a training from measurements, before anything runs.", "Plan"),
+    "simulate": (".simulate", "app", "Predict how a job would run on many nodes, or elsewhere.", "Plan"),
+    "data": (".data_command", "data", "Show which rank gets which data, which starve, what is safe.", "Plan"),
+    "report": (".report_command", "report", "Write an HTML report of a run.", "Explain"),
     "collective": (
         ".collective_command",
         "collective",
         "Prove, price, explain, draw and run a collective algorithm.",
+        "Explain",
     ),
-    "dispatch": (
-        ".dispatch_command",
-        "dispatch",
-        "Show which rank gets which data, which starve, what is safe.",
+    "lab": (".lab_command", "lab", "Emulate hosts around a slow switch, on this machine.", "Network"),
+    "exchange": (
+        ".exchange_command",
+        "exchange",
+        "Exchange checked messages over MPI during computation.",
+        "Network",
     ),
-    "plan": (".plan", "app", "Plan a training from measurements, before anything runs."),
-    "hub": (".hub_command", "app", "Serve asynchronous training to workers."),
-    "simulate": (
-        ".simulate",
-        "app",
-        "Predict how a job would run on many nodes, or elsewhere.",
-    ),
-    "exchange": (".exchange_command", "exchange", "Exchange checked messages over MPI during computation."),
-    "lab": (".lab_command", "lab", "Emulate hosts around a slow switch, on this machine."),
-    "checkpoint": (".checkpoint_command", "checkpoint", "Show, verify and export the checkpoints of a run."),
-    "doctor": (".doctor_command", "doctor", "Check this machine for training, and show what to fix."),
-    "report": (".report_command", "report", "Write an HTML report of a run."),
 }
+ALIASES = {"dispatch": "data"}  # earlier names, which the help does not list
 
 # Commands that run a program: all arguments after its name belong to it, options too.
 PROGRAM_LAST = {"lab", "run"}
@@ -64,10 +69,11 @@ class LazyGroup(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = {
-            name: TyperCommand(name, help=line)
-            for name, (module, _, line) in COMMANDS.items()
+            name: TyperCommand(name, help=line, rich_help_panel=panel)
+            for name, (module, _, line, panel) in COMMANDS.items()
             if find_spec(module, _PACKAGE) is not None
         }
+        self.commands |= {name: TyperCommand(name, hidden=True) for name in ALIASES}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the command that `args` name, imported."""
@@ -79,13 +85,12 @@ app = typer.Typer(
     name="paceline",
     cls=LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 def _load(name: str) -> Any:
-    module, attribute, line = COMMANDS[name]
+    module, attribute, line, _ = COMMANDS[ALIASES.get(name, name)]
     target = getattr(import_module(module, _PACKAGE), attribute)
     if isinstance(target, typer.Typer):
         group = typer.main.get_group(target)

@@ -19,7 +19,7 @@ from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.console_table import make_table, print_wide
 from paceline.tools.result_files import check_writable
 
-__all__ = ["checkpoint"]
+__all__ = ["app"]
 
 
 @dataclass(frozen=True)
@@ -45,40 +45,68 @@ class CheckpointRow:
         return record
 
 
-def checkpoint(
-    folder: Annotated[Path, Argument(help="Folder of a run, or of its checkpoints.")],
-    verify: Annotated[bool, Option("--verify", help="Read every file and compare all checksums.")] = False,
-    export: Annotated[
-        Path | None,
-        Option(help="Write the weights of the newest intact checkpoint to this .safetensors file."),
-    ] = None,
-    model: Annotated[str, Option(help="Name of the model to export, if there are several.")] = "model",
-    json_file: JsonOption = None,
+app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+
+FolderArgument = Annotated[Path, Argument(metavar="FOLDER", help="Folder of a run, or of its checkpoints.")]
+
+
+@app.command("ls")
+def ls(folder: FolderArgument, json_file: JsonOption = None) -> None:
+    """List the checkpoints of a run, newest first. Exits with 1 if a manifest is damaged."""
+    _show(folder, json_file, verify=False)
+
+
+@app.command("verify")
+def verify(folder: FolderArgument, json_file: JsonOption = None) -> None:
+    """Read every file of a run's checkpoints and compare all checksums. Exits with 1 if one is damaged."""
+    _show(folder, json_file, verify=True)
+
+
+@app.command("export")
+def export(
+    folder: FolderArgument,
+    file: Annotated[Path, Argument(metavar="FILE", help="The .safetensors file to write.")],
+    model_name: Annotated[
+        str, Option(metavar="NAME", help="Name of the model to export, if there are several.")
+    ] = "model",
 ) -> None:
-    """List the checkpoints of a run, newest first; --verify reads them whole. Exits with 1 if one is damaged."""
+    """Write the weights of the newest intact checkpoint to a .safetensors file."""
+    from paceline.checkpoint.weights_export import export_weights
+
+    checkpoints, _ = _find(folder)
+    check_writable(file, "FILE")
+    written = export_weights(checkpoints, file, model=model_name)
+    typer.echo(f"weights: {written} ({format_bytes(written.stat().st_size)})")
+
+
+def _find(folder: Path) -> tuple[Path, list[Path]]:
+    """Return the folder of checkpoints, and the checkpoints in it, newest first.
+
+    Raises:
+        UsageError: there is none.
+    """
     checkpoints = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
     complete = CheckpointFolder(checkpoints).complete()
     if not complete:
         raise UsageError(
             f"no checkpoint in {str(checkpoints)!r}", remedy="name the folder passed to paceline.Checkpoint"
         )
+    return checkpoints, complete
+
+
+def _show(folder: Path, json_file: Path | None, *, verify: bool) -> None:
+    """Print the checkpoints and what is damaged, write them as JSON, and exit with 1 after damage."""
+    _, complete = _find(folder)
     if json_file is not None:
         check_writable(json_file, "--json")
-    if export is not None:
-        check_writable(export, "--export")
     rows = [_read_row(path, verify) for path in complete]
-    console = Console()
     _print_table(rows)
     for row in rows:
         if row.problem:
-            console.print(f"{row.path.name}: {row.problem}", style="red", highlight=False, soft_wrap=True)
+            problem = f"{row.path.name}: {row.problem}"
+            Console().print(problem, style="red", highlight=False, soft_wrap=True)
     if json_file is not None:
         write_json(json_file, [row.to_json() for row in rows], indent=2)
-    if export is not None:
-        from paceline.checkpoint.weights_export import export_weights
-
-        written = export_weights(checkpoints, export, model=model)
-        console.print(f"weights: {written} ({format_bytes(written.stat().st_size)})", soft_wrap=True)
     if any(row.problem for row in rows):
         raise typer.Exit(1)
 

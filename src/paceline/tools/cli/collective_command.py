@@ -17,6 +17,7 @@ from paceline._core.units import parse_bytes, parse_rate, parse_seconds
 from paceline.errors import UsageError, unknown
 from paceline.tools.cli.lab_command import parse_slow_hosts
 from paceline.tools.cli.shared_options import JsonOption, expand_options
+from paceline.tools.command_options import shared
 from paceline.tools.result_files import check_writable, paceline_command
 
 if TYPE_CHECKING:
@@ -28,13 +29,14 @@ __all__ = ["collective"]
 _PLACES = ("none", "here", "lab")
 _BACKENDS = ("gloo", "paceline")
 _TOPOLOGY_OPTIONS: dict[str, tuple[str, ...]] = {  # that others than this topology refuse
-    "star": ("hub", "slow"),
-    "switch": ("shared", "hub", "slow"),
+    "star": ("center", "slow"),
+    "switch": ("switch", "center", "slow"),
     "ring": (),
     "tree": (),
-    "two-level": ("per_node", "between"),
+    "two-level": ("nproc_per_node", "inside"),
 }
-_REQUIRED_OPTIONS = {"switch": ("shared",), "two-level": ("per_node", "between")}
+_REQUIRED_OPTIONS = {"switch": ("switch",), "two-level": ("nproc_per_node", "inside")}
+_NETWORK, _ALGORITHM, _RUN = "Network", "Algorithm", "Run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,32 +44,72 @@ class CollectiveOptions:
     """Options of ``paceline collective`` that determine algorithms, topology and runs."""
 
     name: Annotated[str, Argument(help="Algorithm (ring, all-gather/bruck …) or operation (broadcast …).")]
-    ranks: Annotated[int, Option(help="Number of ranks.")] = 8
-    nbytes: Annotated[str, Option("--bytes", help="Size of the vector.")] = "5MB"
-    link: Annotated[str, Option(help="Bandwidth of every link, each direction.")] = "1Gbit/s"
-    latency: Annotated[str, Option(help="Latency of a message between ranks.")] = "0s"
-    add: Annotated[
-        str | None, Option(help="Rate at which a rank adds, such as 4GB/s; default infinitely fast.")
-    ] = None
-    op: Annotated[str | None, Option(help="Operation, if several have such an algorithm.")] = None
-    topology: Annotated[str, Option(help="star, switch, ring, tree or two-level.")] = "star"
-    shared: Annotated[str | None, Option(help="Topology switch: total bandwidth, such as 4Gbit/s.")] = None
-    per_node: Annotated[int | None, Option(help="Topology two-level: ranks per node.")] = None
-    between: Annotated[str | None, Option(help="Topology two-level: bandwidth between nodes.")] = None
-    slow: Annotated[
-        list[str] | None, Option(metavar="RANK=RATE", help="Bandwidth of one link; may be repeated.")
-    ] = None
-    hub: Annotated[int | None, Option(help="Topology star: rank that is the switch.")] = None
-    root: Annotated[int, Option(help="Root of a broadcast or reduce.")] = 0
-    segments: Annotated[str, Option(help="Pieces per chunk, pipelined; auto: the number that pays.")] = "1"
+    world_size: Annotated[int, shared("world-size")] = 8
+    nbytes: Annotated[str, shared("bytes", " of the vector")] = "5MB"
+    op: Annotated[str | None, shared("op", ", if several have such an algorithm", panel=_ALGORITHM)] = None
+    root: Annotated[
+        int, Option(metavar="RANK", help="Root of a broadcast or reduce.", rich_help_panel=_ALGORITHM)
+    ] = 0
+    segments: Annotated[
+        str,
+        Option(
+            metavar="N",
+            help="Segments per chunk, pipelined; auto: the number that pays.",
+            rich_help_panel=_ALGORITHM,
+        ),
+    ] = "1"
     compare: Annotated[
-        bool, Option("--compare", help="Rank all algorithms of the operation, best first.")
+        bool,
+        Option(
+            "--compare",
+            help="Rank all algorithms of the operation, best first.",
+            rich_help_panel=_ALGORITHM,
+        ),
     ] = False
-    run: Annotated[str, Option(help="here: on this machine; lab: on emulated hosts; none.")] = "none"
-    backend: Annotated[str, Option(help="Backend of --run: gloo or paceline.")] = "gloo"
-    iterations: Annotated[int, Option(help="Repetitions of --run.")] = 3
+    topology: Annotated[
+        str, shared("topology", ": star, switch, ring, tree or two-level", panel=_NETWORK)
+    ] = "star"
+    link: Annotated[str, shared("link", panel=_NETWORK)] = "1Gbit/s"
+    latency: Annotated[str, shared("latency", panel=_NETWORK)] = "0s"
+    add: Annotated[
+        str | None,
+        Option(
+            metavar="RATE",
+            help="Rate at which a rank adds, such as 4GB/s; default infinitely fast.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None
+    switch: Annotated[
+        str | None, shared("switch", ", such as 4Gbit/s; with --topology switch", panel=_NETWORK)
+    ] = None
+    nproc_per_node: Annotated[
+        int | None, shared("nproc-per-node", ", with --topology two-level", panel=_NETWORK)
+    ] = None
+    inside: Annotated[str | None, shared("inside", ", with --topology two-level", panel=_NETWORK)] = None
+    slow: Annotated[list[str] | None, shared("slow", panel=_NETWORK)] = None
+    center: Annotated[
+        int | None,
+        Option(
+            metavar="RANK", help="Rank that is the switch, with --topology star.", rich_help_panel=_NETWORK
+        ),
+    ] = None
+    run: Annotated[
+        str,
+        Option(
+            metavar="PLACE",
+            help="Run it here, on this machine, or in a lab of emulated hosts, or none.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "none"
+    backend: Annotated[str, shared("backend", " of --run: gloo or paceline", panel=_RUN)] = "gloo"
+    iterations: Annotated[int, shared("iterations", " of --run", panel=_RUN)] = 3
     stream: Annotated[
-        bool, Option("--stream", help="With --run: forward pieces at once, not round by round.")
+        bool,
+        Option(
+            "--stream",
+            help="With --run: forward pieces at once, not round by round.",
+            rich_help_panel=_RUN,
+        ),
     ] = False
 
     @property
@@ -91,14 +133,14 @@ class CollectiveOptions:
 @expand_options
 def collective(
     options: CollectiveOptions,
-    draw: Annotated[Path | None, Option(metavar="FILE", help="Draw it: .png or .svg.")] = None,
+    draw: Annotated[Path | None, Option(metavar="FILE", help="Picture to draw: .png or .svg.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Show the steps and the cost of a collective algorithm.
 
-    Examples: paceline collective ring --ranks 8 --bytes 5MB --link 1MB/s --draw ring.png
+    Examples: paceline collective ring --world-size 8 --bytes 5MB --link 1MB/s --draw ring.png
 
-    paceline collective broadcast --ranks 8 --bytes 5MB --link 1MB/s --compare --run lab
+    paceline collective broadcast --world-size 8 --bytes 5MB --link 1MB/s --compare --run lab
     """
     from paceline.tools.bench.schedule_benchmark import price_cases, schedule_result
     from paceline.tools.cli import collective_output
@@ -119,7 +161,7 @@ def collective(
     priced = price_cases(cases, net, size, gamma)
     if ran:
         priced = _run(priced, options)
-    title = f"{format_size(size)}, {net.name}, {options.ranks} ranks, links {options.link}"
+    title = f"{format_size(size)}, {net.name}, {options.world_size} ranks, links {options.link}"
     if len(cases) == 1:
         collective_output.print_algorithm(priced[0], net, size, as_priced=as_priced)
     else:
@@ -155,10 +197,10 @@ def _topology(options: CollectiveOptions) -> Topology:
     """
     from paceline.collectives import topology
 
-    kind, ranks = options.topology, options.ranks
+    kind, ranks = options.topology, options.world_size
     if kind not in _TOPOLOGY_OPTIONS:
         raise unknown("topology", kind, tuple(_TOPOLOGY_OPTIONS))
-    for name in ("shared", "per_node", "between", "hub", "slow"):
+    for name in ("switch", "nproc_per_node", "inside", "center", "slow"):
         if getattr(options, name) not in (None, []) and name not in _TOPOLOGY_OPTIONS[kind]:
             raise UsageError(
                 f"--{name.replace('_', '-')} is not for --topology {kind}",
@@ -173,14 +215,14 @@ def _topology(options: CollectiveOptions) -> Topology:
     if kind == "tree":
         return topology.tree(ranks, rate, seconds)
     if kind == "two-level":
-        between = _positive_rate("--between", options.between or "")
-        return topology.two_level(ranks, options.per_node or 0, rate, between, seconds)
-    slow, hub = options.slow_rates, options.hub
+        inside = _positive_rate("--inside", options.inside or "")
+        return topology.two_level(ranks, options.nproc_per_node or 0, inside, rate, seconds)
+    slow, hub = options.slow_rates, options.center
     for rank in [*slow, *([hub] if hub is not None else [])]:
         if not 0 <= rank < ranks:
             raise UsageError(f"there is no rank {rank}", remedy=f"valid: 0 to {ranks - 1}")
     rates = [slow.get(rank, rate) for rank in range(max(ranks, 0))]
-    total = math.inf if options.shared is None else _positive_rate("--shared", options.shared)
+    total = math.inf if options.switch is None else _positive_rate("--switch", options.switch)
     return topology.star(ranks, rates, seconds, switch=total, hub=hub)
 
 
@@ -191,10 +233,11 @@ def _cases(options: CollectiveOptions, net: Topology) -> list[ScheduleCase]:
     from paceline.tools.bench.schedule_benchmark import ScheduleCase, best_segments, candidate_cases
 
     size, gamma, compare = options.size, options.seconds_per_byte_added, options.compare
-    if options.name in OPS and options.op is None:
-        op, algorithm, compare = options.name, "", True
+    name, op = options.name.replace("_", "-"), options.op and options.op.replace("_", "-")
+    if name in OPS and op is None:
+        op, algorithm, compare = name, "", True
     else:
-        op, algorithm = find_algorithm(options.name, options.op)
+        op, algorithm = find_algorithm(name, op)
     if compare:
         found = list(candidate_cases(op, net, size, gamma, options.root))
         return sorted(found, key=lambda case: case.price(net, size, gamma).seconds)
@@ -237,10 +280,10 @@ def _run(priced: Sequence[PricedCase], options: CollectiveOptions) -> list[Price
     }
     if options.run == "here":
         return run_cases(priced, run_ranks, network="this machine", **run_options)
-    ranks, link = options.ranks, options.link
+    ranks, link = options.world_size, options.link
     with Lab(hosts=ranks, rate=link, slow=options.slow_rates) as lab:
-        if options.hub is not None:
-            lab.rate(options.hub, None)
+        if options.center is not None:
+            lab.rate(options.center, None)
 
         def start(argv: Sequence[str], ranks: int, *, env: Mapping[str, str]) -> None:
             job = lab.start_torchrun(argv, ranks_per_host=1, env=env)

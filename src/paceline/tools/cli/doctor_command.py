@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Option
 
 from paceline._core.files import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.command_options import shared
 from paceline.tools.diagnostics.machine_findings import MachineFinding, diagnose_machine
 from paceline.tools.result_files import check_writable
 from paceline.world.machine_facts import LoopbackTiming, read_machine_facts
@@ -28,18 +28,22 @@ _STYLE = {"ok": "green", "note": "dim", "warn": "yellow", "broken": "bold red"}
 
 def doctor(
     json_file: JsonOption = None,
-    ranks: Annotated[int, Option(help="Ranks of the trial all-reduce; 0: skip it.")] = 2,
+    nproc_per_node: Annotated[
+        int, shared("nproc-per-node", ", for a trial all-reduce on this one; 0: skip it")
+    ] = 2,
 ) -> None:
     """Check this machine for training, try an all-reduce, and show what to fix.
 
     Exits with 1 if something is broken that training needs.
     """
-    if ranks < 0 or ranks == 1:
-        raise UsageError(f"--ranks {ranks}: an all-reduce needs two or more", remedy="give 0 to skip it")
+    if nproc_per_node < 0 or nproc_per_node == 1:
+        raise UsageError(
+            f"--nproc-per-node {nproc_per_node}: an all-reduce needs two or more", remedy="give 0 to skip it"
+        )
     if json_file is not None:
         check_writable(json_file, "--json")
     facts = read_machine_facts()
-    loopback = try_loopback(ranks) if ranks and facts.torch else None
+    loopback = try_loopback(nproc_per_node) if nproc_per_node and facts.torch else None
     found = diagnose_machine(facts, loopback)
     if json_file is not None:
         record = {

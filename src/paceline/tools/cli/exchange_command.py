@@ -19,6 +19,7 @@ from paceline._core.format import format_count, format_percent, format_seconds, 
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import EnvelopeError, UsageError
 from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.command_options import shared
 from paceline.tools.result_files import check_writable
 from paceline.transport.message_frames import FRAME_NBYTES
 from paceline.transport.mpi_exchange.exchange_settings import EXCHANGE_SHAPES, ExchangeSettings, check_memory
@@ -41,15 +42,23 @@ _EXIT_DELAY_SECONDS = 0.2  # rank 0 exits first, so that mpiexec reports only it
 
 def exchange(
     shape: Annotated[str, Argument(metavar="SHAPE", help=" or ".join(EXCHANGE_SHAPES) + ".")],
-    ranks: Annotated[int | None, Option(help=f"Processes; default {_RANKS}, or those of mpiexec.")] = None,
-    nbytes: Annotated[
-        str | None, Option("--bytes", help=f"Bytes sent per rank and round, such as 400MB; default {_BYTES}.")
+    nproc_per_node: Annotated[
+        int | None, shared("nproc-per-node", f"; default {_RANKS}, or those of mpiexec")
     ] = None,
-    ints: Annotated[float | None, Option(help="--bytes in 4-byte integers, such as 1e8.")] = None,
-    rounds: Annotated[int, Option(help="Number of rounds.")] = 3,
-    work: Annotated[str, Option(help="Concurrent computation per rank, such as 500ms.")] = "0s",
-    timeout: Annotated[str, Option(help="Longest time without a transfer, such as 60s.")] = "60s",
-    frame: Annotated[str, Option(help="Frame size of long messages, at most 16MiB.")] = str(FRAME_NBYTES),
+    nbytes: Annotated[
+        str | None, shared("bytes", f" sent per rank and round, such as 400MB; default {_BYTES}")
+    ] = None,
+    ints: Annotated[
+        float | None, Option(metavar="X", help="--bytes in 4-byte integers, such as 1e8.")
+    ] = None,
+    rounds: Annotated[int, shared("rounds")] = 3,
+    compute: Annotated[
+        str, Option(metavar="TIME", help="Concurrent computation per rank, such as 500ms.")
+    ] = "0s",
+    timeout: Annotated[str, shared("timeout", " without a transfer, such as 60s")] = "60s",
+    frame: Annotated[str, Option(metavar="SIZE", help="Frame size of long messages, at most 16MiB.")] = str(
+        FRAME_NBYTES
+    ),
     inject: Annotated[
         str | None,
         Option(metavar="FAULT[@RANK]", help=f"Inject a fault at a rank: {', '.join(ENVELOPE_FAULTS)}."),
@@ -71,16 +80,19 @@ def exchange(
         shape,
         nbytes=_parse_nbytes(nbytes, ints),
         rounds=rounds,
-        work_seconds=parse_seconds(work),
+        work_seconds=parse_seconds(compute),
         timeout=parse_seconds(timeout),
         frame_nbytes=parse_bytes(frame),
         fault=fault,
         faulty_rank=faulty_rank,
     )
     mpi_ranks = mpi_launcher_size(os.environ)
-    if mpi_ranks is not None and ranks not in (None, mpi_ranks):
-        raise UsageError(f"--ranks {ranks}, but mpiexec started {mpi_ranks}", remedy="leave --ranks out")
-    ranks = mpi_ranks or (_RANKS if ranks is None else ranks)
+    if mpi_ranks is not None and nproc_per_node not in (None, mpi_ranks):
+        raise UsageError(
+            f"--nproc-per-node {nproc_per_node}, but mpiexec started {mpi_ranks}",
+            remedy="leave --nproc-per-node out",
+        )
+    ranks = mpi_ranks or (_RANKS if nproc_per_node is None else nproc_per_node)
     settings.check(ranks)
     if mpi_ranks is None:
         _start_ranks(settings, ranks, json_file)

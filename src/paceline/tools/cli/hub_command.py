@@ -14,19 +14,8 @@ from typer import Argument, Option
 
 from paceline._core.units import parse_seconds
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import (
-    BoundOption,
-    DownOption,
-    MarginOption,
-    OuterLrOption,
-    OuterMomentumOption,
-    OuterOption,
-    OuterWarmupOption,
-    PopulationOption,
-    StalenessOption,
-    UnstableOption,
-    hub_optimizer,
-)
+from paceline.tools.cli.shared_options import hub_optimizer
+from paceline.tools.command_options import shared
 
 if TYPE_CHECKING:
     from paceline.async_dp.wal.hub_journal import HubJournal
@@ -35,56 +24,134 @@ __all__ = ["app"]
 
 _PORT = 7077
 _FOLDER = Path("runs/hub")
+_SERVER, _RUN, _MERGING, _SCREENING, _POPULATION = (
+    "Server",
+    "Run folder",
+    "Merging",
+    "Screening",
+    "Population",
+)
 
-app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
+app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 @app.callback()
-def hub(
-    context: typer.Context,
+def hub() -> None:
+    """Serve asynchronous training, and make the keys for it."""
+
+
+@app.command("serve")
+def serve(
     bind: Annotated[
-        str, Option(help="Address for workers: tcp://HOST:PORT, or tcp://*:PORT for all interfaces.")
+        str,
+        Option(
+            metavar="ADDRESS",
+            help="Address for workers: tcp://HOST:PORT, or tcp://*:PORT for all interfaces.",
+            rich_help_panel=_SERVER,
+        ),
     ] = f"tcp://127.0.0.1:{_PORT}",
-    folder: Annotated[Path, Option(help="Journal, snapshots and ledger; a run in it is resumed.")] = _FOLDER,
-    run: Annotated[str, Option(help="Name of the run; default that in the folder, or random.")] = "",
-    new: Annotated[bool, Option("--new", help="Start a run; refuse a folder that holds one.")] = False,
     keys: Annotated[
-        Path | None, Option(help="Folder of keys, made by keygen; required beyond this machine.")
+        Path | None,
+        Option(
+            metavar="FOLDER",
+            help="Folder of keys, made by keygen; required beyond this machine.",
+            rich_help_panel=_SERVER,
+        ),
     ] = None,
     insecure: Annotated[
-        bool, Option("--insecure", help="Accept every worker that can reach the address.")
+        bool,
+        Option("--insecure", help="Accept every worker that can reach the address.", rich_help_panel=_SERVER),
     ] = False,
-    outer: OuterOption = "averaging",
-    outer_lr: OuterLrOption = None,
-    outer_momentum: OuterMomentumOption = 0.9,
-    outer_warmup: OuterWarmupOption = 1,
-    unstable: UnstableOption = False,
-    staleness: StalenessOption = "accept",
-    bound: BoundOption = 16.0,
+    shard: Annotated[
+        str, Option(metavar="I/N", help="Index of this hub, number of hubs.", rich_help_panel=_SERVER)
+    ] = "0/1",
+    bandwidth: Annotated[
+        str | None,
+        Option(metavar="RATE", help="Limit each way: 40MB/s, 30% of 1Gbit/s.", rich_help_panel=_SERVER),
+    ] = None,
+    silent_after: Annotated[
+        str,
+        Option(
+            metavar="TIME", help="Silence after which a worker no longer counts.", rich_help_panel=_SERVER
+        ),
+    ] = "15s",
+    until: Annotated[
+        str | None, Option(metavar="TIME", help="Stop after this time, such as 8h.", rich_help_panel=_SERVER)
+    ] = None,
+    out: Annotated[
+        Path, shared("out", ": journal, snapshots and ledger; a run in it is resumed", panel=_RUN)
+    ] = _FOLDER,
+    name: Annotated[str, shared("name", "; default that in --out, or random", panel=_RUN)] = "",
+    new: Annotated[
+        bool,
+        Option("--new", help="Start a run; refuse a folder that holds one.", rich_help_panel=_RUN),
+    ] = False,
+    snapshot_every: Annotated[
+        int, Option(metavar="N", help="Updates between snapshots.", rich_help_panel=_RUN)
+    ] = 500,
+    outer: Annotated[
+        str, shared("outer", ": averaging, delayed-nesterov, nesterov", panel=_MERGING)
+    ] = "averaging",
+    outer_lr: Annotated[
+        float | None, shared("outer-lr", "; default 1 (averaging), else 0.7", panel=_MERGING)
+    ] = None,
+    outer_momentum: Annotated[float, shared("outer-momentum", panel=_MERGING)] = 0.9,
+    outer_warmup: Annotated[int, shared("outer-warmup", panel=_MERGING)] = 1,
+    unstable: Annotated[bool, shared("unstable", panel=_MERGING)] = False,
+    staleness: Annotated[str, shared("staleness", panel=_MERGING)] = "accept",
+    bound: Annotated[float, shared("bound", panel=_MERGING)] = 16.0,
+    down: Annotated[str, shared("down", panel=_MERGING)] = "bf16",
     exploding: Annotated[
-        float, Option(help="Reject updates of this many times the usual norm; 0: none.")
+        float,
+        Option(
+            metavar="X",
+            help="Reject updates of this many times the usual norm; 0: none.",
+            rich_help_panel=_SCREENING,
+        ),
     ] = 10.0,
-    worse: Annotated[float, Option(help="Reject updates whose score worsened by this share.")] = 0.05,
-    strikes: Annotated[int, Option(help="Rejections, of the last ten updates, before quarantine.")] = 3,
-    quarantine: Annotated[str, Option(help="Length of the first quarantine.")] = "60s",
-    down: DownOption = "bf16",
-    population: PopulationOption = None,
-    margin: MarginOption = 0.05,
-    perturb: Annotated[float, Option(help="Population: factor on a replaced worker's learning rate.")] = 1.0,
-    gap: Annotated[float | None, Option(help="Population: lead at which all adopt the best early.")] = None,
-    shard: Annotated[str, Option(metavar="I/N", help="Index of this hub, number of hubs.")] = "0/1",
-    bandwidth: Annotated[str | None, Option(help="Limit each way: 40MB/s, 30% of 1Gbit/s.")] = None,
-    silent_after: Annotated[str, Option(help="Silence after which a worker no longer counts.")] = "15s",
-    snapshot_every: Annotated[int, Option(help="Updates between snapshots.")] = 500,
-    until: Annotated[str | None, Option(help="Stop after this time, such as 8h.")] = None,
+    worse: Annotated[
+        float,
+        Option(
+            metavar="X",
+            help="Reject updates whose score worsened by this share.",
+            rich_help_panel=_SCREENING,
+        ),
+    ] = 0.05,
+    strikes: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="Rejections, of the last ten updates, before quarantine.",
+            rich_help_panel=_SCREENING,
+        ),
+    ] = 3,
+    quarantine: Annotated[
+        str, Option(metavar="TIME", help="Length of the first quarantine.", rich_help_panel=_SCREENING)
+    ] = "60s",
+    population: Annotated[int | None, shared("population", panel=_POPULATION)] = None,
+    margin: Annotated[float, shared("margin", panel=_POPULATION)] = 0.05,
+    perturb: Annotated[
+        float,
+        Option(
+            metavar="X",
+            help="Population: factor on a replaced worker's learning rate.",
+            rich_help_panel=_POPULATION,
+        ),
+    ] = 1.0,
+    gap: Annotated[
+        float | None,
+        Option(
+            metavar="X",
+            help="Population: lead at which all adopt the best early.",
+            rich_help_panel=_POPULATION,
+        ),
+    ] = None,
 ) -> None:
     """Serve asynchronous training: merge the updates of workers in their order of arrival.
 
     Workers are programs with paceline.AsyncDataParallel(model, optim, hub=...). The hub needs no model and no GPU.
     Killed and restarted with the same folder, it resumes, and workers reconnect automatically.
     """
-    if context.invoked_subcommand is not None:
-        return
     from paceline.async_dp.hub.hub import Hub
     from paceline.async_dp.hub.hub_server import HubServer
     from paceline.async_dp.hub.hub_settings import HubRules, HubShard, PopulationRules, ScreeningRules
@@ -121,10 +188,10 @@ def hub(
         settings=SocketSettings(rate=rules.bandwidth),
     )
     try:
-        with HubJournal.open(folder, resume=not new) as journal:
-            served = Hub(_run_name(run, journal), rules, journal, time.time)
+        with HubJournal.open(out, resume=not new) as journal:
+            served = Hub(_run_name(name, journal), rules, journal, time.time)
             server, stop = HubServer(served, exchange), _StopCondition(seconds)
-            with HubLiveTable(served, exchange, folder) as table:
+            with HubLiveTable(served, exchange, out) as table:
                 server.run(stop, table.refresh)
     finally:
         exchange.close()
@@ -133,7 +200,7 @@ def hub(
 @app.command("keygen")
 def keygen(
     folder: Annotated[Path, Argument(help="Folder of the keys.")],
-    worker: Annotated[str, Option(help="Make a key for a worker of this name.")] = "worker",
+    worker: Annotated[str, Option(metavar="NAME", help="Make a key for a worker of this name.")] = "worker",
 ) -> None:
     """Make the keys of a hub, and one for workers; call it again with another --worker for one more.
 
@@ -142,7 +209,7 @@ def keygen(
     from paceline.transport.zmq.curve_keys import make_keys
 
     made = make_keys(folder, worker)
-    typer.echo(f"hub:    paceline hub --bind 'tcp://*:{_PORT}' --keys {folder}")
+    typer.echo(f"hub:    paceline hub serve --bind 'tcp://*:{_PORT}' --keys {folder}")
     typer.echo(
         f"worker: paceline.AsyncDataParallel(..., key={str(made)!r})   (copy the file there; it is a secret)"
     )
@@ -160,8 +227,8 @@ def _run_name(run: str, journal: HubJournal) -> str:
     known = str(journal.run_facts.get("run", ""))
     if known and run and run != known:
         raise UsageError(
-            f"the folder holds run {known!r}, but --run names {run!r}",
-            remedy="choose another folder, or leave --run out",
+            f"the folder holds run {known!r}, but --name names {run!r}",
+            remedy="choose another folder, or leave --name out",
         )
     name = known or run or f"run-{secrets.token_hex(4)}"
     if not known:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes, format_count, format_percent, format_seconds, plural
 from paceline._core.units import parse_seconds
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.command_options import shared
 from paceline.tools.console_table import make_table
 from paceline.tools.result_files import check_writable, paceline_command
 
@@ -32,28 +33,23 @@ def lab(
     program: Annotated[
         list[str], Argument(metavar="PROGRAM...", help="Script (.py) or command, and its arguments.")
     ],
-    hosts: Annotated[int, Option(help="Number of hosts around the switch.")] = 2,
-    rate: Annotated[
-        str | None,
-        Option(help="Bandwidth of every link, each direction, such as 100Mbit/s; default unlimited."),
-    ] = None,
-    ranks: Annotated[int, Option(help="Ranks per host; 0: once per host, without torchrun.")] = 1,
-    slow: Annotated[
-        list[str] | None, Option(metavar="HOST=RATE", help="Bandwidth of one host; may be repeated.")
-    ] = None,
-    delay: Annotated[str, Option(help="Added delay per packet, such as 1ms; needs netem.")] = "0s",
-    timeout: Annotated[
-        str | None, Option(help="Stop the program after this time, such as 10min; default never.")
-    ] = None,
+    nnodes: Annotated[int, shared("nnodes", " around the switch")] = 2,
+    link: Annotated[str | None, shared("link", ", such as 100Mbit/s; default unlimited")] = None,
+    nproc_per_node: Annotated[
+        int, shared("nproc-per-node", "; 0: the program once per host, without torchrun")
+    ] = 1,
+    slow: Annotated[list[str] | None, shared("slow")] = None,
+    latency: Annotated[str, shared("latency", ", added to every packet, such as 1ms; needs netem")] = "0s",
+    timeout: Annotated[str | None, shared("timeout", " of the program, such as 10min; default none")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Run a program on emulated hosts around a slow switch, all on this machine, and count the bytes they send.
 
-    Every host runs --ranks processes of the program, which form one world, started by torchrun.
+    Every host runs --nproc-per-node processes of the program, which form one world, started by torchrun.
 
-    Examples: paceline lab --hosts 4 --rate 200Mbit/s examples/train.py
+    Examples: paceline lab --nnodes 4 --link 200Mbit/s examples/train.py
 
-    paceline lab --hosts 2 --ranks 2 --rate 1Gbit/s --slow 1=100Mbit/s paceline train --steps 50
+    paceline lab --nnodes 2 --nproc-per-node 2 --link 1Gbit/s --slow 1=100Mbit/s paceline train --steps 50
 
     The network needs root. It is removed however this command ends.
     """
@@ -63,19 +59,24 @@ def lab(
     from paceline.testing.netlab.lab_requirements import check_lab_program
     from paceline.testing.netlab.link_monitor import LinkMonitor
 
-    if ranks < 0:
+    if nproc_per_node < 0:
         raise UsageError(
-            f"--ranks {ranks}: at least 0", remedy="0 runs the program once per host, without torchrun"
+            f"--nproc-per-node {nproc_per_node}: at least 0",
+            remedy="0 runs the program once per host, without torchrun",
         )
     limit = None if timeout is None else parse_seconds(timeout)
     check_lab_program(program)
     if json_file is not None:
         check_writable(json_file, "--json")
-    with Lab(hosts, rate, slow=parse_slow_hosts(slow or ()), delay=delay) as net:
+    with Lab(nnodes, link, slow=parse_slow_hosts(slow or ()), delay=latency) as net:
         console = Console(highlight=False, soft_wrap=True)
-        console.print(_describe(net, ranks, delay), style="bold")
+        console.print(_describe(net, nproc_per_node, latency), style="bold")
         monitor, succeeded = LinkMonitor(net), False
-        job = net.start_torchrun(program, ranks_per_host=ranks) if ranks else net.start(program)
+        job = (
+            net.start_torchrun(program, ranks_per_host=nproc_per_node)
+            if nproc_per_node
+            else net.start(program)
+        )
         try:
             _follow(job, monitor, limit, console)
             succeeded = True
@@ -83,7 +84,7 @@ def lab(
             totals = monitor.stop()
             _print_totals(totals, monitor, console)
             if json_file is not None:
-                write_json(json_file, _record(totals, monitor, program, ranks, succeeded))
+                write_json(json_file, _record(totals, monitor, program, nproc_per_node, succeeded))
 
 
 def parse_slow_hosts(texts: Sequence[str]) -> dict[int, str]:
@@ -97,7 +98,7 @@ def parse_slow_hosts(texts: Sequence[str]) -> dict[int, str]:
         host, equals, rate = text.partition("=")
         number = host.strip().removeprefix("host")
         if not equals or not number.isdecimal():
-            raise UsageError(f"--slow {text!r} is not HOST=RATE", remedy="for example --slow 2=50Mbit/s")
+            raise UsageError(f"--slow {text!r} is not N=RATE", remedy="for example --slow 2=50Mbit/s")
         if int(number) in rate_of_host:
             raise UsageError(f"--slow names host {number} twice", remedy="give each host one rate")
         rate_of_host[int(number)] = rate

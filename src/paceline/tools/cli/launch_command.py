@@ -17,7 +17,8 @@ from paceline._core.files import write_text
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
-from paceline.tools.cli.shared_options import expand_options
+from paceline.tools.cli.shared_options import NNODES_NOTE, expand_options, parse_nnodes
+from paceline.tools.command_options import shared
 from paceline.tools.result_files import check_writable
 
 __all__ = ["app"]
@@ -31,22 +32,20 @@ _SCRIPT_LAST = {  # arguments after the script belong to it; -m begins a program
 }
 _SSH = "ssh -tt -o BatchMode=yes"
 
-NameOption = Annotated[str, Option(help="Name of the job.")]
-HostsOption = Annotated[int, Option(help="Number of hosts.")]
+NameOption = Annotated[str, shared("name", ", and of its job")]
+NnodesOption = Annotated[str, shared("nnodes", NNODES_NOTE)]
 HostOption = Annotated[
     list[str] | None, Option(metavar="NAME", help="A host; may be repeated. The first one is the rendezvous.")
 ]
-MinHostsOption = Annotated[
-    int | None, Option(help="Fewest hosts to continue with after a loss; default all.")
-]
-GpusOption = Annotated[int, Option(help="GPUs per rank.")]
+GpusOption = Annotated[int, Option(metavar="N", help="GPUs per rank.")]
 MemoryOption = Annotated[
-    str | None, Option(help="Memory per host, such as 64GiB; default that of the cluster.")
+    str | None,
+    Option(metavar="SIZE", help="Memory per host, such as 64GiB; default that of the cluster."),
 ]
 TimeOption = Annotated[
-    str | None, Option("--time", help="Time limit, such as 8h; default that of the cluster.")
+    str | None, Option("--time", metavar="TIME", help="Time limit, such as 8h; default that of the cluster.")
 ]
-PortOption = Annotated[int, Option(help="Port of the rendezvous on the first host.")]
+PortOption = Annotated[int, Option(metavar="PORT", help="Port of the rendezvous on the first host.")]
 SubmitOption = Annotated[bool, Option("--submit", help="Start it instead of printing it.")]
 
 
@@ -57,65 +56,74 @@ class ScriptOptions:
     program: Annotated[
         list[str], Argument(metavar="SCRIPT...", help="Script or -m MODULE, and its arguments.")
     ]
-    ranks: Annotated[int, Option(help="Processes per host.")] = 1
-    cpus: Annotated[int, Option(help="Cores per rank.")] = 1
+    nproc_per_node: Annotated[int, shared("nproc-per-node")] = 1
+    cpus: Annotated[int, Option(metavar="N", help="Cores per rank.")] = 1
     env: Annotated[
         list[str] | None, Option(metavar="NAME=VALUE", help="Environment variable; may be repeated.")
     ] = None
-    folder: Annotated[
+    workdir: Annotated[
         str | None,
-        Option(help="Working directory: the same path on all hosts, on a shared disk; default this one."),
+        Option(
+            metavar="FOLDER",
+            help="Working directory: the same path on all hosts, on a shared disk; default this one.",
+        ),
     ] = None
-    max_restarts: Annotated[int, Option(help="Failures after which the ranks are restarted.")] = 3
+    max_restarts: Annotated[int, shared("max-restarts")] = 3
     python: Annotated[
-        str | None, Option(help="Python interpreter on the hosts; default the path of this one.")
+        str | None,
+        Option(metavar="PATH", help="Python interpreter on the hosts; default the path of this one."),
     ] = None
-    out: Annotated[Path | None, Option(metavar="FILE", help="Write to this file, not the terminal.")] = None
+    file: Annotated[Path | None, Option(metavar="FILE", help="File to write to, not the terminal.")] = None
 
     def job(
         self,
         *,
         name: str = "train",
         host: list[str] | None = None,
-        hosts: int = 1,
-        min_hosts: int | None = None,
+        nnodes: str | None = None,
         gpus: int = 0,
-        memory: str | None = None,
+        memory_per_node: str | None = None,
         time: str | None = None,
         port: int = 29400,
     ) -> ClusterJob:
         """Return the job that the options describe.
 
-        The parameters are further options; names of hosts (`host`) take precedence over their number.
+        The parameters are further options; `nnodes` defaults to the number of names (`host`), or 1.
 
         Raises:
-            UsageError: an option is not valid.
+            UsageError: an option is not valid, or `nnodes` is another number than that of the names.
         """
+        least, hosts = parse_nnodes(str(len(host or ()) or 1) if nnodes is None else nnodes)
+        if host and hosts != len(host):
+            raise UsageError(
+                f"--nnodes {nnodes}, but --host names {len(host)}",
+                remedy="name every host, or leave --nnodes out",
+            )
         return ClusterJob(
             tuple(self.program),
             name=name,
-            hosts=len(host) if host else hosts,
+            hosts=hosts,
             host_names=tuple(host or ()),
-            min_hosts=min_hosts,
-            ranks_per_host=self.ranks,
+            min_hosts=None if least == hosts else least,
+            ranks_per_host=self.nproc_per_node,
             cpus_per_rank=self.cpus,
             gpus_per_rank=gpus,
-            memory=None if memory is None else parse_bytes(memory),
+            memory=None if memory_per_node is None else parse_bytes(memory_per_node),
             seconds=None if time is None else parse_seconds(time),
             env=_parse_variables(self.env or ()),
-            folder=os.getcwd() if self.folder is None else self.folder,
+            folder=os.getcwd() if self.workdir is None else self.workdir,
             max_restarts=self.max_restarts,
             port=port,
             python=self.python or sys.executable,
         )
 
     def write(self, text: str, *, submitted: bool = False) -> None:
-        """Write `text` to ``--out``, or to the terminal unless the job is `submitted`."""
-        if self.out is not None:
-            check_writable(self.out, "--out")
-            write_text(self.out, text)
+        """Write `text` to ``--file``, or to the terminal unless the job is `submitted`."""
+        if self.file is not None:
+            check_writable(self.file, "--file")
+            write_text(self.file, text)
             if text.startswith("#!"):
-                self.out.chmod(0o755)
+                self.file.chmod(0o755)
         elif not submitted:
             typer.echo(text, nl=False)
 
@@ -124,8 +132,8 @@ class ScriptOptions:
 class ContainerOptions(ScriptOptions):
     """`ScriptOptions` for a script in a container."""
 
-    folder: Annotated[str | None, Option(help="Working directory in the container.")] = ""
-    python: Annotated[str | None, Option(help="Python interpreter in the image.")] = "python3"
+    workdir: Annotated[str | None, Option(metavar="FOLDER", help="Working directory in the container.")] = ""
+    python: Annotated[str | None, Option(metavar="PATH", help="Python interpreter in the image.")] = "python3"
 
 
 @app.command("torchrun", context_settings=_SCRIPT_LAST)
@@ -133,7 +141,7 @@ class ContainerOptions(ScriptOptions):
 def torchrun(
     script: ScriptOptions,
     host: HostOption = None,
-    min_hosts: MinHostsOption = None,
+    nnodes: Annotated[str | None, shared("nnodes", NNODES_NOTE + "; default those of --host")] = None,
     port: PortOption = 29400,
     name: NameOption = "train",
     submit: SubmitOption = False,
@@ -143,13 +151,13 @@ def torchrun(
 ) -> None:
     """Run a script by torchrun on hosts that you can log in to.
 
-    Example: paceline launch torchrun --host pc1 --host pc2 --ranks 2 --submit train.py --epochs 3
+    Example: paceline launch torchrun --host pc1 --host pc2 --nproc-per-node 2 --submit train.py --epochs 3
 
     The same command is started on every host; --submit does this over ssh, and shows the output here.
     """
     from paceline.launch.targets.torchrun_command import torchrun_line, torchrun_script
 
-    job = script.job(host=host, min_hosts=min_hosts, port=port, name=name)
+    job = script.job(host=host, nnodes=nnodes, port=port, name=name)
     shell_words = _split_shell(shell)
     script.write(torchrun_script(job), submitted=submit)
     if submit:
@@ -164,34 +172,40 @@ def torchrun(
 @expand_options
 def slurm(
     script: ScriptOptions,
-    hosts: HostsOption = 1,
+    nnodes: Annotated[str, shared("nnodes")] = "1",
     gpus: GpusOption = 0,
-    memory: MemoryOption = None,
+    memory_per_node: MemoryOption = None,
     time: TimeOption = None,
-    partition: Annotated[str, Option(help="Partition; default that of Slurm.")] = "",
-    account: Annotated[str, Option(help="Account; default that of Slurm.")] = "",
+    partition: Annotated[str, Option(metavar="NAME", help="Partition; default that of Slurm.")] = "",
+    account: Annotated[str, Option(metavar="NAME", help="Account; default that of Slurm.")] = "",
     option: Annotated[
         list[str] | None, Option(metavar="--NAME=VALUE", help="Another option of sbatch; may be repeated.")
     ] = None,
-    warn: Annotated[int, Option(help="Seconds before the time limit at which to requeue.")] = 120,
+    warn: Annotated[
+        int, Option(metavar="N", help="Seconds before the time limit at which to requeue.")
+    ] = 120,
     name: NameOption = "train",
     submit: SubmitOption = False,
     watch: Annotated[bool, Option("--watch", help="Submit it and follow its log.")] = False,
 ) -> None:
     """Run a script as a Slurm job that is requeued, and resumes from its newest checkpoint.
 
-    Example: paceline launch slurm --hosts 4 --ranks 8 --gpus 1 --time 8h --watch train.py --epochs 3
+    Example: paceline launch slurm --nnodes 4 --nproc-per-node 8 --gpus 1 --time 8h --watch train.py --epochs 3
 
     Without --submit or --watch the batch script is printed, for sbatch.
     """
     from paceline.launch.targets.slurm import SlurmOptions, batch_script
 
-    job = script.job(hosts=hosts, gpus=gpus, memory=memory, time=time, name=name)
+    if ":" in nnodes:
+        raise UsageError(
+            f"--nnodes {nnodes}: Slurm starts a fixed number", remedy="give one, such as --nnodes 4"
+        )
+    job = script.job(nnodes=nnodes, gpus=gpus, memory_per_node=memory_per_node, time=time, name=name)
     text = batch_script(job, SlurmOptions(partition, account, tuple(option or ()), warn))
     if submit or watch:
         from paceline.tools.cli.launch_submit import submit_to_slurm
 
-        _exit(submit_to_slurm(job, text, script.out, watch=watch))
+        _exit(submit_to_slurm(job, text, script.file, watch=watch))
     script.write(text)
 
 
@@ -199,26 +213,29 @@ def slurm(
 @expand_options
 def ray(
     script: ScriptOptions,
-    hosts: HostsOption = 1,
-    min_hosts: MinHostsOption = None,
+    nnodes: NnodesOption = "1",
     gpus: GpusOption = 0,
-    memory: MemoryOption = None,
+    memory_per_node: MemoryOption = None,
     name: NameOption = "train",
     submit: SubmitOption = False,
     address: Annotated[
-        str | None, Option(help="With --submit: address of the cluster; default RAY_ADDRESS, or a local one.")
+        str | None,
+        Option(
+            metavar="ADDRESS",
+            help="With --submit: address of the cluster; default RAY_ADDRESS, or a local one.",
+        ),
     ] = None,
-    wait: Annotated[str, Option(help="With --submit: how long to wait for resources.")] = "5min",
+    wait: Annotated[str, shared("wait", ", with --submit")] = "5min",
 ) -> None:
     """Run a script on a Ray cluster.
 
-    Example: paceline launch ray --hosts 4 --ranks 8 --gpus 1 --submit train.py --epochs 3
+    Example: paceline launch ray --nnodes 4 --nproc-per-node 8 --gpus 1 --submit train.py --epochs 3
 
     Without --submit a driver is printed: a program to start on the cluster, for example by `ray job submit`.
     """
     from paceline.launch.targets.ray_job import ray_driver
 
-    job = script.job(hosts=hosts, min_hosts=min_hosts, gpus=gpus, memory=memory, name=name)
+    job = script.job(nnodes=nnodes, gpus=gpus, memory_per_node=memory_per_node, name=name)
     seconds = parse_seconds(wait)
     script.write(ray_driver(job), submitted=submit)
     if submit:
@@ -233,7 +250,7 @@ def mpi(
     script: ScriptOptions,
     host: HostOption = None,
     flavour: Annotated[
-        str, Option("--mpi", help="MPI of mpiexec: mpich (Intel's too) or openmpi.")
+        str, Option("--mpi", metavar="NAME", help="MPI of mpiexec: mpich (Intel's too) or openmpi.")
     ] = "mpich",
     hostfile: Annotated[Path | None, Option(metavar="FILE", help="Write the hosts to this file.")] = None,
     port: PortOption = 29400,
@@ -241,7 +258,7 @@ def mpi(
 ) -> None:
     """Run a script as the ranks of an MPI world.
 
-    Example: paceline launch mpi --host pc1 --host pc2 --ranks 4 --submit train.py --epochs 3
+    Example: paceline launch mpi --host pc1 --host pc2 --nproc-per-node 4 --submit train.py --epochs 3
 
     MPI ends a world with the first rank that fails; --submit then restarts it.
     """
@@ -258,30 +275,30 @@ def mpi(
 @expand_options
 def kubernetes(
     script: ContainerOptions,
-    image: Annotated[str, Option(help="Image with Python, Paceline and the script.")],
-    hosts: HostsOption = 1,
-    min_hosts: MinHostsOption = None,
+    image: Annotated[str, Option(metavar="IMAGE", help="Image with Python, Paceline and the script.")],
+    nnodes: NnodesOption = "1",
     gpus: GpusOption = 0,
-    memory: MemoryOption = None,
-    shared_memory: Annotated[str, Option(help="/dev/shm of a pod, part of its memory.")] = "8GiB",
-    claim: Annotated[str, Option(help="Volume claim, mounted at --folder.")] = "",
-    namespace: Annotated[str, Option(help="Namespace; default that of kubectl.")] = "",
+    memory_per_node: MemoryOption = None,
+    shared_memory: Annotated[
+        str, Option(metavar="SIZE", help="/dev/shm of a pod, part of its memory.")
+    ] = "8GiB",
+    claim: Annotated[str, Option(metavar="NAME", help="Volume claim, mounted at --workdir.")] = "",
+    namespace: Annotated[str, Option(metavar="NAME", help="Namespace; default that of kubectl.")] = "",
     time: TimeOption = None,
     port: PortOption = 23456,
     name: NameOption = "train",
 ) -> None:
     """Write the manifest of a PyTorchJob for the Kubeflow training operator.
 
-    Example: paceline launch kubernetes --image lab/train:1 --hosts 4 --ranks 8 --gpus 1 --claim runs --folder /runs
-    train.py | kubectl apply -f -
+    Example: paceline launch kubernetes --image lab/train:1 --nnodes 4 --nproc-per-node 8 --gpus 1 --claim runs
+    --workdir /runs train.py | kubectl apply -f -
     """
     from paceline.launch.targets.kubernetes_manifest import PodOptions, kubernetes_manifest
 
     job = script.job(
-        hosts=hosts,
-        min_hosts=min_hosts,
+        nnodes=nnodes,
         gpus=gpus,
-        memory=memory,
+        memory_per_node=memory_per_node,
         time=time,
         port=port,
         name=name,

@@ -64,7 +64,7 @@ def run_with_restarts(command: Sequence[str], max_restarts: int) -> int:
     return code
 
 
-def submit_to_slurm(job: ClusterJob, text: str, out: Path | None, *, watch: bool) -> int:
+def submit_to_slurm(job: ClusterJob, text: str, file: Path | None, *, watch: bool) -> int:
     """Submit a batch script and return 0, or follow the job and return its exit code.
 
     Ctrl-C stops following, not the job.
@@ -72,16 +72,16 @@ def submit_to_slurm(job: ClusterJob, text: str, out: Path | None, *, watch: bool
     Args:
         job: the job.
         text: its batch script.
-        out: file to keep the script in; None: it is not kept.
+        file: where to keep the script in; None: it is not kept.
         watch: follow the job.
     """
     require_slurm()
-    if out is not None:
-        check_writable(out, "--out")
-        write_text(out, text)
+    if file is not None:
+        check_writable(file, "--file")
+        write_text(file, text)
     with tempfile.TemporaryDirectory(prefix="paceline-launch-") as folder:  # sbatch copies the script
-        script = out or Path(folder, job.name)
-        if out is None:
+        script = file or Path(folder, job.name)
+        if file is None:
             write_text(script, text)
         job_id = submit_script(script)
     log = Path(job.folder, f"{job.name}-{job_id}.log")

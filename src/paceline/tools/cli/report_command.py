@@ -20,7 +20,7 @@ def report(
     run: Annotated[
         Path,
         Argument(
-            help="Folder of a run: of `paceline train --out`, `paceline.Profiler` or `paceline hub --folder`."
+            help="Folder of a run: of `paceline train --out`, `paceline.Profiler` or `paceline hub serve --out`."
         ),
     ],
     profile: Annotated[

@@ -13,6 +13,8 @@ from paceline.errors import RankFailed, UsageError
 from paceline.launch.agent.elastic_run import run_job, serve_rendezvous
 from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
 from paceline.launch.agent.rendezvous_address import parse_rendezvous_address
+from paceline.tools.cli.shared_options import NNODES_NOTE, parse_nnodes
+from paceline.tools.command_options import shared
 
 __all__ = ["run"]
 
@@ -23,26 +25,27 @@ def run(
     script: Annotated[
         list[str] | None, Argument(metavar="SCRIPT...", help="Script and its arguments.")
     ] = None,
-    ranks: Annotated[int, Option(help="Processes on this host (torchrun: --nproc-per-node).")] = 1,
-    hosts: Annotated[int, Option(help="Maximum number of hosts (torchrun: --nnodes).")] = 1,
+    nproc_per_node: Annotated[int, shared("nproc-per-node")] = 1,
+    nnodes: Annotated[str, shared("nnodes", NNODES_NOTE)] = "1",
     rendezvous: Annotated[
         str | None, Option(metavar="HOST:PORT", help="Rendezvous of several hosts, the same on each.")
     ] = None,
-    min_ranks: Annotated[
-        int | None, Option(help="Fewest ranks, over all hosts, to continue with; default all.")
-    ] = None,
-    max_restarts: Annotated[int, Option(help="Failures to recover from.")] = 3,
+    min_ranks: Annotated[int | None, shared("min-ranks", "; default those of MIN hosts, or all")] = None,
+    max_restarts: Annotated[int, shared("max-restarts")] = 3,
     rejoin: Annotated[bool, Option(help="Restart when a host joins, or let it wait for a failure.")] = True,
     log_dir: Annotated[
-        Path | None, Option(help="Folder for restarts.jsonl and the output of ranks 1 and up.")
+        Path | None,
+        Option(metavar="FOLDER", help="Folder for restarts.jsonl and the output of ranks 1 and up."),
     ] = None,
     module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
     last_call: Annotated[
-        str, Option(help="How long a large enough world waits for missing hosts.")
+        str, Option(metavar="TIME", help="How long a large enough world waits for missing hosts.")
     ] = f"{DEFAULT.last_call:g}s",
-    wait: Annotated[str, Option(help="How long to wait for enough hosts.")] = f"{DEFAULT.join:g}s",
-    grace: Annotated[str, Option(help="From SIGTERM to SIGKILL when ranks must end.")] = f"{DEFAULT.end:g}s",
-    name: Annotated[str, Option(help="Name of the run, where one server serves several.")] = "run",
+    wait: Annotated[str, shared("wait")] = f"{DEFAULT.join:g}s",
+    grace: Annotated[
+        str, Option(metavar="TIME", help="From SIGTERM to SIGKILL when ranks must end.")
+    ] = f"{DEFAULT.end:g}s",
+    name: Annotated[str, shared("name", ", where one server serves several")] = "run",
     serve: Annotated[
         str | None,
         Option(metavar="HOST:PORT", help="Only serve a rendezvous, on a host that does not train."),
@@ -50,9 +53,9 @@ def run(
 ) -> None:
     """Run a script as ranks on one host or several, and restart it after a failure.
 
-    Examples: paceline run --ranks 4 train.py --epochs 3
+    Examples: paceline run --nproc-per-node 4 train.py --epochs 3
 
-    paceline run --hosts 3 --ranks 2 --min-ranks 4 --rendezvous pc1:29400 train.py
+    paceline run --nnodes 3 --nproc-per-node 2 --min-ranks 4 --rendezvous pc1:29400 train.py
 
     The second is started on every host. Ranks get the environment variables of torchrun. Arguments after the script
     are passed to it. Restarts lose little work if the script resumes from its last checkpoint.
@@ -66,11 +69,16 @@ def run(
         serve_rendezvous(parse_rendezvous_address(serve))
         return
     if not script:
-        raise UsageError("no script to run", remedy="for example: paceline run --ranks 2 train.py")
+        raise UsageError("no script to run", remedy="for example: paceline run --nproc-per-node 2 train.py")
+    least, hosts = parse_nnodes(nnodes)
+    if min_ranks is not None and ":" in nnodes:
+        raise UsageError(
+            "both --min-ranks and --nnodes MIN:MAX set the fewest ranks", remedy="give one of them"
+        )
     job = JobSpec(
         ["-m", *script] if module else script,
-        ranks,
-        ranks * hosts if min_ranks is None else min_ranks,
+        nproc_per_node,
+        nproc_per_node * least if min_ranks is None else min_ranks,
         hosts=hosts,
         max_restarts=max_restarts,
         address=None if rendezvous is None else parse_rendezvous_address(rendezvous),

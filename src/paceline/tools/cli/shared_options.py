@@ -18,62 +18,40 @@ if TYPE_CHECKING:
     from paceline.async_dp.hub.hub_settings import HubOptimizer
 
 __all__ = [
-    "AccumulateOption",
-    "AutocastOption",
-    "BoundOption",
-    "BucketsOption",
-    "CheckpointingOption",
+    "NNODES_NOTE",
     "CsvOption",
-    "DownOption",
     "JsonOption",
-    "MarginOption",
-    "NetworkOption",
-    "OptimizerOption",
-    "OuterLrOption",
-    "OuterMomentumOption",
-    "OuterOption",
-    "OuterWarmupOption",
-    "PopulationOption",
-    "StalenessOption",
-    "ThreadsOption",
-    "UnstableOption",
     "expand_options",
     "hub_optimizer",
     "numbers_of",
     "parse_model_parameters",
+    "parse_nnodes",
 ]
 
-# ---------------------------------------------------------------------- files
-
-JsonOption = Annotated[Path | None, Option("--json", metavar="FILE", help="Write all results as JSON.")]
-CsvOption = Annotated[Path | None, Option("--csv", metavar="FILE", help="Write the table as CSV.")]
-
-# ---------------------------------------------------------------------- a training
-
-OptimizerOption = Annotated[str, Option(help="Optimizer: adamw, sgd, sgd-momentum, or package.module:Class.")]
-AutocastOption = Annotated[str, Option(help="Mixed precision: off, bf16 or fp16.")]
-CheckpointingOption = Annotated[bool, Option(help="Recompute activations in backward.")]
-AccumulateOption = Annotated[int, Option(help="Micro-batches per optimizer step.")]
-BucketsOption = Annotated[str, Option(help="Bucket sizes in MiB, by commas; inf: one bucket.")]
-ThreadsOption = Annotated[int, Option(help="Threads per rank.")]
-NetworkOption = Annotated[str | None, Option(help="Network of the profile to plan for.")]
-
-# ---------------------------------------------------------------------- how a hub merges updates
-
-OuterOption = Annotated[str, Option(help="Outer optimizer: averaging, delayed-nesterov, nesterov.")]
-OuterLrOption = Annotated[float | None, Option(help="Outer learning rate; default 1 (averaging), else 0.7.")]
-OuterMomentumOption = Annotated[float, Option(help="Outer momentum.")]
-OuterWarmupOption = Annotated[int, Option(help="Rounds of plain averaging before momentum starts.")]
-UnstableOption = Annotated[bool, Option("--unstable", help="Allow Nesterov per arrival, which diverges.")]
-StalenessOption = Annotated[str, Option(help="Stale updates: accept, down-weight, drop, wait.")]
-BoundOption = Annotated[float, Option(help="Rounds beyond which an update is too stale.")]
-DownOption = Annotated[str, Option(help="Encoding of parameters for workers: bf16, fp16, fp32, int8.")]
-PopulationOption = Annotated[
-    int | None, Option(metavar="STEPS", help="Train independently for this many steps; the best are adopted.")
+JsonOption = Annotated[
+    Path | None, Option("--json", metavar="FILE", help="JSON file to write all results to.")
 ]
-MarginOption = Annotated[
-    float, Option(help="Population: share behind the best at which the worst is replaced.")
-]
+CsvOption = Annotated[Path | None, Option("--csv", metavar="FILE", help="CSV file to write the table to.")]
+
+
+NNODES_NOTE = ", or MIN:MAX, to continue with MIN after a loss"
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """Return fewest and most hosts of ``--nnodes N`` or ``--nnodes MIN:MAX``, which torchrun has too.
+
+    Raises:
+        UsageError: the text is not valid.
+
+    Example:
+        >>> parse_nnodes("4"), parse_nnodes("2:4")
+        ((4, 4), (2, 4))
+    """
+    least, colon, most = text.partition(":")
+    parts = (least, most) if colon else (text, text)
+    if not all(part.isdecimal() for part in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
+        raise UsageError(f"--nnodes {text}", remedy="give a number of hosts, or MIN:MAX, such as 4 or 2:4")
+    return int(parts[0]), int(parts[1])
 
 
 def hub_optimizer(name: str, lr: float | None, momentum: float, warmup: int, unstable: bool) -> HubOptimizer:

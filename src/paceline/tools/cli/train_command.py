@@ -9,8 +9,9 @@ from typer import Option
 
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import expand_options
+from paceline.tools.command_options import shared
 from paceline.tools.train.start_training import start_training
-from paceline.tools.train.train_settings import TrainSettings
+from paceline.tools.train.train_settings import RUN_PANEL, TrainSettings
 
 __all__ = ["train"]
 
@@ -18,8 +19,10 @@ __all__ = ["train"]
 @expand_options
 def train(
     settings: TrainSettings,
-    resume: Annotated[bool, Option("--resume", help="Resume from the newest checkpoint in --out.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the run in --out.")] = False,
+    resume: Annotated[bool, shared("resume", panel=RUN_PANEL)] = False,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace the run in --out.", rich_help_panel=RUN_PANEL)
+    ] = False,
 ) -> None:
     """Train a GPT on text with several processes: live progress, checkpoints, a report at the end."""
     if resume and overwrite:

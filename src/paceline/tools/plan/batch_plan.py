@@ -8,11 +8,13 @@ tokens to hide communication. Every figure comes with its derivation
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline._core.format import format_count, format_decimal, plural
 from paceline.errors import UsageError
+from paceline.parallel.strategy import ALIASES
 from paceline.tools.plan.communication_roofline import (
     RateEstimate,
     TokenThreshold,
@@ -27,6 +29,13 @@ from paceline.tools.plan.xxl_worked_example import DerivedFigure
 
 __all__ = ["BatchPlan", "BatchRequest", "describe_split", "plan_batch"]
 
+_OPTION_OF = {
+    "parameters": "parameters",
+    "devices": "world-size",
+    "samples": "global-batch-size",
+    "sample_tokens": "context",
+    "group": "nproc-per-node",
+}
 _WITHIN_GROUP, _BETWEEN_GROUPS = "hsdp, inside a group", "hsdp, between groups"
 
 
@@ -36,7 +45,7 @@ class BatchRequest:
 
     Attributes:
         parameters: of the model.
-        strategy: one of `paceline.tools.plan.devices_needed.STATES`.
+        strategy: one of `paceline.tools.plan.devices_needed.STATES`, or an alias of the API.
         memory: bytes per device.
         usable: fraction of the memory to plan with.
         token_activations: bytes that a token saves for backward; None: unknown, and left out.
@@ -52,7 +61,7 @@ class BatchRequest:
     """
 
     parameters: int
-    strategy: str = "fsdp"
+    strategy: str = "bucketed"
     memory: float = 80e9
     usable: float = 0.8
     token_activations: float | None = None
@@ -62,17 +71,18 @@ class BatchRequest:
     samples: int | None = None
     flops: RateEstimate | None = None
     wire: RateEstimate | None = None
-    gradient_nbytes: float = 2.0
+    gradient_nbytes: float = 4.0
     between: RateEstimate | None = None
     group: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "devices", "samples", "sample_tokens", "group"):
+        object.__setattr__(self, "strategy", ALIASES.get(self.strategy, self.strategy))
+        for name, option in _OPTION_OF.items():
             value = getattr(self, name)
             if value is None and name in ("devices", "samples"):
                 continue
             if type(value) is not int or value < 1:
-                raise UsageError(f"{name}={value!r}", remedy="give a whole number of 1 or more")
+                raise UsageError(f"--{option} {value!r}", remedy="give a whole number of 1 or more")
         if not 0 < self.usable <= 1:
             raise UsageError(f"usable={self.usable!r}", remedy="give a part of the memory, such as 80%")
 
@@ -129,7 +139,8 @@ def plan_batch(request: BatchRequest) -> BatchPlan:
     """Plan devices, batch split and thresholds.
 
     Example:
-        >>> plan = plan_batch(BatchRequest(parameters=7_000_000_000, token_activations=4e6, sample_tokens=2048))
+        >>> plan = plan_batch(BatchRequest(
+        ...     parameters=7_000_000_000, strategy="full-shard", token_activations=4e6, sample_tokens=2048))
         >>> plan.least, plan.sentences[0]
         (3, 'At least 3 devices: each then holds 45.5 GB of the 64 GB that may be used.')
     """
@@ -150,7 +161,10 @@ def plan_batch(request: BatchRequest) -> BatchPlan:
             figures.append(_split_figure(split))
             sentences += describe_split(split)
     elif least is not None:
-        sentences.append(f"{devices} devices are too few for {request.strategy}: nothing else is planned.")
+        more = "" if request.strategy == "full-shard" else ", or try --strategy full-shard"
+        sentences.append(
+            f"{devices} devices are too few for {request.strategy}: nothing else is planned. Plan with more{more}."
+        )
     thresholds = _thresholds(request, devices or 1)
     figures += [_threshold_figure(request, name, each) for name, each in thresholds.items()]
     sentences += _describe_thresholds(request, split, thresholds)
@@ -165,8 +179,8 @@ def _describe_least(request: BatchRequest, least: int | None) -> str:
     if least is None:
         return (
             f"No number of devices is enough: each would have to hold {format_decimal(request.one_sample.whole)} "
-            f"whatever their number, and {usable} may be used. Shard more (fsdp), recompute activations, or use "
-            "shorter samples."
+            f"whatever their number, and {usable} may be used. Shard more (--strategy full-shard), recompute "
+            "activations, or use shorter samples."
         )
     held = format_decimal(request.one_sample.nbytes_on(least))
     end = ", activations not counted." if request.token_activations is None else "."
@@ -287,9 +301,9 @@ def _thresholds(request: BatchRequest, devices: int) -> dict[str, TokenThreshold
     if request.flops is None or request.wire is None or devices == 1:
         return {}
     alpha = intensity(request.flops, request.wire_of(request.strategy)).value
-    if request.strategy != "fsdp":
+    if request.strategy != "full-shard":
         return {request.strategy: ddp_tokens(alpha, devices, request.gradient_nbytes)}
-    found = {"fsdp": fsdp_tokens(alpha, devices, 2.0, request.gradient_nbytes)}
+    found = {"full-shard": fsdp_tokens(alpha, devices, 2.0, request.gradient_nbytes)}
     if request.between is not None and 1 < request.group < devices:
         within, between = (
             intensity(request.flops, request.wire_of(name)).value for name in (_WITHIN_GROUP, _BETWEEN_GROUPS)
@@ -312,7 +326,7 @@ def _threshold_figure(request: BatchRequest, name: str, threshold: TokenThreshol
     if threshold.per == "micro-batch":
         wrong = "counting the tokens of several micro-batches: each gathers the weights and scatters gradients again."
     return DerivedFigure(
-        key=f"tokens_{name.replace(', ', '_').replace(' ', '_')}",
+        key=f"tokens_{re.sub('[^a-z]+', '_', name)}",
         what=f"tokens on a device from which computing hides communication, {name}",
         formula=threshold.formula,
         value=threshold.tokens,

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from paceline.errors import UsageError, unknown
+from paceline.parallel.strategy import ALIASES
 
 __all__ = [
     "STATES",
@@ -24,7 +25,12 @@ __all__ = [
     "transformer_token_nbytes",
 ]
 
-STATES = {"ddp": (0, 16), "zero1": (8, 8), "zero2": (12, 4), "fsdp": (16, 0)}
+STATES = {
+    **dict.fromkeys(("naive", "flat", "overlap", "bucketed"), (0, 16)),
+    "sharded": (8, 8),
+    "zero2": (12, 4),
+    "full-shard": (16, 0),
+}
 """Per strategy, bytes per parameter that are divided among devices and that are replicated; Adam in float32."""
 
 
@@ -41,12 +47,12 @@ class ModelStates:
     whole: float = 0.0
 
     @classmethod
-    def of(cls, parameters: int, strategy: str = "fsdp") -> ModelStates:
+    def of(cls, parameters: int, strategy: str = "bucketed") -> ModelStates:
         """Return the states of a model that is trained with Adam in float32.
 
         Args:
             parameters: of the model.
-            strategy: one of `STATES`.
+            strategy: one of `STATES`, or an alias of `paceline.parallel.strategy.ALIASES`.
 
         Raises:
             UsageError: unknown strategy.
@@ -55,9 +61,10 @@ class ModelStates:
             >>> ModelStates.of(1_000_000, "zero1")
             ModelStates(shared=8000000, whole=8000000)
         """
-        if strategy not in STATES:
-            raise unknown("strategy", strategy, STATES)
-        shared, whole = STATES[strategy]
+        name = ALIASES.get(strategy, strategy)
+        if name not in STATES:
+            raise unknown("strategy", strategy, [*STATES, *ALIASES])
+        shared, whole = STATES[name]
         return cls(shared * parameters, whole * parameters)
 
     def with_activations(self, activations: float, shared: float) -> ModelStates:

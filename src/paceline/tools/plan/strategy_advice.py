@@ -214,7 +214,7 @@ def _scale_computing(costs: StepCosts, micro: int = 0, factor: float = 1.0) -> S
     notes = costs.notes
     if micro and micro != step.batch:
         note = f"computing was measured with {step.batch} samples, and scaled with their number"
-        notes = (*notes, f"{note} (better: paceline bench parts --batch-size {micro})")
+        notes = (*notes, f"{note} (better: paceline bench parts --micro-batch-size {micro})")
     return replace(costs, step=scaled, notes=notes)
 
 

@@ -2,7 +2,7 @@
 
 train_settings.py      settings, which are also the command's options
 local_sgd_settings.py  settings of ``--every``
-auto_strategy.py       ``--sync auto``: the strategy that fits the measured network
+auto_strategy.py       ``--strategy auto``: the strategy that fits the measured network
 start_training.py      starts the ranks, or joins a launcher's world
 train_worker.py        program of each rank
 training_job.py        what a rank holds: data, model, optimizer; held-out loss

@@ -1,4 +1,4 @@
-"""``--sync auto``: measures the network and a step, and chooses the strategy that fits; the same on all ranks.
+"""``--strategy auto``: measures the network and a step, and chooses the strategy that fits; the same on all ranks.
 
     rate    all ranks exchange bytes pairwise, increasingly many until an exchange takes 0.1 s; median of three
     step    a copy of the model trains a few steps without communication; the slowest rank counts
@@ -45,7 +45,7 @@ _FEW_ROUNDS = 10
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """The choice of ``--sync auto``.
+    """The choice of ``--strategy auto``.
 
     Attributes:
         settings: with a named strategy.
@@ -69,18 +69,20 @@ def choose_strategy(
     """Return the strategy that fits network and model, or that of the run to be resumed; collective.
 
     Args:
-        settings: with ``sync="auto"``.
+        settings: with ``strategy="auto"``.
         size: of the model.
         batches: of this rank.
         world: this rank's place.
     """
     original = _original_choice(settings, world)
     if original is not None:
-        return AutoChoice(original, (f"--sync auto resumes as the run began: {original.sync_summary}",), {})
+        return AutoChoice(
+            original, (f"--strategy auto resumes as the run began: {original.sync_summary}",), {}
+        )
     if world.size == 1:
         alone = _apply_option(None, settings)
         return AutoChoice(
-            alone, ("--sync auto: with one rank nothing is sent",), {"chosen": alone.sync_summary}
+            alone, ("--strategy auto: with one rank nothing is sent",), {"chosen": alone.sync_summary}
         )
     device = torch.device(world.device)
     rate = measure_rate(Comm(), device)
@@ -93,7 +95,7 @@ def choose_strategy(
 
 def _choice(advice: NetworkAdvice, settings: TrainSettings) -> AutoChoice:
     measured = (
-        f"--sync auto measured {format_decimal(advice.bytes_per_second)}/s from each rank to all others, "
+        f"--strategy auto measured {format_decimal(advice.bytes_per_second)}/s from each rank to all others, "
         f"and {format_seconds(advice.step_seconds)} for a step without communication"
     )
     facts = {
@@ -117,12 +119,12 @@ def _choice(advice: NetworkAdvice, settings: TrainSettings) -> AutoChoice:
 def _apply_option(option: SyncOption | None, settings: TrainSettings) -> TrainSettings:
     """Return `settings` with the strategy that `option` describes; None: the default one."""
     if option is None or (option.every == 1 and option.compression == "none"):
-        return replace(settings, sync="sharded")
-    changed: dict[str, Any] = {"sync": "bucketed", "compression": option.compression}
+        return replace(settings, strategy="bucketed")
+    changed: dict[str, Any] = {"strategy": "bucketed", "compression": option.compression}
     if option.every > 1:
         changed |= {"every": option.every, "outer": option.outer}
         changed |= {"fragments": option.fragments, "delay": option.delay}
-        changed |= {"warmup_outer": settings.warmup} if option.outer == "diloco" else {}
+        changed |= {"outer_warmup_steps": settings.warmup} if option.outer == "diloco" else {}
     return replace(settings, **changed)
 
 
@@ -132,7 +134,7 @@ def _original_choice(settings: TrainSettings, world: World) -> TrainSettings | N
     saved = json.loads(gather_texts(json.dumps(found) if world.rank == 0 else "")[0])
     if saved is None:
         return None
-    return replace(settings, **{name: saved.get(name) for name in ("sync", *CHOSEN_BY_AUTO)})
+    return replace(settings, **{name: saved.get(name) for name in ("strategy", *CHOSEN_BY_AUTO)})
 
 
 # ---------------------------------------------------------------------- measuring

@@ -76,10 +76,10 @@ class LocalSgdSettings:
             raise unknown("outer", self.outer, OUTER_NAMES)
         _ = SyncSchedule(self.every, self.fragments, self.delay)
         if type(self.warmup) is not int or self.warmup < 0:
-            raise UsageError(f"warmup_outer={self.warmup!r}, must be a whole number of 0 or more")
+            raise UsageError(f"outer_warmup_steps={self.warmup!r}, must be a whole number of 0 or more")
         if self.outer == "average":
             rates = {"outer_lr": self.lr, "outer_momentum": self.momentum}
-            self._refuse("has none", **rates, warmup_outer=self.warmup or None)
+            self._refuse("has none", **rates, outer_warmup_steps=self.warmup or None)
         elif self.outer == "diloco":
             _ = Nesterov(**self._outer_options())
         else:

@@ -47,7 +47,7 @@ def start_training(settings: TrainSettings) -> None:
 
 
 def _launch_ranks(settings: TrainSettings) -> None:
-    ranks = settings.ranks or DEFAULT_RANKS
+    ranks = settings.nproc_per_node or DEFAULT_RANKS
     if settings.min_ranks is not None and settings.min_ranks > ranks:
         raise UsageError(
             f"min_ranks={settings.min_ranks}, of {plural(ranks, 'rank')}", remedy=f"valid: 1 to {ranks}"
@@ -102,10 +102,11 @@ def _resume_hint(folder: RunFolder) -> str:
 
 def _join_world(settings: TrainSettings, place: ProcessPlace) -> None:
     """Run the rank that a launcher started this process as."""
-    if settings.ranks not in (None, place.size):
+    here = place.local_size or place.size
+    if settings.nproc_per_node not in (None, here):
         raise UsageError(
-            f"ranks={settings.ranks}, but {place.source} started {place.size}",
-            remedy="leave --ranks out under a launcher",
+            f"nproc_per_node={settings.nproc_per_node}, but {place.source} started {here}",
+            remedy="leave --nproc-per-node out under a launcher",
         )
     settings = _fit_to_data(replace(settings, ranks=place.size), place.size)
     from paceline.tools.train.train_worker import run_rank
@@ -119,7 +120,7 @@ def _fit_to_data(settings: TrainSettings, ranks: int) -> TrainSettings:
     """Return `settings` with the vocabulary that the data need, after checking data and checkpoint."""
     corpus = corpora.load_corpus(settings.data)
     size = settings.model_size(corpus.vocabulary)
-    corpora.check_corpus(corpus, batch=settings.batch_size, context=size.context, ranks=ranks)
+    corpora.check_corpus(corpus, batch=settings.micro_batch_size, context=size.context, ranks=ranks)
     check_resumable(settings, size, corpus)
     return replace(settings, vocabulary=size.vocabulary)
 

@@ -13,6 +13,7 @@ from paceline._core.json_codec import decode, encode
 from paceline.errors import UsageError, unknown
 from paceline.parallel.compression.compression_config import COMPRESSIONS
 from paceline.parallel.strategy import STRATEGIES, Sync
+from paceline.tools.command_options import shared
 from paceline.tools.models.gpt_sizes import SIZES, GptSize, gpt_size
 from paceline.tools.train.local_sgd_settings import (
     NO_COMPRESSION,
@@ -21,18 +22,20 @@ from paceline.tools.train.local_sgd_settings import (
     compression_or_none,
 )
 
-__all__ = ["AUTO", "CHOSEN_BY_AUTO", "ExistingRun", "TrainSettings"]
+__all__ = ["AUTO", "CHOSEN_BY_AUTO", "RUN_PANEL", "ExistingRun", "TrainSettings"]
 
 ExistingRun = Literal["refuse", "resume", "overwrite"]
 
 AUTO = "auto"
-_AT_LEAST_ONE = ("batch_size", "steps", "accumulate", "log_every")
+_AT_LEAST_ONE = ("micro_batch_size", "steps", "accumulate", "log_every")
 _AT_LEAST_ZERO = ("seed", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens", "max_restarts")
-_OPTIONAL_COUNTS = ("ranks", "min_ranks", "context", "threads", "vocabulary")
+_OPTIONAL_COUNTS = ("ranks", "nproc_per_node", "min_ranks", "context", "threads", "vocabulary")
 _STRATEGIES_WITH_BUCKETS = ("bucketed", "sharded")
-_NEED_EVERY = ("outer", "outer_lr", "outer_momentum", "fragments", "delay", "warmup_outer")
+_NEED_EVERY = ("outer", "outer_lr", "outer_momentum", "fragments", "delay", "outer_warmup_steps")
+_TRAINING, _SYNCHRONISATION, _LOCAL_SGD, _PROCESSES = "Training", "Synchronisation", "Local SGD", "Processes"
+RUN_PANEL = "Run folder"
 CHOSEN_BY_AUTO = ("compression", "bucket_mib", "every", *_NEED_EVERY)
-"""Settings that ``--sync auto`` chooses, besides the strategy."""
+"""Settings that ``--strategy auto`` chooses, besides the strategy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +43,7 @@ class TrainSettings:
     """Everything that determines a training. A field with an `Option` is that option of ``paceline train``.
 
     Attributes:
-        sync: None stands for ``"sharded"``; for ``"bucketed"`` with `every`, since local steps need whole gradients,
-            and with `compression`, since the parameters that a sharded optimizer gathers are not compressed.
+        ranks: of the world that the run began with; None until it is known.
         compression: of gradients, or with `every` of pseudo-gradients. None: uncompressed gradients, and the default
             compression of `outer` for pseudo-gradients; ``"none"``: uncompressed.
         existing: treatment of a run that `out` holds already.
@@ -54,62 +56,91 @@ class TrainSettings:
         UsageError: a value is not valid.
     """
 
-    ranks: Annotated[int | None, Option(help="Processes; default 2, or those of torchrun.")] = None
-    min_ranks: Annotated[
-        int | None, Option(help="Fewest ranks to continue with after failures; default all.")
-    ] = None
-    max_restarts: Annotated[int, Option(help="Failures to recover from, at the last checkpoint.")] = 3
-    size: Annotated[str, Option(help=f"Model size: {', '.join(SIZES)}.")] = "tiny"
+    model: Annotated[str, shared("model", f": {', '.join(SIZES)}", panel="Model and data")] = "tiny"
     data: Annotated[
         str | None,
         Option(
-            metavar="PATH", help="Text file, folder, or nanoGPT .bin; default the standard library's sources."
+            metavar="PATH",
+            help="Text to train on: file, folder, or nanoGPT .bin; default the standard library's sources.",
+            rich_help_panel="Model and data",
         ),
     ] = None
-    vocabulary: Annotated[int | None, Option(help="Vocabulary size; default what the data need.")] = None
-    context: Annotated[int | None, Option(help="Context in tokens; default that of the size.")] = None
-    batch_size: Annotated[int, Option(help="Windows per micro-batch of a rank.")] = 16
-    accumulate: Annotated[int, Option(help="Micro-batches per optimizer step.")] = 1
-    steps: Annotated[int, Option(help="Number of optimizer steps.")] = 600
-    lr: Annotated[float, Option(help="Peak learning rate.")] = 2e-3
-    clip: Annotated[float, Option(help="Maximum gradient norm; 0: no clipping.")] = 1.0
-    sync: Annotated[
-        str | None,
-        Option(
-            help=f"Strategy: {', '.join(STRATEGIES)}, or auto: chosen for the measured network, tuned while training. "
-            "Default sharded; bucketed with --every or --compression."
-        ),
-    ] = None
-    bucket_mib: Annotated[float | None, Option(help="Bucket size in MiB; default the strategy's.")] = None
-    compression: Annotated[str | None, Option(help=f"Compression: {', '.join(COMPRESSIONS)}, none.")] = None
-    every: Annotated[
+    vocabulary: Annotated[
         int | None,
-        Option(metavar="H", help="Synchronise parameters every H steps, not gradients every step."),
+        Option(help="Vocabulary size; default what the data need.", rich_help_panel="Model and data"),
     ] = None
+    context: Annotated[
+        int | None, shared("context", "; default that of the model", panel="Model and data")
+    ] = None
+    micro_batch_size: Annotated[int, shared("micro-batch-size", panel=_TRAINING)] = 16
+    accumulate: Annotated[int, shared("accumulate", panel=_TRAINING)] = 1
+    steps: Annotated[int, shared("steps", " of the optimizer", panel=_TRAINING)] = 600
+    lr: Annotated[float, shared("lr", " at its peak", panel=_TRAINING)] = 2e-3
+    clip: Annotated[
+        float, Option(help="Maximum gradient norm; 0: no clipping.", rich_help_panel=_TRAINING)
+    ] = 1.0
+    seed: Annotated[int, shared("seed", ": of initial weights and data order", panel=_TRAINING)] = 0
+    strategy: Annotated[
+        str,
+        shared(
+            "strategy",
+            f": {', '.join(STRATEGIES)}, or auto: chosen for the measured network, tuned while training",
+            panel=_SYNCHRONISATION,
+        ),
+    ] = "bucketed"
+    bucket_mib: Annotated[
+        float | None, shared("bucket-mib", "; default the strategy's", panel=_SYNCHRONISATION)
+    ] = None
+    compression: Annotated[
+        str | None, shared("compression", f": {', '.join(COMPRESSIONS)}, none", panel=_SYNCHRONISATION)
+    ] = None
+    every: Annotated[int | None, shared("every", "; default: gradients in every step", panel=_LOCAL_SGD)] = (
+        None
+    )
     outer: Annotated[
-        str | None, Option(help=f"With --every: outer optimizer: {', '.join(OUTER_NAMES)}; default average.")
+        str | None, shared("outer", f": {', '.join(OUTER_NAMES)}; default average", panel=_LOCAL_SGD)
     ] = None
     outer_lr: Annotated[
-        float | None, Option(help="Outer learning rate; default 0.7 (diloco), 1 (slowmo).")
+        float | None, shared("outer-lr", "; default 0.7 (diloco), 1 (slowmo)", panel=_LOCAL_SGD)
     ] = None
     outer_momentum: Annotated[
-        float | None, Option(help="Outer momentum; default 0.9 (diloco), 0.5 (slowmo).")
+        float | None, shared("outer-momentum", "; default 0.9 (diloco), 0.5 (slowmo)", panel=_LOCAL_SGD)
     ] = None
-    fragments: Annotated[
-        int | None, Option(help="With --every: parts of the model, synchronised in turn; default 1.")
+    outer_warmup_steps: Annotated[
+        int | None,
+        Option(
+            metavar="STEPS",
+            help="Steps before the outer momentum starts; default 0.",
+            rich_help_panel=_LOCAL_SGD,
+        ),
     ] = None
-    delay: Annotated[
-        int | None, Option(help="With --every: steps from sending a fragment to merging it; default 0.")
+    fragments: Annotated[int | None, shared("fragments", "; default 1", panel=_LOCAL_SGD)] = None
+    delay: Annotated[int | None, shared("delay", " a fragment; default 0", panel=_LOCAL_SGD)] = None
+    nproc_per_node: Annotated[
+        int | None, shared("nproc-per-node", "; default 2, or those of torchrun", panel=_PROCESSES)
     ] = None
-    warmup_outer: Annotated[
-        int | None, Option(help="With --outer: steps before its momentum starts; default 0.")
+    min_ranks: Annotated[int | None, shared("min-ranks", "; default all", panel=_PROCESSES)] = None
+    max_restarts: Annotated[int, shared("max-restarts", ", at the last checkpoint", panel=_PROCESSES)] = 3
+    threads: Annotated[
+        int | None, shared("threads", "; default its share of the cores", panel=_PROCESSES)
     ] = None
-    seed: Annotated[int, Option(help="Seed of the initial weights and of the data order.")] = 0
-    eval_every: Annotated[int, Option(help="Steps between evaluations; 0: first and last.")] = 100
-    checkpoint_every: Annotated[int, Option(help="Steps between checkpoints; 0: only at the end.")] = 200
-    threads: Annotated[int | None, Option(help="Threads per rank; default its share of the cores.")] = None
-    device: Annotated[str | None, Option(help="cpu or cuda; default cuda if there is a GPU.")] = None
-    out: Annotated[str, Option(metavar="PATH", help="Folder for log, checkpoints and report.")] = "runs/train"
+    device: Annotated[str | None, shared("device", "; default cuda if there is a GPU", panel=_PROCESSES)] = (
+        None
+    )
+    out: Annotated[str, shared("out", ": log, checkpoints and report", panel=RUN_PANEL)] = "runs/train"
+    eval_every: Annotated[
+        int,
+        Option(
+            metavar="STEPS", help="Steps between evaluations; 0: first and last.", rich_help_panel=RUN_PANEL
+        ),
+    ] = 100
+    checkpoint_every: Annotated[
+        int,
+        Option(
+            metavar="STEPS", help="Steps between checkpoints; 0: only at the end.", rich_help_panel=RUN_PANEL
+        ),
+    ] = 200
+    ranks: int | None = None
     existing: ExistingRun = "refuse"
     weight_decay: float = 0.1
     log_every: int = 5
@@ -133,12 +164,14 @@ class TrainSettings:
         if not self.out:
             raise UsageError("out is empty", remedy="name a folder for the run, for example runs/train")
         size = self.model_size(self.vocabulary or 256)  # this and the following raise on invalid values
-        if self.sync is not None and not self.is_auto:
-            object.__setattr__(self, "sync", Sync.of(self.sync).name)  # the canonical name of an alias
+        if not self.is_auto:
+            object.__setattr__(
+                self, "strategy", Sync.of(self.strategy).name
+            )  # the canonical name of an alias
         for name in CHOSEN_BY_AUTO if self.is_auto else ():
             if getattr(self, name) is not None:
                 raise UsageError(
-                    f"{name}={getattr(self, name)!r} with sync='auto', which chooses that itself",
+                    f"{name}={getattr(self, name)!r} with strategy='auto', which chooses that itself",
                     remedy=f"leave --{name.replace('_', '-')} out, or name a strategy",
                 )
         if self.compression not in (None, NO_COMPRESSION, *COMPRESSIONS):
@@ -150,15 +183,7 @@ class TrainSettings:
     @property
     def is_auto(self) -> bool:
         """True if the strategy is chosen by measuring."""
-        return self.sync == AUTO
-
-    @property
-    def strategy(self) -> str:
-        """Name of the strategy: that of `sync`, or the default."""
-        if self.sync is None or self.is_auto:
-            plain = self.every is None and compression_or_none(self.compression) is None
-            return "sharded" if plain else "bucketed"
-        return self.sync
+        return self.strategy == AUTO
 
     @property
     def local_sgd(self) -> LocalSgdSettings | None:
@@ -172,16 +197,17 @@ class TrainSettings:
                         "every step",
                     )
             return None
-        if Sync.of(self.strategy).shard != "none":
+        if not self.is_auto and Sync.of(self.strategy).shard != "none":
             raise UsageError(
-                f"every={self.every!r} with sync={self.sync!r}, where no rank has whole gradients for local steps",
-                remedy="leave --sync out, or use bucketed",
+                f"every={self.every!r} with strategy={self.strategy!r}, where no rank has whole gradients for local "
+                "steps",
+                remedy="leave --strategy out, or use bucketed",
             )
         optional: dict[str, Any] = {
             "outer": self.outer,
             "fragments": self.fragments,
             "delay": self.delay,
-            "warmup": self.warmup_outer,
+            "warmup": self.outer_warmup_steps,
         }
         return LocalSgdSettings(
             every=self.every,
@@ -202,7 +228,7 @@ class TrainSettings:
     @property
     def plan(self) -> Sync:
         """How gradients are synchronised, where they are."""
-        plan = Sync.of(self.strategy)
+        plan = Sync() if self.is_auto else Sync.of(self.strategy)
         if self.every is None and compression_or_none(self.compression) is not None:
             plan = replace(plan, compression=self.compression)
         if self.bucket_mib is None:
@@ -214,7 +240,7 @@ class TrainSettings:
             )
         if self.strategy not in _STRATEGIES_WITH_BUCKETS:
             raise UsageError(
-                f"bucket_mib={self.bucket_mib!r} with sync={self.strategy!r}, which has no bucket size",
+                f"bucket_mib={self.bucket_mib!r} with strategy={self.strategy!r}, which has no bucket size",
                 remedy=f"leave it out, or use {' or '.join(_STRATEGIES_WITH_BUCKETS)}",
             )
         return replace(plan, bucket_mib=float(self.bucket_mib))
@@ -230,7 +256,7 @@ class TrainSettings:
                 f"the data hold token {vocabulary - 1}, but vocabulary={self.vocabulary}",
                 remedy=f"use a vocabulary of {vocabulary} or more, or leave it out",
             )
-        return gpt_size(self.size, vocabulary=self.vocabulary or vocabulary, context=self.context)
+        return gpt_size(self.model, vocabulary=self.vocabulary or vocabulary, context=self.context)
 
     @property
     def warmup(self) -> int:

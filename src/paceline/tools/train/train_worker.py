@@ -165,7 +165,7 @@ def _log_resumed(job: TrainingJob, progress: TrainingProgress) -> None:
         progress.log(f"skipped {skipped.path}, which is damaged: {skipped.why}")
     progress.log(f"resumed at step {found.step}")
     settings, windows = job.settings, job.batches.windows_per_step
-    if windows != settings.batch_size * settings.accumulate * job.world.size:
+    if windows != settings.micro_batch_size * settings.accumulate * job.world.size:
         progress.log(f"the global batch stays {windows} windows, as the run began")
 
 

@@ -36,7 +36,7 @@ class TrainingJob:
     """One rank's part of a training.
 
     Attributes:
-        settings: the settings, with the strategy that ``--sync auto`` has chosen.
+        settings: the settings, with the strategy that ``--strategy auto`` has chosen.
         world: this rank's place.
         folder: the run folder.
         corpus: the tokens.
@@ -49,7 +49,7 @@ class TrainingJob:
         metrics: writes the measurements of logged steps.
         loop: context manager to train in for local SGD.
         sent_bytes: bytes that this rank has sent.
-        choice: the choice of ``--sync auto``, with reasons.
+        choice: the choice of ``--strategy auto``, with reasons.
     """
 
     settings: TrainSettings
@@ -120,14 +120,14 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
     """
     corpus = corpora.load_corpus(settings.data)
     size = settings.model_size(settings.vocabulary or corpus.vocabulary)
-    corpora.check_corpus(corpus, batch=settings.batch_size, context=size.context, ranks=world.size)
+    corpora.check_corpus(corpus, batch=settings.micro_batch_size, context=size.context, ranks=world.size)
     verify_same(_facts(settings, corpus), "the training", remedy="give every rank the same settings and data")
 
-    windows = settings.batch_size * settings.accumulate * (settings.ranks or world.size)
+    windows = settings.micro_batch_size * settings.accumulate * (settings.ranks or world.size)
     shard: dict[str, Any] = {"context": size.context, "rank": world.rank, "size": world.size}
 
     def batches_of(windows: int) -> TrainingWindows:
-        batch = min(settings.batch_size, -(-windows // world.size))
+        batch = min(settings.micro_batch_size, -(-windows // world.size))
         return TrainingWindows(corpus.train, batch, seed=settings.seed, windows=windows, **shard)
 
     choice = None
@@ -172,7 +172,9 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
         optimizer=optimizer,
         checkpoint=checkpoint,
         batches=batches_of(windows),
-        held_out=HeldOutWindows(corpus.held_out, settings.batch_size, limit=settings.eval_windows, **shard),
+        held_out=HeldOutWindows(
+            corpus.held_out, settings.micro_batch_size, limit=settings.eval_windows, **shard
+        ),
         metrics=StepMetrics(folder.path),
         loop=loop,
         sent_bytes=sent_bytes,

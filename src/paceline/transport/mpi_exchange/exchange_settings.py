@@ -47,7 +47,7 @@ class ExchangeSettings:
             raise unknown("shape of exchange", self.shape, EXCHANGE_SHAPES)
         if ranks < 1:
             raise UsageError(
-                f"--ranks {ranks}: no rank to exchange with", remedy="give 1 or more, for example 4"
+                f"--nproc-per-node {ranks}: no rank to exchange with", remedy="give 1 or more, for example 4"
             )
         if self.nbytes < 0 or self.rounds < 1:
             raise UsageError(
@@ -56,7 +56,7 @@ class ExchangeSettings:
             )
         if self.work_seconds < 0 or not self.timeout > 0:
             raise UsageError(
-                f"--work {self.work_seconds:g} --timeout {self.timeout:g}",
+                f"--compute {self.work_seconds:g} --timeout {self.timeout:g}",
                 remedy="give 0 seconds of work or more, and a time-out above 0",
             )
         split_frames(0, self.frame_nbytes)
@@ -92,5 +92,5 @@ def check_memory(nbytes: int, ranks_here: int, available: int) -> None:
         f"{ranks_here} ranks that each send and receive {format_bytes(nbytes)} need about "
         f"{format_bytes(needed)}; {format_bytes(available)} are available",
         remedy=f"{format_bytes(fitting)} would fit (--bytes {fitting})"
-        + (f", or --ranks {ranks}" if ranks else ""),
+        + (f", or --nproc-per-node {ranks}" if ranks else ""),
     )

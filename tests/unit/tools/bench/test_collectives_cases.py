@@ -133,7 +133,7 @@ def test_named_sizes_that_do_not_fit_are_refused_with_those_that_do():
 
     room = HostMemory(4 * GIB)
     cases = list_cases(settings(sizes=(10**6, 10**10)))
-    with pytest.raises(UsageError, match=r"(?s)10 GB with 2 ranks.*give --sizes up to [\d.]+MB"):
+    with pytest.raises(UsageError, match=r"(?s)10 GB with 2 ranks.*give --bytes up to [\d.]+MB"):
         check_cases_fit(cases, room)
     largest = largest_nbytes(cases[-1], room)
     check_cases_fit(list_cases(settings(ranks=(4,), sizes=(largest,))), room)
@@ -143,9 +143,11 @@ def test_named_sizes_that_do_not_fit_are_refused_with_those_that_do():
 
 def test_no_size_is_recommended_if_none_fits():
     cases = list_cases(settings(ranks=(4,), sizes=(10**6,)))
-    with pytest.raises(UsageError, match=r"(?s)no size would fit.*give fewer --ranks or fewer") as caught:
+    with pytest.raises(
+        UsageError, match=r"(?s)no size would fit.*give fewer --nproc-per-node or fewer"
+    ) as caught:
         check_cases_fit(cases, HostMemory(GIB // 2))
-    assert "--sizes" not in str(caught.value)
+    assert "--bytes" not in str(caught.value)
 
 
 def test_a_gpu_has_to_hold_its_buffers():
@@ -162,9 +164,9 @@ def test_a_gpu_has_to_hold_its_buffers():
         ({"ops": ("allreduce",)}, "did you mean 'all-reduce'"),
         ({"dtype": "float23"}, "did you mean 'float32'"),
         ({"rendezvous": "files"}, "did you mean 'file'"),
-        ({"ranks": (0,)}, "--ranks 0: one rank has no peer"),
+        ({"ranks": (0,)}, "--nproc-per-node 0: one rank has no peer"),
         ({"ranks": (1, 2)}, "give 2 or more"),
-        ({"sizes": ()}, "--sizes is empty"),
+        ({"sizes": ()}, "--bytes is empty"),
         ({"warmup": 0}, "the first call connects"),
         ({"iterations": 0}, "--iterations 0"),
         ({"seconds": 0.0}, "--seconds 0"),

@@ -127,7 +127,7 @@ def test_settings_survive_strict_json():
         ({"ranks": 1}, "no peer to synchronise with"),
         ({"steps": 0}, "--steps 0"),
         ({"rounds": 0}, "--rounds 0"),
-        ({"batch_size": 0}, "--batch-size 0"),
+        ({"batch_size": 0}, "--micro-batch-size 0"),
         ({"context": 0}, "--context 0"),
         ({"threads": 0}, "--threads 0"),
         ({"sizes": ()}, "no model size"),

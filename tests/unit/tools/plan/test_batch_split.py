@@ -36,7 +36,8 @@ def test_devices_are_the_least_that_fit(shared, whole, activations, memory, part
 
 
 @pytest.mark.parametrize(
-    ("strategy", "nbytes"), [("ddp", 16.0), ("zero1", 8 + 8 / 4), ("zero2", 4 + 12 / 4), ("fsdp", 16 / 4)]
+    ("strategy", "nbytes"),
+    [("naive", 16.0), ("ddp", 16.0), ("zero1", 8 + 8 / 4), ("zero2", 4 + 12 / 4), ("fsdp", 16 / 4)],
 )
 def test_states_of_strategies_on_four_devices(strategy, nbytes):
     assert device_nbytes(ModelStates.of(1000, strategy), 0.0, 4) == 1000 * nbytes
@@ -125,6 +126,7 @@ def test_a_split_of_nothing_is_refused(numbers):
 def test_a_threshold_names_the_links_that_it_is_about(wire, between):
     options = BatchRequest(
         parameters=7_000_000_000,
+        strategy="full-shard",
         devices=64,
         flops=catalog_matmul_rate("h100"),
         wire=catalog_link_rate(wire),
@@ -135,4 +137,4 @@ def test_a_threshold_names_the_links_that_it_is_about(wire, between):
     inside, outside = (f"({catalog_link_rate(name).source})" for name in (wire, between))
     assert inside in why["tokens_hsdp_inside_a_group"]
     assert outside in why["tokens_hsdp_between_groups"]
-    assert (inside if wire == "pcie4" else outside) in why["tokens_fsdp"], "the slower of both"
+    assert (inside if wire == "pcie4" else outside) in why["tokens_full_shard"], "the slower of both"

@@ -61,7 +61,7 @@ def test_the_page_shows_the_run_its_times_and_the_bottleneck(folder):
     page = path.read_text()
     for text in (
         "Run demo",
-        "paceline train --ranks 2 --steps 30",
+        "paceline train --nproc-per-node 2 --steps 30",
         "Rank 1 limits this run",
         "Step time",
         "Loss",

@@ -54,9 +54,9 @@ def test_one_rank_alone_has_no_cost(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("batch", ["per-rank", "fixed"])
-def test_an_infinitely_fast_network_costs_nothing(strategy, batch):
-    for row in sweep_nodes(plan(FAST, strategy=strategy, batch=batch), [1, 2, 7, 100]):
+@pytest.mark.parametrize("scaling", ["weak", "strong"])
+def test_an_infinitely_fast_network_costs_nothing(strategy, scaling):
+    for row in sweep_nodes(plan(FAST, strategy=strategy, scaling=scaling), [1, 2, 7, 100]):
         assert row.efficiency.mean == pytest.approx(1.0, abs=1e-9)
         assert row.speedup == pytest.approx(row.nodes, rel=1e-6)
 
@@ -64,21 +64,26 @@ def test_an_infinitely_fast_network_costs_nothing(strategy, batch):
 @given(
     nodes=st.integers(1, 40),
     strategy=st.sampled_from(STRATEGIES),
-    batch=st.sampled_from(["per-rank", "fixed"]),
+    scaling=st.sampled_from(["weak", "strong"]),
     link=st.sampled_from([1e7, 1e9, 1e11]),
     spread=st.sampled_from([0.0, 0.1]),
     jitter=st.sampled_from([0.0, 0.1]),
-    shares=st.sampled_from(["equal", "speed"]),
+    balance=st.sampled_from(["equal", "speed"]),
     mtbf=st.sampled_from([math.inf, 30 * DAY]),
     seed=st.integers(0, 9),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_ledger_adds_up_to_the_whole(nodes, strategy, batch, link, spread, jitter, shares, mtbf, seed):
-    machines = ClusterMachines(speeds=(1, 2), spread=spread, jitter=jitter, shares=shares)
+def test_the_ledger_adds_up_to_the_whole(nodes, strategy, scaling, link, spread, jitter, balance, mtbf, seed):
+    machines = ClusterMachines(speeds=(1, 2), spread=spread, jitter=jitter, balance=balance)
     options = {} if mtbf == math.inf else {"write": 30.0, "restart": 60.0, "node_mtbf": mtbf}
     row = simulate_cluster(
         plan(
-            ClusterNetwork(link=link), strategy=strategy, batch=batch, machines=machines, seed=seed, **options
+            ClusterNetwork(link=link),
+            strategy=strategy,
+            scaling=scaling,
+            machines=machines,
+            seed=seed,
+            **options,
         ),
         nodes,
     )
@@ -140,7 +145,8 @@ def test_exchanging_every_h_steps_costs_an_hth():
 
 def test_strong_scaling_divides_computing_and_weak_scaling_does_not():
     weak, strong = (
-        list(sweep_nodes(plan(batch=batch, strategy="flat"), [1, 4, 16])) for batch in ("per-rank", "fixed")
+        list(sweep_nodes(plan(scaling=scaling, strategy="flat"), [1, 4, 16]))
+        for scaling in ("weak", "strong")
     )
     assert [row.compute_seconds for row in weak] == [1.0, 1.0, 1.0]
     assert [row.compute_seconds for row in strong] == [1.0, 1 / 4, 1 / 16]
@@ -150,7 +156,7 @@ def test_strong_scaling_divides_computing_and_weak_scaling_does_not():
 
 def test_weak_scaling_of_n_times_the_step_is_strong_scaling():
     weak = simulate_cluster(plan(step=1.0, machines=ClusterMachines(jitter=0.1)), 16)
-    strong = simulate_cluster(plan(step=16.0, machines=ClusterMachines(jitter=0.1), batch="fixed"), 16)
+    strong = simulate_cluster(plan(step=16.0, machines=ClusterMachines(jitter=0.1), scaling="strong"), 16)
     assert weak.step == strong.step
     assert weak.ledger == strong.ledger
 
@@ -158,7 +164,7 @@ def test_weak_scaling_of_n_times_the_step_is_strong_scaling():
 def test_dispatch_by_speed_uses_the_time_that_equal_shares_lose():
     speeds = (1, 1, 2, 4)
     equal = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds)), 4)
-    dealt = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds, shares="speed")), 4)
+    dealt = simulate_cluster(plan(FAST, machines=ClusterMachines(speeds=speeds, balance="speed")), 4)
     assert equal.step.mean == pytest.approx(4.0)
     assert equal.ledger["uneven machines"] == pytest.approx(0.5)
     assert dealt.step.mean == pytest.approx(2.0)
@@ -247,7 +253,7 @@ def test_texts_name_the_bottleneck():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"step": 0.0}, "step_seconds"), ({"nbytes": -1.0}, "nbytes"), ({"batch": "big"}, "unknown batch"),
+        ({"step": 0.0}, "step_seconds"), ({"nbytes": -1.0}, "nbytes"), ({"scaling": "big"}, "unknown scaling"),
         ({"strategy": "magic"}, "unknown strategy"), ({"bucket_nbytes": 0.0}, "bucket_nbytes"),
         ({"backward": 1.0}, "backward"), ({"computing_slows": 0.9}, "computing_slows"),
         ({"calls_slow": math.nan}, "calls_slow"),

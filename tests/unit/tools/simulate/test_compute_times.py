@@ -91,7 +91,7 @@ def test_speeds_and_shares_by_them():
     equal = steps(ClusterMachines(speeds=(1, 1, 2, 4)), 4)
     assert equal.slowest.tolist() == [4.0] * 8
     assert equal.useful == pytest.approx(np.full(8, 1 / np.mean([0.25, 0.25, 0.5, 1])))
-    by_speed = steps(ClusterMachines(speeds=(1, 1, 2, 4), shares="speed"), 4)
+    by_speed = steps(ClusterMachines(speeds=(1, 1, 2, 4), balance="speed"), 4)
     assert by_speed.slowest == pytest.approx(equal.useful)
     assert by_speed.longest == pytest.approx(np.full((8, 1), 2.0))
 
@@ -137,7 +137,7 @@ def test_the_same_seed_gives_the_same_to_the_bit(machines, nodes):
     [
         ({"speeds": ()}, "speeds"), ({"speeds": (1.0, 0.0)}, "speeds"), ({"spread": -0.1}, "spread"),
         ({"jitter": 9.0}, "jitter"), ({"jitter": math.nan}, "jitter"), ({"measured": (1.0, 0.0)}, "measured"),
-        ({"measured": (1.0, 2.0), "jitter": 0.1}, "omit jitter"), ({"shares": "fair"}, "unknown shares"),
+        ({"measured": (1.0, 2.0), "jitter": 0.1}, "omit jitter"), ({"balance": "fair"}, "unknown balance"),
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused(options, message):

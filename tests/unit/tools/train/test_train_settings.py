@@ -21,23 +21,24 @@ from paceline.tools.train.train_settings import TrainSettings
 def test_defaults_are_valid_and_survive_json():
     settings = TrainSettings(out="runs/a")
     assert TrainSettings.from_json(settings.to_json()) == settings
-    assert settings.plan == Sync.of("sharded")
+    assert settings.plan == Sync()
 
 
 def test_every_field_survives_json():
     settings = TrainSettings(
-        out="a", existing="resume", ranks=3, size="mini", data="text", vocabulary=300, context=7, batch_size=2,
-        accumulate=4, steps=9, lr=0.1, weight_decay=0.0, clip=0.0, sync="bucketed", bucket_mib=1.5, seed=8,
+        out="a", existing="resume", ranks=3, model="mini", data="text", vocabulary=300, context=7, micro_batch_size=2,
+        accumulate=4, steps=9, lr=0.1, weight_decay=0.0, clip=0.0, strategy="bucketed", bucket_mib=1.5, seed=8,
         log_every=2, eval_every=0, eval_windows=0, checkpoint_every=0, sample_tokens=0, threads=2, device="cpu",
         compression="int4", every=12, outer="diloco", outer_lr=0.5, outer_momentum=0.8, fragments=3, delay=2,
-        warmup_outer=4,
+        outer_warmup_steps=4,
     )  # fmt: skip
     assert TrainSettings.from_json(settings.to_json()) == settings
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "2", True])
 @pytest.mark.parametrize(
-    "name", ["ranks", "batch_size", "accumulate", "steps", "log_every", "context", "threads", "vocabulary"]
+    "name",
+    ["ranks", "micro_batch_size", "accumulate", "steps", "log_every", "context", "threads", "vocabulary"],
 )
 def test_counts_of_at_least_one(name, value):
     with pytest.raises(UsageError, match=rf"{name}={value!r}, must be a whole number of 1 or more"):
@@ -65,9 +66,9 @@ def test_learning_rate_of_zero():
 @pytest.mark.parametrize(
     ("values", "meant"),
     [
-        ({"sync": "bukketed"}, "bucketed"),
-        ({"sync": "shard"}, "sharded"),
-        ({"size": "tinny"}, "tiny"),
+        ({"strategy": "bukketed"}, "bucketed"),
+        ({"strategy": "shard"}, "sharded"),
+        ({"model": "tinny"}, "tiny"),
         ({"existing": "overwrit"}, "overwrite"),
         ({"device": "cuda:0"}, "cuda"),
     ],
@@ -81,18 +82,18 @@ def test_near_misses_are_suggested(values, meant):
 @pytest.mark.parametrize("sync", ["bucketed", "sharded", "naive"])
 def test_bucket_size_of_zero_suggests_strategies_without_buckets(sync, bucket_mib):
     with pytest.raises(UsageError, match=r"(?s)must be above 0.*'naive'.*'overlap'"):
-        TrainSettings(out="a", sync=sync, bucket_mib=bucket_mib)
+        TrainSettings(out="a", strategy=sync, bucket_mib=bucket_mib)
 
 
 @pytest.mark.parametrize("sync", ["naive", "flat", "overlap", "full-shard"])
 def test_bucket_size_is_refused_for_strategies_without_buckets(sync):
-    with pytest.raises(UsageError, match=f"sync='{sync}', which has no bucket size"):
-        TrainSettings(out="a", sync=sync, bucket_mib=4)
+    with pytest.raises(UsageError, match=f"strategy='{sync}', which has no bucket size"):
+        TrainSettings(out="a", strategy=sync, bucket_mib=4)
 
 
 def test_bucket_size_is_that_of_the_plan():
-    assert TrainSettings(out="a", sync="bucketed", bucket_mib=4).plan == Sync(bucket_mib=4)
-    assert TrainSettings(out="a", sync="sharded", bucket_mib=math.inf).plan == Sync(
+    assert TrainSettings(out="a", strategy="bucketed", bucket_mib=4).plan == Sync(bucket_mib=4)
+    assert TrainSettings(out="a", strategy="sharded", bucket_mib=math.inf).plan == Sync(
         math.inf, shard="optimizer"
     )
 
@@ -104,7 +105,7 @@ def test_folder_without_a_name():
 
 def test_vocabulary_defaults_to_that_of_the_data():
     assert TrainSettings(out="a").model_size(256).vocabulary == 256
-    assert TrainSettings(out="a", size="small").model_size(50257).vocabulary == 50257
+    assert TrainSettings(out="a", model="small").model_size(50257).vocabulary == 50257
     assert TrainSettings(out="a", vocabulary=300).model_size(256).vocabulary == 300
     with pytest.raises(UsageError, match="the data hold token 299, but vocabulary=256"):
         TrainSettings(out="a", vocabulary=256).model_size(300)
@@ -126,16 +127,16 @@ def test_invalid_settings_files_are_refused(text, message):
 
 
 def test_default_strategies():
-    assert TrainSettings(out="a").strategy == "sharded"
-    assert TrainSettings(out="a", compression="none").strategy == "sharded"
+    assert TrainSettings(out="a").strategy == "bucketed"
+    assert TrainSettings(out="a", compression="none").strategy == "bucketed"
     assert TrainSettings(out="a", compression="int8").plan == Sync(compression="int8")
-    assert TrainSettings(out="a", sync="sharded", compression="int8").plan == Sync(
+    assert TrainSettings(out="a", strategy="sharded", compression="int8").plan == Sync(
         shard="optimizer", compression="int8"
     )
     settings = TrainSettings(out="a", every=4)
     assert (settings.plan, settings.local_sgd) == (Sync(), LocalSgdSettings(every=4))
     assert settings.sync_summary == "averaged every 4 steps, int8"
-    assert TrainSettings(out="a", every=4, sync="naive", compression="none").plan == Sync.of("naive")
+    assert TrainSettings(out="a", every=4, strategy="naive", compression="none").plan == Sync.of("naive")
 
 
 @pytest.mark.parametrize("outer", ["average", "diloco"])
@@ -161,32 +162,35 @@ def test_with_every_compression_is_of_pseudo_gradients():
     [
         ({"every": 0}, "every=0"),
         ({"every": 2.5}, "every=2.5"),
-        ({"every": 4, "sync": "sharded"}, "every=4 with sync='sharded', where no rank has whole gradients"),
-        ({"every": 4, "sync": "full-shard"}, "every=4 with sync='full-shard'"),
+        (
+            {"every": 4, "strategy": "sharded"},
+            "every=4 with strategy='sharded', where no rank has whole gradients",
+        ),
+        ({"every": 4, "strategy": "full-shard"}, "every=4 with strategy='full-shard'"),
         ({"outer_lr": 0.5}, "(?s)outer_lr=0.5 without every.*--outer-lr"),
         ({"outer": "diloco"}, "outer='diloco' without every"),
         ({"fragments": 2}, "fragments=2 without every"),
         ({"delay": 0}, "delay=0 without every"),
-        ({"warmup_outer": 3}, "warmup_outer=3 without every"),
+        ({"outer_warmup_steps": 3}, "outer_warmup_steps=3 without every"),
         ({"every": 4, "outer": "dilocco"}, "did you mean 'diloco'"),
         ({"every": 4, "outer_lr": 0.5}, "outer_lr=0.5 with outer='average', which has none"),
         ({"every": 4, "outer_momentum": 0.0}, "outer_momentum=0.0 with outer='average'"),
-        ({"every": 4, "warmup_outer": 5}, "warmup_outer=5 with outer='average'"),
+        ({"every": 4, "outer_warmup_steps": 5}, "outer_warmup_steps=5 with outer='average'"),
         ({"every": 4, "outer": "slowmo", "fragments": 2}, "fragments=2 with outer='slowmo'"),
         ({"every": 4, "outer": "slowmo", "delay": 1}, "delay=1 with outer='slowmo'"),
         ({"every": 4, "outer": "diloco", "outer_lr": 0.0}, "outer_lr=0.0"),
         ({"every": 4, "outer": "diloco", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"every": 4, "outer": "slowmo", "outer_momentum": 1.0}, "slow_momentum=1.0"),
-        ({"every": 4, "outer": "diloco", "warmup_outer": -1}, "warmup_outer=-1"),
+        ({"every": 4, "outer": "diloco", "outer_warmup_steps": -1}, "outer_warmup_steps=-1"),
         ({"every": 4, "fragments": 5}, "fragments=5 with every=4"),
         ({"every": 20, "fragments": 8}, "fragments=8, but the model has 7 layers"),
         ({"every": 4, "delay": 4}, "delay=4 with every=4"),
         ({"every": 4, "compression": "powersgd"}, "compression='powersgd' with every=4"),
         ({"compression": "int5"}, "unknown compression 'int5'.*none"),
-        ({"compression": "int8", "sync": "full-shard"}, "compression with shard='parameters'"),
-        ({"sync": "auto", "every": 4}, "every=4 with sync='auto', which chooses that itself"),
-        ({"sync": "auto", "compression": "int8"}, "compression='int8' with sync='auto'"),
-        ({"sync": "auto", "bucket_mib": 4.0}, "bucket_mib=4.0 with sync='auto'"),
+        ({"compression": "int8", "strategy": "full-shard"}, "compression with shard='parameters'"),
+        ({"strategy": "auto", "every": 4}, "every=4 with strategy='auto', which chooses that itself"),
+        ({"strategy": "auto", "compression": "int8"}, "compression='int8' with strategy='auto'"),
+        ({"strategy": "auto", "bucket_mib": 4.0}, "bucket_mib=4.0 with strategy='auto'"),
     ],
 )
 def test_contradictory_values_are_refused(values, message):

@@ -165,7 +165,7 @@ def check_backends(names: tuple[str, ...], most_ranks_on_host: int) -> None:
         if most_ranks_on_host > usable:
             raise UsageError(
                 f"backend {name!r}: {most_ranks_on_host} ranks need a GPU each, and there are {usable}",
-                remedy=f"give at most {usable} with --ranks" if usable > 1 else f"leave {name} out",
+                remedy=f"give at most {usable} with --nproc-per-node" if usable > 1 else f"leave {name} out",
             )
 
 

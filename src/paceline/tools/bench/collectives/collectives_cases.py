@@ -173,8 +173,8 @@ def check_cases_fit(cases: Sequence[CollectiveCase], host: HostMemory) -> None:
         reason = _why_too_large(case, host)
         if reason:
             least = min(largest_nbytes(each, host) for each in cases)
-            smaller = f"--sizes up to {_round_down(least)}, " if least else ""
-            raise UsageError(reason, remedy=f"give {smaller}fewer --ranks or fewer --backends")
+            smaller = f"--bytes up to {_round_down(least)}, " if least else ""
+            raise UsageError(reason, remedy=f"give {smaller}fewer --nproc-per-node or fewer --backend")
 
 
 def _why_too_large(case: CollectiveCase, host: HostMemory) -> str:

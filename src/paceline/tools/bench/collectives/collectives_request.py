@@ -85,10 +85,10 @@ def make_request(
     if backends is None:
         names = default_backends(launchers)
     else:
-        names = parse_list("--backends", backends, str, example="gloo,paceline", unique=True)
+        names = parse_list("--backend", backends, str, example="gloo,paceline", unique=True)
     settings = CollectiveSettings(
         backends=names,
-        ops=parse_list("--ops", ops, str, example="all-reduce,broadcast", unique=True),
+        ops=parse_list("--op", ops.replace("_", "-"), str, example="all-reduce,broadcast", unique=True),
         ranks=_parse_ranks(ranks, place),
         sizes=_parse_sizes(DEFAULT_SIZES if sizes is None else sizes),
         network=network_name(network, place),
@@ -107,23 +107,28 @@ def make_request(
         check_cases_fit(cases, host)
     kept, too_large = fitting_cases(cases, host)
     if not kept:
-        raise UsageError(f"nothing fits: {too_large[0]}", remedy="give smaller --sizes or fewer --ranks")
+        raise UsageError(
+            f"nothing fits: {too_large[0]}", remedy="give smaller --bytes or fewer --nproc-per-node"
+        )
     fits = tuple(case in kept for case in cases)
     return CollectivesRequest(settings, tuple(cases), fits, tuple([*left_out, *too_large]))
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
     example = "1MB,64KiB:64MiB:x2"
-    found = parse_sweep("--sizes", text, parse_bytes, example=example, strict=True)
+    found = parse_sweep("--bytes", text, parse_bytes, example=example, strict=True)
     return tuple(int(size) for size in found)
 
 
 def _parse_ranks(text: str | None, place: ProcessPlace) -> tuple[int, ...]:
     if under_launcher(place) and text is None:
         return (place.size,)
-    found = parse_list("--ranks", DEFAULT_RANKS if text is None else text, int, example=DEFAULT_RANKS)
+    found = parse_list(
+        "--nproc-per-node", DEFAULT_RANKS if text is None else text, int, example=DEFAULT_RANKS
+    )
     if under_launcher(place) and text is not None:
         check_launched_ranks(text, set(found), place)
+        return (place.size,)
     return tuple(sorted(set(found)))
 
 

@@ -67,19 +67,22 @@ class CollectiveSettings:
         if self.dtype not in DTYPES:
             raise unknown("dtype", self.dtype, DTYPES)
         if self.rendezvous not in RENDEZVOUS:
-            raise unknown("rendezvous", self.rendezvous, RENDEZVOUS)
-        for name in ("backends", "ops", "ranks", "sizes"):
-            if not getattr(self, name):
+            raise unknown("init method", self.rendezvous, RENDEZVOUS)
+        given = {"backend": self.backends, "op": self.ops, "nproc-per-node": self.ranks, "bytes": self.sizes}
+        for name, values in given.items():
+            if not values:
                 raise UsageError(f"--{name} is empty", remedy="give one or more")
         if min(self.ranks) < 2:
-            raise UsageError(f"--ranks {min(self.ranks)}: one rank has no peer", remedy="give 2 or more")
+            raise UsageError(
+                f"--nproc-per-node {min(self.ranks)}: one rank has no peer", remedy="give 2 or more"
+            )
         if max(self.ranks) > _MOST_RANKS.get(self.dtype, max(self.ranks)):
             raise UsageError(
                 f"--dtype {self.dtype}: its sums can't be checked exactly with {max(self.ranks)} ranks",
                 remedy=f"give at most {_MOST_RANKS[self.dtype]} ranks, or --dtype float32",
             )
         if min(self.sizes) < 1:
-            raise UsageError(f"--sizes {min(self.sizes)}", remedy="give 1 byte or more")
+            raise UsageError(f"--bytes {min(self.sizes)}", remedy="give 1 byte or more")
         if self.warmup < 1:
             raise UsageError(f"--warmup {self.warmup}: the first call connects", remedy="give 1 or more")
         if self.iterations is not None and self.iterations < 1:

@@ -78,22 +78,24 @@ class StepSettings:
     def __post_init__(self) -> None:
         if self.ranks < 2:
             raise UsageError(
-                f"--ranks {self.ranks}: one rank has no peer to synchronise with", remedy="give 2 or more"
+                f"--nproc-per-node {self.ranks}: one rank has no peer to synchronise with",
+                remedy="give 2 or more",
             )
         for name in ("batch_size", "context", "steps", "rounds", "threads"):
             if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}", remedy="give 1 or more")
+                option = "micro-batch-size" if name == "batch_size" else name
+                raise UsageError(f"--{option} {getattr(self, name)}", remedy="give 1 or more")
         if self.backend is not None and self.backend not in STEP_BACKENDS:
             raise unknown("backend", self.backend, STEP_BACKENDS)
         if self.seed < 0:
             raise UsageError(f"--seed {self.seed}", remedy="give 0 or more")
         if not self.sizes:
-            raise UsageError("no model size given", remedy="for example --size tiny,mini")
+            raise UsageError("no model size given", remedy="for example --model tiny,mini")
         for name in self.sizes:
             if self.context > gpt_size(name).context:
                 raise UsageError(
                     f"--context {self.context}: model size {name!r} sees at most {gpt_size(name).context} tokens",
-                    remedy=f"give at most {gpt_size(name).context}, or another --size",
+                    remedy=f"give at most {gpt_size(name).context}, or another --model",
                 )
             self.variants(name)
 
@@ -149,7 +151,7 @@ def _check_memory(settings: StepSettings, name: str) -> None:
         raise UsageError(
             f"{variants} strategies with models of size {name!r} on {settings.ranks} ranks need about "
             f"{format_bytes(needed)}; {format_bytes(available)} are available",
-            remedy="give fewer --strategies or --bucket-mib, or a smaller --size",
+            remedy="give fewer --strategy or --bucket-mib, or a smaller --model",
         )
 
 

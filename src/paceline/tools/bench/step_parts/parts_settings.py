@@ -63,10 +63,13 @@ class PartsSettings:
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
-            raise UsageError(f"--ranks {self.ranks}: one rank exchanges nothing", remedy="give 2 or more")
+            raise UsageError(
+                f"--nproc-per-node {self.ranks}: one rank exchanges nothing", remedy="give 2 or more"
+            )
         for name in ("batch_size", "context", "threads", "steps", "rounds"):
             if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}", remedy="give 1 or more")
+                option = "micro-batch-size" if name == "batch_size" else name
+                raise UsageError(f"--{option} {getattr(self, name)}", remedy="give 1 or more")
         if self.backend is not None and self.backend not in STEP_BACKENDS:
             raise unknown("backend", self.backend, STEP_BACKENDS)
         if not self.seconds > 0:
@@ -76,11 +79,11 @@ class PartsSettings:
                 "--network is empty", remedy="name the network between the ranks, such as loopback"
             )
         if (self.size is None) == (self.workload is None):
-            raise UsageError("one model is measured at a time", remedy="give --size or --workload")
+            raise UsageError("one model is measured at a time", remedy="give a size or a workload")
         if self.workload is not None:
             split_workload_name(self.workload)
         if self.size is not None and self.context > gpt_size(self.size).context:
             raise UsageError(
                 f"--context {self.context}: model size {self.size!r} sees at most {gpt_size(self.size).context} tokens",
-                remedy="give a smaller --context, or another --size",
+                remedy="give a smaller --context, or another --model",
             )

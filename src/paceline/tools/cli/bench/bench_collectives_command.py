@@ -16,6 +16,7 @@ from paceline.launch.targets.mpiexec_command import find_mpiexec, mpich_settings
 from paceline.tools.bench.collectives.benchmarked_backends import LOCAL_RANKS, MPIEXEC
 from paceline.tools.bench.rank_jobs import StartRanks
 from paceline.tools.cli.shared_options import CsvOption, JsonOption
+from paceline.tools.command_options import shared
 from paceline.world import ProcessPlace
 from paceline.world.mpi_world import mpi_launcher_size
 
@@ -28,71 +29,57 @@ __all__ = ["collectives", "compare"]
 
 
 def collectives(
-    backends: Annotated[
+    backend: Annotated[
         str | None,
-        typer.Option(
-            help="gloo, paceline, paceline:arena, mpi4py, nccl, schedule:ring …, separated by commas; "
-            "default: gloo, paceline, and mpi4py and nccl where they can run."
+        shared(
+            "backend",
+            ": gloo, paceline, paceline:arena, mpi4py, nccl, schedule:ring …; default: gloo, paceline, and mpi4py and "
+            "nccl where they can run",
+            several=True,
         ),
     ] = None,
-    ops: Annotated[
+    op: Annotated[
         str,
-        typer.Option(
-            help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all, send-recv, separated by commas."
+        shared(
+            "op",
+            ": all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, send_recv, also with dashes",
+            several=True,
         ),
     ] = "all-reduce",
-    ranks: Annotated[
-        str | None,
-        typer.Option(help="Numbers of processes, separated by commas; default: 2,4,6, or the launcher's."),
+    nproc_per_node: Annotated[
+        str | None, shared("nproc-per-node", "; default: 2,4,6, or the launcher's", several=True)
     ] = None,
-    sizes: Annotated[
+    nbytes: Annotated[
         str | None,
-        typer.Option(
-            help="Separated by commas, or a sweep 64KiB:64MiB:x2; default: 1MB,10MB,100MB,1024MB as far as they fit."
+        shared(
+            "bytes",
+            " per call, or a sweep 64KiB:64MiB:x2; default: 1MB,10MB,100MB,1024MB as far as they fit",
+            several=True,
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="float32, float64, int32, int64, float16 or bfloat16.")
+        str, shared("dtype", ": float32, float64, int32, int64, float16 or bfloat16")
     ] = "float32",
-    warmup: Annotated[int, typer.Option(help="Calls before the timed ones.")] = 2,
+    warmup: Annotated[int, shared("warmup")] = 2,
     iterations: Annotated[
         int | None,
-        typer.Option(
-            help="Timed calls of each backend at each size; default: as many as fit into --seconds."
-        ),
+        shared("iterations", " of each backend at each size; default: as many as fit into --seconds"),
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(help="Time for each backend at each size; 5 to 1000 calls.")
-    ] = 2.0,
-    rendezvous: Annotated[str, typer.Option(help="Rendezvous of the ranks: file or tcp.")] = "file",
-    network: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of the network between the ranks, kept in the result."),
-    ] = None,
+    seconds: Annotated[float, shared("seconds", " for each backend at each size; 5 to 1000 calls")] = 2.0,
+    init_method: Annotated[
+        str, typer.Option(metavar="NAME", help="Init method of the process groups: file or tcp.")
+    ] = "file",
+    network: Annotated[str | None, shared("network", " to be written")] = None,
     json_file: JsonOption = None,
     csv_file: CsvOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write JSON, CSV and two charts per operation there."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume an interrupted measurement in --out or --json.")
-    ] = False,
-    results: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            "--compare", metavar="A.json B.json", help="Measure nothing; show two results side by side."
-        ),
-    ] = None,
+    out: Annotated[Path | None, shared("out", ": JSON, CSV and two charts per operation")] = None,
+    resume: Annotated[bool, shared("resume", " or --json")] = False,
 ) -> None:
     """Time collectives: interleaved backends, by number of processes and size, every result checked.
 
     Starts its processes itself; under torchrun or paceline lab it takes part in theirs. Exits with 1 if a result is
     wrong or a rank is lost; finished rows are kept.
     """
-    if results is not None:
-        compare(*results)
-        return
     from paceline.tools.bench.collectives.collectives_request import make_request
     from paceline.tools.bench.rank_jobs import under_launcher
     from paceline.tools.cli.bench.bench_collectives_files import plan_files
@@ -103,16 +90,16 @@ def collectives(
     request = make_request(
         place,
         _launchers_of(place) if launched else _rank_starters(),
-        backends=backends,
-        ops=ops,
-        ranks=ranks,
-        sizes=sizes,
+        backends=backend,
+        ops=op,
+        ranks=nproc_per_node,
+        sizes=nbytes,
         network=network,
         dtype=dtype,
         warmup=warmup,
         iterations=iterations,
         seconds=seconds,
-        rendezvous=rendezvous,
+        rendezvous=init_method,
     )
     if place.rank != 0:
         _measure_as_rank(request, None)

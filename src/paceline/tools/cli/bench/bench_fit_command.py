@@ -13,6 +13,7 @@ import typer
 from paceline._core.format import format_percent, format_seconds, format_size
 from paceline.errors import UsageError
 from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
+from paceline.tools.command_options import shared
 from paceline.tools.result_files import check_writable, require_matplotlib
 
 if TYPE_CHECKING:
@@ -70,11 +71,11 @@ def fit(
     ],
     profile_file: Annotated[
         Path | None,
-        typer.Option("--profile", metavar="FILE", help="Add the fits to this profile, or create it."),
+        shared("profile", " to add the fits to, or to create"),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Draw charts there; the profile too if --profile is not given."),
+        shared("out", ": charts; the profile too if --profile is not given"),
     ] = None,
 ) -> None:
     """Fit latency and bandwidth to measured times, and show how well they predict held-out measurements."""
@@ -125,7 +126,7 @@ def _fit_groups(measurement: CollectiveMeasurement) -> list[_FittedGroup]:
     if not found:
         raise UsageError(
             f"nothing to fit: {', '.join(refused) or 'the file has no rows'}",
-            remedy="measure three sizes or more of each operation, such as --sizes 64KiB,256KiB,1MiB,4MiB",
+            remedy="measure three sizes or more of each operation, such as --bytes 64KiB,256KiB,1MiB,4MiB",
         )
     return found
 

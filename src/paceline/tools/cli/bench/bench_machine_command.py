@@ -15,6 +15,8 @@ from paceline._core.json_codec import encode
 from paceline._core.units import parse_bytes, parse_list
 from paceline.errors import UsageError
 from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
+from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.command_options import shared
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
@@ -27,25 +29,16 @@ _TITLES = {"copy": "memory, copy", "add": "memory, a += b", "matmul": "matrix pr
 
 
 def machine(
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: all that are usable.")] = "auto",
-    nbytes: Annotated[
-        str, typer.Option("--bytes", help="Size of each tensor for the memory bandwidth.")
-    ] = "256MiB",
-    sizes: Annotated[
-        str, typer.Option(help="n of the n × n matrices, separated by commas.")
+    device: Annotated[str, shared("device", ", or auto: all that are usable")] = "auto",
+    nbytes: Annotated[str, shared("bytes", " of each tensor for the memory bandwidth")] = "256MiB",
+    matrix_sizes: Annotated[
+        str, typer.Option(metavar="N,…", help="Matrix sizes: n of n × n matrices.")
     ] = "512,1024,2048,4096",
-    dtypes: Annotated[
-        str, typer.Option(help="Types of the matrices, separated by commas.")
-    ] = "float32,bfloat16",
-    repetitions: Annotated[int, typer.Option(help="Most repetitions of each rate.")] = 15,
-    seconds: Annotated[float, typer.Option(help="About the longest time for a rate.")] = 3.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rates there.")
-    ] = None,
-    profile_file: Annotated[
-        Path | None,
-        typer.Option("--profile", metavar="FILE", help="Add the rates to this profile, or create it."),
-    ] = None,
+    dtype: Annotated[str, shared("dtype", " of the matrices", several=True)] = "float32,bfloat16",
+    iterations: Annotated[int, shared("iterations", " of each rate, at most")] = 15,
+    seconds: Annotated[float, shared("seconds", " for a rate, about")] = 3.0,
+    json_file: JsonOption = None,
+    profile_file: Annotated[Path | None, shared("profile", " to add the rates to, or to create")] = None,
 ) -> None:
     """Measure memory bandwidth and matrix rate, for the plan's cost model."""
     from paceline.tools.bench.machine_rates import MachineSettings, measure_machine_rate, rate_jobs
@@ -54,9 +47,9 @@ def machine(
     settings = MachineSettings(
         device,
         parse_bytes(nbytes),
-        tuple(sorted(parse_list("--sizes", sizes, int, example="512,1024"))),
-        parse_list("--dtypes", dtypes, str, example="float32,bfloat16", unique=True),
-        repetitions=repetitions,
+        tuple(sorted(parse_list("--matrix-sizes", matrix_sizes, int, example="512,1024"))),
+        parse_list("--dtype", dtype, str, example="float32,bfloat16", unique=True),
+        repetitions=iterations,
         seconds=seconds,
     )
     if json_file is not None:

@@ -14,7 +14,7 @@ from paceline._core.json_codec import encode
 from paceline._core.units import MIB
 from paceline.tools.bench.rank_jobs import check_launched_ranks, network_name, under_launcher
 from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
-from paceline.tools.cli.shared_options import ThreadsOption
+from paceline.tools.command_options import shared
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,35 +36,27 @@ _SIZES = (1024, MIB, 25 * MIB)
 def parts(
     profile_file: Annotated[
         Path,
-        typer.Option("--profile", metavar="FILE", help="Add the times to this profile, or create it."),
+        shared("profile", " to add the times to, or to create"),
     ],
-    ranks: Annotated[
-        int | None, typer.Option(help="Processes on this machine; default: 2, or the launcher's.")
-    ] = None,
-    size: Annotated[str | None, typer.Option(help="Reference model; default: mini.")] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="Your own model instead; the function returns (model, loss_of, samples in a batch).",
+    nproc_per_node: Annotated[int | None, shared("nproc-per-node", "; default 2, or the launcher's")] = None,
+    model: Annotated[
+        str,
+        shared(
+            "model",
+            ": a size of the reference GPT, or FILE.py:FUNCTION, which returns (model, loss_of, samples in a batch)",
         ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows of a rank's batch, of a reference model.")] = 2,
-    context: Annotated[int, typer.Option(help="Tokens of a window, of a reference model.")] = 64,
-    threads: ThreadsOption = 1,
+    ] = "mini",
+    micro_batch_size: Annotated[int, shared("micro-batch-size", ", of a reference model")] = 2,
+    context: Annotated[int, shared("context", ", of a reference model")] = 64,
+    threads: Annotated[int, shared("threads")] = 1,
     backend: Annotated[
         str | None,
-        typer.Option(
-            help="Backend of Paceline's exchanges: paceline, gloo or nccl; default: chosen by the device."
-        ),
+        shared("backend", " of Paceline's exchanges: paceline, gloo or nccl; default: chosen by the device"),
     ] = None,
-    network: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of the network between the ranks, kept in the profile."),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps of computing.")] = 15,
-    rounds: Annotated[int, typer.Option(help="Repetitions of computing during exchanges.")] = 3,
-    seconds: Annotated[float, typer.Option(help="About the longest time for an exchange of one size.")] = 1.0,
+    network: Annotated[str | None, shared("network", " to be written")] = None,
+    steps: Annotated[int, shared("steps", " of computing")] = 15,
+    rounds: Annotated[int, shared("rounds", " of computing during exchanges")] = 3,
+    seconds: Annotated[float, shared("seconds", " for the exchanges of one size, about")] = 1.0,
     torch: Annotated[bool, typer.Option(help="Measure the calls of torch's own DDP too.")] = True,
 ) -> None:
     """Measure the parts of a training step separately: computing, exchanges, and how much they slow each other.
@@ -72,7 +64,7 @@ def parts(
     No whole step is run: paceline plan step predicts it. Starts its processes itself; under torchrun or paceline lab
     it takes part in theirs.
 
-    Example: paceline bench parts --size mini --profile profile.json && paceline plan step --profile profile.json
+    Example: paceline bench parts --model mini --profile profile.json && paceline plan step --profile profile.json
     """
     from paceline.cost_model.profile import Profile
     from paceline.tools.bench.collectives.benchmarked_backends import check_backends
@@ -81,10 +73,10 @@ def parts(
 
     place = read_environment(os.environ)
     settings = PartsSettings(
-        ranks=_number_of_ranks(ranks, place),
-        size=size if size or workload else "mini",
-        workload=workload,
-        batch_size=batch_size,
+        ranks=_number_of_ranks(nproc_per_node, place),
+        size=None if ":" in model else model,
+        workload=model if ":" in model else None,
+        batch_size=micro_batch_size,
         context=context,
         threads=threads,
         backend=backend,

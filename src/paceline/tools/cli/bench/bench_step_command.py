@@ -10,7 +10,9 @@ import typer
 
 from paceline._core.files import write_json
 from paceline._core.units import parse_list
-from paceline.tools.cli.shared_options import BucketsOption, CsvOption, JsonOption, ThreadsOption
+from paceline.parallel.strategy import ALIASES
+from paceline.tools.cli.shared_options import CsvOption, JsonOption
+from paceline.tools.command_options import shared
 from paceline.tools.result_files import checked_files, paceline_command
 
 if TYPE_CHECKING:
@@ -21,33 +23,33 @@ __all__ = ["step"]
 
 
 def step(
-    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
-    size: Annotated[str, typer.Option(help="Reference models, separated by commas.")] = "tiny,mini",
-    batch_size: Annotated[int, typer.Option(help="Windows of a rank's batch.")] = 2,
-    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 64,
-    steps: Annotated[int, typer.Option(help="Steps of a strategy's turn.")] = 10,
-    rounds: Annotated[int, typer.Option(help="Turns of each strategy.")] = 15,
-    bucket_mib: BucketsOption = "0.25,1,5,25,inf",
-    threads: ThreadsOption = 1,
-    strategies: Annotated[
+    nproc_per_node: Annotated[int, shared("nproc-per-node")] = 2,
+    model: Annotated[str, shared("model", ": sizes of the reference GPT", several=True)] = "tiny,mini",
+    micro_batch_size: Annotated[int, shared("micro-batch-size")] = 2,
+    context: Annotated[int, shared("context")] = 64,
+    steps: Annotated[int, shared("steps", " of a strategy in a round")] = 10,
+    rounds: Annotated[int, shared("rounds", " of all strategies")] = 15,
+    bucket_mib: Annotated[str, shared("bucket-mib", "; inf: one bucket", several=True)] = "0.25,1,5,25,inf",
+    threads: Annotated[int, shared("threads")] = 1,
+    strategy: Annotated[
         str | None,
-        typer.Option(help="Strategies to time, separated by commas; torch DDP is always included."),
+        shared(
+            "strategy",
+            ": Paceline's, and torch's ddp-static, ddp-zero, fully-shard; torch DDP (ddp) is always timed",
+            several=True,
+        ),
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option(
-            help="Backend of Paceline's strategies: paceline, gloo, nccl; torch's run on gloo or nccl."
-        ),
+        shared("backend", " of Paceline's strategies: paceline, gloo, nccl; torch's run on gloo or nccl"),
     ] = None,
-    memory: Annotated[
+    peak_memory: Annotated[
         bool, typer.Option(help="Measure peak memory too, each strategy in processes of its own.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Seed of initial weights and batches.")] = 0,
+    seed: Annotated[int, shared("seed", ": of initial weights and batches")] = 0,
     json_file: JsonOption = None,
     csv_file: CsvOption = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write step.json, step.csv and charts there.")
-    ] = None,
+    out: Annotated[Path | None, shared("out", ": step.json, step.csv and charts")] = None,
 ) -> None:
     """Time training steps: every strategy and bucket size, no synchronisation, and torch DDP at its best.
 
@@ -58,25 +60,26 @@ def step(
     from paceline.tools.bench.step.step_benchmark import StepSettings, measure_steps
 
     chosen = {}
-    if strategies is not None:
-        names = parse_list("--strategies", strategies, str, example="bucketed,sharded", unique=True)
-        chosen["strategies"] = names
+    if strategy is not None:
+        names = parse_list("--strategy", strategy, str, example="bucketed,sharded", unique=True)
+        # ddp is torch's here, which is always timed
+        chosen["strategies"] = tuple(name if name == "ddp" else ALIASES.get(name, name) for name in names)
     settings = StepSettings(
-        ranks=ranks,
-        sizes=parse_list("--size", size, str, example="tiny,mini", unique=True),
-        batch_size=batch_size,
+        ranks=nproc_per_node,
+        sizes=parse_list("--model", model, str, example="tiny,mini", unique=True),
+        batch_size=micro_batch_size,
         context=context,
         steps=steps,
         rounds=rounds,
         bucket_mib=parse_list("--bucket-mib", bucket_mib, float, example="0.25,1,inf"),
         threads=threads,
         backend=backend,
-        memory=memory,
+        memory=peak_memory,
         seed=seed,
         **chosen,
     )
     if backend is not None:
-        check_backends((backend,), ranks)
+        check_backends((backend,), nproc_per_node)
     writer_of = _writers(settings, json_file, csv_file, out)
     rows = measure_steps(settings, run_ranks)
     _show(rows)

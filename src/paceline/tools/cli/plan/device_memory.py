@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline._core.units import parse_bytes
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError
 from paceline.tools.plan.memory.non_tensor_memory import CUBLAS_NBYTES, CUDA_CONTEXT, NonTensorMemory
 
 if TYPE_CHECKING:
@@ -16,15 +16,15 @@ __all__ = ["KINDS", "available_memory", "parse_device_memory"]
 KINDS = ("cuda", "cpu")
 
 
-def parse_device_memory(device: str | None, device_memory: str | None) -> int | None:
+def parse_device_memory(hardware: str | None, device_memory: str | None) -> int | None:
     """Return the memory of a device in bytes; None: unknown.
 
     Args:
-        device: name of a GPU (``"h100-sxm"``), one of `KINDS`, or None.
-        device_memory: ``"24GiB"``; takes precedence over `device`.
+        hardware: name of a GPU, such as ``"h100-sxm"``.
+        device_memory: ``"24GiB"``; takes precedence over `hardware`.
 
     Raises:
-        UsageError: the device is unknown, or the size is not valid.
+        UsageError: the GPU is unknown, or the size is not valid.
     """
     if device_memory is not None:
         nbytes = parse_bytes(device_memory)
@@ -33,14 +33,11 @@ def parse_device_memory(device: str | None, device_memory: str | None) -> int | 
                 f"--device-memory {device_memory}", remedy="give the memory of one device, such as 24GiB"
             )
         return nbytes
-    if device is None or device in KINDS:
+    if hardware is None:
         return None
-    from paceline.cost_model import hardware_catalog
+    from paceline.cost_model.hardware_catalog import find_device
 
-    try:
-        return hardware_catalog.find_device(device).memory_nbytes
-    except UsageError:
-        raise unknown("device", device, [*KINDS, *hardware_catalog.DEVICES]) from None
+    return find_device(hardware).memory_nbytes
 
 
 def available_memory(

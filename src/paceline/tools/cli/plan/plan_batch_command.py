@@ -15,7 +15,9 @@ import typer
 from paceline._core.files import write_json
 from paceline._core.units import parse_bytes, parse_count, parse_rate, parse_share
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import JsonOption, NetworkOption, parse_model_parameters
+from paceline.tools.cli.shared_options import JsonOption, parse_model_parameters
+from paceline.tools.command_options import shared
+from paceline.tools.plan.devices_needed import STATES
 from paceline.tools.plan.xxl_worked_example import DerivedFigure
 from paceline.tools.result_files import check_writable
 
@@ -29,93 +31,139 @@ if TYPE_CHECKING:
 __all__ = ["batch", "show_figures", "show_xxl"]
 
 _WIDTH, _INDENT = 112, "    "
+_MODEL, _BATCH, _DEVICES, _LINKS = "Model", "Batch and strategy", "Devices", "Links"
 
 
 def batch(
     model: Annotated[
-        str | None, typer.Option(help="Name: tiny … 2.7b, or xxl; sets parameters, activations and tokens.")
+        str | None,
+        shared("model", ": tiny … 2.7b, or xxl; sets parameters, activations and context", panel=_MODEL),
     ] = None,
-    parameters: Annotated[str | None, typer.Option(help="Of any other model: 7B, 350M.")] = None,
+    parameters: Annotated[str | None, shared("parameters", ", of any other model", panel=_MODEL)] = None,
     activations: Annotated[
         str | None,
-        typer.Option(help="Saved for backward per token: 4MB; default: estimated for --model, or left out."),
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes saved for backward per token: 4MB; default: estimated for --model, or left out.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Per sample; default: the model's context, or 1.")
-    ] = None,
+    tokens: Annotated[int | None, shared("context", "; default: the model's, or 1", panel=_MODEL)] = None,
     strategy: Annotated[
-        str, typer.Option(help="Sharding: ddp, zero1, zero2, fsdp (everything sharded).")
-    ] = "fsdp",
-    shared: Annotated[
-        str, typer.Option(help="Part of a micro-batch's activations that devices divide.")
+        str,
+        shared("strategy", f": {', '.join(STATES)}, or an alias of the API", panel=_BATCH),
+    ] = "bucketed",
+    global_batch_size: Annotated[int | None, shared("global-batch-size", panel=_BATCH)] = None,
+    divided_activations: Annotated[
+        str,
+        typer.Option(
+            metavar="PERCENT",
+            help="Part of a micro-batch's activations that devices divide.",
+            rich_help_panel=_BATCH,
+        ),
     ] = "0%",
-    device: Annotated[
-        str | None, typer.Option(help="Name: gtx-1660 … b200; sets memory, FLOP/s and link.")
+    world_size: Annotated[
+        int | None,
+        shared("world-size", ", one per device; default: the fewest that are enough", panel=_DEVICES),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="Per device: 80GB.")] = None,
-    usable: Annotated[str, typer.Option(help="Part of the memory to plan with.")] = "80%",
-    devices: Annotated[
-        int | None, typer.Option(help="Number of devices; default: the fewest that are enough.")
+    hardware: Annotated[
+        str | None, shared("hardware", "; sets memory, FLOP/s and link", panel=_DEVICES)
     ] = None,
-    samples: Annotated[
-        int | None, typer.Option("--batch", metavar="SAMPLES", help="Global batch, in samples.")
-    ] = None,
+    device_memory: Annotated[str | None, shared("device-memory", panel=_DEVICES)] = None,
+    usable: Annotated[
+        str,
+        typer.Option(metavar="PERCENT", help="Part of the memory to plan with.", rich_help_panel=_DEVICES),
+    ] = "80%",
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of matrix products: bf16, fp16, tf32, fp32; default: the device's first."),
+        shared(
+            "dtype",
+            " of matrix products: bf16, fp16, tf32, fp32; default: the device's first",
+            panel=_DEVICES,
+        ),
     ] = None,
     flops: Annotated[
-        str | None, typer.Option(help="C, FLOP/s per device: 400T; overrides profile and table.")
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="C, FLOP/s per device: 400T; overrides profile and table.",
+            rich_help_panel=_DEVICES,
+        ),
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(help="W, one way: a name (nvlink4, pcie4, ndr, 10gbe) or a rate (12GB/s)."),
+        shared(
+            "link",
+            " (W): a name (ndr, 10gbe) or a rate (12GB/s); default: the device's link",
+            panel=_LINKS,
+        ),
     ] = None,
-    group: Annotated[int, typer.Option(help="Devices per node, connected by --link; with --between.")] = 8,
-    between: Annotated[
-        str | None, typer.Option(help="Link per device between nodes: a name or a rate; default: --link.")
+    nproc_per_node: Annotated[int, shared("nproc-per-node", ", one per device", panel=_LINKS)] = 1,
+    inside: Annotated[
+        str | None,
+        shared(
+            "inside",
+            ", with --nproc-per-node: a name (nvlink4, pcie4) or a rate; default: the device's link",
+            panel=_LINKS,
+        ),
     ] = None,
-    gradients: Annotated[int, typer.Option(help="Bytes per gradient on the wire: 1, 2 or 4.")] = 2,
+    gradient_bytes: Annotated[int, shared("gradient-bytes", panel=_LINKS)] = 4,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Profile with C and W as measured, with their errors."),
+        shared("profile", " with C and W as measured, with their errors", panel=_LINKS),
     ] = None,
-    backend: Annotated[str, typer.Option(help="Of the profile: whose all-reduce.")] = "gloo",
-    network: NetworkOption = None,
+    backend: Annotated[str, shared("backend", " of the profile: whose all-reduce", panel=_LINKS)] = "gloo",
+    network: Annotated[str | None, shared("network", panel=_LINKS)] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Plan how many devices a training needs, how its global batch is split, and what bounds a step.
 
-    Examples: paceline plan batch --model medium --device rtx-4090 --link 10gbe --devices 8 --batch 512
+    Examples: paceline plan batch --model medium --hardware rtx-4090 --link 10gbe --world-size 8
+    --global-batch-size 512
 
-    paceline plan batch --parameters 7B --activations 4MB --tokens 2048 --device h100 --devices 64 --batch 1024
-    --between ndr
+    paceline plan batch --parameters 7B --activations 4MB --context 2048 --strategy full-shard --hardware h100
+    --world-size 64 --global-batch-size 1024 --nproc-per-node 8 --link ndr
 
-    paceline plan batch --model mini --memory 24GB --devices 4 --batch 64 --profile profile.json --dtype fp32
+    paceline plan batch --model mini --device-memory 24GB --world-size 4 --global-batch-size 64
+    --profile profile.json --dtype fp32
     """
     from paceline.cost_model.hardware_catalog import find_device
     from paceline.tools.plan.batch_plan import BatchRequest
 
     count, token_nbytes, context = _model_sizes(model, parameters)
-    if memory is None and device is None:
-        raise UsageError("no device memory is given", remedy="pass --device NAME or --memory, such as 24GB")
-    if gradients not in (1, 2, 4):
-        raise UsageError(f"--gradients {gradients}", remedy="pass 1, 2 or 4 bytes")
+    if device_memory is None and hardware is None:
+        raise UsageError(
+            "no device memory is given", remedy="pass --hardware NAME or --device-memory, such as 24GB"
+        )
+    if gradient_bytes not in (1, 2, 4):
+        raise UsageError(f"--gradient-bytes {gradient_bytes}", remedy="pass 1, 2 or 4 bytes")
+    if nproc_per_node == 1 and inside is not None:
+        raise UsageError(
+            "--inside without --nproc-per-node", remedy="pass the number of devices per host too"
+        )
+    if nproc_per_node != 1 and link is None:
+        raise UsageError(
+            f"--nproc-per-node {nproc_per_node} without --link",
+            remedy="pass the link between hosts too, such as --link ndr",
+        )
+    wired = ("--link", link) if nproc_per_node == 1 else ("--inside", inside)
     request = BatchRequest(
         parameters=count,
         strategy=strategy,
-        memory=parse_bytes(memory) if memory is not None else find_device(device or "").memory_nbytes,
+        memory=find_device(hardware or "").memory_nbytes
+        if device_memory is None
+        else parse_bytes(device_memory),
         usable=parse_share(usable),
         token_activations=token_nbytes if activations is None else float(parse_bytes(activations)),
-        shared=parse_share(shared),
+        shared=parse_share(divided_activations),
         sample_tokens=context if tokens is None else tokens,
-        devices=devices,
-        samples=samples,
-        flops=_matmul_rate(flops, profile, dtype, device),
-        wire=_link_rate(link, profile, backend, network, devices, device),
-        gradient_nbytes=float(gradients),
-        between=None if between is None else _parse_link("--between", between),
-        group=group,
+        devices=world_size,
+        samples=global_batch_size,
+        flops=_matmul_rate(flops, profile, dtype, hardware),
+        wire=_link_rate(wired, profile, backend, network, world_size, hardware),
+        gradient_nbytes=float(gradient_bytes),
+        between=_parse_link("--link", link) if link is not None and nproc_per_node != 1 else None,
+        group=nproc_per_node,
     )
     _plan(request, json_file)
 
@@ -168,20 +216,21 @@ def _matmul_rate(
 
 
 def _link_rate(
-    link: str | None,
+    given: tuple[str, str | None],
     profile: Path | None,
     backend: str,
     network: str | None,
     devices: int | None,
     device: str | None,
 ) -> RateEstimate | None:
-    """Return W: as given, as measured, or of the device's link; None if unknown."""
+    """Return W: as given by an option and its value, as measured, or of the device's link; None if unknown."""
     from paceline.cost_model.hardware_catalog import find_device
     from paceline.cost_model.profile import Profile
     from paceline.tools.plan.communication_roofline import catalog_link_rate, measured_link_rate
 
+    option, link = given
     if link is not None:
-        return _parse_link("--link", link)
+        return _parse_link(option, link)
     if profile is not None:
         return measured_link_rate(Profile.load(profile), backend, network, max(2, devices or 2))
     return None if device is None else catalog_link_rate(find_device(device).link)

@@ -16,7 +16,8 @@ from paceline._core.format import plural
 from paceline._core.units import parse_list
 from paceline.errors import UsageError
 from paceline.tools.cli.plan.device_memory import available_memory, parse_device_memory
-from paceline.tools.cli.shared_options import AutocastOption, CheckpointingOption, JsonOption, OptimizerOption
+from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.command_options import shared
 from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class _Training:
     model: str
     devices: tuple[int, ...]
     batch: int | None = None
-    micro: int | None = None
+    max_micro: int | None = None
     context: int | None = None
     optimizer: str = "adamw"
     autocast: str = "off"
@@ -81,67 +82,66 @@ def plan(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Option(help="A size (tiny … 2.7b), or package.module:name; as named in the profile."),
+        shared("model", ": a size (tiny … 2.7b), or package.module:name; as named in the profile"),
     ] = None,
-    devices: Annotated[
-        str, typer.Option(help="Numbers of devices; the advice is for the largest.")
+    world_size: Annotated[
+        str, shared("world-size", "; the advice is for the largest", several=True)
     ] = "1,2,4,8",
-    samples: Annotated[
-        int | None,
-        typer.Option("--batch", metavar="SAMPLES", help="Global batch; default: what fits or was measured."),
+    global_batch_size: Annotated[
+        int | None, shared("global-batch-size", "; default: what fits or was measured")
     ] = None,
-    micro: Annotated[int | None, typer.Option(help="Most samples of a micro-batch.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option("--context", help="Tokens per sample; default: as measured, or 128.")
+    max_micro_batch_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Most samples of a rank's micro-batch.")
     ] = None,
-    optimizer: OptimizerOption = "adamw",
-    autocast: AutocastOption = "off",
-    checkpointing: CheckpointingOption = False,
-    device: Annotated[
-        str | None, typer.Option(help="A GPU by name (paceline plan hardware), to check whether it fits.")
-    ] = None,
-    device_memory: Annotated[str | None, typer.Option(help="Or its memory: 24GB.")] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Step times as measured by paceline bench parts."),
-    ] = None,
-    backend: Annotated[str | None, typer.Option(help="Of the profile, if it has several.")] = None,
-    network: Annotated[str | None, typer.Option(help="Of the profile, if it has several.")] = None,
+    tokens: Annotated[int | None, shared("context", "; default: as measured, or 128")] = None,
+    optimizer: Annotated[str, shared("optimizer")] = "adamw",
+    autocast: Annotated[str, shared("autocast")] = "off",
+    activation_checkpointing: Annotated[bool, shared("activation-checkpointing")] = False,
+    hardware: Annotated[str | None, shared("hardware", ", to check whether it fits")] = None,
+    device_memory: Annotated[str | None, shared("device-memory", ", instead of --hardware")] = None,
+    profile: Annotated[Path | None, shared("profile", " of step times, by paceline bench parts")] = None,
+    backend: Annotated[str | None, shared("backend", " of the profile, if it has several")] = None,
+    network: Annotated[str | None, shared("network", ", if it has several")] = None,
     json_file: JsonOption = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write plan.json and the scaling chart there.")
-    ] = None,
+    out: Annotated[Path | None, shared("out", ": plan.json and the scaling chart")] = None,
 ) -> None:
     """Plan a training: does it fit, which batch, how to synchronise, how long, what limits, what would help most.
 
-    Example: paceline plan --model small --device rtx-4090 --devices 1,2,4 --batch 256 --profile profile.json
+    Example: paceline plan --model small --hardware rtx-4090 --world-size 1,2,4 --global-batch-size 256
+    --profile profile.json
     """
     if context.invoked_subcommand is not None:
         return
     if model is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
-    numbers = parse_list("--devices", devices, int, example="1,2,4,8")
+    numbers = parse_list("--world-size", world_size, int, example="1,2,4,8")
     if min(numbers) < 1:
-        raise UsageError(f"--devices {devices!r}", remedy="give numbers of 1 or more, for example 1,2,4,8")
-    capacity = parse_device_memory(device, device_memory)
+        raise UsageError(
+            f"--world-size {world_size!r}", remedy="give numbers of 1 or more, for example 1,2,4,8"
+        )
+    capacity = parse_device_memory(hardware, device_memory)
     if capacity is None and profile is None:
         raise UsageError(
             "paceline plan has nothing to plan with",
-            remedy="pass --profile FILE, as paceline bench parts writes it, or --device, or both",
+            remedy="pass --profile FILE, as paceline bench parts writes it, or --hardware, or both",
         )
-    for name, value in (("batch", samples), ("micro", micro), ("context", tokens)):
+    for name, value in (
+        ("global-batch-size", global_batch_size),
+        ("max-micro-batch-size", max_micro_batch_size),
+        ("context", tokens),
+    ):
         if value is not None and value < 1:
             raise UsageError(f"--{name} {value}", remedy="give 1 or more")
     training = _Training(
         model=model,
         devices=tuple(sorted(set(numbers))),
-        batch=samples,
-        micro=micro,
+        batch=global_batch_size,
+        max_micro=max_micro_batch_size,
         context=tokens,
         optimizer=optimizer,
         autocast=autocast,
-        checkpointing=checkpointing,
+        checkpointing=activation_checkpointing,
         backend=backend,
         network=network,
     )
@@ -180,7 +180,7 @@ def _load_profile(path: Path, training: _Training) -> Profile:
 
     profile = Profile.load(path)
     if training.devices[-1] > 1:
-        pick_nearest_costs(profile, training.devices[-1], training.micro or 1, **training.profile_keys)
+        pick_nearest_costs(profile, training.devices[-1], training.max_micro or 1, **training.profile_keys)
     return profile
 
 
@@ -251,7 +251,7 @@ def _add_fit(training: _Training, capacity: int, context: int, page: _Page) -> N
         ranks=devices, context=context, optimizer=training.optimizer, autocast=training.autocast,
         checkpointing=training.checkpointing, device="cuda", backend="nccl",
     )  # fmt: skip
-    wanted = training.micro or (-(-training.batch // devices) if training.batch else _MAX_MICRO_BATCH)
+    wanted = training.max_micro or (-(-training.batch // devices) if training.batch else _MAX_MICRO_BATCH)
     lines = []
     for kind in _STRATEGIES_LIKE if devices > 1 else ("bucketed",):
         strategy = kind if devices > 1 else ALONE
@@ -261,7 +261,7 @@ def _add_fit(training: _Training, capacity: int, context: int, page: _Page) -> N
         lines.append(f"{strategy}: {_describe_fit(fit, wanted)}")
     if not any(each.samples for each in page.fits.values()):
         lines.append(
-            f"paceline plan memory --model {training.model} --devices {devices} shows what would make it fit."
+            f"paceline plan memory --model {training.model} --world-size {devices} shows what would make it fit."
         )
     page.add("Does it fit?", *lines)
 
@@ -292,17 +292,17 @@ def _add_batch(training: _Training, profile: Profile | None, page: _Page) -> Non
     if training.batch is None:
         models = () if profile is None else profile.models
         measured = next((each.batch for each in models if each.model == training.model), None)
-        wanted = training.micro or measured or _MAX_MICRO_BATCH
+        wanted = training.max_micro or measured or _MAX_MICRO_BATCH
         micro = wanted if fits is None else min(wanted, fits)
         page.batch = RankBatch(micro)
         page.add(
             title,
             f"Micro-batches of {_samples(micro)} without accumulation: {micro * devices} per step of "
-            f"{plural(devices, 'device')}. --batch SAMPLES shows the split of any other.",
+            f"{plural(devices, 'device')}. --global-batch-size N shows the split of any other.",
         )
         return
     page.split = split_batch(
-        training.batch, devices, min(training.micro or training.batch, fits or training.batch)
+        training.batch, devices, min(training.max_micro or training.batch, fits or training.batch)
     )
     page.batch = RankBatch(page.split.micro, page.split.accumulation)
     page.add(title, *describe_split(page.split))
@@ -321,7 +321,7 @@ def _add_steps(training: _Training, profile: Profile | None, page: _Page) -> Non
         page.add(
             title,
             "Unknown without measurements. On the machines that will train, run paceline bench parts "
-            f"--size {training.model} --profile profile.json, and pass that file here with --profile.",
+            f"--model {training.model} --profile profile.json, and pass that file here with --profile.",
         )
         return
     if training.devices[-1] < 2:

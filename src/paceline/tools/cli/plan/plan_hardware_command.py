@@ -13,6 +13,7 @@ from paceline._core.files import write_json
 from paceline._core.format import format_decimal, format_seconds
 from paceline._core.units import parse_count, parse_rate, parse_seconds, parse_share
 from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.command_options import shared
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
@@ -84,25 +85,33 @@ def _table(
 
 
 def network(
-    parameters: Annotated[str, typer.Option(help="Of the model: 20M, 1.5B.")],
-    ranks: Annotated[int, typer.Option(help="That synchronise over the network.")],
-    rate: Annotated[str, typer.Option(help="Each rank's, while all send: 200Mbit/s, 25MB/s.")],
-    step: Annotated[str, typer.Option(help="Time of a step without synchronisation: 0.97s, 250ms.")],
-    share: Annotated[str, typer.Option(help="Part of a step that ranks may wait.")] = "10%",
+    parameters: Annotated[str, shared("parameters")],
+    world_size: Annotated[int, shared("world-size")],
+    link: Annotated[str, shared("link", ", per rank while all send, such as 200Mbit/s")],
+    step: Annotated[str, shared("step", ", such as 250ms")],
+    max_wait: Annotated[
+        str, typer.Option(metavar="PERCENT", help="Part of a step that ranks may wait.")
+    ] = "10%",
     layers: Annotated[
-        int | None, typer.Option(help="Into which the model can be split; default: enough.")
+        int | None,
+        typer.Option(metavar="N", help="Layers into which the model can be split; default: enough."),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Advise what to send over a slow network, and how often; with speed and effect on the loss.
 
-    Example: paceline plan network --parameters 20M --ranks 4 --rate 200Mbit/s --step 0.97s
+    Example: paceline plan network --parameters 20M --world-size 4 --link 200Mbit/s --step 0.97s
     """
     from paceline.tools.console_table import print_wide
     from paceline.tools.plan.compression_or_local_sgd import advise_network
 
     advice = advise_network(
-        parse_count(parameters), ranks, parse_rate(rate), parse_seconds(step), parse_share(share), layers
+        parse_count(parameters),
+        world_size,
+        parse_rate(link),
+        parse_seconds(step),
+        parse_share(max_wait),
+        layers,
     )
     if json_file is not None:
         check_writable(json_file, "--json")

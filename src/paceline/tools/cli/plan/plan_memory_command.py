@@ -12,14 +12,10 @@ import typer
 from paceline._core.format import format_bytes
 from paceline._core.units import parse_list
 from paceline.errors import UsageError
+from paceline.parallel.strategy import ALIASES
 from paceline.tools.cli.plan.device_memory import KINDS, available_memory, parse_device_memory
-from paceline.tools.cli.shared_options import (
-    AccumulateOption,
-    AutocastOption,
-    CheckpointingOption,
-    JsonOption,
-    OptimizerOption,
-)
+from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.command_options import shared
 from paceline.tools.console_table import make_table, print_wide
 from paceline.tools.plan.memory.non_tensor_memory import CUDA_CONTEXT
 
@@ -30,52 +26,83 @@ if TYPE_CHECKING:
 
 __all__ = ["memory", "verified"]
 
+_TRAINING, _STRATEGY, _DEVICE = "Training", "Strategy", "Device"
+
 
 def memory(
     model: Annotated[
         str,
-        typer.Option(help="A size (tiny … 2.7b), xxl, or package.module:name of a Module or a function."),
+        shared(
+            "model",
+            ": a size (tiny … 2.7b), xxl, or package.module:name of a Module or a function",
+            panel=_TRAINING,
+        ),
     ] = "small",
     inputs: Annotated[
         list[str] | None,
-        typer.Option(help="Shape and type of a model argument: 8x3x224x224, 8x128:int64."),
+        typer.Option(
+            metavar="SHAPE",
+            help="Shape and type of a model argument: 8x3x224x224, 8x128:int64; may be repeated.",
+            rich_help_panel=_TRAINING,
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Samples of a device's micro-batch.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens per sample.")] = 128,
-    devices: Annotated[str, typer.Option(help="Numbers of devices, for example 1,2,4,64.")] = "1",
+    micro_batch_size: Annotated[int, shared("micro-batch-size", panel=_TRAINING)] = 1,
+    accumulate: Annotated[int, shared("accumulate", panel=_TRAINING)] = 1,
+    context: Annotated[int, shared("context", panel=_TRAINING)] = 128,
+    optimizer: Annotated[str, shared("optimizer", panel=_TRAINING)] = "adamw",
+    autocast: Annotated[str, shared("autocast", panel=_TRAINING)] = "off",
+    activation_checkpointing: Annotated[bool, shared("activation-checkpointing", panel=_TRAINING)] = False,
+    world_size: Annotated[
+        str, shared("world-size", ", such as 1,2,4,64", several=True, panel=_STRATEGY)
+    ] = "1",
     strategy: Annotated[
         str,
-        typer.Option(
-            help="alone, naive, flat, overlap, bucketed, sharded, full-shard; several separated by commas."
+        shared(
+            "strategy",
+            ": naive, flat, overlap, bucketed, sharded, full-shard, or alone: without others",
+            several=True,
+            panel=_STRATEGY,
         ),
     ] = "bucketed",
-    optimizer: OptimizerOption = "adamw",
-    autocast: AutocastOption = "off",
-    gather: Annotated[str, typer.Option(help="off or bf16: the type in which full-shard gathers.")] = "off",
-    checkpointing: CheckpointingOption = False,
-    accumulate: AccumulateOption = 1,
-    bucket_mib: Annotated[float | None, typer.Option(help="Default: the strategy's own.")] = None,
-    device: Annotated[
+    bucket_mib: Annotated[
+        float | None, shared("bucket-mib", "; default the strategy's", panel=_STRATEGY)
+    ] = None,
+    gather: Annotated[
         str,
-        typer.Option(help="cuda or cpu: whose allocator and optimizer defaults; or a GPU by name."),
-    ] = "cuda",
+        typer.Option(
+            metavar="TYPE",
+            help="Type in which full-shard gathers: off or bf16.",
+            rich_help_panel=_STRATEGY,
+        ),
+    ] = "off",
     backend: Annotated[
-        str | None, typer.Option(help="nccl, gloo or paceline; default: nccl for cuda, gloo for cpu.")
+        str | None,
+        shared("backend", ": nccl, gloo or paceline; default: nccl for cuda, gloo for cpu", panel=_STRATEGY),
     ] = None,
+    device: Annotated[
+        str, shared("device", ": whose allocator and optimizer defaults", panel=_DEVICE)
+    ] = "cuda",
+    hardware: Annotated[str | None, shared("hardware", ", to check whether it fits", panel=_DEVICE)] = None,
     device_memory: Annotated[
-        str | None, typer.Option(help="Per device: 24GiB, 80GB; to check whether it fits.")
+        str | None, shared("device-memory", ", to check whether it fits", panel=_DEVICE)
     ] = None,
-    cuda_context: Annotated[str, typer.Option(help="Memory of driver and kernels.")] = CUDA_CONTEXT,
-    data: Annotated[str, typer.Option(help="Bytes of data that stay on the device.")] = "0",
-    verify: Annotated[bool, typer.Option(help="Run it here, on CPUs, and compare.")] = False,
+    cuda_context: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory of driver and kernels.", rich_help_panel=_DEVICE)
+    ] = CUDA_CONTEXT,
+    data_memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Memory of data that stay on the device.", rich_help_panel=_DEVICE),
+    ] = "0",
+    verify: Annotated[bool, typer.Option("--verify", help="Run it here, on CPUs, and compare.")] = False,
     json_file: JsonOption = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write ledger and chart.")] = None,
+    out: Annotated[Path | None, shared("out", ": ledger and chart")] = None,
 ) -> None:
     """Predict the memory of a training step per device: its peak, the reasons for it, and whether it fits.
 
     Nothing is computed and no GPU is needed: the real engine runs on tensors without memory.
 
-    Example: paceline plan memory --model medium --batch 8 --context 1024 --devices 1,8 --device-memory 24GiB
+    Example: paceline plan memory --model medium --micro-batch-size 8 --context 1024 --world-size 1,8
+    --device-memory 24GiB
     """
     from paceline.tools.cli.plan.plan_memory_output import memory_files, show_forecasts
 
@@ -84,13 +111,16 @@ def memory(
             f"--inputs {inputs[0]} with --model {model}, which has its own inputs",
             remedy="leave it out, or name your own model: --model package.module:name",
         )
-    capacity = parse_device_memory(device, device_memory)
-    kind = device if device in KINDS else "cuda"
-    available = available_memory(kind, capacity, cuda_context, data)
+    if device not in KINDS:
+        raise UsageError(
+            f"--device {device!r} is neither cuda nor cpu", remedy=f"a GPU by name is --hardware {device}"
+        )
+    capacity = parse_device_memory(hardware, device_memory)
+    available = available_memory(device, capacity, cuda_context, data_memory)
     settings = _settings(
-        strategy, devices, batch=batch, context=context, optimizer=optimizer, autocast=autocast, gather=gather,
-        checkpointing=checkpointing, accumulate=accumulate, bucket_mib=bucket_mib, device=kind,
-        backend=backend or ("nccl" if kind == "cuda" else "gloo"),
+        strategy, world_size, batch=micro_batch_size, context=context, optimizer=optimizer, autocast=autocast,
+        gather=gather, checkpointing=activation_checkpointing, accumulate=accumulate, bucket_mib=bucket_mib,
+        device=device, backend=backend or ("nccl" if device == "cuda" else "gloo"),
     )  # fmt: skip
     writer_of = memory_files(json_file, out)
 
@@ -115,10 +145,11 @@ def _settings(strategies: str, devices: str, **options: Any) -> list[TrainingSet
     """Return every strategy on every number of devices; one device trains alone."""
     from paceline.tools.plan.memory.training_subject import ALONE, TrainingSetting
 
-    counts = parse_list("--devices", devices, int, example="1,2,4,64")
+    counts = parse_list("--world-size", devices, int, example="1,2,4,64")
     if min(counts) < 1:
-        raise UsageError(f"--devices {devices}", remedy="pass numbers of 1 or more, for example 1,2,4,64")
-    names = [name.strip() for name in strategies.split(",")]
+        raise UsageError(f"--world-size {devices}", remedy="pass numbers of 1 or more, for example 1,2,4,64")
+    given = (name.strip() for name in strategies.split(","))
+    names = [ALIASES.get(name, name) for name in given]
     for name in names:
         TrainingSetting(strategy=name)  # rejects unknown names for any number of devices
     pairs = ((ALONE if count == 1 else name, count) for count in counts for name in names)

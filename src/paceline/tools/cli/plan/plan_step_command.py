@@ -16,7 +16,8 @@ from paceline._core.files import write_json
 from paceline._core.format import format_bytes, format_seconds
 from paceline._core.units import MIB, parse_list
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import BucketsOption, JsonOption
+from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.command_options import shared
 from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
@@ -46,34 +47,33 @@ _FOOTER = (
 
 
 def step(
-    profile_file: Annotated[
-        Path, typer.Option("--profile", metavar="FILE", help="Measurements of paceline bench parts.")
-    ],
-    model: Annotated[str | None, typer.Option(help="Its name; optional if there is only one.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="That train; default: as measured.")] = None,
+    profile_file: Annotated[Path, shared("profile", " by paceline bench parts")],
+    model: Annotated[str | None, shared("model", " of the profile; optional if it has one")] = None,
+    world_size: Annotated[int | None, shared("world-size", "; default: as measured")] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Of Paceline's exchanges; optional if there is only one.")
+        str | None, shared("backend", " of Paceline's exchanges; optional if the profile has one")
     ] = None,
-    network: Annotated[str | None, typer.Option(help="Optional if there is only one.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples per rank, as measured.")] = None,
-    shape: Annotated[str | None, typer.Option(help="Of a sample, as measured: 'context 64'.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Per rank, as measured.")] = None,
-    bucket_mib: BucketsOption = "1,5,25,100",
+    network: Annotated[str | None, shared("network", "; optional if it has one")] = None,
+    micro_batch_size: Annotated[int | None, shared("micro-batch-size", ", as measured")] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Shape of a sample, as measured: 'context 64'.")
+    ] = None,
+    threads: Annotated[int | None, shared("threads", ", as measured")] = None,
+    bucket_mib: Annotated[str, shared("bucket-mib", "; inf: one bucket", several=True)] = "1,5,25,100",
     compression: Annotated[
-        str, typer.Option(help="Compressed buckets too: bf16, int8, int4, separated by commas.")
+        str, shared("compression", ": bf16, int8, int4: compressed buckets too", several=True)
     ] = "",
     measured: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Result of paceline bench step, to compare with.")
     ] = None,
     json_file: JsonOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Draw the parts of a step, and its time by bucket size."),
+        Path | None, shared("out", ": charts of a step's parts, and of its time by bucket size")
     ] = None,
 ) -> None:
     """Predict a training step for every strategy and bucket size; compare the best with torch's default.
 
-    Example: paceline plan step --profile profile.json --ranks 4 --bucket-mib 1,5,25,100
+    Example: paceline plan step --profile profile.json --world-size 4 --bucket-mib 1,5,25,100
     """
     from paceline.cost_model.profile import Profile
     from paceline.cost_model.step_costs import pick_step_costs
@@ -91,10 +91,10 @@ def step(
     costs = pick_step_costs(
         Profile.load(profile_file),
         model,
-        ranks=ranks,
+        ranks=world_size,
         backend=backend,
         network=network,
-        batch=batch_size,
+        batch=micro_batch_size,
         shape=shape,
         threads=threads,
     )

@@ -7,123 +7,162 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.tools.cli.shared_options import (
-    BoundOption,
-    DownOption,
-    JsonOption,
-    MarginOption,
-    OuterLrOption,
-    OuterMomentumOption,
-    OuterOption,
-    OuterWarmupOption,
-    PopulationOption,
-    StalenessOption,
-    UnstableOption,
-    hub_optimizer,
-)
+from paceline.tools.cli.shared_options import JsonOption, hub_optimizer
 from paceline.tools.cli.simulate.simulate_options import parse_share_below_1, recorded_options, write_results
+from paceline.tools.command_options import shared
 
 if TYPE_CHECKING:
     from paceline.tools.cli.simulate.simulate_async_request import AsyncRequest
 
 __all__ = ["async_"]
 
+_TRAINING, _SCHEDULE, _MERGING = "Training", "Workers' updates", "Merging"
+_MACHINES, _NETWORK = "Machines", "Network"
 _TASKS = ("linear", "gpt")
 _COMPRESSIONS = ("int4", "int8", "bf16", "fp16", "none")
 
 
 def async_(
     context: typer.Context,
-    workers: Annotated[int, typer.Option(help="Number of machines that train.")] = 4,
     task: Annotated[
-        str, typer.Option(help="linear (least squares, fast) or gpt (a tiny GPT on text).")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Task: linear (least squares, fast) or gpt (a tiny GPT on text).",
+            rich_help_panel=_TRAINING,
+        ),
     ] = "linear",
     parameters: Annotated[
         str | None,
-        typer.Option(help="Size messages for a model of so many: 20M; default: the task's model."),
+        shared("parameters", ": that size messages; default: of the task", panel=_TRAINING),
     ] = None,
-    speeds: Annotated[
-        str, typer.Option(help="Relative speeds, repeated for all workers; 4 is the fastest of 1:1:2:4.")
-    ] = "1:1:2:4",
-    spread: Annotated[
-        float, typer.Option(help="Log-normal σ of an additional factor of each worker's step time.")
-    ] = 0.0,
-    step: Annotated[str, typer.Option(help="Step time of the fastest machine.")] = "100ms",
-    jitter: Annotated[str, typer.Option(help="Relative standard deviation of step times.")] = "10%",
-    link: Annotated[str, typer.Option(help="Rate of each worker's link, per direction.")] = "200Mbit/s",
-    hub_link: Annotated[
-        str | None, typer.Option(help="Rate of the hub's link, per direction; default: as workers.")
+    lr: Annotated[
+        float | None, shared("lr", " of the task; default: a suitable one", panel=_TRAINING)
     ] = None,
-    latency: Annotated[str, typer.Option(help="Latency between two machines.")] = "0.1ms",
-    steps: Annotated[
-        int | None, typer.Option(help="Steps of each worker; ends when all are done, or by --for.")
-    ] = None,
-    for_: Annotated[
-        str | None,
-        typer.Option("--for", help="Virtual time; default: 300 steps of the slowest machine, or --steps."),
-    ] = None,
-    every: Annotated[
-        str, typer.Option(help="k, local steps between updates; several separated by commas.")
-    ] = "4,10,25",
-    delay: Annotated[
-        str, typer.Option(help="d, local steps from sending to merging; several separated by commas.")
-    ] = "0,5",
-    fragments: Annotated[int, typer.Option(help="Parts of the model that are sent in turn.")] = 1,
-    compression: Annotated[
-        str, typer.Option(help="Compression of updates: int4, int8, bf16, fp16, none.")
-    ] = "int4",
-    down: DownOption = "bf16",
-    outer: OuterOption = "averaging",
-    outer_lr: OuterLrOption = None,
-    outer_momentum: OuterMomentumOption = 0.9,
-    outer_warmup: OuterWarmupOption = 1,
-    unstable: UnstableOption = False,
-    staleness: StalenessOption = "accept",
-    bound: BoundOption = 16.0,
-    send: Annotated[
-        str, typer.Option(help="Updates that workers send, by score: all, better, best.")
-    ] = "all",
-    receive: Annotated[
-        str, typer.Option(help="Updates that workers merge, by score: all, better, best.")
-    ] = "all",
-    population: PopulationOption = None,
-    margin: MarginOption = 0.05,
     bad_lr: Annotated[
         str | None,
         typer.Option(
-            metavar="WORKER:LR", help="Learning rate of a worker, numbered from 1; several by commas."
+            metavar="WORKER:LR,…",
+            help="Learning rate of a worker, numbered from 1.",
+            rich_help_panel=_TRAINING,
         ),
     ] = None,
     different: Annotated[
-        bool, typer.Option("--different", help="Start workers from different parameters.")
+        bool,
+        typer.Option(
+            "--different", help="Start workers from different parameters.", rich_help_panel=_TRAINING
+        ),
     ] = False,
-    warmup: Annotated[
-        int, typer.Option(help="Initial local steps with an exchange at every other step.")
+    steps: Annotated[
+        int | None,
+        shared("steps", " of each worker; ends when all are done, or by --for", panel=_TRAINING),
+    ] = None,
+    for_: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="TIME",
+            help="Virtual time; default: 300 steps of the slowest machine, or --steps.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Loss to which time is measured; default: DDP's final loss.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    seed: Annotated[int, shared("seed", panel=_TRAINING)] = 0,
+    beside: Annotated[
+        bool,
+        typer.Option(
+            "--beside/--no-beside",
+            help="Simulate DDP on the same machines as the first row.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = True,
+    every: Annotated[str, shared("every", " (k)", several=True, panel=_SCHEDULE)] = "4,10,25",
+    delay: Annotated[str, shared("delay", " (d)", several=True, panel=_SCHEDULE)] = "0,5",
+    fragments: Annotated[int, shared("fragments", panel=_SCHEDULE)] = 1,
+    warmup_steps: Annotated[
+        int,
+        typer.Option(
+            metavar="STEPS",
+            help="Initial local steps with an exchange at every other step.",
+            rich_help_panel=_SCHEDULE,
+        ),
     ] = 0,
+    compression: Annotated[
+        str, shared("compression", " of updates: int4, int8, bf16, fp16, none", panel=_SCHEDULE)
+    ] = "int4",
+    down: Annotated[str, shared("down", panel=_SCHEDULE)] = "bf16",
+    send: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICY",
+            help="Updates that workers send, by score: all, better, best.",
+            rich_help_panel=_SCHEDULE,
+        ),
+    ] = "all",
+    receive: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICY",
+            help="Updates that workers merge, by score: all, better, best.",
+            rich_help_panel=_SCHEDULE,
+        ),
+    ] = "all",
+    outer: Annotated[
+        str, shared("outer", ": averaging, delayed-nesterov, nesterov", panel=_MERGING)
+    ] = "averaging",
+    outer_lr: Annotated[
+        float | None, shared("outer-lr", "; default 1 (averaging), else 0.7", panel=_MERGING)
+    ] = None,
+    outer_momentum: Annotated[float, shared("outer-momentum", panel=_MERGING)] = 0.9,
+    outer_warmup: Annotated[int, shared("outer-warmup", panel=_MERGING)] = 1,
+    unstable: Annotated[bool, shared("unstable", panel=_MERGING)] = False,
+    staleness: Annotated[str, shared("staleness", panel=_MERGING)] = "accept",
+    bound: Annotated[float, shared("bound", panel=_MERGING)] = 16.0,
+    population: Annotated[int | None, shared("population", panel=_MERGING)] = None,
+    margin: Annotated[float, shared("margin", panel=_MERGING)] = 0.05,
+    workers: Annotated[
+        int,
+        typer.Option(metavar="N", help="Number of machines that train.", rich_help_panel=_MACHINES),
+    ] = 4,
+    speeds: Annotated[str, shared("speeds", "; 4 is the fastest of 1:1:2:4", panel=_MACHINES)] = "1:1:2:4",
+    spread: Annotated[str, shared("spread", ", besides --speeds", panel=_MACHINES)] = "0%",
+    step: Annotated[str, shared("step", " on the fastest machine", panel=_MACHINES)] = "100ms",
+    jitter: Annotated[str, shared("jitter", ", relative", panel=_MACHINES)] = "10%",
     churn: Annotated[
         str | None,
         typer.Option(
-            help="Share of workers absent at a time (5%), or events: 30s:-3,60s:+3,90s:-hub,95s:+hub."
+            metavar="PERCENT",
+            help="Share of workers absent at a time (5%), or events: 30s:-3,60s:+3,90s:-hub,95s:+hub.",
+            rich_help_panel=_MACHINES,
         ),
     ] = None,
+    link: Annotated[str, shared("link", ": that of each worker", panel=_NETWORK)] = "200Mbit/s",
+    hub_link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Bandwidth of the hub's link, each direction; default: as workers.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None,
+    latency: Annotated[str, shared("latency", panel=_NETWORK)] = "0.1ms",
     spoil: Annotated[
-        str, typer.Option(help="Share of messages that are lost, repeated, late or damaged.")
+        str,
+        typer.Option(
+            metavar="PERCENT",
+            help="Share of messages that are lost, repeated, late or damaged.",
+            rich_help_panel=_NETWORK,
+        ),
     ] = "0%",
-    seed: Annotated[int, typer.Option(help="Seed of parameters, data, jitter and faults.")] = 0,
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the task; default: a suitable one.")
-    ] = None,
-    target: Annotated[
-        float | None, typer.Option(help="Loss to which time is measured; default: DDP's final loss.")
-    ] = None,
-    beside: Annotated[
-        bool, typer.Option("--beside/--no-beside", help="Simulate DDP on the same machines as the first row.")
-    ] = True,
     json_file: JsonOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write table.csv, result.json and charts of loss and time."),
-    ] = None,
+    out: Annotated[Path | None, shared("out", ": table.csv, result.json and charts of loss and time")] = None,
 ) -> None:
     """Simulate asynchronous training in virtual time: loss, bytes and time compared with DDP.
 
@@ -139,7 +178,7 @@ def async_(
     from paceline.tools.cli.simulate import simulate_async_request as request
 
     request.check_choices(task=(task, _TASKS), compression=(compression, _COMPRESSIONS))
-    request.check_numbers(workers=workers, steps=steps, warmup=warmup, seed=seed, lr=lr, target=target)
+    request.check_numbers(workers=workers, steps=steps, warmup=warmup_steps, seed=seed, lr=lr, target=target)
     from paceline.async_dp.hub.hub_settings import HubRules, PopulationRules
     from paceline.async_dp.hub.staleness_policy import StalenessPolicy
     from paceline.async_dp.worker.score_based_selection import SelectionPolicy
@@ -164,7 +203,7 @@ def async_(
         policy=SelectionPolicy(send, receive),
         compression=None if compression == "none" else compression,
         same_init=not different,
-        warmup=warmup,
+        warmup=warmup_steps,
         hub_up=hub_rate,
         hub_down=hub_rate,
         latency=request.parse_latency(latency),

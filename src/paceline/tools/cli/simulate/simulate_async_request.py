@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline._core.format import format_seconds
-from paceline._core.units import parse_count, parse_list, parse_rate, parse_seconds
+from paceline._core.units import parse_count, parse_list, parse_rate, parse_seconds, parse_share
 from paceline.errors import UsageError, unknown
 from paceline.tools.cli.simulate.simulate_options import parse_named, parse_positive, parse_share_below_1
 
@@ -86,7 +86,7 @@ def check_numbers(
     for option, value, least in (
         ("--workers", workers, 1),
         ("--steps", steps, 1),
-        ("--warmup", warmup, 0),
+        ("--warmup-steps", warmup, 0),
         ("--seed", seed, 0),
     ):
         if value is not None and value < least:
@@ -153,7 +153,7 @@ def make_notes(
 
 
 def parse_machines(
-    workers: int, *, speeds: str, spread: float, step: str, jitter: str, link: str, bad_lr: str | None
+    workers: int, *, speeds: str, spread: str, step: str, jitter: str, link: str, bad_lr: str | None
 ) -> list[SimulatedMachine]:
     """Return the machines described by the options.
 
@@ -165,15 +165,16 @@ def parse_machines(
     relative = parse_list("--speeds", speeds, float, example="1:1:2:4", separator=":")
     if not all(0 < each < math.inf for each in relative):
         raise UsageError(f"--speeds {speeds}", remedy="pass numbers above 0, such as 1:1:2:4")
-    if not 0 <= spread < math.inf:
-        raise UsageError(f"--spread {spread}", remedy="pass a number of 0 or more, such as 0.5")
+    deviation = parse_named("--spread", spread, parse_share)
+    if not 0 <= deviation < math.inf:
+        raise UsageError(f"--spread {spread}", remedy="pass 0% or more, such as 50%")
     seconds = parse_positive("--step", step, parse_seconds, "100ms")
     rate = parse_positive("--link", link, parse_rate, "200Mbit/s")
     jitter_share = parse_share_below_1("--jitter", jitter, "10%")
     lr_of_worker = _parse_bad_lr(bad_lr, workers)
     return [
         SimulatedMachine(seconds * factor, jitter_share, rate, rate, lr_of_worker.get(worker + 1))
-        for worker, factor in enumerate(relative_step_times(workers, relative, spread))
+        for worker, factor in enumerate(relative_step_times(workers, relative, deviation))
     ]
 
 

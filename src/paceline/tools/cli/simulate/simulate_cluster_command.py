@@ -10,104 +10,166 @@ import typer
 
 from paceline._core.units import parse_list, parse_seconds, parse_share
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import JsonOption, NetworkOption, parse_model_parameters
+from paceline.parallel.strategy import ALIASES
+from paceline.tools.cli.shared_options import JsonOption, parse_model_parameters
 from paceline.tools.cli.simulate.simulate_options import recorded_options, write_results
+from paceline.tools.command_options import shared
 
 if TYPE_CHECKING:
     from paceline.tools.cli.simulate.simulate_cluster_request import ClusterRequest
 
 __all__ = ["cluster"]
 
+_TRAINING, _MACHINES, _NETWORK, _FAILURES, _JOBS = "Training", "Machines", "Network", "Failures", "Jobs"
+
 
 def cluster(
     context: typer.Context,
     step: Annotated[
         str | None,
-        typer.Option(help="Computing time of a step: 250ms, or a file with measured steps to sample."),
+        shared("step", " on the fastest machine: 250ms, or a file of steps to sample", panel=_TRAINING),
     ] = None,
-    parameters: Annotated[str | None, typer.Option(help="Parameters of the model: 20M, 7B.")] = None,
-    model: Annotated[str | None, typer.Option(help="Or name of the model: tiny … 2.7b, xxl.")] = None,
-    nodes: Annotated[
-        str, typer.Option(help="Separated by commas; FIRST:LAST doubles, FIRST:LAST:x10 multiplies by 10.")
-    ] = "1:1024",
-    ranks_per_node: Annotated[int, typer.Option(help="Devices per node.")] = 1,
-    batch: Annotated[
+    parameters: Annotated[str | None, shared("parameters", panel=_TRAINING)] = None,
+    model: Annotated[
+        str | None, shared("model", ": tiny … 2.7b, xxl; instead of --parameters", panel=_TRAINING)
+    ] = None,
+    scaling: Annotated[
         str,
         typer.Option(
-            help="per-rank: --step is for a rank's own batch; fixed: for the whole batch on one rank."
+            metavar="NAME",
+            help="Scaling: weak, --step is for a rank's own batch; strong, for the whole batch on one rank.",
+            rich_help_panel=_TRAINING,
         ),
-    ] = "per-rank",
-    speeds: Annotated[
-        str, typer.Option(help="Relative speeds of nodes, repeated; --step is for the fastest: 1:1:2:4.")
-    ] = "1",
-    shares: Annotated[str, typer.Option(help="Distribution of work: equal, or by speed.")] = "equal",
-    spread: Annotated[str, typer.Option(help="Log-normal standard deviation of node speeds.")] = "0%",
-    jitter: Annotated[str, typer.Option(help="Log-normal standard deviation of a rank's step times.")] = "0%",
-    topology: Annotated[str, typer.Option(help="Links between nodes: star (a switch), ring, tree.")] = "star",
+    ] = "weak",
+    strategy: Annotated[
+        str, shared("strategy", ": flat, bucketed, sharded, full-shard", panel=_TRAINING)
+    ] = "bucketed",
+    bucket_mib: Annotated[float, shared("bucket-mib", panel=_TRAINING)] = 25.0,
+    gradient_bytes: Annotated[int, shared("gradient-bytes", panel=_TRAINING)] = 4,
+    every: Annotated[int, shared("every", "; 1: gradients in every step", panel=_TRAINING)] = 1,
+    backward: Annotated[
+        str,
+        typer.Option(metavar="PERCENT", help="Share of backward in computing.", rich_help_panel=_TRAINING),
+    ] = "66.7%",
+    nnodes: Annotated[
+        str,
+        shared(
+            "nnodes",
+            "; FIRST:LAST doubles, FIRST:LAST:x10 multiplies by 10",
+            several=True,
+            panel=_MACHINES,
+        ),
+    ] = "1:1024",
+    nproc_per_node: Annotated[int, shared("nproc-per-node", ", each with a device", panel=_MACHINES)] = 1,
+    speeds: Annotated[str, shared("speeds", "; --step is for the fastest: 1:1:2:4", panel=_MACHINES)] = "1",
+    balance: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Balance of the work: equal, or by speed.", rich_help_panel=_MACHINES
+        ),
+    ] = "equal",
+    spread: Annotated[str, shared("spread", panel=_MACHINES)] = "0%",
+    jitter: Annotated[str, shared("jitter", ", log-normal", panel=_MACHINES)] = "0%",
+    topology: Annotated[
+        str, shared("topology", ": links between hosts as star (a switch), ring, tree", panel=_NETWORK)
+    ] = "star",
     link: Annotated[
-        str, typer.Option(help="Link of a node, per direction: a rate (200Mbit/s) or a name (10gbe, ndr).")
+        str, shared("link", ": a rate (200Mbit/s) or a name (10gbe, ndr)", panel=_NETWORK)
     ] = "10gbe",
-    latency: Annotated[str | None, typer.Option(help="Latency between nodes; default: of the link.")] = None,
-    inside: Annotated[
-        str | None, typer.Option(help="Link of a rank inside its node: nvlink4, pcie4, 12GB/s.")
-    ] = None,
+    latency: Annotated[str | None, shared("latency", "; default: of the link", panel=_NETWORK)] = None,
+    inside: Annotated[str | None, shared("inside", ": nvlink4, pcie4, 12GB/s", panel=_NETWORK)] = None,
     inside_latency: Annotated[
-        str | None, typer.Option(help="Latency inside a node; default: of the link.")
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Latency of a link inside a machine; default: of the link.",
+            rich_help_panel=_NETWORK,
+        ),
     ] = None,
-    switch: Annotated[str | None, typer.Option(help="Total rate of the switch; default: unlimited.")] = None,
+    switch: Annotated[str | None, shared("switch", "; default: unlimited", panel=_NETWORK)] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measured all-reduce and contention, instead of links."),
+        shared("profile", " with measured all-reduce and contention, instead of links", panel=_NETWORK),
     ] = None,
-    backend: Annotated[str, typer.Option(help="Backend of the profile.")] = "gloo",
-    network: NetworkOption = None,
+    backend: Annotated[str, shared("backend", " of the profile", panel=_NETWORK)] = "gloo",
+    network: Annotated[str | None, shared("network", panel=_NETWORK)] = None,
     algorithm: Annotated[
         str,
         typer.Option(
-            help="auto (the fastest), ring, tree, doubling, halving-doubling, two-level, two-level-halving."
+            metavar="NAME",
+            help="Algorithm: auto (the fastest), ring, tree, doubling, halving-doubling, two-level, "
+            "two-level-halving.",
+            rich_help_panel=_NETWORK,
         ),
     ] = "auto",
-    strategy: Annotated[str, typer.Option(help="flat, bucketed, sharded, full-shard.")] = "bucketed",
-    bucket_mib: Annotated[float, typer.Option(help="Size of a bucket in MiB.")] = 25.0,
-    gradients: Annotated[int, typer.Option(help="Bytes per gradient on the wire: 4, 2, 1.")] = 4,
-    backward: Annotated[str, typer.Option(help="Share of backward in computing.")] = "66.7%",
     contention: Annotated[
         str | None,
         typer.Option(
+            metavar="X:X",
             help="Slowdown of computing during communication, and of communication during computing: 1.3:1.1; "
-            "default: of the profile, or 1:1."
+            "default: of the profile, or 1:1.",
+            rich_help_panel=_NETWORK,
         ),
     ] = None,
-    every: Annotated[int, typer.Option(help="H, steps between two exchanges (of parameters, above 1).")] = 1,
     mtbf: Annotated[
-        str | None, typer.Option(help="Mean time between failures of a node: 1000d; default: no failures.")
-    ] = None,
-    checkpoint: Annotated[str, typer.Option(help="Time that training waits for a checkpoint: 30s.")] = "0s",
-    interval: Annotated[
-        str, typer.Option(help="Training between two checkpoints: a time, or auto (Daly's).")
-    ] = "auto",
-    restart: Annotated[str, typer.Option(help="Time from a failure until training resumes: 5min.")] = "0s",
-    job: Annotated[
         str | None,
-        typer.Option(help="Computing of the whole job on one node: 10000h; default: a week of all nodes."),
+        typer.Option(
+            metavar="TIME",
+            help="Mean time between failures of a host: 1000d; default: no failures.",
+            rich_help_panel=_FAILURES,
+        ),
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Price of a node hour.")] = None,
-    jobs: Annotated[int, typer.Option(help="Jobs simulated per number of nodes.")] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
+    checkpoint_time: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Time that training waits for a checkpoint: 30s.",
+            rich_help_panel=_FAILURES,
+        ),
+    ] = "0s",
+    checkpoint_interval: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Training between two checkpoints: a time, or auto (Daly's).",
+            rich_help_panel=_FAILURES,
+        ),
+    ] = "auto",
+    restart_time: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Time from a failure until training resumes: 5min.",
+            rich_help_panel=_FAILURES,
+        ),
+    ] = "0s",
+    job_time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Computing of the whole job on one host: 10000h; default: a week of all hosts.",
+            rich_help_panel=_JOBS,
+        ),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(metavar="X", help="Price of a host's hour.", rich_help_panel=_JOBS)
+    ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(metavar="N", help="Jobs simulated per number of hosts.", rich_help_panel=_JOBS),
+    ] = 32,
+    seed: Annotated[int, shared("seed", panel=_JOBS)] = 0,
     json_file: JsonOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write table.csv, result.json and a chart over nodes."),
-    ] = None,
+    out: Annotated[Path | None, shared("out", ": table.csv, result.json and a chart over hosts")] = None,
 ) -> None:
     """Simulate a training on 1 to 1,000,000 nodes: step time, efficiency and its losses, failures, cost.
 
     The same command gives bitwise identical results.
 
-    Examples: paceline simulate --parameters 7B --step 1.2s --nodes 1:10000 --ranks-per-node 8 --link ndr
-    --inside nvlink4 --spread 2% --jitter 3% --mtbf 1800d --checkpoint 60s --restart 5min
+    Examples: paceline simulate --parameters 7B --step 1.2s --nnodes 1:10000 --nproc-per-node 8 --link ndr
+    --inside nvlink4 --spread 2% --jitter 3% --mtbf 1800d --checkpoint-time 60s --restart-time 5min
 
-    paceline simulate --parameters 20M --step 0.97s --link 200Mbit/s --batch fixed --nodes 1:64 --strategy flat
+    paceline simulate --parameters 20M --step 0.97s --link 200Mbit/s --scaling strong --nnodes 1:64 --strategy flat
 
     paceline simulate async trains real models in virtual time (paceline simulate async --help).
     """
@@ -120,11 +182,11 @@ def cluster(
     from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan
     from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 
-    numbers = request.parse_nodes(nodes)
+    numbers = request.parse_nodes(nnodes)
     parameter_count = parse_model_parameters(model, parameters)
     step_seconds, measured = request.parse_step(step)
-    if gradients not in (1, 2, 4):
-        raise UsageError(f"--gradients {gradients}", remedy="pass 4, 2 or 1 bytes")
+    if gradient_bytes not in (1, 2, 4):
+        raise UsageError(f"--gradient-bytes {gradient_bytes}", remedy="pass 4, 2 or 1 bytes")
     if not 0 < bucket_mib < math.inf:
         raise UsageError(f"--bucket-mib {bucket_mib}", remedy="pass MiB above 0")
     loaded = None if profile is None else Profile.load(profile)
@@ -136,22 +198,22 @@ def cluster(
             topology=topology,
             link=link,
             latency=latency,
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=nproc_per_node,
             inside=inside,
             inside_latency=inside_latency,
             switch=switch,
         ),
         step_seconds=step_seconds,
-        nbytes=float(gradients * parameter_count),
+        nbytes=float(gradient_bytes * parameter_count),
         machines=ClusterMachines(
             parse_list("--speeds", speeds, float, example="1:1:2:4", separator=":"),
             parse_share(spread),
             parse_share(jitter),
             measured,
-            shares,
+            balance,
         ),
-        batch=batch,
-        strategy=strategy,
+        scaling=scaling,
+        strategy=ALIASES.get(strategy, strategy),
         bucket_nbytes=bucket_mib * 2**20,
         backward=parse_share(backward),
         computing_slows=slowdowns[0],
@@ -159,15 +221,17 @@ def cluster(
         algorithm=algorithm,
         every=every,
         node_mtbf=math.inf if mtbf is None else request.parse_time("--mtbf", mtbf),
-        write=parse_seconds(checkpoint),
-        restart=parse_seconds(restart),
-        interval=None if interval == "auto" else request.parse_time("--interval", interval),
-        work=None if job is None else request.parse_time("--job", job),
+        write=parse_seconds(checkpoint_time),
+        restart=parse_seconds(restart_time),
+        interval=None
+        if checkpoint_interval == "auto"
+        else request.parse_time("--checkpoint-interval", checkpoint_interval),
+        work=None if job_time is None else request.parse_time("--job-time", job_time),
         price=price,
         jobs=jobs,
         seed=seed,
     )
-    request.check_failures(plan, restart)
+    request.check_failures(plan, restart_time)
     simulation = request.ClusterRequest(plan, numbers, parameter_count, recorded_options(context))
     _run(simulation, json_file, out)
 

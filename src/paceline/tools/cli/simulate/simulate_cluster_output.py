@@ -88,7 +88,7 @@ def plan_files(json_file: Path | None, out: Path | None, numbers: int) -> dict[P
         UsageError: a file is not writable, or there are too few numbers for a chart.
     """
     if out is not None and numbers < 2:
-        raise UsageError("--out draws a chart over nodes", remedy="pass two numbers of --nodes or more")
+        raise UsageError("--out draws a chart over nodes", remedy="pass two numbers of --nnodes or more")
     in_folder: dict[str, _Writer] = {
         "result.json": _write_json,
         "table.csv": _write_csv,
@@ -144,7 +144,7 @@ def _write_csv(path: Path, request: ClusterRequest, rows: Sequence[ClusterRow], 
 def _draw(path: Path, request: ClusterRequest, rows: Sequence[ClusterRow], command: str) -> None:
     from paceline.tools.report.charts.simulation_charts import cluster_chart
 
-    how = f"{request.settings['batch']} batch, {request.plan.strategy}"
+    how = f"{request.settings['scaling']} scaling, {request.plan.strategy}"
     title = f"{format_count(request.parameters)} parameters, {how}, links of {request.settings['link']}"
     if request.settings["profile"] is not None:
         title = (

@@ -69,7 +69,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
             raise ValueError(f"{part!r} is no number of nodes from 1 to {MOST_NODES}")
         return int(part)
 
-    found = parse_sweep("--nodes", text, number, example="1:10000:x10", most=_MAX_ROWS)
+    found = parse_sweep("--nnodes", text, number, example="1:10000:x10", most=_MAX_ROWS)
     return tuple(int(each) for each in found)
 
 
@@ -224,14 +224,14 @@ def check_failures(plan: ClusterPlan, restart: str) -> None:
     """
     if plan.node_mtbf == math.inf:
         if restart != "0s":
-            raise UsageError("--restart without failures", remedy="pass --mtbf, or omit --restart")
+            raise UsageError("--restart-time without failures", remedy="pass --mtbf, or omit --restart-time")
         if plan.write and plan.interval is None:
             raise UsageError(
-                "--checkpoint without failures: the best interval is infinite",
-                remedy="pass --mtbf, or --interval",
+                "--checkpoint-time without failures: the best interval is infinite",
+                remedy="pass --mtbf, or --checkpoint-interval",
             )
     elif not plan.write and plan.interval is None:
         raise UsageError(
             "--mtbf with checkpoints that take no time: the best interval is 0",
-            remedy="pass --checkpoint, such as 30s, or --interval",
+            remedy="pass --checkpoint-time, such as 30s, or --checkpoint-interval",
         )

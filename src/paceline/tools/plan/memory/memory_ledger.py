@@ -131,7 +131,7 @@ def _allocator_lines(replay: AllocatorReplay, requested: int) -> list[LedgerLine
 
 def _outside_lines(outside: NonTensorMemory) -> list[LedgerLine]:
     lines = [
-        LedgerLine("data on the device", outside.data_nbytes, "as given", "--data"),
+        LedgerLine("data on the device", outside.data_nbytes, "as given", "--data-memory"),
         LedgerLine(
             "libraries",
             outside.library_nbytes,

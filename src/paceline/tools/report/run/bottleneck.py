@@ -122,7 +122,7 @@ def _tasks(between: float) -> Bottleneck:
         ),
         (
             Remedy("Do it less often", "--eval-every, --checkpoint-every; paceline.Checkpoint(every=…)"),
-            Remedy("Measure on less text", "--eval-windows"),
+            Remedy("Evaluate on less text", "paceline.evaluate over a part of the held-out data"),
         ),
     )
 
@@ -160,7 +160,7 @@ def _computing(summary: RunSummary) -> Bottleneck:
     return Bottleneck(
         "computing",
         (f"Computing limits this run{speed}: more or faster ranks would help, a faster network would not.",),
-        (Remedy("Predict more ranks", "paceline bench parts, then paceline plan --devices 1,2,4,8"),),
+        (Remedy("Predict more ranks", "paceline bench parts, then paceline plan --world-size 1,2,4,8"),),
     )
 
 
@@ -317,7 +317,7 @@ def _send_less_often(step: float, exposed: float) -> list[Remedy]:
         ),
         Remedy(
             "Tune synchronisation automatically",
-            '--sync auto, or paceline.DataParallel(net, sync="auto")',
+            '--strategy auto, or paceline.DataParallel(net, sync="auto")',
             "exact; bucket size and sharding",
         ),
     ]

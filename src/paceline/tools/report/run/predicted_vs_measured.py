@@ -60,7 +60,7 @@ def predict_run_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
     """
     settings, world, model = (_group(facts, name) for name in ("settings", "world", "model"))
     strategy, size = _strategy(facts, settings), settings.get("bucket_mib")
-    ranks, batch, name = world.get("size"), settings.get("batch_size"), model.get("name")
+    ranks, batch, name = world.get("size"), settings.get("micro_batch_size"), model.get("name")
     if not isinstance(ranks, int) or not isinstance(batch, int) or not isinstance(name, str):
         raise UsageError(
             "run.json lacks the number of ranks, the batch size or the model, so its step can't be predicted",
@@ -77,7 +77,7 @@ def predict_run_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
 
 def _strategy(facts: Mapping[str, object], settings: Mapping[str, object]) -> str:
     synchronised = str(facts.get("synchronised", ""))
-    for name in (settings.get("sync"), synchronised.partition(",")[0].partition(" ")[0]):
+    for name in (settings.get("strategy"), synchronised.partition(",")[0].partition(" ")[0]):
         if isinstance(name, str) and name in STRATEGIES:
             return name
     raise UsageError(

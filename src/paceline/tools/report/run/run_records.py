@@ -19,9 +19,7 @@ __all__ = ["LoggedStep", "RecordedRun", "RestartRecord", "TraceSpan", "read_run"
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")  # added by torch to error messages
-_NAME_A_RUN = (
-    "name a folder that `paceline train --out` or paceline.Profiler wrote, or the folder of a `paceline hub`"
-)
+_NAME_A_RUN = "name a folder that `paceline train`, paceline.Profiler or `paceline hub serve` wrote"
 _SPAN_FIELDS = ("name", "start", "seconds", "rank")
 _SHOWN_ELSEWHERE = ("step", "samples", "sent_nbytes", "would_be_nbytes")
 _OF_A_STEP = (

@@ -40,10 +40,10 @@ from paceline.tools.simulate.cluster.failure_cost import (
 
 __all__ = [
     "BACKWARD",
-    "BATCHES",
     "DAY",
     "LOSSES",
     "MOST_NODES",
+    "SCALINGS",
     "CheckpointIntervals",
     "ClusterPlan",
     "ClusterRow",
@@ -55,7 +55,7 @@ __all__ = [
 BACKWARD = 2 / 3
 """Share of backward in computing: it has two products with each weight, forward one."""
 
-BATCHES = ("per-rank", "fixed")
+SCALINGS = ("weak", "strong")
 DAY = 86400.0
 MOST_NODES = 1_000_000
 LOSSES: tuple[str, ...] = (
@@ -81,11 +81,11 @@ class ClusterPlan:
 
     Attributes:
         network: the network, described or measured.
-        step_seconds: computing time of a rank's own batch (``per-rank``), or of the whole batch on one rank
-            (``fixed``).
+        step_seconds: computing time of a rank's own batch (``weak``), or of the whole batch on one rank
+            (``strong``).
         nbytes: bytes of the gradients on the wire.
         machines: the machines.
-        batch: ``"per-rank"`` (weak scaling) or ``"fixed"`` (strong scaling).
+        scaling: ``"weak"``, the batch of a rank stays, or ``"strong"``, that of all ranks does.
         strategy: how gradients are synchronised, one of `exposed_communication.STRATEGIES`.
         bucket_nbytes: size of a bucket.
         backward: share of computing in which gradients become ready.
@@ -111,7 +111,7 @@ class ClusterPlan:
     step_seconds: float
     nbytes: float
     machines: ClusterMachines = field(default_factory=ClusterMachines)
-    batch: str = "per-rank"
+    scaling: str = "weak"
     strategy: str = "bucketed"
     bucket_nbytes: float = 25 * 2**20
     backward: float = BACKWARD
@@ -130,8 +130,8 @@ class ClusterPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch not in BATCHES:
-            raise unknown("batch", self.batch, BATCHES)
+        if self.scaling not in SCALINGS:
+            raise unknown("scaling", self.scaling, SCALINGS)
         if self.strategy not in STRATEGIES:
             raise unknown("strategy", self.strategy, STRATEGIES)
         for name in ("step_seconds", "bucket_nbytes", "node_mtbf", "interval", "work", "price"):
@@ -267,7 +267,7 @@ def simulate_cluster(plan: ClusterPlan, nodes: int) -> ClusterRow:
     if type(nodes) is not int or not 1 <= nodes <= MOST_NODES:
         raise UsageError(f"{nodes!r} nodes", remedy=f"give a whole number from 1 to {MOST_NODES}")
     ranks = nodes * plan.network.per_node
-    compute = plan.step_seconds / (ranks if plan.batch == "fixed" else 1)
+    compute = plan.step_seconds / (ranks if plan.scaling == "strong" else 1)
     traffic, price = _traffic(plan, nodes)
     steps = sample_steps(
         plan.machines, nodes, plan.network.per_node, plan.every, plan.jobs, plan.draws, [plan.seed, nodes, 1]

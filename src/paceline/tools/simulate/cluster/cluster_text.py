@@ -19,7 +19,7 @@ _DESCRIPTION = {
     "restarts": "restarts",
 }
 _REMEDY = {
-    "uneven machines": "Distribute work by speed (--shares speed), or remove the slowest machines.",
+    "uneven machines": "Distribute work by speed (--balance speed), or remove the slowest machines.",
     "varying steps": "Synchronise less often (--every), or find the cause of the variation.",
     "communication": "Send less (16 bits, --every), give each rank more samples, or use a faster link.",
     "checkpoints": "Write them during training, or to a faster disk.",

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["SHARES", "ClusterMachines", "NodeTimes", "StepSamples", "draw_longest", "sample_steps"]
+__all__ = ["BALANCES", "ClusterMachines", "NodeTimes", "StepSamples", "draw_longest", "sample_steps"]
 
 Numbers = NDArray[np.float64]
 
-SHARES = ("equal", "speed")
+BALANCES = ("equal", "speed")
 _DRAW_LONGEST_FROM = 64
 """Ranks from which the longest step of identical ranks is drawn directly."""
 _LEAST_DRAWN, _MOST_DRAWN = 1, 512
@@ -43,7 +43,7 @@ class ClusterMachines:
         spread: standard deviation of an additional log-normal factor per node with mean 1.
         jitter: standard deviation of a log-normal factor per rank and step with mean 1.
         measured: measured step times to sample instead of `jitter`; only their ratios matter.
-        shares: distribution of the work: ``"equal"`` or by ``"speed"``.
+        balance: distribution of the work: ``"equal"`` or by ``"speed"``.
 
     Raises:
         UsageError: a number is out of range.
@@ -53,7 +53,7 @@ class ClusterMachines:
     spread: float = 0.0
     jitter: float = 0.0
     measured: tuple[float, ...] = ()
-    shares: str = "equal"
+    balance: str = "equal"
 
     def __post_init__(self) -> None:
         if not self.speeds or not all(0 < each < math.inf for each in self.speeds):
@@ -70,13 +70,13 @@ class ClusterMachines:
                 "both measured steps and jitter",
                 remedy="measured steps include their jitter: omit jitter",
             )
-        if self.shares not in SHARES:
-            raise unknown("shares", self.shares, SHARES)
+        if self.balance not in BALANCES:
+            raise unknown("balance", self.balance, BALANCES)
 
     @property
     def alike(self) -> bool:
         """Whether all ranks take the same time for their work, apart from jitter."""
-        return self.shares == "speed" or (not self.spread and len(set(self.speeds)) == 1)
+        return self.balance == "speed" or (not self.spread and len(set(self.speeds)) == 1)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def draw_nodes(machines: ClusterMachines, nodes: int, rng: np.random.Generator) 
         sigma = math.sqrt(math.log1p(machines.spread**2))
         slowness = slowness * np.exp(rng.normal(-(sigma**2) / 2, sigma, nodes))
     useful = float(1.0 / np.mean(1.0 / slowness))
-    times = np.full(nodes, useful) if machines.shares == "speed" else slowness
+    times = np.full(nodes, useful) if machines.balance == "speed" else slowness
     return NodeTimes(times, useful)
 
 

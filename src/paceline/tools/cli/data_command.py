@@ -1,4 +1,4 @@
-"""``paceline dispatch``: batches per rank of data dispatched in blocks, and processes that run out of data."""
+"""``paceline data``: batches per rank of data dispatched in blocks, and processes that run out of data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from paceline._core.files import write_json
-from paceline._core.units import parse_list
+from paceline._core.units import parse_list, parse_seconds
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.command_options import shared
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import check_writable
 
@@ -24,37 +25,34 @@ if TYPE_CHECKING:
     from paceline.tools.plan.dispatch_forecast import DispatchRequest
     from paceline.tools.plan.uneven_batch_outcomes import BatchBalance
 
-__all__ = ["dispatch", "starve"]
+__all__ = ["data", "starve"]
 
-_OF_EPOCH = ("scheme", "block", "batch_size", "seed", "drop_last", "draws")
+_OF_EPOCH = ("scheme", "block", "micro_batch_size", "seed", "drop_last", "draws")
 """Options that change nothing about the built-in example of ``--starve``."""
 
 
-def dispatch(
+def data(
     context: typer.Context,
-    samples: Annotated[int | None, typer.Option(help="Samples of the data set.")] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--workers", "--ranks", help="Ranks that share them; default: one per --shares."),
-    ] = None,
-    scheme: Annotated[str, typer.Option(help="round_robin, random or shares.")] = "round_robin",
-    block: Annotated[
-        str, typer.Option(help="Samples that go to one rank together; several separated by commas.")
-    ] = "1",
-    batch_size: Annotated[
-        str, typer.Option(help="Samples of a full batch; several separated by commas.")
-    ] = "64",
+    samples: Annotated[int | None, typer.Option(metavar="N", help="Samples of the data set.")] = None,
+    world_size: Annotated[int | None, shared("world-size", "; default: one per --shares")] = None,
+    scheme: Annotated[
+        str, typer.Option(metavar="NAME", help="Scheme: round_robin, random or shares.")
+    ] = "round_robin",
+    block: Annotated[str, typer.Option(metavar="N,…", help="Samples that go to one rank together.")] = "1",
+    micro_batch_size: Annotated[str, shared("micro-batch-size", several=True)] = "64",
     shares: Annotated[
-        str | None, typer.Option(help="Per rank, adding up to 1: .25,.25,.1,.4; default: equal.")
+        str | None,
+        typer.Option(metavar="X,…", help="Shares of ranks, adding up to 1: .25,.25,.1,.4; default: equal."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of scheme random.")] = 0,
+    seed: Annotated[int, shared("seed", ", of scheme random")] = 0,
     drop_last: Annotated[
         bool, typer.Option("--drop-last", help="Loaders without a policy drop the short last batch.")
     ] = False,
     draws: Annotated[
         int | None,
         typer.Option(
-            help="Random draws to check the closed forms; default: 400, fewer for more than 500 ranks."
+            metavar="N",
+            help="Random draws to check the closed forms; default: 400, fewer for more than 500 ranks.",
         ),
     ] = None,
     starve: Annotated[
@@ -62,41 +60,44 @@ def dispatch(
         typer.Option("--starve", help="Run real processes out of data, under torch and under Paceline."),
     ] = False,
     timeout: Annotated[
-        float | None, typer.Option(help="With --starve: of the process group, in seconds; default: 10.")
+        str | None, shared("timeout", " of the process group, with --starve; default: 10s")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="With --starve: of the process group, gloo (default) or paceline.")
+        str | None, shared("backend", " of the process group, with --starve: gloo (default) or paceline")
     ] = None,
     json_file: JsonOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Write JSON, the table as CSV, and two charts there."),
+        shared("out", ": JSON, the table as CSV, and two charts"),
     ] = None,
 ) -> None:
     """Forecast the samples and batches of every rank, the cost of each policy, and the safe sizes.
 
-    Examples: paceline dispatch --samples 50000 --workers 7 --block 2,10,100,1000 --batch-size 64
+    Examples: paceline data --samples 50000 --world-size 7 --block 2,10,100,1000 --micro-batch-size 64
 
-    paceline dispatch --samples 50000 --shares .25,.25,.1,.4 --scheme shares --out results/
+    paceline data --samples 50000 --shares .25,.25,.1,.4 --scheme shares --out results/
 
-    paceline dispatch --starve
+    paceline data --starve
     """
-    example = starve and samples is None and ranks is None and shares is None
+    example = starve and samples is None and world_size is None and shares is None
     if example and any(_is_given(context, name) for name in _OF_EPOCH):
         raise UsageError(
             "--starve without --samples runs a built-in example, which other options don't change",
-            remedy="give --samples and --workers too",
+            remedy="give --samples and --world-size too",
         )
     request = None
     if not example:
-        sizes = (_sizes("--block", block, "2,10,100"), _sizes("--batch-size", batch_size, "64,4096"))
+        sizes = (
+            _sizes("--block", block, "2,10,100"),
+            _sizes("--micro-batch-size", micro_batch_size, "64,4096"),
+        )
         request = _request(
-            samples, ranks, scheme, shares, *sizes, seed=seed, drop_last=drop_last, draws=draws
+            samples, world_size, scheme, shares, *sizes, seed=seed, drop_last=drop_last, draws=draws
         )
     if starve:
         if out is not None:
             raise UsageError("--starve has no charts for --out", remedy="name a file with --json")
-        _starve(request, 10.0 if timeout is None else timeout, backend or "gloo", json_file)
+        _starve(request, 10.0 if timeout is None else parse_seconds(timeout), backend or "gloo", json_file)
         return
     for option, value in (("--timeout", timeout), ("--backend", backend)):
         if value is not None:
@@ -138,9 +139,11 @@ def _request(
         raise UsageError("no number of samples is given", remedy="pass for example --samples 50000")
     given = None if shares is None else parse_list("--shares", shares, float, example=".25,.25,.1,.4")
     if ranks is None and given is None:
-        raise UsageError("neither --workers nor --shares is given", remedy="pass for example --workers 7")
+        raise UsageError(
+            "neither --world-size nor --shares is given", remedy="pass for example --world-size 7"
+        )
     if ranks is not None and ranks < 1:
-        raise UsageError(f"--workers {ranks}", remedy="pass 1 or more")
+        raise UsageError(f"--world-size {ranks}", remedy="pass 1 or more")
     if scheme == "shares" and given is None:
         raise UsageError("--scheme shares without --shares", remedy="pass for example --shares .25,.25,.1,.4")
     return DispatchRequest(
@@ -157,7 +160,7 @@ def _request(
 
 def _forecast(request: DispatchRequest, json_file: Path | None, out: Path | None) -> None:
     """Print the forecast, and write the files."""
-    from paceline.tools.cli.dispatch_output import dispatch_files, show_forecasts
+    from paceline.tools.cli.data_output import dispatch_files, show_forecasts
     from paceline.tools.plan.dispatch_forecast import forecast_dispatch
 
     writer_of = dispatch_files(json_file, out)

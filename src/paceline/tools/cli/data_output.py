@@ -1,4 +1,4 @@
-"""Output of ``paceline dispatch``: tables of batches, policies, imbalance and safe sizes; JSON, CSV and two charts."""
+"""Output of ``paceline data``: tables of batches, policies, imbalance and safe sizes; JSON, CSV and two charts."""
 
 from __future__ import annotations
 

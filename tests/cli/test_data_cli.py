@@ -1,4 +1,4 @@
-"""``paceline dispatch``: output, files and refused input."""
+"""``paceline data``: output, files and refused input."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from paceline.tools.cli import app as module
-from paceline.tools.cli import dispatch_command
+from paceline.tools.cli import data_command
 
-SEVEN = ["--samples", 50_000, "--workers", 7]
+SEVEN = ["--samples", 50_000, "--world-size", 7]
 POLICIES = ["none", "join", "rebalance", "truncate", "pad", "drop", "error"]
 
 
 @pytest.fixture
 def paceline(monkeypatch, capsys, tmp_path):
-    """Return a function that runs `paceline dispatch` in this process: (exit code, out, err)."""
+    """Return a function that runs `paceline data` in this process: (exit code, out, err)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -45,7 +45,7 @@ def test_the_round_robin_rows(paceline, tmp_path):
         "round_robin",
         "--block",
         "2,10,100,1000",
-        "--batch-size",
+        "--micro-batch-size",
         64,
         "--json",
         "rows.json",
@@ -75,7 +75,7 @@ def test_the_round_robin_rows(paceline, tmp_path):
     assert found[3]["imbalance"]["dealt"] == pytest.approx(0.12)
     written = json.loads((tmp_path / "rows.json").read_text())
     assert written["settings"]["samples"] == 50_000
-    assert written["command"].startswith("paceline dispatch --samples 50000 --workers 7")
+    assert written["command"].startswith("paceline data --samples 50000 --world-size 7")
 
 
 def test_shares(paceline, tmp_path):
@@ -107,7 +107,9 @@ def test_random_draws_depend_on_the_seed(paceline, tmp_path):
 
 def test_ranks_is_another_name_of_workers_and_names_may_have_hyphens(paceline):
     output = paceline(*SEVEN, "--draws", 0)[1]
-    assert paceline("--samples", 50_000, "--ranks", 7, "--scheme", "round-robin", "--draws", 0)[1] == output
+    assert (
+        paceline("--samples", 50_000, "--world-size", 7, "--scheme", "round-robin", "--draws", 0)[1] == output
+    )
 
 
 def test_loaders_that_leave_out_the_short_batch(paceline, tmp_path):
@@ -115,13 +117,13 @@ def test_loaders_that_leave_out_the_short_batch(paceline, tmp_path):
     _, out, _ = paceline(*options, "--drop-last", "--json", "full")
     assert "if each loops over its full batches" in out
     assert entries(tmp_path / "full")[0]["deadlock"] is False
-    paceline("--samples", 101, "--workers", 2, "--batch-size", 51, "--drop-last", "--json", "some")
+    paceline("--samples", 101, "--world-size", 2, "--micro-batch-size", 51, "--drop-last", "--json", "some")
     (found,) = entries(tmp_path / "some")
     assert (found["batches_floor"], found["batches_ceil"], found["deadlock"]) == ([1, 0], [1, 1], True)
 
 
 def test_several_batch_sizes(paceline, tmp_path):
-    paceline(*SEVEN, "--block", "2,1000", "--batch-size", "64,4096", "--draws", 0, "--json", "a")
+    paceline(*SEVEN, "--block", "2,1000", "--micro-batch-size", "64,4096", "--draws", 0, "--json", "a")
     found = entries(tmp_path / "a")
     assert [(each["block"], each["batch_size"]) for each in found] == [
         (2, 64),
@@ -154,7 +156,7 @@ def test_a_folder_gets_json_table_and_charts(paceline, tmp_path):
 
 
 def test_thousands_of_workers_are_summarised(paceline):
-    code, out, _ = paceline("--samples", 10**9, "--workers", 4000, "--scheme", "random", "--block", 100)
+    code, out, _ = paceline("--samples", 10**9, "--world-size", 4000, "--scheme", "random", "--block", 100)
     assert code == 0
     assert "4000 ranks" in out
     assert "more later" in out
@@ -164,9 +166,7 @@ def test_thousands_of_workers_are_summarised(paceline):
 
 def test_starvation_runs_with_the_given_data(paceline, monkeypatch):
     played = []
-    monkeypatch.setattr(
-        dispatch_command, "starve", lambda balance, **options: played.append((balance, options))
-    )
+    monkeypatch.setattr(data_command, "starve", lambda balance, **options: played.append((balance, options)))
     assert paceline("--starve")[0] == 0
     arguments = [
         "--samples",
@@ -175,7 +175,7 @@ def test_starvation_runs_with_the_given_data(paceline, monkeypatch):
         ".25,.25,.1,.4",
         "--block",
         5,
-        "--batch-size",
+        "--micro-batch-size",
         16,
         "--timeout",
         3,
@@ -191,7 +191,7 @@ def test_starvation_runs_with_the_given_data(paceline, monkeypatch):
 def test_it_answers_without_torch():
     code = (
         "import sys; from paceline.tools.cli.app import app; import typer\n"
-        "typer.main.get_command(app)(['dispatch', '--samples', '100', '--workers', '3'], standalone_mode=False)\n"
+        "typer.main.get_command(app)(['dispatch', '--samples', '100', '--world-size', '3'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
@@ -200,39 +200,39 @@ def test_it_answers_without_torch():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samples", 100], "neither --workers nor --shares"),
-        (["--workers", 7], "no number of samples"),
+        (["--samples", 100], "neither --world-size nor --shares"),
+        (["--world-size", 7], "no number of samples"),
         ([], "no number of samples"),
         ([*SEVEN, "--timeout", 3], "--timeout needs --starve"),
         ([*SEVEN, "--backend", "gloo"], "--backend needs --starve"),
         (["--starve", "--backend", "globo"], "did you mean 'gloo'?"),
         (["--starve", *SEVEN, "--block", "1,2"], "--starve takes one block size"),
         (["--starve", "--out", "folder"], "--starve has no charts"),
-        (["--starve", "--workers", 2], "no number of samples"),
+        (["--starve", "--world-size", 2], "no number of samples"),
         (["--starve", "--block", 50], "runs a built-in example"),
         (["--starve", "--scheme", "random", "--seed", 1], "runs a built-in example"),
         (
-            ["--starve", "--samples", 1100, "--workers", 2, "--block", 100, "--drop-last"],
+            ["--starve", "--samples", 1100, "--world-size", 2, "--block", 100, "--drop-last"],
             "don't drop the last",
         ),
-        (["--starve", "--samples", 1000, "--workers", 2], "none starves"),
-        (["--samples", 0, "--workers", 7], "0 samples: there is nothing to dispatch"),
-        (["--samples", -5, "--workers", 7], "-5 samples"),
-        (["--samples", "many", "--workers", 7], "valid integer"),
-        (["--samples", 100, "--workers", 0], "--workers 0"),
-        (["--samples", 100, "--workers", 2, "--shares", ".5,.4"], "sum to 0.9, not 1"),
-        (["--samples", 100, "--workers", 2, "--shares", "1.5,-.5"], "share -0.5 of rank 1"),
-        (["--samples", 100, "--workers", 3, "--shares", ".5,.5"], "2 shares (0.5, 0.5) for 3 ranks"),
+        (["--starve", "--samples", 1000, "--world-size", 2], "none starves"),
+        (["--samples", 0, "--world-size", 7], "0 samples: there is nothing to dispatch"),
+        (["--samples", -5, "--world-size", 7], "-5 samples"),
+        (["--samples", "many", "--world-size", 7], "valid integer"),
+        (["--samples", 100, "--world-size", 0], "--world-size 0"),
+        (["--samples", 100, "--world-size", 2, "--shares", ".5,.4"], "sum to 0.9, not 1"),
+        (["--samples", 100, "--world-size", 2, "--shares", "1.5,-.5"], "share -0.5 of rank 1"),
+        (["--samples", 100, "--world-size", 3, "--shares", ".5,.5"], "2 shares (0.5, 0.5) for 3 ranks"),
         (["--samples", 100, "--shares", ".5,half"], "--shares '.5,half'"),
         (["--samples", 100, "--shares", ","], "--shares ',' is empty"),
-        (["--samples", 100, "--workers", 2, "--scheme", "shares"], "--scheme shares without --shares"),
+        (["--samples", 100, "--world-size", 2, "--scheme", "shares"], "--scheme shares without --shares"),
         ([*SEVEN, "--scheme", "round_robbin"], "did you mean 'round_robin'"),
         ([*SEVEN, "--block", "50001"], "a block of 50001 samples is larger than the data"),
         ([*SEVEN, "--block", "2,0"], "block=0"),
         ([*SEVEN, "--block", "2,x"], "--block '2,x'"),
         ([*SEVEN, "--block", "2.5"], "for example: --block 2,10,100"),
-        ([*SEVEN, "--batch-size", "64,0"], "batch_size=0"),
-        ([*SEVEN, "--batch-size", ""], "--batch-size '' is empty"),
+        ([*SEVEN, "--micro-batch-size", "64,0"], "batch_size=0"),
+        ([*SEVEN, "--micro-batch-size", ""], "--micro-batch-size '' is empty"),
         ([*SEVEN, "--draws", -1], "draws=-1"),
         ([*SEVEN, "--json", "."], "it is a folder"),
     ],
