@@ -37,7 +37,7 @@ def test_a_hubs_folder_has_its_own_page_also_while_the_hub_runs(monkeypatch, cap
         page = (tmp_path / "report.html").read_text()
         assert "Asynchronous run night" in page
         assert "accepted 1 update of 1 worker" in page
-        assert "<td>gpu-1</td>" in page
+        assert '<th scope="row">gpu-1</th>' in page
         journal.append(update(1), b"x")
         journal.commit()
         assert paceline(monkeypatch, "report", tmp_path) == 0

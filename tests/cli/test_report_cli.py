@@ -64,13 +64,43 @@ def test_a_folder_that_is_no_run(monkeypatch, capsys, tmp_path, run):
     assert "is no folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
-def test_without_the_extra_the_install_command_is_named(monkeypatch, capsys, run, missing):
-    monkeypatch.setitem(sys.modules, missing, None)
+def test_without_the_extra_the_install_command_is_named(monkeypatch, capsys, run):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     assert paceline(monkeypatch, "report", run) == 2
     shown = capsys.readouterr().err
     assert "pip install 'paceline[report]'" in shown
     assert "Traceback" not in shown
+
+
+def test_the_page_needs_no_matplotlib(monkeypatch, run):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert paceline(monkeypatch, "report", run) == 0
+
+
+def test_two_runs_are_compared_in_the_folder_of_the_second(monkeypatch, capsys, tmp_path):
+    first = write_run(tmp_path / "old", steps=40)
+    second = write_run(tmp_path / "new", steps=40, slow_rank=1)
+    assert paceline(monkeypatch, "report", first, second) == 0
+    assert capsys.readouterr().out.strip() == str(second / "compare-old.html")
+    assert "new compared with old" in (second / "compare-old.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "a"], "are the same run"),
+        (["a", "b", "--trace", "t.json"], "--trace is for one run"),
+        (["a", "b", "--profile", "p.json"], "--profile is for one run"),
+        (["a", "--torch-trace", "t.json"], "--trace timeline.json"),
+        (["a", "c"], "is no folder"),
+    ],
+)
+def test_what_does_not_fit_two_runs_is_refused(monkeypatch, capsys, tmp_path, arguments, message):
+    for name in ("a", "b"):
+        write_run(tmp_path / name, steps=2)
+    monkeypatch.chdir(tmp_path)
+    assert paceline(monkeypatch, "report", *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_missing_run_prints_the_usage(monkeypatch, capsys):

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from drawn_chart import svg_of
 from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.tools.plan.dispatch_forecast import DispatchRequest, forecast_dispatch
@@ -110,7 +111,7 @@ def test_safe_sizes_and_the_nearest_ones():
 
 
 def texts(chart):
-    svg = chart.inline_svg("dispatch")
+    svg = svg_of(chart)
     return [each.text or "" for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 

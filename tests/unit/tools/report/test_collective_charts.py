@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 
+from drawn_chart import svg_of
 from paceline.tools.report.charts.collective_charts import BackendSeries, bandwidth_by_size, time_by_size
 
 SIZES = (1e6, 1e7, 1e8)
@@ -16,7 +17,7 @@ LINES = [
 
 
 def texts(chart):
-    root = ElementTree.fromstring(chart.inline_svg("x"))
+    root = ElementTree.fromstring(svg_of(chart))
     return [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
@@ -40,9 +41,9 @@ def test_bandwidth_is_in_gigabytes_per_second_and_begins_at_zero():
 
 
 def test_a_backend_keeps_its_colour_and_a_number_of_processes_its_dash():
-    svg = time_by_size(LINES, title="").inline_svg("x")
-    drawn = re.findall(r'fill: none; (?:stroke-dasharray: ([\d.,]+); )?[^"]*stroke: (#\w+|var\(\S+?\))', svg)
-    looks = [(dash, colour) for dash, colour in drawn if colour in ("var(--backward)", "var(--exposed)")]
+    svg = svg_of(time_by_size(LINES, title=""))
+    drawn = re.findall(r'fill: none; (?:stroke-dasharray: ([\d.,]+); )?[^"]*stroke: (#\w+)', svg)
+    looks = [(dash, colour) for dash, colour in drawn if colour in ("#0072b2", "#d55e00")]
     assert len(set(looks)) == 4
     assert len({colour for _, colour in looks}) == 2
     assert len({dash for dash, _ in looks}) == 2

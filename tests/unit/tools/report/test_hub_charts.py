@@ -1,134 +1,69 @@
-"""Charts of asynchronous runs: texts, names with special characters, gaps, many workers."""
+"""Charts of asynchronous runs: curves, gaps, marks, many workers."""
 
 from __future__ import annotations
 
-import warnings
-import xml.etree.ElementTree as ElementTree
+import json
+import math
 
 import pytest
 
-from paceline.tools.report.charts.chart_style import ChartLine, time_unit
-from paceline.tools.report.hub.hub_charts import (
-    ScoreCurves,
-    ShareBar,
-    _broken,
-    contribution_chart,
-    escape_mathtext,
-    ignore_missing_glyphs,
-    score_chart,
-    staleness_histogram,
-    traffic_chart,
-)
+from paceline.tools.report.hub.hub_charts import break_at, score_chart, staleness_chart, traffic_chart
 from paceline.tools.report.hub.hub_downtime import HubDowntime
-from paceline.tools.report.hub.hub_traffic import ReservedRate
+from paceline.tools.report.hub.hub_records import read_hub_run
+from reported_hub_folder import demo, global_score, join, long_run, traffic, update, write
 
 
-def texts(chart):
-    svg = ElementTree.fromstring(chart.inline_svg("x"))
-    return [each.text for each in svg.iter("{http://www.w3.org/2000/svg}text")]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return read_hub_run(demo(tmp_path_factory.mktemp("hub") / "run"))
 
 
-@pytest.mark.parametrize("wide", [True, False])
-def test_the_chart_of_scores_names_the_global_model_and_few_workers(wide):
-    curves = ScoreCurves(
-        [(5, 4.0), (60, 2.0)],
-        [ChartLine("ann", [(1, 5.0), (50, 3.0)])],
-        merged_at=4.0,
-        replacements=[(3, 6.0)],
-    )
-    found = texts(score_chart(curves, 60, y="score", wide=wide))
-    assert {"global model", "ann", "score", "wall time (s)", "all adopt the best"} <= set(found)
+def test_the_chart_of_scores_names_the_global_model_and_workers(run):
+    chart = score_chart(run)
+    assert chart.curves[0].name == "global model"
+    assert {"ann", "bob", "cy"} <= {curve.name for curve in chart.curves}
+    assert chart.curves[-1].style == "crosses"
+    assert chart.marks == [(2.0, "all adopt the best")]
+    assert chart.unit == "score"
+    json.loads(chart.json().replace("\\u003c", "<"))
 
 
-def test_many_workers_have_no_names():
-    lines = [ChartLine(f"w{each}", [(1, 5.0), (50, 3.0)]) for each in range(20)]
-    found = texts(score_chart(ScoreCurves([(5, 4.0), (60, 2.0)], lines), 60, y="score"))
-    assert "global model" in found
-    assert not any(text and text.startswith("w") and text != "wall time (s)" for text in found)
+def test_many_workers_are_limited_and_faint(tmp_path):
+    chart = score_chart(read_hub_run(write(tmp_path, long_run(3000, workers=30))))
+    workers = chart.curves[1:]
+    assert len(workers) == 20
+    assert {curve.style for curve in workers} == {"faint"}
 
 
-def test_workers_alone_have_a_chart():
-    assert "ann" in texts(score_chart(ScoreCurves([], [ChartLine("ann", [(1, 5.0)])]), 60, y="training loss"))
+def test_losses_of_workers_alone_have_a_chart(tmp_path):
+    reports = {1: {"steps": 1, "speed": 2.0, "loss": 4.0}}
+    records = [join(0, 1, "ann"), *(traffic(5 * at, workers=reports) for at in range(1, 9)), update(50, 1)]
+    chart = score_chart(read_hub_run(write(tmp_path, records)))
+    assert (chart.title, [curve.name for curve in chart.curves]) == ("Training loss", ["ann"])
 
 
-def test_a_few_large_values_do_not_hide_the_others():
-    curves = ScoreCurves([(at, 1.0 if at < 55 else 1e6) for at in range(60)], [])
-    assert {"1", "1000", "1e+06"} <= set(texts(score_chart(curves, 60, y="score")))
-    assert "1e+06" not in texts(
-        score_chart(ScoreCurves([(at, 1.0 + at) for at in range(60)], []), 60, y="score")
-    )
+def test_a_few_large_values_make_the_axis_logarithmic(tmp_path, run):
+    records = [join(0, 1), *(global_score(at, 1, 1.0 if at < 55 else 1e6) for at in range(1, 60))]
+    assert score_chart(read_hub_run(write(tmp_path, records))).log
+    assert not score_chart(run).log
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    "name", ["_hidden", "$x^2$", "$\\frac$", "a$b", "\\$\\$", "{x}", "%s", "<b>&", "日本語 ✓"]
-)
-@pytest.mark.parametrize("wide", [True, False])
-def test_names_are_written_letter_by_letter(name, wide):
-    curves = ScoreCurves([(0, 1.0)], [ChartLine(name, [(0, 1.0), (1, 2.0)])])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with ignore_missing_glyphs():
-            assert name in [
-                text.strip("\u2009") for text in texts(score_chart(curves, 1, y="score", wide=wide)) if text
-            ]
-            assert name in [
-                text.strip("\u2009")
-                for text in texts(contribution_chart([ShareBar(name, 0.5, name)], wide=wide))
-                if text
-            ]
+def test_the_histogram_names_its_rounds(run):
+    chart = staleness_chart(run)
+    assert [bar.label for bar in chart.bars] == ["0–0.5", "0.5–1", "1–1.5"]
+    assert chart.bars[0].remark == "39 %, 16 updates"
 
 
-def test_long_names_are_cut():
-    assert "x" * 23 + "…" in texts(contribution_chart([ShareBar("x" * 40, 1.0, "")]))
-    assert (escape_mathtext("plain"), escape_mathtext("_a"), escape_mathtext("$a")) == (
-        "plain",
-        "\u2009_a",
-        "\\$a",
-    )
-
-
-def test_bars_have_their_remarks():
-    found = texts(
-        contribution_chart(
-            [ShareBar("ann", 0.75, "75 %, 3 updates"), ShareBar("2 others", 0.0, "none", True)]
-        )
-    )
-    assert {"ann", "75 %, 3 updates", "2 others", "none", "% of all"} <= set(found)
-
-
-@pytest.mark.parametrize("wide", [True, False])
-def test_the_histogram_names_its_rounds(wide):
-    found = texts(staleness_histogram([(0.0, 0.5, 30), (0.5, 1.0, 0), (64.0, float("inf"), 1200)], wide=wide))
-    assert {"0–0.5", "0.5–1", "≥ 64", "30", "1,200", "staleness (rounds)"} <= set(found)
-
-
-@pytest.mark.parametrize("wide", [True, False])
-def test_traffic_is_in_bytes_per_second_beside_the_reservation(wide):
-    points = [(5.0, 2e6), (7200.0, 3e6)]
-    found = texts(
-        traffic_chart(
-            points, [(5.0, 1e6)], [ReservedRate(0, 7200, 4e6)], [HubDowntime(10, 20)], 7200, wide=wide
-        )
-    )
-    assert {"in", "out", "reserved", "wall time (min)", "2 MB/s", "4 MB/s"} <= set(found)
-    assert "reserved" not in texts(traffic_chart(points, [], [], [], 7200, wide=wide))
+def test_traffic_is_in_bytes_per_second_beside_the_reservation(run):
+    chart = traffic_chart(run)
+    assert [curve.name for curve in chart.curves] == ["in", "out", "reserved"]
+    assert chart.number == "bytes/s"
+    assert chart.away
 
 
 def test_a_line_has_a_gap_where_the_hub_was_away():
     points = [(0.0, 1.0), (10.0, 2.0), (40.0, 3.0), (50.0, 4.0)]
-    at, values = _broken(
-        points, [HubDowntime(-9, -5), HubDowntime(12, 30), HubDowntime(41, 45), HubDowntime(60, 70)], 10.0
-    )
-    assert at == [0, 1, 3, 4, 4.5, 5]
-    assert [value if value == value else None for value in values] == [1, 2, None, 3, None, 4]
-
-
-def test_times_have_a_unit_that_fits():
-    assert [time_unit(each)[0] for each in (1, 179, 181, 3 * 3600, 4 * 86400)] == [
-        "s",
-        "s",
-        "min",
-        "h",
-        "days",
-    ]
+    downtimes = [HubDowntime(-9, -5), HubDowntime(12, 30), HubDowntime(41, 45), HubDowntime(60, 70)]
+    broken = break_at(points, downtimes)
+    assert [at for at, _ in broken] == [0, 10, 30, 40, 45, 50]
+    assert [None if math.isnan(value) else value for _, value in broken] == [1, 2, None, 3, None, 4]

@@ -66,7 +66,9 @@ def test_the_page_shows_the_run_its_times_and_the_bottleneck(folder):
         "Step time",
         "Loss",
         "tokens/s",
-        "Exposed communication",
+        "exposed communication",
+        "<h2>Utilisation</h2>",
+        "median; p90 ",
         "25 MiB",
         "in 7 collectives",
         "AMD EPYC 7763",
@@ -87,10 +89,21 @@ def test_the_page_is_whole_and_loads_nothing(folder):
     assert "prefers-color-scheme: dark" in page
 
 
-def test_each_chart_is_there_for_desk_and_phone(folder):
+def test_each_chart_is_there_once(folder):
     page = write_run_report(folder).read_text()
-    assert page.count('<div class="desk">') == page.count('<div class="phone">') == 5
-    assert page.count('<div class="desk"><svg') == page.count('<div class="phone"><svg') == 5
+    assert page.count('<figure class="curves') == 5  # loss, speed, step time, utilisation, learning rate
+    assert page.count('<div class="bars"') == 1
+
+
+def test_tables_have_names_and_headers_of_columns_and_rows(folder):
+    page = write_run_report(folder).read_text()
+    tables = page.count("<table")
+    assert tables == page.count("<caption>") >= 3
+    bodies = re.findall(r"<tbody>(.*?)</tbody>", page, re.DOTALL)
+    assert all(
+        row.lstrip().startswith('<th scope="row">') for body in bodies for row in body.split("<tr>")[1:]
+    )
+    assert "<th>" not in page
 
 
 def test_the_page_of_a_custom_loop_shows_what_it_logged(folder):
@@ -141,7 +154,7 @@ def test_a_run_that_has_just_begun_still_has_a_page(tmp_path):
     page = write_run_report(tmp_path).read_text()
     parse(page)
     assert "No step was completed." in page
-    assert "<svg" not in page
+    assert "<svg tabindex" not in page
 
 
 def test_one_step_and_no_trace(tmp_path):
@@ -153,11 +166,26 @@ def test_one_step_and_no_trace(tmp_path):
     assert "1 step of" in page
 
 
-def test_many_ranks_are_truncated_with_a_note(tmp_path):
-    page = write_run_report(write_run(tmp_path / "r", ranks=20, steps=3)).read_text()
-    assert "The first 16 of 20 ranks." in page
-    assert "rank 15" in page
-    assert "rank 16" not in page
+def test_of_many_ranks_the_worst_the_median_and_the_best_are_shown(tmp_path):
+    page = write_run_report(write_run(tmp_path / "r", ranks=20, steps=3, slow_rank=17)).read_text()
+    bars = re.findall(r'<div data-rank="(\d+)"( hidden)?><span class="label">(rank \d+[^<]*)<', page)
+    assert bars[0] == ("17", "", "rank 17 (worst)")
+    assert len(bars) == 20
+    assert sum(hidden == "" for _, hidden, _ in bars) == 10
+    assert [name.partition(" (")[2] for *_, name in bars if "(" in name] == ["worst)", "median)", "best)"]
+    assert "The worst 8, the median and the best are shown; 10 more ranks can be chosen." in page
+
+
+def test_the_page_of_very_many_ranks_is_bounded_and_says_what_it_leaves_out(tmp_path):
+    page = write_run_report(write_run(tmp_path / "r", ranks=300, steps=2, slow_rank=299)).read_text()
+    assert "rank 299 (worst)" in page
+    assert "44 ranks between them left out of this page." in page
+    assert len(page) < 600_000
+
+
+def test_remedies_are_plain_text(folder):
+    remedies = re.search(r'<ol class="actions".*?</ol>', write_run_report(folder).read_text(), re.DOTALL)[0]
+    assert remedies.count("<span") <= remedies.count("<li>")
 
 
 def test_writing_again_replaces_and_leaves_nothing_beside(folder):
@@ -208,8 +236,10 @@ def test_sent_bytes_are_shown_beside_uncompressed_ones(folder):
     page = with_facts(folder, sent=sent)
     parse(page)
     assert "Rank 0 sent 12.3 MB, 98× less than float32 gradients at every step." in page
-    for cell in ("1.2 GB", "13 MB", "2 kB", "head.weight … (18)", "0.8 %", "&lt;b&gt; … (1)", "–"):
+    for cell in ("1.2 GB", "13 MB", "2 kB", "0.8 %", "–"):
         assert f"<td>{cell}</td>" in page
+    for name in ("head.weight … (18)", "&lt;b&gt; … (1)"):
+        assert f'<th scope="row">{name}</th>' in page
     assert "<h3>sent</h3>" not in page
 
 

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from drawn_chart import svg_of
 from paceline.collectives.algorithms import ALGORITHMS, make_schedule
 from paceline.collectives.simulated_cost import simulate_cost
 from paceline.collectives.topology import star
@@ -14,9 +15,7 @@ from paceline.tools.report.charts.schedule_charts import CostBar, schedule_chart
 
 def picture(op, name, ranks):
     made = make_schedule(op, name, ranks)
-    return schedule_chart(made, simulate_cost(made, star(ranks, 1e6), 1e6), title=str(made)).inline_svg(
-        "rounds"
-    )
+    return svg_of(schedule_chart(made, simulate_cost(made, star(ranks, 1e6), 1e6), title=str(made)))
 
 
 def texts(svg):
@@ -48,7 +47,7 @@ def test_many_messages_are_drawn_without_names():
 def test_prices_are_shown_beside_measurements(tmp_path):
     rows = [CostBar("tree", 15.0, [15.2, 15.6, 15.4]), CostBar("one-by-one", 35.0)]
     chart = schedule_cost_chart(rows, title="broadcast")
-    labels = texts(chart.inline_svg("prices"))
+    labels = texts(svg_of(chart))
     assert "predicted 15 s, measured 15.4 s (1.03×)" in labels
     assert "35 s" in labels
     assert chart.save(tmp_path / "prices.png").stat().st_size > 1000

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from drawn_chart import svg_of
 from paceline.errors import UsageError
 from paceline.tools.report.charts import training_charts
 from paceline.tools.report.charts.chart_style import ChartLine
@@ -15,21 +15,11 @@ from paceline.tools.report.charts.training_charts import (
     StackedBar,
     breakdown_chart,
     bucket_size_chart,
-    step_curve_chart,
     time_and_ratio_chart,
 )
 
 PARTS = {"forward": 9.0, "backward": 17.0, "exposed": 5.0, "optimizer": 4.0}
 KINDS = {
-    "curve": lambda: step_curve_chart(
-        [ChartLine("training", [(1, 5.0), (2, 4.0)])], x="optimizer step", y="loss (nats)"
-    ),
-    "long": lambda: step_curve_chart(
-        [ChartLine("training", [(at, 1 / (at + 1)) for at in range(200)])], x="step", y="loss"
-    ),
-    "phone": lambda: step_curve_chart(
-        [ChartLine("training", [(1, 5.0), (2, 4.0)])], x="step", y="loss", wide=False
-    ),
     "breakdown": lambda: breakdown_chart(
         {"tiny": [StackedBar("naive", PARTS, "1.20 × DDP")], "mini": [StackedBar("flat", PARTS)]}
     ),
@@ -57,17 +47,17 @@ def test_every_chart_is_written_as_png_and_svg(kind, tmp_path):
     png = chart.save(tmp_path / "charts" / "chart.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     width = int.from_bytes(png[16:20], "big")
-    assert width == (840 if kind == "phone" else 2000)
+    assert width == 2000
     assert "<svg" in chart.save(tmp_path / "charts" / "chart.svg").read_text()
 
 
 def test_another_suffix_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"chart\.pdf"):
-        KINDS["curve"]().save(tmp_path / "chart.pdf")
+        KINDS["breakdown"]().save(tmp_path / "chart.pdf")
 
 
 def test_a_breakdown_names_phases_bars_totals_and_the_unit():
-    labels = texts(KINDS["breakdown"]().inline_svg("x"))
+    labels = texts(svg_of(KINDS["breakdown"]()))
     for text in (
         "forward",
         "exposed communication",
@@ -80,57 +70,30 @@ def test_a_breakdown_names_phases_bars_totals_and_the_unit():
 
 
 def test_bucket_sizes_are_the_ticks():
-    labels = texts(KINDS["buckets"]().inline_svg("x"))
+    labels = texts(svg_of(KINDS["buckets"]()))
     assert {"0.25", "25", "bucket size (MiB)", "bucketed"} <= set(labels)
 
 
 def test_sizes_and_times_have_their_units():
-    labels = texts(KINDS["sizes"]().inline_svg("x"))
+    labels = texts(svg_of(KINDS["sizes"]()))
     assert {"100 kB", "1 GB", "100 µs", "100 ms", "2×", "times faster than theirs", "a copy"} <= set(labels)
     assert labels.count("ours") == 2  # named in both panels
 
 
-def test_lines_are_named_at_their_end_or_on_a_phone_above():
-    assert "training" in texts(KINDS["curve"]().inline_svg("x"))
-    assert "training" in texts(KINDS["phone"]().inline_svg("x"))
-
-
-def test_non_numeric_values_are_skipped():
-    points = [(1, 5.0), (2, float("nan")), (3, float("inf"))]
-    assert "loss" in texts(
-        step_curve_chart([ChartLine("a", points), ChartLine("b", [])], x="step", y="loss").inline_svg("x")
-    )
-
-
-def test_an_inline_chart_takes_the_pages_colours_and_keeps_its_ids_to_itself():
-    svg = KINDS["breakdown"]().inline_svg("time-desk")
-    assert "var(--exposed)" in svg
-    assert "var(--ink)" in svg
-    assert not re.search(r"#(d55e00|1f2430|5c6370)", svg)
-    ids = re.findall(r'\bid="([^"]+)"', svg)
-    assert ids
-    assert all(each.startswith("time-desk-") for each in ids)
-    targets = re.findall(r'(?:href="#|url\(#)([^")]+)', svg)
-    assert targets
-    assert set(targets) <= set(ids)
-    assert not re.search(r"<svg[^>]*\s(width|height)=", svg)
-    assert "<metadata" not in svg
-
-
 def test_drawing_twice_gives_the_same_text():
-    assert KINDS["curve"]().inline_svg("x") == KINDS["curve"]().inline_svg("x")
+    assert svg_of(KINDS["breakdown"]()) == svg_of(KINDS["breakdown"]())
 
 
 def test_drawing_leaves_matplotlibs_settings_alone():
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    KINDS["breakdown"]().inline_svg("x")
+    svg_of(KINDS["breakdown"]())
     assert dict(matplotlib.rcParams) == before
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for draw in (KINDS["curve"], training_charts.require_matplotlib):
+    for draw in (KINDS["breakdown"], training_charts.require_matplotlib):
         with pytest.raises(UsageError, match=r"(?s)matplotlib.*pip install 'paceline\[report\]'"):
             draw()

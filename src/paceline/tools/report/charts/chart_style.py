@@ -1,19 +1,16 @@
 """Style, panels, line labels and output files shared by all charts.
 
 Charts are drawn on a light background for a width of about 1000 px, in a palette for colour-blind readers (Okabe &
-Ito), with direct labels instead of legends where possible. `Chart.inline_svg` returns the same chart with CSS
-variables for colours, so that it follows the light or dark theme of the HTML page.
+Ito), with direct labels instead of legends where possible. The report's page draws its own charts
+(`paceline.tools.report.page`).
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from io import StringIO
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -39,7 +36,6 @@ __all__ = [
     "in_paceline_style",
     "label_line_ends",
     "legend_patch",
-    "running_mean",
     "set_log_ticks",
     "set_title",
     "space_apart",
@@ -64,14 +60,6 @@ COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 
 
 MARKERS = "osD^vP"
-
-
-_CSS_OF_COLOUR = {
-    INK: "var(--ink)",
-    MUTED: "var(--muted)",
-    _GRID: "var(--line)",
-    PAPER: "var(--paper)",
-} | {colour: f"var(--{phase})" for phase, colour in COLOUR_OF_PHASE.items()}
 
 
 _STYLE: dict[str, Any] = {
@@ -128,25 +116,6 @@ class Chart:
                 lambda file: self.figure.savefig(file, dpi=200, facecolor=PAPER, metadata=metadata),
             )
         return path
-
-    def inline_svg(self, name: str) -> str:
-        """Return the chart as an ``<svg>`` element whose ids begin with `name`, unique on the page.
-
-        Text, grid and phase colours refer to the CSS variables ``--ink``, ``--muted``, ``--line``, ``--forward`` ….
-        """
-        buffer = StringIO()
-        with _style(name):
-            self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        svg = buffer.getvalue()
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-        svg = re.sub(r'\bid="', f'id="{name}-', svg)
-        svg = re.sub(r'(href="#|url\(#)', rf"\1{name}-", svg)
-        svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-        svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-        for colour, css in _CSS_OF_COLOUR.items():
-            svg = svg.replace(colour, css)
-        return svg
 
 
 def _style(salt: str) -> AbstractContextManager[object]:
@@ -223,16 +192,6 @@ def label_line_ends(axes: Axes, ends: Sequence[LineEnd], wide: bool) -> None:
             fontsize=10,
             annotation_clip=False,
         )
-
-
-def running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Return a centred running mean over up to `reach` values on each side.
-
-    Near the ends the window shrinks symmetrically, so that slopes are not shifted.
-    """
-    sums = [0.0, *accumulate(values)]
-    reaches = [min(reach, at, len(values) - 1 - at) for at in range(len(values))]
-    return [(sums[at + r + 1] - sums[at - r]) / (2 * r + 1) for at, r in enumerate(reaches)]
 
 
 def space_apart(positions: Sequence[float], gap: float) -> list[float]:

@@ -1,8 +1,7 @@
-"""Charts of training: curves over steps, step time by phase, time over bucket or message size."""
+"""Charts of training: step time by phase, time over bucket or message size."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from paceline.tools.report.charts.chart_style import (
     in_paceline_style,
     label_line_ends,
     legend_patch,
-    running_mean,
     set_log_ticks,
     set_title,
     stacked_panels,
@@ -39,11 +37,11 @@ __all__ = [
     "breakdown_chart",
     "bucket_size_chart",
     "require_matplotlib",
-    "step_curve_chart",
     "time_and_ratio_chart",
 ]
 
 _NAME_OF_PHASE = {"backward": "backward (computing)", "exposed": "exposed communication"}
+_LABEL_SHARE = 0.055  # of the longest bar: width of a number
 _LIGHT_PHASES = {"forward", "data", "other"}  # too light for white numbers
 
 
@@ -62,68 +60,26 @@ class StackedBar:
 
 
 @in_paceline_style
-def step_curve_chart(
-    lines: Sequence[ChartLine], *, x: str, y: str, wide: bool = True, from_zero: bool = False
-) -> Chart:
-    """Return a chart of curves over steps; long ones as running means over the faint values.
-
-    Args:
-        lines: the curves; non-finite values are skipped.
-        x: label of the x axis, with its unit.
-        y: label of the y axis, with its unit.
-        wide: draw for a desktop page instead of a phone.
-        from_zero: begin the y axis at zero and draw a lower chart.
-    """
-    figure, (axes,) = stacked_panels(
-        width=10 if wide else 4.2, height=2.3 if from_zero else 3.5 if wide else 3.0
-    )
-    ends: list[LineEnd] = []
-    for line, colour in zip(lines, COLOURS, strict=False):
-        points = [(at, value) for at, value in line.points if math.isfinite(value)]
-        if not points:
-            continue
-        steps, values = [at for at, _ in points], [value for _, value in points]
-        if len(points) > 60:
-            axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
-            values = running_mean(values, len(values) // 80)
-        few = len(points) < 25
-        axes.plot(steps, values, color=colour, linewidth=2, marker="o" if few else "", markersize=4)
-        ends.append((steps[-1], values[-1], line.label, colour))
-    axes.set(xlabel=x, ylabel=y)
-    axes.grid(axis="y")
-    if from_zero:
-        axes.set_ylim(0, 1.05 * max(axes.get_ylim()[1], 1e-9))
-    if axes.get_ylim()[1] >= 10_000:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    label_line_ends(axes, [end for end in ends if end[2]], wide)
-    return Chart(figure)
-
-
-@in_paceline_style
-def breakdown_chart(panels: Mapping[str, Sequence[StackedBar]], *, wide: bool = True) -> Chart:
+def breakdown_chart(panels: Mapping[str, Sequence[StackedBar]]) -> Chart:
     """Return a chart of step time by phase: one stacked horizontal bar per entry, one panel per title.
 
     Args:
         panels: bars from top to bottom by title of the panel; an empty title is omitted.
-        wide: draw for a desktop page instead of a phone.
     """
     heights = [0.36 * len(bars) + 0.5 for bars in panels.values()]
-    figure, all_axes = stacked_panels(
-        width=10 if wide else 4.2, height=sum(heights) + (0.75 if wide else 1.3), heights=heights
-    )
+    figure, all_axes = stacked_panels(width=10, height=sum(heights) + 0.75, heights=heights)
     every = [bar.milliseconds_of_phase for bars in panels.values() for bar in bars]
     phases = [phase for phase in COLOUR_OF_PHASE if any(parts.get(phase, 0.0) > 0 for parts in every)]
     for axes, (title, bars) in zip(all_axes, panels.items(), strict=True):
-        _stack(axes, bars, phases, wide)
+        _stack(axes, bars, phases)
         set_title(axes, title)
     all_axes[-1].set_xlabel("milliseconds of one step")
     handles = [legend_patch(_NAME_OF_PHASE.get(phase, phase), COLOUR_OF_PHASE[phase]) for phase in phases]
-    columns = len(phases) if wide else 2
     figure.legend(
         handles=handles,
         loc="outside upper left",
-        ncols=columns,
-        fontsize=11 if wide else 9,
+        ncols=len(phases),
+        fontsize=11,
         frameon=False,
         handlelength=1,
         borderpad=0,
@@ -195,10 +151,9 @@ def time_and_ratio_chart(
     return Chart(figure)
 
 
-def _stack(axes: Axes, bars: Sequence[StackedBar], phases: Sequence[str], wide: bool) -> None:
+def _stack(axes: Axes, bars: Sequence[StackedBar], phases: Sequence[str]) -> None:
     """Draw the bars of one panel, with times inside wide enough parts and totals behind the bars."""
     longest = max((bar.total for bar in bars), default=0.0) or 1.0
-    label_share = 0.055 if wide else 0.14  # of the longest bar: width of a number
     left = [0.0] * len(bars)
     for phase in phases:
         times = [bar.milliseconds_of_phase.get(phase, 0.0) for bar in bars]
@@ -207,7 +162,7 @@ def _stack(axes: Axes, bars: Sequence[StackedBar], phases: Sequence[str], wide: 
             range(len(bars)), times, left=left, color=colour, height=0.72, edgecolor=PAPER, linewidth=0.6
         )
         for row, time in enumerate(times):
-            if time > label_share * longest:
+            if time > _LABEL_SHARE * longest:
                 text, at = _short(time), left[row] + time / 2
                 ink = "#10131a" if phase in _LIGHT_PHASES else "#ffffff"
                 axes.text(at, row, text, ha="center", va="center", color=ink, fontsize=9)

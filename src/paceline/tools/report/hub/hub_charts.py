@@ -3,292 +3,168 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING
 
-from paceline._core.format import format_decimal
-from paceline.tools.report.charts.chart_style import (
-    COLOURS,
-    INK,
-    MUTED,
-    Chart,
-    ChartLine,
-    LineEnd,
-    in_paceline_style,
-    label_line_ends,
-    running_mean,
-    stacked_panels,
-    time_unit,
-)
-from paceline.tools.report.hub.downsample import Point
+from paceline._core.format import format_percent, plural
+from paceline.async_dp.hub.membership import StalenessHistogram
+from paceline.tools.report.hub.downsample import DownsampledCurve, Point
 from paceline.tools.report.hub.hub_downtime import HubDowntime
-from paceline.tools.report.hub.hub_traffic import ReservedRate
+from paceline.tools.report.hub.hub_records import HubRun
+from paceline.tools.report.hub.hub_summary import ContributionRow
+from paceline.tools.report.hub.hub_text import scores_caption, staleness_caption, traffic_caption
+from paceline.tools.report.page.curve_chart import Curve, CurveChart
+from paceline.tools.report.page.html_page import Bar, BarChart, BarPart, PageTable
 
-if TYPE_CHECKING:
-    from paceline.tools.report.charts.chart_style import Axes
+__all__ = ["break_at", "contribution_chart", "score_chart", "staleness_chart", "traffic_chart"]
 
-__all__ = [
-    "ScoreCurves",
-    "ShareBar",
-    "contribution_chart",
-    "escape_mathtext",
-    "ignore_missing_glyphs",
-    "score_chart",
-    "staleness_histogram",
-    "traffic_chart",
-]
-
-_MAX_COLOURED = 5  # workers up to which each has a colour; more are all grey
+_WORKERS_SHOWN = 20
+_MAX_COLOURED = 5  # workers up to which each has a colour; more are drawn faintly
 _LOG_FROM = 30.0  # largest value / median from which an axis is logarithmic
-_SMOOTH_FROM = 60  # points
 
 
 @dataclass(frozen=True)
-class ScoreCurves:
-    """Data of the score chart; times in seconds since the beginning.
-
-    Attributes:
-        global_model: scores of the global model.
-        workers: scores of workers, largest contribution first.
-        together: when all joined one; None: never. replaced: where a worker was replaced by the best.
-        away: when the hub was not there.
-    """
-
-    global_model: Sequence[Point]
-    workers: Sequence[ChartLine]
-    merged_at: float | None = None
-    replacements: Sequence[Point] = ()
-    downtimes: Sequence[HubDowntime] = ()
-
-
-@dataclass(frozen=True)
-class ShareBar:
-    """A bar: worker, share from 0 to 1, text behind the bar, and whether it stands for several workers."""
+class _Worker:
+    """The curve of a worker's scores."""
 
     name: str
-    share: float
-    remark: str
-    several: bool = False
+    points: Sequence[Point]
 
 
-def escape_mathtext(text: str) -> str:
-    """Return a text that matplotlib draws literally: no formula, and not hidden from legends by an underscore.
+def score_chart(run: HubRun) -> CurveChart | None:
+    """Return the chart of scores over wall time, or of training losses if there are none; None without either."""
+    losses = not run.global_scores.count and not run.scores
+    workers = _workers(run, run.losses if losses else run.scores)
+    whole = _since(run, run.global_scores.points())
+    if not workers and not whole:
+        return None
+    down = _downtimes(run)
+    curves = []
+    if whole:
+        curves.append(Curve(name="global model", points=break_at(whole, down), colour=0))
+    few = len(workers) <= _MAX_COLOURED
+    for number, each in enumerate(workers):
+        curves.append(
+            Curve(
+                name=each.name,
+                points=break_at(each.points, down),
+                colour=1 + number % 5,
+                style="line" if few and not whole else "faint",
+            )
+        )
+    replaced = [(each.at, each.score) for each in run.replacements if each.score is not None]
+    if replaced and not losses:
+        curves.append(
+            Curve(name="replaced by the best", points=_since(run, replaced), style="crosses", smooth=False)
+        )
+    values = [value for _, value in [*whole, *(point for each in workers for point in each.points)]]
+    return CurveChart(
+        title="Training loss" if losses else "Score",
+        caption=scores_caption(run, len(workers), losses=losses),
+        unit="training loss" if losses else "score",
+        curves=curves,
+        x="time",
+        log=bool(values) and min(values) > 0 and max(values) > _LOG_FROM * median(values),
+        away=[(each.since, each.until) for each in down],
+        marks=[] if run.merged_at is None else [(run.merged_at - run.begin, "all adopt the best")],
+    )
+
+
+def _workers(run: HubRun, curves: dict[int, DownsampledCurve]) -> list[_Worker]:
+    """Return the curves of the workers with the largest contributions."""
+    names = run.workers.names()
+    ranked = [each.number for each in run.workers.ranked() if each.number in curves][:_WORKERS_SHOWN]
+    return [_Worker(names[each], _since(run, curves[each].points())) for each in ranked]
+
+
+def contribution_chart(rows: Sequence[ContributionRow], caption: str, table: PageTable) -> BarChart:
+    """Return the bars of workers' shares, largest first."""
+    bars = [
+        Bar(row.name, [BarPart(row.share, "muted" if row.worker.count > 1 else "c0")], _remark(row))
+        for row in rows
+    ]
+    return BarChart(title="Contributions", caption=caption, bars=bars, table=table)
+
+
+def _remark(row: ContributionRow) -> str:
+    refused = sum(row.worker.refused.values())
+    return format_percent(row.share) + (f", {refused:,} refused" if refused else "")
+
+
+def staleness_chart(run: HubRun) -> BarChart:
+    """Return the histogram of staleness in rounds, with empty bars up to the last non-empty one."""
+    rows = _with_empty(run.staleness_bars.rows())
+    whole = sum(count for _, _, count in rows) or 1
+    bars = [
+        Bar(
+            f"{begin:g}–{end:g}" if math.isfinite(end) else f"≥ {begin:g}",
+            [BarPart(float(count), "c0")],
+            f"{format_percent(count / whole)}, {plural(count, 'update')}",
+        )
+        for begin, end, count in rows
+    ]
+    return BarChart(title="Staleness", caption=f"Rounds. {staleness_caption(run)}", bars=bars)
+
+
+def _with_empty(rows: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    counts, last = {row[0]: row[2] for row in rows}, rows[-1][0]
+    return [
+        (begin, end, counts.get(begin, 0))
+        for begin, end in pairwise(StalenessHistogram.EDGES)
+        if begin <= last
+    ]
+
+
+def traffic_chart(run: HubRun) -> CurveChart:
+    """Return the chart of bytes per second over wall time, with the reserved rate dashed."""
+    down, traffic = _downtimes(run), run.traffic
+    curves = [
+        Curve(name="in", points=break_at(_since(run, traffic.received_rates.points()), down)),
+        Curve(name="out", points=break_at(_since(run, traffic.sent_rates.points()), down)),
+    ]
+    reserved: list[Point] = []
+    for each in traffic.reserved:
+        begin, end = each.begin - run.begin, each.end - run.begin
+        reserved += [(begin, each.rate), (end, each.rate), (end, math.nan)]
+    if reserved:
+        curves.append(Curve(name="reserved", points=reserved, style="dashed", colour=2, smooth=False))
+    return CurveChart(
+        title="Network",
+        caption=traffic_caption(run),
+        unit="bytes per second",
+        curves=curves,
+        x="time",
+        number="bytes/s",
+        from_zero=True,
+        away=[(each.since, each.until) for each in down],
+    )
+
+
+def break_at(points: Iterable[Point], downtimes: Sequence[HubDowntime]) -> list[Point]:
+    """Return the points of a curve with a gap at each downtime of the hub.
 
     Example:
-        >>> escape_mathtext("_a $x$")
-        '\\u2009_a \\\\$x\\\\$'
+        >>> break_at([(0.0, 1.0), (9.0, 2.0)], [HubDowntime(3.0, 5.0)])
+        [(0.0, 1.0), (5.0, nan), (9.0, 2.0)]
     """
-    return ("\u2009" if text.startswith("_") else "") + text.replace("$", r"\$")
-
-
-@contextmanager
-def ignore_missing_glyphs() -> Iterator[None]:
-    """Silence warnings about glyphs missing in matplotlib's font; the browser that shows the SVG has them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*[Gg]lyph.*missing from.*")
-        yield
-
-
-@in_paceline_style
-def score_chart(curves: ScoreCurves, seconds: float, *, y: str, wide: bool = True) -> Chart:
-    """Return a chart of scores over wall time: global model, workers (faint), replacements and downtimes.
-
-    Args:
-        curves: the data.
-        seconds: length of the run.
-        y: label of the y axis.
-        wide: draw for a desktop page instead of a phone.
-    """
-    figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=3.8 if wide else 3.2)
-    scale = _time_axis(axes, seconds, curves.downtimes)
-    few = len(curves.workers) <= _MAX_COLOURED
-    ends: list[LineEnd] = []
-    for line, colour in zip(curves.workers, [*COLOURS[1:], *[MUTED] * len(curves.workers)], strict=False):
-        colour = colour if few else MUTED
-        faint = bool(curves.global_model)
-        axes.plot(
-            *_broken(line.points, curves.downtimes, scale),
-            color=colour,
-            linewidth=1.2 if faint else 1.8,
-            alpha=(0.75 if few else 0.4) if faint else 1.0,
-            marker="." if len(line.points) < 25 else "",
-        )
-        if few and line.points:
-            at, value = line.points[-1]
-            ends.append((at / scale, value, escape_mathtext(_short(line.label, 18)), colour))
-    if curves.global_model:
-        _plot_global(axes, curves.global_model, curves.downtimes, scale)
-        ends.insert(
-            0, (curves.global_model[-1][0] / scale, curves.global_model[-1][1], "global model", COLOURS[0])
-        )
-    if curves.replacements:
-        axes.plot(
-            [at / scale for at, _ in curves.replacements],
-            [score for _, score in curves.replacements],
-            "x",
-            color=INK,
-        )
-    if curves.merged_at is not None:
-        axes.axvline(curves.merged_at / scale, color=INK, linewidth=1, linestyle="--")
-        axes.annotate(
-            "all adopt the best", (curves.merged_at / scale, 1), (4, -4), xycoords=("data", "axes fraction"),
-            textcoords="offset points", va="top", fontsize=9, color=MUTED,
-        )  # fmt: skip
-    all_points = [*curves.global_model, *(point for line in curves.workers for point in line.points)]
-    _log_if_skewed(axes, [value for _, value in all_points])
-    axes.set_ylabel(y)
-    axes.grid(axis="y")
-    label_line_ends(axes, ends, wide)
-    return Chart(figure)
-
-
-def _plot_global(axes: Axes, points: Sequence[Point], downtimes: Sequence[HubDowntime], scale: float) -> None:
-    at, values = _broken(points, downtimes, scale)
-    colour = COLOURS[0]
-    if len(points) <= _SMOOTH_FROM:
-        axes.plot(
-            at, values, color=colour, linewidth=2.2, marker="o" if len(points) < 25 else "", markersize=4
-        )
-        return
-    axes.plot(at, values, color=colour, alpha=0.3, linewidth=1)
-    smooth = running_mean([value for _, value in points], len(points) // 80)
-    smoothed = [(x, value) for (x, _), value in zip(points, smooth, strict=True)]
-    axes.plot(*_broken(smoothed, downtimes, scale), color=colour, linewidth=2.2)
-
-
-@in_paceline_style
-def contribution_chart(shares: Sequence[ShareBar], *, wide: bool = True) -> Chart:
-    """Return a bar chart of workers' shares, from top to bottom; `wide` for a desktop page instead of a phone."""
-    figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=0.3 * len(shares) + 0.7)
-    places, values = range(len(shares)), [100 * each.share for each in shares]
-    colours = [MUTED if each.several else COLOURS[0] for each in shares]
-    axes.barh(places, values, color=colours, height=0.68)
-    for place, (value, each) in enumerate(zip(values, shares, strict=True)):
-        axes.annotate(
-            escape_mathtext(each.remark),
-            (value, place),
-            (5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9.5,
-        )
-    length = 24 if wide else 14
-    axes.set_yticks(places, [escape_mathtext(_short(each.name, length)) for each in shares])
-    axes.tick_params(axis="y", length=0, labelcolor=INK)
-    axes.set_xlim(0, max([*values, 1.0]) * (1.45 if wide else 1.6))
-    axes.set_ylim(len(shares) - 0.4, -0.6)
-    axes.set_xlabel("% of all")
-    axes.spines["left"].set_visible(False)
-    return Chart(figure)
-
-
-@in_paceline_style
-def staleness_histogram(rows: Sequence[tuple[float, float, int]], *, wide: bool = True) -> Chart:
-    """Return a histogram of staleness.
-
-    Args:
-        rows: lower edge, upper edge and count of each bar.
-        wide: draw for a desktop page instead of a phone.
-    """
-    figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=2.6)
-    whole = sum(count for _, _, count in rows) or 1
-    axes.bar(range(len(rows)), [100 * count / whole for *_, count in rows], color=COLOURS[0], width=0.9)
-    names = [f"{begin:g}–{end:g}" if math.isfinite(end) else f"≥ {begin:g}" for begin, end, _ in rows]
-    axes.set_xticks(range(len(rows)), names, fontsize=11 if wide else 8, rotation=0 if wide else 45)
-    axes.tick_params(axis="x", length=0)
-    for place, (_, _, count) in enumerate(rows):
-        if count and (wide or len(rows) < 7):
-            axes.annotate(
-                f"{count:,}", (place, 100 * count / whole), (0, 3), textcoords="offset points",
-                ha="center", fontsize=9, color=MUTED,
-            )  # fmt: skip
-    axes.margins(y=0.12)
-    axes.set(xlabel="staleness (rounds)", ylabel="% of updates")
-    return Chart(figure)
-
-
-@in_paceline_style
-def traffic_chart(
-    received: Sequence[Point],
-    sent: Sequence[Point],
-    reserved: Sequence[ReservedRate],
-    downtimes: Sequence[HubDowntime],
-    seconds: float,
-    *,
-    wide: bool = True,
-) -> Chart:
-    """Return a chart of bytes per second over wall time, with the reserved rate dashed.
-
-    Args:
-        received: (seconds since the beginning, bytes per second) received by the hub.
-        sent: the same for sent bytes.
-        reserved: periods with a reserved rate, since the beginning.
-        downtimes: downtimes of the hub, since the beginning.
-        seconds: length of the run.
-        wide: draw for a desktop page instead of a phone.
-    """
-    figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=2.8)
-    scale = _time_axis(axes, seconds, downtimes)
-    ends: list[LineEnd] = []
-    for label, points, colour in (("in", received, COLOURS[0]), ("out", sent, COLOURS[1])):
-        axes.plot(
-            *_broken(points, downtimes, scale),
-            color=colour,
-            linewidth=1.5,
-            marker="." if len(points) < 25 else "",
-        )
-        if points:
-            ends.append((points[-1][0] / scale, points[-1][1], label, colour))
-    for each in reserved:
-        axes.hlines(each.rate, each.begin / scale, each.end / scale, color=INK, linewidth=1.2, linestyle="--")
-    if reserved:
-        ends.append((reserved[-1].end / scale, reserved[-1].rate, "reserved", INK))
-    rates = [rate for _, rate in [*received, *sent]] + [each.rate for each in reserved]
-    axes.set_ylim(0, 1.08 * max([*rates, 1.0]))
-    axes.yaxis.set_major_formatter(lambda rate, _: f"{format_decimal(rate)}/s")
-    axes.grid(axis="y")
-    label_line_ends(axes, ends, wide)
-    return Chart(figure)
-
-
-def _time_axis(axes: Axes, seconds: float, downtimes: Sequence[HubDowntime]) -> float:
-    """Label the time axis, shade downtimes of the hub, and return the seconds per unit."""
-    unit, scale = time_unit(seconds)
-    axes.set_xlabel(f"wall time ({unit})")
-    axes.set_xlim(-0.02 * max(seconds, 1.0) / scale, 1.01 * max(seconds, 1.0) / scale)
-    for each in downtimes:
-        axes.axvspan(each.since / scale, each.until / scale, color=MUTED, alpha=0.22, linewidth=0)
-    return scale
-
-
-def _broken(
-    points: Sequence[Point], downtimes: Sequence[HubDowntime], scale: float
-) -> tuple[list[float], list[float]]:
-    """Return times and values of a line with gaps at downtimes of the hub."""
-    at, values, gaps = [], [], [each.until for each in downtimes]
+    broken: list[Point] = []
+    gaps = [each.until for each in downtimes]
     passed = 0
     for x, value in points:
         while passed < len(gaps) and gaps[passed] <= x:
-            if at:
-                at.append(gaps[passed] / scale)
-                values.append(math.nan)
+            if broken:
+                broken.append((gaps[passed], math.nan))
             passed += 1
-        at.append(x / scale)
-        values.append(value)
-    return at, values
+        broken.append((x, value))
+    return broken
 
 
-def _log_if_skewed(axes: Axes, values: Sequence[float]) -> None:
-    """Make the y axis logarithmic if a few large values would flatten the rest."""
-    if values and min(values) > 0 and max(values) > _LOG_FROM * median(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(lambda value, _: "")
+def _since(run: HubRun, points: Iterable[Point]) -> list[Point]:
+    """Return points over seconds since the beginning."""
+    return [(at - run.begin, value) for at, value in points]
 
 
-def _short(name: str, length: int) -> str:
-    return name if len(name) <= length else f"{name[: length - 1]}…"
+def _downtimes(run: HubRun) -> list[HubDowntime]:
+    return [HubDowntime(each.since - run.begin, each.until - run.begin) for each in run.downtime.downtimes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,28 +14,13 @@ from paceline._core.format import (
     format_seconds,
     plural,
 )
-from paceline.async_dp.hub.membership import StalenessHistogram
-from paceline.tools.report.charts.chart_style import Chart, ChartLine
-from paceline.tools.report.html_page import (
-    PageFigure,
-    PageTable,
-    ReportPage,
-    Tile,
-    responsive_figure,
-    write_page,
-)
 from paceline.tools.report.hub.bounded_decision_log import HUB_ITSELF, HubDecision
-from paceline.tools.report.hub.downsample import DownsampledCurve, Point
 from paceline.tools.report.hub.hub_charts import (
-    ScoreCurves,
-    ShareBar,
     contribution_chart,
-    ignore_missing_glyphs,
     score_chart,
-    staleness_histogram,
+    staleness_chart,
     traffic_chart,
 )
-from paceline.tools.report.hub.hub_downtime import HubDowntime
 from paceline.tools.report.hub.hub_records import HubRun, read_hub_run
 from paceline.tools.report.hub.hub_summary import ContributionRow, contribution_rows, ddp_nbytes, local_steps
 from paceline.tools.report.hub.hub_text import (
@@ -43,12 +28,10 @@ from paceline.tools.report.hub.hub_text import (
     decisions_caption,
     format_refusals,
     hub_headline,
-    scores_caption,
-    staleness_caption,
-    traffic_caption,
 )
-from paceline.tools.report.hub.hub_traffic import ReservedRate
 from paceline.tools.report.hub.worker_statistics import WorkerStatistics
+from paceline.tools.report.page.curve_chart import CurveChart
+from paceline.tools.report.page.html_page import BarChart, PageTable, ReportPage, Tile, write_page
 
 __all__ = ["render_hub_page", "write_hub_report"]
 
@@ -62,7 +45,7 @@ def write_hub_report(folder: Path) -> Path:
         UsageError: the folder is not writable or was written by a newer version of Paceline, or the ``report`` extra
             is not installed.
     """
-    return write_page(folder, render_hub_page(read_hub_run(folder)))
+    return write_page(folder / "report.html", render_hub_page(read_hub_run(folder)))
 
 
 def render_hub_page(run: HubRun) -> str:
@@ -72,15 +55,13 @@ def render_hub_page(run: HubRun) -> str:
         UsageError: the ``report`` extra is not installed.
     """
     rows = contribution_rows(run, _WORKERS_SHOWN)
-    with ignore_missing_glyphs():
-        figures = _figures(run, rows)
     return ReportPage(
         title=f"Asynchronous run {run.name or run.folder.resolve().name}",
         subtitle=_subtitle(run),
         notes=run.notes,
         sentences=hub_headline(run, rows),
         tiles=_tiles(run),
-        figures=figures,
+        figures=_figures(run, rows),
         tables=_decisions(run),
         groups=_groups(run),
     ).html()
@@ -128,54 +109,20 @@ def _tiles(run: HubRun) -> list[Tile]:
 # ---------------------------------------------------------------------- charts
 
 
-def _figures(run: HubRun, rows: Sequence[ContributionRow]) -> list[PageFigure]:
-    figures = [_scores(run)]
+def _figures(run: HubRun, rows: Sequence[ContributionRow]) -> list[BarChart | CurveChart]:
+    figures: list[BarChart | CurveChart] = []
+    if scores := score_chart(run):
+        figures.append(scores)
     if run.updates or run.refused:
         figures.append(_contributions(run, rows))
     if run.updates:
-        bars = _bars(run.staleness_bars.rows())
-        figures.append(
-            responsive_figure(
-                "Staleness",
-                staleness_caption(run),
-                "ages",
-                lambda wide: staleness_histogram(bars, wide=wide),
-            )
-        )
+        figures.append(staleness_chart(run))
     if run.traffic.record_count > 1:
-        figures.append(_traffic(run))
-    return [figure for figure in figures if figure is not None]
+        figures.append(traffic_chart(run))
+    return figures
 
 
-def _scores(run: HubRun) -> PageFigure | None:
-    losses = not run.global_scores.count and not run.scores
-    lines = _lines(run, run.losses if losses else run.scores)
-    if not lines and not run.global_scores.count:
-        return None
-    replacements = [(each.at, each.score) for each in run.replacements if each.score is not None]
-    curves = ScoreCurves(
-        _since(run, run.global_scores.points()),
-        lines,
-        None if run.merged_at is None else run.merged_at - run.begin,
-        [] if losses else _since(run, replacements),
-        _downtimes(run),
-    )
-
-    def draw(wide: bool) -> Chart:
-        return score_chart(curves, run.seconds, y="training loss" if losses else "score", wide=wide)
-
-    title = "Training loss" if losses else "Score"
-    return responsive_figure(title, scores_caption(run, len(lines), losses=losses), "scores", draw)
-
-
-def _lines(run: HubRun, curves: dict[int, DownsampledCurve]) -> list[ChartLine]:
-    """Return the curves of the workers with the largest contributions."""
-    names = run.workers.names()
-    ranked = [each.number for each in run.workers.ranked() if each.number in curves][:_WORKERS_SHOWN]
-    return [ChartLine(names[each], _since(run, curves[each].points())) for each in ranked]
-
-
-def _contributions(run: HubRun, rows: Sequence[ContributionRow]) -> PageFigure:
+def _contributions(run: HubRun, rows: Sequence[ContributionRow]) -> BarChart:
     head = [
         "worker",
         "updates",
@@ -188,22 +135,8 @@ def _contributions(run: HubRun, rows: Sequence[ContributionRow]) -> PageFigure:
         "present",
         "refused",
     ]
-    table = [head, *(_cells(row) for row in rows)]
-
-    def draw(wide: bool) -> Chart:
-        bars = [ShareBar(row.name, row.share, _remark(row, wide), row.worker.count > 1) for row in rows]
-        return contribution_chart(bars, wide=wide)
-
-    return responsive_figure(
-        "Contributions", contributions_caption(run, rows), "gave", draw, table, wrap_last=True
-    )
-
-
-def _remark(row: ContributionRow, wide: bool) -> str:
-    text, refused = format_percent(row.share), sum(row.worker.refused.values())
-    if wide:
-        text += f", {plural(row.worker.updates, 'update')}"
-    return text + (f", {refused:,} refused" if refused else "")
+    table = PageTable(title="Contributions", table=[head, *(_cells(row) for row in rows)], kind="wrap-last")
+    return contribution_chart(rows, contributions_caption(run, rows), table)
 
 
 def _cells(row: ContributionRow) -> list[str]:
@@ -230,33 +163,6 @@ def _present(worker: WorkerStatistics) -> str:
     return format_seconds(mean) if worker.count == 1 else f"{format_seconds(mean)} each"
 
 
-def _traffic(run: HubRun) -> PageFigure:
-    traffic, begin = run.traffic, run.begin
-    received, sent = _since(run, traffic.received_rates.points()), _since(run, traffic.sent_rates.points())
-    reserved = [ReservedRate(each.begin - begin, each.end - begin, each.rate) for each in traffic.reserved]
-
-    def draw(wide: bool) -> Chart:
-        return traffic_chart(received, sent, reserved, _downtimes(run), run.seconds, wide=wide)
-
-    return responsive_figure("Network", traffic_caption(run), "traffic", draw)
-
-
-def _bars(rows: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """Return the bars of a histogram including empty ones, up to the last non-empty bar."""
-    counts, last = {row[0]: row[2] for row in rows}, rows[-1][0]
-    edges = zip(StalenessHistogram.EDGES, StalenessHistogram.EDGES[1:], strict=False)
-    return [(begin, end, counts.get(begin, 0)) for begin, end in edges if begin <= last]
-
-
-def _since(run: HubRun, points: Iterable[Point]) -> list[Point]:
-    """Return points over seconds since the beginning."""
-    return [(at - run.begin, value) for at, value in points]
-
-
-def _downtimes(run: HubRun) -> list[HubDowntime]:
-    return [HubDowntime(each.since - run.begin, each.until - run.begin) for each in run.downtime.downtimes]
-
-
 # ---------------------------------------------------------------------- tables
 
 
@@ -266,7 +172,11 @@ def _decisions(run: HubRun) -> list[PageTable]:
         return []
     head = ["after", "time (UTC)", "worker", "decision", "reason"]
     rows = [_decision(run, each, names) for each in shown]
-    return [PageTable("Decisions of the hub", [head, *rows], decisions_caption(run))]
+    return [
+        PageTable(
+            title="Decisions of the hub", table=[head, *rows], caption=decisions_caption(run), kind="texts"
+        )
+    ]
 
 
 def _decision(run: HubRun, each: HubDecision, names: dict[int, str]) -> list[str]:

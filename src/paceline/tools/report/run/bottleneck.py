@@ -122,7 +122,7 @@ def _tasks(between: float) -> Bottleneck:
         ),
         (
             Remedy("Do it less often", "--eval-every, --checkpoint-every; paceline.Checkpoint(every=…)"),
-            Remedy("Evaluate on less text", "paceline.evaluate over a part of the held-out data"),
+            Remedy("Share the evaluation among ranks", "paceline.evaluate; and evaluate on fewer batches"),
         ),
     )
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from statistics import median
 from typing import Any
 
 from paceline._core.format import format_bytes, format_seconds
-from paceline.tools.report.html_page import BucketView
+from paceline.tools.report.page.html_page import BucketView, PageTable
+from paceline.tools.report.run.rank_selection import RankSelection
 from paceline.tools.report.run.step_breakdown import step_intervals
 from paceline.tools.report.run.trace_reader import RankTrace, TracedBucket, TracedCall, TracedStep
 
@@ -19,14 +19,14 @@ _RANKS_SHOWN = 8
 _ROWS_SHOWN = 24
 
 
-def make_bucket_view(timelines: Mapping[int, RankTrace], straggler: int | None = None) -> BucketView | None:
+def make_bucket_view(timelines: Mapping[int, RankTrace], selection: RankSelection) -> BucketView | None:
     """Return the view of a few steps; None if no calls were recorded.
 
     Args:
         timelines: each rank's steps.
-        straggler: a rank that must be shown.
+        selection: the order of ranks; of many, the worst, the median and the best are shown.
     """
-    ranks = _chosen(sorted(timelines), straggler)
+    ranks = _chosen(selection)
     steps = _steps_shown({rank: timelines[rank] for rank in ranks})
     if not steps:
         return None
@@ -39,16 +39,18 @@ def make_bucket_view(timelines: Mapping[int, RankTrace], straggler: int | None =
         "wait for their turn or for other ranks, filled while in transfer."
     )
     if len(timelines) > len(ranks):
-        caption += f" {len(ranks)} of {len(timelines)} ranks."
-    script = files("paceline.tools.report").joinpath("bucket_view.js").read_text(encoding="utf-8")
-    return BucketView(text, script, caption, _table(usual, first.buckets_at(usual.step)))
+        caption += (
+            f" {len(ranks)} of {len(timelines)} ranks: the worst {len(ranks) - 2}, the median and the best."
+        )
+    table = PageTable(title="Calls of a typical step", table=_table(usual, first.buckets_at(usual.step)))
+    return BucketView(text, caption, table)
 
 
-def _chosen(ranks: Sequence[int], straggler: int | None) -> list[int]:
-    shown = list(ranks[:_RANKS_SHOWN])
-    if straggler is not None and straggler not in shown:
-        shown[-1] = straggler
-    return shown
+def _chosen(selection: RankSelection) -> list[int]:
+    ranks = selection.ranks
+    if len(ranks) > _RANKS_SHOWN:
+        ranks = tuple(dict.fromkeys([selection.median, ranks[-1], *ranks]))[:_RANKS_SHOWN]
+    return sorted(ranks)
 
 
 def _steps_shown(timelines: Mapping[int, RankTrace]) -> list[tuple[str, int]]:

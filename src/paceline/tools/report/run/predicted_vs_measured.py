@@ -12,7 +12,7 @@ from paceline.cost_model.step_costs import pick_step_costs
 from paceline.cost_model.step_strategy import STRATEGIES, StepStrategy
 from paceline.cost_model.step_time import StepTime, predict_step
 from paceline.errors import UsageError
-from paceline.tools.report.html_page import PageTable
+from paceline.tools.report.page.html_page import PageTable
 from paceline.tools.report.run.run_summary import RunSummary
 
 __all__ = ["compare_with_prediction", "predict_run_step"]
@@ -41,7 +41,7 @@ def compare_with_prediction(profile: Path, facts: Mapping[str, object], summary:
         ("data and anything else", 0.0, mean["data"] + mean["other"]),
         ("a step", predicted.seconds, sum(mean.values())),
     ]
-    table = [["", "predicted", "measured", "measured / predicted"]]
+    table = [["part", "predicted", "measured", "measured / predicted"]]
     for name, expected, measured in rows:
         ratio = f"{measured / expected:.2f}" if expected else "–"
         table.append([name, format_seconds(expected) if expected else "–", format_seconds(measured), ratio])
@@ -49,7 +49,7 @@ def compare_with_prediction(profile: Path, facts: Mapping[str, object], summary:
         f"{predicted.strategy.label}, predicted by {profile.name}: a step of {format_seconds(predicted.low)} to "
         f"{format_seconds(predicted.high)}."
     )
-    return PageTable("Predicted and measured", table, caption)
+    return PageTable(title="Predicted and measured", table=table, caption=caption)
 
 
 def predict_run_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:

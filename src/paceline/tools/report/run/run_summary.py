@@ -7,12 +7,17 @@ planning).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from paceline.tools.report.run.run_records import RecordedRun
-from paceline.tools.report.run.step_breakdown import PHASES, backward_slowdown, mean_parts
+from paceline.tools.report.run.run_records import LoggedStep, RecordedRun
+from paceline.tools.report.run.step_breakdown import (
+    PHASES,
+    backward_slowdown,
+    mean_parts,
+    seconds_without_tasks,
+)
 from paceline.tools.report.run.straggler_detection import Arrivals, compare_arrivals
 from paceline.tools.report.run.trace_reader import RankTrace, TracedCall, read_timeline
 
@@ -72,6 +77,7 @@ class RunSummary:
         arrivals: arrivals of ranks at the exchange of a step.
         timelines: each rank's steps.
         samples_per_second: throughput of all ranks, if tokens are not counted.
+        durations: (number from 1, seconds) of steps, without quiet ones, the first of a session, and tasks.
     """
 
     steps: int
@@ -88,6 +94,7 @@ class RunSummary:
     arrivals: Arrivals = field(default_factory=Arrivals)
     timelines: Mapping[int, RankTrace] = field(default_factory=dict)
     samples_per_second: float | None = None
+    durations: tuple[tuple[int, float], ...] = ()
 
     @property
     def speed(self) -> tuple[float, str] | None:
@@ -105,9 +112,10 @@ def summarise_run(run: RecordedRun) -> RunSummary:
     held_out = [step.val_loss for step in steps if step.val_loss is not None]
     losses = [step.loss for step in steps if step.loss is not None]
     exposed = [rank.share("exposed") for rank in timed]
+    durations = tuple(_durations(steps, timelines))
     return RunSummary(
         steps=max(steps[-1].step if steps else 0, _steps_done(timelines)),
-        step_seconds=_median(step.step_seconds for step in steps) or _step_seconds(timed),
+        step_seconds=median(seconds for _, seconds in durations) if durations else _step_seconds(timed),
         tokens_per_second=_median(step.tokens_per_second for step in steps),
         exposed_share=fmean(exposed) if exposed else _median(step.exposed_share for step in steps),
         loss_first=losses[0] if losses else None,
@@ -120,6 +128,7 @@ def summarise_run(run: RecordedRun) -> RunSummary:
         arrivals=compare_arrivals(timelines),
         timelines=timelines,
         samples_per_second=_median(step.samples_per_second for step in steps),
+        durations=durations,
     )
 
 
@@ -128,6 +137,19 @@ def rank_time(rank: int, timeline: RankTrace) -> RankTime:
     mean = mean_parts(timeline.warm)
     seconds = {phase: mean[phase] for phase in PHASES}
     return RankTime(rank, len(timeline.warm), seconds, mean["between"], backward_slowdown(timeline.warm))
+
+
+def _durations(
+    steps: Sequence[LoggedStep], timelines: Mapping[int, RankTrace]
+) -> Iterator[tuple[int, float]]:
+    """Yield the steps of the first rank with a trace, otherwise the logged ones."""
+    timeline = next((each for each in timelines.values() if each.steps), None)
+    if timeline is None:
+        later = steps[1:] or steps
+        yield from ((step.step, step.step_seconds) for step in later if step.step_seconds is not None)
+        return
+    usual = [line for line in timeline.warm if not line.quiet] or timeline.warm
+    yield from ((line.step + 1, seconds_without_tasks(line)) for line in usual)
 
 
 def _step_seconds(ranks: Sequence[RankTime]) -> float | None:

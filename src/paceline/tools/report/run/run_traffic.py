@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline._core.format import format_decimal, format_percent, format_ratio
-from paceline.tools.report.html_page import SentBytes
+from paceline.tools.report.page.html_page import PageTable, SentBytes
 
 __all__ = ["summarise_sent_bytes"]
 
@@ -26,7 +26,10 @@ def summarise_sent_bytes(facts: Mapping[str, object]) -> SentBytes | None:
     rows = [["exchanges of rank 0", format_decimal(sent) if sent is not None else "not counted"]]
     rows += [["float32 gradients at every step", format_decimal(would_be)]]
     rows += _interface_rows(record.get("interface bytes"))
-    return SentBytes(_sentence(sent, would_be), [["", "bytes"], *rows], _bucket_rows(record.get("buckets")))
+    tables = [PageTable(title="Bytes sent", table=[["counter", "bytes"], *rows])]
+    if buckets := _bucket_rows(record.get("buckets")):
+        tables.append(PageTable(title="Compression by bucket", table=buckets))
+    return SentBytes(_sentence(sent, would_be), tables)
 
 
 def _sentence(sent: float | None, would_be: float) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "exposed_intervals",
     "mean_parts",
     "merge_intervals",
+    "seconds_without_tasks",
     "step_intervals",
     "step_parts",
 ]
@@ -70,10 +71,18 @@ def step_intervals(line: TracedStep) -> list[StepInterval]:
     """Return the parts of a step in order of time, without gaps."""
     pieces = list(_phases(line))
     pieces = _overlay(pieces, exposed_intervals(line))
-    tasks = [
-        StepInterval("between", max(0.0, task.start), min(task.end, line.seconds)) for task in line.tasks
-    ]
-    return _overlay(pieces, merge_intervals(tasks))
+    return _overlay(pieces, _tasks(line))
+
+
+def seconds_without_tasks(line: TracedStep) -> float:
+    """Return the seconds of a step without held-out losses, checkpoints and other tasks."""
+    return line.seconds - sum(task.end - task.start for task in _tasks(line))
+
+
+def _tasks(line: TracedStep) -> list[StepInterval]:
+    return merge_intervals(
+        [StepInterval("between", max(0.0, task.start), min(task.end, line.seconds)) for task in line.tasks]
+    )
 
 
 def exposed_intervals(line: TracedStep) -> list[StepInterval]:

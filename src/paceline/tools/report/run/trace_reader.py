@@ -133,6 +133,8 @@ class RankTrace:
         buckets: (first step, buckets) of each bucket layout, in order.
         clock_error: largest error of this rank's times against rank 0's clock, in seconds.
         memory: peak bytes by kind.
+        memory_marks: (unix seconds of rank 0's clock, peak bytes by kind so far), in order.
+        clock_marks: (unix seconds of this rank's clock, how far it was ahead of rank 0's), in order.
     """
 
     steps: tuple[TracedStep, ...] = ()
@@ -140,6 +142,8 @@ class RankTrace:
     buckets: tuple[tuple[int, tuple[TracedBucket, ...]], ...] = ()
     clock_error: float = 0.0
     memory: Mapping[str, int] = field(default_factory=dict)
+    memory_marks: tuple[tuple[float, Mapping[str, int]], ...] = ()
+    clock_marks: tuple[tuple[float, float], ...] = ()
 
     def buckets_at(self, step: int) -> tuple[TracedBucket, ...]:
         """Return the bucket layout of a step; empty if unknown."""
@@ -153,6 +157,8 @@ def read_timeline(spans: Sequence[TraceSpan]) -> RankTrace:
     buckets: dict[int, tuple[TracedBucket, ...]] = {}
     cold: set[int] = set()
     memory: dict[str, int] = {}
+    memory_marks: list[tuple[float, Mapping[str, int]]] = []
+    clock_marks: list[tuple[float, float]] = []
     error = 0.0
     for session in _sessions(spans):
         marks = [(span.start, _number(span, "offset")) for span in session if span.name == "clock"]
@@ -168,12 +174,22 @@ def read_timeline(spans: Sequence[TraceSpan]) -> RankTrace:
         error = max([error, *errors])
         for span in session:
             if span.name == "memory":
-                memory |= {
-                    key: int(_number(span, key)) for key in ("resident", "allocated") if key in span.fields
-                }
+                known = [key for key in ("resident", "allocated") if key in span.fields]
+                peaks = {key: int(_number(span, key)) for key in known}
+                memory |= peaks
+                memory_marks.append((span.start - clock_offset_at(marks, span.start), peaks))
+        clock_marks += marks
     every = tuple(steps[step] for step in sorted(steps))
     warm = tuple(line for line in every if line.step not in cold)
-    return RankTrace(every, warm or every, tuple(sorted(buckets.items())), error, memory)
+    return RankTrace(
+        every,
+        warm or every,
+        tuple(sorted(buckets.items())),
+        error,
+        memory,
+        tuple(memory_marks),
+        tuple(clock_marks),
+    )
 
 
 def _sessions(spans: Sequence[TraceSpan]) -> list[list[TraceSpan]]:
