@@ -84,7 +84,7 @@ def lost(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def entries(folder: str) -> list[dict[str, Any]]:
-    """Return what `paceline dispatch` wrote there."""
+    """Return what `paceline data` wrote there."""
     return bench.read(f"{folder}/dispatch")["entries"]
 
 

@@ -29,13 +29,13 @@ from paceline.tools.report.run.run_page import write_run_report
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.run_summary import summarise_run
 
-TRAIN = "paceline train --size mini --batch-size 8 --steps 40 --eval-every 0 --sync bucketed"
-LAB = "paceline lab --hosts 2 --rate 100Mbit/s"
+TRAIN = "paceline train --model mini --micro-batch-size 8 --steps 40 --eval-every 0 --strategy bucketed"
+LAB = "paceline lab --nnodes 2 --link 100Mbit/s"
 RUNS = {
-    "straggler": "paceline train --ranks 2 --steps 60 --size tiny --batch-size 8",
+    "straggler": "paceline train --nproc-per-node 2 --steps 60 --model tiny --micro-batch-size 8",
     "slow-network": f"{LAB} {TRAIN}",
     "slow-network-int8": f"{LAB} {TRAIN} --compression int8",
-    "buckets": f"paceline lab --hosts 2 --rate 200Mbit/s {TRAIN} --bucket-mib 2",
+    "buckets": f"paceline lab --nnodes 2 --link 200Mbit/s {TRAIN} --bucket-mib 2",
 }
 FAULTS = {"straggler": {"PACELINE_FAULTS": "slow(rank=1, seconds=0.05)"}}
 KEPT = ("run.json", "settings.json", "steps.jsonl", "trace")

@@ -30,7 +30,7 @@ from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
 
 ONE_HOST = {
-    "paceline run": "paceline run --ranks 2",
+    "paceline run": "paceline run --nproc-per-node 2",
     "torchrun": "torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=3",
 }
 _TORCHRUN = (
@@ -38,7 +38,7 @@ _TORCHRUN = (
     "--rdzv-backend=c10d --rdzv-endpoint=host0:29400 --rdzv-id=run"
 )
 THREE_HOSTS = {
-    "paceline run": "paceline run --hosts 3 --min-ranks 2 --rendezvous host0:29400",
+    "paceline run": "paceline run --nnodes 3 --min-ranks 2 --rendezvous host0:29400",
     "torchrun": _TORCHRUN,
     "torchrun, tuned": f"{_TORCHRUN} --rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4",
 }

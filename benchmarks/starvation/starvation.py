@@ -1,7 +1,7 @@
 """Ranks that run out of batches: what happens to them, and how much each rank's data count in an epoch, by policy.
 
     python benchmarks/starvation/starvation.py run       (weights.json)
-    python benchmarks/starvation/starvation.py table     (also of the results of ``paceline dispatch --starve``)
+    python benchmarks/starvation/starvation.py table     (also of the results of ``paceline data --starve``)
 
 Pure arithmetic over `paceline.data.sampling.uneven_policies`. A step's gradient is a weighted sum over ranks: torch's
 DDP weighs them all the same, Paceline by their samples. The mean over the steps of an epoch, compared with the rank's

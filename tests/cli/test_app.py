@@ -89,6 +89,26 @@ def test_an_unknown_command_suggests_the_near_one():
     assert "Traceback" not in ended.stderr
 
 
+def test_an_old_option_suggests_the_near_one():
+    ended = run("lab", "--latensy", "1ms", "true")
+    assert ended.returncode == 2
+    assert "--latency" in ended.stderr
+
+
+def test_the_help_groups_the_commands(command):
+    code, shown, _ = command("--help")
+    panels = ["Train", "Measure", "Plan", "Explain", "Network"]
+    titles = [line.split()[1] for line in shown.splitlines() if line.startswith("╭─")]
+    assert (code, titles) == (0, ["Options", *panels])
+    assert list(dict.fromkeys(panel for *_, panel in module.COMMANDS.values())) == panels
+
+
+def test_an_earlier_name_of_a_command_still_works_and_is_not_listed(command):
+    example = ("--samples", 100, "--world-size", 3)
+    assert command("dispatch", *example) == command("data", *example)
+    assert "dispatch" not in command("--help")[1]
+
+
 def test_an_unknown_option_is_refused():
     ended = run("doctor", "--jsn", "x")
     assert ended.returncode == 2

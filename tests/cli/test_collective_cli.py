@@ -42,6 +42,13 @@ def test_an_operation_alone_ranks_its_algorithms(paceline):
     assert paceline("reduce", *TEXTBOOK)[1] == paceline("reduce", *TEXTBOOK, "--compare")[1]
 
 
+def test_operations_are_named_as_torch_does_too(paceline):
+    assert paceline("all_gather", *TEXTBOOK) == paceline("all-gather", *TEXTBOOK)
+    assert paceline("tree", "--op", "all_reduce", *TEXTBOOK) == paceline(
+        "tree", "--op", "all-reduce", *TEXTBOOK
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "seconds"),
     [
@@ -104,7 +111,7 @@ def test_draws(paceline, tmp_path, name, what):
         (["ring", "--topology", "two-level", "--nproc-per-node", 2], "needs --inside"),
         (["ring", "--switch", "1MB/s"], "--switch is not for --topology star"),
         (["ring", "--slow", "9=1MB/s"], "there is no rank 9"),
-        (["ring", "--slow", "1"], "is not HOST=RATE"),
+        (["ring", "--slow", "1"], "is not N=RATE"),
         (["ring", "--center", 8], "there is no rank 8"),
         (["broadcast/tree", "--root", 8], "ranks 0 to 7"),
         (["ring", "--root", 1], "has no root"),

@@ -179,7 +179,7 @@ SMALL = ("collectives", "--nproc-per-node", "2", "--bytes", "1kB,2kB", "--backen
 def test_every_file_is_written_and_named(monkeypatch, capsys, tmp_path):
     out = tmp_path / "o"
     more = ["--json", tmp_path / "a" / "r.json", "--csv", tmp_path / "r.csv"]
-    assert paceline(monkeypatch, *SMALL, "--op", "all-reduce,broadcast", "--out", out, *more) == 0
+    assert paceline(monkeypatch, *SMALL, "--op", "all_reduce,broadcast", "--out", out, *more) == 0
     shown = capsys.readouterr().out
     charts = {
         f"{op}-{name}{suffix}"

@@ -24,7 +24,7 @@ def paceline(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "100")
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "dispatch", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["paceline", "data", *map(str, arguments)])
         with pytest.raises(SystemExit) as caught:
             module.main()
         shown = capsys.readouterr()
@@ -178,7 +178,7 @@ def test_starvation_runs_with_the_given_data(paceline, monkeypatch):
         "--micro-batch-size",
         16,
         "--timeout",
-        3,
+        "3s",
     ]
     arguments += ["--backend", "paceline"]
     assert paceline("--starve", *arguments, "--json", "a.json")[0] == 0

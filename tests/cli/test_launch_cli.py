@@ -84,9 +84,21 @@ def test_a_driver_of_ray_is_shown(command):
     assert out == ray_driver(ClusterJob(("train.py",), hosts=2, folder="/runs", python="py"))
 
 
+def test_a_launcher_may_continue_with_fewer_hosts(command):
+    hosts = ("--host", "a", "--host", "b")
+    code, out, _ = command("launch", "torchrun", *hosts, "--nnodes", "1:2", "train.py")
+    assert code == 0
+    assert "--nnodes=1:2 " in out
+    code, out, _ = command("launch", "ray", "--nnodes", "2:4", "--workdir", "/runs", "train.py")
+    assert code == 0
+    assert "'min_hosts': 2" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["torchrun", "--host", "a", "--nnodes", "2", "train.py"], "--nnodes 2, but --host names 1"),
+        (["slurm", "--nnodes", "1:2", "train.py"], "--nnodes 1:2: Slurm starts a fixed number"),
         (["torchrun", "--nproc-per-node", "0", "train.py"], "ranks_per_host=0"),
         (["torchrun", "--host", "a", "--host", "a", "train.py"], "2 hosts, but these names: a, a"),
         (["slurm", "--hostz", "2", "train.py"], "'--hostz' is not a script"),

@@ -131,6 +131,7 @@ def test_too_few_devices_and_none_that_is_enough(call):
     code, output, _ = call("--parameters 7B --hardware t4 --strategy ddp")
     assert code == 0
     assert "No number of devices is enough: each would have to hold 112 GB whatever their number" in output
+    assert "Shard more (--strategy full-shard)" in output
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,9 @@ def test_too_few_devices_and_none_that_is_enough(call):
         ("--model tiny --hardware h100 --world-size 0", "--world-size 0"),
         ("--model tiny --hardware h100 --global-batch-size 0", "--global-batch-size 0"),
         ("--model tiny --hardware h100 --context 0", "--context 0"),
-        ("--model tiny --hardware h100 --nproc-per-node 0", "--nproc-per-node 0"),
+        ("--model tiny --hardware h100 --nproc-per-node 0 --link ndr", "--nproc-per-node 0"),
+        ("--model tiny --hardware h100 --nproc-per-node 8", "--nproc-per-node 8 without --link"),
+        ("--model tiny --hardware h100 --inside nvlink4", "--inside without --nproc-per-node"),
         ("--model tiny --hardware h100 --usable 0", "usable=0.0"),
         ("--model tiny --hardware h100 --usable 120%", "usable=1.2"),
         ("--model tiny --hardware h100 --divided-activations 150%", "shared"),

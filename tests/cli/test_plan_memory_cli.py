@@ -112,6 +112,7 @@ def test_verify_prints_predicted_and_measured(run, tmp_path):
         (["--world-size", "two"], "for example: --world-size 1,2,4,64"),
         (["--world-size", "2,0"], "--world-size 2,0\n.*1 or more"),
         (["--model", "tiny", "--inputs", "3x"], "--inputs 3x with --model tiny"),
+        (["--device", "h100"], "a GPU by name is --hardware h100"),
         (["--strategy", "buckted"], "did you mean 'bucketed'"),
         (["--optimizer", "adam"], "is not an optimizer"),
         (["--device-memory", "much"], "is no size"),

@@ -52,6 +52,21 @@ def test_options_become_a_job(call, jobs, script, tmp_path):
     assert (job.timeouts.last_call, job.timeouts.join) == (8.0, 120.0)
 
 
+def test_the_fewest_hosts_give_the_fewest_ranks(call, jobs, script):
+    assert call("--nnodes", "2:4", "--nproc-per-node", 3, "--rendezvous", "pc1:4000", script) == (0, "")
+    assert (jobs[0].hosts, jobs[0].min_ranks, jobs[0].min_hosts) == (4, 6, 2)
+    code, err = call("--nnodes", "2:4", "--min-ranks", 3, "--rendezvous", "pc1:4000", script)
+    assert (code, len(jobs)) == (2, 1)
+    assert "both --min-ranks and --nnodes MIN:MAX" in err
+
+
+@pytest.mark.parametrize("nnodes", ["0", "3:2", "two", "1:2:3", "-1", ""])
+def test_invalid_numbers_of_hosts_are_refused(call, script, nnodes):
+    code, err = call("--nnodes", nnodes, script)
+    assert code == 2
+    assert f"--nnodes {nnodes}" in err
+
+
 def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
     call(script)
     call("--nproc-per-node", 4, "-m", "my.module", "--steps", "3")

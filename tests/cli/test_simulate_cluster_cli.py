@@ -140,8 +140,12 @@ def test_nodes_of_several_devices_and_a_model_by_name(call):
     assert "two-level" in output
 
 
+def test_an_alias_is_its_strategy(call):
+    assert call(f"{BASE} --nnodes 8 --strategy zero1") == call(f"{BASE} --nnodes 8 --strategy sharded")
+
+
 def test_strong_scaling_reports_where_it_gets_slower(call):
-    code, output, _ = call(f"{BASE} --nnodes 1:64 --scaling fixed --strategy flat")
+    code, output, _ = call(f"{BASE} --nnodes 1:64 --scaling strong --strategy flat")
     assert code == 0
     assert "Beyond 1 node it gets slower" in output
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from typer import Option
 
-__all__ = ["shared"]
+__all__ = ["own", "shared"]
 
 _SHARED = {  # by name without dashes: (metavar, meaning), the same in every command
     # processes
@@ -99,3 +99,19 @@ def shared(name: str, note: str = "", *, several: bool = False, panel: str | Non
     if several:
         metavar = f"{metavar},…"
     return Option(f"--{name}", metavar=metavar, help=f"{meaning}{note}.", rich_help_panel=panel)
+
+
+def own(metavar: str | None, help: str, *names: str, panel: str | None = None) -> Any:
+    """Return the declaration of an option that one command has.
+
+    Args:
+        metavar: kind of value, such as ``"TIME"``; None: that of its type, or a flag.
+        help: the meaning.
+        names: the option's name, if it is not that of the parameter.
+        panel: title of the group of options in the command's help.
+
+    Example:
+        >>> own("TIME", "Stop after this time.", panel="Server").metavar
+        'TIME'
+    """
+    return Option(*names, metavar=metavar, help=help, rich_help_panel=panel)

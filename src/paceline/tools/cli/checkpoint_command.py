@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument
 
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes
@@ -16,6 +16,7 @@ from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.command_options import own
 from paceline.tools.console_table import make_table, print_wide
 from paceline.tools.result_files import check_writable
 
@@ -66,9 +67,7 @@ def verify(folder: FolderArgument, json_file: JsonOption = None) -> None:
 def export(
     folder: FolderArgument,
     file: Annotated[Path, Argument(metavar="FILE", help="The .safetensors file to write.")],
-    model_name: Annotated[
-        str, Option(metavar="NAME", help="Name of the model to export, if there are several.")
-    ] = "model",
+    model_name: Annotated[str, own("NAME", "Name of the model to export, if there are several.")] = "model",
 ) -> None:
     """Write the weights of the newest intact checkpoint to a .safetensors file."""
     from paceline.checkpoint.weights_export import export_weights

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from paceline._core.files import write_json
 from paceline._core.format import format_size
@@ -17,7 +17,7 @@ from paceline._core.units import parse_bytes, parse_rate, parse_seconds
 from paceline.errors import UsageError, unknown
 from paceline.tools.cli.lab_command import parse_slow_hosts
 from paceline.tools.cli.shared_options import JsonOption, expand_options
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.result_files import check_writable, paceline_command
 
 if TYPE_CHECKING:
@@ -47,24 +47,12 @@ class CollectiveOptions:
     world_size: Annotated[int, shared("world-size")] = 8
     nbytes: Annotated[str, shared("bytes", " of the vector")] = "5MB"
     op: Annotated[str | None, shared("op", ", if several have such an algorithm", panel=_ALGORITHM)] = None
-    root: Annotated[
-        int, Option(metavar="RANK", help="Root of a broadcast or reduce.", rich_help_panel=_ALGORITHM)
-    ] = 0
+    root: Annotated[int, own("RANK", "Root of a broadcast or reduce.", panel=_ALGORITHM)] = 0
     segments: Annotated[
-        str,
-        Option(
-            metavar="N",
-            help="Segments per chunk, pipelined; auto: the number that pays.",
-            rich_help_panel=_ALGORITHM,
-        ),
+        str, own("N", "Segments per chunk, pipelined; auto: the number that pays.", panel=_ALGORITHM)
     ] = "1"
     compare: Annotated[
-        bool,
-        Option(
-            "--compare",
-            help="Rank all algorithms of the operation, best first.",
-            rich_help_panel=_ALGORITHM,
-        ),
+        bool, own(None, "Rank all algorithms of the operation, best first.", "--compare", panel=_ALGORITHM)
     ] = False
     topology: Annotated[
         str, shared("topology", ": star, switch, ring, tree or two-level", panel=_NETWORK)
@@ -73,11 +61,7 @@ class CollectiveOptions:
     latency: Annotated[str, shared("latency", panel=_NETWORK)] = "0s"
     add: Annotated[
         str | None,
-        Option(
-            metavar="RATE",
-            help="Rate at which a rank adds, such as 4GB/s; default infinitely fast.",
-            rich_help_panel=_NETWORK,
-        ),
+        own("RATE", "Rate at which a rank adds, such as 4GB/s; default infinitely fast.", panel=_NETWORK),
     ] = None
     switch: Annotated[
         str | None, shared("switch", ", such as 4Gbit/s; with --topology switch", panel=_NETWORK)
@@ -88,28 +72,15 @@ class CollectiveOptions:
     inside: Annotated[str | None, shared("inside", ", with --topology two-level", panel=_NETWORK)] = None
     slow: Annotated[list[str] | None, shared("slow", panel=_NETWORK)] = None
     center: Annotated[
-        int | None,
-        Option(
-            metavar="RANK", help="Rank that is the switch, with --topology star.", rich_help_panel=_NETWORK
-        ),
+        int | None, own("RANK", "Rank that is the switch, with --topology star.", panel=_NETWORK)
     ] = None
     run: Annotated[
-        str,
-        Option(
-            metavar="PLACE",
-            help="Run it here, on this machine, or in a lab of emulated hosts, or none.",
-            rich_help_panel=_RUN,
-        ),
+        str, own("PLACE", "Run it here, on this machine, or in a lab of emulated hosts, or none.", panel=_RUN)
     ] = "none"
     backend: Annotated[str, shared("backend", " of --run: gloo or paceline", panel=_RUN)] = "gloo"
     iterations: Annotated[int, shared("iterations", " of --run", panel=_RUN)] = 3
     stream: Annotated[
-        bool,
-        Option(
-            "--stream",
-            help="With --run: forward pieces at once, not round by round.",
-            rich_help_panel=_RUN,
-        ),
+        bool, own(None, "With --run: forward pieces at once, not round by round.", "--stream", panel=_RUN)
     ] = False
 
     @property
@@ -133,7 +104,7 @@ class CollectiveOptions:
 @expand_options
 def collective(
     options: CollectiveOptions,
-    draw: Annotated[Path | None, Option(metavar="FILE", help="Picture to draw: .png or .svg.")] = None,
+    draw: Annotated[Path | None, own("FILE", "Picture to draw: .png or .svg.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Show the steps and the cost of a collective algorithm.

@@ -14,7 +14,7 @@ from paceline._core.files import write_json
 from paceline._core.units import parse_list, parse_seconds
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import check_writable
 
@@ -33,31 +33,24 @@ _OF_EPOCH = ("scheme", "block", "micro_batch_size", "seed", "drop_last", "draws"
 
 def data(
     context: typer.Context,
-    samples: Annotated[int | None, typer.Option(metavar="N", help="Samples of the data set.")] = None,
+    samples: Annotated[int | None, own("N", "Samples of the data set.")] = None,
     world_size: Annotated[int | None, shared("world-size", "; default: one per --shares")] = None,
-    scheme: Annotated[
-        str, typer.Option(metavar="NAME", help="Scheme: round_robin, random or shares.")
-    ] = "round_robin",
-    block: Annotated[str, typer.Option(metavar="N,…", help="Samples that go to one rank together.")] = "1",
+    scheme: Annotated[str, own("NAME", "Scheme: round_robin, random or shares.")] = "round_robin",
+    block: Annotated[str, own("N,…", "Samples that go to one rank together.")] = "1",
     micro_batch_size: Annotated[str, shared("micro-batch-size", several=True)] = "64",
     shares: Annotated[
-        str | None,
-        typer.Option(metavar="X,…", help="Shares of ranks, adding up to 1: .25,.25,.1,.4; default: equal."),
+        str | None, own("X,…", "Shares of ranks, adding up to 1: .25,.25,.1,.4; default: equal.")
     ] = None,
     seed: Annotated[int, shared("seed", ", of scheme random")] = 0,
     drop_last: Annotated[
-        bool, typer.Option("--drop-last", help="Loaders without a policy drop the short last batch.")
+        bool, own(None, "Loaders without a policy drop the short last batch.", "--drop-last")
     ] = False,
     draws: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Random draws to check the closed forms; default: 400, fewer for more than 500 ranks.",
-        ),
+        own("N", "Random draws to check the closed forms; default: 400, fewer for more than 500 ranks."),
     ] = None,
     starve: Annotated[
-        bool,
-        typer.Option("--starve", help="Run real processes out of data, under torch and under Paceline."),
+        bool, own(None, "Run real processes out of data, under torch and under Paceline.", "--starve")
     ] = False,
     timeout: Annotated[
         str | None, shared("timeout", " of the process group, with --starve; default: 10s")
@@ -66,10 +59,7 @@ def data(
         str | None, shared("backend", " of the process group, with --starve: gloo (default) or paceline")
     ] = None,
     json_file: JsonOption = None,
-    out: Annotated[
-        Path | None,
-        shared("out", ": JSON, the table as CSV, and two charts"),
-    ] = None,
+    out: Annotated[Path | None, shared("out", ": JSON, the table as CSV, and two charts")] = None,
 ) -> None:
     """Forecast the samples and batches of every rank, the cost of each policy, and the safe sizes.
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from paceline._core.files import write_json
 from paceline._core.format import format_count, format_percent, format_seconds, format_size, plural
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import EnvelopeError, UsageError
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.result_files import check_writable
 from paceline.transport.message_frames import FRAME_NBYTES
 from paceline.transport.mpi_exchange.exchange_settings import EXCHANGE_SHAPES, ExchangeSettings, check_memory
@@ -48,20 +48,13 @@ def exchange(
     nbytes: Annotated[
         str | None, shared("bytes", f" sent per rank and round, such as 400MB; default {_BYTES}")
     ] = None,
-    ints: Annotated[
-        float | None, Option(metavar="X", help="--bytes in 4-byte integers, such as 1e8.")
-    ] = None,
+    ints: Annotated[float | None, own("X", "--bytes in 4-byte integers, such as 1e8.")] = None,
     rounds: Annotated[int, shared("rounds")] = 3,
-    compute: Annotated[
-        str, Option(metavar="TIME", help="Concurrent computation per rank, such as 500ms.")
-    ] = "0s",
+    compute: Annotated[str, own("TIME", "Concurrent computation per rank, such as 500ms.")] = "0s",
     timeout: Annotated[str, shared("timeout", " without a transfer, such as 60s")] = "60s",
-    frame: Annotated[str, Option(metavar="SIZE", help="Frame size of long messages, at most 16MiB.")] = str(
-        FRAME_NBYTES
-    ),
+    frame: Annotated[str, own("SIZE", "Frame size of long messages, at most 16MiB.")] = str(FRAME_NBYTES),
     inject: Annotated[
-        str | None,
-        Option(metavar="FAULT[@RANK]", help=f"Inject a fault at a rank: {', '.join(ENVELOPE_FAULTS)}."),
+        str | None, own("FAULT[@RANK]", f"Inject a fault at a rank: {', '.join(ENVELOPE_FAULTS)}.")
     ] = None,
     json_file: JsonOption = None,
 ) -> None:

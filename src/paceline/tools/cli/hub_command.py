@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from paceline._core.units import parse_seconds
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import hub_optimizer
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 
 if TYPE_CHECKING:
     from paceline.async_dp.wal.hub_journal import HubJournal
@@ -44,51 +44,35 @@ def hub() -> None:
 def serve(
     bind: Annotated[
         str,
-        Option(
-            metavar="ADDRESS",
-            help="Address for workers: tcp://HOST:PORT, or tcp://*:PORT for all interfaces.",
-            rich_help_panel=_SERVER,
+        own(
+            "ADDRESS",
+            "Address for workers: tcp://HOST:PORT, or tcp://*:PORT for all interfaces.",
+            panel=_SERVER,
         ),
     ] = f"tcp://127.0.0.1:{_PORT}",
     keys: Annotated[
         Path | None,
-        Option(
-            metavar="FOLDER",
-            help="Folder of keys, made by keygen; required beyond this machine.",
-            rich_help_panel=_SERVER,
-        ),
+        own("FOLDER", "Folder of keys, made by keygen; required beyond this machine.", panel=_SERVER),
     ] = None,
     insecure: Annotated[
-        bool,
-        Option("--insecure", help="Accept every worker that can reach the address.", rich_help_panel=_SERVER),
+        bool, own(None, "Accept every worker that can reach the address.", "--insecure", panel=_SERVER)
     ] = False,
-    shard: Annotated[
-        str, Option(metavar="I/N", help="Index of this hub, number of hubs.", rich_help_panel=_SERVER)
-    ] = "0/1",
+    shard: Annotated[str, own("I/N", "Index of this hub, number of hubs.", panel=_SERVER)] = "0/1",
     bandwidth: Annotated[
-        str | None,
-        Option(metavar="RATE", help="Limit each way: 40MB/s, 30% of 1Gbit/s.", rich_help_panel=_SERVER),
+        str | None, own("RATE", "Limit each way: 40MB/s, 30% of 1Gbit/s.", panel=_SERVER)
     ] = None,
     silent_after: Annotated[
-        str,
-        Option(
-            metavar="TIME", help="Silence after which a worker no longer counts.", rich_help_panel=_SERVER
-        ),
+        str, own("TIME", "Silence after which a worker no longer counts.", panel=_SERVER)
     ] = "15s",
-    until: Annotated[
-        str | None, Option(metavar="TIME", help="Stop after this time, such as 8h.", rich_help_panel=_SERVER)
-    ] = None,
+    until: Annotated[str | None, own("TIME", "Stop after this time, such as 8h.", panel=_SERVER)] = None,
     out: Annotated[
         Path, shared("out", ": journal, snapshots and ledger; a run in it is resumed", panel=_RUN)
     ] = _FOLDER,
     name: Annotated[str, shared("name", "; default that in --out, or random", panel=_RUN)] = "",
     new: Annotated[
-        bool,
-        Option("--new", help="Start a run; refuse a folder that holds one.", rich_help_panel=_RUN),
+        bool, own(None, "Start a run; refuse a folder that holds one.", "--new", panel=_RUN)
     ] = False,
-    snapshot_every: Annotated[
-        int, Option(metavar="N", help="Updates between snapshots.", rich_help_panel=_RUN)
-    ] = 500,
+    snapshot_every: Annotated[int, own("N", "Updates between snapshots.", panel=_RUN)] = 500,
     outer: Annotated[
         str, shared("outer", ": averaging, delayed-nesterov, nesterov", panel=_MERGING)
     ] = "averaging",
@@ -102,49 +86,22 @@ def serve(
     bound: Annotated[float, shared("bound", panel=_MERGING)] = 16.0,
     down: Annotated[str, shared("down", panel=_MERGING)] = "bf16",
     exploding: Annotated[
-        float,
-        Option(
-            metavar="X",
-            help="Reject updates of this many times the usual norm; 0: none.",
-            rich_help_panel=_SCREENING,
-        ),
+        float, own("X", "Reject updates of this many times the usual norm; 0: none.", panel=_SCREENING)
     ] = 10.0,
     worse: Annotated[
-        float,
-        Option(
-            metavar="X",
-            help="Reject updates whose score worsened by this share.",
-            rich_help_panel=_SCREENING,
-        ),
+        float, own("X", "Reject updates whose score worsened by this share.", panel=_SCREENING)
     ] = 0.05,
     strikes: Annotated[
-        int,
-        Option(
-            metavar="N",
-            help="Rejections, of the last ten updates, before quarantine.",
-            rich_help_panel=_SCREENING,
-        ),
+        int, own("N", "Rejections, of the last ten updates, before quarantine.", panel=_SCREENING)
     ] = 3,
-    quarantine: Annotated[
-        str, Option(metavar="TIME", help="Length of the first quarantine.", rich_help_panel=_SCREENING)
-    ] = "60s",
+    quarantine: Annotated[str, own("TIME", "Length of the first quarantine.", panel=_SCREENING)] = "60s",
     population: Annotated[int | None, shared("population", panel=_POPULATION)] = None,
     margin: Annotated[float, shared("margin", panel=_POPULATION)] = 0.05,
     perturb: Annotated[
-        float,
-        Option(
-            metavar="X",
-            help="Population: factor on a replaced worker's learning rate.",
-            rich_help_panel=_POPULATION,
-        ),
+        float, own("X", "Population: factor on a replaced worker's learning rate.", panel=_POPULATION)
     ] = 1.0,
     gap: Annotated[
-        float | None,
-        Option(
-            metavar="X",
-            help="Population: lead at which all adopt the best early.",
-            rich_help_panel=_POPULATION,
-        ),
+        float | None, own("X", "Population: lead at which all adopt the best early.", panel=_POPULATION)
     ] = None,
 ) -> None:
     """Serve asynchronous training: merge the updates of workers in their order of arrival.
@@ -200,7 +157,7 @@ def serve(
 @app.command("keygen")
 def keygen(
     folder: Annotated[Path, Argument(help="Folder of the keys.")],
-    worker: Annotated[str, Option(metavar="NAME", help="Make a key for a worker of this name.")] = "worker",
+    worker: Annotated[str, own("NAME", "Make a key for a worker of this name.")] = "worker",
 ) -> None:
     """Make the keys of a hub, and one for workers; call it again with another --worker for one more.
 

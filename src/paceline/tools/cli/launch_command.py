@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from paceline._core.files import write_text
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
 from paceline.tools.cli.shared_options import NNODES_NOTE, expand_options, parse_nnodes
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.result_files import check_writable
 
 __all__ = ["app"]
@@ -35,18 +35,17 @@ _SSH = "ssh -tt -o BatchMode=yes"
 NameOption = Annotated[str, shared("name", ", and of its job")]
 NnodesOption = Annotated[str, shared("nnodes", NNODES_NOTE)]
 HostOption = Annotated[
-    list[str] | None, Option(metavar="NAME", help="A host; may be repeated. The first one is the rendezvous.")
+    list[str] | None, own("NAME", "A host; may be repeated. The first one is the rendezvous.")
 ]
-GpusOption = Annotated[int, Option(metavar="N", help="GPUs per rank.")]
+GpusOption = Annotated[int, own("N", "GPUs per rank.")]
 MemoryOption = Annotated[
-    str | None,
-    Option(metavar="SIZE", help="Memory per host, such as 64GiB; default that of the cluster."),
+    str | None, own("SIZE", "Memory per host, such as 64GiB; default that of the cluster.")
 ]
 TimeOption = Annotated[
-    str | None, Option("--time", metavar="TIME", help="Time limit, such as 8h; default that of the cluster.")
+    str | None, own("TIME", "Time limit, such as 8h; default that of the cluster.", "--time")
 ]
-PortOption = Annotated[int, Option(metavar="PORT", help="Port of the rendezvous on the first host.")]
-SubmitOption = Annotated[bool, Option("--submit", help="Start it instead of printing it.")]
+PortOption = Annotated[int, own("PORT", "Port of the rendezvous on the first host.")]
+SubmitOption = Annotated[bool, own(None, "Start it instead of printing it.", "--submit")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,23 +56,17 @@ class ScriptOptions:
         list[str], Argument(metavar="SCRIPT...", help="Script or -m MODULE, and its arguments.")
     ]
     nproc_per_node: Annotated[int, shared("nproc-per-node")] = 1
-    cpus: Annotated[int, Option(metavar="N", help="Cores per rank.")] = 1
-    env: Annotated[
-        list[str] | None, Option(metavar="NAME=VALUE", help="Environment variable; may be repeated.")
-    ] = None
+    cpus: Annotated[int, own("N", "Cores per rank.")] = 1
+    env: Annotated[list[str] | None, own("NAME=VALUE", "Environment variable; may be repeated.")] = None
     workdir: Annotated[
         str | None,
-        Option(
-            metavar="FOLDER",
-            help="Working directory: the same path on all hosts, on a shared disk; default this one.",
-        ),
+        own("FOLDER", "Working directory: the same path on all hosts, on a shared disk; default this one."),
     ] = None
     max_restarts: Annotated[int, shared("max-restarts")] = 3
     python: Annotated[
-        str | None,
-        Option(metavar="PATH", help="Python interpreter on the hosts; default the path of this one."),
+        str | None, own("PATH", "Python interpreter on the hosts; default the path of this one.")
     ] = None
-    file: Annotated[Path | None, Option(metavar="FILE", help="File to write to, not the terminal.")] = None
+    file: Annotated[Path | None, own("FILE", "File to write to, not the terminal.")] = None
 
     def job(
         self,
@@ -132,8 +125,8 @@ class ScriptOptions:
 class ContainerOptions(ScriptOptions):
     """`ScriptOptions` for a script in a container."""
 
-    workdir: Annotated[str | None, Option(metavar="FOLDER", help="Working directory in the container.")] = ""
-    python: Annotated[str | None, Option(metavar="PATH", help="Python interpreter in the image.")] = "python3"
+    workdir: Annotated[str | None, own("FOLDER", "Working directory in the container.")] = ""
+    python: Annotated[str | None, own("PATH", "Python interpreter in the image.")] = "python3"
 
 
 @app.command("torchrun", context_settings=_SCRIPT_LAST)
@@ -145,9 +138,7 @@ def torchrun(
     port: PortOption = 29400,
     name: NameOption = "train",
     submit: SubmitOption = False,
-    shell: Annotated[
-        str, Option(metavar="COMMAND", help="With --submit: runs a line on a host: COMMAND HOST LINE.")
-    ] = _SSH,
+    shell: Annotated[str, own("COMMAND", "With --submit: runs a line on a host: COMMAND HOST LINE.")] = _SSH,
 ) -> None:
     """Run a script by torchrun on hosts that you can log in to.
 
@@ -176,17 +167,15 @@ def slurm(
     gpus: GpusOption = 0,
     memory_per_node: MemoryOption = None,
     time: TimeOption = None,
-    partition: Annotated[str, Option(metavar="NAME", help="Partition; default that of Slurm.")] = "",
-    account: Annotated[str, Option(metavar="NAME", help="Account; default that of Slurm.")] = "",
+    partition: Annotated[str, own("NAME", "Partition; default that of Slurm.")] = "",
+    account: Annotated[str, own("NAME", "Account; default that of Slurm.")] = "",
     option: Annotated[
-        list[str] | None, Option(metavar="--NAME=VALUE", help="Another option of sbatch; may be repeated.")
+        list[str] | None, own("--NAME=VALUE", "Another option of sbatch; may be repeated.")
     ] = None,
-    warn: Annotated[
-        int, Option(metavar="N", help="Seconds before the time limit at which to requeue.")
-    ] = 120,
+    warn: Annotated[int, own("N", "Seconds before the time limit at which to requeue.")] = 120,
     name: NameOption = "train",
     submit: SubmitOption = False,
-    watch: Annotated[bool, Option("--watch", help="Submit it and follow its log.")] = False,
+    watch: Annotated[bool, own(None, "Submit it and follow its log.", "--watch")] = False,
 ) -> None:
     """Run a script as a Slurm job that is requeued, and resumes from its newest checkpoint.
 
@@ -220,10 +209,7 @@ def ray(
     submit: SubmitOption = False,
     address: Annotated[
         str | None,
-        Option(
-            metavar="ADDRESS",
-            help="With --submit: address of the cluster; default RAY_ADDRESS, or a local one.",
-        ),
+        own("ADDRESS", "With --submit: address of the cluster; default RAY_ADDRESS, or a local one."),
     ] = None,
     wait: Annotated[str, shared("wait", ", with --submit")] = "5min",
 ) -> None:
@@ -250,9 +236,9 @@ def mpi(
     script: ScriptOptions,
     host: HostOption = None,
     flavour: Annotated[
-        str, Option("--mpi", metavar="NAME", help="MPI of mpiexec: mpich (Intel's too) or openmpi.")
+        str, own("NAME", "MPI of mpiexec: mpich (Intel's too) or openmpi.", "--mpi")
     ] = "mpich",
-    hostfile: Annotated[Path | None, Option(metavar="FILE", help="Write the hosts to this file.")] = None,
+    hostfile: Annotated[Path | None, own("FILE", "Write the hosts to this file.")] = None,
     port: PortOption = 29400,
     submit: SubmitOption = False,
 ) -> None:
@@ -275,15 +261,13 @@ def mpi(
 @expand_options
 def kubernetes(
     script: ContainerOptions,
-    image: Annotated[str, Option(metavar="IMAGE", help="Image with Python, Paceline and the script.")],
+    image: Annotated[str, own("IMAGE", "Image with Python, Paceline and the script.")],
     nnodes: NnodesOption = "1",
     gpus: GpusOption = 0,
     memory_per_node: MemoryOption = None,
-    shared_memory: Annotated[
-        str, Option(metavar="SIZE", help="/dev/shm of a pod, part of its memory.")
-    ] = "8GiB",
-    claim: Annotated[str, Option(metavar="NAME", help="Volume claim, mounted at --workdir.")] = "",
-    namespace: Annotated[str, Option(metavar="NAME", help="Namespace; default that of kubectl.")] = "",
+    shared_memory: Annotated[str, own("SIZE", "/dev/shm of a pod, part of its memory.")] = "8GiB",
+    claim: Annotated[str, own("NAME", "Volume claim, mounted at --workdir.")] = "",
+    namespace: Annotated[str, own("NAME", "Namespace; default that of kubectl.")] = "",
     time: TimeOption = None,
     port: PortOption = 23456,
     name: NameOption = "train",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from paceline._core.units import parse_seconds
 from paceline.errors import RankFailed, UsageError
@@ -14,7 +14,7 @@ from paceline.launch.agent.elastic_run import run_job, serve_rendezvous
 from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
 from paceline.launch.agent.rendezvous_address import parse_rendezvous_address
 from paceline.tools.cli.shared_options import NNODES_NOTE, parse_nnodes
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 
 __all__ = ["run"]
 
@@ -28,27 +28,23 @@ def run(
     nproc_per_node: Annotated[int, shared("nproc-per-node")] = 1,
     nnodes: Annotated[str, shared("nnodes", NNODES_NOTE)] = "1",
     rendezvous: Annotated[
-        str | None, Option(metavar="HOST:PORT", help="Rendezvous of several hosts, the same on each.")
+        str | None, own("HOST:PORT", "Rendezvous of several hosts, the same on each.")
     ] = None,
     min_ranks: Annotated[int | None, shared("min-ranks", "; default those of MIN hosts, or all")] = None,
     max_restarts: Annotated[int, shared("max-restarts")] = 3,
-    rejoin: Annotated[bool, Option(help="Restart when a host joins, or let it wait for a failure.")] = True,
+    rejoin: Annotated[bool, own(None, "Restart when a host joins, or let it wait for a failure.")] = True,
     log_dir: Annotated[
-        Path | None,
-        Option(metavar="FOLDER", help="Folder for restarts.jsonl and the output of ranks 1 and up."),
+        Path | None, own("FOLDER", "Folder for restarts.jsonl and the output of ranks 1 and up.")
     ] = None,
-    module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
+    module: Annotated[bool, own(None, "SCRIPT is a module, as for python -m.", "--module", "-m")] = False,
     last_call: Annotated[
-        str, Option(metavar="TIME", help="How long a large enough world waits for missing hosts.")
+        str, own("TIME", "How long a large enough world waits for missing hosts.")
     ] = f"{DEFAULT.last_call:g}s",
     wait: Annotated[str, shared("wait")] = f"{DEFAULT.join:g}s",
-    grace: Annotated[
-        str, Option(metavar="TIME", help="From SIGTERM to SIGKILL when ranks must end.")
-    ] = f"{DEFAULT.end:g}s",
+    grace: Annotated[str, own("TIME", "From SIGTERM to SIGKILL when ranks must end.")] = f"{DEFAULT.end:g}s",
     name: Annotated[str, shared("name", ", where one server serves several")] = "run",
     serve: Annotated[
-        str | None,
-        Option(metavar="HOST:PORT", help="Only serve a rendezvous, on a host that does not train."),
+        str | None, own("HOST:PORT", "Only serve a rendezvous, on a host that does not train.")
     ] = None,
 ) -> None:
     """Run a script as ranks on one host or several, and restart it after a failure.

@@ -23,7 +23,6 @@ __all__ = [
     "JsonOption",
     "expand_options",
     "hub_optimizer",
-    "numbers_of",
     "parse_model_parameters",
     "parse_nnodes",
 ]
@@ -101,23 +100,6 @@ def parse_model_parameters(model: str | None, parameters: str | None) -> int:
     if model not in SIZES:
         raise unknown("model", model, [*SIZES, "xxl"])
     return SIZES[model].parameters()
-
-
-def numbers_of(option: str, text: str, kind: type, example: str, mark: str = ",") -> list:
-    """Return the numbers that an option lists; new code calls `paceline._core.units.parse_list`.
-
-    Raises:
-        UsageError: there is none, or one is not valid.
-    """
-    parts = [part.strip() for part in text.split(mark) if part.strip()]
-    try:
-        numbers = [kind(part) for part in parts]
-    except ValueError as error:
-        valid = ("whole numbers" if kind is int else "numbers") + " by commas" * (mark == ",")
-        raise UsageError(f"{option} {text}: {error}", remedy=f"pass {valid}: {example}") from error
-    if not numbers:
-        raise UsageError(f"{option} names none", remedy=f"pass for example {example}")
-    return numbers
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from typer import Option
-
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import expand_options
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.train.start_training import start_training
 from paceline.tools.train.train_settings import RUN_PANEL, TrainSettings
 
@@ -21,7 +19,7 @@ def train(
     settings: TrainSettings,
     resume: Annotated[bool, shared("resume", panel=RUN_PANEL)] = False,
     overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace the run in --out.", rich_help_panel=RUN_PANEL)
+        bool, own(None, "Replace the run in --out.", "--overwrite", panel=RUN_PANEL)
     ] = False,
 ) -> None:
     """Train a GPT on text with several processes: live progress, checkpoints, a report at the end."""

@@ -7,13 +7,11 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
-from typer import Option
-
 from paceline._core.json_codec import decode, encode
 from paceline.errors import UsageError, unknown
 from paceline.parallel.compression.compression_config import COMPRESSIONS
 from paceline.parallel.strategy import STRATEGIES, Sync
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.models.gpt_sizes import SIZES, GptSize, gpt_size
 from paceline.tools.train.local_sgd_settings import (
     NO_COMPRESSION,
@@ -59,15 +57,14 @@ class TrainSettings:
     model: Annotated[str, shared("model", f": {', '.join(SIZES)}", panel="Model and data")] = "tiny"
     data: Annotated[
         str | None,
-        Option(
-            metavar="PATH",
-            help="Text to train on: file, folder, or nanoGPT .bin; default the standard library's sources.",
-            rich_help_panel="Model and data",
+        own(
+            "PATH",
+            "Text to train on: file, folder, or nanoGPT .bin; default the standard library's sources.",
+            panel="Model and data",
         ),
     ] = None
     vocabulary: Annotated[
-        int | None,
-        Option(help="Vocabulary size; default what the data need.", rich_help_panel="Model and data"),
+        int | None, own(None, "Vocabulary size; default what the data need.", panel="Model and data")
     ] = None
     context: Annotated[
         int | None, shared("context", "; default that of the model", panel="Model and data")
@@ -76,9 +73,7 @@ class TrainSettings:
     accumulate: Annotated[int, shared("accumulate", panel=_TRAINING)] = 1
     steps: Annotated[int, shared("steps", " of the optimizer", panel=_TRAINING)] = 600
     lr: Annotated[float, shared("lr", " at its peak", panel=_TRAINING)] = 2e-3
-    clip: Annotated[
-        float, Option(help="Maximum gradient norm; 0: no clipping.", rich_help_panel=_TRAINING)
-    ] = 1.0
+    clip: Annotated[float, own(None, "Maximum gradient norm; 0: no clipping.", panel=_TRAINING)] = 1.0
     seed: Annotated[int, shared("seed", ": of initial weights and data order", panel=_TRAINING)] = 0
     strategy: Annotated[
         str,
@@ -107,12 +102,7 @@ class TrainSettings:
         float | None, shared("outer-momentum", "; default 0.9 (diloco), 0.5 (slowmo)", panel=_LOCAL_SGD)
     ] = None
     outer_warmup_steps: Annotated[
-        int | None,
-        Option(
-            metavar="STEPS",
-            help="Steps before the outer momentum starts; default 0.",
-            rich_help_panel=_LOCAL_SGD,
-        ),
+        int | None, own("STEPS", "Steps before the outer momentum starts; default 0.", panel=_LOCAL_SGD)
     ] = None
     fragments: Annotated[int | None, shared("fragments", "; default 1", panel=_LOCAL_SGD)] = None
     delay: Annotated[int | None, shared("delay", " a fragment; default 0", panel=_LOCAL_SGD)] = None
@@ -129,16 +119,10 @@ class TrainSettings:
     )
     out: Annotated[str, shared("out", ": log, checkpoints and report", panel=RUN_PANEL)] = "runs/train"
     eval_every: Annotated[
-        int,
-        Option(
-            metavar="STEPS", help="Steps between evaluations; 0: first and last.", rich_help_panel=RUN_PANEL
-        ),
+        int, own("STEPS", "Steps between evaluations; 0: first and last.", panel=RUN_PANEL)
     ] = 100
     checkpoint_every: Annotated[
-        int,
-        Option(
-            metavar="STEPS", help="Steps between checkpoints; 0: only at the end.", rich_help_panel=RUN_PANEL
-        ),
+        int, own("STEPS", "Steps between checkpoints; 0: only at the end.", panel=RUN_PANEL)
     ] = 200
     ranks: int | None = None
     existing: ExistingRun = "refuse"

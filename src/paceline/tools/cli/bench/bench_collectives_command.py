@@ -16,7 +16,7 @@ from paceline.launch.targets.mpiexec_command import find_mpiexec, mpich_settings
 from paceline.tools.bench.collectives.benchmarked_backends import LOCAL_RANKS, MPIEXEC
 from paceline.tools.bench.rank_jobs import StartRanks
 from paceline.tools.cli.shared_options import CsvOption, JsonOption
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.world import ProcessPlace
 from paceline.world.mpi_world import mpi_launcher_size
 
@@ -66,9 +66,7 @@ def collectives(
         shared("iterations", " of each backend at each size; default: as many as fit into --seconds"),
     ] = None,
     seconds: Annotated[float, shared("seconds", " for each backend at each size; 5 to 1000 calls")] = 2.0,
-    init_method: Annotated[
-        str, typer.Option(metavar="NAME", help="Init method of the process groups: file or tcp.")
-    ] = "file",
+    init_method: Annotated[str, own("NAME", "Init method of the process groups: file or tcp.")] = "file",
     network: Annotated[str | None, shared("network", " to be written")] = None,
     json_file: JsonOption = None,
     csv_file: CsvOption = None,

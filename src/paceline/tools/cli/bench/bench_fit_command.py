@@ -69,14 +69,8 @@ def fit(
             help="Files that paceline bench collectives wrote with --json; those of one network are joined.",
         ),
     ],
-    profile_file: Annotated[
-        Path | None,
-        shared("profile", " to add the fits to, or to create"),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        shared("out", ": charts; the profile too if --profile is not given"),
-    ] = None,
+    profile_file: Annotated[Path | None, shared("profile", " to add the fits to, or to create")] = None,
+    out: Annotated[Path | None, shared("out", ": charts; the profile too if --profile is not given")] = None,
 ) -> None:
     """Fit latency and bandwidth to measured times, and show how well they predict held-out measurements."""
     from paceline.tools.bench.bench_result_reader import load_measured_collectives, pool_by_network

@@ -16,7 +16,7 @@ from paceline._core.units import parse_bytes, parse_list
 from paceline.errors import UsageError
 from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ _TITLES = {"copy": "memory, copy", "add": "memory, a += b", "matmul": "matrix pr
 def machine(
     device: Annotated[str, shared("device", ", or auto: all that are usable")] = "auto",
     nbytes: Annotated[str, shared("bytes", " of each tensor for the memory bandwidth")] = "256MiB",
-    matrix_sizes: Annotated[
-        str, typer.Option(metavar="N,…", help="Matrix sizes: n of n × n matrices.")
-    ] = "512,1024,2048,4096",
+    matrix_sizes: Annotated[str, own("N,…", "Matrix sizes: n of n × n matrices.")] = "512,1024,2048,4096",
     dtype: Annotated[str, shared("dtype", " of the matrices", several=True)] = "float32,bfloat16",
     iterations: Annotated[int, shared("iterations", " of each rate, at most")] = 15,
     seconds: Annotated[float, shared("seconds", " for a rate, about")] = 3.0,

@@ -14,7 +14,7 @@ from paceline._core.json_codec import encode
 from paceline._core.units import MIB
 from paceline.tools.bench.rank_jobs import check_launched_ranks, network_name, under_launcher
 from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,10 +34,7 @@ _SIZES = (1024, MIB, 25 * MIB)
 
 
 def parts(
-    profile_file: Annotated[
-        Path,
-        shared("profile", " to add the times to, or to create"),
-    ],
+    profile_file: Annotated[Path, shared("profile", " to add the times to, or to create")],
     nproc_per_node: Annotated[int | None, shared("nproc-per-node", "; default 2, or the launcher's")] = None,
     model: Annotated[
         str,
@@ -57,7 +54,7 @@ def parts(
     steps: Annotated[int, shared("steps", " of computing")] = 15,
     rounds: Annotated[int, shared("rounds", " of computing during exchanges")] = 3,
     seconds: Annotated[float, shared("seconds", " for the exchanges of one size, about")] = 1.0,
-    torch: Annotated[bool, typer.Option(help="Measure the calls of torch's own DDP too.")] = True,
+    torch: Annotated[bool, own(None, "Measure the calls of torch's own DDP too.")] = True,
 ) -> None:
     """Measure the parts of a training step separately: computing, exchanges, and how much they slow each other.
 

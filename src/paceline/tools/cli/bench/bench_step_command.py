@@ -12,7 +12,7 @@ from paceline._core.files import write_json
 from paceline._core.units import parse_list
 from paceline.parallel.strategy import ALIASES
 from paceline.tools.cli.shared_options import CsvOption, JsonOption
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.result_files import checked_files, paceline_command
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def step(
         shared("backend", " of Paceline's strategies: paceline, gloo, nccl; torch's run on gloo or nccl"),
     ] = None,
     peak_memory: Annotated[
-        bool, typer.Option(help="Measure peak memory too, each strategy in processes of its own.")
+        bool, own(None, "Measure peak memory too, each strategy in processes of its own.")
     ] = True,
     seed: Annotated[int, shared("seed", ": of initial weights and batches")] = 0,
     json_file: JsonOption = None,

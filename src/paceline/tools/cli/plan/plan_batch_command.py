@@ -16,7 +16,7 @@ from paceline._core.files import write_json
 from paceline._core.units import parse_bytes, parse_count, parse_rate, parse_share
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import JsonOption, parse_model_parameters
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.plan.devices_needed import STATES
 from paceline.tools.plan.xxl_worked_example import DerivedFigure
 from paceline.tools.result_files import check_writable
@@ -42,25 +42,19 @@ def batch(
     parameters: Annotated[str | None, shared("parameters", ", of any other model", panel=_MODEL)] = None,
     activations: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Bytes saved for backward per token: 4MB; default: estimated for --model, or left out.",
-            rich_help_panel=_MODEL,
+        own(
+            "SIZE",
+            "Bytes saved for backward per token: 4MB; default: estimated for --model, or left out.",
+            panel=_MODEL,
         ),
     ] = None,
     tokens: Annotated[int | None, shared("context", "; default: the model's, or 1", panel=_MODEL)] = None,
     strategy: Annotated[
-        str,
-        shared("strategy", f": {', '.join(STATES)}, or an alias of the API", panel=_BATCH),
+        str, shared("strategy", f": {', '.join(STATES)}, or an alias of the API", panel=_BATCH)
     ] = "bucketed",
     global_batch_size: Annotated[int | None, shared("global-batch-size", panel=_BATCH)] = None,
     divided_activations: Annotated[
-        str,
-        typer.Option(
-            metavar="PERCENT",
-            help="Part of a micro-batch's activations that devices divide.",
-            rich_help_panel=_BATCH,
-        ),
+        str, own("PERCENT", "Part of a micro-batch's activations that devices divide.", panel=_BATCH)
     ] = "0%",
     world_size: Annotated[
         int | None,
@@ -70,10 +64,7 @@ def batch(
         str | None, shared("hardware", "; sets memory, FLOP/s and link", panel=_DEVICES)
     ] = None,
     device_memory: Annotated[str | None, shared("device-memory", panel=_DEVICES)] = None,
-    usable: Annotated[
-        str,
-        typer.Option(metavar="PERCENT", help="Part of the memory to plan with.", rich_help_panel=_DEVICES),
-    ] = "80%",
+    usable: Annotated[str, own("PERCENT", "Part of the memory to plan with.", panel=_DEVICES)] = "80%",
     dtype: Annotated[
         str | None,
         shared(
@@ -83,19 +74,12 @@ def batch(
         ),
     ] = None,
     flops: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="C, FLOP/s per device: 400T; overrides profile and table.",
-            rich_help_panel=_DEVICES,
-        ),
+        str | None, own("RATE", "C, FLOP/s per device: 400T; overrides profile and table.", panel=_DEVICES)
     ] = None,
     link: Annotated[
         str | None,
         shared(
-            "link",
-            " (W): a name (ndr, 10gbe) or a rate (12GB/s); default: the device's link",
-            panel=_LINKS,
+            "link", " (W): a name (ndr, 10gbe) or a rate (12GB/s); default: the device's link", panel=_LINKS
         ),
     ] = None,
     nproc_per_node: Annotated[int, shared("nproc-per-node", ", one per device", panel=_LINKS)] = 1,
@@ -109,8 +93,7 @@ def batch(
     ] = None,
     gradient_bytes: Annotated[int, shared("gradient-bytes", panel=_LINKS)] = 4,
     profile: Annotated[
-        Path | None,
-        shared("profile", " with C and W as measured, with their errors", panel=_LINKS),
+        Path | None, shared("profile", " with C and W as measured, with their errors", panel=_LINKS)
     ] = None,
     backend: Annotated[str, shared("backend", " of the profile: whose all-reduce", panel=_LINKS)] = "gloo",
     network: Annotated[str | None, shared("network", panel=_LINKS)] = None,

@@ -17,7 +17,7 @@ from paceline._core.units import parse_list
 from paceline.errors import UsageError
 from paceline.tools.cli.plan.device_memory import available_memory, parse_device_memory
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ class _Page:
 def plan(
     context: typer.Context,
     model: Annotated[
-        str | None,
-        shared("model", ": a size (tiny … 2.7b), or package.module:name; as named in the profile"),
+        str | None, shared("model", ": a size (tiny … 2.7b), or package.module:name; as named in the profile")
     ] = None,
     world_size: Annotated[
         str, shared("world-size", "; the advice is for the largest", several=True)
@@ -90,9 +89,7 @@ def plan(
     global_batch_size: Annotated[
         int | None, shared("global-batch-size", "; default: what fits or was measured")
     ] = None,
-    max_micro_batch_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Most samples of a rank's micro-batch.")
-    ] = None,
+    max_micro_batch_size: Annotated[int | None, own("N", "Most samples of a rank's micro-batch.")] = None,
     tokens: Annotated[int | None, shared("context", "; default: as measured, or 128")] = None,
     optimizer: Annotated[str, shared("optimizer")] = "adamw",
     autocast: Annotated[str, shared("autocast")] = "off",

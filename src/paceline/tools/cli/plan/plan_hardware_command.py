@@ -13,7 +13,7 @@ from paceline._core.files import write_json
 from paceline._core.format import format_decimal, format_seconds
 from paceline._core.units import parse_count, parse_rate, parse_seconds, parse_share
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _FOOTER = (
 
 
 def hardware(
-    sources: Annotated[bool, typer.Option("--sources", help="Show the source of each row.")] = False,
+    sources: Annotated[bool, own(None, "Show the source of each row.", "--sources")] = False,
 ) -> None:
     """List the known devices and links, with dense rates and one-way bandwidths.
 
@@ -89,12 +89,9 @@ def network(
     world_size: Annotated[int, shared("world-size")],
     link: Annotated[str, shared("link", ", per rank while all send, such as 200Mbit/s")],
     step: Annotated[str, shared("step", ", such as 250ms")],
-    max_wait: Annotated[
-        str, typer.Option(metavar="PERCENT", help="Part of a step that ranks may wait.")
-    ] = "10%",
+    max_wait: Annotated[str, own("PERCENT", "Part of a step that ranks may wait.")] = "10%",
     layers: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Layers into which the model can be split; default: enough."),
+        int | None, own("N", "Layers into which the model can be split; default: enough.")
     ] = None,
     json_file: JsonOption = None,
 ) -> None:

@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 from paceline.parallel.strategy import ALIASES
 from paceline.tools.cli.plan.device_memory import KINDS, available_memory, parse_device_memory
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.console_table import make_table, print_wide
 from paceline.tools.plan.memory.non_tensor_memory import CUDA_CONTEXT
 
@@ -40,10 +40,10 @@ def memory(
     ] = "small",
     inputs: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SHAPE",
-            help="Shape and type of a model argument: 8x3x224x224, 8x128:int64; may be repeated.",
-            rich_help_panel=_TRAINING,
+        own(
+            "SHAPE",
+            "Shape and type of a model argument: 8x3x224x224, 8x128:int64; may be repeated.",
+            panel=_TRAINING,
         ),
     ] = None,
     micro_batch_size: Annotated[int, shared("micro-batch-size", panel=_TRAINING)] = 1,
@@ -68,12 +68,7 @@ def memory(
         float | None, shared("bucket-mib", "; default the strategy's", panel=_STRATEGY)
     ] = None,
     gather: Annotated[
-        str,
-        typer.Option(
-            metavar="TYPE",
-            help="Type in which full-shard gathers: off or bf16.",
-            rich_help_panel=_STRATEGY,
-        ),
+        str, own("TYPE", "Type in which full-shard gathers: off or bf16.", panel=_STRATEGY)
     ] = "off",
     backend: Annotated[
         str | None,
@@ -86,14 +81,9 @@ def memory(
     device_memory: Annotated[
         str | None, shared("device-memory", ", to check whether it fits", panel=_DEVICE)
     ] = None,
-    cuda_context: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory of driver and kernels.", rich_help_panel=_DEVICE)
-    ] = CUDA_CONTEXT,
-    data_memory: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Memory of data that stay on the device.", rich_help_panel=_DEVICE),
-    ] = "0",
-    verify: Annotated[bool, typer.Option("--verify", help="Run it here, on CPUs, and compare.")] = False,
+    cuda_context: Annotated[str, own("SIZE", "Memory of driver and kernels.", panel=_DEVICE)] = CUDA_CONTEXT,
+    data_memory: Annotated[str, own("SIZE", "Memory of data that stay on the device.", panel=_DEVICE)] = "0",
+    verify: Annotated[bool, own(None, "Run it here, on CPUs, and compare.", "--verify")] = False,
     json_file: JsonOption = None,
     out: Annotated[Path | None, shared("out", ": ledger and chart")] = None,
 ) -> None:

@@ -17,7 +17,7 @@ from paceline._core.format import format_bytes, format_seconds
 from paceline._core.units import MIB, parse_list
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import JsonOption
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
@@ -55,17 +55,13 @@ def step(
     ] = None,
     network: Annotated[str | None, shared("network", "; optional if it has one")] = None,
     micro_batch_size: Annotated[int | None, shared("micro-batch-size", ", as measured")] = None,
-    shape: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Shape of a sample, as measured: 'context 64'.")
-    ] = None,
+    shape: Annotated[str | None, own("TEXT", "Shape of a sample, as measured: 'context 64'.")] = None,
     threads: Annotated[int | None, shared("threads", ", as measured")] = None,
     bucket_mib: Annotated[str, shared("bucket-mib", "; inf: one bucket", several=True)] = "1,5,25,100",
     compression: Annotated[
         str, shared("compression", ": bf16, int8, int4: compressed buckets too", several=True)
     ] = "",
-    measured: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Result of paceline bench step, to compare with.")
-    ] = None,
+    measured: Annotated[Path | None, own("FILE", "Result of paceline bench step, to compare with.")] = None,
     json_file: JsonOption = None,
     out: Annotated[
         Path | None, shared("out", ": charts of a step's parts, and of its time by bucket size")

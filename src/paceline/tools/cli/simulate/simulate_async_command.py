@@ -9,7 +9,7 @@ import typer
 
 from paceline.tools.cli.shared_options import JsonOption, hub_optimizer
 from paceline.tools.cli.simulate.simulate_options import parse_share_below_1, recorded_options, write_results
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 
 if TYPE_CHECKING:
     from paceline.tools.cli.simulate.simulate_async_request import AsyncRequest
@@ -25,94 +25,60 @@ _COMPRESSIONS = ("int4", "int8", "bf16", "fp16", "none")
 def async_(
     context: typer.Context,
     task: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Task: linear (least squares, fast) or gpt (a tiny GPT on text).",
-            rich_help_panel=_TRAINING,
-        ),
+        str, own("NAME", "Task: linear (least squares, fast) or gpt (a tiny GPT on text).", panel=_TRAINING)
     ] = "linear",
     parameters: Annotated[
-        str | None,
-        shared("parameters", ": that size messages; default: of the task", panel=_TRAINING),
+        str | None, shared("parameters", ": that size messages; default: of the task", panel=_TRAINING)
     ] = None,
     lr: Annotated[
         float | None, shared("lr", " of the task; default: a suitable one", panel=_TRAINING)
     ] = None,
     bad_lr: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WORKER:LR,…",
-            help="Learning rate of a worker, numbered from 1.",
-            rich_help_panel=_TRAINING,
-        ),
+        str | None, own("WORKER:LR,…", "Learning rate of a worker, numbered from 1.", panel=_TRAINING)
     ] = None,
     different: Annotated[
-        bool,
-        typer.Option(
-            "--different", help="Start workers from different parameters.", rich_help_panel=_TRAINING
-        ),
+        bool, own(None, "Start workers from different parameters.", "--different", panel=_TRAINING)
     ] = False,
     steps: Annotated[
-        int | None,
-        shared("steps", " of each worker; ends when all are done, or by --for", panel=_TRAINING),
+        int | None, shared("steps", " of each worker; ends when all are done, or by --for", panel=_TRAINING)
     ] = None,
     for_: Annotated[
         str | None,
-        typer.Option(
+        own(
+            "TIME",
+            "Virtual time; default: 300 steps of the slowest machine, or --steps.",
             "--for",
-            metavar="TIME",
-            help="Virtual time; default: 300 steps of the slowest machine, or --steps.",
-            rich_help_panel=_TRAINING,
+            panel=_TRAINING,
         ),
     ] = None,
     target: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Loss to which time is measured; default: DDP's final loss.",
-            rich_help_panel=_TRAINING,
-        ),
+        float | None, own("X", "Loss to which time is measured; default: DDP's final loss.", panel=_TRAINING)
     ] = None,
     seed: Annotated[int, shared("seed", panel=_TRAINING)] = 0,
     beside: Annotated[
         bool,
-        typer.Option(
+        own(
+            None,
+            "Simulate DDP on the same machines as the first row.",
             "--beside/--no-beside",
-            help="Simulate DDP on the same machines as the first row.",
-            rich_help_panel=_TRAINING,
+            panel=_TRAINING,
         ),
     ] = True,
     every: Annotated[str, shared("every", " (k)", several=True, panel=_SCHEDULE)] = "4,10,25",
     delay: Annotated[str, shared("delay", " (d)", several=True, panel=_SCHEDULE)] = "0,5",
     fragments: Annotated[int, shared("fragments", panel=_SCHEDULE)] = 1,
     warmup_steps: Annotated[
-        int,
-        typer.Option(
-            metavar="STEPS",
-            help="Initial local steps with an exchange at every other step.",
-            rich_help_panel=_SCHEDULE,
-        ),
+        int, own("STEPS", "Initial local steps with an exchange at every other step.", panel=_SCHEDULE)
     ] = 0,
     compression: Annotated[
         str, shared("compression", " of updates: int4, int8, bf16, fp16, none", panel=_SCHEDULE)
     ] = "int4",
     down: Annotated[str, shared("down", panel=_SCHEDULE)] = "bf16",
     send: Annotated[
-        str,
-        typer.Option(
-            metavar="POLICY",
-            help="Updates that workers send, by score: all, better, best.",
-            rich_help_panel=_SCHEDULE,
-        ),
+        str, own("POLICY", "Updates that workers send, by score: all, better, best.", panel=_SCHEDULE)
     ] = "all",
     receive: Annotated[
-        str,
-        typer.Option(
-            metavar="POLICY",
-            help="Updates that workers merge, by score: all, better, best.",
-            rich_help_panel=_SCHEDULE,
-        ),
+        str, own("POLICY", "Updates that workers merge, by score: all, better, best.", panel=_SCHEDULE)
     ] = "all",
     outer: Annotated[
         str, shared("outer", ": averaging, delayed-nesterov, nesterov", panel=_MERGING)
@@ -127,39 +93,27 @@ def async_(
     bound: Annotated[float, shared("bound", panel=_MERGING)] = 16.0,
     population: Annotated[int | None, shared("population", panel=_MERGING)] = None,
     margin: Annotated[float, shared("margin", panel=_MERGING)] = 0.05,
-    workers: Annotated[
-        int,
-        typer.Option(metavar="N", help="Number of machines that train.", rich_help_panel=_MACHINES),
-    ] = 4,
+    workers: Annotated[int, own("N", "Number of machines that train.", panel=_MACHINES)] = 4,
     speeds: Annotated[str, shared("speeds", "; 4 is the fastest of 1:1:2:4", panel=_MACHINES)] = "1:1:2:4",
     spread: Annotated[str, shared("spread", ", besides --speeds", panel=_MACHINES)] = "0%",
     step: Annotated[str, shared("step", " on the fastest machine", panel=_MACHINES)] = "100ms",
     jitter: Annotated[str, shared("jitter", ", relative", panel=_MACHINES)] = "10%",
     churn: Annotated[
         str | None,
-        typer.Option(
-            metavar="PERCENT",
-            help="Share of workers absent at a time (5%), or events: 30s:-3,60s:+3,90s:-hub,95s:+hub.",
-            rich_help_panel=_MACHINES,
+        own(
+            "PERCENT",
+            "Share of workers absent at a time (5%), or events: 30s:-3,60s:+3,90s:-hub,95s:+hub.",
+            panel=_MACHINES,
         ),
     ] = None,
     link: Annotated[str, shared("link", ": that of each worker", panel=_NETWORK)] = "200Mbit/s",
     hub_link: Annotated[
         str | None,
-        typer.Option(
-            metavar="RATE",
-            help="Bandwidth of the hub's link, each direction; default: as workers.",
-            rich_help_panel=_NETWORK,
-        ),
+        own("RATE", "Bandwidth of the hub's link, each direction; default: as workers.", panel=_NETWORK),
     ] = None,
     latency: Annotated[str, shared("latency", panel=_NETWORK)] = "0.1ms",
     spoil: Annotated[
-        str,
-        typer.Option(
-            metavar="PERCENT",
-            help="Share of messages that are lost, repeated, late or damaged.",
-            rich_help_panel=_NETWORK,
-        ),
+        str, own("PERCENT", "Share of messages that are lost, repeated, late or damaged.", panel=_NETWORK)
     ] = "0%",
     json_file: JsonOption = None,
     out: Annotated[Path | None, shared("out", ": table.csv, result.json and charts of loss and time")] = None,

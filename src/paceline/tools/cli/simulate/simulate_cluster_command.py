@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.parallel.strategy import ALIASES
 from paceline.tools.cli.shared_options import JsonOption, parse_model_parameters
 from paceline.tools.cli.simulate.simulate_options import recorded_options, write_results
-from paceline.tools.command_options import shared
+from paceline.tools.command_options import own, shared
 
 if TYPE_CHECKING:
     from paceline.tools.cli.simulate.simulate_cluster_request import ClusterRequest
@@ -35,10 +35,10 @@ def cluster(
     ] = None,
     scaling: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="Scaling: weak, --step is for a rank's own batch; strong, for the whole batch on one rank.",
-            rich_help_panel=_TRAINING,
+        own(
+            "NAME",
+            "Scaling: weak, --step is for a rank's own batch; strong, for the whole batch on one rank.",
+            panel=_TRAINING,
         ),
     ] = "weak",
     strategy: Annotated[
@@ -47,26 +47,17 @@ def cluster(
     bucket_mib: Annotated[float, shared("bucket-mib", panel=_TRAINING)] = 25.0,
     gradient_bytes: Annotated[int, shared("gradient-bytes", panel=_TRAINING)] = 4,
     every: Annotated[int, shared("every", "; 1: gradients in every step", panel=_TRAINING)] = 1,
-    backward: Annotated[
-        str,
-        typer.Option(metavar="PERCENT", help="Share of backward in computing.", rich_help_panel=_TRAINING),
-    ] = "66.7%",
+    backward: Annotated[str, own("PERCENT", "Share of backward in computing.", panel=_TRAINING)] = "66.7%",
     nnodes: Annotated[
         str,
         shared(
-            "nnodes",
-            "; FIRST:LAST doubles, FIRST:LAST:x10 multiplies by 10",
-            several=True,
-            panel=_MACHINES,
+            "nnodes", "; FIRST:LAST doubles, FIRST:LAST:x10 multiplies by 10", several=True, panel=_MACHINES
         ),
     ] = "1:1024",
     nproc_per_node: Annotated[int, shared("nproc-per-node", ", each with a device", panel=_MACHINES)] = 1,
     speeds: Annotated[str, shared("speeds", "; --step is for the fastest: 1:1:2:4", panel=_MACHINES)] = "1",
     balance: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Balance of the work: equal, or by speed.", rich_help_panel=_MACHINES
-        ),
+        str, own("NAME", "Balance of the work: equal, or by speed.", panel=_MACHINES)
     ] = "equal",
     spread: Annotated[str, shared("spread", panel=_MACHINES)] = "0%",
     jitter: Annotated[str, shared("jitter", ", log-normal", panel=_MACHINES)] = "0%",
@@ -79,12 +70,7 @@ def cluster(
     latency: Annotated[str | None, shared("latency", "; default: of the link", panel=_NETWORK)] = None,
     inside: Annotated[str | None, shared("inside", ": nvlink4, pcie4, 12GB/s", panel=_NETWORK)] = None,
     inside_latency: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Latency of a link inside a machine; default: of the link.",
-            rich_help_panel=_NETWORK,
-        ),
+        str | None, own("TIME", "Latency of a link inside a machine; default: of the link.", panel=_NETWORK)
     ] = None,
     switch: Annotated[str | None, shared("switch", "; default: unlimited", panel=_NETWORK)] = None,
     profile: Annotated[
@@ -95,69 +81,45 @@ def cluster(
     network: Annotated[str | None, shared("network", panel=_NETWORK)] = None,
     algorithm: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="Algorithm: auto (the fastest), ring, tree, doubling, halving-doubling, two-level, "
+        own(
+            "NAME",
+            "Algorithm: auto (the fastest), ring, tree, doubling, halving-doubling, two-level, "
             "two-level-halving.",
-            rich_help_panel=_NETWORK,
+            panel=_NETWORK,
         ),
     ] = "auto",
     contention: Annotated[
         str | None,
-        typer.Option(
-            metavar="X:X",
-            help="Slowdown of computing during communication, and of communication during computing: 1.3:1.1; "
+        own(
+            "X:X",
+            "Slowdown of computing during communication, and of communication during computing: 1.3:1.1; "
             "default: of the profile, or 1:1.",
-            rich_help_panel=_NETWORK,
+            panel=_NETWORK,
         ),
     ] = None,
     mtbf: Annotated[
         str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Mean time between failures of a host: 1000d; default: no failures.",
-            rich_help_panel=_FAILURES,
-        ),
+        own("TIME", "Mean time between failures of a host: 1000d; default: no failures.", panel=_FAILURES),
     ] = None,
     checkpoint_time: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME",
-            help="Time that training waits for a checkpoint: 30s.",
-            rich_help_panel=_FAILURES,
-        ),
+        str, own("TIME", "Time that training waits for a checkpoint: 30s.", panel=_FAILURES)
     ] = "0s",
     checkpoint_interval: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME",
-            help="Training between two checkpoints: a time, or auto (Daly's).",
-            rich_help_panel=_FAILURES,
-        ),
+        str, own("TIME", "Training between two checkpoints: a time, or auto (Daly's).", panel=_FAILURES)
     ] = "auto",
     restart_time: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME",
-            help="Time from a failure until training resumes: 5min.",
-            rich_help_panel=_FAILURES,
-        ),
+        str, own("TIME", "Time from a failure until training resumes: 5min.", panel=_FAILURES)
     ] = "0s",
     job_time: Annotated[
         str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Computing of the whole job on one host: 10000h; default: a week of all hosts.",
-            rich_help_panel=_JOBS,
+        own(
+            "TIME",
+            "Computing of the whole job on one host: 10000h; default: a week of all hosts.",
+            panel=_JOBS,
         ),
     ] = None,
-    price: Annotated[
-        float | None, typer.Option(metavar="X", help="Price of a host's hour.", rich_help_panel=_JOBS)
-    ] = None,
-    jobs: Annotated[
-        int,
-        typer.Option(metavar="N", help="Jobs simulated per number of hosts.", rich_help_panel=_JOBS),
-    ] = 32,
+    price: Annotated[float | None, own("X", "Price of a host's hour.", panel=_JOBS)] = None,
+    jobs: Annotated[int, own("N", "Jobs simulated per number of hosts.", panel=_JOBS)] = 32,
     seed: Annotated[int, shared("seed", panel=_JOBS)] = 0,
     json_file: JsonOption = None,
     out: Annotated[Path | None, shared("out", ": table.csv, result.json and a chart over hosts")] = None,
