@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CHANGELOG.md", "docs/**/*.md", "benchmarks/**/README.md", "tests/**/README.md")
 CONTENTS = "docs/README.md"
-_STYLE = "docs/site/code.css"
+_STYLE = "docs/site/site.css"
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _TARGET = re.compile(r"\]\(([^()\s]+)\)")
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
@@ -78,8 +78,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Return the repository's pages and what they link to, each at its own place."""
     from mkdocs.structure.files import File, InclusionLevel
 
-    for old in list(files.documentation_pages()) + list(files.media_files()):
-        if old.generated_by is None and not old.src_uri.startswith("assets/_mkdocstrings"):
+    for old in list(files):
+        if old.src_dir == config.docs_dir:  # the theme's and plugins' own files stay
             files.remove(old)
     sources = {
         *pages(),
