@@ -4,13 +4,14 @@
 #   make test-all install into .venv, run every test: those of make test, then the thorough ones and whole sweeps
 #   make check    install into .venv, run ruff, pyright and import-linter
 #   make docs     install into .venv, build the manual as a site into build/manual
+#   make package  install into .venv, build sdist and wheel into build/package/dist, try the wheel outside of the repository
 PYTHON ?= python3
 VENV   ?= .venv
 STEPS  ?= 600
 RANKS  ?= 2
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: train test test-all test-fast check docs clean help
+.PHONY: train test test-all test-fast check docs package clean help
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -52,6 +53,25 @@ check: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(VENV)/bin/mkdocs build --strict
+
+# The wheel is built from the sdist, and tried in an environment that has only its dependencies from $(VENV): a .pth
+# file adds packages, but not the editable install of this repository, which is a .pth file itself.
+PACKAGE := $(CURDIR)/build/package
+TRIED   := cd $(PACKAGE)/elsewhere && env -u PYTHONPATH $(PACKAGE)/venv/bin
+package: $(VENV)/.dev
+	rm -rf $(PACKAGE)
+	mkdir -p $(PACKAGE)/elsewhere
+	$(VENV)/bin/python -m build --outdir $(PACKAGE)/dist .
+	$(VENV)/bin/python -m twine check --strict $(PACKAGE)/dist/*
+	$(VENV)/bin/python -m venv --without-pip $(PACKAGE)/venv
+	$(PIP) --python $(PACKAGE)/venv/bin/python install --no-deps --no-index $(PACKAGE)/dist/*.whl
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(PACKAGE)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth
+	$(TRIED)/python -c 'import paceline, sys; sys.exit(not paceline.__file__.startswith(sys.prefix) and paceline.__file__)'
+	$(TRIED)/paceline --version
+	$(TRIED)/paceline doctor
+	$(TRIED)/paceline train --steps 3 --out run
+	test -s $(PACKAGE)/elsewhere/run/report.html
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
