@@ -2,7 +2,7 @@
 
 A hook of MkDocs (mkdocs.yml). Three things differ from a site made of one folder:
 
-1. Pages are the README, the changelog, everything in docs/ and the README of every benchmark, each at the place it has
+1. Pages are the README and its neighbours, everything in docs/ and the README of every benchmark, each at the place it has
    in the repository; a file that one of them links to (a picture, a source) comes along. A link to a folder, which a
    site has no page for, becomes its text.
 2. The navigation is the page list in docs/README.md: its headings, and the first link of each item. A page of docs/
@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CHANGELOG.md", "docs/**/*.md", "benchmarks/**/README.md", "tests/**/README.md")
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/**/*.md",
+    "benchmarks/**/README.md",
+    "tests/**/README.md",
+)
 CONTENTS = "docs/README.md"
 _STYLE = "docs/site/site.css"
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")

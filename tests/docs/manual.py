@@ -17,6 +17,8 @@ PAGES = sorted(
         for pattern in (
             "README.md",
             "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
             "docs/**/*.md",
             "benchmarks/**/README.md",
             "tests/**/README.md",
