@@ -2,9 +2,9 @@
 
 A hook of MkDocs (mkdocs.yml). Three things differ from a site made of one folder:
 
-1. Pages are the README and its neighbours, everything in docs/ and the README of every benchmark, each at the place it has
-   in the repository; a file that one of them links to (a picture, a source) comes along. A link to a folder, which a
-   site has no page for, becomes its text.
+1. Pages are the README and its neighbours, everything in docs/ and the README of every benchmark, each at the place it
+   has in the repository; a file that one of them links to (a picture, a source) comes along. A link to a folder, which
+   a site has no page for, becomes its text.
 2. The navigation is the page list in docs/README.md: its headings, and the first link of each item. A page of docs/
    that is not in it is a warning, and so an error; benchmarks come last by themselves.
 3. `<!-- reference: paceline.Sync -->` is where the docstring goes. Nobody who reads the Markdown sees it.
