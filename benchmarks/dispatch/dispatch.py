@@ -1,4 +1,4 @@
-"""Tables of docs/dispatch.md: blocks of data dealt in turns and at random, and draws that somebody has seen.
+"""Tables of README.md: blocks of data dealt in turns and at random, and draws that somebody has seen.
 
 python benchmarks/dispatch/dispatch.py run       (seen.json: the draws seen, beside 10,000 of ours)
 python benchmarks/dispatch/dispatch.py table
@@ -33,7 +33,7 @@ SEEN = {
 }
 """Draws at random that somebody has seen: block size, samples of seven workers."""
 
-bench = Benchmark(__file__, docs=["dispatch.md"])
+bench = Benchmark(__file__)
 
 
 @bench.run
@@ -192,7 +192,7 @@ def policies() -> str:
 
 @bench.tables
 def tables() -> dict[str, str]:
-    """Return the blocks of docs/dispatch.md."""
+    """Return the blocks of README.md."""
     rows, output = bench.read("seen"), (bench.folder / "output.txt").read_text(encoding="utf-8").strip()
     return {
         "output": "\n".join(f"    {line}".rstrip() for line in output.splitlines()),

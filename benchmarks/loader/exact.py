@@ -33,7 +33,7 @@ from paceline.tools.cli.shared_options import JsonOption
 RATE = 0.1
 SHARES, SAMPLES, BATCH, BLOCK, WIDTH = [0.25, 0.25, 0.10, 0.40], 1000, 16, 5, 12
 
-bench = Benchmark(__file__, docs=["data.md"])
+bench = Benchmark(__file__)
 
 
 @bench.run

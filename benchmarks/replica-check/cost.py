@@ -35,7 +35,7 @@ RANKS, SIZE, BATCH, CONTEXT, STEPS = 2, "mini", 2, 64, 2
 STRATEGIES = ("bucketed", "sharded")
 NEITHER = "neither"
 
-bench = Benchmark(__file__, docs=["drift.md"])
+bench = Benchmark(__file__)
 
 
 @bench.run
@@ -133,7 +133,7 @@ def tables_of(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 @bench.tables
 def tables() -> dict[str, str]:
-    """Return the blocks of README.md and docs/drift.md."""
+    """Return the blocks of README.md."""
     return tables_of(bench.read("cost")["rows"])
 
 

@@ -104,7 +104,7 @@ def tables() -> dict[str, str]:
         for row in bench.read("weights")["rows"]
     ]
     titles = ["way", "steps", "samples used", "used again", "what each rank counts, %", "bias"]
-    return blocks | {"starvation": blocks["2-ranks"], "weights": table(titles, cells)}
+    return blocks | {"weights": table(titles, cells)}
 
 
 if __name__ == "__main__":

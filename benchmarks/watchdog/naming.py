@@ -47,7 +47,7 @@ FAULTS = {
     "a rank holds Python's lock": "stall_at(rank={rank}, step={step}, how='gil')",
 }
 
-bench = Benchmark(__file__, docs=["failures.md"])
+bench = Benchmark(__file__)
 
 
 def faulty_ranks(name: str) -> list[int]:
@@ -122,7 +122,7 @@ def measure(
 
 @bench.tables
 def tables() -> dict[str, str]:
-    """Return the block of README.md and docs/failures.md: a row per fault and backend."""
+    """Return the block of README.md: a row per fault and backend."""
     rows = []
     for row in bench.read("naming")["rows"]:
         seconds, kinds, named, freed = (

@@ -36,7 +36,7 @@ RANKS = 2
 STEPS, BATCH, CONTEXT = 8, 4, 128
 """Of a block; windows of a rank's batch, and tokens of a window."""
 
-bench = Benchmark(__file__, docs=["failures.md"])
+bench = Benchmark(__file__)
 
 
 @bench.run
@@ -119,7 +119,7 @@ def watchdog_cpu_seconds() -> float:
 
 @bench.tables
 def tables() -> dict[str, str]:
-    """Return the block of README.md and docs/failures.md: a table of one row."""
+    """Return the block of README.md: a table of one row."""
     found = bench.read("overhead")
     ratio = found["ratio"]
     alone = [

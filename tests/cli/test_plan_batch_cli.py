@@ -182,6 +182,6 @@ def test_every_name_that_is_known_is_listed(command):
 
 
 def test_the_page_has_the_table_as_it_is():
-    page = (Path(__file__).parents[2] / "docs" / "batch.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
     tables = f"{table(DEVICE_COLUMNS, device_rows())}\n\n{table(LINK_COLUMNS, link_rows())}"
-    assert fill(page, "hardware", tables) == page, "fill docs/batch.md anew with these tables"
+    assert fill(page, "hardware", tables) == page, "fill docs/plan.md anew with these tables"

@@ -10,13 +10,13 @@ from manual import ROOT
 from shell import command_lines
 
 RUN = {
-    "docs/dispatch.md": (
+    "benchmarks/dispatch/README.md": (
         "paceline data --samples 50000 --world-size 7 --scheme round_robin",
         "deadlock in step 111",
     ),
-    "docs/tasks/slow-network.md": ("paceline plan network", "int8"),
+    "docs/slow-networks.md": ("paceline plan network", "int8"),
     "docs/collectives.md": ("paceline collective ring", "all-reduce"),
-    "docs/batch.md": ("paceline plan batch --model medium", "rtx-4090"),
+    "docs/plan.md": ("paceline plan batch --model medium", "rtx-4090"),
     "docs/step-time.md": ("paceline plan step --profile profile.json", "bucketed"),
 }
 

@@ -8,7 +8,7 @@ import pytest
 from manual import PAGES, ROOT, name
 
 DOCS = [page for page in PAGES if name(page).startswith("docs/")]
-IDEAS = ["world.md", "collectives.md", "strategies.md", "exactness.md", "profile.md", "exchange.md"]
+IDEAS = ["launchers.md", "collectives.md", "strategies.md", "exactness.md", "profile.md", "data.md"]
 
 
 @pytest.mark.parametrize("page", DOCS, ids=name)

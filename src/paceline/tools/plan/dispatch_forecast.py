@@ -151,7 +151,7 @@ class DispatchForecast:
         return self.balance.batch_size
 
     def to_json(self) -> dict[str, Any]:
-        """Return the forecast for JSON; see ``docs/dispatch.md``."""
+        """Return the forecast for JSON; see ``benchmarks/dispatch/README.md``."""
         balance = self.balance
         return {
             "block": self.block,
