@@ -10,7 +10,7 @@ from manual import ROOT
 from shell import command_lines
 
 RUN = {
-    "benchmarks/dispatch/README.md": (
+    "docs/data.md": (
         "paceline data --samples 50000 --world-size 7 --scheme round_robin",
         "deadlock in step 111",
     ),
