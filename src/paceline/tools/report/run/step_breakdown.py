@@ -41,10 +41,12 @@ _MIN_QUIET_STEPS = 3
 
 def step_parts(line: TracedStep) -> dict[str, float]:
     """Return the seconds of each part of a step, including ``"between"``; they add up to the step."""
-    parts: dict[str, float] = dict.fromkeys((*PHASES, "between"), 0.0)
-    for piece in step_intervals(line):
-        parts[piece.name] += piece.end - piece.start
-    return parts
+    if not line.parts:
+        parts = dict.fromkeys((*PHASES, "between"), 0.0)
+        for piece in step_intervals(line):
+            parts[piece.name] += piece.end - piece.start
+        line.parts.update(parts)
+    return line.parts
 
 
 def mean_parts(lines: Sequence[TracedStep]) -> dict[str, float]:
@@ -71,18 +73,15 @@ def step_intervals(line: TracedStep) -> list[StepInterval]:
     """Return the parts of a step in order of time, without gaps."""
     pieces = list(_phases(line))
     pieces = _overlay(pieces, exposed_intervals(line))
-    return _overlay(pieces, _tasks(line))
+    tasks = [
+        StepInterval("between", max(0.0, task.start), min(task.end, line.seconds)) for task in line.tasks
+    ]
+    return _overlay(pieces, merge_intervals(tasks))
 
 
 def seconds_without_tasks(line: TracedStep) -> float:
     """Return the seconds of a step without held-out losses, checkpoints and other tasks."""
-    return line.seconds - sum(task.end - task.start for task in _tasks(line))
-
-
-def _tasks(line: TracedStep) -> list[StepInterval]:
-    return merge_intervals(
-        [StepInterval("between", max(0.0, task.start), min(task.end, line.seconds)) for task in line.tasks]
-    )
+    return line.seconds - step_parts(line)["between"]
 
 
 def exposed_intervals(line: TracedStep) -> list[StepInterval]:

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepInterval:
     """A named interval of a step, in seconds since the step began."""
 
@@ -33,7 +33,7 @@ class StepInterval:
     end: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TracedWait:
     """A wait for other ranks, in seconds since the step began; `bucket` is −1 for anything but a bucket."""
 
@@ -42,7 +42,7 @@ class TracedWait:
     end: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCall:
     """A collective call of the engine; times in seconds since the step began, None if unknown.
 
@@ -75,7 +75,7 @@ class TracedCall:
         return max(self.posted, min(known)) if known else self.posted
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TracedStep:
     """One step of one rank.
 
@@ -92,6 +92,7 @@ class TracedStep:
         cpu: processor seconds of the process.
         preempted: number of preemptions.
         quiet: whether no call was launched before the end of backward.
+        parts: seconds of each part, kept by `paceline.tools.report.run.step_breakdown.step_parts`.
     """
 
     step: int
@@ -106,6 +107,7 @@ class TracedStep:
     cpu: float = 0.0
     preempted: int = 0
     quiet: bool = False
+    parts: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def end(self) -> float:
@@ -113,7 +115,7 @@ class TracedStep:
         return self.start + self.seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TracedBucket:
     """A bucket: kind of its call, bytes, number of parameters, name of the first parameter."""
 
