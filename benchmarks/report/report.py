@@ -24,6 +24,7 @@ from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
 from paceline._core.format import format_bytes, format_seconds
 from paceline.errors import UsageError
+from paceline.tools.report.compare.comparison_page import write_comparison
 from paceline.tools.report.run.bottleneck import find_bottleneck
 from paceline.tools.report.run.run_page import write_run_report
 from paceline.tools.report.run.run_records import read_run
@@ -38,6 +39,7 @@ RUNS = {
     "buckets": f"paceline lab --nnodes 2 --link 200Mbit/s {TRAIN} --bucket-mib 2",
 }
 FAULTS = {"straggler": {"PACELINE_FAULTS": "slow(rank=1, seconds=0.05)"}}
+COMPARED = ("slow-network", "slow-network-int8")
 KEPT = ("run.json", "settings.json", "steps.jsonl", "trace")
 SCREENS = {"desk": {"width": 1100, "height": 900}, "phone": {"width": 390, "height": 844}}
 
@@ -59,6 +61,7 @@ def run(
             shutil.rmtree(bench.folder / name, ignore_errors=True)
             program, env = [sys.executable, "-m", *command.split()], os.environ | FAULTS.get(name, {})
             subprocess.run([*program, "--out", name], cwd=bench.folder, env=env, check=True)
+    write_comparison(*(bench.folder / name for name in COMPARED))
     take_screenshots(chromium)
     for name in RUNS:
         for path in (bench.folder / name).iterdir():
@@ -67,7 +70,7 @@ def run(
 
 
 def take_screenshots(chromium: str) -> None:
-    """Write PNGs of all pages; of `buckets`, only the chart with the mouse on a bucket."""
+    """Write PNGs of all pages and of the comparison; of `buckets`, only the chart with the mouse on a bucket."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -82,6 +85,11 @@ def take_screenshots(chromium: str) -> None:
                     page.locator("#buckets rect.in-transfer").nth(2).hover()
                     page.locator("#buckets").screenshot(path=bench.folder / "buckets.png")
                 page.close()
+        for screen, size in SCREENS.items():
+            page = browser.new_page(viewport=size)
+            page.goto(Path(bench.folder, COMPARED[1], f"compare-{COMPARED[0]}.html").as_uri())
+            page.screenshot(path=bench.folder / f"compared-{screen}.png")
+            page.close()
         browser.close()
 
 

@@ -82,7 +82,7 @@ def loss_sentence(first: ComparedRun, second: ComparedRun) -> str:
         step, one, other = held_out
         return (
             f"The held-out loss after {step:,} steps is {format_number(other)} against {format_number(one)}; "
-            "another seed changes it too."
+            "one run each, so what another seed would change is unknown."
         )
     last = min(
         (max((step.step for step in each.run.steps), default=0) for each in (first, second)), default=0
