@@ -12,6 +12,7 @@ Names are loaded when they are first used (PEP 562), so that ``import paceline``
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from paceline.world import init as init
     from paceline.world import shutdown as shutdown
 
+if sys.platform == "win32":
+    raise ImportError(
+        "paceline does not run on Windows itself: install it in WSL 2, the Windows Subsystem for Linux"
+    )
 
 _HOME = {
     "AsyncDataParallel": "paceline.async_dp.api",

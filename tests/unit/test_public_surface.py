@@ -151,3 +151,11 @@ LISTED = {
 @pytest.mark.parametrize("path", LISTED, ids=lambda path: path.parent.name)
 def test_a_list_of_files_names_every_file_and_no_other(path):
     assert sorted(LISTED[path]) == sorted(each.name for each in path.parent.glob("*.py") if each != path)
+
+
+def test_windows_is_refused_with_the_way_out():
+    program = "import sys; sys.platform = 'win32'; import paceline"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "ImportError" in ended.stderr
+    assert "WSL 2" in ended.stderr

@@ -22,8 +22,9 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from paceline.errors import MissingRanks, WorldError
 from paceline.world.environment import boot_id
@@ -76,7 +77,7 @@ class RankClaim:
         """Return whether `old` is certainly stale: of this process, or of one of this host that has ended."""
         if (self.host, self.boot) != (old.host, old.boot):
             return False
-        return self.pid == old.pid or not Path(f"/proc/{old.pid}").exists()
+        return self.pid == old.pid or not psutil.pid_exists(old.pid)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,13 @@ def test_a_good_machine_has_no_remedies():
 @pytest.mark.parametrize(
     ("changes", "subject", "status", "message"),
     [
+        ({"system": "Darwin 25.1 arm64"}, "system", "warn", "Darwin 25.1 arm64"),
+        (
+            {"system": "Darwin 25.1 arm64", "shm_nbytes": 0, "shm_free_nbytes": 0},
+            "shared memory",
+            "note",
+            "no /dev/shm",
+        ),
         ({"load": 20.0}, "cores", "warn", "20.0 processes"),
         ({"usable_cores": 1.5}, "cores", "ok", "1.5 of 16"),
         ({"thread_variables": {"OMP_NUM_THREADS": "64"}}, "thread variables", "warn", "OMP_NUM_THREADS=64"),

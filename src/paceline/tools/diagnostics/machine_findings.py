@@ -50,8 +50,16 @@ def diagnose_machine(facts: MachineFacts, loopback: LoopbackTiming | str | None)
     return found
 
 
+def _on_linux(facts: MachineFacts) -> bool:
+    return facts.system.startswith("Linux ")
+
+
 def _system(facts: MachineFacts) -> MachineFinding:
-    return MachineFinding("system", "ok", f"{facts.host}: {facts.system}, Python {facts.python}")
+    value = f"{facts.host}: {facts.system}, Python {facts.python}"
+    if not _on_linux(facts):
+        remedy = "Paceline is tried on Linux only; here ranks exchange over gloo, not in shared memory"
+        return MachineFinding("system", "warn", value, remedy)
+    return MachineFinding("system", "ok", value)
 
 
 def _cores(facts: MachineFacts) -> MachineFinding:
@@ -89,6 +97,8 @@ def _memory(facts: MachineFacts) -> MachineFinding:
 
 def _shared_memory(facts: MachineFacts) -> MachineFinding:
     value = f"/dev/shm: {format_bytes(facts.shm_nbytes)}, {format_bytes(facts.shm_free_nbytes)} free"
+    if not facts.shm_nbytes and not _on_linux(facts):
+        return MachineFinding("shared memory", "note", "no /dev/shm: a folder of Linux only")
     if not facts.shm_nbytes:
         return MachineFinding(
             "shared memory",

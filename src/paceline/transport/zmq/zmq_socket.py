@@ -1,4 +1,4 @@
-"""ZeroMQ socket with its monitor and an eventfd that wakes the polling thread from other threads.
+"""ZeroMQ socket with its monitor and a pipe that wakes the polling thread from other threads.
 
 [Note: bounds] A socket queues `SocketSettings.queue_length` envelopes per peer in each direction; then sends to that
 peer are refused. A part that exceeds the frame size ends the connection before memory is allocated for it. libzmq does
@@ -33,13 +33,14 @@ _LINGER_MS, _HANDSHAKE_MS = 300, 10_000
 _MAX_WAIT_SECONDS = 3600.0
 _ENCRYPTION_NBYTES = 64  # CURVE adds 33 bytes to a part
 _EVENTS_PER_CALL = 256
+_PIPE_NBYTES = 4096  # per read; what is left in the pipe is read by the next one
 _BUFFER_SECONDS, _MIN_BUFFER_NBYTES, _MAX_BUFFER_NBYTES = 0.25, 128 << 10, 64 << 20
 _IDENTITY, _EVENT = struct.Struct(">Q"), struct.Struct("=Hi")
 _WORKER_BIT = 1 << 63  # ZeroMQ reserves identities that begin with a zero byte
 
 
 class WakeupFd:
-    """File descriptor that becomes readable when another thread calls `set` (eventfd(2)).
+    """File descriptor that becomes readable when another thread calls `set`: a pipe, which every system has.
 
     Example:
         >>> wakeup = WakeupFd()
@@ -51,7 +52,9 @@ class WakeupFd:
 
     def __init__(self) -> None:
         self._lock = Lock()  # the number of a closed descriptor may be reused
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fd, self._write_fd = os.pipe()
+        os.set_blocking(self._fd, False)
+        os.set_blocking(self._write_fd, False)
 
     def fileno(self) -> int:
         """Return the descriptor, −1 once it is closed."""
@@ -59,14 +62,14 @@ class WakeupFd:
 
     def set(self) -> None:
         """Make it readable; from any thread, and without effect once it is closed."""
-        with self._lock:
+        with self._lock, contextlib.suppress(BlockingIOError):  # a full pipe is readable
             if self._fd >= 0:
-                os.eventfd_write(self._fd, 1)
+                os.write(self._write_fd, b"\0")
 
     def clear(self) -> bool:
         """Return whether it was set since the last call."""
         try:
-            return os.eventfd_read(self._fd) > 0
+            return bool(os.read(self._fd, _PIPE_NBYTES))
         except BlockingIOError:
             return False
 
@@ -75,6 +78,7 @@ class WakeupFd:
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
+                os.close(self._write_fd)
             self._fd = -1
 
 
