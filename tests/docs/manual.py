@@ -26,19 +26,23 @@ PAGES = sorted(
         for path in ROOT.glob(pattern)
     }
 )
-_FENCE = re.compile(r"^( *)(```+|~~~+) *([\w-]*)[^\n]*$")
+_FENCE = re.compile(r"^( *)(```+|~~~+) *([\w-]*)(?: +title=\"([^\"]+)\")?[^\n]*$")
 _MARK = re.compile(r"<!-- not run: \S.* -->")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of code on a page; `line` is where it begins, `language` is empty where it is indented."""
+    """A piece of code on a page; `line` is where it begins, `language` is empty where it is indented.
+
+    A complete file has its name as `title`, which the site shows: ```python title="train.py".
+    """
 
     page: Path
     line: int
     language: str
     text: str
     run: bool
+    title: str = ""
 
     @property
     def place(self) -> str:
@@ -66,11 +70,11 @@ def blocks(page: Path) -> list[Block]:
         run = at == 0 or not _MARK.fullmatch(lines[at - 1].strip())
         if fence:
             end = next((i for i in range(at + 1, len(lines)) if lines[i].strip() == fence[2]), len(lines))
-            text, language, after = lines[at + 1 : end], fence[3], end + 1
+            text, language, title, after = lines[at + 1 : end], fence[3], fence[4] or "", end + 1
         else:
             end = next((i for i in range(at, len(lines)) if lines[i][:4].strip()), len(lines))
-            text, language, after = [line[4:] for line in lines[at:end]], "", end
-        found.append(Block(page, at + 1, language, "\n".join(text).rstrip() + "\n", run))
+            text, language, title, after = [line[4:] for line in lines[at:end]], "", "", end
+        found.append(Block(page, at + 1, language, "\n".join(text).rstrip() + "\n", run, title))
         at = after
     return found
 

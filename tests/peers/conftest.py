@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 
 import pytest
 import record
 
 from rank_pool import RankProcesses
+from world_entry import torchrun_variables
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,13 +33,4 @@ def pool() -> Iterator[RankProcesses]:
 @pytest.fixture
 def rank_environments() -> Callable[[int], list[dict[str, str]]]:
     """Return a function: `rank_environments(2)` is the environment that torchrun gives two ranks, with a free port."""
-
-    def variables(size: int) -> list[dict[str, str]]:
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            port = listening.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-        local = {"LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0"}
-        return [shared | local | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-
-    return variables
+    return torchrun_variables

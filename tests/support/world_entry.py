@@ -6,7 +6,7 @@ import contextlib
 import random
 import socket
 
-__all__ = ["enter", "enter_as", "fail_to_enter", "free_port", "ways_to_meet"]
+__all__ = ["enter", "enter_as", "fail_to_enter", "free_port", "torchrun_variables", "ways_to_meet"]
 
 
 def free_port():
@@ -16,6 +16,13 @@ def free_port():
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def torchrun_variables(size):
+    """Return the variables that torchrun gives each of `size` ranks of a host, with a free port."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    local = {"LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0"}
+    return [shared | local | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def enter(rank, size, arguments=None):
