@@ -106,7 +106,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     here = (ROOT / page.file.src_uri).parent
 
     def unlinked(found: re.Match[str]) -> str:
-        text, target = found[1], found[2]
-        return text if ":" not in target and (here / target.partition("#")[0]).is_dir() else found[0]
+        text, path = found[1], found[2].partition("#")[0]
+        return text if path and ":" not in path and (here / path).is_dir() else found[0]
 
     return _REFERENCE.sub(r"::: \1", _LINK.sub(unlinked, markdown))

@@ -103,6 +103,12 @@ def test_reference_entries_have_docstrings(site):
     assert 'id="paceline.parallel.data_parallel.DataParallel.backward"' in text
 
 
+def test_links_within_a_page_stay_and_links_to_folders_become_text(site):
+    text = (site / "docs" / "commands.html").read_text(encoding="utf-8")
+    assert '<a href="#paceline-train"><code>paceline train</code></a>' in text
+    assert ">tests/ranks</a>" not in (site / "docs" / "migrate" / "ddp.html").read_text(encoding="utf-8")
+
+
 def test_navigation_leads_through_every_heading_of_the_page_list(opened):
     page = opened("index.html")
     headings = page.locator(".wy-menu .caption").all_inner_texts()
