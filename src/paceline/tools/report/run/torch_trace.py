@@ -2,7 +2,7 @@
 
 [Note: alignment] Both records name moments by the clock of their host. An event of ``torch.profiler`` is at
 ``baseTimeNanoseconds`` + ``ts`` µs in unix time; a step of Paceline begins at a unix time of the same clock, which both
-read through offsets taken once per process, so the two agree to about the resolution of those offsets (some 0.1 ms).
+read through offsets taken once per process, so the two agree to a few tenths of a millisecond.
 Clocks of other hosts are moved to rank 0's by the offsets that the run measured, which is what places the steps too.
 So the traces of several ranks line up with each other as well as the steps do.
 """
