@@ -42,7 +42,7 @@ _MIN_QUIET_STEPS = 3
 def step_parts(line: TracedStep) -> dict[str, float]:
     """Return the seconds of each part of a step, including ``"between"``; they add up to the step."""
     if not line.parts:
-        parts = dict.fromkeys((*PHASES, "between"), 0.0)
+        parts: dict[str, float] = dict.fromkeys((*PHASES, "between"), 0.0)
         for piece in step_intervals(line):
             parts[piece.name] += piece.end - piece.start
         line.parts.update(parts)
