@@ -114,6 +114,11 @@ class IterableLoader:
         """
         raise TypeError("an iterable dataset has no length, so its Loader has none")
 
+    @property
+    def steps_left(self) -> None:
+        """Not known."""
+        return
+
     def describe(self) -> str:
         """Return one sentence on the use of the data."""
         streams = (
@@ -180,10 +185,12 @@ class IterableLoader:
         self._started = self._epoch_set = False
 
     def begin(self) -> None:
-        """Start an iteration: from the loaded position, or the epoch that was set, or the next epoch."""
+        """Go to where the next iteration starts: the loaded position, or the epoch that was set, or the next epoch.
+
+        An iteration starts with its first batch: libraries create iterators that they never use.
+        """
         if self._started or (self._over and not self._epoch_set):
             self._go_to(self.epoch + 1)
-        self._started, self._epoch_set = True, False
 
     def _go_to(self, epoch: int) -> None:
         self.epoch, self.step, self._started, self._over = epoch, 0, False, False
@@ -193,6 +200,7 @@ class IterableLoader:
 
     def batches(self) -> Iterator[Any]:
         """Yield the rest of the epoch; see [Note: one step ahead]."""
+        self._started, self._epoch_set = True, False
         if self._over:
             return
         fetched, repeated = self._fetch(self._layers), self._repeat(self._layers[:-1])

@@ -207,6 +207,11 @@ class Loader:
         """
         return self._source.steps
 
+    @property
+    def steps_left(self) -> int | None:
+        """Steps of the present epoch after the latest batch; None if the dataset is iterable."""
+        return self._source.steps_left
+
     def __str__(self) -> str:
         """Describe the use of the data."""
         return self._source.describe()

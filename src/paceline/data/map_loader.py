@@ -117,6 +117,11 @@ class MapLoader:
         """Steps of the epoch, as it is assigned now."""
         return self._earlier_steps + self.position.epoch.portions.steps
 
+    @property
+    def steps_left(self) -> int:
+        """Steps of the epoch that were not served yet."""
+        return self.position.epoch.portions.steps - self._step
+
     def describe(self) -> str:
         """Return one sentence on the use of the data in this epoch."""
         epoch = self.position.epoch
@@ -192,10 +197,12 @@ class MapLoader:
             return LoaderPosition(found.epoch, found.epoch.portions.steps)
 
     def begin(self) -> None:
-        """Start an iteration: from the loaded position, or the epoch that was set, or the next epoch."""
+        """Go to where the next iteration starts: the loaded position, or the epoch that was set, or the next epoch.
+
+        An iteration starts with its first batch: libraries create iterators that they never use.
+        """
         if self._started or not (self.position.remaining or self._epoch_set):
             self._go_to(self.epoch + 1)
-        self._started, self._epoch_set = True, False
 
     def _go_to(self, epoch: int) -> None:
         order = replace(self.position.epoch.order, epoch=epoch)
@@ -206,6 +213,7 @@ class MapLoader:
 
     def batches(self) -> Iterator[Any]:
         """Yield the rest of the epoch."""
+        self._started, self._epoch_set = True, False
         samples, before = len(self.dataset), self.position.epoch.order.samples
         if samples != before:
             raise UsageError(
