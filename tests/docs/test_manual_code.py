@@ -14,6 +14,7 @@ from manual import PAGES, ROOT, blocks, name
 from prelude import names
 
 import paceline
+from hugging_face import separate_process
 
 PYTHON = {page: [block for block in blocks(page) if block.language == "python"] for page in PAGES}
 FILES = {
@@ -34,7 +35,8 @@ def world_of_one(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
-    yield
+    with separate_process():
+        yield
     paceline.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ from manual import ROOT
 from prelude import names
 
 import paceline
+from hugging_face import separate_process
 
 REFERENCE = {
     path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "reference").glob("*.md"))
@@ -62,5 +63,6 @@ def test_examples_in_docstrings_are_true(module, tmp_path, monkeypatch):
     for test in found:
         output = []
         test.globs = {**known, **vars(loaded)}
-        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)
+        with separate_process():
+            result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)
         assert not result.failed, "".join(output)

@@ -84,7 +84,7 @@ def gap_from_one_process(found, ranks):
     return max((a - b).abs().max().item() for a, b in zip(found, alone, strict=True))
 
 
-@pytest.mark.parametrize(("ranks", "sync"), [(2, "bucketed"), (3, "sharded"), (2, "full-shard")])
+@pytest.mark.parametrize(("ranks", "sync"), [(2, "bucketed"), (2, "sharded"), (2, "full-shard")])
 def test_fabric_has_the_weights_of_paceline_alone(pool, ranks, sync):
     found = pool(ranks, "paceline").run(train_with_fabric, sync)[0]
     assert gap_from_one_process(found, ranks) < 1e-12
@@ -175,8 +175,11 @@ def train_with_lightning(rank, size, sync, folder):
         trainer = trainer_of(size, "paceline" if sync == "bucketed" else strategy_of(sync), folder)
         path = f"{folder}/last.ckpt"
         held_out = torch.utils.data.DataLoader(problem.Numbers(), batch_size=3)
-        trainer.fit(module, paceline.Loader(problem.Numbers(), batch_size=3), held_out)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, paceline.Loader(problem.Numbers(), batch_size=3), held_out)
         assert {"loss", "held out"} <= trainer.callback_metrics.keys()
+        assert not [each for each in caught if "lr_scheduler" in str(each.message)]
         expected = problem.plain(sync)
         trainer.save_checkpoint(path)
         saved = torch.load(path, weights_only=False)

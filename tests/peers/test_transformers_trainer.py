@@ -80,7 +80,8 @@ def trained(rank, size, sync, folder):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sync"), [(2, "bucketed"), (2, "sharded"), (3, "sharded"), (2, "full-shard"), (2, "auto")]
+    ("ranks", "sync"),
+    [(2, "bucketed"), (3, "sharded"), (2, "full-shard"), pytest.param(2, "auto", marks=pytest.mark.thorough)],
 )
 def test_same_weights_and_loss_as_paceline_alone(pool, tmp_path, ranks, sync):
     results = pool(ranks, "paceline").run(trained, sync, tmp_path)
@@ -110,7 +111,7 @@ def resumed(rank, size, sync, folder):
         ]
 
 
-@pytest.mark.parametrize("sync", ["sharded", "full-shard"])
+@pytest.mark.parametrize("sync", ["sharded", pytest.param("full-shard", marks=pytest.mark.thorough)])
 def test_a_checkpoint_resumes_within_an_epoch(pool, tmp_path, sync):
     for gaps in pool(2, "paceline").run(resumed, sync, str(tmp_path)):
         assert max(gaps) <= 1e-6

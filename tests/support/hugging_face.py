@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -46,25 +47,30 @@ def tokens_of(batch):
 
 
 @contextlib.contextmanager
-def launched(rank, size):
-    """Set the variables of a launcher, and forget what Accelerate knows of earlier worlds."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    place = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": size,
-        "OMP_NUM_THREADS": 1,
-    }
-    os.environ.update({name: str(value) for name, value in place.items()} if size > 1 else {})
-    states = (AcceleratorState, GradientState, PartialState)
-    for state in states:
-        state._reset_state()
+def separate_process():
+    """Forget what Accelerate knows of this process before and after the block, and restore the environment after it."""
+    environment = dict(os.environ)
+    _forget()
     try:
         yield
     finally:
-        for state in states:
-            state._reset_state()
-        for name in place:
-            os.environ.pop(name, None)
+        _forget()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def launched(rank, size):
+    """Set the variables that a launcher sets, if there are several ranks; no more is known of earlier worlds."""
+    with separate_process():
+        if size > 1:
+            place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+            os.environ.update({name: str(value) for name, value in {**place, "OMP_NUM_THREADS": 1}.items()})
+        yield
+
+
+def _forget():
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        for each in (state.AcceleratorState, state.GradientState, state.PartialState):
+            each._reset_state()

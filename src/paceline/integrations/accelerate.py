@@ -8,6 +8,7 @@ samples; Accelerate's division by the number of micro-batches is left out there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -144,6 +145,12 @@ class PacelineAccelerator(Accelerator):
         return super().unwrap_model(bare, keep_fp32_wrapper, keep_torch_compile)
 
     # ------------------------------------------------------------------ backward
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Keep the gradients of backwards in this block on this rank; in one process too, for the same rounding."""
+        with model.accumulate() if isinstance(model, DataParallel) else super().no_sync(model):
+            yield
 
     def backward(self, loss: torch.Tensor | None, samples: float | None = None, **kwargs: Any) -> None:
         """Run backward; the gradient is sent unless ``accumulate`` or ``no_sync`` hold it back.

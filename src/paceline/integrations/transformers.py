@@ -93,7 +93,7 @@ class PacelineTrainer(Trainer):
         is_causal = (
             type(bare).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         )  # before FSDP2 renames it
-        self._next_token = self._loss_shifts_labels or is_causal
+        self._next_token = getattr(self, "_loss_shifts_labels", False) or is_causal
         self._loss_sum: torch.Tensor = torch.zeros((), device=args.device)  # of the present step, over items
 
     # ------------------------------------------------------------------ model and optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -144,9 +145,25 @@ def redirect_scheduler(scheduler: Any, optimizers: Mapping[int, torch.optim.Opti
         scheduler: a torch learning-rate scheduler.
         optimizers: the new optimizer by the id of the one that it replaces.
     """
-    scheduler.optimizer = optimizers.get(id(scheduler.optimizer), scheduler.optimizer)
+    new = optimizers.get(id(scheduler.optimizer), scheduler.optimizer)
+    if new is not scheduler.optimizer:
+        scheduler.optimizer = new
+        _track_steps(new)
     for inner in getattr(scheduler, "_schedulers", []):
         redirect_scheduler(inner, optimizers)
+
+
+def _track_steps(optimizer: Any) -> None:
+    """Record steps as torch's schedulers do, which otherwise warn that they step before the optimizer."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return step(*args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer.step = tracked
 
 
 def whole_state(module: nn.Module) -> dict[str, Any]:
