@@ -1,11 +1,10 @@
-"""Writes the numbers of a run's steps to ``steps.jsonl``, and to TensorBoard where it is installed."""
+"""Writes the numbers of a run's steps to ``steps.jsonl``."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,10 @@ class StepMetrics:
 
     Args:
         folder: of the run.
-        tensorboard: write ``tensorboard/`` too; None: if TensorBoard is installed.
     """
 
-    def __init__(self, folder: Path, tensorboard: bool | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._lines = folder / "steps.jsonl"
-        self._folder = folder / "tensorboard"
-        self._tensorboard = find_spec("tensorboard") is not None if tensorboard is None else tensorboard
-        self._writer: Any = None
         self._begun = False
 
     def add(self, step: int, numbers: Mapping[str, Any]) -> None:
@@ -40,28 +35,11 @@ class StepMetrics:
         finite = {name: None if _is_non_finite(value) else value for name, value in numbers.items()}
         with self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        if self._tensorboard:
-            self._add_scalars(step, numbers)
 
     def _forget_from(self, step: int) -> None:
         if self._lines.exists():
             lines = self._lines.read_text(encoding="utf-8").splitlines()
             write_text(self._lines, "".join(line + "\n" for line in lines if _step_of(line) < step))
-
-    def _add_scalars(self, step: int, numbers: Mapping[str, Any]) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder), purge_step=step)
-        for name, value in numbers.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flush everything to disk."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
 
 def _is_non_finite(value: Any) -> bool:

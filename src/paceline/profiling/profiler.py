@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from numbers import Real
 from pathlib import Path
@@ -23,13 +24,17 @@ from paceline._core.format import format_bytes
 from paceline.errors import UsageError
 from paceline.profiling.metrics_writer import StepMetrics
 from paceline.profiling.rank_timeline import RankTimeline, RecordedModel
-from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
+from paceline.profiling.run_loggers import Logger, LoggerGroup, new_run_id
+from paceline.world.control_collectives import gather_rows, gather_texts, rank_and_size
 from paceline.world.environment import host_label
 from paceline.world.machine_facts import read_machine_facts
 
-__all__ = ["Profiler", "machine_facts", "versions"]
+__all__ = ["Profiler", "machine_facts", "time_metrics", "versions"]
 
-_OWN = frozenset({"step", "samples", "step_seconds", "samples_per_second", "tokens_per_second"})
+_OWN = frozenset(
+    ("step", "samples", "step_seconds", "samples_per_second", "tokens_per_second")
+    + ("exposed_seconds", "waiting_seconds", "restarts")
+)
 
 
 def machine_facts() -> dict[str, object]:
@@ -42,6 +47,24 @@ def machine_facts() -> dict[str, object]:
         "memory": format_bytes(here.memory_nbytes),
         "GPUs": torch.cuda.device_count(),
     }
+
+
+def time_metrics(seconds: torch.Tensor, exposed: torch.Tensor) -> dict[str, float]:
+    """Return the metrics of a run that are times, and how often its ranks were restarted.
+
+    Args:
+        seconds: per step, of each rank.
+        exposed: seconds per step in which each rank only waited for others; NaN where that is not known.
+
+    Example:
+        >>> time_metrics(torch.tensor([0.5, 0.4]), torch.tensor([0.125, 0.25]))
+        {'step_seconds': 0.5, 'exposed_seconds': 0.25, 'waiting_seconds': 0.125, 'restarts': 0}
+    """
+    metrics = {"step_seconds": seconds.max().item()}
+    longest, shortest = exposed.max().item(), exposed.min().item()
+    if math.isfinite(longest):
+        metrics |= {"exposed_seconds": longest, "waiting_seconds": longest - shortest}
+    return metrics | {"restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)}
 
 
 def versions() -> dict[str, str]:
@@ -60,16 +83,17 @@ class Profiler:
         folder: written to; visible to all ranks, or each host has its own part.
         model: the model whose steps are recorded; work of other models in this process is part of its steps.
         every: steps between two lines written by `log`.
-        tensorboard: write scalars for TensorBoard too; None: if it is installed.
+        loggers: receive what `log` writes, on rank 0: see `paceline.integrations.loggers`. One that fails or is slow is
+            reported, and the training goes on.
 
     Raises:
-        UsageError: `model` is not wrapped, the folder can't be written on some rank, `every` is below 1, or this
-            process has another active Profiler.
+        UsageError: `model` is not wrapped, the folder can't be written on some rank, `every` is below 1, a logger is
+            none or can't start with its arguments, or this process has another active Profiler.
 
     Example:
         >>> import tempfile
         >>> model = paceline.DataParallel(torch.nn.Linear(2, 1))
-        >>> with tempfile.TemporaryDirectory() as folder, Profiler(folder, model, tensorboard=False) as record:
+        >>> with tempfile.TemporaryDirectory() as folder, Profiler(folder, model) as record:
         ...     loss = model(torch.ones(4, 2)).mean()
         ...     model.backward(loss, samples=4)
         ...     record.log(loss=loss, samples=4)
@@ -83,7 +107,7 @@ class Profiler:
         model: RecordedModel,
         *,
         every: int = 10,
-        tensorboard: bool | None = None,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         if not isinstance(model, RecordedModel):
             raise UsageError(
@@ -92,21 +116,33 @@ class Profiler:
             )
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"every={every!r}", remedy="give 1 to write every step, 10 for each tenth")
+        self._loggers = LoggerGroup(loggers)
         self.folder, self._model, self._every = Path(folder), model, every
         self._rank = rank_and_size(model.comm.group)[0]
         _make_folder(self.folder, model)
         self._nodes = len(set(gather_texts(host_label(os.environ, *rank_and_size()), model.comm.group)))
         self._timeline = RankTimeline(self.folder, model)
-        self._metrics = StepMetrics(self.folder, tensorboard)
+        self._metrics = StepMetrics(self.folder)
         self._samples = self._tokens = 0.0
-        self._steps, self._since = 0, time.perf_counter()
+        self._steps, self._since, self._waited = 0, time.perf_counter(), 0.0
 
     def __enter__(self) -> Self:
-        if self._rank == 0:
-            self._write_facts()
+        self._start_loggers(self._write_facts() if self._rank == 0 else {})
         self._timeline.__enter__()
-        self._since = time.perf_counter()
+        self._since, self._waited = time.perf_counter(), 0.0
         return self
+
+    def _start_loggers(self, facts: Mapping[str, Any]) -> None:
+        """Start the loggers on rank 0; if one can't work with its arguments, all ranks raise."""
+        error = None
+        if self._rank == 0:
+            try:
+                self._loggers.start({"folder": str(self.folder), **facts})
+            except UsageError as refused:
+                error = refused
+        reason = gather_texts("" if error is None else str(error), self._model.comm.group)[0]
+        if reason:
+            raise error or UsageError(f"rank 0 can't start a logger: {reason}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -114,15 +150,20 @@ class Profiler:
         try:
             self._timeline.__exit__(kind, error, trace)
         finally:
-            self._metrics.close()
+            if self._rank == 0:
+                self._loggers.finish(failed=kind is not None)
 
     def log(
         self, *, samples: float = 1.0, tokens: float = 0.0, **numbers: float | torch.Tensor | None
     ) -> None:
         """Record a step's numbers; every rank calls this once a step, after backward.
 
-        Every so many steps their means over all ranks, weighted by `samples`, are written, with the throughput since
-        the previous line.
+        Every so many steps their means over all ranks, weighted by `samples`, are written and passed to the loggers.
+        With them go, of the steps since the previous line: throughput of all ranks, and seconds per step of the slowest
+        rank (``step_seconds``), spent waiting for other ranks by the one that waited longest (``exposed_seconds``), and
+        by how much that one waited longer than the one that waited least (``waiting_seconds``): the exposed
+        communication, and the part of it that a slow rank causes. The last two are missing where the host can't see
+        waiting: on a GPU, and inside FSDP2.
 
         Args:
             samples: of this rank in this step; 0 if it had none.
@@ -140,26 +181,27 @@ class Profiler:
         if step % self._every and step != 1:
             return
         known = {name: _number(value) for name, value in numbers.items()}
+        now, waited = time.perf_counter(), self._timeline.waited_seconds
         sums = (value * samples if samples else 0.0 for value in known.values())  # 0 × NaN would be NaN
-        mine = [samples, self._samples, self._tokens, *sums]
-        row = torch.tensor(mine, dtype=torch.float64)
-        weight, done, tokens_done, *totals = sum_over_ranks(row, self._model.comm.group).tolist()
-        now = time.perf_counter()
+        times = ((now - self._since) / self._steps, (waited - self._waited) / self._steps)
+        mine = [*times, samples, self._samples, self._tokens, *sums]
+        rows = torch.stack(gather_rows(torch.tensor(mine, dtype=torch.float64), self._model.comm.group))
         if self._rank == 0:
-            seconds = now - self._since
+            weight, done, tokens, *totals = rows[:, 2:].sum(0).tolist()
             line: dict[str, Any] = {
                 name: total / weight if weight else None for name, total in zip(known, totals, strict=True)
             }
-            line |= {"samples": weight, "step_seconds": seconds / self._steps}
-            line["samples_per_second"] = done / seconds
-            if tokens_done:
-                line["tokens_per_second"] = tokens_done / seconds
+            line |= {"samples": weight, **time_metrics(rows[:, 0], rows[:, 1])}
+            for name, count in (("samples", done), ("tokens", tokens)):
+                if count or name == "samples":
+                    line[f"{name}_per_second"] = count / (line["step_seconds"] * self._steps)
             self._metrics.add(step, line)
+            self._loggers.log(line, step)
         self._samples = self._tokens = 0.0
-        self._steps, self._since = 0, now
+        self._steps, self._since, self._waited = 0, now, waited
 
-    def _write_facts(self) -> None:
-        """Write ``run.json``, keeping fields that other programs have added to it."""
+    def _write_facts(self) -> dict[str, Any]:
+        """Write ``run.json``, keeping its id and what other programs have added to it; return it."""
         path, model = self.folder / "run.json", self._model
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -168,7 +210,9 @@ class Profiler:
         strategy = "auto" if model.engine.tuner is not None else model.plan.label
         compression = model.plan.compression_config
         program = Path(sys.argv[0]).name if sys.argv[0] else "python"
+        known = found if isinstance(found, dict) else {}
         facts = {
+            "run_id": known.get("run_id") or new_run_id(),
             "command": shlex.join([program, *sys.argv[1:]]),
             "started": datetime.now().astimezone().isoformat(timespec="seconds"),
             "synchronised": strategy if compression is None else f"{strategy}, {compression.name}",
@@ -177,7 +221,8 @@ class Profiler:
             "machine": machine_facts(),
             "versions": versions(),
         }
-        write_json(path, (found if isinstance(found, dict) else {}) | facts, indent=2)
+        write_json(path, known | facts, indent=2)
+        return known | facts
 
 
 def _check_numbers(samples: float, numbers: dict[str, Any]) -> None:

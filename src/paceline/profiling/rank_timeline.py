@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
@@ -59,6 +60,14 @@ class RankTimeline:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self.rank = model.comm.rank
         self._file = Path(folder, "trace", f"rank{self.rank}.jsonl")
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds in which this rank only waited for others, since recording began; NaN where that is not seen."""
+        recorder = step_state.recorder
+        if step_state.sees_waiting and isinstance(recorder, StepRecorder):
+            return recorder.waited_seconds
+        return math.nan
 
     def __enter__(self) -> Self:
         trace_file.open(self._file, self.rank, append=True)

@@ -65,6 +65,7 @@ class StepRecorder:
     Attributes:
         quiet: nothing is to be launched before backward has ended; see [Note: quiet steps].
         samples: behind this rank's gradient.
+        waited_seconds: of all waits since it was created.
     """
 
     __slots__ = (
@@ -82,12 +83,14 @@ class StepRecorder:
         "_waits",
         "quiet",
         "samples",
+        "waited_seconds",
     )
 
     def __init__(self, rounds: RecordedEngine) -> None:
         self._rounds = rounds
         self._plan: object = None
         self._open = False
+        self.waited_seconds = 0.0
         self._begin(0, 0.0)
 
     def _begin(self, step: int, start: float) -> None:
@@ -118,6 +121,7 @@ class StepRecorder:
     def waited(self, bucket: int, since: float, until: float) -> None:
         """Record a wait for other ranks; `bucket` −1: not for a bucket."""
         self._waits.append((bucket, since, until))
+        self.waited_seconds += until - since
 
     def task_ended(self, task: str, since: float, until: float) -> None:
         """Record a task outside the phases, such as ``"checkpoint"``."""

@@ -597,7 +597,7 @@ def guarded(rank, size, folder):
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     paceline.NonFiniteGuard(model, optim, "skip")
     check = paceline.ReplicaCheck(model, optim, every=1)
-    with paceline.Profiler(f"{folder}/profile", model, tensorboard=False):
+    with paceline.Profiler(f"{folder}/profile", model):
         for step in range(3):
             loss = loss_on(model, rank, step)
             (loss * (float("nan") if step == 1 and rank == 1 else 1.0)).backward()

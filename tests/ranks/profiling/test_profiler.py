@@ -14,7 +14,6 @@ import paceline
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.profiling.clock_sync import compare_clocks
-from paceline.profiling.metrics_writer import StepMetrics
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.step_breakdown import step_parts
 from paceline.tools.report.run.straggler_detection import compare_arrivals
@@ -50,7 +49,7 @@ def train(rank, size, folder, sync, steps, record=True, micros=1):
         optim.zero_grad()
 
     if record:
-        with paceline.Profiler(folder, model, every=2, tensorboard=False) as kept:
+        with paceline.Profiler(folder, model, every=2) as kept:
             for number in range(steps):
                 step(number, kept.log)
     else:
@@ -113,7 +112,7 @@ def test_numbers_are_means_over_ranks_by_samples(pool, tmp_path):
 
 def logs_nan_without_samples(rank, size, folder):
     model = paceline.DataParallel(model_zoo.build("Plain"), sync=paceline.Sync(compression="int8"))
-    with paceline.Profiler(folder, model, every=1, tensorboard=False) as record:
+    with paceline.Profiler(folder, model, every=1) as record:
         x = torch.ones(4, model_zoo.WIDTH, dtype=torch.float64)
         model.backward(model_zoo.loss_of(model, "Plain", x, x[:, :1]), samples=4 * rank)
         record.log(loss=math.nan if rank == 0 else 2.0, samples=4 * rank)
@@ -125,17 +124,65 @@ def test_values_logged_without_samples_do_not_count(pool, tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["synchronised"] == "bucketed, 25 MiB, int8"
 
 
-def test_scalars_for_tensorboard(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    scalars = StepMetrics(tmp_path)
-    for step in (1, 10):
-        scalars.add(step, {"loss": 5.0 / step, "note": "words", "grad_norm": None, "bad": math.inf})
-    scalars.close()
-    read = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 5.0), (10, 0.5)]
-    assert sorted(read.Tags()["scalars"]) == ["bad", "loss"]
-    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert lines[0] == {"step": 1, "loss": 5.0, "note": "words", "grad_norm": None, "bad": None}
+class Kept:
+    """Keeps what a logger receives, and fails in step 4."""
+
+    def __init__(self):
+        self.config, self.lines, self.failed = None, [], None
+
+    def start(self, config):
+        self.config = config
+
+    def log(self, metrics, step):
+        if step == 4:
+            raise OSError("unreachable")
+        self.lines.append((step, metrics))
+
+    def finish(self, failed):
+        self.failed = failed
+
+
+class Unusable(Kept):
+    def start(self, config):
+        raise UsageError("address in use")
+
+
+def logs_to_loggers(rank, size, folder):
+    kept, other = Kept(), Kept()
+    model = paceline.DataParallel(model_zoo.build("Plain"))
+    optim = torch.optim.SGD(model.parameters(), lr=0.01)
+    with paceline.Profiler(folder, model, every=2, loggers=[kept, other]) as record:
+        for _ in range(6):
+            time.sleep(0.02 * rank)
+            x = torch.ones(4, model_zoo.WIDTH, dtype=torch.float64)
+            model.backward(model_zoo.loss_of(model, "Plain", x, x[:, :1]), samples=1 + rank)
+            record.log(loss=float(rank), samples=1 + rank)
+            optim.step()
+            optim.zero_grad()
+    with pytest.raises(UsageError, match="address in use"):
+        paceline.Profiler(folder, model, loggers=[Unusable()]).__enter__()
+    with pytest.raises(UsageError, match="'wandb' is no logger"):
+        paceline.Profiler(folder, model, loggers=["wandb"])
+    return kept.config, kept.lines, kept.failed
+
+
+def test_loggers_receive_global_metrics_on_rank_0(pool, tmp_path):
+    (config, lines, failed), others = pool(2).run(logs_to_loggers, tmp_path)
+    assert others == (None, [], None)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert config == facts | {"folder": str(tmp_path)}
+    assert failed is False
+    assert [step for step, _ in lines] == [1, 2]  # after the failure it is left alone for a minute
+    written = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in written] == [1, 2, 4, 6]
+    for _, metrics in lines:
+        assert metrics["loss"] == pytest.approx(2 / 3)
+        assert metrics["samples"] == 3
+        assert metrics["restarts"] == 0
+    last = written[-1]
+    assert last["step_seconds"] > 0.02
+    assert last["exposed_seconds"] >= last["waiting_seconds"] > 0.01
+    assert last["samples_per_second"] == pytest.approx(3 / last["step_seconds"])
 
 
 def continues(rank, size, folder):
@@ -157,7 +204,7 @@ def trains_two(rank, size, folder):
     models = [paceline.DataParallel(model_zoo.build("Plain"), sync=paceline.Sync(2**-11)) for _ in range(2)]
     optims = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
     x = torch.ones(4, model_zoo.WIDTH, dtype=torch.float64)
-    with paceline.Profiler(folder, models[1], tensorboard=False) as record:
+    with paceline.Profiler(folder, models[1]) as record:
         for _ in range(4):
             for model, optim in zip(models, optims, strict=True):
                 loss = model_zoo.loss_of(model, "Plain", x, x[:, :1])
@@ -166,7 +213,7 @@ def trains_two(rank, size, folder):
                 optim.zero_grad()
             record.log(loss=loss, samples=4)
         with pytest.raises(UsageError, match="a second timeline in one process"):
-            paceline.Profiler(folder, models[0], tensorboard=False)
+            paceline.Profiler(folder, models[0])
 
 
 def test_of_two_models_the_steps_are_those_of_the_one_that_was_named(pool, tmp_path):
@@ -184,7 +231,7 @@ def test_of_two_models_the_steps_are_those_of_the_one_that_was_named(pool, tmp_p
 def drags(rank, size, folder):
     model = paceline.DataParallel(model_zoo.build("Plain"))
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
-    with paceline.Profiler(folder, model, tensorboard=False):
+    with paceline.Profiler(folder, model):
         for _ in range(8):
             x = torch.ones(4, model_zoo.WIDTH, dtype=torch.float64)
             if rank == 1:
@@ -213,16 +260,16 @@ def refuses(rank, size, folder):
         with pytest.raises(UsageError, match=f"every={every!r}"):
             paceline.Profiler(folder, model, every=every)
     with (
-        paceline.Profiler(folder, model, tensorboard=False) as record,
+        paceline.Profiler(folder, model) as record,
         pytest.raises(UsageError, match="samples_per_second"),
     ):
         record.log(samples_per_second=3)
     with (
-        paceline.Profiler(folder, model, tensorboard=False) as record,
+        paceline.Profiler(folder, model) as record,
         pytest.raises(UsageError, match="None with samples=4"),
     ):
         record.log(loss=None, samples=4)
-    with paceline.Profiler(folder, model, tensorboard=False) as record:
+    with paceline.Profiler(folder, model) as record:
         for values, message in (
             ({"loss": torch.ones(2)}, r"loss is a tensor of shape \[2\]"),
             ({"loss": "x"}, "a str"),

@@ -106,6 +106,10 @@ class Hub:
         """Number of merged updates."""
         return self.counters.updates
 
+    def quarantined(self, now: float) -> int:
+        """Return the number of workers in quarantine."""
+        return self._screen.quarantined(now)
+
     # ------------------------------------------------------------------ called by the driver
 
     def receive(self, envelope: Envelope, now: float) -> None:

@@ -24,6 +24,11 @@ class HubServer:
         self._wait = 0.0
         self._traffic = time.monotonic(), exchange.sent_nbytes, exchange.received_nbytes
 
+    @property
+    def queued(self) -> int:
+        """Number of messages that wait to be sent, or are partly sent."""
+        return self._sender.queued
+
     def run(self, stop: Callable[[], bool], on_turn: Callable[[], object] = lambda: None) -> None:
         """Serve until `stop` returns True, then write a snapshot; calls both several times per second."""
         while not stop():

@@ -80,6 +80,10 @@ class UpdateScreen:
         history = self._workers.get(worker)
         return max(0.0, history.quarantined_until - now) if history is not None else 0.0
 
+    def quarantined(self, now: float) -> int:
+        """Return the number of workers in quarantine."""
+        return sum(now < history.quarantined_until for history in self._workers.values())
+
     def _reason(
         self, norm: float, header: UpdateHeader, seen: Collection[float], own: Collection[float]
     ) -> str:

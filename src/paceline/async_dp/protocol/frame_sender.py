@@ -68,6 +68,12 @@ class FrameSender:
         """Targets with queued messages."""
         return self._queues.keys() | self._current.keys()
 
+    @property
+    def queued(self) -> int:
+        """Number of messages whose last frame was not sent."""
+        waiting = sum(map(len, self._queues.values()))
+        return waiting + len(self._current) + len(self._last_frames)
+
     def forget(self, target: int) -> None:
         """Drop the messages to a target, and its rate."""
         self._queues.pop(target, None)

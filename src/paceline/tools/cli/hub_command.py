@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import signal
 import sys
@@ -103,6 +104,9 @@ def serve(
     gap: Annotated[
         float | None, own("X", "Population: lead at which all adopt the best early.", panel=_POPULATION)
     ] = None,
+    prometheus: Annotated[
+        str | None, own("HOST:PORT", "Serve metrics for Prometheus at this address.", panel=_SERVER)
+    ] = None,
 ) -> None:
     """Serve asynchronous training: merge the updates of workers in their order of arrival.
 
@@ -115,6 +119,7 @@ def serve(
     from paceline.async_dp.hub.staleness_policy import StalenessPolicy
     from paceline.async_dp.wal.hub_journal import HubJournal
     from paceline.async_dp.worker.worker_resources import bandwidth_limit
+    from paceline.integrations.loggers.hub_metrics import HubMetrics
     from paceline.tools.cli.hub_live_table import HubLiveTable
     from paceline.transport.zmq import HubExchange, SocketSettings
     from paceline.transport.zmq.curve_keys import HubKeys
@@ -148,8 +153,14 @@ def serve(
         with HubJournal.open(out, resume=not new) as journal:
             served = Hub(_run_name(name, journal), rules, journal, time.time)
             server, stop = HubServer(served, exchange), _StopCondition(seconds)
-            with HubLiveTable(served, exchange, out) as table:
-                server.run(stop, table.refresh)
+            with contextlib.ExitStack() as stack:
+                shown: list[HubLiveTable | HubMetrics] = []
+                metrics = None if prometheus is None else stack.enter_context(HubMetrics(server, prometheus))
+                shown.append(stack.enter_context(HubLiveTable(served, exchange, out)))
+                if metrics is not None:
+                    typer.echo(f"metrics at {metrics.url}")
+                    shown.append(metrics)
+                server.run(stop, lambda: [each.refresh() for each in shown])
     finally:
         exchange.close()
 

@@ -4,7 +4,7 @@
     run.json             command, settings, world, versions, model, start; at the end the result
     steps.jsonl          one line per logged step (rank 0)
     trace/rank<k>.jsonl  timeline of each rank
-    tensorboard/         the numbers of steps.jsonl for TensorBoard, where it is installed
+    tensorboard/         the numbers of steps.jsonl for TensorBoard, with ``--log tensorboard``; wandb/ for W&B
     checkpoint/          the latest complete checkpoints
     logs/rank<k>.log     output of the other ranks
     sample.txt           text that the trained model generated
@@ -26,12 +26,13 @@ from typing import Any
 from paceline._core.files import write_text
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.errors import UsageError
+from paceline.profiling.run_loggers import new_run_id
 from paceline.tools.train.train_settings import ExistingRun, TrainSettings
 
 __all__ = ["RunFolder"]
 
 FILES = ("settings.json", "run.json", "steps.jsonl", "sample.txt", "report.html")
-FOLDERS = ("trace", "checkpoint", "logs", "tensorboard")
+FOLDERS = ("trace", "checkpoint", "logs", "tensorboard", "wandb")
 
 
 class RunFolder:
@@ -99,14 +100,17 @@ class RunFolder:
                 shutil.rmtree(self.path / name)
 
     def write_settings(self, settings: TrainSettings, command: Mapping[str, str]) -> None:
-        """Write the settings, the command line and the time of its start."""
+        """Write the settings, the command line and the time of its start; a new run gets an id."""
         write_text(self.settings, settings.to_json() + "\n")
-        self.add_facts(**command)
+        self.add_facts(**{"run_id": new_run_id(), **self.facts(), **command})
 
     def add_facts(self, **facts: Any) -> None:
         """Add `facts` to ``run.json``, replacing those of the same name."""
-        known = json.loads(self.run.read_text(encoding="utf-8")) if self.run.exists() else {}
-        write_text(self.run, json.dumps(known | facts, indent=2) + "\n")
+        write_text(self.run, json.dumps(self.facts() | facts, indent=2) + "\n")
+
+    def facts(self) -> dict[str, Any]:
+        """Return the content of ``run.json``."""
+        return json.loads(self.run.read_text(encoding="utf-8")) if self.run.exists() else {}
 
     def remove_ranks_from(self, size: int) -> None:
         """Remove traces and logs of ranks `size` and up: a resumed run may have fewer ranks."""

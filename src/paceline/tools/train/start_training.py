@@ -13,6 +13,7 @@ from datetime import datetime
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.format import plural
 from paceline.errors import UsageError
+from paceline.integrations.loggers import make_loggers
 from paceline.launch.agent.elastic_run import run_elastic
 from paceline.testing import fault_injection
 from paceline.tools.models import corpus as corpora
@@ -118,6 +119,8 @@ def _join_world(settings: TrainSettings, place: ProcessPlace) -> None:
 
 def _fit_to_data(settings: TrainSettings, ranks: int) -> TrainSettings:
     """Return `settings` with the vocabulary that the data need, after checking data and checkpoint."""
+    if settings.log:
+        make_loggers(settings.log)  # raises if a library is missing
     corpus = corpora.load_corpus(settings.data)
     size = settings.model_size(corpus.vocabulary)
     corpora.check_corpus(corpus, batch=settings.micro_batch_size, context=size.context, ranks=ranks)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from paceline._core.json_codec import decode, encode
 from paceline.errors import UsageError, unknown
+from paceline.integrations.loggers import LOGGER_NAMES, check_logger_names
 from paceline.parallel.compression.compression_config import COMPRESSIONS
 from paceline.parallel.strategy import STRATEGIES, Sync
 from paceline.tools.command_options import own, shared
@@ -124,6 +125,14 @@ class TrainSettings:
     checkpoint_every: Annotated[
         int, own("STEPS", "Steps between checkpoints; 0: only at the end.", panel=RUN_PANEL)
     ] = 200
+    log: Annotated[
+        str | None,
+        own(
+            "NAMES",
+            f"Loggers, by commas: {', '.join(LOGGER_NAMES)}; NAME=PLACE: folder, project, experiment, HOST:PORT.",
+            panel=RUN_PANEL,
+        ),
+    ] = None
     ranks: int | None = None
     existing: ExistingRun = "refuse"
     weight_decay: float = 0.1
@@ -145,6 +154,8 @@ class TrainSettings:
             raise unknown("existing", self.existing, get_args(ExistingRun))
         if self.device not in (None, "cpu", "cuda"):
             raise unknown("device", self.device, ["cpu", "cuda"])
+        if self.log is not None:
+            check_logger_names(self.log)
         if not self.out:
             raise UsageError("out is empty", remedy="name a folder for the run, for example runs/train")
         size = self.model_size(self.vocabulary or 256)  # this and the following raise on invalid values

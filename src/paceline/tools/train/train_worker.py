@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -95,11 +96,26 @@ def _train(settings: TrainSettings, world: World) -> None:
     with Watchdog() as watchdog, RankTimeline(settings.out, job.model), progress:
         _log_start(job, progress)
         started = time.perf_counter()
-        val_loss = run_training(job, progress, watchdog)
+        with _logging(job):
+            val_loss = run_training(job, progress, watchdog)
         seconds = time.perf_counter() - started
     _log_result(job, progress, val_loss, seconds)
-    job.metrics.close()
     job.checkpoint.close()
+
+
+@contextmanager
+def _logging(job: TrainingJob) -> Iterator[None]:
+    """Pass metrics to the loggers in this block, on rank 0."""
+    if job.world.rank != 0:
+        yield
+        return
+    job.loggers.start({**job.folder.facts(), "folder": str(job.folder.path)})
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        job.loggers.finish(failed)
 
 
 def _prepare_folder(

@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline._core.step_state import step_state
 from paceline.checkpoint.api import Checkpoint
+from paceline.integrations.loggers import LoggerGroup, make_loggers
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
 from paceline.parallel.sharding.zero import ShardedOptimizer
@@ -47,6 +48,7 @@ class TrainingJob:
         batches: this rank's training data.
         held_out: this rank's part of the held-out data.
         metrics: writes the measurements of logged steps.
+        loggers: receive them, too.
         loop: context manager to train in for local SGD.
         sent_bytes: bytes that this rank has sent.
         choice: the choice of ``--strategy auto``, with reasons.
@@ -63,6 +65,7 @@ class TrainingJob:
     batches: TrainingWindows
     held_out: HeldOutWindows
     metrics: StepMetrics
+    loggers: LoggerGroup
     loop: OuterLoop | None = None
     sent_bytes: SentBytes = field(default_factory=SentBytes)
     choice: AutoChoice | None = None
@@ -176,6 +179,7 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
             corpus.held_out, settings.micro_batch_size, limit=settings.eval_windows, **shard
         ),
         metrics=StepMetrics(folder.path),
+        loggers=LoggerGroup(make_loggers(settings.log) if settings.log and world.rank == 0 else ()),
         loop=loop,
         sent_bytes=sent_bytes,
         choice=choice,

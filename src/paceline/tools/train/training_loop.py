@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from paceline._core.step_state import step_state
 from paceline.errors import PacelineError
 from paceline.health.watchdog import Watchdog
+from paceline.profiling.profiler import time_metrics
 from paceline.tools.models.gpt import token_loss as loss_of
 from paceline.tools.train.lr_schedule import cosine_lr
 from paceline.tools.train.training_job import TrainingJob
 from paceline.tools.train.training_progress import TrainingProgress
-from paceline.world.control_collectives import sum_over_ranks
+from paceline.world.control_collectives import gather_rows, sum_over_ranks
 
 __all__ = ["run_training"]
 
@@ -98,7 +99,9 @@ def _after_step(
     if "val_loss" in record or _is_due(job.step, job.settings.log_every):
         record |= _global_measurements(job, measured)
         if job.world.rank == 0:
-            job.metrics.add(job.step, {name: value for name, value in record.items() if name != "step"})
+            metrics = {name: value for name, value in record.items() if name != "step"}
+            job.metrics.add(job.step, metrics)
+            job.loggers.log(metrics, job.step)
     progress.step(record, watchdog.slowest() if watchdog is not None and progress.live else None)
     if last or _is_due(job.step, job.settings.checkpoint_every):
         _check_finite(job)
@@ -161,19 +164,24 @@ def _global_measurements(job: TrainingJob, measured: StepMeasurement) -> dict[st
     Raises:
         PacelineError: the loss is no longer finite.
     """
-    own = torch.stack((measured.loss_sum.double(), torch.tensor(measured.samples).to(measured.loss_sum)))
-    loss_sum, samples = sum_over_ranks(own).tolist()
+    own = [float(measured.loss_sum), measured.samples, measured.seconds, measured.exposed_seconds]
+    rows = torch.stack(gather_rows(torch.tensor(own, dtype=torch.float64)))
+    seconds, exposed = rows[:, 2], rows[:, 3]
+    loss_sum, samples = rows[:, :2].sum(0).tolist()
     loss = loss_sum / samples
     if not math.isfinite(loss):
         raise _divergence(job, f"the loss is {loss}")
+    visible = step_state.sees_waiting
+    times = time_metrics(seconds, exposed if visible else torch.full_like(exposed, math.nan))
     return {
         "loss": loss,
         "lr": measured.lr,
         "grad_norm": None if measured.grad_norm is None else float(measured.grad_norm),
         "samples": round(samples),
-        "step_seconds": measured.seconds,
-        "tokens_per_second": samples * job.size.context / measured.seconds,
-        "exposed_share": min(1.0, measured.exposed_seconds / measured.seconds),
+        **times,
+        "samples_per_second": samples / times["step_seconds"],
+        "tokens_per_second": samples * job.size.context / times["step_seconds"],
+        **({"exposed_share": min(1.0, (exposed.sum() / seconds.sum()).item())} if visible else {}),
         **job.sent_bytes.state(),
     }
 

@@ -25,7 +25,7 @@ class TrainingProgress:
     """Shows the progress of a training.
 
     On a terminal a line at the bottom is updated every step: step, loss, held-out loss, tokens per second of all ranks,
-    share of the step in which rank 0 was blocked on communication, the slowest rank if the others wait for it, and time
+    share of the step in which ranks were blocked on communication, the slowest rank if the others wait for it, and time
     left. Where standard output is no terminal, about 30 lines are printed in all.
 
     Args:

@@ -37,7 +37,7 @@ def run_in(path, step=3):
     folder = RunFolder(path)
     folder.prepare("refuse")
     folder.add_facts(command="x")
-    StepMetrics(folder.path, tensorboard=False).add(step, {"loss": 1.0})
+    StepMetrics(folder.path).add(step, {"loss": 1.0})
     return folder
 
 
@@ -90,12 +90,12 @@ def test_folder_that_is_a_file(tmp_path, existing):
 
 def test_repeated_steps_replace_the_earlier_lines(tmp_path):
     folder = run_in(tmp_path / "run", step=1)
-    before = StepMetrics(folder.path, tensorboard=False)
+    before = StepMetrics(folder.path)
     for step in (2, 3, 4, 5):
         before.add(step, {"loss": 1.0})
     with folder.steps.open("a") as file:
         file.write('{"step": 6, "lo')
-    again = StepMetrics(folder.path, tensorboard=False)
+    again = StepMetrics(folder.path)
     for step in (3, 4):
         again.add(step, {"loss": 2.0})
     lines = [json.loads(line) for line in folder.steps.read_text().splitlines()]

@@ -21,7 +21,11 @@ _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")  # added by torch to error messages
 _NAME_A_RUN = "name a folder that `paceline train`, paceline.Profiler or `paceline hub serve` wrote"
 _SPAN_FIELDS = ("name", "start", "seconds", "rank")
-_SHOWN_ELSEWHERE = ("step", "samples", "sent_nbytes", "would_be_nbytes")
+_SHOWN_ELSEWHERE = ("step", "samples", "sent_nbytes", "would_be_nbytes") + (
+    "exposed_seconds",
+    "waiting_seconds",
+    "restarts",
+)
 _OF_A_STEP = (
     "loss",
     "tokens_per_second",
@@ -42,7 +46,7 @@ class LoggedStep:
         tokens_per_second: throughput of all ranks.
         samples_per_second: throughput of all ranks.
         step_seconds: wall time of the step.
-        exposed_share: share of the step that rank 0 spent in exposed communication, 0 to 1.
+        exposed_share: share of the step that ranks spent in exposed communication, on average, 0 to 1.
         samples: samples of all ranks.
         val_loss: loss on held-out text, if measured at this step.
         numbers: other logged numbers by name; means over all ranks.
