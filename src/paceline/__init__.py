@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.health.non_finite_guard import NonFiniteGuard as NonFiniteGuard
     from paceline.health.replica_check import ReplicaCheck as ReplicaCheck
     from paceline.health.watchdog import Watchdog as Watchdog
+    from paceline.launch.process.notebook_launcher import launch_notebook as launch_notebook
     from paceline.parallel.compression.compression_config import Compression as Compression
     from paceline.parallel.data_parallel import DataParallel as DataParallel
     from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
@@ -69,6 +70,7 @@ _HOME = {
     "export_weights": "paceline.checkpoint.weights_export",
     "import_weights": "paceline.checkpoint.weights_export",
     "init": "paceline.world",
+    "launch_notebook": "paceline.launch.process.notebook_launcher",
     "shutdown": "paceline.world",
 }
 
@@ -95,6 +97,7 @@ __all__ = [
     "export_weights",
     "import_weights",
     "init",
+    "launch_notebook",
     "shutdown",
 ]
 
