@@ -24,7 +24,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) install --constraint constraints.txt --editable '.[report,mpi,ray,integrations,loggers,docs,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[report,mpi,ray,integrations,loggers,notebook,docs,dev]'
 	touch $@
 
 train: $(VENV)/.run

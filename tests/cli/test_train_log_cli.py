@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SMALL = ["--context", 8, "--batch-size", 2, "--eval-every", 0, "--threads", 1, "--ranks", 1]
+SMALL = ["--context", 8, "--micro-batch-size", 2, "--eval-every", 0, "--threads", 1, "--nproc-per-node", 1]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_metrics_reach_the_loggers(tmp_path, train):
     (run,) = client.search_runs([client.get_experiment_by_name("speed").experiment_id])
     facts = json.loads((tmp_path / "run/run.json").read_text())
     assert run.data.params["run_id"] == facts["run_id"]
-    assert run.data.params["settings.batch_size"] == "2"
+    assert run.data.params["settings.micro_batch_size"] == "2"
     assert run.data.params["world.size"] == "1"
     assert run.info.status == "FINISHED"
     assert {name for name in lines[3] if lines[3][name] is not None} - {"step"} == set(run.data.metrics)
