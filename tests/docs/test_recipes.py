@@ -157,6 +157,34 @@ def test_a_failed_run_continues_on_fewer_ranks_to_the_same_loss(files, run):
     assert last.startswith("step 150: ")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "accumulation"),
+    [
+        ("hugging-face", "gradient_accumulation_steps={}"),
+        pytest.param("lightning", "accumulate_grad_batches={}", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_loops_of_others_learn_the_same_on_any_number_of_ranks(files, run, recipe, accumulation):
+    folder = files(recipe)
+    text = (
+        (folder / "train.py")
+        .read_text()
+        .replace("n_embd=64", "n_embd=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0")
+    )
+    (folder / "train.py").write_text(text)  # dropout depends on the rank
+    two = run(folder, 2, "train.py")
+    if recipe == "hugging-face":
+        assert run(folder, 2, "train.py", "--resume").splitlines()[-1] == two.splitlines()[-1]
+    (folder / "alone.py").write_text(text.replace(accumulation.format(2), accumulation.format(4)))
+    losses = [
+        [float(loss) for loss in re.findall(r"\d\.\d{3}", each.splitlines()[-1])]
+        for each in (two, run(folder, 1, "alone.py"))
+    ]
+    assert losses[0][-1] < 3.0
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=2e-3)  # after which rounding grows
+    assert losses[0] == pytest.approx(losses[1], abs=4e-2)
+
+
 def test_a_program_for_oneccl_learns_what_it_learns_over_gloo(files, run):
     folder = files("oneccl")
     text = (folder / "train.py").read_text()
