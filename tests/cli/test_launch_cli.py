@@ -91,7 +91,7 @@ def test_a_launcher_may_continue_with_fewer_hosts(command):
     assert "--nnodes=1:2 " in out
     code, out, _ = command("launch", "ray", "--nnodes", "2:4", "--workdir", "/runs", "train.py")
     assert code == 0
-    assert "'min_hosts': 2" in out
+    assert '"min_hosts": 2' in out
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_the_answer_comes_first(run):
 
 @pytest.mark.thorough
 def test_a_model_that_does_not_fit_gets_computed_advice(run):
-    small = ("--hardware", "cpu", "--device-memory", "40MiB")
+    small = ("--device", "cpu", "--device-memory", "40MiB")
     printed = run("--model", "tiny", "--micro-batch-size", "8", *small).stdout
     assert "does not fit" in printed.splitlines()[0]
     assert printed.splitlines()[1].startswith("It fits with")
@@ -74,7 +74,7 @@ def test_strategies_and_devices_side_by_side(run):
 
 @pytest.mark.parametrize("named", [("plannable:build",), ("plannable:Net", "--inputs", "1x16")])
 def test_a_users_model(run, named):
-    printed = run("--model", named[0], *named[1:], "--hardware", "cpu").stdout
+    printed = run("--model", named[0], *named[1:], "--device", "cpu").stdout
     assert "(676 parameters)" in printed.splitlines()[0]
 
 
