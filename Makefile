@@ -1,7 +1,7 @@
 # Two commands do everything on a machine with Python 3.11, pip and make:
 #   make train    install into .venv, train the reference model on two processes, show the result
 #   make test     install into .venv, run the tests of everyday work: minutes
-#   make test-all install into .venv, run every test: those of make test, then the thorough ones and whole sweeps
+#   make test-all install into .venv, run every test: those of make test, the thorough ones and whole sweeps
 #   make check    install into .venv, run ruff, pyright and import-linter
 #   make docs     install into .venv, build the manual as a site into build/manual
 #   make package  install into .venv, build sdist and wheel into build/package/dist, try the wheel outside of the repository
@@ -34,13 +34,17 @@ train: $(VENV)/.run
 PYTEST := $(VENV)/bin/python -m pytest -q
 PAIRED := -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 
+ifeq ($(filter test-all,$(MAKECMDGOALS)),)
 test: $(VENV)/.dev
 	$(PYTEST) $(PAIRED)
 	$(PYTEST) -m alone tests/netlab
+else
+test: test-all # which has the tests of both
+endif
 
-test-all: test
-	$(PYTEST) --rest $(PAIRED)
-	$(PYTEST) --rest -m alone tests/netlab
+test-all: $(VENV)/.dev
+	$(PYTEST) --all $(PAIRED)
+	$(PYTEST) --all -m alone tests/netlab
 
 test-fast: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q tests/unit tests/cli

@@ -18,21 +18,18 @@ from launchers_table import cells, show, write
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that select the whole run and keep the table of launchers."""
     parser.addoption("--all", action="store_true", help="run every test, thorough ones and whole sweeps too")
-    parser.addoption(
-        "--rest", action="store_true", help="run only the tests that a run without --all leaves out"
-    )
     parser.addoption("--launchers", metavar="FILE", help="write the table of launchers there, as JSON")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the short run, or with `--rest` all others; `--all` and tests by name keep everything.
+    """Keep the tests of the short run; `--all` and tests by name keep everything.
 
     Tests that take long start first, so that two workers end at about the same time.
     """
     if not config.getoption("--all") and not any("::" in str(argument) for argument in config.args):
-        thorough, rest = _thorough(items), config.getoption("--rest")
-        config.hook.pytest_deselected(items=[item for item in items if (item in thorough) != rest])
-        items[:] = [item for item in items if (item in thorough) == rest]
+        thorough = _thorough(items)
+        config.hook.pytest_deselected(items=list(thorough))
+        items[:] = [item for item in items if item not in thorough]
     items.sort(key=lambda item: _turn(item.path))
 
 

@@ -3,7 +3,7 @@
     python benchmarks/first-steps/first_steps.py run
     python benchmarks/first-steps/first_steps.py table
 
-Clones the last commit into a temporary folder and runs there each line of docs/README.md's "Start in 5 minutes" that
+Clones the last commit into a temporary folder and runs there each line of docs/README.md's "First steps" that
 begins with `$`, as it stands; the first one installs everything. Ends at the first command that fails.
 """
 
@@ -41,7 +41,7 @@ def run(json_file: JsonOption = None) -> None:
                 sys.exit(f"{command!r} ended with exit code {status}")
 
         page = Path(clone, "docs/README.md").read_text(encoding="utf-8")
-        section = page.partition("## Start in 5 minutes\n")[2].partition("\n## ")[0]
+        section = page.partition("## First steps\n")[2].partition("\n## ")[0]
         for command in re.findall(r"^\$ (.+)$", section, re.MULTILINE):
             print(f"$ {command}", flush=True)
             steps.append({"command": command, "seconds": seconds_of(lambda command=command: call(command))})

@@ -5,7 +5,8 @@
     python benchmarks/slow-networks/loss.py chart
 
 What DDP learns in a step does not depend on the network: its curves are made on this machine, and its step is timed on
-the lab, in turns with the trainings by Paceline, which are timed whole.
+the lab, in turns with the trainings by Paceline, which are timed whole. DDP with its fp16
+hook, which halves the bytes, is taken to learn the same in a step; its step is timed in turns with DDP's.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 from statistics import median
 from typing import Annotated, Any
 
-from loss_curve import DDP, FACTS, method, sent_until, train_as_rank
+from loss_curve import DDP, DDP_FP16, FACTS, method, sent_until, train_as_rank
 from typer import Option
 
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
+from bench_harness.turns import Ratio, ratio_of
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
@@ -52,32 +54,45 @@ def run(
     rate: Annotated[str, Option(help="Rate of every link, each direction.")] = "100Mbit/s",
     seeds: Annotated[int, Option(min=1, help="Trainings by each method.")] = 3,
     timed: Annotated[int, Option(min=1, help="Steps of DDP that are timed on the lab.")] = 100,
+    only_fp16: Annotated[
+        bool, Option("--only-fp16", help="Time DDP's fp16 hook anew, keep the rest.")
+    ] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Train by DDP and by Paceline until the same held-out loss, and compare the times."""
     path = bench.output(json_file, f"loss-{hosts}x{rate.removesuffix('/s')}")
-    turns = seeds * (DDP["steps"] // EVERY + OWN["steps"] // EVERY)
-    with ProgressBar(f"time to loss, {hosts} hosts, {rate}", turns) as tick:
+    old = bench.read(path.stem) if only_fp16 else {}
+    turns = 0 if old else seeds * (DDP["steps"] // EVERY + OWN["steps"] // EVERY)
+    with ProgressBar(f"time to loss, {hosts} hosts, {rate}", turns or 1) as tick:
 
         def train(lab: Lab, chosen: dict[str, Any], seed: int = 0, timed: int = 0) -> Any:
             job = {"method": chosen, "seed": seed, "timed": timed, "every": EVERY}
             return bench.run_in_lab(lab, job, tick, per_host=hosts // lab.hosts)
 
-        with Lab(1) as lab:
-            ddp = [train(lab, DDP, seed) for seed in range(seeds)]
-        with Lab(hosts, rate) as lab:
-            buckets = {mib: train(lab, DDP | {"bucket_mib": mib}, timed=8) for mib in BUCKETS}
+        def best_bucket(lab: Lab, chosen: dict[str, Any]) -> dict[str, Any]:
+            buckets = {mib: train(lab, chosen | {"bucket_mib": mib}, timed=8) for mib in BUCKETS}
             best = min(buckets, key=lambda mib: sorted(buckets[mib])[4])
-            seconds, own = [], []
+            return {"way": chosen, "buckets": buckets, "bucket_mib": best}
+
+        ddp, own = old.get("ddp"), old.get("ours")
+        if ddp is None:
+            with Lab(1) as lab:
+                curves = [train(lab, DDP, seed) for seed in range(seeds)]
+        with Lab(hosts, rate) as lab:
+            if ddp is None:
+                ddp = best_bucket(lab, DDP) | {"curves": curves, "seconds": []}
+                own = {"way": OWN, "curves": []}
+            fp16 = best_bucket(lab, DDP_FP16) | {"seconds": [], "beside": []}
             for seed in range(seeds):
-                seconds += train(lab, DDP | {"bucket_mib": best}, timed=-(-timed // seeds))
-                own.append(train(lab, OWN, seed))
+                each = -(-timed // seeds)
+                beside = train(lab, DDP | {"bucket_mib": ddp["bucket_mib"]}, timed=each)
+                fp16["beside"] += beside
+                fp16["seconds"] += train(lab, DDP_FP16 | {"bucket_mib": fp16["bucket_mib"]}, timed=each)
+                if not old:
+                    ddp["seconds"] += beside
+                    own["curves"].append(train(lab, OWN, seed))
     result = bench.write(
-        path,
-        "time-to-loss",
-        {"hosts": hosts, "rate": rate} | FACTS,
-        ddp={"way": DDP, "curves": ddp, "buckets": buckets, "bucket_mib": best, "seconds": seconds},
-        ours={"way": OWN, "curves": own},
+        path, "time-to-loss", {"hosts": hosts, "rate": rate} | FACTS, ddp=ddp, ddp_fp16=fp16, ours=own
     )
     print(figures(result))
 
@@ -85,24 +100,41 @@ def run(
 # ---------------------------------------------------------------------- results
 
 
+def fp16_ratio(result: dict[str, Any]) -> Ratio:
+    """Return how much longer a step takes by DDP than by DDP with its fp16 hook, timed alternately on one lab."""
+    return ratio_of(result["ddp_fp16"]["beside"], result["ddp_fp16"]["seconds"])
+
+
 def figures(result: dict[str, Any]) -> str:
     """Return the table of times to the same loss: a row per seed."""
-    rows, step_seconds = [], median(result["ddp"]["seconds"])
+    rows, step_seconds, ratio = [], median(result["ddp"]["seconds"]), fp16_ratio(result).median
     for seed, (ddp, own) in enumerate(zip(result["ddp"]["curves"], result["ours"]["curves"], strict=True)):
         target, seconds = ddp[-1]["loss"], ddp[-1]["step"] * step_seconds
         reached = next((point for point in own if point["loss"] <= target), None)
-        cells = ["never", "", ""]
+        cells = ["never", "", "", ""]
         if reached is not None:
-            cells = [f"{reached['seconds']:.0f}", str(reached["step"]), f"{seconds / reached['seconds']:.2f}"]
-        rows.append([str(seed), f"{target:.4f}", f"{seconds:.0f}", *cells, f"{own[-1]['loss'] / target:.4f}"])
-    titles = ["seed", "DDP's last loss", "by DDP, s", "by ours, s", "at step", "÷", "last loss ÷ DDP's"]
-    return table(titles, rows)
+            faster = seconds / reached["seconds"]
+            cells = [
+                f"{reached['seconds']:.0f}",
+                str(reached["step"]),
+                f"{faster:.2f}",
+                f"{faster / ratio:.2f}",
+            ]
+        by_ddp = [f"{seconds:.0f}", f"{seconds / ratio:.0f}"]
+        rows.append([str(seed), f"{target:.4f}", *by_ddp, *cells, f"{own[-1]['loss'] / target:.4f}"])
+    titles = ["seed", "DDP's last loss", "by DDP, s", "with its fp16 hook, s", "by ours, s", "at step"]
+    return table([*titles, "DDP ÷ ours", "fp16 hook ÷ ours", "last loss ÷ DDP's"], rows)
 
 
 @bench.tables
 def tables() -> dict[str, str]:
     """Return the block of README.md."""
-    return {"loss": figures(bench.read("loss-4x100Mbit"))}
+    result = bench.read("loss-4x100Mbit")
+    ratio = fp16_ratio(result)
+    return {
+        "loss": figures(result),
+        "fp16": f"A step of DDP takes {ratio} times as long as with its fp16 hook.",
+    }
 
 
 @bench.charts
@@ -116,18 +148,22 @@ def draw(result: dict[str, Any]) -> Chart:
     """Return held-out loss over time and over bytes, of every seed."""
     figure, (over_time, over_bytes) = stacked_panels(width=10, height=8.4, heights=(1.0, 1.0))
     ddp_curves, step_seconds = result["ddp"]["curves"], median(result["ddp"]["seconds"])
-    for index, curves in enumerate(zip(ddp_curves, result["ours"]["curves"], strict=True)):
-        methods = (("torch DDP", INK), (result["ours"]["way"]["name"], COLOURS[1]))
-        for (name, colour), points in zip(methods, curves, strict=True):
+    methods = (
+        ("torch DDP", INK, ddp_curves, step_seconds),
+        ("torch DDP, fp16 hook", COLOURS[0], ddp_curves, step_seconds / fp16_ratio(result).median),
+        (result["ours"]["way"]["name"], COLOURS[1], result["ours"]["curves"], None),
+    )
+    for name, colour, curves, per_step in methods:
+        for index, points in enumerate(curves):
             losses = [point["loss"] for point in points]
-            seconds = [
-                point["step"] * step_seconds if points is curves[0] else point["seconds"] for point in points
-            ]
+            seconds = [point["step"] * per_step if per_step else point["seconds"] for point in points]
             label = {"label": name} if index == 0 else {}
             over_time.plot(seconds, losses, color=colour, linewidth=1.4, **label)
-            megabytes = [sent / 1e6 for sent in sent_until(points)]
+            halves = 2 if name == DDP_FP16["name"] else 1
+            megabytes = [sent / 1e6 / halves for sent in sent_until(points)]
             over_bytes.plot(megabytes, losses, color=colour, linewidth=1.4)
-        over_time.axhline(curves[0][-1]["loss"], color=INK, linewidth=0.6, linestyle=(0, (2, 3)))
+    for points in ddp_curves:
+        over_time.axhline(points[-1]["loss"], color=INK, linewidth=0.6, linestyle=(0, (2, 3)))
     settings = result["settings"]
     title = f"Held-out loss of {settings['size']}, {settings['hosts']} hosts, links of {settings['rate']}"
     set_title(over_time, title)

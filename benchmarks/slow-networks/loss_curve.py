@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import paceline
 from bench_harness.ranks import interface_bytes, tuned_ddp
@@ -43,13 +44,15 @@ def method(name: str, kind: str, lr: float, **others: Any) -> dict[str, Any]:
             so many steps, averaged or by DiLoCo.
         lr: largest learning rate, the best that was found for the method.
         others: `steps` in all, which the schedule ends with; `gradients`: their compression, a name or settings of
-            `paceline.Compression`; `options` of `LocalSGD` or `DiLoCo`; `bucket_mib` of gradients.
+            `paceline.Compression`, for torch's DDP ``"fp16"``; `options` of `LocalSGD` or `DiLoCo`; `bucket_mib` of
+            gradients.
     """
     defaults = {"steps": 600, "gradients": None, "options": {}, "bucket_mib": 5.0}
     return {"name": name, "kind": kind, "lr": lr, **defaults, **others}
 
 
 DDP = method("torch DDP", "ddp", 1e-3)
+DDP_FP16 = method("torch DDP, fp16 hook", "ddp", 1e-3, gradients="fp16")
 
 
 # ---------------------------------------------------------------------- a rank
@@ -85,7 +88,10 @@ class Training:
         torch.manual_seed(seed)
         self.net = GPT(size)
         if method["kind"] == "ddp":
-            self.model: nn.Module = tuned_ddp(self.net, method["bucket_mib"])
+            model = tuned_ddp(self.net, method["bucket_mib"])
+            if method["gradients"] == "fp16":
+                model.register_comm_hook(None, fp16_compress_hook)
+            self.model: nn.Module = model
         else:
             sync = paceline.Sync(
                 bucket_mib=method["bucket_mib"], compression=compression_of(method["gradients"])

@@ -1,10 +1,11 @@
-"""Draws the pictures of three ideas, from the code and from committed results.
+"""Draws the pictures of the README and of ideas, from the code and from committed results.
 
     python docs/pictures/draw.py
 
-Writes `worlds.png` (which variables tell a process its place, as `paceline.world` reads them), `exactness.png` (the
-error of gradients on uneven data, from benchmarks/loader/exact.json) and `overlap.png` (work and exchange at the same
-time, from benchmarks/exchange) beside this file.
+Writes beside this file: `worlds.png` (which variables give a process its place, as `paceline.world` reads them),
+`exactness.png` (the error of gradients on uneven data, from benchmarks/loader/exact.json), `slow_link.png` (loss over
+time on a slow network, from benchmarks/slow-networks/loss-4x100Mbit.json) and `overlap.png` (work and exchange at the
+same time, from benchmarks/exchange).
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import json
 from pathlib import Path
 from statistics import median
 
-from paceline.tools.report.charts.chart_style import COLOURS, MUTED, Chart, in_paceline_style, stacked_panels
+from paceline.tools.report.charts.chart_style import (
+    COLOURS,
+    INK,
+    MUTED,
+    Chart,
+    in_paceline_style,
+    set_title,
+    stacked_panels,
+)
 from paceline.world.environment import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
 HERE = Path(__file__).resolve().parent
@@ -52,29 +61,63 @@ def worlds() -> Chart:
     return Chart(figure)
 
 
+EXACTNESS = {
+    "torch DDP in Join, divided by the initial world size": "torch DDP, join(), its default",
+    "torch DDP in Join, divided by the ranks that are left": "torch DDP, join(),\ndivided by the ranks left",
+    "torch DDP, batches in proportion": "torch DDP",
+    "torch DDP, batches in proportion, loss weighted by hand": "torch DDP, loss weighted by hand",
+}
+
+
 @in_paceline_style
 def exactness() -> Chart:
     """Draw the error of the gradient, on a logarithmic axis, for each way of training on uneven data."""
     rows = json.loads((RESULTS / "loader" / "exact.json").read_text(encoding="utf-8"))["rows"]
-    rows = [row for row in rows if "accumulation" not in row["name"]]
-    figure, (axes,) = stacked_panels(10, 4)
-    colours = [COLOURS[0] if row["name"].startswith("Paceline") else COLOURS[1] for row in rows]
+    error_of = {row["name"]: row["error"] for row in rows}
+    errors = {label: error_of.pop(name) for name, label in EXACTNESS.items()}
+    errors["Paceline, worst of every strategy"] = max(error_of.values())
+    figure, (axes,) = stacked_panels(9, 2.9)
+    colours = [COLOURS[1]] * len(EXACTNESS) + [COLOURS[0]]
     axes.barh(
-        [row["name"] for row in rows], [row["error"] for row in rows], left=1e-17, color=colours, height=0.6
+        list(errors), [error - 1e-17 for error in errors.values()], left=1e-17, color=colours, height=0.6
     )
     axes.set_xscale("log")
-    axes.set_xlim(1e-17, 10)
+    axes.set_xlim(1e-17, 100)
     axes.invert_yaxis()
-    axes.set_xlabel("largest relative error of a gradient")
-    for at, row in enumerate(rows):
-        error = row["error"]
-        axes.annotate(
-            f"{error:.0%}" if error > 1e-3 else f"{error:.0e}",
-            (error, at),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-        )
+    axes.set_xlabel("largest relative error of a gradient (float64; 1 = 100 %)")
+    for at, error in enumerate(errors.values()):
+        text = f"{error:.0%}".replace("%", " %") if error > 1e-3 else f"{error:.0e}"
+        axes.annotate(text, (error, at), (4, 0), textcoords="offset points", va="center")
+    set_title(axes, "Four ranks with unequal batches: how wrong is the gradient?")
+    return Chart(figure)
+
+
+@in_paceline_style
+def slow_link() -> Chart:
+    """Draw held-out loss over time on links of 100 Mbit/s: torch DDP, with its fp16 hook, and LocalSGD; all seeds."""
+    result = json.loads((RESULTS / "slow-networks" / "loss-4x100Mbit.json").read_text(encoding="utf-8"))
+    ddp, fp16, ours = (result[key] for key in ("ddp", "ddp_fp16", "ours"))
+    step_seconds = median(ddp["seconds"])
+    fp16_share = median(own / beside for own, beside in zip(fp16["seconds"], fp16["beside"], strict=True))
+    figure, (axes,) = stacked_panels(9, 3.8)
+    for name, colour, curves, per_step in (
+        ("torch DDP", INK, ddp["curves"], step_seconds),
+        ("torch DDP with its fp16 hook", COLOURS[1], ddp["curves"], step_seconds * fp16_share),
+        ("paceline.LocalSGD, every 4 steps, int4", COLOURS[0], ours["curves"], None),
+    ):
+        for index, points in enumerate(curves):
+            minutes = [(point["step"] * per_step if per_step else point["seconds"]) / 60 for point in points]
+            label = {"label": name} if index == 0 else {}
+            axes.plot(minutes, [point["loss"] for point in points], color=colour, linewidth=1.4, **label)
+    axes.axhline(
+        max(points[-1]["loss"] for points in ddp["curves"]), color=MUTED, linewidth=0.8, linestyle=(0, (2, 3))
+    )
+    axes.set_ylim(1.45, 3.0)
+    axes.set_xlim(0, None)
+    axes.set_xlabel("minutes (dotted: the loss that DDP ends with; three seeds each)")
+    axes.set_ylabel("held-out loss")
+    axes.legend(frameon=False, fontsize=10)
+    set_title(axes, "Four hosts on links of 100 Mbit/s: loss against time")
     return Chart(figure)
 
 
@@ -98,5 +141,5 @@ def overlap() -> Chart:
 
 
 if __name__ == "__main__":
-    for draw in (worlds, exactness, overlap):
+    for draw in (worlds, exactness, slow_link, overlap):
         print(draw().save(HERE / f"{draw.__name__}.png").relative_to(HERE.parents[1]))

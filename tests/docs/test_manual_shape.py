@@ -41,6 +41,6 @@ def test_pictures_of_ideas_are_drawn_by_the_code_beside_them(tmp_path, monkeypat
     spec = spec_from_file_location("draw", ROOT / "docs" / "pictures" / "draw.py")
     draw = module_from_spec(spec)
     spec.loader.exec_module(draw)
-    for picture in (draw.worlds, draw.exactness, draw.overlap):
+    for picture in (draw.worlds, draw.exactness, draw.slow_link, draw.overlap):
         assert picture().save(tmp_path / f"{picture.__name__}.png").stat().st_size > 10_000
         assert (ROOT / "docs" / "pictures" / f"{picture.__name__}.png").is_file()

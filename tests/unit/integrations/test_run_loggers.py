@@ -85,6 +85,9 @@ def test_wandb_keeps_the_id_of_a_resumed_run(tmp_path, monkeypatch):
     log_run(WandbLogger("speed"), [1, 2, 3], folder=str(tmp_path))
     time.sleep(1)  # its folders are named by the second
     log_run(WandbLogger("speed"), [2, 3], failed=True, folder=str(tmp_path))
+    deadline = time.monotonic() + 60
+    while not all("exit" in run for run in wandb_runs(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)  # W&B's own process writes the files, the last records a little later
     first, second = wandb_runs(tmp_path)
     assert first["id"] == second["id"] == "a1b2"
     assert first["project"] == "speed"

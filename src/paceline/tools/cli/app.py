@@ -42,7 +42,7 @@ COMMANDS = {  # name: (module, a function or a typer.Typer in it, help, panel of
     "plan": (".plan", "app", "Plan a training from measurements, before anything runs.", "Plan"),
     "simulate": (".simulate", "app", "Predict how a job would run on many nodes, or elsewhere.", "Plan"),
     "data": (".data_command", "data", "Show which rank gets which data, which starve, what is safe.", "Plan"),
-    "report": (".report_command", "report", "Write an HTML report of a run.", "Explain"),
+    "report": (".report_command", "report", "Write an HTML report of a run, or compare two.", "Explain"),
     "collective": (
         ".collective_command",
         "collective",

@@ -27,7 +27,7 @@ def recorded(tmp_path_factory):
     model = paceline.DataParallel(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)))
     with (
         profile(activities=[ProfilerActivity.CPU]) as torch_profile,
-        paceline.Profiler(folder / "run", model, tensorboard=False) as record,
+        paceline.Profiler(folder / "run", model) as record,
     ):
         for step in range(STEPS):
             with record_function(f"forward of step {step + 1}"):
