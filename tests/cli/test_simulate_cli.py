@@ -144,7 +144,7 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
         ("--parameters many", "--parameters: 'many' is no count"),
         ("--speeds 1:x", "--speeds '1:x'"),
         ("--speeds 1:0", "--speeds 1:0"),
-        ("--spread -1", "--spread -1"),
+        ("--spread -1", "--spread: '-1' is no share"),
         ("--step 0ms", "--step 0ms"),
         ("--step 5", "unknown unit ''"),
         ("--jitter 100%", "--jitter 100%"),

@@ -190,7 +190,7 @@ def test_help_lists_both(call):
         (f"{BASE} --backward 100%", "backward"),
         (f"{BASE} --every 0", "every=0"),
         (f"{BASE} --every 4 --strategy full-shard", "whole parameters"),
-        (f"{BASE} --scaling huge", "unknown batch"),
+        (f"{BASE} --scaling huge", "unknown scaling"),
         (f"{BASE} --speeds 1:fast", "--speeds '1:fast'"),
         (f"{BASE} --speeds 1:0", "speeds"),
         (f"{BASE} --balance fair", "unknown balance"),

@@ -160,7 +160,7 @@ def logs_to_loggers(rank, size, folder):
             optim.step()
             optim.zero_grad()
     with pytest.raises(UsageError, match="address in use"):
-        paceline.Profiler(folder, model, loggers=[Unusable()]).__enter__()
+        paceline.Profiler(folder / "other", model, loggers=[Unusable()]).__enter__()
     with pytest.raises(UsageError, match="'wandb' is no logger"):
         paceline.Profiler(folder, model, loggers=["wandb"])
     return kept.config, kept.lines, kept.failed

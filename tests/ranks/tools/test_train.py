@@ -130,7 +130,7 @@ def test_resume_on_other_ranks_with_another_strategy(pool, settings, before, aft
     halved = clean(*dealt("halved", *before))
     _, expected = pool(1).run(run, whole, timeout=120)[0]
     pool(before[0]).run(run_to, halved, 5, timeout=120)
-    rest = replace(halved, micro_batch_size=6 // after[0], sync=after[1], existing="resume")
+    rest = replace(halved, micro_batch_size=6 // after[0], strategy=after[1], existing="resume")
     _, found = pool(after[0]).run(run, rest, timeout=120)[0]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)

@@ -159,11 +159,11 @@ def slow(rank, size, settings, seconds):
 def test_auto_chooses_a_plain_strategy_on_a_fast_network(pool, settings):
     # See [Note: one norm for all plans].
     settings = replace(settings, micro_batch_size=32, context=64, steps=3, clip=0.0)
-    named = pool(2).run(run, clean(replace(settings, strategy="sharded"), "named"), timeout=120)
+    named = pool(2).run(run, clean(replace(settings, strategy="bucketed"), "named"), timeout=120)
     measured = pool(2).run(slow, clean(replace(settings, strategy="auto"), "auto"), 1e-9, timeout=120)
     chosen = measured[0][1]
     assert measured[1][1] == chosen
-    assert (chosen.strategy, chosen.every) == ("sharded", None)
+    assert (chosen.strategy, chosen.every) == ("bucketed", None)
     assert equal(measured[0][0], named[0][1]), "measuring and tuning must change nothing"
 
 

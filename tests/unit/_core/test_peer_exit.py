@@ -15,6 +15,8 @@ from paceline._core.process_exit import ExitStatus, exit_status_of, has_ended
 def end(how):
     def work():
         if how < 0:
+            if how != -signal.SIGKILL:
+                signal.signal(-how, signal.SIG_DFL)  # whatever handler this process has inherited
             os.kill(os.getpid(), -how)
             time.sleep(30)
         os._exit(how)
