@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 from collections import defaultdict
@@ -13,6 +14,19 @@ import pytest
 from hypothesis import settings
 
 from launchers_table import cells, show, write
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, started anew for each file: an event loop of Playwright runs in this thread as long as it lives."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no Chromium on the PATH")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield started
+        started.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

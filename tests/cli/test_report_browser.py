@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 
 import pytest
 
@@ -14,10 +13,6 @@ from paceline.tools.report.page.curve_chart import MAX_POINTS
 from paceline.tools.report.run.run_page import write_run_report
 from recorded_run import write_run
 from reported_hub_folder import demo
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on the PATH")
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +50,6 @@ def compared(tmp_path_factory):
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     return write_hub_report(demo(tmp_path_factory.mktemp("hub") / "run")).resolve().as_uri()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture

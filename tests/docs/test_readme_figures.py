@@ -178,7 +178,7 @@ def test_no_other_number_is_in_the_text():
     rest = " ".join(rest.split())
     for known in sorted([*(claim.text() for claim in CLAIMS.values()), *NOT_MEASURED], key=len, reverse=True):
         rest = rest.replace(known, "")
-    assert re.findall(r".{30}\d+.{30}", rest) == []
+    assert re.findall(r".{0,30}\d+.{0,30}", rest) == []
 
 
 def test_it_is_read_in_a_minute():

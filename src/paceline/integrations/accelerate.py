@@ -35,8 +35,8 @@ try:
     from accelerate.state import GradientState
     from accelerate.utils import DistributedType
     from accelerate.utils.operations import send_to_device
-except ImportError:
-    raise missing_library(__name__, "accelerate") from None
+except ImportError as error:
+    raise missing_library(__name__, "accelerate", error) from error
 
 __all__ = ["PacelineAccelerator"]
 

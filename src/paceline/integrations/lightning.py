@@ -40,8 +40,8 @@ try:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.strategies.strategy import _ForwardRedirection
     from lightning.pytorch.utilities.model_helpers import is_overridden
-except ImportError:
-    raise missing_library(__name__, "lightning") from None
+except ImportError as error:
+    raise missing_library(__name__, "lightning", error) from error
 
 __all__ = ["PacelineFabricStrategy", "PacelineStrategy"]
 

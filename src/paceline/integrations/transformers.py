@@ -27,8 +27,8 @@ from paceline.parallel.strategy import Sync
 try:
     from transformers import Trainer, TrainingArguments
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-except ImportError:
-    raise missing_library(__name__, "transformers and accelerate") from None
+except ImportError as error:
+    raise missing_library(__name__, "transformers and accelerate", error) from error
 
 __all__ = ["PacelineTrainer"]
 

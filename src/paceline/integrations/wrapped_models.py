@@ -28,11 +28,17 @@ __all__ = [
 ]
 
 
-def missing_library(module: str, library: str) -> UsageError:
-    """Return the error for an integration whose library can't be imported."""
-    return UsageError(
-        f"{module} needs {library}, which is not installed", remedy="pip install 'paceline[integrations]'"
-    )
+def missing_library(module: str, library: str, error: ImportError) -> UsageError:
+    """Return the error for an integration whose library can't be imported.
+
+    Args:
+        module: the integration.
+        library: what it needs.
+        error: of the import; a library of another version may lack a name.
+    """
+    installed = not isinstance(error, ModuleNotFoundError)
+    reason = f"whose installed version does not fit: {error}" if installed else "which is not installed"
+    return UsageError(f"{module} needs {library}, {reason}", remedy="pip install 'paceline[integrations]'")
 
 
 def check_ranks(name: str, ranks: int) -> None:

@@ -4,7 +4,7 @@ tensorboard_logger.py  event files
 wandb_logger.py        Weights & Biases, online or offline
 mlflow_logger.py       a tracking server, or files
 prometheus_logger.py   an HTTP endpoint that Prometheus scrapes
-hub_metrics.py         the same for `paceline hub`
+hub_metrics.py         the same for `paceline hub serve`
 metrics_endpoint.py    the HTTP endpoint
 logger_names.py        loggers by name, for ``paceline train --log``
 logger_library.py      whether a library is installed; nested facts in one level

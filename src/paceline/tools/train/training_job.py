@@ -141,13 +141,7 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
     torch.manual_seed(settings.seed)
     sync = AUTO if choice is not None and choice.sends_full_gradients else settings.plan
     model = DataParallel(GPT(size).to(world.device), sync=sync)
-    adamw: dict[str, Any] = {
-        "lr": settings.lr,
-        "betas": (0.9, 0.95),
-        "weight_decay": settings.weight_decay,
-        "fused": True,
-    }
-    optimizer = ShardedOptimizer(model, torch.optim.AdamW, **adamw)
+    optimizer = _adamw(model, settings)
     folder = RunFolder(settings.out)
     local_sgd = settings.local_sgd
     loop = None if local_sgd is None else local_sgd.build_loop(model, optimizer)
@@ -184,6 +178,12 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
         sent_bytes=sent_bytes,
         choice=choice,
     )
+
+
+def _adamw(model: DataParallel, settings: TrainSettings) -> ShardedOptimizer:
+    """Return the optimizer of the model, which is sharded if the strategy shards."""
+    options: dict[str, Any] = {"weight_decay": settings.weight_decay, "betas": (0.9, 0.95), "fused": True}
+    return ShardedOptimizer(model, torch.optim.AdamW, lr=settings.lr, **options)
 
 
 def _facts(settings: TrainSettings, corpus: Corpus) -> list[str]:
