@@ -359,11 +359,15 @@ def test_save_with_wait_raises_on_all_ranks(pool, tmp_path):
 
 
 def killed(fork, folder, where, moments):
-    """Kill ranks of a run at these moments, restart it each time, and let it end; return the last results."""
+    """Kill ranks at these seconds after the first checkpoint of each life, restart; return the last results."""
     torch.set_num_threads(1)
     for number, (victims, seconds) in enumerate(moments):
+        before = newest(where)
         ranks = [fork(life, rank, where, f"{folder}/world-{number}") for rank in range(2)]
         ranks[0].receive()
+        deadline = time.monotonic() + 30
+        while newest(where) == before < 16 and time.monotonic() < deadline:
+            time.sleep(0.002)
         time.sleep(seconds)
         for victim in victims:
             ranks[victim].kill(signal.SIGKILL)
@@ -376,6 +380,11 @@ def killed(fork, folder, where, moments):
     results = [child.receive() for child in ranks]
     assert [child.wait() for child in ranks] == [0, 0]
     return results
+
+
+def newest(where):
+    """Return the step of the newest complete checkpoint, 0 without one."""
+    return max((int(path.name[5:]) for path in Path(where).glob("step-" + "[0-9]" * 8)), default=0)
 
 
 def life(send, rank, where, store):
@@ -392,7 +401,7 @@ def life(send, rank, where, store):
 def test_a_run_that_is_killed_repeatedly_ends_the_same(killable, pool, tmp_path):
     """benchmarks/kills is the whole experiment, with more kills at other times."""
     expected = pool(2, "paceline").run(train, tmp_path / "whole", "sharded", None, 1)
-    moments = [((0,), 0.1), ((1,), 0.15), ((0, 1), 0.05), ((0,), 0.12)]
+    moments = [((0,), 0.03), ((1,), 0.05), ((0, 1), 0.0), ((0,), 0.04)]
     found = killable.run_ranks(killed, str(tmp_path / "killed"), moments, timeout=120)
     assert max(results[0] or 0 for results in found) > 0
     for results, whole in zip(found, expected, strict=True):
