@@ -7,6 +7,7 @@ opens, after torch is imported and before Paceline is. What it can't show: macOS
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import mmap
 import os
@@ -65,11 +66,13 @@ def run_rank(rank: int, script: str, folder: str) -> None:
     code = 1
     try:
         os.environ |= {"PACELINE_INIT_METHOD": f"file://{folder}/meet", "RANK": str(rank), "WORLD_SIZE": "2"}
-        runpy.run_path(script, run_name="__main__")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(script, run_name="__main__")
+        os.write(1, printed.getvalue().encode())  # in one piece, whatever the other rank prints
         code = 0
     except BaseException:  # noqa: BLE001 — a forked child must not continue as its parent
         traceback.print_exc()
-    sys.stdout.flush()
     os._exit(code)
 
 

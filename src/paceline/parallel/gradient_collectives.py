@@ -14,6 +14,7 @@ their group ends, and each `Comm` has its own tags.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +45,8 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 _pending_works: WeakKeyDictionary[dist.ProcessGroup, set[dist.Work]] = WeakKeyDictionary()
 _next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_mesh_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_mesh_numbers = itertools.count()
 
 
 @contextlib.contextmanager
@@ -190,9 +193,15 @@ class Comm:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def mesh(self, device: str) -> DeviceMesh:
-        """Return the ranks as a one-dimensional mesh, which FSDP2 requires; `device` is a type."""
+        """Return the ranks as a one-dimensional mesh, which FSDP2 requires; `device` is a type.
+
+        Its dimension has a name per group: torch caches meshes inside results of DTensor operations and takes meshes
+        of the same ranks and names for equal, so a model would otherwise communicate over a group of an earlier model,
+        or of an earlier world.
+        """
         assert self.group is not None, "a world of one has no mesh"
-        return DeviceMesh.from_group(self.group, device)
+        name = _mesh_names.setdefault(self.group, f"data-{next(_mesh_numbers)}")
+        return DeviceMesh.from_group(self.group, device, mesh_dim_names=(name,))
 
     def note_step(self, step: int) -> None:
         """Set the step that a rank's error messages name, where the group supports that."""

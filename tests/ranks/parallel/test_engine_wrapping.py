@@ -172,3 +172,28 @@ def foreign_unit(rank, size):
 
 def test_units_must_be_submodules(pool):
     pool(2).run(foreign_unit)
+
+
+def train_in_worlds(rank, size, folder):
+    """Train on a later group of one world, then on all ranks of a second one; return each parameter's group and sum."""
+    found = []
+    for number in range(2):
+        paceline.init("paceline", init_method=f"file://{folder}/{number}", rank=rank, size=size, timeout=60)
+        group = [dist.new_group() for _ in range(3)][-1] if number == 0 else None
+        torch.manual_seed(0)
+        model = paceline.DataParallel(torch.nn.Linear(4, 4), sync="full-shard", group=group)
+        model.backward(model(torch.ones(2, 4)).mean(), samples=2)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        of_params = {param.device_mesh.get_group() for param in model.module.parameters()}
+        found.append(
+            (of_params == {group or dist.group.WORLD}, [w.sum().item() for w in model.whole_parameters()])
+        )
+        paceline.shutdown()
+    return found
+
+
+def test_a_model_of_a_second_world_uses_its_group(pool, tmp_path):
+    for first, second in pool(2).run(train_in_worlds, tmp_path, world=False):
+        assert first[0]
+        assert second[0]
+        assert first[1] == second[1]
