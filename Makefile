@@ -30,20 +30,20 @@ $(VENV)/.dev: $(VENV)/.run
 train: $(VENV)/.run
 	$(VENV)/bin/paceline train --nproc-per-node $(RANKS) --steps $(STEPS) --out runs/train --overwrite
 
-# Two files at a time; then, one by one, the tests that measure links or times.
+# Three files at a time, as tests often wait; then, one by one, the tests that measure links or times.
 PYTEST := $(VENV)/bin/python -m pytest -q
-PAIRED := -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
 
 ifeq ($(filter test-all,$(MAKECMDGOALS)),)
 test: $(VENV)/.dev
-	$(PYTEST) $(PAIRED)
+	$(PYTEST) $(PARALLEL)
 	$(PYTEST) -m alone tests/netlab
 else
 test: test-all # which has the tests of both
 endif
 
 test-all: $(VENV)/.dev
-	$(PYTEST) --all $(PAIRED)
+	$(PYTEST) --all $(PARALLEL)
 	$(PYTEST) --all -m alone tests/netlab
 
 test-fast: $(VENV)/.dev

@@ -234,12 +234,14 @@ def test_percentiles_of_step_time_are_drawn(opened):
 
 @pytest.mark.thorough
 def test_a_chart_is_used_by_touch(opened):
+    from playwright.sync_api import expect
+
     page = opened(**PHONE)
     chart = chart_of(page, "Loss")
     chart.scroll_into_view_if_needed()
     box = chart.locator("svg").bounding_box()
     page.touchscreen.tap(box["x"] + 200, box["y"] + 80)
-    assert chart.locator(".readout").inner_text().startswith("step ")
+    expect(chart.locator(".readout")).to_have_text(re.compile("^step "))
     whole = first_tick(chart)
     client = page.context.new_cdp_session(page)
 
@@ -251,9 +253,14 @@ def test_a_chart_is_used_by_touch(opened):
     touch("touchMove", 140, 260)
     touch("touchMove", 90, 310)
     touch("touchEnd")
-    assert first_tick(chart) != whole
-    chart.get_by_role("button", name="reset zoom").tap()
-    assert first_tick(chart) == whole
+    tick = chart.locator("text.tick[text-anchor=middle]").first
+    expect(tick).not_to_have_text(whole)
+    for _ in range(20):  # Chromium may take a tap right after a pinch for the end of the pinch
+        chart.get_by_role("button", name="reset zoom").tap()
+        if tick.text_content() == whole:
+            break
+        page.wait_for_timeout(50)
+    expect(tick).to_have_text(whole)
 
 
 @pytest.mark.sweep

@@ -41,7 +41,9 @@ def run(rank, size, settings):
     """Train to the end; return the final held-out loss and the weights."""
     job = build_job(settings, paceline.init())
     with TrainingProgress(settings.steps, shown=False) as progress:
-        return run_training(job, progress), weights(job)
+        val_loss = run_training(job, progress)
+    job.checkpoint.close()  # its thread may still remove older checkpoints
+    return val_loss, weights(job)
 
 
 def run_to(rank, size, settings, step):
