@@ -30,9 +30,9 @@ $(VENV)/.dev: $(VENV)/.run
 train: $(VENV)/.run
 	$(VENV)/bin/paceline train --nproc-per-node $(RANKS) --steps $(STEPS) --out runs/train --overwrite
 
-# Three files at a time, as tests often wait; then, one by one, the tests that measure links or times.
+# Two files at a time; then, one by one, the tests that measure links or times.
 PYTEST := $(VENV)/bin/python -m pytest -q
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 
 ifeq ($(filter test-all,$(MAKECMDGOALS)),)
 test: $(VENV)/.dev

@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the short run; `--all` and tests by name keep everything.
 
-    Tests that take long start first, so that all workers end at about the same time.
+    Tests that take long start first, so that two workers end at about the same time.
     """
     if not config.getoption("--all") and not any("::" in str(argument) for argument in config.args):
         thorough = _thorough(items)
