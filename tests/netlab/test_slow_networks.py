@@ -22,9 +22,11 @@ def bytes_by_kind(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> list
     out, script = tmp_path_factory.mktemp("slow") / "results", Path(__file__).with_name("slow_ranks.py")
     for host in range(shared.hosts):  # the test counts bytes; at any rate they are the same
         shared.rate(host, "1Gbit/s")
-    shared.torchrun([str(script), str(out), *KINDS], ranks_per_host=1, timeout=240)
-    for host in range(shared.hosts):
-        shared.rate(host, "100Mbit/s")
+    try:
+        shared.torchrun([str(script), str(out), *KINDS], ranks_per_host=1, timeout=240)
+    finally:
+        for host in range(shared.hosts):
+            shared.rate(host, "100Mbit/s")
     return [json.loads(Path(f"{out}.{host}").read_text()) for host in range(shared.hosts)]
 
 

@@ -366,7 +366,8 @@ def killed(fork, folder, where, moments):
         ranks = [fork(life, rank, where, f"{folder}/world-{number}") for rank in range(2)]
         ranks[0].receive()
         deadline = time.monotonic() + 30
-        while newest(where) == before < 16 and time.monotonic() < deadline:
+        while newest(where) == before < 16:
+            assert time.monotonic() < deadline, f"life {number} saved no checkpoint"
             time.sleep(0.002)
         time.sleep(seconds)
         for victim in victims:
