@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 
@@ -86,7 +87,7 @@ def test_a_full_hub_is_reported_with_a_remedy(call):
     code, output, _ = call(f"{QUICK} --parameters 20M --hub-link 100Mbit/s")
     assert code == 0
     assert "The hub's link is full" in output
-    assert "k 10, d 5 (100 %)" in output
+    assert re.search(r"k 10, d 5 \((9\d|100) %\)", output)
     assert "Of a worker's time, DDP waits" in output
     assert "for the network" in output
 

@@ -8,6 +8,7 @@ Both receive meanwhile. SHARE "-" sends heartbeats only. Prints the number of pa
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -29,7 +30,7 @@ def main():
         end = HubExchange(address, "run", insecure=True, settings=settings)
     else:
         end = WorkerExchange(address, 7, "run", settings=settings)
-    paced = PacedQueue(max_nbytes=4 << 20)
+    paced = PacedQueue()
     if rate is not None and role == "hub":
         paced.limit(7, make_token_bucket(rate, time.monotonic()))  # as worker 7 requested
     elif rate is not None:
@@ -40,15 +41,27 @@ def main():
 
 def flow(end, paced, frame, seconds):
     """Send frames, or heartbeats, for some seconds, and return the received bytes."""
-    sequence, received, beat_at, deadline = 0, 0, 0.0, time.monotonic() + seconds
+    sequence, received, beat_at, deadline, streams = (
+        itertools.count(),
+        0,
+        0.0,
+        time.monotonic() + seconds,
+        set(),
+    )
+
+    def frames(target):
+        while True:
+            yield Envelope(Header("run", "frame", end.me, target, next(sequence)), frame)
+
     while (now := time.monotonic()) < deadline:
         for target in end.peers():
             if now >= beat_at:
-                paced.put(Envelope(Header("run", "beat", end.me, target, sequence)))
-                sequence, beat_at = sequence + 1, now + BEAT_SECONDS
-            while frame is not None and paced.waiting_nbytes < 4 * len(frame):
-                paced.put(Envelope(Header("run", "frame", end.me, target, sequence), frame))
-                sequence += 1
+                beat = Envelope(Header("run", "beat", end.me, target, next(sequence)))
+                paced.add(target, iter([beat]), short=True)
+                beat_at = now + BEAT_SECONDS
+            if frame is not None and target not in streams:
+                streams.add(target)
+                paced.add(target, frames(target), short=False)
         wait = paced.pump(time.monotonic(), end.send)
         received += sum(len(each.payload) for each in end.poll(min(wait, 0.05)))
     assert not end.refused, end.refused

@@ -50,7 +50,15 @@ class HubDriver:
     def deliver(self, *envelopes: Envelope) -> list[HubMessage]:
         for envelope in envelopes:
             self.hub.receive(envelope, self.now)
-        return self.hub.commit(self.now)
+        return self.commit()
+
+    def commit(self) -> list[HubMessage]:
+        """Return the answers; they are sent at once."""
+        answers = self.hub.commit(self.now)
+        for answer in answers:
+            self.hub.sent(answer)
+        self.hub.reset.clear()
+        return answers
 
     def send(self, kind: str, worker: int, payload: Any = b"", **meta: Any) -> list[HubMessage]:
         """Send a message of a worker, and return the answers."""

@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from paceline.async_dp.protocol.frame_sender import FrameSender
 from paceline.async_dp.worker.hub_session import HubSession
+from paceline.async_dp.worker.session_driver import SessionDriver
 from paceline.transport.zmq import WorkerExchange
 
 __all__ = ["CommThread"]
@@ -46,16 +46,10 @@ class CommThread:
         cores: Collection[int] = (),
     ) -> None:
         self.session, self.exchange, self.error = session, exchange, None
-        self._rate, self._heartbeat, self._cores = rate, heartbeat, cores
-        self._sender = FrameSender(
-            exchange,
-            lambda: session.hub_status.run,
-            lambda: session.session_id,
-            rate=rate,
-            on_sent=lambda message: session.message_sent(message, time.monotonic()),
-        )
+        self._heartbeat, self._cores = heartbeat, cores
+        self._driver = SessionDriver(session, exchange, time.monotonic, rate=rate)
         self._closing = threading.Event()
-        self._session_id, self._warning, self._warned_at = session.session_id, "", 0.0
+        self._warning, self._warned_at = "", 0.0
         self._thread = threading.Thread(
             target=self._run, name=f"paceline async {exchange.address}", daemon=True
         )
@@ -80,32 +74,18 @@ class CommThread:
             wait = 0.0
             while not self._closing.is_set():
                 wait = self._turn(wait)
-            if self.session.connected:
-                self._sender.enqueue(self.session.bye())
-                self._sender.pump(time.monotonic())
+            self._driver.say_goodbye(time.monotonic())
         except BaseException as error:  # noqa: BLE001 - the training thread raises it
             self.error = error
 
     def _turn(self, wait: float) -> float:
         """Receive for up to `wait` seconds, send what may be sent; return how long to wait next."""
-        session, sender = self.session, self._sender
         envelopes = self.exchange.poll(wait)
         now = time.monotonic()
-        for envelope in envelopes:
-            session.receive(envelope, now)
-        if session.connected and not self.exchange.peers():
-            session.disconnected(now)
-        session.heartbeat = self._heartbeat()
-        if self._session_id != session.session_id:
-            self._session_id = session.session_id
-            for target in sender.targets:
-                sender.forget(target)
-        rates = [each for each in (self._rate, session.hub_status.rate) if each is not None]
-        sender.set_rate(min(rates) if rates else None, now)
-        for message in session.pump(now):
-            sender.enqueue(message)
+        self.session.heartbeat = self._heartbeat()
+        wait = self._driver.turn(envelopes, now)
         self._warn(now)
-        return max(0.0, min(sender.pump(now), session.next_due() - now, _MAX_WAIT_SECONDS))
+        return max(0.0, min(wait, _MAX_WAIT_SECONDS))
 
     def _warn(self, now: float) -> None:
         """Log when the hub can't be reached, and when it can again."""

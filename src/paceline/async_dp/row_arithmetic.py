@@ -98,5 +98,6 @@ def from_bf16(row: NDArray[np.uint16], into: NDArray[np.float32]) -> None:
 def l2_norm(row: FloatRow) -> float:
     """Return the Euclidean norm; NaN or infinite if an element is."""
     if type(row) is np.ndarray:
-        return math.sqrt(row.dot(row))
+        with np.errstate(over="ignore"):  # then it is infinite
+            return math.sqrt(row.dot(row))
     return float(torch.linalg.vector_norm(as_tensor(row)))

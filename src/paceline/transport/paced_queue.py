@@ -1,45 +1,89 @@
-"""Outgoing envelopes, queued per target and paced by token buckets (pure)."""
+"""Outgoing messages, queued per target and paced by token buckets (pure).
+
+A message is an iterator of envelopes, made one by one as they can be sent: however many messages wait, no more than one
+envelope per target and length is held, and none is dropped for lack of room. What the messages themselves hold is for
+the caller to bound.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
 
-from paceline.errors import UsageError
-from paceline.transport.envelope import SHORT_NBYTES, Envelope
+from paceline.transport.envelope import Envelope
 from paceline.transport.token_bucket import ENVELOPE_OVERHEAD_NBYTES, TokenBucket
 
 __all__ = ["PacedQueue", "wire_nbytes"]
 
-_RETRY_SECONDS = 0.002  # a transport without room has some again once a frame was sent
+_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.002, 0.064  # a peer without room is tried again, ever more rarely
 _VALUE_NBYTES = 9  # of a number in a header's meta
 
-_Queues = OrderedDict[int, deque[Envelope]]
+
+class _Lane:
+    """The messages to one target of one length: short or long.
+
+    Attributes:
+        head: next envelope; None if there is none.
+        waiting: whether it is in a queue of lanes to be served, or delayed.
+    """
+
+    __slots__ = ("_current", "_messages", "bucket", "head", "retry_seconds", "short", "target", "waiting")
+
+    def __init__(self, target: int, short: bool, bucket: TokenBucket | None) -> None:
+        self.target, self.short, self.bucket = target, short, bucket
+        self.head: Envelope | None = None
+        self.waiting, self.retry_seconds = False, _RETRY_SECONDS
+        self._messages: deque[Iterator[Envelope]] = deque()
+        self._current: Iterator[Envelope] | None = None
+
+    def add(self, message: Iterator[Envelope]) -> None:
+        self._messages.append(message)
+        if self.head is None:
+            self.advance()
+
+    def clear(self) -> None:
+        self._messages.clear()
+        self._current = self.head = None
+
+    def advance(self) -> None:
+        """Make the next envelope the head."""
+        while True:
+            if self._current is not None:
+                self.head = next(self._current, None)
+                if self.head is not None:
+                    return
+            if not self._messages:
+                self._current = self.head = None
+                return
+            self._current = self._messages.popleft()
 
 
 class PacedQueue:
-    """Holds envelopes until they may be sent: short ones first, long ones in order per target, targets round-robin.
+    """Holds messages until they may be sent: short ones first, long ones in order per target, targets round-robin.
+
+    A target whose transport has no room, or whose own bucket is empty, delays no other.
 
     Args:
         bucket: limits all targets together; None: unlimited.
-        max_nbytes: capacity of the queue.
 
     Example:
         >>> from paceline.transport.header_layout import Header
         >>> queue, sent = PacedQueue(bucket=TokenBucket(rate=1000, burst=600, now=0.0)), []
-        >>> queue.put(Envelope(Header("run", "beat", source=1, target=0, sequence=0)))
-        True
+        >>> queue.add(0, iter([Envelope(Header("run", "beat", source=1, target=0, sequence=0))]), short=True)
         >>> queue.pump(0.0, lambda envelope: sent.append(envelope) is None), len(sent)
         (inf, 1)
     """
 
-    def __init__(self, *, bucket: TokenBucket | None = None, max_nbytes: int = 64 << 20) -> None:
-        self.bucket, self.max_nbytes = bucket, max_nbytes
-        self.waiting_nbytes = 0
+    def __init__(self, *, bucket: TokenBucket | None = None) -> None:
+        self.bucket = bucket
         self._bucket_of: dict[int, TokenBucket] = {}
-        self._short: _Queues = OrderedDict()
-        self._long: _Queues = OrderedDict()
+        self._lanes: dict[tuple[int, bool], _Lane] = {}
+        self._short: deque[_Lane] = deque()  # to be served, in turn
+        self._long: deque[_Lane] = deque()
+        self._delayed: list[tuple[float, int, _Lane]] = []  # when to serve it again; a heap
+        self._count = 0
 
     def limit(self, target: int, bucket: TokenBucket | None) -> None:
         """Set or remove the additional bucket of one target."""
@@ -47,36 +91,40 @@ class PacedQueue:
             self._bucket_of.pop(target, None)
         else:
             self._bucket_of[target] = bucket
+        for short in (True, False):
+            if lane := self._lanes.get((target, short)):
+                lane.bucket = bucket
+        self._delayed = [
+            (0.0 if lane.target == target else at, count, lane) for at, count, lane in self._delayed
+        ]
+        heapify(self._delayed)
 
-    def put(self, envelope: Envelope) -> bool:
-        """Add an envelope; return False if the queue is full.
+    def add(self, target: int, message: Iterator[Envelope], *, short: bool) -> None:
+        """Add a message.
 
-        Raises:
-            UsageError: the envelope alone exceeds the capacity.
+        Args:
+            target: of its envelopes.
+            message: its envelopes in order; the next is taken once the one before was sent.
+            short: send it before all long ones.
         """
-        nbytes = wire_nbytes(envelope)
-        if nbytes > self.max_nbytes:
-            raise UsageError(
-                f"{envelope.header} counts as {nbytes} bytes, the queue holds at most {self.max_nbytes}",
-                remedy="send shorter frames, or raise max_nbytes",
-            )
-        if self.waiting_nbytes + nbytes > self.max_nbytes:
-            return False
-        queues = self._short if len(memoryview(envelope.payload).cast("B")) <= SHORT_NBYTES else self._long
-        queues.setdefault(envelope.header.target, deque()).append(envelope)
-        self.waiting_nbytes += nbytes
-        return True
+        lane = self._lanes.get((target, short))
+        if lane is None:
+            lane = self._lanes[target, short] = _Lane(target, short, self._bucket_of.get(target))
+        lane.add(message)
+        if not lane.waiting:
+            lane.waiting = True
+            (self._short if short else self._long).append(lane)
 
-    def waiting(self, target: int) -> int:
-        """Return the number of envelopes queued for a target."""
-        return sum(len(queues.get(target, ())) for queues in (self._short, self._long))
+    def __bool__(self) -> bool:
+        return any(lane.head is not None for lane in self._lanes.values())
 
-    def forget(self, target: int) -> int:
-        """Drop the envelopes and the bucket of a target; return the number of dropped envelopes."""
-        dropped = [*self._short.pop(target, ()), *self._long.pop(target, ())]
-        self.waiting_nbytes -= sum(map(wire_nbytes, dropped))
+    def forget(self, target: int) -> None:
+        """Drop the messages and the bucket of a target."""
         self._bucket_of.pop(target, None)
-        return len(dropped)
+        for short in (True, False):
+            lane = self._lanes.pop((target, short), None)
+            if lane is not None:
+                lane.clear()  # where it still waits it is passed over
 
     def pump(self, now: float, send: Callable[[Envelope], bool]) -> float:
         """Send everything that may be sent now.
@@ -88,60 +136,61 @@ class PacedQueue:
         Returns:
             seconds until it should be called again if nothing is added before; ``inf``: the queue is empty.
         """
-        delays: dict[int, float] = {}
-        wait = self._send_from(self._short, delays, now, send)
-        if wait == 0.0:
-            wait = self._send_from(self._long, delays, now, send)
-        return min([*delays.values(), wait or math.inf])
+        delayed = self._delayed
+        while delayed and delayed[0][0] <= now:
+            lane = heappop(delayed)[2]
+            (self._short if lane.short else self._long).append(lane)
+        wait = self._serve(self._short, now, send) or self._serve(self._long, now, send)
+        while delayed and delayed[0][2].head is None:
+            heappop(delayed)[2].waiting = False
+        return min(wait or math.inf, delayed[0][0] - now if delayed else math.inf)
 
-    def _send_from(
-        self, queues: _Queues, delays: dict[int, float], now: float, send: Callable[[Envelope], bool]
-    ) -> float:
-        """Send round-robin until nothing more can be sent.
+    def _serve(self, lanes: deque[_Lane], now: float, send: Callable[[Envelope], bool]) -> float:
+        """Serve lanes in turn until none can be served; return the seconds until the common bucket allows more.
 
-        Args:
-            queues: to send from; a target that was served moves to the end.
-            delays: seconds that single targets have to wait; those found here are added.
-            now: as for `pump`.
-            send: as for `pump`.
-
-        Returns:
-            seconds until the common bucket allows more; 0 if it is not the limit.
+        Returns 0 if the common bucket is not the limit.
         """
-        progress = True
-        while progress:
-            progress = False
-            for target in [each for each in queues if each not in delays]:
-                nbytes, own = wire_nbytes(queues[target][0]), self._bucket_of.get(target)
-                if own is not None and (wait := own.seconds_until(nbytes, now)) > 0:
-                    delays[target] = wait
-                elif self.bucket is not None and (wait := self.bucket.seconds_until(nbytes, now)) > 0:
-                    return wait
-                elif self._send_next(queues, target, nbytes, send):
-                    progress = True
-                    for bucket in (self.bucket, own):
-                        if bucket is not None:
-                            bucket.take(nbytes, now)
-                else:
-                    delays[target] = _RETRY_SECONDS
+        common = self.bucket
+        while lanes:
+            lane = lanes[0]
+            envelope, own = lane.head, lane.bucket
+            if envelope is None:
+                lanes.popleft().waiting = False
+                continue
+            nbytes = 0 if own is None and common is None else wire_nbytes(envelope)
+            if own is not None and (wait := own.seconds_until(nbytes, now)) > 0:
+                lanes.popleft()
+                self._delay(lane, now + wait)
+                continue
+            if common is not None and (wait := common.seconds_until(nbytes, now)) > 0:
+                return wait
+            lanes.popleft()
+            try:
+                sent = send(envelope)
+            except BaseException:  # it can't be sent at all, so it must not be tried forever
+                self._next(lane, lanes)
+                raise
+            if sent:
+                lane.retry_seconds = _RETRY_SECONDS
+                for bucket in (common, own):
+                    if bucket is not None:
+                        bucket.take(nbytes, now)
+                self._next(lane, lanes)
+            else:
+                self._delay(lane, now + lane.retry_seconds)
+                lane.retry_seconds = min(2 * lane.retry_seconds, _MAX_RETRY_SECONDS)
         return 0.0
 
-    def _send_next(self, queues: _Queues, target: int, nbytes: int, send: Callable[[Envelope], bool]) -> bool:
-        """Send a target's next envelope; one that makes `send` raise is dropped."""
-        queue = queues.pop(target)
-        envelope = queue.popleft()
-        self.waiting_nbytes -= nbytes
-        sent = False
-        try:
-            sent = send(envelope)
-        finally:
-            if queue:
-                queues[target] = queue
-        if not sent:
-            queue.appendleft(envelope)
-            queues[target] = queue
-            self.waiting_nbytes += nbytes
-        return sent
+    def _next(self, lane: _Lane, lanes: deque[_Lane]) -> None:
+        if lane.head is not None:  # not forgotten meanwhile
+            lane.advance()
+        lane.waiting = lane.head is not None
+        if lane.waiting:
+            lanes.append(lane)
+
+    def _delay(self, lane: _Lane, until: float) -> None:
+        self._count += 1
+        heappush(self._delayed, (until, self._count, lane))
 
 
 def wire_nbytes(envelope: Envelope) -> int:

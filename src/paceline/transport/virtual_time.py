@@ -7,16 +7,19 @@ any machine.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 
-from paceline.transport.envelope import Envelope
+from paceline.transport.envelope import SHORT_NBYTES, Envelope
+from paceline.transport.transport_interface import HUB
 
 __all__ = ["WIRE_OVERHEAD", "VirtualClock", "VirtualExchange", "VirtualLink", "VirtualNetwork"]
 
 _HEADER_NBYTES = 200
 """Overhead of an envelope and its packets besides the payload; see `WIRE_OVERHEAD` for long ones."""
+
+_QUEUE_LENGTH = 8  # long envelopes to one target, as in `paceline.transport.zmq`
 
 WIRE_OVERHEAD = 1.045
 """Factor for Ethernet, IP and TCP headers of full 1500-byte frames."""
@@ -130,19 +133,27 @@ class VirtualExchange:
         self.refused: Counter[str] = Counter()
         self.sent_nbytes = self.received_nbytes = 0
         self._received: list[Envelope] = []
+        self._queues: dict[int, deque[float]] = {}  # of long envelopes by target: when each arrives
         self.deliver = self._received.append if deliver is None else deliver
         network.nodes[me] = self
 
     def send(self, envelope: Envelope) -> bool:
-        """See `Exchange`; False if the target is not connected."""
+        """See `Exchange`; False if the target is not connected, or the queue to it is full."""
         network, target, nbytes = self.network, envelope.header.target, len(envelope.payload)
         receiver = network.nodes.get(target)
         if receiver is None or self.me not in network.nodes:
             return False
-        self.sent_nbytes += nbytes
-        network.messages += 1
         up, down, clock = self.link, receiver.link, network.clock
         size = nbytes * network.scale if envelope.header.dtype else nbytes
+        queue = None
+        if size > SHORT_NBYTES:
+            queue = self._queues.setdefault(target, deque())
+            while queue and queue[0] <= clock.now:
+                queue.popleft()
+            if len(queue) >= _QUEUE_LENGTH:
+                return False
+        self.sent_nbytes += nbytes
+        network.messages += 1
         carried = _HEADER_NBYTES + WIRE_OVERHEAD * size
         up.sent_nbytes += carried
         down.received_nbytes += carried
@@ -151,6 +162,8 @@ class VirtualExchange:
         end = (down.down_free if down.down_free > begin else begin) + carried / down.down
         end = end if end > left else left
         up.up_free, down.down_free = left, end  # a slow receiver doesn't delay what is sent to others
+        if queue is not None:
+            queue.append(end)
         if network.tamper is None:
             clock.schedule(end + up.latency, network.deliver, target, envelope)
         else:
@@ -166,8 +179,11 @@ class VirtualExchange:
         return received
 
     def peers(self) -> Collection[int]:
-        """Return all other connected nodes."""
-        return [node for node in self.network.nodes if node != self.me]
+        """Return the connected workers; for a worker the hub, if it is connected."""
+        nodes = self.network.nodes
+        if self.me != HUB:
+            return (HUB,) if HUB in nodes else ()
+        return nodes.keys() - {HUB}
 
     def close(self) -> None:
         """Disconnect; envelopes in transit to this node are lost."""

@@ -119,7 +119,7 @@ def test_many_workers_at_once_each_in_its_order(ends, hub):
             source = each.header.source
             assert bytes(each.payload) == bytes([source]) * 20_000
             arrived[source].append(each.header.sequence)
-            assert back.put(make(HUB, source, each.header.sequence))
+            back.add(source, iter([make(HUB, source, each.header.sequence)]), short=True)
     assert arrived == received_by == {number: list(range(50)) for number in numbers}
 
 

@@ -51,21 +51,45 @@ def test_an_unexpected_or_too_long_message_takes_no_memory() -> None:
     assert assembler.held_nbytes == 0
 
 
-def test_incomplete_messages_per_source_are_bounded() -> None:
-    assembler = MessageAssembler(lambda header: 1 << 20, max_partial=3)
+def test_a_source_has_one_incomplete_message_per_kind_and_fragment() -> None:
+    assembler = MessageAssembler(lambda header: 1 << 20)
     for round in range(50):
         assembler.add(frames(bytes(10_000), round=round)[0])
-    assert assembler.held_nbytes == 3 * 10_000
+    assert assembler.held_nbytes == 10_000
 
 
-def test_all_incomplete_messages_together_are_bounded() -> None:
-    assembler = MessageAssembler(lambda header: 1 << 20, max_nbytes=35_000)
-    for source in range(200):
-        assembler.add(frames(bytes(10_000), source=source)[0])
-    assert assembler.held_nbytes <= 35_000
-    for envelope in frames(bytes(10_000), source=199)[1:]:
-        message = assembler.add(envelope)
-    assert message is not None
+def test_a_message_without_memory_waits_and_none_that_is_being_received_is_dropped_for_it() -> None:
+    assembler = MessageAssembler(lambda header: 1 << 20, max_nbytes=25_000)
+    split = {source: frames(bytes(10_000), source=source) for source in range(1, 6)}
+    for source in split:
+        assert assembler.add(split[source][0]) is None
+    assert assembler.held_nbytes == 20_000
+    waiting = [(each.key[0], each.ready) for each in assembler.notices()]
+    assert waiting == [(3, False), (4, False), (5, False)]
+    assert assembler.notices() == []
+    for envelope in split[4]:
+        assert assembler.add(envelope) is None, "it is not its turn"
+    done = [assembler.add(each) for each in split[1][1:]][-1]
+    assert done is not None
+    assert [(each.key[0], each.ready) for each in assembler.notices()] == [(3, True)]
+    assert assembler.add(split[5][0]) is None
+    assert [assembler.add(each) for each in split[3]][-1] is not None
+    assembler.forget(4)
+    assert [(each.key[0], each.ready) for each in assembler.notices()] == [(5, True)]
+
+
+def test_a_message_that_stalls_makes_room_for_those_that_wait() -> None:
+    assembler = MessageAssembler(lambda header: 1 << 20, max_nbytes=10_000)
+    assembler.add(frames(bytes(10_000), source=1)[0], now=0.0)
+    assembler.add(frames(bytes(10_000), source=2)[0], now=1.0)
+    assert [each.ready for each in assembler.notices(30.0)] == [False]
+    assert [each.ready for each in assembler.notices(61.0)] == [True]
+    assert (assembler.held_nbytes, assembler.refused["stalled"]) == (0, 1)
+
+
+def test_a_message_beyond_the_limit_is_received_alone() -> None:
+    assembler = MessageAssembler(lambda header: 1 << 20, max_nbytes=5_000)
+    assert [assembler.add(each) for each in frames(bytes(10_000))][-1] is not None
 
 
 def test_a_message_of_too_many_frames_is_refused() -> None:

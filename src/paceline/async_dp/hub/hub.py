@@ -1,7 +1,8 @@
 """The hub: merges updates in the order in which they arrive, and answers (no clock, no network).
 
-    receive   an update is unpacked, screened and merged; the journal has it before anything is answered
+    receive   an update is unpacked, screened, journaled and merged
     commit    one fdatasync for all envelopes that arrived together; only then are answers returned
+    sent      the driver reports what was sent, so that no worker is sent more than one packet at a time
 
 There is one writer, so the journal is the whole truth: a hub that is killed and restarted continues from its last
 snapshot and the updates after it, to the bit, and workers notice no more than a pause.
@@ -12,23 +13,25 @@ arrival, calls `commit` when there are no more, and sends what that returns.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline._core import __version__
+from paceline.async_dp.hub.admission import layout_or_refusal
+from paceline.async_dp.hub.fetch_queue import FetchQueue
 from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.hub.journal_replay import replay_records, restore_snapshot, snapshot_facts
-from paceline.async_dp.hub.membership import HubCounters, HubMember, HubMembership, PendingFetches
+from paceline.async_dp.hub.membership import HubCounters, HubMember, HubMembership
+from paceline.async_dp.hub.offence_log import OffenceLog
 from paceline.async_dp.hub.population import InitialParamsCoordinator
+from paceline.async_dp.hub.update_intake import UpdateIntake
 from paceline.async_dp.hub.update_merging import GlobalParams
-from paceline.async_dp.hub.update_screening import UpdateScreen
 from paceline.async_dp.protocol.hub_messages import (
     BULK_KINDS,
-    PROTOCOL_VERSION,
     HubMessage,
-    UpdateHeader,
     meta_count,
     meta_number,
     meta_text,
@@ -38,7 +41,7 @@ from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UPDATE_CODECS
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.memory_journal import MemoryJournal
-from paceline.errors import CheckpointError, DamagedEnvelope, EnvelopeError
+from paceline.errors import CheckpointError, EnvelopeError
 from paceline.transport.envelope import Bytes, Envelope
 from paceline.transport.header_layout import Header
 from paceline.transport.transport_interface import HUB
@@ -48,6 +51,7 @@ __all__ = ["Hub"]
 _LAYOUT_LIMIT_NBYTES = 4 << 20
 _EXPIRY_SECONDS = 1.0
 _MAX_SUMMARY_WORKERS = 256
+_PARTIAL_NBYTES_PER_NUMBER, _PARTIAL_NBYTES = 64, 64 << 20  # most bytes of messages that are being received
 
 
 class Hub:
@@ -67,6 +71,7 @@ class Hub:
         refused: counts of refused messages, by reason.
         loss: last reported score of the global parameters.
         storage_error: why nothing is answered, such as a full disk; empty if nothing is wrong.
+        reset: workers with a new session; messages for the one before must not be sent any more.
     """
 
     def __init__(
@@ -76,16 +81,19 @@ class Hub:
         self.params: GlobalParams | None = None
         self.members = HubMembership(rules.silent_after)
         self.counters, self.refused, self.loss = HubCounters(), Counter[str](), math.nan
-        self._fetches = PendingFetches(self.members, rules.staleness)
+        self._fetches = FetchQueue(self.members, rules.staleness)
         self.phase, self.storage_error = "empty", ""
-        self._screen = UpdateScreen(rules.screen)
+        self._intake = UpdateIntake(
+            rules, self.members, self.counters, self.refused, self._record, self._acknowledge
+        )
+        self.reset: set[int] = set()
         self._outgoing: list[HubMessage] = []
         self._coordinator = InitialParamsCoordinator(
             rules.population, self._outgoing.append, self._record, self._start
         )
         self._assembler = MessageAssembler(self._max_nbytes, refused=self.refused)
+        self._offences = OffenceLog(self._record, self._intake.screen)
         self._expired_at = -math.inf
-        self._updates_since_snapshot = 0
         self._handlers: dict[str, Callable[[HubMessage, HubMember, float], None]] = {
             "update": self._on_update,
             "fetch": self._on_fetch,
@@ -99,7 +107,7 @@ class Hub:
             state = self.members, self.counters
             params = restore_snapshot(found.facts, found.tensors, self._make_params, *state)
             self.phase = "together"
-            self._updates_since_snapshot = replay_records(found.records, params, *state)
+            self._intake.since_snapshot = replay_records(found.records, params, *state)
 
     @property
     def updates(self) -> int:
@@ -108,19 +116,38 @@ class Hub:
 
     def quarantined(self, now: float) -> int:
         """Return the number of workers in quarantine."""
-        return self._screen.quarantined(now)
+        return self._intake.screen.quarantined(now)
 
     # ------------------------------------------------------------------ called by the driver
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        """Handle an envelope from a worker; `now` is in seconds of a monotonic clock."""
+        """Handle an envelope from a worker; `now` is in seconds of a monotonic clock.
+
+        Nothing that a worker sends raises: it is answered, refused, or counts as an offence of that worker.
+        """
         header = envelope.header
-        if header.kind == "hello":
-            self._on_hello(envelope, now)
-            return
+        try:
+            if header.kind == "hello":
+                self._on_hello(envelope, now)
+            else:
+                self._receive(envelope, now)
+        except CheckpointError as error:  # the disk is full: its sender repeats it
+            self.refused["not stored"] += 1
+            self.storage_error = str(error)
+        except EnvelopeError as error:
+            self.refused[type(error).__name__] += 1
+            self._offence(header, str(error), now)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the hub
+            self.refused["invalid"] += 1
+            self._offence(header, repr(error), now, exc_info=True)
+
+    def _receive(self, envelope: Envelope, now: float) -> None:
+        header = envelope.header
         member = self.members.get(header.source)
         if header.run != self.run or header.target != HUB or header.kind not in self._handlers:
             self.refused["foreign"] += 1
+            if header.run == self.run and header.target == HUB:
+                self._offence(header, "there is no such message", now)
         elif member is None or not member.session_id or member.session_id != header.meta.get("session"):
             self.refused["not in session"] += 1
             if header.frame == 0:
@@ -129,49 +156,77 @@ class Hub:
             self.refused["repeated"] += 1
         else:
             member.received_nbytes += header.nbytes
-            if self.members.mark_seen(member, now):
-                self._record("back", worker=member.number)
-            message = self._assembler.add(envelope)
+            self._mark_seen(member, now)
+            message = self._assembler.add(envelope, now)
             if message is not None:
-                try:
-                    self._handlers[message.kind](message, member, now)
-                except EnvelopeError as error:
-                    self.refused[type(error).__name__] += 1
+                self._handlers[message.kind](message, member, now)
+            elif self._assembler.problem and header.kind != "parameters":  # these may be late
+                self._offence(header, f"it is {self._assembler.problem}", now)
+
+    def _offence(self, header: Header, why: str, now: float, *, exc_info: bool = False) -> None:
+        with contextlib.suppress(CheckpointError):  # the disk is full, which `commit` reports
+            self._offences.add(self.members.get(header.source), header, why, now, exc_info=exc_info)
 
     def commit(self, now: float) -> list[HubMessage]:
         """Return the messages to send, once all that they confirm is on disk; call after each batch of envelopes."""
-        if not self._expired_at <= now < self._expired_at + _EXPIRY_SECONDS:
-            self._expired_at = now
-            for member in self.members.expire(now):
-                self._record("silent", worker=member.number)
-                self._coordinator.on_leave(member.number)
-            if self.phase == "empty" and self.params is not None:
-                self._coordinator.request_next(self.members.alive)
-        self._answer_fetches()
         try:
+            if not self._expired_at <= now < self._expired_at + _EXPIRY_SECONDS:
+                self._expire(now)
             self._journal.commit()
-            if self._updates_since_snapshot >= self.rules.snapshot_every:
+            if self._intake.since_snapshot >= self.rules.snapshot_every:
                 self.snapshot()
         except CheckpointError as error:
             self.storage_error = str(error)  # nothing is lost, and nothing is answered before it is on disk
             return []
         self.storage_error = ""
+        for notice in self._assembler.notices(now):
+            source, kind, round, fragment = notice.key
+            self._send("later", source, round, fragment, what=kind, ready=notice.ready)
+        self._answer_fetches()
         outgoing = self._outgoing.copy()
         self._outgoing.clear()
         return outgoing
+
+    def has_answers(self) -> bool:
+        """Return whether a worker whose packet was sent meanwhile can be sent the next."""
+        return self._fetches.released and not self.storage_error
+
+    def sent(self, message: HubMessage) -> None:
+        """Record that a message was sent, or can't be."""
+        if message.kind == "global_params":
+            self._fetches.sent(message.target)
+
+    def unreachable(self, worker: int) -> None:
+        """Record that a worker is not connected: what was in transit to it is lost."""
+        self._fetches.forget(worker)
+
+    def add_absence(self, seconds: float) -> None:
+        """Discount a time in which the hub did not listen: the driver was stopped, or busy with something else."""
+        self.members.add_absence(seconds)
+
+    def _expire(self, now: float) -> None:
+        self._expired_at = now
+        for member in self.members.silent(now):
+            self._record("silent", worker=member.number)
+            self.members.mark_dead(member)
+            self._forget_messages(member.number)
+            self._coordinator.on_leave(member.number)
+        if self.phase == "empty" and self.params is not None:
+            self._coordinator.request_next(self.members.alive)
 
     def record_traffic(self, sent: int, received: int, seconds: float) -> None:
         """Write bytes that passed in a time, and the workers' speeds, to the ledger."""
         values = {"sent": sent, "received": received, "seconds": round(seconds, 3)}
         alive, workers = len(self.members.alive), self.members.summary(_MAX_SUMMARY_WORKERS)
-        self._record("traffic", **values, bandwidth=self.rules.bandwidth, alive=alive, workers=workers)
+        with contextlib.suppress(CheckpointError):  # the disk is full, which `commit` reports
+            self._record("traffic", **values, bandwidth=self.rules.bandwidth, alive=alive, workers=workers)
 
     def snapshot(self) -> None:
         """Write a snapshot, so that recovery need not replay the journal before it."""
         if self.params is not None and self.phase == "together":
             facts = snapshot_facts(self.run, self.params, self.members, self.counters)
             self._journal.snapshot(self.params.revision, self.params.tensors(), facts)
-            self._updates_since_snapshot = 0
+            self._intake.since_snapshot = 0
 
     def _send(self, kind: str, target: int, round: int = 0, fragment: int = 0, **meta: Any) -> None:
         self._outgoing.append(HubMessage(kind, HUB, target, round, fragment, meta))
@@ -201,11 +256,17 @@ class Hub:
         if header.frames != 1 or header.nbytes > _LAYOUT_LIMIT_NBYTES or type(session_id) is not int:
             self.refused["unexpected"] += 1
             return
-        mismatch = self._mismatch(header, envelope.payload)
-        if mismatch:
+        params, hubs = self.params, self.rules.shard.count
+        expected = None if params is None else params.layout
+        layout = layout_or_refusal(
+            header, envelope.payload, run=self.run, members=self.members, expected=expected, hubs=hubs
+        )
+        if isinstance(layout, str):
             self.refused["unfit"] += 1
-            self._send("refusal", worker, why=mismatch[:1000], yours=session_id)
+            self._send("refusal", worker, why=layout[:1000], yours=session_id)
             return
+        if params is None:
+            self._make_params(layout)
         member = self.members.get_or_add(worker)
         is_new = session_id != member.session_id
         if not member.start_session(session_id):
@@ -215,52 +276,41 @@ class Hub:
         member.name = meta_text(meta, "name") or str(worker)
         member.every, member.delay = meta_count(meta, "every"), meta_count(meta, "delay")
         rate = meta_number(meta, "rate")
-        member.rate = float(rate) if rate is not None and rate > 0 else None
-        self.members.mark_seen(member, now)
+        member.rate = None if rate is None else float(rate)
         if is_new:
-            self._assembler.forget(worker)
+            self.reset.add(worker)
+            self._forget_messages(worker)
             self._record("join", worker=worker, name=member.name, every=member.every, delay=member.delay)
+        self._mark_seen(member, now, record=not is_new)
         self._welcome(member)
 
-    def _mismatch(self, header: Header, payload: Bytes) -> str:
-        """Return why a worker can't take part, empty if it can; the first worker defines the layout."""
-        if header.run not in ("", self.run):
-            return f"this hub serves run {self.run!r}, the worker requests run {header.run!r}"
-        version = header.meta.get("version")
-        if version != PROTOCOL_VERSION:
-            return f"the worker has protocol version {version!r}, the hub {PROTOCOL_VERSION}"
-        try:
-            layout = ParameterLayout.unpack(payload)
-        except DamagedEnvelope as error:
-            return str(error)
-        if self.params is None:
-            hubs = self.rules.shard.count
-            if len(layout.fragments) < hubs:
-                return f"its model has {len(layout.fragments)} fragments, too few for {hubs} hubs"
-            self._make_params(layout)
-            return ""
-        difference = self.params.layout.difference(layout)
-        return f"its model differs from the hub's: {difference}" if difference else ""
+    def _mark_seen(self, member: HubMember, now: float, record: bool = True) -> None:
+        if record and member.number not in self.members.alive:
+            self._record("back", worker=member.number)
+        self.members.mark_seen(member, now)
+
+    def _forget_messages(self, worker: int) -> None:
+        self._assembler.forget(worker)
+        self._fetches.forget(worker)
 
     def _make_params(self, layout: ParameterLayout) -> GlobalParams:
         shard = self.rules.shard
         served = range(shard.index, len(layout.fragments), shard.count)
         self.params = GlobalParams(layout, self.rules.outer, self.rules.down, served)
-        self._assembler.max_nbytes = 64 * layout.numel + (64 << 20)
+        self._assembler.max_nbytes = _PARTIAL_NBYTES_PER_NUMBER * layout.numel + _PARTIAL_NBYTES
         if self.phase == "empty" and self.rules.population is not None:
             self.phase = "population"
         return self.params
 
     def _welcome(self, member: HubMember) -> None:
-        alive = sorted(self.members.alive)
         self._send(
             "welcome",
             member.number,
             run=self.run,
             version=__version__,
             phase=self.phase,
-            slot=alive.index(member.number),
-            slots=len(alive),
+            slot=self.members.slot(member),
+            slots=len(self.members.alive),
             yours=member.session_id,
             **self._shared_meta(),
         )
@@ -283,65 +333,26 @@ class Hub:
         member.loss = member.loss if loss is None else float(loss)
 
     def _on_bye(self, message: HubMessage, member: HubMember, now: float) -> None:
+        self._record("leave", worker=member.number)
         self.members.leave(member)
         self._coordinator.on_leave(member.number)
-        self._assembler.forget(member.number)
-        self._record("leave", worker=member.number)
+        self._forget_messages(member.number)
+        self._intake.screen.forget(member.number)
 
     # ------------------------------------------------------------------ updates and fetches
 
     def _on_update(self, message: HubMessage, member: HubMember, now: float) -> None:
-        fragment, params = message.fragment, self.params
+        params = self.params
         if params is None or self.phase != "together":
             self.refused["too early"] += 1
-            return
-        if self.storage_error:
+        elif self.storage_error:
             self.refused["not stored"] += 1  # nor acknowledged, so the worker sends it again
-            return
-        latest, why = member.rounds.get(fragment, (-1, ""))
-        if message.round <= latest:
-            self.refused["repeated"] += 1
-            self._acknowledge(member, message, why if message.round == latest else "", now)
-            return
-        header = UpdateHeader.parse(message.meta)
-        workers = max(1, len(self.members.alive))
-        staleness = (params.fragments[fragment].revision - header.base) / workers
-        delta, norm = params.unpack(fragment, message.dtype, message.payload)
-        why = self._screened(message, header, norm, staleness, now)
-        values = {"worker": member.number, "fragment": fragment, "round": message.round, "norm": norm}
-        if why:
-            member.refused += 1
-            self.refused[why.partition(":")[0]] += 1
-            self._record("refuse", **values, why=why, until=self._quarantine_left(member, now))
         else:
-            self.counters.add(member, header.samples, staleness)
-            weight = self.members.share(member, header.rate) * self.rules.staleness.weight(staleness)
-            params.fragments[fragment].merge(delta, weight, workers)
-            values |= {"revision": params.fragments[fragment].revision, **vars(header)}
-            values |= {"dtype": message.dtype, "weight": weight, "workers": workers, "staleness": staleness}
-            self._record("update", message.payload, **values)
-            self._updates_since_snapshot += 1
-        member.score = member.score if header.score is None else float(header.score)
-        member.rounds[fragment] = message.round, why
-        self._acknowledge(member, message, why, now)
-
-    def _screened(
-        self, message: HubMessage, header: UpdateHeader, norm: float, staleness: float, now: float
-    ) -> str:
-        """Return why an update is refused, empty if it is merged."""
-        assert self.params is not None
-        if not header.is_plausible(self.params.fragments[message.fragment].revision):
-            return "implausible revision, samples or steps"
-        why = self._screen.check(message.source, message.fragment, norm, header, now)
-        if not why and self.rules.staleness.weight(staleness) == 0.0:
-            return f"stale: {staleness:.1f} rounds old"
-        return why
-
-    def _quarantine_left(self, member: HubMember, now: float) -> float:
-        return round(self._screen.quarantine_left(member.number, now), 1)
+            self._intake.on_update(message, member, params, now)
 
     def _acknowledge(self, member: HubMember, message: HubMessage, why: str, now: float) -> None:
-        meta = {"why": why[:200], "quarantine": self._quarantine_left(member, now), **self._shared_meta()}
+        left = self._intake.quarantine_left(member, now)
+        meta = {"why": why[:200], "quarantine": left, **self._shared_meta()}
         self._send("ack", member.number, message.round, message.fragment, **meta)
 
     def _on_fetch(self, message: HubMessage, member: HubMember, now: float) -> None:
@@ -353,12 +364,20 @@ class Hub:
         params = self.params
         if params is None or not self._fetches:
             return
-        for member, fragment in self._fetches.pop_ready(params.revisions):
-            revision, codec, packet = params.pack(fragment)
-            member.sent_nbytes += len(packet)
+        for member, packet in self._fetches.pop_ready(params):
+            member.sent_nbytes += len(packet.payload)
             meta = {"samples": self.counters.samples, "updates": self.updates, **self._shared_meta()}
             self._outgoing.append(
-                HubMessage("global_params", HUB, member.number, revision, fragment, meta, packet, codec)
+                HubMessage(
+                    "global_params",
+                    HUB,
+                    member.number,
+                    packet.revision,
+                    packet.fragment,
+                    meta,
+                    packet.payload,
+                    packet.codec,
+                )
             )
 
     # ------------------------------------------------------------------ scores and initial parameters

@@ -1,28 +1,42 @@
-"""Runs a hub in real time over an exchange."""
+"""Runs a hub over an exchange: in real time, or turn by turn on any clock.
+
+The simulation drives the same turns in virtual time, so queues, back-pressure and pacing are part of it.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.protocol.frame_sender import FrameSender
+from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES
+from paceline.transport.envelope import Envelope
 from paceline.transport.transport_interface import Exchange
 
 __all__ = ["HubServer"]
 
 _MAX_WAIT_SECONDS = 0.25
-_TRAFFIC_SECONDS = 5.0
+_ABSENCE_SECONDS = 1.0  # a turn that took longer than this was an absence
+_TRAFFIC_SECONDS, _REACHABLE_SECONDS = 5.0, 1.0
 
 
 class HubServer:
-    """Passes envelopes between an exchange and a hub; used by one thread."""
+    """Passes envelopes between an exchange and a hub; used by one thread.
 
-    def __init__(self, hub: Hub, exchange: Exchange) -> None:
+    Args:
+        hub: what it serves.
+        exchange: to its workers.
+        frame_nbytes: most bytes per frame.
+    """
+
+    def __init__(self, hub: Hub, exchange: Exchange, *, frame_nbytes: int = FRAME_NBYTES) -> None:
         self.hub, self.exchange = hub, exchange
-        self._sender = FrameSender(exchange, lambda: hub.run, rate=hub.rules.bandwidth)
-        self._wait = 0.0
-        self._traffic = time.monotonic(), exchange.sent_nbytes, exchange.received_nbytes
+        self._sender = FrameSender(
+            exchange, lambda: hub.run, rate=hub.rules.bandwidth, on_sent=hub.sent, frame_nbytes=frame_nbytes
+        )
+        self._reachable_at = -math.inf
 
     @property
     def queued(self) -> int:
@@ -31,34 +45,54 @@ class HubServer:
 
     def run(self, stop: Callable[[], bool], on_turn: Callable[[], object] = lambda: None) -> None:
         """Serve until `stop` returns True, then write a snapshot; calls both several times per second."""
+        wait, listened_at = 0.0, time.monotonic()
+        traffic_at, sent, received = listened_at, self.exchange.sent_nbytes, self.exchange.received_nbytes
         while not stop():
-            self._turn()
-            self._record_traffic()
+            envelopes = self.exchange.poll(wait)
+            now = time.monotonic()
+            absence = now - listened_at - wait
+            if absence > _ABSENCE_SECONDS:
+                self.hub.add_absence(absence)
+            listened_at = now
+            wait = min(self.turn(envelopes, now), _MAX_WAIT_SECONDS)
+            if now - traffic_at >= _TRAFFIC_SECONDS:
+                exchange = self.exchange
+                new = exchange.sent_nbytes - sent, exchange.received_nbytes - received
+                self.hub.record_traffic(*new, now - traffic_at)
+                traffic_at, sent, received = now, exchange.sent_nbytes, exchange.received_nbytes
             on_turn()
         self.hub.snapshot()
 
-    def _record_traffic(self) -> None:
-        since, sent, received = self._traffic
-        now, exchange = time.monotonic(), self.exchange
-        if now - since >= _TRAFFIC_SECONDS:
-            self.hub.record_traffic(
-                exchange.sent_nbytes - sent, exchange.received_nbytes - received, now - since
-            )
-            self._traffic = now, exchange.sent_nbytes, exchange.received_nbytes
+    def turn(self, envelopes: Iterable[Envelope], now: float) -> float:
+        """Handle what arrived, and send what may be sent.
 
-    def _turn(self) -> None:
+        Args:
+            envelopes: that arrived.
+            now: seconds of a monotonic clock.
+
+        Returns:
+            seconds until the next turn is due if nothing arrives before; infinity: none.
+        """
         hub, sender = self.hub, self._sender
-        envelopes = self.exchange.poll(min(self._wait, _MAX_WAIT_SECONDS))
-        now = time.monotonic()
         for envelope in envelopes:
             hub.receive(envelope, now)
-        for message in hub.commit(now):
-            member = hub.members.get(message.target)
-            if member is not None:
-                sender.set_rate(member.rate, now, message.target)
+        answers = hub.commit(now)
+        for target in hub.reset:  # frames of an earlier session mean nothing to the new one
+            sender.forget(target)
+        hub.reset.clear()
+        for message in answers:
+            if message.kind == "welcome":
+                member = hub.members.get(message.target)
+                sender.set_rate(None if member is None else member.rate, now, message.target)
             sender.enqueue(message)
-        self._wait = sender.pump(now)
-        if self._wait < _MAX_WAIT_SECONDS:
-            reachable = set(self.exchange.peers())
-            for target in sender.targets - reachable:
+        wait = sender.pump(now)
+        while hub.has_answers():  # to those who were sent what they waited for
+            for message in hub.commit(now):
+                sender.enqueue(message)
+            wait = sender.pump(now)
+        if now - self._reachable_at >= _REACHABLE_SECONDS:
+            self._reachable_at = now
+            for target in sender.targets.difference(self.exchange.peers()):
                 sender.forget(target)
+                hub.unreachable(target)
+        return wait

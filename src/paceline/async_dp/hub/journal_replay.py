@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from paceline.async_dp.hub.membership import HubCounters, HubMembership
+from paceline.async_dp.hub.membership import HubCounters, HubMembership, Rounds
+from paceline.async_dp.hub.update_intake import replay_update
 from paceline.async_dp.hub.update_merging import GlobalParams
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.transport.envelope import Bytes
 
 __all__ = ["replay_records", "restore_snapshot", "snapshot_facts"]
+
+_REPLAYED = ("join", "back", "silent", "leave", "update", "refuse")
 
 
 def snapshot_facts(
@@ -28,12 +31,23 @@ def snapshot_facts(
             str(member.number): {
                 "name": member.name,
                 "updates": member.updates,
-                "rounds": {str(fragment): list(judged) for fragment, judged in member.rounds.items()},
+                "alive": member.number in members.alive,
+                "throughput": member.throughput,
+                "rounds": _plain_rounds(member.rounds),
             }
             for member in members
-            if member.rounds
+            if member.rounds or member.number in members.alive
         },
+        "departed": {str(number): _plain_rounds(rounds) for number, rounds in members.departed.items()},
     }
+
+
+def _plain_rounds(rounds: Rounds) -> dict[str, list[Any]]:
+    return {str(fragment): list(judged) for fragment, judged in rounds.items()}
+
+
+def _rounds(plain: Mapping[str, Any]) -> Rounds:
+    return {int(fragment): (round, why) for fragment, (round, why) in plain.items()}
 
 
 def restore_snapshot(
@@ -55,7 +69,11 @@ def restore_snapshot(
     for number, values in facts["members"].items():
         member = members.get_or_add(int(number))
         member.name, member.updates = values["name"], values["updates"]
-        member.rounds = {int(fragment): (round, why) for fragment, (round, why) in values["rounds"].items()}
+        member.rounds = _rounds(values["rounds"])
+        if values.get("alive"):
+            member.throughput = values["throughput"]
+            members.mark_alive(member)
+    members.restore_departed({int(each): _rounds(plain) for each, plain in facts.get("departed", {}).items()})
     return params
 
 
@@ -68,14 +86,20 @@ def replay_records(
     """Apply the journal's records again; return the number of updates among them."""
     updates = 0
     for values, payload in records:
-        if values["kind"] not in ("update", "refuse"):
+        kind = values["kind"]
+        if kind not in _REPLAYED:
             continue
         member = members.get_or_add(values["worker"])
-        fragment = values["fragment"]
-        member.rounds[fragment] = values["round"], values.get("why", "")
-        if values["kind"] == "update":
-            delta, _ = params.unpack(fragment, values["dtype"], payload)
-            params.fragments[fragment].merge(delta, values["weight"], values["workers"])
+        if kind in ("join", "back"):
+            member.name = values.get("name", member.name)
+            members.mark_alive(member)
+        elif kind in ("silent", "leave"):
+            members.mark_dead(member)
+        else:
+            member.rounds[values["fragment"]] = values["round"], values.get("why", "")
+        if kind == "update":
+            members.report_throughput(member, values["rate"])
+            replay_update(values, payload, params, member)
             counters.add(member, values["samples"], values["staleness"])
             updates += 1
     return updates

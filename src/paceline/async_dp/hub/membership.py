@@ -1,23 +1,32 @@
-"""Membership of a hub: live workers, merged rounds of each, and pending requests for global parameters (pure).
+"""Membership of a hub: live workers, their share of the training, and the merged rounds of each (pure).
 
-Only the latest round per worker and fragment must outlive the hub, since a repeated update must never count twice; the
-rest a worker reports again when it says hello.
+What decides the weight of updates outlives the hub: which workers are alive and how fast each is. So does the latest
+round per worker and fragment, since a repeated update must never count twice; the rest a worker reports again when it
+says hello. All of it is a function of the journal's records.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from bisect import bisect_right
-from collections import deque
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paceline.async_dp.hub.staleness_policy import StalenessPolicy
 from paceline.async_dp.protocol.message_assembly import ReplayWindow
 
-__all__ = ["HubCounters", "HubMember", "HubMembership", "PendingFetches", "StalenessHistogram"]
+__all__ = ["HubCounters", "HubMember", "HubMembership", "Rounds", "StalenessHistogram"]
+
+log = logging.getLogger("paceline.async_dp")
 
 _SESSIONS_KEPT = 64
+_MAX_THROUGHPUT_RATIO = 16  # to the median; what a worker reports beyond that is not credited
+_THROUGHPUT_UNIT, _MAX_THROUGHPUT = 1e-6, 1e15  # samples per second
+_DEPARTED_KEPT = 1 << 16
+
+Rounds = dict[int, tuple[int, str]]
+"""Latest round of each fragment, and why it was refused; empty if it was merged."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +39,8 @@ class HubMember:
     last_seen: float = -math.inf
     # By fragment: the revision that it fetched last; its latest round, and why that was refused ("" if it was merged).
     base: dict[int, int] = field(default_factory=dict)
-    rounds: dict[int, tuple[int, str]] = field(default_factory=dict)
+    rounds: Rounds = field(default_factory=dict)
+    merged: dict[int, int] = field(default_factory=dict)  # by fragment: revision that its last update led to
     rate: float | None = None  # bytes per second that it wants to receive at most; None: no limit
     every: int = 0  # these as reported last
     delay: int = 0
@@ -44,7 +54,7 @@ class HubMember:
     received_nbytes: int = 0
     sent_nbytes: int = 0
     staleness: float = 0.0  # of its last update, in rounds
-    throughput: float = 0.0  # samples per second reported with its last update; 0: none
+    throughput: int = 0  # millionths of a sample per second, reported with its last update; 0: unknown
     window: ReplayWindow = field(default_factory=ReplayWindow)
     _sessions: deque[int] = field(default_factory=lambda: deque(maxlen=_SESSIONS_KEPT))
 
@@ -106,17 +116,22 @@ class HubMembership:
 
     Args:
         silent_after: seconds without a message after which a worker no longer counts as alive.
-        limit: number of workers; above it the one that never contributed and was seen longest ago is forgotten.
+        limit: number of workers that are known in full; above it, of one that is gone only its rounds are kept, and one
+            that never contributed is forgotten.
 
     Attributes:
+        limit: as given.
         alive: numbers of the live workers.
     """
 
     def __init__(self, silent_after: float = 15.0, limit: int = 4096) -> None:
-        self.silent_after, self._limit = silent_after, limit
-        self._members: dict[int, HubMember] = {}
+        self.silent_after, self.limit = silent_after, limit
+        self._members: OrderedDict[int, HubMember] = OrderedDict()  # the one seen last at the end, roughly
+        self._departed: OrderedDict[int, Rounds] = OrderedDict()
         self.alive: set[int] = set()
-        self._total_throughput, self._known_throughputs = 0.0, 0  # of the live workers
+        self._order: list[int] = []  # the live ones
+        self._throughputs: list[int] = []  # that are known, of the live ones, in order
+        self._total_throughput = 0  # of these
 
     def __iter__(self) -> Iterator[HubMember]:
         return iter(self._members.values())
@@ -129,125 +144,131 @@ class HubMembership:
         """Return a worker, which is known from now on."""
         member = self._members.get(number)
         if member is None:
-            if len(self._members) >= self._limit:
+            if len(self._members) >= self.limit:
                 self._forget_one()
             member = self._members[number] = HubMember(number=number)
+            member.rounds = self._departed.pop(number, {})
         return member
 
-    def mark_seen(self, member: HubMember, now: float) -> bool:
-        """Record a message from a worker; return whether it was not alive before."""
+    @property
+    def departed(self) -> dict[int, Rounds]:
+        """Rounds of the workers that are not known in full any more."""
+        return dict(self._departed)
+
+    def restore_departed(self, departed: dict[int, Rounds]) -> None:
+        """Restore what `departed` returned."""
+        self._departed = OrderedDict(departed)
+
+    # ------------------------------------------------------------------ who is alive
+
+    def mark_seen(self, member: HubMember, now: float) -> None:
+        """Record a message from a worker."""
         if now > member.last_seen:
             member.last_seen = now
-        if member.number in self.alive:
-            return False
-        self.alive.add(member.number)
-        return True
+        self.mark_alive(member)
 
-    def share(self, member: HubMember, throughput: float | None) -> float:
-        """Return the weight of a worker's update: its share of the samples per second of all live workers.
+    def mark_alive(self, member: HubMember) -> None:
+        """Count a worker as alive."""
+        if member.number not in self.alive:
+            self.alive.add(member.number)
+            insort(self._order, member.number)
+            self._members.move_to_end(member.number)
+            self._count_throughput(member.throughput, 1)
 
-        Where all are equally fast that is 1/N; where all start from the same parameters and send at the same time,
-        updates add up to their mean weighted by samples, as in a synchronous step. A worker that is slow, or was away
-        for long, counts less: what it learnt is old. While any throughput is unknown, all have the same weight.
-
-        Args:
-            member: the worker.
-            throughput: samples per second that it reports.
-        """
-        self._set_throughput(
-            member, float(throughput) if throughput is not None and 0 < throughput < math.inf else 0.0
-        )
-        if self._known_throughputs < len(self.alive) or self._total_throughput <= 0:
-            return 1 / max(1, len(self.alive))
-        return min(1.0, member.throughput / self._total_throughput)
-
-    def _set_throughput(self, member: HubMember, throughput: float) -> None:
-        self._total_throughput += throughput - member.throughput
-        self._known_throughputs += (throughput > 0) - (member.throughput > 0)
-        member.throughput = throughput
-
-    def _mark_dead(self, member: HubMember) -> None:
+    def mark_dead(self, member: HubMember) -> None:
+        """Count a worker as gone."""
         if member.number in self.alive:
             self.alive.discard(member.number)
-            self._set_throughput(member, 0.0)
+            del self._order[bisect_left(self._order, member.number)]
+            self._count_throughput(member.throughput, -1)
+        member.throughput = 0
+
+    def slot(self, member: HubMember) -> int:
+        """Return the position of a worker among the live ones, from 0."""
+        return bisect_left(self._order, member.number)
 
     def leave(self, member: HubMember) -> None:
         """Record that a worker left."""
         member.session_id = 0
-        self._mark_dead(member)
+        self.mark_dead(member)
 
-    def expire(self, now: float) -> list[HubMember]:
-        """Return the workers that were silent for too long; they no longer count as alive."""
-        alive = [self._members[number] for number in self.alive]
-        silent = [member for member in alive if now - member.last_seen > self.silent_after]
-        for member in silent:
-            self._mark_dead(member)
+    def silent(self, now: float) -> list[HubMember]:
+        """Return the live workers that were silent for too long."""
+        silent = []
+        for number in self._order:
+            member = self._members[number]
+            if member.last_seen == -math.inf:  # recovered from the journal: it has the full time to return
+                member.last_seen = now
+            elif now - member.last_seen > self.silent_after:
+                silent.append(member)
         return silent
+
+    def add_absence(self, seconds: float) -> None:
+        """Discount a time in which the hub itself did not listen: nobody was silent in it."""
+        for number in self._order:
+            self._members[number].last_seen += seconds
 
     def summary(self, limit: int) -> dict[str, dict[str, float | None]]:
         """Return the reports of the live workers by number; nothing if they are more than `limit`."""
         if len(self.alive) > limit:
             return {}
-        alive = [self._members[number] for number in sorted(self.alive)]
+        alive = [self._members[number] for number in self._order]
         return {
             str(each.number): {"steps": each.steps, "speed": round(each.speed, 4), "loss": each.loss}
             for each in alive
         }
 
     def _forget_one(self) -> None:
-        idle = [each for each in self._members.values() if not each.rounds and each.number not in self.alive]
-        candidates = idle or [each for each in self._members.values() if not each.rounds]
-        if candidates:
-            oldest = min(candidates, key=lambda each: each.last_seen)
-            self._mark_dead(oldest)
-            del self._members[oldest.number]
+        """Keep only the rounds of a worker that is gone, or forget one that never contributed."""
+        members = self._members
+        gone = (each for each in members if each not in self.alive)
+        idle = (number for number, each in members.items() if not each.rounds)
+        number = next(gone, None) or next(idle, None)
+        if number is None:
+            return
+        self.mark_dead(members[number])
+        rounds = members.pop(number).rounds
+        if rounds:
+            self._departed[number] = rounds
+        if len(self._departed) > _DEPARTED_KEPT:
+            gone, _ = self._departed.popitem(last=False)
+            log.warning("worker %d is forgotten: %d others left after it", gone, _DEPARTED_KEPT)
 
+    # ------------------------------------------------------------------ their share
 
-class PendingFetches:
-    """Requests for global parameters, in the order in which they arrived.
+    def report_throughput(self, member: HubMember, throughput: float | None) -> None:
+        """Record the samples per second that a worker reports; None: unknown."""
+        known = throughput is not None and 0 < throughput < math.inf
+        value = round(min(throughput, _MAX_THROUGHPUT) / _THROUGHPUT_UNIT) if known and throughput else 0
+        if member.number in self.alive:
+            self._count_throughput(member.throughput, -1)
+            self._count_throughput(value, 1)
+        member.throughput = value
 
-    Args:
-        members: the workers.
-        staleness: decides which workers have to wait for others.
-    """
+    def share(self, member: HubMember) -> float:
+        """Return the weight of a worker's update: its share of the samples per second of all live workers.
 
-    def __init__(self, members: HubMembership, staleness: StalenessPolicy) -> None:
-        self._members, self._staleness = members, staleness
-        self._requests: dict[tuple[int, int], None] = {}
+        Where all are equally fast that is 1/N; where all start from the same parameters and send at the same time,
+        updates add up to their mean weighted by samples, as in a synchronous step. A worker that is slow, or was away
+        for long, counts less: what it learnt is old. While any throughput is unknown, all have the same weight.
 
-    def __bool__(self) -> bool:
-        return bool(self._requests)
-
-    def add(self, worker: int, fragment: int) -> None:
-        """Add a request; a repeated one has no effect."""
-        self._requests[worker, fragment] = None
-
-    def pop_ready(self, revisions: dict[int, int]) -> Iterator[tuple[HubMember, int]]:
-        """Yield the worker and fragment of every request that may be answered.
-
-        Args:
-            revisions: of the global parameters by fragment.
+        Reports are bounded: nobody is credited with more than 16 times the median.
         """
-        again = True
-        while again and self._requests:
-            again = False
-            for worker, fragment in list(self._requests):
-                member = self._members.get(worker)
-                if member is None or not member.session_id:
-                    del self._requests[worker, fragment]
-                elif not self._must_wait(member, fragment, revisions[fragment]):
-                    del self._requests[worker, fragment]
-                    member.base[fragment] = revisions[fragment]
-                    again = self._staleness.policy == "wait"  # others may have waited for this one
-                    yield member, fragment
+        known = self._throughputs
+        if len(known) < len(self.alive) or not known or member.number not in self.alive:
+            return 1 / max(1, len(self.alive))
+        most = _MAX_THROUGHPUT_RATIO * known[(len(known) - 1) // 2]
+        total, above = self._total_throughput, len(known) - 1
+        while known[above] > most:
+            total -= known[above] - most
+            above -= 1
+        return min(member.throughput, most) / total
 
-    def _must_wait(self, member: HubMember, fragment: int, revision: int) -> bool:
-        if self._staleness.policy != "wait":
-            return False
-        alive = self._members.alive
-        others = [
-            each.base[fragment]
-            for each in self._members
-            if each is not member and each.number in alive and fragment in each.base
-        ]
-        return self._staleness.holds_back(member.base.get(fragment, revision), others, revision, len(alive))
+    def _count_throughput(self, value: int, change: int) -> None:
+        if not value:
+            return
+        self._total_throughput += change * value  # integers, so the order of reports leaves no trace
+        if change > 0:
+            insort(self._throughputs, value)
+        else:
+            del self._throughputs[bisect_left(self._throughputs, value)]

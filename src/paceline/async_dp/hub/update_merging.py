@@ -136,6 +136,14 @@ class GlobalParams:
         """Return the size of a packed fragment."""
         return self._codec_of(fragment, codec).nbytes
 
+    def norm(self, fragment: int) -> float:
+        """Return the norm of a fragment's parameters."""
+        return l2_norm(self._rows[fragment])
+
+    def down_nbytes(self, fragment: int) -> int:
+        """Return the size of a copy for workers."""
+        return self.packet_nbytes(fragment, self._codec)
+
     def unpack(self, fragment: int, codec: str, packet: Bytes) -> tuple[FloatRow, float]:
         """Return the numbers of a packet and their norm; the numbers are valid until the next call.
 

@@ -1,11 +1,13 @@
 """Screening of updates: which are refused, and which workers are put in quarantine (pure).
 
     not finite     the norm is NaN or infinite
-    exploding      the norm is more than `max_norm_ratio` times the usual one, overall and for this worker, and the
-                   score did not improve; usual is the median of the last updates that were merged
+    exploding      the norm is more than `max_norm_ratio` times the usual one, overall and for this worker; usual is
+                   the median of the last updates that were merged. Where the worker reports that its score improved:
+                   more than that of the parameters; until some updates were merged: 100 times that of the parameters
     worse          the worker's score on the shared held-out slice is worse than that of the parameters it started from
 
-Norms are those of updates divided by the square root of their steps, so that a worker may send more rarely than others.
+Norms are those of updates divided by the square root of their steps, so that a worker may send more rarely than others;
+but of no more than 100 times the usual steps, since steps are what a worker says.
 A worker with `strikes` refusals among its last `window` updates is put in quarantine: for some time none of its updates
 is merged, and it takes the global parameters as they are. Each further quarantine lasts twice as long.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -25,6 +27,7 @@ __all__ = ["UpdateScreen"]
 
 _WINDOW, _WORKER_WINDOW = 64, 8
 _MIN_SEEN = 8
+_MAX_STEPS_RATIO, _MAX_PARAMS_RATIO = 100, 100
 _MAX_DOUBLINGS = 6
 
 
@@ -36,15 +39,31 @@ class _WorkerHistory:
     quarantines: int = 0
 
 
+@dataclass
+class _FragmentHistory:
+    """Of the last updates that were merged."""
+
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+
 class UpdateScreen:
     """Screens updates, one after another."""
 
     def __init__(self, rules: ScreeningRules | None = None) -> None:
         self.rules = rules or ScreeningRules()
-        self._norms: dict[int, deque[float]] = {}  # of the last merged updates, by fragment
+        self._fragments: dict[int, _FragmentHistory] = {}
         self._workers: dict[int, _WorkerHistory] = {}
 
-    def check(self, worker: int, fragment: int, norm: float, header: UpdateHeader, now: float) -> str:
+    def check(
+        self,
+        worker: int,
+        fragment: int,
+        norm: float,
+        header: UpdateHeader,
+        now: float,
+        params_norm: Callable[[], float] = lambda: 0.0,
+    ) -> str:
         """Record an update; return why it is refused, empty if it is accepted.
 
         Args:
@@ -53,27 +72,52 @@ class UpdateScreen:
             norm: of the update.
             header: the worker's report; lower scores are better.
             now: seconds of a monotonic clock.
+            params_norm: returns the norm of the global parameters; 0: unknown.
         """
         history = self._workers.get(worker)
         if history is None:
             history = self._workers[worker] = _WorkerHistory(deque(maxlen=self.rules.window))
         if now < history.quarantined_until:
             return f"in quarantine: for {history.quarantined_until - now:.0f} s more"
-        norm /= math.sqrt(max(1, int(header.steps)))
-        seen = self._norms.get(fragment)
-        if seen is None:
-            seen = self._norms[fragment] = deque(maxlen=_WINDOW)
-        reason = self._reason(norm, header, seen, history.norms)
-        history.refused.append(bool(reason))
+        seen = self._fragments.setdefault(fragment, _FragmentHistory())
+        known, steps = len(seen.norms) >= _MIN_SEEN, max(1.0, header.steps)
+        if known:
+            steps = min(steps, _MAX_STEPS_RATIO * median(seen.steps))
+        scaled = norm / math.sqrt(steps)
+        reason = self._reason(header, scaled)
+        if not reason and self.rules.max_norm_ratio:
+            usual = max(median(seen.norms), median(history.norms) if history.norms else 0.0) if known else 0.0
+            score, before = header.score, header.before
+            improved = score is not None and before is not None and score < before
+            if usual > 0 and scaled > self.rules.max_norm_ratio * usual:
+                if not improved or 0 < params_norm() < norm:
+                    reason = f"exploding: {scaled / usual:.1f} times the usual norm"
+            elif not known and 0 < _MAX_PARAMS_RATIO * params_norm() < norm:
+                reason = f"exploding: {norm / params_norm():.1f} times the norm of the parameters"
+        self._record(history, bool(reason), now)
         if not reason:
-            seen.append(norm)
-            history.norms.append(norm)
-        elif sum(history.refused) >= self.rules.strikes:
+            seen.norms.append(scaled)
+            seen.steps.append(steps)
+            history.norms.append(scaled)
+        return reason
+
+    def strike(self, worker: int, now: float) -> bool:
+        """Record a message that a worker must not send; return whether that led to quarantine."""
+        history = self._workers.get(worker)
+        if history is None:
+            history = self._workers[worker] = _WorkerHistory(deque(maxlen=self.rules.window))
+        if now < history.quarantined_until:
+            return False
+        self._record(history, True, now)
+        return now < history.quarantined_until
+
+    def _record(self, history: _WorkerHistory, refused: bool, now: float) -> None:
+        history.refused.append(refused)
+        if refused and sum(history.refused) >= self.rules.strikes:
             history.refused.clear()
             doublings = min(history.quarantines, _MAX_DOUBLINGS)
             history.quarantined_until = now + self.rules.quarantine_seconds * 2**doublings
             history.quarantines += 1
-        return reason
 
     def quarantine_left(self, worker: int, now: float) -> float:
         """Return the seconds that a worker stays in quarantine, 0 if it is not."""
@@ -84,20 +128,18 @@ class UpdateScreen:
         """Return the number of workers in quarantine."""
         return sum(now < history.quarantined_until for history in self._workers.values())
 
-    def _reason(
-        self, norm: float, header: UpdateHeader, seen: Collection[float], own: Collection[float]
-    ) -> str:
-        score, before, rules = header.score, header.before, self.rules
+    def forget(self, worker: int) -> None:
+        """Forget a worker that is gone, unless it has been in quarantine."""
+        history = self._workers.get(worker)
+        if history is not None and not history.quarantines:
+            del self._workers[worker]
+
+    def _reason(self, header: UpdateHeader, norm: float) -> str:
+        score, before, allowed = header.score, header.before, self.rules.max_score_increase
         if not math.isfinite(norm):
             return "not finite"
-        improved = score is not None and before is not None and score < before
-        if rules.max_norm_ratio and len(seen) >= _MIN_SEEN and not improved:
-            usual = max(median(seen), median(own) if own else 0.0)
-            if usual > 0 and norm > rules.max_norm_ratio * usual:
-                return f"exploding: {norm / usual:.1f} times the usual norm"
         if score is not None and not math.isfinite(score):
             return "not finite: its score"
-        allowed = rules.max_score_increase
         if allowed is not None and score is not None and before is not None and score > before + allowed:
             return f"worse: score {score:.4f}, started from {before:.4f}"
         return ""

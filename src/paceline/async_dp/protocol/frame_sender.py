@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES, split_message
-from paceline.transport.envelope import Envelope
+from paceline.transport.envelope import SHORT_NBYTES, Envelope
 from paceline.transport.paced_queue import PacedQueue
 from paceline.transport.token_bucket import make_token_bucket, max_frame_nbytes
 from paceline.transport.transport_interface import Exchange
 
 __all__ = ["FrameSender"]
 
-_MAX_QUEUED_FRAMES = 4  # per target; the rest of a message is split later
-
 
 class FrameSender:
     """Sends messages through an exchange; used by one thread.
+
+    Every message is either sent whole or dropped by `forget`: a frame that the exchange has no room for is offered
+    again, and frames are made only as they can be sent.
 
     Args:
         exchange: carries the frames.
@@ -26,6 +27,7 @@ class FrameSender:
         session_id: returns the sender's session.
         rate: most bytes per second on the wire in total; None: no limit.
         on_sent: called with every message whose last frame was sent.
+        frame_nbytes: most bytes per frame; fewer where the rate is limited.
     """
 
     def __init__(
@@ -36,13 +38,15 @@ class FrameSender:
         *,
         rate: float | None = None,
         on_sent: Callable[[HubMessage], object] = lambda _: None,
+        frame_nbytes: int = FRAME_NBYTES,
     ) -> None:
         self._exchange, self._run, self._session_id, self._on_sent = exchange, run, session_id, on_sent
+        self._frame_limit = frame_nbytes
         self._paced = PacedQueue()
         self._rate, self._target_rates = None, dict[int, float]()
-        self._queues: dict[int, deque[HubMessage]] = {}
-        self._current: dict[int, tuple[HubMessage, Iterator[Envelope]]] = {}  # partly sent
+        self._waiting = Counter[int]()  # messages by target
         self._last_frames: dict[int, HubMessage] = {}  # by sequence number
+        self._unmade: dict[int, HubMessage] = {}  # with frames that were not made yet, by identity
         self._sequence = 0
         self.set_rate(rate, 0.0)
 
@@ -53,78 +57,75 @@ class FrameSender:
                 self._rate = rate
                 self._paced.bucket = None if rate is None else make_token_bucket(rate, now)
         elif rate is None:
-            self._target_rates.pop(target, None)
-            self._paced.limit(target, None)
+            if self._target_rates.pop(target, None) is not None:
+                self._paced.limit(target, None)
         elif self._target_rates.get(target) != rate:
             self._target_rates[target] = rate
             self._paced.limit(target, make_token_bucket(rate, now))
 
     def enqueue(self, message: HubMessage) -> None:
-        """Queue a message."""
-        self._queues.setdefault(message.target, deque()).append(message)
+        """Queue a message; its payload must not change until it was sent."""
+        self._waiting[message.target] += 1
+        self._unmade[id(message)] = message
+        short = len(message.payload) <= SHORT_NBYTES
+        self._paced.add(message.target, self._frames(message), short=short)
 
     @property
     def targets(self) -> set[int]:
-        """Targets with queued messages."""
-        return self._queues.keys() | self._current.keys()
+        """Targets with messages whose last frame was not sent."""
+        return set(self._waiting)
 
     @property
     def queued(self) -> int:
         """Number of messages whose last frame was not sent."""
-        waiting = sum(map(len, self._queues.values()))
-        return waiting + len(self._current) + len(self._last_frames)
+        return self._waiting.total()
 
     def forget(self, target: int) -> None:
         """Drop the messages to a target, and its rate."""
-        self._queues.pop(target, None)
-        self._current.pop(target, None)
         self._paced.forget(target)
         self._target_rates.pop(target, None)
-        self._last_frames = {
-            sequence: message for sequence, message in self._last_frames.items() if message.target != target
-        }
+        if self._waiting.pop(target, 0):
+            for held in (self._last_frames, self._unmade):
+                for number in [each for each, message in held.items() if message.target == target]:
+                    del held[number]
+
+    def cancel(self, kind: str, round: int, fragment: int) -> None:
+        """Leave out the frames of such messages that were not made yet."""
+        for number, message in list(self._unmade.items()):
+            if (message.kind, message.round, message.fragment) == (kind, round, fragment):
+                del self._unmade[number]
 
     def pump(self, now: float) -> float:
         """Send what may be sent; return the seconds until more may be, infinity if nothing is queued."""
-        while True:
-            queued = False
-            for target in list(self.targets):
-                while self._paced.waiting(target) < _MAX_QUEUED_FRAMES and self._queue_frame(target):
-                    queued = True
-            wait = self._paced.pump(now, self._send)
-            if not queued:
-                return wait
+        return self._paced.pump(now, self._send)
 
-    def _queue_frame(self, target: int) -> bool:
-        """Queue the next frame to a target; return whether there was one."""
-        current = self._current.get(target)
-        if current is None:
-            queue = self._queues.get(target)
-            if not queue:
-                self._queues.pop(target, None)
-                return False
-            message = queue.popleft()
-            nbytes = self._frame_nbytes(target)
-            frames = split_message(message, self._run(), self._sequence, self._session_id(), nbytes)
-            current = self._current[target] = message, frames
-        message, frames = current
-        envelope = next(frames)
-        header = envelope.header
-        self._sequence = max(self._sequence, header.sequence + header.frames - header.frame)
-        if header.frame == header.frames - 1:
-            del self._current[target]
-            self._last_frames[header.sequence] = message
-        self._paced.put(envelope)
-        return True
-
-    def _frame_nbytes(self, target: int) -> int:
-        rates = [each for each in (self._rate, self._target_rates.get(target)) if each is not None]
-        return max_frame_nbytes(min(rates)) if rates else FRAME_NBYTES
+    def _frames(self, message: HubMessage) -> Iterator[Envelope]:
+        """Make the frames of a message, numbered when the first is due."""
+        rates = [each for each in (self._rate, self._target_rates.get(message.target)) if each is not None]
+        nbytes = min(self._frame_limit, max_frame_nbytes(min(rates))) if rates else self._frame_limit
+        first = self._sequence
+        for envelope in split_message(message, self._run(), first, self._session_id(), nbytes):
+            header = envelope.header
+            if id(message) not in self._unmade:  # cancelled
+                self._count_done(message.target)
+                return
+            if header.frame == 0:
+                self._sequence = first + header.frames
+            if header.frame == header.frames - 1:
+                self._last_frames[header.sequence] = message
+                del self._unmade[id(message)]
+            yield envelope
 
     def _send(self, envelope: Envelope) -> bool:
         if not self._exchange.send(envelope):
             return False
         message = self._last_frames.pop(envelope.header.sequence, None)
         if message is not None:
+            self._count_done(message.target)
             self._on_sent(message)
         return True
+
+    def _count_done(self, target: int) -> None:
+        self._waiting[target] -= 1
+        if not self._waiting[target]:
+            del self._waiting[target]

@@ -10,6 +10,7 @@
       bye            leaves
     hub → worker
       welcome        accepted: run, phase, which of how many workers it is
+      later          no memory for an update now: send it again after the next ``later`` that says so
       refusal        rejected, and why
       who            unknown or expired session: say hello
       ack            an update was merged, or refused and why; the decision is on disk
@@ -54,6 +55,8 @@ Number = int | float
 _NUMBER_TYPES = frozenset((int, float))
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _TEXT_LIMIT = 200
+_MOST = 2**53
+"""Most samples or steps of an update: more can't be counted in a float."""
 
 
 @dataclass(slots=True)
@@ -112,4 +115,4 @@ class UpdateHeader:
     def is_plausible(self, revision: int) -> bool:
         """Return whether an update can have these values when the global parameters are at `revision`."""
         known = 0 <= self.base <= revision
-        return known and 0 <= self.samples < math.inf and 1 <= self.steps < math.inf
+        return known and 0 <= self.samples <= _MOST and 1 <= self.steps <= _MOST

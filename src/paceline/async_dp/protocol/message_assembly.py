@@ -1,8 +1,8 @@
 """Splitting messages into frames, one per envelope, and assembling them again (pure).
 
 Frames may arrive late, repeated, out of order or from an attacker: nothing is stored for a message that is not
-expected, and no more than a few unfinished messages per source. A frame that was damaged stays missing until its
-message is sent again; frames that arrived before need not.
+expected, one unfinished message per source, kind and fragment, and no more in all than there is memory for. A frame
+that was damaged stays missing until its message is sent again; frames that arrived before need not.
 """
 
 from __future__ import annotations
@@ -16,12 +16,25 @@ from paceline.transport.envelope import Bytes, Envelope
 from paceline.transport.header_layout import Header
 from paceline.transport.message_frames import split_frames
 
-__all__ = ["FRAME_NBYTES", "MessageAssembler", "ReplayWindow", "split_message"]
+__all__ = [
+    "FRAME_NBYTES",
+    "MIN_FRAME_NBYTES",
+    "MemoryNotice",
+    "MessageAssembler",
+    "MessageKey",
+    "ReplayWindow",
+    "split_message",
+]
 
-FRAME_NBYTES = 1 << 20
-"""Size of a frame, unless bandwidth is limited: then `paceline.transport.token_bucket.max_frame_nbytes`."""
+FRAME_NBYTES = 256 << 10
+"""Size of a frame, unless bandwidth is limited: then `paceline.transport.token_bucket.max_frame_nbytes`.
 
-_MIN_FRAME_NBYTES = 1 << 9  # at the lowest rate frames still have twice that
+A transport queues some frames per peer beyond what is counted here, so they are short."""
+
+MIN_FRAME_NBYTES = 1 << 9
+"""At the lowest rate frames still have twice that; messages of shorter ones are refused."""
+
+_STALLED_SECONDS = 60.0
 
 
 def split_message(
@@ -39,6 +52,13 @@ def split_message(
     payload = memoryview(message.payload).cast("B") if message.payload else b""
     nbytes = len(payload)
     meta = {**message.meta, "fragment": message.fragment, "session": session_id}
+    if nbytes <= frame_nbytes:
+        header = Header(
+            run, message.kind, message.source, message.target, sequence, message.round,
+            0, 1, 0, nbytes, message.dtype, (), nbytes, 0, meta,
+        )  # fmt: skip
+        yield Envelope(header, payload)
+        return
     frames = split_frames(nbytes, frame_nbytes)
     for frame in frames:
         header = Header(
@@ -48,90 +68,151 @@ def split_message(
         yield Envelope(header, payload[frame.offset : frame.offset + frame.nbytes])
 
 
+MessageKey = tuple[int, str, int, int]
+"""Source, kind, round and fragment of a message."""
+
+
 @dataclass
 class _PartialMessage:
     buffer: memoryview
     frames: int
+    changed_at: float = 0.0
     received: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class MemoryNotice:
+    """A message that has to be sent again, from its first frame on: once there is memory (`ready`), or later."""
+
+    key: MessageKey
+    ready: bool
 
 
 class MessageAssembler:
     """Assembles messages from frames.
 
+    Incomplete messages that are being received are never dropped for a new one of another source: if there is no memory
+    for it, it has to wait its turn, see `notices`.
+
     Args:
         max_nbytes_of: returns the most bytes that a message with this header may have; None: it is not expected.
-        max_partial: incomplete messages per source; the oldest is dropped for a new one.
-        max_nbytes: of all incomplete messages together; above that the oldest are dropped.
+        max_nbytes: of all incomplete messages together; a single one may be longer.
         refused: counts dropped frames by reason; None: a new counter.
 
     Attributes:
         refused: dropped frames by reason.
+        problem: why the last frame must not have been sent; empty if nothing is wrong with it.
         held_nbytes: size of all incomplete messages.
     """
 
     def __init__(
         self,
         max_nbytes_of: Callable[[Header], int | None],
-        max_partial: int = 8,
         max_nbytes: int = 1 << 30,
         refused: Counter[str] | None = None,
     ) -> None:
-        self._max_nbytes_of, self._max_partial, self.max_nbytes = max_nbytes_of, max_partial, max_nbytes
-        self.held_nbytes = 0
-        self._partial: OrderedDict[int, OrderedDict[tuple[str, int, int], _PartialMessage]] = OrderedDict()
+        self._max_nbytes_of, self.max_nbytes = max_nbytes_of, max_nbytes
+        self.held_nbytes, self.problem = 0, ""
+        self._partial: dict[int, OrderedDict[MessageKey, _PartialMessage]] = {}
+        self._waiting: OrderedDict[MessageKey, int] = OrderedDict()  # for memory: their sizes
+        self._granted: dict[MessageKey, int] = {}  # that memory is kept free for
+        self._notices: list[MemoryNotice] = []
         self.refused = Counter[str]() if refused is None else refused
 
-    def add(self, envelope: Envelope) -> HubMessage | None:
-        """Return the message that this envelope completes; None if it completes none."""
+    def add(self, envelope: Envelope, now: float = 0.0) -> HubMessage | None:
+        """Return the message that this envelope completes; None if it completes none. `now` is as for `notices`."""
         header = envelope.header
         fragment = header.meta.get("fragment", 0)
         total = header.nbytes if header.frames == 1 else header.total_nbytes
         limit = self._max_nbytes_of(header) if type(fragment) is int else None
-        if limit is None or total > limit:
-            self.refused["unexpected" if limit is None else "too long"] += 1
+        self.problem = ""
+        if limit is None:
+            self.problem = "unexpected"
+        elif total > limit:
+            self.problem = "too long"
+        elif header.frames > 1 and header.frames > total // MIN_FRAME_NBYTES + 1:
+            self.problem = "too many frames"
+        if self.problem:
+            self.refused[self.problem] += 1
             return None
         if header.frames == 1:
             return _message(header, fragment, envelope.payload)
-        if header.frames > total // _MIN_FRAME_NBYTES + 1:
-            self.refused["too many frames"] += 1
-            return None
-        key = header.kind, header.round, fragment
+        key = header.source, header.kind, header.round, fragment
         partial = self._partial_of(header, key, total)
+        if partial is None:
+            self.refused["no memory"] += 1
+            return None
         if header.frame not in partial.received:
             partial.buffer[header.offset : header.offset + header.nbytes] = envelope.payload
             partial.received.add(header.frame)
+            partial.changed_at = now
         if len(partial.received) < partial.frames:
             return None
-        self._drop(header.source, key)
+        self._drop(key)
         return _message(header, fragment, partial.buffer)
 
     def forget(self, source: int) -> None:
-        """Drop the incomplete messages of a source."""
+        """Drop the incomplete messages of a source, and its place in the queue for memory."""
         for key in list(self._partial.get(source, ())):
-            self._drop(source, key)
+            self._drop(key)
+        for keys in (self._waiting, self._granted):
+            for key in [each for each in keys if each[0] == source]:
+                del keys[key]
 
-    def _partial_of(self, header: Header, key: tuple[str, int, int], total: int) -> _PartialMessage:
-        held = self._partial.setdefault(header.source, OrderedDict())
+    def notices(self, now: float = 0.0) -> list[MemoryNotice]:
+        """Return which messages have to wait for memory, and which need not any more, since the last call.
+
+        Args:
+            now: seconds of a monotonic clock; incomplete messages without a new frame for a minute make room.
+        """
+        while self._waiting:
+            key, nbytes = next(iter(self._waiting.items()))
+            if not self._has_room(nbytes):
+                self._drop_stalled(now)
+            if not self._has_room(nbytes):
+                break
+            del self._waiting[key]
+            self._granted[key] = nbytes
+            self._notices.append(MemoryNotice(key, ready=True))
+        notices, self._notices = self._notices, []
+        return notices
+
+    def _drop_stalled(self, now: float) -> None:
+        every = [(key, each) for messages in self._partial.values() for key, each in messages.items()]
+        for key, partial in every:
+            if now - partial.changed_at > _STALLED_SECONDS:
+                self.refused["stalled"] += 1
+                self._drop(key)
+
+    def _has_room(self, nbytes: int) -> bool:
+        used = self.held_nbytes + sum(self._granted.values())
+        return used == 0 or used + nbytes <= self.max_nbytes
+
+    def _partial_of(self, header: Header, key: MessageKey, total: int) -> _PartialMessage | None:
+        held = self._partial.get(header.source, {})
         found = held.get(key)
         if found is not None and len(found.buffer) == total and found.frames == header.frames:
             return found
         if found is not None:
-            self._drop(header.source, key)
-        while len(held) >= self._max_partial:
-            self._drop(header.source, next(iter(held)))
-        while self.held_nbytes + total > self.max_nbytes and any(self._partial.values()):
-            source = next(each for each, messages in self._partial.items() if messages)
-            self._drop(source, next(iter(self._partial[source])))
-        held = self._partial.setdefault(header.source, OrderedDict())
-        found = held[key] = _PartialMessage(memoryview(bytearray(total)), header.frames)
+            self._drop(key)
+        for other in [each for each in held if each[1] == key[1] and each[3] == key[3]]:
+            self._drop(other)  # of another round: its sender has given it up
+        granted = self._granted.pop(key, None) is not None
+        if not granted and (self._waiting or not self._has_room(total)):
+            if key not in self._waiting:
+                self._waiting[key] = total
+                self._notices.append(MemoryNotice(key, ready=False))
+            return None
+        made = _PartialMessage(memoryview(bytearray(total)), header.frames)
+        self._partial.setdefault(header.source, OrderedDict())[key] = made
         self.held_nbytes += total
-        return found
+        return made
 
-    def _drop(self, source: int, key: tuple[str, int, int]) -> None:
-        held = self._partial[source]
+    def _drop(self, key: MessageKey) -> None:
+        held = self._partial[key[0]]
         self.held_nbytes -= len(held.pop(key).buffer)
         if not held:
-            del self._partial[source]
+            del self._partial[key[0]]
 
 
 def _message(header: Header, fragment: int, payload: Bytes) -> HubMessage:

@@ -48,6 +48,7 @@ log = logging.getLogger("paceline.async_dp")
 
 _HELLO_SECONDS, _MAX_HELLO_SECONDS = 1.0, 10.0
 _HEARTBEAT_SECONDS = 2.0
+_POSTPONED_SECONDS = 60.0  # after which it asks again
 _HARMLESS = "stale"
 """Reason of refusal after which the worker keeps what it has learnt since."""
 
@@ -79,6 +80,7 @@ class HubSession:
         refused: rounds that were refused.
         resent: repeated messages.
         reply_timeout: measures replies.
+        postponed: updates that the hub has no memory for now: kind, round and fragment; the driver stops sending them.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class HubSession:
         self._hello_at, self._hello_pause = -math.inf, _HELLO_SECONDS
         self._heartbeat_at = -math.inf
         self.reply_timeout = ReplyTimeout()
+        self.postponed: list[tuple[str, int, int]] = []
         self._outgoing: list[HubMessage] = []
 
     # ------------------------------------------------------------------ called by the driver
@@ -290,6 +293,21 @@ class HubSession:
         self._send("update", meta, update.fragment, update.round, payload=update.payload, dtype=dtype)
         self._resend_at[update.fragment] = math.inf
 
+    def _on_later(self, message: HubMessage, now: float) -> None:
+        """Send an update again once the hub has memory for it."""
+        fragment = message.fragment
+        update = self._outbox.get(fragment) if fragment in self._resend_at else None
+        if message.meta.get("what") != "update" or update is None or update.round != message.round:
+            return
+        if fragment in self._exchanges:
+            self._exchanges[fragment].measurable = False
+        if message.meta.get("ready"):
+            self._send_update(update)
+        else:
+            self.postponed.append(("update", message.round, fragment))
+            self._resend_at[fragment] = now + _POSTPONED_SECONDS
+            self._due = self._first_due()
+
     def _on_ack(self, message: HubMessage, now: float) -> None:
         self.hub_status.update(message.meta)
         round, fragment = message.round, message.fragment
@@ -391,6 +409,7 @@ _HANDLERS: Mapping[str, Callable[[HubSession, HubMessage, float], None]] = {
     "welcome": HubSession._on_welcome,
     "refusal": HubSession._on_refusal,
     "who": HubSession._restart,
+    "later": HubSession._on_later,
     "ack": HubSession._on_ack,
     "global_params": HubSession._on_global_params,
     "ask": HubSession._on_ask,

@@ -19,7 +19,8 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from paceline.async_dp.hub.hub import Hub
-from paceline.async_dp.protocol.message_assembly import split_message
+from paceline.async_dp.hub.hub_server import HubServer
+from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES, MIN_FRAME_NBYTES
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.parallel.compression.compression_config import Compression
@@ -36,6 +37,7 @@ __all__ = ["AsyncResult", "AsyncSimulation", "simulate_async"]
 
 _RUN = "simulated"
 _NEVER = 2**62
+_MAX_FRAMES = 32  # of a message, however large the simulated model
 _DRAIN_SECONDS, _DRAIN_POLL_SECONDS = 30.0, 0.1
 """Longest wait for pending messages after the last step, and the interval of checks."""
 
@@ -110,7 +112,8 @@ class AsyncSimulation:
         self._hub: Hub | None = None
         self._refused = Counter[str]()  # by killed hubs
         self.hub_link = VirtualLink(plan.hub_up, plan.hub_down, plan.latency)
-        self._sequence = 0
+        largest = max(4 * each.numel * scale for each in self.layout.fragments)
+        self.frame_nbytes = max(MIN_FRAME_NBYTES, round(max(FRAME_NBYTES, largest / _MAX_FRAMES) / scale))
         self._workers = [SimulatedWorker(self, index) for index in range(len(plan.machines))]
         self._points: list[LossPoint] = []
         self.steps = 0
@@ -125,6 +128,8 @@ class AsyncSimulation:
             rules = replace(rules, snapshot_every=_NEVER)  # never read
         self._hub = Hub(_RUN, rules, self._journal, lambda: self.clock.now)
         self._exchange = VirtualExchange(HUB, self.network, self.hub_link, self._receive)
+        self._server = HubServer(self._hub, self._exchange, frame_nbytes=self.frame_nbytes)
+        self._turn_at = math.inf
 
     def _kill_hub(self) -> None:
         """Crash the hub: uncommitted records are lost."""
@@ -135,14 +140,19 @@ class AsyncSimulation:
         self._hub = None
 
     def _receive(self, envelope: Envelope) -> None:
-        hub, now = self._hub, self.clock.now
-        if hub is None:
-            return
-        hub.receive(envelope, now)
-        for message in hub.commit(now):
-            for out in split_message(message, _RUN, self._sequence):
-                self._sequence += 1
-                self._exchange.send(out)
+        if self._hub is not None:
+            self._turn((envelope,))
+
+    def _turn(self, envelopes: Sequence[Envelope] = ()) -> None:
+        wait, now = self._server.turn(envelopes, self.clock.now), self.clock.now
+        if wait < self._turn_at - now:
+            self._turn_at = now + wait
+            self.clock.schedule(self._turn_at, self._turn_due, self._hub)
+
+    def _turn_due(self, hub: Hub) -> None:
+        if hub is self._hub and self.clock.now >= self._turn_at:
+            self._turn_at = math.inf
+            self._turn()
 
     # ------------------------------------------------------------------ events
 

@@ -6,18 +6,19 @@ signing off; one that returns is a new process (incarnation) with the old outbox
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline._core.keyed_random import derive_key
-from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.async_dp.worker.async_worker import AsyncWorker
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
+from paceline.async_dp.worker.session_driver import SessionDriver
 from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.learning_tasks import LearningTask
@@ -41,6 +42,7 @@ class WorkerEnvironment(Protocol):
         network: virtual network.
         layout: layout of the model's fragments.
         hub_link: the hub's link.
+        frame_nbytes: most bytes per frame.
         steps: local steps of all workers so far.
     """
 
@@ -50,6 +52,7 @@ class WorkerEnvironment(Protocol):
     network: VirtualNetwork
     layout: ParameterLayout
     hub_link: VirtualLink
+    frame_nbytes: int
     steps: int
 
     def worker_finished(self, worker: SimulatedWorker) -> None:
@@ -94,6 +97,7 @@ class SimulatedWorker:
         self._incarnation = 0
         self._earlier_counts = Counter[str]()  # of previous incarnations
         self._wakeups: list[float] = []  # scheduled times, the next one last
+        self._due_at = math.inf  # when the next turn is due
         self.session, self.worker = self._connect()
 
     def _connect(self) -> tuple[HubSession, AsyncWorker]:
@@ -150,7 +154,11 @@ class SimulatedWorker:
     def start(self) -> None:
         """Start training and communicating."""
         self.alive = True
-        self._exchange = VirtualExchange(self.number, self._simulation.network, self.link, self._receive)
+        simulation = self._simulation
+        self._exchange = VirtualExchange(self.number, simulation.network, self.link, self._receive)
+        self._driver = SessionDriver(
+            self.session, self._exchange, self._sent_at, frame_nbytes=simulation.frame_nbytes
+        )
         self._clock.schedule(self._clock.now, self._pump, self._incarnation)
         self._schedule_steps()
 
@@ -207,29 +215,18 @@ class SimulatedWorker:
 
     # ------------------------------------------------------------------ communicating
 
-    def _pump(self, incarnation: int) -> None:
-        """Send the messages that are due, and schedule the next ones."""
+    def _pump(self, incarnation: int, envelopes: Sequence[Envelope] = ()) -> None:
+        """Handle what arrived, send the messages that are due, and schedule the next turn."""
         if incarnation != self._incarnation or not self.alive:
             return
-        session, now = self.session, self._clock.now
-        for message in session.pump(now):
-            for envelope in split_message(
-                message, session.hub_status.run, session.sequence, session.session_id
-            ):
-                session.sequence += 1
-                if not self._exchange.send(envelope):
-                    session.disconnected(now)
-                    break
-            else:
-                session.message_sent(
-                    message, max(now, self.link.up_free, self._simulation.hub_link.down_free)
-                )
+        now = self._clock.now
+        self._due_at = now + self._driver.turn(envelopes, now)
         self._schedule_wakeup(now)
 
     def _schedule_wakeup(self, now: float) -> None:
-        when, wakeups = self.session.next_due(), self._wakeups
-        if not wakeups or when < wakeups[-1]:
-            when = max(when, now + _TICK)
+        when, wakeups = self._due_at, self._wakeups
+        if when < math.inf and (not wakeups or when < wakeups[-1]):
+            when = when if when > now else now + _TICK
             wakeups.append(when)
             self._clock.schedule(when, self._wake, self._incarnation)
 
@@ -238,11 +235,14 @@ class SimulatedWorker:
             return
         self._wakeups.pop()
         now = self._clock.now
-        if now < self.session.next_due():  # postponed
+        if now < self._due_at:  # postponed
             self._schedule_wakeup(now)
         else:
             self._pump(incarnation)
 
+    def _sent_at(self) -> float:
+        """Return when what was accepted for sending by now will have arrived."""
+        return max(self._clock.now, self.link.up_free, self._simulation.hub_link.down_free)
+
     def _receive(self, envelope: Envelope) -> None:
-        self.session.receive(envelope, self._clock.now)
-        self._pump(self._incarnation)
+        self._pump(self._incarnation, (envelope,))

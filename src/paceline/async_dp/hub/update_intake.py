@@ -1,0 +1,118 @@
+"""What the hub does with an update: screens it, journals it, merges it and acknowledges it.
+
+The journal has an update before the global parameters do: what can't be written is neither merged nor acknowledged, and
+its worker sends it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.async_dp.hub.hub_settings import HubRules
+from paceline.async_dp.hub.membership import HubCounters, HubMember, HubMembership
+from paceline.async_dp.hub.update_merging import GlobalParams
+from paceline.async_dp.hub.update_screening import UpdateScreen
+from paceline.async_dp.protocol.hub_messages import HubMessage, UpdateHeader
+
+__all__ = ["UpdateIntake", "replay_update"]
+
+
+class UpdateIntake:
+    """Takes in the updates of all workers, in the order in which they arrive.
+
+    Args:
+        rules: of the hub.
+        members: the workers.
+        counters: totals of merged updates.
+        refused: counts of refused messages, by reason.
+        record: writes a decision to the journal.
+        acknowledge: sends the decision to the worker: member, message and why it was refused, empty if it was merged.
+
+    Attributes:
+        since_snapshot: updates merged since the last snapshot.
+        screen: screens updates.
+    """
+
+    def __init__(
+        self,
+        rules: HubRules,
+        members: HubMembership,
+        counters: HubCounters,
+        refused: Counter[str],
+        record: Callable[..., object],
+        acknowledge: Callable[[HubMember, HubMessage, str, float], object],
+    ) -> None:
+        self._rules, self._members, self._counters, self._refused = rules, members, counters, refused
+        self._record, self._acknowledge = record, acknowledge
+        self.screen = UpdateScreen(rules.screen)
+        self.since_snapshot = 0
+
+    def on_update(self, message: HubMessage, member: HubMember, params: GlobalParams, now: float) -> None:
+        """Merge or refuse an update, and acknowledge it.
+
+        Raises:
+            DamagedEnvelope: its packet has another size than it must.
+            CheckpointError: the journal can't take it; nothing was changed.
+        """
+        fragment = message.fragment
+        latest, why = member.rounds.get(fragment, (-1, ""))
+        if message.round <= latest:
+            self._refused["repeated"] += 1
+            self._acknowledge(member, message, why if message.round == latest else "", now)
+            return
+        header = UpdateHeader.parse(message.meta)
+        merged = params.fragments[fragment]
+        workers = max(1, len(self._members.alive))
+        staleness = (merged.revision - header.base) / workers
+        delta, norm = params.unpack(fragment, message.dtype, message.payload)
+        why = self._screened(message, header, params, norm, staleness, now)
+        values = {"worker": member.number, "fragment": fragment, "round": message.round, "norm": norm}
+        if why:
+            self._record("refuse", **values, why=why, until=self.quarantine_left(member, now))
+            member.refused += 1
+            self._refused[why.partition(":")[0]] += 1
+        else:
+            self._members.report_throughput(member, header.rate)
+            weight = self._members.share(member) * self._rules.staleness.weight(staleness)
+            values |= {"revision": merged.revision + 1, **vars(header)}
+            values |= {"dtype": message.dtype, "weight": weight, "workers": workers, "staleness": staleness}
+            self._record("update", message.payload, **values)
+            merged.merge(delta, weight, workers)
+            member.merged[fragment] = merged.revision
+            self._counters.add(member, header.samples, staleness)
+            self.since_snapshot += 1
+        member.score = member.score if header.score is None else float(header.score)
+        member.rounds[fragment] = message.round, why
+        self._acknowledge(member, message, why, now)
+
+    def quarantine_left(self, member: HubMember, now: float) -> float:
+        """Return the seconds that a worker stays in quarantine."""
+        return round(self.screen.quarantine_left(member.number, now), 1)
+
+    def _screened(
+        self,
+        message: HubMessage,
+        header: UpdateHeader,
+        params: GlobalParams,
+        norm: float,
+        staleness: float,
+        now: float,
+    ) -> str:
+        """Return why an update is refused, empty if it is merged."""
+        fragment = message.fragment
+        if not header.is_plausible(params.fragments[fragment].revision):
+            return "implausible revision, samples or steps"
+        why = self.screen.check(message.source, fragment, norm, header, now, lambda: params.norm(fragment))
+        if not why and self._rules.staleness.weight(staleness) == 0.0:
+            return f"stale: {staleness:.1f} rounds old"
+        return why
+
+
+def replay_update(values: Mapping[str, Any], payload: Any, params: GlobalParams, member: HubMember) -> None:
+    """Merge an update from the journal again, with the weight that it had."""
+    fragment = params.fragments[values["fragment"]]
+    delta, _ = params.unpack(values["fragment"], values["dtype"], payload)
+    fragment.merge(delta, values["weight"], values["workers"])
+    member.merged[values["fragment"]] = fragment.revision
