@@ -9,6 +9,13 @@
 
 In a thread that is not in a collective, an exception is raised as soon as it runs Python. If it runs none either, the
 process ends with a message and `EXIT_CODE`.
+
+[Note: connections of gloo] gloo watches its connections with epoll, and so do asyncio, gRPC and torch's store, whose
+connections must not end. What distinguishes them: with each descriptor epoll keeps a pointer to the object that handles
+its events, and a C++ object begins with the address of a table from which its class name can be read (Itanium C++ ABI,
+"Virtual Table Layout"). Other users of epoll keep numbers or objects of other classes there. The memory is read through
+/proc/self/mem, which returns an error where there is none. A descriptor may be closed and its number reused at any
+time, so the socket is duplicated first, and is the right one if it has the inode that epoll recorded.
 """
 
 from __future__ import annotations
@@ -17,10 +24,13 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import re
 import socket
+import stat
+import struct
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -33,13 +43,16 @@ __all__ = ["EXIT_CODE", "abort_groups", "end_process", "gloo_sockets", "raise_in
 EXIT_CODE = 70
 """Exit code of a process whose training thread could not be freed (EX_SOFTWARE in sysexits.h)."""
 
+_GLOO_CLASSES = b"N4gloo9transport3tcp"  # mangled: gloo::transport::tcp, and what is nested in it (tls)
+_WATCHED = re.compile(r"^tfd: *(\d+) .*\bdata: *([0-9a-f]+) .*\bino:([0-9a-f]+)", re.MULTILINE)
+_POINTER_NBYTES = struct.calcsize("P")
 
-def abort_groups(reason: PeerFailed, own_sockets: Collection[int]) -> None:
+
+def abort_groups(reason: PeerFailed) -> None:
     """Make pending and future calls on all process groups fail.
 
     Args:
         reason: raised by calls on Paceline's own groups; others raise their own errors.
-        own_sockets: descriptors that stay open.
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     for group in list(getattr(world, "pg_map", ())):
@@ -47,8 +60,8 @@ def abort_groups(reason: PeerFailed, own_sockets: Collection[int]) -> None:
             group.interrupt(reason)
         if torch.cuda.is_available():
             threading.Thread(target=_abort_nccl, args=(group,), name="paceline abort", daemon=True).start()
-    for fd in gloo_sockets(own_sockets, _store_port()):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+    for connection in gloo_sockets():
+        with connection, contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -60,39 +73,62 @@ def _abort_nccl(group: dist.ProcessGroup) -> None:
             backend.abort()
 
 
-def gloo_sockets(own_sockets: Collection[int] = (), store_port: int = 0) -> Iterator[int]:
-    """Yield the descriptors of connections that an epoll instance of this process watches.
+def gloo_sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of each connection of gloo in this process, to be closed; see [Note: connections of gloo]."""
+    try:
+        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        for fd, handler, inode in _watched_descriptors():
+            if _class_name(memory, handler).startswith(_GLOO_CLASSES):
+                connection = _duplicate(fd, inode)
+                if connection is not None:
+                    yield connection
+    finally:
+        os.close(memory)
 
-    gloo has one instance per device. torch's store may have one too: its connections are recognised by port.
-    """
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+
+def _watched_descriptors() -> Iterator[tuple[int, int, int]]:
+    """Yield descriptor, data and inode of everything that an epoll instance of this process watches (proc(5))."""
+    for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{name}") != "anon_inode:[eventpoll]":
                 continue
-            with open(f"/proc/self/fdinfo/{name}") as file:
-                watched = [int(line.split()[1]) for line in file if line.startswith("tfd:")]
-        except (OSError, ValueError):
+            with open(f"/proc/self/fdinfo/{name}", encoding="ascii") as file:
+                text = file.read()
+        except OSError:
             continue
-        yield from (fd for fd in watched if fd not in own_sockets and _is_tcp_connection(fd, store_port))
+        for fd, data, inode in _WATCHED.findall(text):
+            yield int(fd), int(data, 16), int(inode, 16)
 
 
-def _is_tcp_connection(fd: int, store_port: int) -> bool:
+def _class_name(memory: int, address: int) -> bytes:
+    """Return the mangled class name of the C++ object at `address`; empty if there is none."""
     try:
-        with socket.socket(fileno=os.dup(fd)) as found:
-            ports = {found.getsockname()[1], found.getpeername()[1]}
-            return found.family in (socket.AF_INET, socket.AF_INET6) and store_port not in ports
-    except (OSError, IndexError, TypeError):
-        return False  # not a socket, not connected, or of another family
+        (table,) = struct.unpack("P", os.pread(memory, _POINTER_NBYTES, address))
+        (type_info,) = struct.unpack("P", os.pread(memory, _POINTER_NBYTES, table - _POINTER_NBYTES))
+        (name,) = struct.unpack("P", os.pread(memory, _POINTER_NBYTES, type_info + _POINTER_NBYTES))
+        return os.pread(memory, len(_GLOO_CLASSES), name)
+    except (OSError, OverflowError, ValueError, struct.error):
+        return b""
 
 
-def _store_port() -> int:
-    """Return the port of the rendezvous store, 0 if it has none."""
-    store = None
-    with contextlib.suppress(ValueError, AttributeError):
-        store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.port if isinstance(store, dist.TCPStore) else 0
+def _duplicate(fd: int, inode: int) -> socket.socket | None:
+    """Return a duplicate of a descriptor if it still is the connection with this inode."""
+    try:
+        duplicate = os.dup(fd)
+    except OSError:
+        return None
+    status = os.fstat(duplicate)
+    if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
+        os.close(duplicate)
+        return None
+    found = socket.socket(fileno=duplicate)
+    if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        found.close()
+        return None
+    return found
 
 
 def raise_in_thread(ident: int, reason: PeerFailed) -> None:

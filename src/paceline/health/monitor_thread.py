@@ -275,7 +275,7 @@ class MonitorThread:
         self._failed_at = time.monotonic()
         self.detector.publish(self.detector.own_notice("leaves", name=failure.kind))
         self.decided.set()
-        abort_collectives.abort_groups(self.error, self.mesh.descriptors())
+        abort_collectives.abort_groups(self.error)
 
     def _enforce_exit(self, now: float) -> None:
         """Raise in a training thread that does not end; end the process if it never moves."""

@@ -295,10 +295,6 @@ class PeerMesh:
             *([self.dump] if self.dump else []),
         ]
 
-    def descriptors(self) -> set[int]:
-        """Return the descriptors of all open sockets."""
-        return {each.fileno() for each in self._sockets()} - {-1}
-
     def close(self, *, forked: bool = False) -> None:
         """Close all connections after their last byte; in a forked child without shutting them down."""
         for each in self._sockets():

@@ -232,7 +232,7 @@ def test_a_peer_that_does_not_connect_is_warned_of(caplog, monkeypatch):
 @pytest.fixture
 def make_monitors(meshes, monkeypatch):
     aborted, made = [], []
-    monkeypatch.setattr(abort_collectives, "abort_groups", lambda reason, files: aborted.append(reason.rank))
+    monkeypatch.setattr(abort_collectives, "abort_groups", lambda reason: aborted.append(reason.rank))
 
     def make(ranks, **options):
         monitors = []

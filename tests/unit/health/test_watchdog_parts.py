@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import datetime
 import faulthandler
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -13,6 +15,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -360,20 +363,88 @@ def test_a_process_that_can_not_be_freed_prints_the_reason_and_ends():
     assert "most recent call first" in ended.stderr
 
 
-def test_connections_watched_by_epoll_are_found_except_own_ones_and_the_store():
-    with socket.create_server((LOOPBACK, 0)) as server, select.epoll() as epoll:
-        one, other = (socket.create_connection(server.getsockname()) for _ in range(2))
-        for each in (one, other, server):
-            epoll.register(each, select.EPOLLIN)
-        found = set(abort_collectives.gloo_sockets())
-        assert {one.fileno(), other.fileno()} <= found
-        assert server.fileno() not in found
-        assert one.fileno() not in set(abort_collectives.gloo_sockets([one.fileno()]))
-        assert {one.fileno(), other.fileno()}.isdisjoint(
-            abort_collectives.gloo_sockets((), server.getsockname()[1])
-        )
-        one.close()
-        other.close()
+class EchoServer:
+    """An asyncio server and a connection to it, in a thread of this process."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.reader, self.writer = self.run(self.connect())
+
+    async def connect(self):
+        async def echo(reader, writer):
+            while line := await reader.readline():
+                writer.write(line)
+            writer.close()
+
+        self.server = await asyncio.start_server(echo, LOOPBACK, 0)
+        return await asyncio.open_connection(*self.server.sockets[0].getsockname())
+
+    async def exchange(self):
+        self.writer.write(b"still there\n")
+        return await self.reader.readline()
+
+    async def end(self):
+        self.writer.close()
+        self.server.close()
+        await asyncio.sleep(0.05)  # the server's side of the connection closes too
+
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+
+    def close(self):
+        self.run(self.end())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@pytest.fixture
+def echo_server():
+    server = EchoServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def gloo_pair():
+    """Two ranks of a gloo group in this process."""
+    store, groups = dist.HashStore(), {}
+
+    def make(rank):
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=60))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    yield groups
+    groups.clear()
+
+
+def test_an_abort_ends_connections_of_gloo_and_no_others(gloo_pair, echo_server):
+    pending = gloo_pair[0].recv([torch.zeros(1)], 1, 0)
+    assert echo_server.run(echo_server.exchange()) == b"still there\n"
+    abort_collectives.abort_groups(PeerFailed("rank 1 is gone", rank=1))
+    with pytest.raises(RuntimeError, match=r"(?i)closed|reset"):
+        pending.wait()
+    assert echo_server.run(echo_server.exchange()) == b"still there\n"
+
+
+def test_an_abort_ends_no_connection_that_got_the_descriptor_of_one_of_gloo(gloo_pair, monkeypatch):
+    """Between the look at epoll's descriptors and the shutdown, gloo closes one and another thread opens a socket."""
+    with contextlib.ExitStack() as stack:
+        assert len([stack.enter_context(each) for each in abort_collectives.gloo_sockets()]) == 2
+    one, other = (stack.enter_context(each) for each in socket.socketpair())
+    duplicate = os.dup
+    monkeypatch.setattr(os, "dup", lambda fd: duplicate(one.fileno()))
+    abort_collectives.abort_groups(PeerFailed("rank 1 is gone", rank=1))
+    monkeypatch.undo()
+    one.send(b"open")
+    assert other.recv(4) == b"open"
+    stack.close()
 
 
 # ------------------------------------------------------------------ a world of one
