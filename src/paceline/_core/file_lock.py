@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import time
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -45,6 +47,7 @@ class FileLock:
     def __init__(self, path: Path) -> None:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self._file = os.fdopen(handle, "r+b", buffering=0)  # closed with this object at the latest
+        _open_locks.add(self)
 
     def acquire(self, timeout: float, interval: float) -> LockHolder | None:
         """Wait for the lock, and write this process's name to the file.
@@ -88,7 +91,28 @@ class FileLock:
 
     def close(self) -> None:
         """Release the lock; closing twice is no error."""
+        if not self._file.closed:
+            with suppress(
+                OSError
+            ):  # closing releases it too, unless a copy of the descriptor is open elsewhere
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+
+    def forget(self) -> None:
+        """Close a forked child's copy of the file, and leave the lock to the parent."""
         self._file.close()
+
+
+# A lock of flock(2) belongs to the open file, which a forked child shares: it would outlive its holder.
+_open_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_open_locks):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class FolderLock:
