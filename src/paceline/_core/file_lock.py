@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from paceline._core.files import open_private
 from paceline.errors import PacelineError, UsageError
 
 __all__ = ["FileLock", "FolderLock", "LockHolder"]
@@ -45,7 +46,7 @@ class FileLock:
     """
 
     def __init__(self, path: Path) -> None:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = open_private(path, os.O_RDWR | os.O_CREAT)
         self._file = os.fdopen(handle, "r+b", buffering=0)  # closed with this object at the latest
         _open_locks.add(self)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from paceline._core.file_lock import FolderLock
-from paceline._core.files import write_text
+from paceline._core.files import make_private_folder, write_text
 from paceline._core.json_codec import decode
 from paceline.checkpoint.checkpoint_contents import CheckpointContents
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
@@ -134,7 +134,7 @@ class BackgroundSave:
             self.failure = _reason(error)
             part = {"failure": self.failure}
         try:
-            write_text(self._part_file(self._rank), json.dumps(part))
+            write_text(self._part_file(self._rank), json.dumps(part), private=True)
         except OSError as error:
             self.failure = self.failure or _reason(error)
         self._written.set()
@@ -156,7 +156,7 @@ class BackgroundSave:
         return self._staging / f"part-{rank}.json"
 
     def _write(self) -> dict[str, Any]:
-        self._staging.mkdir(exist_ok=True)
+        make_private_folder(self._staging)
         files = {
             name: asdict(write_safetensors(self._staging / name, tensors))
             for name, tensors in self._contents.files.items()

@@ -45,7 +45,7 @@ def export_weights(source: str | Path, path: str | Path, *, model: str = "model"
         )
     weights = read_weights(source, model=model)
     try:
-        write_atomic(target, lambda temporary: write_safetensors(temporary, weights))
+        write_atomic(target, lambda temporary: write_safetensors(temporary, weights), private=True)
     except OSError as error:
         raise UsageError(
             f"can't write {str(path)!r}: {error.strerror or error}",

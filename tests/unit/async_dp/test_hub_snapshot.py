@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.hub_snapshot import HubSnapshot, read_snapshot, write_snapshot
 from paceline.async_dp.wal.memory_journal import MemoryJournal
+from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.errors import DamagedCheckpoint, UsageError
+from pending_updates import put_update
 from snapshot_states import open_and_read, revisions_in, snap
 
 quick = pytest.fixture(autouse=True)(skip_fsync)
@@ -291,3 +294,21 @@ def test_a_snapshot_is_read_once_at_recovery(tmp_path, monkeypatch):
         assert numbers_in(journal) == [0, 1, 2], "and can be recovered again"
         snap(journal, 2, 3)
         assert journal.recovered().revision == 2
+
+
+def test_all_that_a_hub_and_a_worker_write_is_their_users_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        with HubJournal.open(tmp_path / "hub", resume=False) as journal, Outbox(tmp_path / "box") as outbox:
+            journal.describe({"run": "a"})
+            write(journal, [0])
+            snap(journal, 4, 1)
+            put_update(outbox, 0)
+            found = {path for folder in ("hub", "box") for path in (tmp_path / folder).iterdir()}
+    finally:
+        os.umask(before)
+    assert {path.name.partition("-")[0] for path in found} == {
+        "hub.lock", "run.json", "journal", "snapshot", "ledger.jsonl", "outbox.lock", "worker.json", "letter",
+    }  # fmt: skip
+    assert {path.stat().st_mode & 0o777 for path in found} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o700}

@@ -178,7 +178,7 @@ def test_a_snapshot_that_may_have_been_written_is_used_if_intact(tmp_path, monke
     assert recovered_numbers(tmp_path) == [0, 1, 2]
 
 
-def written_but_not_flushed(path, write):
+def written_but_not_flushed(path, write, **_):
     path.unlink(missing_ok=True)
     write(path)
     raise OSError(5, "Input/output error")

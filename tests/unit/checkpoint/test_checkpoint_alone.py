@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
+from paceline.checkpoint.weights_export import export_weights
 from paceline.errors import CheckpointError, UsageError
 
 
@@ -121,3 +123,24 @@ def test_a_closed_checkpoint_writes_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="after close"):
         checkpoint.save()
     assert list(tmp_path.glob("step-*")) == []
+
+
+def test_weights_on_disk_are_their_users_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        saved(tmp_path / "run")
+        export_weights(tmp_path / "run", tmp_path / "run/exported.safetensors")
+    finally:
+        os.umask(before)
+    found = list((tmp_path / "run").rglob("*"))
+    assert {path.name for path in found} > {"step-00000001", "exported.safetensors"}
+    assert {path.stat().st_mode & 0o777 for path in found if path.is_file()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in [tmp_path / "run", *found] if path.is_dir()} == {0o700}
+
+
+def test_a_group_that_shares_the_folder_can_read_checkpoints(tmp_path):
+    tmp_path.chmod(0o2750)
+    saved(tmp_path / "run")
+    found = list((tmp_path / "run").rglob("*"))
+    assert {path.stat().st_mode & 0o777 for path in found if path.is_file()} == {0o640}
+    assert {path.stat().st_mode & 0o777 for path in found if path.is_dir()} == {0o750}

@@ -14,7 +14,7 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from paceline._core.files import fsync, write_text
+from paceline._core.files import fsync, make_private_folder, open_private, write_text
 from paceline.async_dp.wal.journal_records import to_json
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
@@ -54,7 +54,7 @@ class AppendFile:
     def __init__(self, path: Path, end: int, *, create: bool = False) -> None:
         self.path, self.end, self.buffered_nbytes = path, end, 0
         self._buffers: list[Bytes] = []
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT if create else os.O_WRONLY, 0o666)
+        self._handle = open_private(path, os.O_WRONLY | os.O_CREAT if create else os.O_WRONLY)
         try:
             os.ftruncate(self._handle, end)
         except OSError:
@@ -113,7 +113,8 @@ def _write_at(handle: int, buffers: Sequence[Bytes], offset: int) -> None:
 
 
 def make_folder(path: Path, owner: str) -> None:
-    """Make a folder and its parents where they are missing; they are on disk when this returns.
+    """Make a folder and its parents where they are missing; they are on disk when this returns, and
+    it is for its owner alone.
 
     Args:
         path: the folder.
@@ -124,7 +125,7 @@ def make_folder(path: Path, owner: str) -> None:
     """
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path)
         for folder in reversed(new):
             fsync(folder.parent)
     except OSError as error:
@@ -171,7 +172,7 @@ def write_checked_file(path: Path, values: Mapping[str, Any]) -> None:
     body = json.loads(to_json(values, path.name))
     text = json.dumps({"format": _FORMAT, "xxh3": _checksum(body), "values": body}, indent=1) + "\n"
     fault_injection.before_write(len(text))
-    write_text(path, text)
+    write_text(path, text, private=True)
 
 
 def read_checked_file(path: Path) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def write_snapshot(path: Path, snapshot: HubSnapshot, tensors: Mapping[str, Tens
     about = {name: value for name, value in vars(snapshot).items() if name != "facts"} | {"format": _FORMAT}
     metadata = {"format": "pt", "paceline": json.dumps(about), "facts": facts}
     metadata["xxh3"] = _checksum(metadata, whole)
-    write_atomic(path, lambda temporary: write_safetensors(temporary, whole, metadata))
+    write_atomic(path, lambda temporary: write_safetensors(temporary, whole, metadata), private=True)
 
 
 def read_snapshot(path: Path) -> tuple[HubSnapshot, dict[str, Tensor]]:

@@ -71,7 +71,7 @@ class JournalWriter(AppendFile):
         """Create a file for the records from number `first` on; raises an OSError if it can't be written."""
         header = JournalHeader(revision, first, secrets.randbits(64))
         fault_injection.before_write(JOURNAL_HEADER_NBYTES)
-        write_atomic(path, lambda temporary: temporary.write_bytes(pack_journal_header(header)))
+        write_atomic(path, lambda temporary: temporary.write_bytes(pack_journal_header(header)), private=True)
         return cls(path, header, JOURNAL_HEADER_NBYTES, first)
 
     @property

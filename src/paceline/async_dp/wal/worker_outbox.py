@@ -314,7 +314,9 @@ def write_update(folder: Path, update: PendingUpdate, run: str, worker: int) -> 
     values = pack_values({**about, "values": dict(update.values)})
     data = b"".join(encode_record(update.round, 0, values, update.payload, seed=0))
     fault_injection.before_write(len(data))
-    write_atomic(_update_path(folder, update.fragment), lambda temporary: temporary.write_bytes(data))
+    write_atomic(
+        _update_path(folder, update.fragment), lambda temporary: temporary.write_bytes(data), private=True
+    )
 
 
 def read_update(path: Path) -> tuple[PendingUpdate, str, int]:

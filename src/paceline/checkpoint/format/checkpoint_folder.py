@@ -20,7 +20,7 @@ import uuid
 from pathlib import Path
 
 from paceline._core.file_lock import FolderLock
-from paceline._core.files import fsync
+from paceline._core.files import fsync, make_private_folder, open_private
 from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, Manifest
 from paceline.errors import CheckpointError, UsageError
 
@@ -64,7 +64,7 @@ class CheckpointFolder:
             UsageError: it can't be written, or its file system does not rename folders atomically.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.path)
             kind = _file_system_of(self.path, Path("/proc/self/mounts"))
             if any(name in kind for name in _NOT_ATOMIC):
                 raise _not_atomic(self.path, f"{kind} copies instead of renaming")
@@ -130,7 +130,7 @@ class CheckpointFolder:
         final = self.path / checkpoint_name(manifest.step)
         text = manifest.to_json()
         for name, content in ((MANIFEST, text), (CHECKSUM, manifest.checksum_line(text))):
-            with open(staging / name, "wb") as file:
+            with open(staging / name, "wb", opener=open_private) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from paceline._core.files import EarlyFlush
+from paceline._core.files import EarlyFlush, open_private
 from paceline.checkpoint.format.manifest import StoredTensor, TensorFile
 from paceline.errors import DamagedCheckpoint
 from paceline.testing import fault_injection
@@ -61,7 +61,7 @@ def write_safetensors(
     order = sorted(tensors, key=lambda label: -tensors[label].element_size())  # so that each is aligned
     header = _header({label: tensors[label] for label in order}, metadata or {})
     offset, stored = len(header), {}
-    with open(path, "xb", buffering=0) as file:
+    with open(path, "xb", buffering=0, opener=open_private) as file:
         stream = EarlyFlush(file.fileno())
         _write(stream, memoryview(header))
         for label in order:
