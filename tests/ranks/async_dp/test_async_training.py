@@ -21,26 +21,33 @@ from paceline.transport.zmq.curve_keys import make_keys
 pytestmark = pytest.mark.timeout(180)
 
 INPUTS = torch.randn(256, 12, generator=torch.Generator().manual_seed(0))
-TARGETS = INPUTS @ torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+
+
+def targets(outputs: int) -> torch.Tensor:
+    return INPUTS @ torch.randn(12, outputs, generator=torch.Generator().manual_seed(1))
+
+
+TARGETS = targets(3)
 
 
 class Task:
     """A least squares problem, and a worker that trains on it."""
 
-    def __init__(self, seed: int = 0, lr: float = 0.02) -> None:
+    def __init__(self, seed: int = 0, lr: float = 0.02, outputs: int = 3) -> None:
         torch.manual_seed(seed)
-        self.net = nn.Linear(12, 3)
+        self.net = nn.Linear(12, outputs)
+        self._targets = targets(outputs)
         self.optim = torch.optim.SGD(self.net.parameters(), lr)
         self._drawn = torch.Generator().manual_seed(seed)
 
     def loss(self) -> float:
         with torch.no_grad():
-            return float(((self.net(INPUTS) - TARGETS) ** 2).mean())
+            return float(((self.net(INPUTS) - self._targets) ** 2).mean())
 
     def steps(self, count: int, seconds: float = 0.001) -> None:
         for _ in range(count):
             rows = torch.randint(0, 256, (16,), generator=self._drawn)
-            ((self.net(INPUTS[rows]) - TARGETS[rows]) ** 2).mean().backward()
+            ((self.net(INPUTS[rows]) - self._targets[rows]) ** 2).mean().backward()
             self.optim.step()
             self.optim.zero_grad()
             time.sleep(seconds)
@@ -94,6 +101,26 @@ def test_a_single_worker_trains_as_without_a_hub() -> None:
             wait_until(lambda: training.counts.taken > 5 or _step(task))
         alone.steps(training.counts.steps, 0.0)
         torch.testing.assert_close(task.net.weight, alone.net.weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compression", ["int2", "topk-int2"])
+def test_updates_of_two_bits_per_number_are_merged_by_a_hub(compression: str) -> None:
+    with hub_thread() as hub:
+        tasks = [Task(seed, lr=1.0, outputs=128) for seed in range(2)]
+        before = tasks[0].loss()
+
+        def train(index: int) -> None:
+            with paceline.AsyncDataParallel(
+                tasks[index].net, tasks[index].optim, hub.address, 4, 1, compression=compression
+            ):
+                tasks[index].steps(400, 0.001)
+
+        together(*(lambda index=index: train(index) for index in range(2)))
+        assert tasks[0].loss() < 0.2 * before
+        assert hub.hub.updates > 50
+        assert hub.hub.refused == {}
+        sizes = {len(payload) for values, payload in hub.journal.recovered().records if "dtype" in values}
+        assert max(sizes) < 4 * 128 + 12 * 128 / 4 + 64, "biases, and at most two bits per weight"
 
 
 def _step(task: Task) -> bool:

@@ -14,11 +14,12 @@ import paceline
 from paceline.errors import BackwardFailed, MismatchError, UsageError
 from paceline.parallel.compression.powersgd import LowRankFactors
 
-NAMES = ["bf16", "fp16", "int8", "int4"]
-BITS = {"bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
-ERRORS = {"bf16": 0.005, "fp16": 0.001, "int8": 0.01, "int4": 0.2}
+NAMES = ["bf16", "fp16", "int8", "int4", "int2"]
+BITS = {"bf16": 16, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}
+ERRORS = {"bf16": 0.005, "fp16": 0.001, "int8": 0.01, "int4": 0.2, "int2": 0.5}
 SPARSE = paceline.Compression("topk", keep=0.1)
 DEEP = paceline.Compression("topk", keep=0.02, momentum=0.9, warmup=6)
+SPARSER = paceline.Compression("topk-int2")
 THIN = paceline.Compression("powersgd", rank=4, warmup=2)
 
 
@@ -94,13 +95,13 @@ def test_all_ranks_get_the_same_and_nearly_the_exact_one(pool, backend, shard, c
 @pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
-@pytest.mark.parametrize("compression", [SPARSE, DEEP, THIN], ids=lambda each: each.name)
+@pytest.mark.parametrize("compression", [SPARSE, DEEP, SPARSER, THIN], ids=lambda each: each.name)
 def test_sparse_compression_is_equal_on_all_ranks_and_learns(pool, backend, shard, compression):
     first = pool(3, backend).run(train, None, shard, 0.05, 1)[0][1]
     ours = pool(3, backend).run(train, compression, shard, 0.05, 24)
     assert all(torch.equal(ours[0][0], other) for other, *_ in ours)
     assert ours[0][1] < first
-    changed = {"topk": 6 if compression is DEEP else 0, "powersgd": 2}[compression.name]
+    changed = {DEEP: 6, THIN: 2}.get(compression, 0)
     for load in ours[0][2]:
         assert load.sent_nbytes < 0.75 * load.uncompressed_nbytes
         assert load.step == changed, "packets became others, so what they leave out was measured anew"

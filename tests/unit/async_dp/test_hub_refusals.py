@@ -1,6 +1,7 @@
 """A hub refuses mismatched workers, implausible or stale updates, and foreign messages."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from hub_driver import NUMEL, ONES, RUN, HubDriver, kinds, net
 from paceline.async_dp.hub.hub_settings import HubRules, ScreeningRules
 from paceline.async_dp.hub.staleness_policy import StalenessPolicy
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
+from paceline.async_dp.protocol.update_codec import UpdateCodec
+from paceline.parallel.compression.compression_config import Compression
 
 
 @pytest.mark.parametrize(
@@ -146,3 +149,31 @@ def test_thousands_of_hellos_do_not_grow_the_membership_table_beyond_its_limit()
     member = driver.hub.members.get(1)
     assert member is not None
     assert member.rounds
+
+
+def test_a_sparse_update_with_indices_out_of_order_is_dropped_as_damaged() -> None:
+    layout = ParameterLayout.of(torch.nn.Linear(66, 63), compression=Compression("topk-int2"))
+    driver = HubDriver()
+    driver.hello(1, layout=layout)
+    plain, sparse = (UpdateCodec(layout.fragments[0], name) for name in ("fp32", "topk-int2"))
+    driver.send("parameters", 1, bytes(plain.pack(torch.zeros(layout.numel))), dtype="fp32")
+    drawn = random.Random(0)
+    for round in range(50):
+        driver.send(
+            "update",
+            1,
+            drawn.randbytes(sparse.nbytes),
+            round=round,
+            dtype="topk-int2",
+            samples=1.0,
+            steps=1,
+            base=0,
+        )
+    assert driver.hub.refused == {"DamagedEnvelope": 50}
+    assert torch.equal(driver.theta, torch.zeros(layout.numel))
+    drawn_update = torch.linspace(-1, 1, layout.numel)
+    packet = bytes(sparse.pack(drawn_update))
+    (answer,) = driver.send("update", 1, packet, round=99, dtype="topk-int2", samples=1.0, steps=1, base=0)
+    assert answer.meta["why"] == ""
+    assert torch.equal(driver.theta[-63:], -drawn_update[-63:]), "biases are sent exactly"
+    assert int(driver.theta[:-63].count_nonzero()) == -(-66 * 63 * 64 // 4096)

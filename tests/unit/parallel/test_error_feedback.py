@@ -11,6 +11,7 @@ from paceline.errors import UsageError
 from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
 from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.parallel.compression.topk import TopKCodec, density_at
+from paceline.parallel.compression.two_bit import TwoBitCodec
 
 CODECS = {
     "bf16": lambda: HalfCodec("bf16"),
@@ -18,7 +19,9 @@ CODECS = {
     "int8": lambda: IntCodec(8),
     "int4": lambda: IntCodec(4),
     "int4 dithered": lambda: IntCodec(4, rounding="stochastic"),
+    "int2": TwoBitCodec,
     "top-1%": lambda: TopKCodec(0.01),
+    "topk-int2": lambda: TwoBitCodec(sparse=True),
 }
 DEVICES = [
     "cpu",

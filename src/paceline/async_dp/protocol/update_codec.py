@@ -24,11 +24,12 @@ from paceline.errors import DamagedEnvelope, UsageError, unknown
 from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.error_feedback import ErrorFeedback
+from paceline.parallel.compression.two_bit import TwoBitCodec
 from paceline.transport.envelope import Bytes
 
 __all__ = ["UPDATE_CODECS", "UpdateCodec", "update_codec_of"]
 
-UPDATE_CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
+UPDATE_CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "int2", "topk-int2")
 """Codecs that both hub and workers have."""
 
 _FLOAT32 = np.dtype(np.float32)
@@ -46,6 +47,8 @@ def update_codec_of(name: str) -> Codec:
         return HalfCodec(name)
     if name in ("int8", "int4"):
         return IntCodec(int(name[3:]))
+    if name in ("int2", "topk-int2"):
+        return TwoBitCodec(sparse=name == "topk-int2")
     raise unknown("update codec", name, UPDATE_CODECS)
 
 
@@ -56,14 +59,19 @@ class UpdateCodec:
         fragment: its layout.
         codec: of the compressed parameters, or its name.
         feedback: keep the compression error and add it to the next packet.
+        decay: of that error, see `ErrorFeedback`.
     """
 
-    def __init__(self, fragment: FragmentLayout, codec: str | Codec, *, feedback: bool = False) -> None:
+    def __init__(
+        self, fragment: FragmentLayout, codec: str | Codec, *, feedback: bool = False, decay: float = 1.0
+    ) -> None:
         self.codec = update_codec_of(codec) if isinstance(codec, str) else codec
         self._split, self._numel = fragment.compressed, fragment.numel
         self._body = self.codec.nbytes(self._split) if self._split else 0
         self.nbytes = self._body + 4 * (self._numel - self._split)
-        self.feedback = ErrorFeedback(self.codec, self._split) if feedback and self._split else None
+        self.feedback = (
+            ErrorFeedback(self.codec, self._split, decay=decay) if feedback and self._split else None
+        )
         raw = not self._split or isinstance(self.codec, RawCodec)
         self._copies = raw and self.nbytes == 4 * self._numel
         nearest = (
@@ -89,7 +97,7 @@ class UpdateCodec:
                 f"{compression!r} can't be sent to a hub",
                 remedy=f"choose {', '.join(UPDATE_CODECS[1:])}, with the default block size",
             )
-        return cls(fragment, codec, feedback=bool(compression.feedback))
+        return cls(fragment, codec, feedback=bool(compression.feedback), decay=compression.feedback_decay)
 
     def with_codec(self, fragment: FragmentLayout, name: str) -> UpdateCodec:
         """Return an update codec of another name that takes over the compression error."""
@@ -122,7 +130,7 @@ class UpdateCodec:
         """Write the numbers of a packet into a row.
 
         Raises:
-            DamagedEnvelope: it has another number of bytes than it must.
+            DamagedEnvelope: it has another number of bytes than it must, or indices out of range.
         """
         nbytes = memoryview(packet).nbytes
         if nbytes != self.nbytes:

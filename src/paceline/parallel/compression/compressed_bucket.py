@@ -157,7 +157,11 @@ class CompressedBucket:
             self.feedback.codec = codec
         elif compression.feedback:
             self.feedback = ErrorFeedback(
-                codec, bucket.flat.numel(), bucket.flat.device, momentum=compression.momentum
+                codec,
+                bucket.flat.numel(),
+                bucket.flat.device,
+                momentum=compression.momentum,
+                decay=compression.feedback_decay,
             )
         if compression.is_low_rank(step):
             return PowerSGDAllReduce(

@@ -6,7 +6,9 @@
 | `fp16`     |                  2 | rounds to 11 bits, with a scale per block       | the same, somewhat more exact    |
 | `int8`     |               1.02 | 255 levels per block of 256                     | gradients, every step            |
 | `int4`     |               0.52 | 15 levels per block                             | pseudo-gradients, every H steps  |
+| `int2`     |               0.27 | a sign, and one of two magnitudes per block     | the same, on slow links          |
 | `topk`     |           4 × keep | sends the largest numbers only (1 % by default) | gradients, in long runs          |
+| `topk-int2`|              0.028 | the largest 64 of 4096 numbers, as in `int2`    | pseudo-gradients, very slow links|
 | `powersgd` |       4r(n+m) / nm | low-rank product for each n × m matrix          | large matrices, every step       |
 
 What a rank leaves out it adds to what it sends next (error feedback), except with the first two, whose error is so
@@ -36,11 +38,15 @@ _DEFAULT_FEEDBACK = {
     "fp16": False,
     "int8": True,
     "int4": True,
+    "int2": True,
     "topk": True,
+    "topk-int2": True,
     "powersgd": True,
 }
 
 COMPRESSIONS = tuple(_DEFAULT_FEEDBACK)
+
+_SPARSE_DECAY = 0.95  # of SparseLoCo, arXiv 2508.15706
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,10 @@ class Compression:
     """A way to send numbers in fewer bytes.
 
     Attributes:
-        name: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"topk"`` or ``"powersgd"``.
+        name: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"int2"``, ``"topk"``, ``"topk-int2"`` or ``"powersgd"``.
         feedback: use error feedback; None: as in the table above.
         rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, unbiased (bf16, int8, int4).
-        block: numbers that share a scale (int8, int4).
+        block: numbers that share a scale (int8, int4, int2).
         keep: fraction of the numbers that is sent (topk), above 0 and at most 1.
         momentum: of DGC's momentum correction (topk, arXiv 1712.01887 §3.1); the optimizer must then have none.
         rank: of the product (powersgd, arXiv 1905.13727).
@@ -157,14 +163,19 @@ class Compression:
         if dtype not in (("float32",) if half else ("float32", "bfloat16", "float16")):
             raise UsageError(
                 f"{self.name} can't compress parameter {name!r} of {dtype}",
-                remedy="compress float32 (int8, int4, topk and powersgd also bfloat16 and float16), exempt the "
+                remedy="compress float32 (except with bf16 and fp16 also bfloat16 and float16), exempt the "
                 "parameter by name, or leave compression out",
             )
 
     @property
     def is_sparse(self) -> bool:
         """Whether packets hold some of the numbers only, so that a sum has other indices than each packet."""
-        return self.name == "topk"
+        return self.name in ("topk", "topk-int2")
+
+    @property
+    def feedback_decay(self) -> float:
+        """Factor of the residual from one round to the next; see `ErrorFeedback`."""
+        return _SPARSE_DECAY if self.name == "topk-int2" else 1.0
 
     def is_low_rank(self, step: int) -> bool:
         """Return whether matrices are sent as products at optimizer step `step`."""
@@ -184,11 +195,14 @@ class Compression:
 
         from paceline.parallel.compression.codecs import HalfCodec, IntCodec, RawCodec
         from paceline.parallel.compression.topk import TopKCodec
+        from paceline.parallel.compression.two_bit import TwoBitCodec
 
         if self.name in ("bf16", "fp16"):
             return HalfCodec(self.name, self.rounding, self.seed, rank)
         if self.name in ("int8", "int4"):
             return IntCodec(int(self.name[3:]), self.block, self.rounding, self.seed, rank)
+        if self.name in ("int2", "topk-int2"):
+            return TwoBitCodec(sparse=self.is_sparse, block=self.block)
         if self.name == "topk":
             return TopKCodec(self.phase(step))
         return RawCodec(torch.float32)  # for powersgd, before and after its warm-up

@@ -4,6 +4,10 @@ With x = the values to send plus the residual e, the packet is C(x) and the new 
 of rounds, what was sent plus the residual equals what was given (Seide et al., Interspeech 2014; Karimireddy et al.,
 arXiv 1901.09847, algorithm 2). A lossy codec then delays instead of distorting.
 
+With `decay` the residual is multiplied by it in every round, so that what was left out long ago, from other parameters,
+counts less. With a sparse codec the residual then also takes the part of an outer momentum, and the outer optimizer
+needs none (Sarfi et al., SparseLoCo, arXiv 2508.15706, algorithm 1: e ← β·e + Δ, e ← e − sent).
+
 With `momentum`, for `TopKCodec`: numbers that wait for many rounds arrive with the momentum they would have had (Lin et
 al., arXiv 1712.01887, algorithm 2: momentum correction and momentum factor masking)::
 
@@ -35,13 +39,20 @@ class ErrorFeedback:
         numel: of the buffer, whose parts are compressed one at a time, in any order.
         device: of the buffer.
         momentum: 0, or below 1 for TopKCodec.
+        decay: factor of the residual from one round to the next; 1: nothing is lost.
 
     Raises:
         UsageError: a momentum that is out of range, or with another codec.
     """
 
     def __init__(
-        self, codec: Codec, numel: int, device: torch.device | str = "cpu", *, momentum: float = 0.0
+        self,
+        codec: Codec,
+        numel: int,
+        device: torch.device | str = "cpu",
+        *,
+        momentum: float = 0.0,
+        decay: float = 1.0,
     ) -> None:
         if not 0 <= momentum < 1:
             raise UsageError(f"momentum={momentum}", remedy="use a number from 0 to below 1, such as 0.9")
@@ -50,7 +61,7 @@ class ErrorFeedback:
                 f"momentum={momentum} with {codec.name}",
                 remedy="leave momentum to the optimizer; only top-k delays numbers so long that it needs its own",
             )
-        self.codec, self.momentum = codec, momentum
+        self.codec, self.momentum, self.decay = codec, momentum, decay
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self.velocity = torch.zeros_like(self.residual) if momentum else None
 
@@ -76,6 +87,8 @@ class ErrorFeedback:
             self.codec.compress(values, packet)
             return
         residual = self.residual[start:stop]
+        if self.decay != 1.0:
+            residual.mul_(self.decay)
         if self.velocity is None:
             self.codec.compress(residual.add_(values), packet, residual)
             return

@@ -111,6 +111,7 @@ class ModelFragment:
         exempt: names of parameters that are sent uncompressed nevertheless.
         averaged: buffers, such as running statistics, of which all ranks take the mean, whatever `outer` is.
         feedback: use error feedback.
+        decay: of its residual, see `ErrorFeedback`.
         outer: the outer optimizer.
         delta_rule: merge by the delta rule.
         piece_numel: numbers per piece: while one is on the wire, the next is compressed.
@@ -126,6 +127,7 @@ class ModelFragment:
         exempt: Sequence[str] = (),
         averaged: Sequence[tuple[str, Tensor]] = (),
         feedback: bool = False,
+        decay: float = 1.0,
         outer: OuterOptimizer,
         delta_rule: bool = False,
         piece_numel: int,
@@ -138,7 +140,7 @@ class ModelFragment:
         compressed = [pair for pair in named if codec is not None and pair[0] not in exempt]
         self._slots: list[_ParamSlot] = []
         self._pieces: list[_Piece] = []
-        end = self._lay_out(compressed, 0, codec or raw, piece_numel, feedback)
+        end = self._lay_out(compressed, 0, codec or raw, piece_numel, feedback, decay)
         self._split = end = self._lay_out(plain, end, raw, piece_numel)
         end = self._lay_out(averaged, end, raw, piece_numel)
         self._trained = len(named)
@@ -170,6 +172,7 @@ class ModelFragment:
         codec: Codec,
         piece_numel: int,
         feedback: bool = False,
+        decay: float = 1.0,
     ) -> int:
         """Append slots and pieces of parameters from `start` on; return their end."""
         end = start
@@ -181,7 +184,8 @@ class ModelFragment:
         step = max(unit, piece_numel // unit * unit)
         for begin in range(start, end, step):
             stop = min(begin + step, end)
-            residual = ErrorFeedback(codec, stop - begin, named[0][1].device) if feedback else None
+            device = named[0][1].device
+            residual = ErrorFeedback(codec, stop - begin, device, decay=decay) if feedback else None
             self._pieces.append(_Piece(begin, stop, codec, residual))
         return end
 

@@ -150,6 +150,7 @@ class OuterLoop:
                 exempt=exempt,
                 averaged=buffers if number == len(parts) - 1 else [],
                 feedback=compression is not None and bool(compression.feedback),
+                decay=1.0 if compression is None else compression.feedback_decay,
                 outer=self.outer,
                 delta_rule=self.keep_local_steps,
                 piece_numel=max(1, int(piece_mib * 2**20 / 4)),

@@ -19,7 +19,7 @@ __all__ = ["async_"]
 _TRAINING, _SCHEDULE, _MERGING = "Training", "Workers' updates", "Merging"
 _MACHINES, _NETWORK = "Machines", "Network"
 _TASKS = ("linear", "gpt")
-_COMPRESSIONS = ("int4", "int8", "bf16", "fp16", "none")
+_COMPRESSIONS = ("int4", "int2", "topk-int2", "int8", "bf16", "fp16", "none")
 
 
 def async_(
@@ -71,7 +71,8 @@ def async_(
         int, own("STEPS", "Initial local steps with an exchange at every other step.", panel=_SCHEDULE)
     ] = 0,
     compression: Annotated[
-        str, shared("compression", " of updates: int4, int8, bf16, fp16, none", panel=_SCHEDULE)
+        str,
+        shared("compression", " of updates: int4, int2, topk-int2, int8, bf16, fp16, none", panel=_SCHEDULE),
     ] = "int4",
     down: Annotated[str, shared("down", panel=_SCHEDULE)] = "bf16",
     send: Annotated[
