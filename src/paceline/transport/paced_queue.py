@@ -137,6 +137,8 @@ class PacedQueue:
             seconds until it should be called again if nothing is added before; ``inf``: the queue is empty.
         """
         delayed = self._delayed
+        if not delayed and not self._short and not self._long:
+            return math.inf
         while delayed and delayed[0][0] <= now:
             lane = heappop(delayed)[2]
             (self._short if lane.short else self._long).append(lane)

@@ -171,6 +171,7 @@ def test_a_sparse_update_with_indices_out_of_order_is_dropped_as_damaged() -> No
         )
     assert driver.hub.refused == {"DamagedEnvelope": 50}
     assert torch.equal(driver.theta, torch.zeros(layout.numel))
+    driver.now += 100.0  # its quarantine is over
     drawn_update = torch.linspace(-1, 1, layout.numel)
     packet = bytes(sparse.pack(drawn_update))
     (answer,) = driver.send("update", 1, packet, round=99, dtype="topk-int2", samples=1.0, steps=1, base=0)

@@ -77,9 +77,10 @@ class HubServer:
         for envelope in envelopes:
             hub.receive(envelope, now)
         answers = hub.commit(now)
-        for target in hub.reset:  # frames of an earlier session mean nothing to the new one
-            sender.forget(target)
-        hub.reset.clear()
+        if hub.reset:  # frames of an earlier session mean nothing to the new one
+            for target in hub.reset:
+                sender.forget(target)
+            hub.reset.clear()
         for message in answers:
             if message.kind == "welcome":
                 member = hub.members.get(message.target)
@@ -90,7 +91,7 @@ class HubServer:
             for message in hub.commit(now):
                 sender.enqueue(message)
             wait = sender.pump(now)
-        if now - self._reachable_at >= _REACHABLE_SECONDS:
+        if wait < math.inf and now - self._reachable_at >= _REACHABLE_SECONDS:
             self._reachable_at = now
             for target in sender.targets.difference(self.exchange.peers()):
                 sender.forget(target)

@@ -68,17 +68,40 @@ class UpdateIntake:
         staleness = (merged.revision - header.base) / workers
         delta, norm = params.unpack(fragment, message.dtype, message.payload)
         why = self._screened(message, header, params, norm, staleness, now)
-        values = {"worker": member.number, "fragment": fragment, "round": message.round, "norm": norm}
         if why:
-            self._record("refuse", **values, why=why, until=self.quarantine_left(member, now))
+            self._record(
+                "refuse",
+                worker=member.number,
+                fragment=fragment,
+                round=message.round,
+                norm=norm,
+                why=why,
+                until=self.quarantine_left(member, now),
+            )
             member.refused += 1
             self._refused[why.partition(":")[0]] += 1
         else:
             self._members.report_throughput(member, header.rate)
             weight = self._members.share(member) * self._rules.staleness.weight(staleness)
-            values |= {"revision": merged.revision + 1, **vars(header)}
-            values |= {"dtype": message.dtype, "weight": weight, "workers": workers, "staleness": staleness}
-            self._record("update", message.payload, **values)
+            self._record(
+                "update",
+                message.payload,
+                worker=member.number,
+                fragment=fragment,
+                round=message.round,
+                norm=norm,
+                revision=merged.revision + 1,
+                base=header.base,
+                samples=header.samples,
+                steps=header.steps,
+                rate=header.rate,
+                score=header.score,
+                before=header.before,
+                dtype=message.dtype,
+                weight=weight,
+                workers=workers,
+                staleness=staleness,
+            )
             merged.merge(delta, weight, workers)
             member.merged[fragment] = merged.revision
             self._counters.add(member, header.samples, staleness)

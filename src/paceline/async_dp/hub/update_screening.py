@@ -15,10 +15,10 @@ is merged, and it takes the global parameters as they are. Each further quaranti
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 
 from paceline.async_dp.hub.hub_settings import ScreeningRules
 from paceline.async_dp.protocol.hub_messages import UpdateHeader
@@ -31,10 +31,34 @@ _MAX_STEPS_RATIO, _MAX_PARAMS_RATIO = 100, 100
 _MAX_DOUBLINGS = 6
 
 
+class _Window:
+    """The last values, and their median."""
+
+    def __init__(self, length: int) -> None:
+        self._values = deque[float](maxlen=length)
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def append(self, value: float) -> None:
+        values, ordered = self._values, self._sorted
+        if len(ordered) == values.maxlen:
+            del ordered[bisect_left(ordered, values[0])]
+        values.append(value)
+        insort(ordered, value)
+
+    @property
+    def median(self) -> float:
+        """Median of the values, of which there is one at least."""
+        ordered, middle = self._sorted, len(self._sorted) // 2
+        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
 @dataclass
 class _WorkerHistory:
     refused: deque[bool]  # of its last updates
-    norms: deque[float] = field(default_factory=lambda: deque(maxlen=_WORKER_WINDOW))  # that were merged
+    norms: _Window = field(default_factory=lambda: _Window(_WORKER_WINDOW))  # that were merged
     quarantined_until: float = -math.inf
     quarantines: int = 0
 
@@ -43,8 +67,8 @@ class _WorkerHistory:
 class _FragmentHistory:
     """Of the last updates that were merged."""
 
-    norms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    norms: _Window = field(default_factory=lambda: _Window(_WINDOW))
+    steps: _Window = field(default_factory=lambda: _Window(_WINDOW))
 
 
 class UpdateScreen:
@@ -79,14 +103,16 @@ class UpdateScreen:
             history = self._workers[worker] = _WorkerHistory(deque(maxlen=self.rules.window))
         if now < history.quarantined_until:
             return f"in quarantine: for {history.quarantined_until - now:.0f} s more"
-        seen = self._fragments.setdefault(fragment, _FragmentHistory())
+        seen = self._fragments.get(fragment)
+        if seen is None:
+            seen = self._fragments[fragment] = _FragmentHistory()
         known, steps = len(seen.norms) >= _MIN_SEEN, max(1.0, header.steps)
         if known:
-            steps = min(steps, _MAX_STEPS_RATIO * median(seen.steps))
+            steps = min(steps, _MAX_STEPS_RATIO * seen.steps.median)
         scaled = norm / math.sqrt(steps)
         reason = self._reason(header, scaled)
         if not reason and self.rules.max_norm_ratio:
-            usual = max(median(seen.norms), median(history.norms) if history.norms else 0.0) if known else 0.0
+            usual = max(seen.norms.median, history.norms.median if history.norms else 0.0) if known else 0.0
             score, before = header.score, header.before
             improved = score is not None and before is not None and score < before
             if usual > 0 and scaled > self.rules.max_norm_ratio * usual:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from paceline.async_dp.protocol.hub_messages import HubMessage
-from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES, split_message
+from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES, split_message, whole_message
 from paceline.transport.envelope import SHORT_NBYTES, Envelope
 from paceline.transport.paced_queue import PacedQueue
 from paceline.transport.token_bucket import make_token_bucket, max_frame_nbytes
@@ -64,7 +64,9 @@ class FrameSender:
             self._paced.limit(target, make_token_bucket(rate, now))
 
     def enqueue(self, message: HubMessage) -> None:
-        """Queue a message; its payload must not change until it was sent."""
+        """Send a message at once if nothing is in its way, else queue it; its payload must not change until then."""
+        if len(message.payload) <= self._frame_limit and self._send_at_once(message):
+            return
         self._waiting[message.target] += 1
         self._unmade[id(message)] = message
         short = len(message.payload) <= SHORT_NBYTES
@@ -98,6 +100,17 @@ class FrameSender:
     def pump(self, now: float) -> float:
         """Send what may be sent; return the seconds until more may be, infinity if nothing is queued."""
         return self._paced.pump(now, self._send)
+
+    def _send_at_once(self, message: HubMessage) -> bool:
+        target = message.target
+        if self._rate is not None or target in self._waiting or target in self._target_rates:
+            return False
+        envelope = whole_message(message, self._run(), self._sequence, self._session_id())
+        if not self._exchange.send(envelope):
+            return False
+        self._sequence += 1
+        self._on_sent(message)
+        return True
 
     def _frames(self, message: HubMessage) -> Iterator[Envelope]:
         """Make the frames of a message, numbered when the first is due."""

@@ -93,7 +93,7 @@ def meta_text(meta: Mapping[str, Any], name: str) -> str:
     return "".join(each for each in value[:_TEXT_LIMIT] if each.isprintable())
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class UpdateHeader:
     """Metadata of an update."""
 
@@ -107,10 +107,19 @@ class UpdateHeader:
     @classmethod
     def parse(cls, meta: Mapping[str, Any]) -> UpdateHeader:
         """Return the header in `meta`, whatever that holds."""
-        required = [meta_number(meta, name) for name in ("base", "samples", "steps")]
-        base, samples, steps = (math.nan if value is None else value for value in required)
-        optional = {name: meta_number(meta, name) for name in ("rate", "score", "before")}
-        return cls(base=base, samples=samples, steps=steps, **optional)
+        base, samples, steps = (
+            meta_number(meta, "base"),
+            meta_number(meta, "samples"),
+            meta_number(meta, "steps"),
+        )
+        return cls(
+            base=math.nan if base is None else base,
+            samples=math.nan if samples is None else samples,
+            steps=math.nan if steps is None else steps,
+            rate=meta_number(meta, "rate"),
+            score=meta_number(meta, "score"),
+            before=meta_number(meta, "before"),
+        )
 
     def is_plausible(self, revision: int) -> bool:
         """Return whether an update can have these values when the global parameters are at `revision`."""

@@ -24,6 +24,7 @@ __all__ = [
     "MessageKey",
     "ReplayWindow",
     "split_message",
+    "whole_message",
 ]
 
 FRAME_NBYTES = 256 << 10
@@ -51,14 +52,10 @@ def split_message(
     """
     payload = memoryview(message.payload).cast("B") if message.payload else b""
     nbytes = len(payload)
-    meta = {**message.meta, "fragment": message.fragment, "session": session_id}
     if nbytes <= frame_nbytes:
-        header = Header(
-            run, message.kind, message.source, message.target, sequence, message.round,
-            0, 1, 0, nbytes, message.dtype, (), nbytes, 0, meta,
-        )  # fmt: skip
-        yield Envelope(header, payload)
+        yield whole_message(message, run, sequence, session_id)
         return
+    meta = {**message.meta, "fragment": message.fragment, "session": session_id}
     frames = split_frames(nbytes, frame_nbytes)
     for frame in frames:
         header = Header(
@@ -66,6 +63,19 @@ def split_message(
             frame.index, len(frames), frame.offset, nbytes, message.dtype, (), frame.nbytes, 0, meta,
         )  # fmt: skip
         yield Envelope(header, payload[frame.offset : frame.offset + frame.nbytes])
+
+
+def whole_message(message: HubMessage, run: str, sequence: int, session_id: int = 0) -> Envelope:
+    """Return a message as one envelope; arguments as for `split_message`."""
+    payload = message.payload
+    if type(payload) is not bytes:
+        payload = memoryview(payload).cast("B") if payload else b""
+    nbytes = len(payload)
+    header = Header(
+        run, message.kind, message.source, message.target, sequence, message.round, 0, 1, 0, nbytes, message.dtype,
+        (), nbytes, 0, {**message.meta, "fragment": message.fragment, "session": session_id},
+    )  # fmt: skip
+    return Envelope(header, payload)
 
 
 MessageKey = tuple[int, str, int, int]
@@ -126,6 +136,8 @@ class MessageAssembler:
         total = header.nbytes if header.frames == 1 else header.total_nbytes
         limit = self._max_nbytes_of(header) if type(fragment) is int else None
         self.problem = ""
+        if header.frames == 1 and limit is not None and total <= limit:
+            return _message(header, fragment, envelope.payload)
         if limit is None:
             self.problem = "unexpected"
         elif total > limit:
@@ -135,8 +147,6 @@ class MessageAssembler:
         if self.problem:
             self.refused[self.problem] += 1
             return None
-        if header.frames == 1:
-            return _message(header, fragment, envelope.payload)
         key = header.source, header.kind, header.round, fragment
         partial = self._partial_of(header, key, total)
         if partial is None:
@@ -165,6 +175,8 @@ class MessageAssembler:
         Args:
             now: seconds of a monotonic clock; incomplete messages without a new frame for a minute make room.
         """
+        if not self._waiting and not self._notices:
+            return []
         while self._waiting:
             key, nbytes = next(iter(self._waiting.items()))
             if not self._has_room(nbytes):

@@ -19,7 +19,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 from paceline.async_dp.protocol.hub_messages import (
@@ -366,8 +365,12 @@ class HubSession:
         self._due = self._first_due()
 
     def _first_due(self) -> float:
-        fetches = (exchange.due for exchange in self._exchanges.values())
-        return min(chain(self._resend_at.values(), fetches), default=math.inf)
+        due = math.inf
+        for resend_at in self._resend_at.values():
+            due = resend_at if resend_at < due else due
+        for exchange in self._exchanges.values():
+            due = exchange.due if exchange.due < due else due
+        return due
 
     def _on_global_params(self, message: HubMessage, now: float) -> None:
         self.hub_status.update(message.meta)
