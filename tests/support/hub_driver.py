@@ -35,6 +35,7 @@ class HubDriver:
         self.rules = rules or HubRules()
         self.now = 0.0
         self.sessions: dict[int, int] = {}
+        self.keys: dict[int, str] = {}  # of workers, as a hub's exchange adds them
         self._sequence = 0
         self.hub = self.new_hub()
 
@@ -49,6 +50,7 @@ class HubDriver:
 
     def deliver(self, *envelopes: Envelope) -> list[HubMessage]:
         for envelope in envelopes:
+            envelope.key = self.keys.get(envelope.header.source, "")
             self.hub.receive(envelope, self.now)
         return self.commit()
 

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline._core.job_key import JobKey
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_server import HubServer
 from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.transport.zmq import HubExchange
+from paceline.transport.zmq.curve_keys import HubKeys
 
 
 class HubThread:
@@ -26,6 +28,9 @@ class HubThread:
         self, rules: HubRules | None = None, journal: Any = None, run: str = "test", **exchange: Any
     ) -> None:
         self.journal = MemoryJournal() if journal is None else journal
+        job = JobKey.from_environment(os.environ)
+        if "keys" not in exchange and job is not None:
+            exchange["keys"] = HubKeys.of_job(job)
         self.exchange = HubExchange(exchange.pop("address", "tcp://127.0.0.1:*"), "", **exchange)
         self.hub = Hub(run, rules or HubRules(), self.journal, time.time)
         self.address = self.exchange.address

@@ -33,11 +33,11 @@ from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.async_dp.worker.async_worker import AsyncWorker, WorkerCounts
 from paceline.async_dp.worker.auto_settings import auto_fragments, choose_settings
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
+from paceline.async_dp.worker.hub_access import HubAccess
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.async_dp.worker.worker_resources import (
     bandwidth_limit,
-    check_hub_address,
     link_rate,
     reserved_cores,
 )
@@ -47,7 +47,6 @@ from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule, layers_of
 from paceline.profiling import trace_file
 from paceline.transport.zmq import SocketSettings, WorkerExchange
-from paceline.transport.zmq.curve_keys import WorkerKeys
 
 __all__ = ["AsyncDataParallel"]
 
@@ -66,7 +65,8 @@ class AsyncDataParallel:
     Args:
         model: a module on any device, or a `DataParallel` of one rank.
         optimizer: of the model; its steps are counted.
-        hub: address of the hub, such as ``"tcp://192.168.1.5:7000"``; several for a sharded hub, in their order.
+        hub: address of the hub, such as ``"tcp://192.168.1.5:7000"``, or its folder, where processes of the same user
+            find address and key; several for a sharded hub, in their order.
         every: k, local steps between two updates; ``"auto"``: chosen from measured times.
         delay: d, local steps from sending an update to applying global parameters, below k; ``"auto"``: as soon as
             the network manages.
@@ -82,8 +82,9 @@ class AsyncDataParallel:
         bandwidth: limit in each direction: ``"40MB/s"``, ``"30%"`` of the link's rate according to the kernel,
             ``"30% of 200Mbit/s"``; None: no limit.
         cores: CPU cores reserved for communication, the last of those that the process may use.
-        key: file made for workers by ``paceline hub keygen``; required unless the hub is on this machine.
-        insecure: allow a remote hub without a key; anybody on the network can read and change what is sent.
+        key: file made for workers by ``paceline hub keygen``; default: that in the hub's folder, else derived from
+            ``PACELINE_JOB_KEY`` or ``PACELINE_JOB_KEY_FILE``.
+        insecure: connect without a key; anybody who reaches the hub can read and change what is sent.
         run: name of the run that the hub must serve; empty: any.
         name: of this worker, for people; default: host and process.
         folder: stores updates that are not acknowledged yet, so that a process that is killed and restarted sends them.
@@ -99,7 +100,7 @@ class AsyncDataParallel:
             first tensor that differs from the hub's model.
 
     Example:
-        >>> with AsyncDataParallel(model, optim, hub="tcp://127.0.0.1:7000", every=20, delay=5):
+        >>> with AsyncDataParallel(model, optim, hub="ipc:///run/hub/socket", every=20, delay=5):
         ...     train_some_steps()
     """
 
@@ -107,7 +108,7 @@ class AsyncDataParallel:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        hub: str | Sequence[str],
+        hub: str | Path | Sequence[str | Path],
         every: int | str = 20,
         delay: int | str = 5,
         *,
@@ -133,7 +134,7 @@ class AsyncDataParallel:
             )
         self._model, self._optimizer = model, optimizer
         self.module: nn.Module = model.module if isinstance(model, DataParallel) else model
-        self.hubs = [hub] if isinstance(hub, str) else list(hub)
+        self.hubs = [hub] if isinstance(hub, str | Path) else list(hub)
         if fragments == "auto":
             numel = sum(param.numel() for param in self.module.parameters())
             fragments = max(len(self.hubs), auto_fragments(numel, len(layers_of(self.module))))
@@ -148,9 +149,9 @@ class AsyncDataParallel:
         self._cores = reserved_cores(cores)
         self._compression = Compression.of("int4" if compression == "auto" else compression)
         self._layout = ParameterLayout.of(self.module, self._schedule.fragments, self._compression)
-        self._key = WorkerKeys.read(key) if key is not None else None
-        addresses = [check_hub_address(each, self._key is not None or insecure) for each in self.hubs]
-        rate = bandwidth_limit(bandwidth, link_rate(*addresses[0]) if bandwidth else None)
+        self._accesses = [HubAccess.find(each, key, insecure) for each in self.hubs]
+        first = self._accesses[0].parsed
+        rate = bandwidth_limit(bandwidth, link_rate(first.host, first.port or 0) if bandwidth else None)
         self._hub_rate = None if rate is None else rate / len(self.hubs)
         self._run, self._warmup, self._score, self._folder = run, warmup, score, folder
         self._name = name or f"{socket.gethostname()}-{os.getpid()}"
@@ -215,8 +216,8 @@ class AsyncDataParallel:
             self._affinity = os.sched_getaffinity(0)
             os.sched_setaffinity(0, self._affinity - self._cores)
         rate, settings = self._hub_rate, SocketSettings(rate=self._hub_rate)
-        for session, address in zip(sessions, self.hubs, strict=True):
-            exchange = WorkerExchange(address, session.worker, keys=self._key, settings=settings)
+        for session, access in zip(sessions, self._accesses, strict=True):
+            exchange = WorkerExchange(access.address, session.worker, keys=access.keys, settings=settings)
             self._comm_threads.append(
                 CommThread(session, exchange, rate=rate, heartbeat=self._heartbeat, cores=self._cores)
             )

@@ -68,10 +68,15 @@ TAIL_NBYTES = CHECKSUM_NBYTES + len(END)
 
 @dataclass(slots=True)
 class Envelope:
-    """A header and its payload: verified if it was received, ready for `add_checksum` if it is to be sent."""
+    """A header and its payload: verified if it was received, ready for `add_checksum` if it is to be sent.
+
+    Attributes:
+        key: public key that authenticated the sender of a received envelope; empty: none.
+    """
 
     header: Header
     payload: Bytes = b""
+    key: str = ""
 
 
 # --- encoding

@@ -15,6 +15,7 @@ import paceline
 from hub_process import HubProcess, HubThread, hub_thread, wait_until
 from paceline.async_dp.hub.hub_settings import HubRules, HubShard, PopulationRules, ScreeningRules
 from paceline.async_dp.wal.decision_ledger import read_ledger
+from paceline.async_dp.worker import hub_access
 from paceline.errors import UsageError
 from paceline.transport.zmq.curve_keys import make_keys
 
@@ -220,6 +221,22 @@ def test_another_run_is_refused() -> None:
             task.steps(2000, 0.005)
 
 
+def test_a_hub_without_options_makes_keys_that_its_user_s_workers_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACELINE_JOB_KEY")
+    hub = HubProcess(tmp_path / "hub")
+    try:
+        keys = tmp_path / "hub" / "keys"
+        assert [path.stat().st_mode & 0o777 for path in (keys, keys / "worker.key")] == [0o700, 0o600]
+        task = Task()
+        with paceline.AsyncDataParallel(task.net, task.optim, tmp_path / "hub", 5, 2) as training:
+            wait_until(lambda: training.counts.taken > 1 or _step(task))
+    finally:
+        hub.end()
+    assert not (tmp_path / "hub" / "address.json").exists()
+
+
 @pytest.mark.thorough
 def test_a_worker_without_the_right_key_is_not_admitted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -341,7 +358,7 @@ def test_selection_policies_apply_better_parameters_only() -> None:
         ({"every": 5, "delay": 5}, "delay=5 with every=5"),
         ({"fragments": 9}, "fragments=9"),
         ({"hub": "127.0.0.1"}, "tcp://"),
-        ({"hub": "tcp://192.168.77.5:7077"}, "there is no key for it"),
+        ({"hub": "192.168.77.5:7077"}, "is not a hub address"),
         ({"hub": []}, "0 hubs"),
         ({"bandwidth": "130%"}, "130%"),
         ({"bandwidth": "130% of 1Gbit/s"}, "130%"),
@@ -355,7 +372,10 @@ def test_selection_policies_apply_better_parameters_only() -> None:
         ({"warmup": -1}, "warmup=-1"),
     ],
 )
-def test_invalid_arguments_are_refused_before_anything_starts(given: dict, message: str) -> None:
+def test_invalid_arguments_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, given: dict, message: str
+) -> None:
+    monkeypatch.setattr(hub_access, "_START_SECONDS", 0.0)
     task = Task()
     before = threading.active_count()
     with pytest.raises(UsageError, match=message):

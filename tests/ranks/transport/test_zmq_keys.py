@@ -95,7 +95,7 @@ def test_a_wrong_or_missing_key_is_rejected_with_a_reason(ends, hub, folder, tmp
 
 
 def test_a_worker_with_keys_does_not_connect_to_a_hub_without(ends, folder):
-    hub = ends(HubExchange, LOOPBACK, "run")
+    hub = ends(HubExchange, LOOPBACK, "run", insecure=True)
     worker = worker_of(ends, hub, folder, "alice")
     drive([hub, worker], lambda _: "is not a hub with keys" in worker.problem)
     assert not worker.send(make(7, HUB))
@@ -181,8 +181,8 @@ def paced_sockets(port, rate):
 
 
 def test_connections_are_held_to_the_rate_at_both_ends(ends, folder):
-    hub = ends(HubExchange, LOOPBACK, "run", settings=SocketSettings(rate=3e6))
-    other = ends(HubExchange, LOOPBACK, "run")
+    hub = ends(HubExchange, LOOPBACK, "run", insecure=True, settings=SocketSettings(rate=3e6))
+    other = ends(HubExchange, LOOPBACK, "run", insecure=True)
     worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(rate=4e6))
     plain = ends(WorkerExchange, other.address, 8)
     connect_all(hub, worker)
@@ -215,7 +215,7 @@ def test_impossible_settings_are_refused(wrong):
 
 def test_settings_at_their_ends_are_taken(ends):
     for each in (SocketSettings(1 << 30, 1e12, 6000.0, 10_000), SocketSettings(1, 1.0, 1e-4, 1)):
-        ends(HubExchange, LOOPBACK, "run", settings=each)
+        ends(HubExchange, LOOPBACK, "run", settings=each, insecure=True)
         ends(WorkerExchange, "tcp://127.0.0.1:7000", 7, settings=each)
 
 

@@ -79,6 +79,7 @@ def test_while_the_disk_fails_nothing_is_merged_and_afterwards_everything_is(cap
         address="here",
         refused=Counter(foreign=2),
         rejected=Counter(foreign=1),
+        problem="",
         sent_nbytes=0,
         received_nbytes=0,
     )

@@ -62,6 +62,40 @@ def test_an_implausible_update_is_refused_and_changes_nothing(changes: dict, why
     assert again.meta["why"].startswith(why), "the same answer, if the first one was lost"
 
 
+@pytest.mark.parametrize("round", [2**62, int(1e15)])
+def test_a_round_far_ahead_is_refused_and_later_updates_are_merged(round: int) -> None:
+    """It would make all later updates look repeated, although each is acknowledged."""
+    driver = HubDriver()
+    driver.join(1)
+    driver.update(1, 0, ONES)
+    (answer,) = driver.update(1, round, ONES, base=1)
+    assert answer.meta["why"] == f"implausible round: {round} after 0"
+    assert driver.hub.refused == {"implausible round": 1}
+    assert next(iter(driver.hub.members)).refused == 1
+    assert driver.hub.updates == 1
+    (answer,) = driver.update(1, 1, ONES, base=1)
+    assert (answer.meta["why"], driver.hub.updates) == ("", 2)
+
+
+def test_a_worker_of_an_earlier_run_continues_with_its_rounds() -> None:
+    driver = HubDriver()
+    driver.join(1)
+    for number, round in enumerate((5_000_000, 5_010_000)):
+        (answer,) = driver.update(1, round, ONES, base=number)
+        assert answer.meta["why"] == ""
+    assert driver.hub.updates == 2
+
+
+def test_an_update_older_than_the_latest_is_not_acknowledged_as_merged() -> None:
+    driver = HubDriver()
+    driver.join(1)
+    for number, round in enumerate((5, 6)):
+        driver.update(1, round, ONES, base=number)
+    (answer,) = driver.update(1, 5, ONES, base=2)
+    assert answer.meta["why"] == "superseded: the hub has round 6 of this worker"
+    assert driver.hub.updates == 2
+
+
 def test_an_update_of_nan_is_refused_and_its_worker_quarantined_after_three() -> None:
     driver = HubDriver(HubRules(screen=ScreeningRules(quarantine_seconds=30)))
     driver.join(1, 2)

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from hub_driver import NUMEL, ONES, HubDriver, kinds
 from paceline.async_dp.hub.hub_settings import HubOptimizer, HubRules
+from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_journal import HubJournal
 
 
@@ -38,6 +40,23 @@ def test_a_restarted_hub_continues_bit_for_bit(tmp_path: Path) -> None:
             return restarted.theta.clone()
 
     assert torch.equal(course(tmp_path / "whole", killed=False), course(tmp_path / "killed", killed=True))
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 500])
+def test_the_owners_of_worker_numbers_outlive_the_hub(tmp_path: Path, snapshot_every: int) -> None:
+    rules = HubRules(snapshot_every=snapshot_every)
+    with HubJournal.open(tmp_path, resume=True) as journal:
+        driver = HubDriver(rules, journal)
+        driver.keys = {1: "first's key", 2: "second's key", 3: "third's key"}
+        driver.join(1, 2)
+        driver.update(1, 0, ONES)
+        driver.hello(3)
+        driver.update(2, 0, ONES, base=1)
+    with HubJournal.open(tmp_path, resume=True) as journal:
+        restarted = HubDriver(rules, journal)
+        assert {member.number: member.key for member in restarted.hub.members} == driver.keys
+        joined = [line["key"] for line in read_ledger(tmp_path) if line["kind"] == "join"]
+        assert joined == list(driver.keys.values())
 
 
 def test_nothing_is_answered_before_it_is_committed() -> None:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.transport.hub_address import HubAddress, parse_hub_address
-from paceline.transport.zmq.curve_keys import needs_keys
 
 
 @pytest.mark.parametrize(
@@ -63,13 +62,13 @@ def test_any_text_is_an_address_or_a_usage_error(text, begin, bind):
     "local",
     ["tcp://127.0.0.1:1", "tcp://127.9.9.9:1", "tcp://localhost:*", "tcp://[::1]:1", "tcp://[::ffff:127.0.0.1]:1", "ipc://x"],
 )  # fmt: skip
-def test_a_hub_that_only_this_machine_reaches_needs_no_keys(local):
-    assert not needs_keys(local)
+def test_an_address_that_only_this_machine_reaches_is_local(local):
+    assert parse_hub_address(local, bind=True).is_local
 
 
 @pytest.mark.parametrize(
     "open_to_others",
     ["tcp://*:1", "tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://128.0.0.1:1", "tcp://localhost.org:1", "tcp://127.1:1"],
 )  # fmt: skip
-def test_a_hub_that_others_may_reach_needs_keys(open_to_others):
-    assert needs_keys(open_to_others)
+def test_an_address_that_other_machines_may_reach_is_not_local(open_to_others):
+    assert not parse_hub_address(open_to_others, bind=True).is_local

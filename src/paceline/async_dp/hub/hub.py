@@ -273,14 +273,14 @@ class Hub:
             self.refused["repeated"] += 1
             return
         member.window.admit(header.sequence)
-        member.name = meta_text(meta, "name") or str(worker)
+        member.name, member.key = meta_text(meta, "name") or str(worker), envelope.key
         member.every, member.delay = meta_count(meta, "every"), meta_count(meta, "delay")
         rate = meta_number(meta, "rate")
         member.rate = None if rate is None else float(rate)
         if is_new:
             self.reset.add(worker)
             self._forget_messages(worker)
-            self._record("join", worker=worker, name=member.name, every=member.every, delay=member.delay)
+            self._record("join", worker=worker, **member.terms())
         self._mark_seen(member, now, record=not is_new)
         self._welcome(member)
 

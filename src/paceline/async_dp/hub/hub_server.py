@@ -14,6 +14,7 @@ from paceline.async_dp.protocol.frame_sender import FrameSender
 from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES
 from paceline.transport.envelope import Envelope
 from paceline.transport.transport_interface import Exchange
+from paceline.transport.zmq import HubExchange
 
 __all__ = ["HubServer"]
 
@@ -33,6 +34,8 @@ class HubServer:
 
     def __init__(self, hub: Hub, exchange: Exchange, *, frame_nbytes: int = FRAME_NBYTES) -> None:
         self.hub, self.exchange = hub, exchange
+        if isinstance(exchange, HubExchange):
+            exchange.bind_keys(hub.members.keys)
         self._sender = FrameSender(
             exchange, lambda: hub.run, rate=hub.rules.bandwidth, on_sent=hub.sent, frame_nbytes=frame_nbytes
         )

@@ -20,6 +20,7 @@ def snapshot_facts(
     run: str, params: GlobalParams, members: HubMembership, counters: HubCounters
 ) -> dict[str, Any]:
     """Return the part of a snapshot without the tensors, as plain values."""
+    keys = members.keys
     return {
         "run": run,
         "layout": params.layout.pack().hex(),
@@ -30,15 +31,17 @@ def snapshot_facts(
         "members": {
             str(member.number): {
                 "name": member.name,
+                "key": member.key,
                 "updates": member.updates,
                 "alive": member.number in members.alive,
                 "throughput": member.throughput,
                 "rounds": _plain_rounds(member.rounds),
             }
             for member in members
-            if member.rounds or member.number in members.alive
+            if member.rounds or member.key or member.number in members.alive
         },
         "departed": {str(number): _plain_rounds(rounds) for number, rounds in members.departed.items()},
+        "departed_keys": {str(number): keys[number] for number in members.departed if number in keys},
     }
 
 
@@ -69,11 +72,15 @@ def restore_snapshot(
     for number, values in facts["members"].items():
         member = members.get_or_add(int(number))
         member.name, member.updates = values["name"], values["updates"]
+        member.key = values.get("key", "")
         member.rounds = _rounds(values["rounds"])
         if values.get("alive"):
             member.throughput = values["throughput"]
             members.mark_alive(member)
-    members.restore_departed({int(each): _rounds(plain) for each, plain in facts.get("departed", {}).items()})
+    members.restore_departed(
+        {int(each): _rounds(plain) for each, plain in facts.get("departed", {}).items()},
+        {int(each): key for each, key in facts.get("departed_keys", {}).items()},
+    )
     return params
 
 
@@ -92,6 +99,7 @@ def replay_records(
         member = members.get_or_add(values["worker"])
         if kind in ("join", "back"):
             member.name = values.get("name", member.name)
+            member.key = values.get("key", member.key)
             members.mark_alive(member)
         elif kind in ("silent", "leave"):
             members.mark_dead(member)

@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.async_dp.protocol.message_assembly import ReplayWindow
 
@@ -24,6 +25,7 @@ _SESSIONS_KEPT = 64
 _MAX_THROUGHPUT_RATIO = 16  # to the median; what a worker reports beyond that is not credited
 _THROUGHPUT_UNIT, _MAX_THROUGHPUT = 1e-6, 1e15  # samples per second
 _DEPARTED_KEPT = 1 << 16
+_MAX_FIRST_ROUND, _MAX_ROUNDS_SKIPPED = 1 << 40, 1 << 20
 
 Rounds = dict[int, tuple[int, str]]
 """Latest round of each fragment, and why it was refused; empty if it was merged."""
@@ -35,6 +37,7 @@ class HubMember:
 
     number: int
     name: str = ""
+    key: str = ""  # public key that owns its number; empty: none
     session_id: int = 0  # 0: it has not said hello to this hub
     last_seen: float = -math.inf
     # By fragment: the revision that it fetched last; its latest round, and why that was refused ("" if it was merged).
@@ -67,6 +70,24 @@ class HubMember:
         self._sessions.append(session_id)
         self.session_id, self.window = session_id, ReplayWindow()
         return True
+
+    def terms(self) -> dict[str, Any]:
+        """Return what the journal records when it joins."""
+        return {"name": self.name, "every": self.every, "delay": self.delay, "key": self.key}
+
+    def unexpected_round(self, fragment: int, round: int) -> tuple[str, str] | None:
+        """Return why the update of a round is not merged, None if it may be: in short, and for the worker."""
+        latest, why = self.rounds.get(fragment, (-1, ""))
+        if round == latest:
+            return "repeated", why
+        if round < latest:  # no answer to this is awaited, unless the worker's rounds start anew
+            return "repeated", f"superseded: the hub has round {latest} of this worker"
+        if round > (
+            _MAX_FIRST_ROUND if latest < 0 else latest + _MAX_ROUNDS_SKIPPED
+        ):  # later ones would be repeated
+            self.refused += 1
+            return "implausible round", f"implausible round: {round} after {latest}"
+        return None
 
 
 class StalenessHistogram:
@@ -128,6 +149,7 @@ class HubMembership:
         self.silent_after, self.limit = silent_after, limit
         self._members: OrderedDict[int, HubMember] = OrderedDict()  # the one seen last at the end, roughly
         self._departed: OrderedDict[int, Rounds] = OrderedDict()
+        self._departed_keys: dict[int, str] = {}
         self.alive: set[int] = set()
         self._order: list[int] = []  # the live ones
         self._throughputs: list[int] = []  # that are known, of the live ones, in order
@@ -148,16 +170,23 @@ class HubMembership:
                 self._forget_one()
             member = self._members[number] = HubMember(number=number)
             member.rounds = self._departed.pop(number, {})
+            member.key = self._departed_keys.pop(number, "")
         return member
+
+    @property
+    def keys(self) -> dict[int, str]:
+        """Public keys that own worker numbers, by number."""
+        present = {member.number: member.key for member in self if member.key}
+        return {**self._departed_keys, **present}
 
     @property
     def departed(self) -> dict[int, Rounds]:
         """Rounds of the workers that are not known in full any more."""
         return dict(self._departed)
 
-    def restore_departed(self, departed: dict[int, Rounds]) -> None:
-        """Restore what `departed` returned."""
-        self._departed = OrderedDict(departed)
+    def restore_departed(self, departed: dict[int, Rounds], keys: dict[int, str]) -> None:
+        """Restore what `departed` returned, and their keys."""
+        self._departed, self._departed_keys = OrderedDict(departed), keys
 
     # ------------------------------------------------------------------ who is alive
 
@@ -227,11 +256,14 @@ class HubMembership:
         if number is None:
             return
         self.mark_dead(members[number])
-        rounds = members.pop(number).rounds
-        if rounds:
-            self._departed[number] = rounds
+        member = members.pop(number)
+        if member.rounds:
+            self._departed[number] = member.rounds
+            if member.key:
+                self._departed_keys[number] = member.key
         if len(self._departed) > _DEPARTED_KEPT:
             gone, _ = self._departed.popitem(last=False)
+            self._departed_keys.pop(gone, None)
             log.warning("worker %d is forgotten: %d others left after it", gone, _DEPARTED_KEPT)
 
     # ------------------------------------------------------------------ their share

@@ -57,10 +57,11 @@ class UpdateIntake:
             CheckpointError: the journal can't take it; nothing was changed.
         """
         fragment = message.fragment
-        latest, why = member.rounds.get(fragment, (-1, ""))
-        if message.round <= latest:
-            self._refused["repeated"] += 1
-            self._acknowledge(member, message, why if message.round == latest else "", now)
+        unexpected = member.unexpected_round(fragment, message.round)
+        if unexpected is not None:
+            reason, why = unexpected
+            self._refused[reason] += 1
+            self._acknowledge(member, message, why, now)
             return
         header = UpdateHeader.parse(message.meta)
         merged = params.fragments[fragment]

@@ -1,4 +1,4 @@
-"""A worker's hub address, bandwidth and CPU cores."""
+"""A worker's bandwidth and CPU cores."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import socket
 
 from paceline._core.network_interfaces import list_interfaces
 from paceline.errors import UsageError
-from paceline.transport.hub_address import parse_hub_address
 from paceline.transport.token_bucket import parse_share
-from paceline.transport.zmq.curve_keys import needs_keys
 
 __all__ = [
     "bandwidth_limit",
-    "check_hub_address",
     "link_rate",
     "reserved_cores",
 ]
@@ -44,21 +41,6 @@ def link_rate(host: str, port: int) -> float | None:
         own = probe.getsockname()[0]
     rates = (each.bytes_per_second for each in list_interfaces() if own in each.addresses)
     return next(rates, 0.0) or None
-
-
-def check_hub_address(address: str, secured: bool) -> tuple[str, int]:
-    """Return host and port of a hub's address.
-
-    Raises:
-        UsageError: invalid, or on another machine without a key.
-    """
-    parsed = parse_hub_address(address, bind=False)
-    if needs_keys(address) and not secured:
-        raise UsageError(
-            f"the hub at {address} is on another machine, and there is no key for it",
-            remedy="give key=, a file made by `paceline hub keygen`; or insecure=True if you trust the network",
-        )
-    return parsed.host, parsed.port or 0
 
 
 def reserved_cores(cores: int) -> set[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -20,11 +22,13 @@ from paceline.tools.command_options import own, shared
 
 if TYPE_CHECKING:
     from paceline.async_dp.wal.hub_journal import HubJournal
+    from paceline.transport.zmq.curve_keys import HubKeys
 
 __all__ = ["app"]
 
 _PORT = 7077
 _FOLDER = Path("runs/hub")
+_KEYS = "keys"  # folder in that of the hub
 _SERVER, _RUN, _MERGING, _SCREENING, _POPULATION = (
     "Server",
     "Run folder",
@@ -47,16 +51,21 @@ def serve(
         str,
         own(
             "ADDRESS",
-            "Address for workers: tcp://HOST:PORT, or tcp://*:PORT for all interfaces.",
+            "Address for workers: tcp://HOST:PORT, tcp://*:PORT for all interfaces, or ipc://PATH.",
             panel=_SERVER,
         ),
     ] = f"tcp://127.0.0.1:{_PORT}",
     keys: Annotated[
         Path | None,
-        own("FOLDER", "Folder of keys, made by keygen; required beyond this machine.", panel=_SERVER),
+        own(
+            "FOLDER",
+            "Folder of keys, made by keygen; default: the job's key, else keys in --out.",
+            panel=_SERVER,
+        ),
     ] = None,
     insecure: Annotated[
-        bool, own(None, "Accept every worker that can reach the address.", "--insecure", panel=_SERVER)
+        bool,
+        own(None, "Accept every worker that can reach the address; no keys.", "--insecure", panel=_SERVER),
     ] = False,
     shard: Annotated[str, own("I/N", "Index of this hub, number of hubs.", panel=_SERVER)] = "0/1",
     bandwidth: Annotated[
@@ -112,17 +121,20 @@ def serve(
 
     Workers are programs with paceline.AsyncDataParallel(model, optim, hub=...). The hub needs no model and no GPU.
     Killed and restarted with the same folder, it resumes, and workers reconnect automatically.
+
+    On this machine hub="runs/hub", the folder of --out, is enough: it holds the address, and the keys if there are none
+    elsewhere. Workers on other machines need a copy of the file FOLDER/keys/worker.key (key=).
     """
     from paceline.async_dp.hub.hub import Hub
     from paceline.async_dp.hub.hub_server import HubServer
     from paceline.async_dp.hub.hub_settings import HubRules, HubShard, PopulationRules, ScreeningRules
     from paceline.async_dp.hub.staleness_policy import StalenessPolicy
+    from paceline.async_dp.protocol.hub_record import HubRecord
     from paceline.async_dp.wal.hub_journal import HubJournal
     from paceline.async_dp.worker.worker_resources import bandwidth_limit
     from paceline.integrations.loggers.hub_metrics import HubMetrics
     from paceline.tools.cli.hub_live_table import HubLiveTable
     from paceline.transport.zmq import HubExchange, SocketSettings
-    from paceline.transport.zmq.curve_keys import HubKeys
 
     if not (exploding == 0 or exploding > 1):
         raise UsageError(
@@ -142,18 +154,21 @@ def serve(
         snapshot_every=snapshot_every,
     )
     seconds = None if until is None else parse_seconds(until)
+    hub_keys, worker_key = _hub_keys(keys, bind, insecure, out)
     exchange = HubExchange(
-        bind,
-        "",
-        keys=None if keys is None else HubKeys.read(keys),
-        insecure=insecure,
-        settings=SocketSettings(rate=rules.bandwidth),
+        bind, "", keys=hub_keys, insecure=insecure, settings=SocketSettings(rate=rules.bandwidth)
     )
     try:
         with HubJournal.open(out, resume=not new) as journal:
             served = Hub(_run_name(name, journal), rules, journal, time.time)
             server, stop = HubServer(served, exchange), _StopCondition(seconds)
             with contextlib.ExitStack() as stack:
+                record = HubRecord(
+                    exchange.address,
+                    socket.gethostname(),
+                    "" if worker_key is None else os.path.relpath(worker_key, out),
+                )
+                stack.enter_context(record.kept_in(out))
                 shown: list[HubLiveTable | HubMetrics] = []
                 metrics = None if prometheus is None else stack.enter_context(HubMetrics(server, prometheus))
                 shown.append(stack.enter_context(HubLiveTable(served, exchange, out)))
@@ -181,6 +196,31 @@ def keygen(
     typer.echo(
         f"worker: paceline.AsyncDataParallel(..., key={str(made)!r})   (copy the file there; it is a secret)"
     )
+
+
+def _hub_keys(keys: Path | None, bind: str, insecure: bool, out: Path) -> tuple[HubKeys | None, Path | None]:
+    """Return the hub's keys, and the file with the key of workers of this user; None: there is none.
+
+    The first that is given counts: the folder `keys`, `insecure`, the job's key. Else an ``ipc`` address, which only
+    this user reaches, needs none; for others keys are made in the hub's folder.
+    """
+    from paceline._core.job_key import JobKey
+    from paceline.transport.hub_address import parse_hub_address
+    from paceline.transport.zmq.curve_keys import HubKeys, make_keys
+
+    if keys is None:
+        if insecure:
+            return None, None
+        job = JobKey.from_environment(os.environ)
+        if job is not None:
+            return HubKeys.of_job(job), None
+        if parse_hub_address(bind, bind=True).transport == "ipc":
+            return None, None
+        keys = out / _KEYS
+        if not keys.exists():
+            make_keys(keys)
+    worker = (keys.parent if keys.is_file() else keys) / "worker.key"
+    return HubKeys.read(keys), worker if worker.exists() else None
 
 
 def _parse_shard(text: str) -> tuple[int, int]:

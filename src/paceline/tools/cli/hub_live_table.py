@@ -50,7 +50,10 @@ class HubLiveTable:
     def __enter__(self) -> Self:
         hub = self._hub
         state = f"resumes at update {hub.updates}" if hub.updates else "starts"
-        self._print(f"hub of run {hub.run} at {self._exchange.address}, folder {self._folder}: {state}")
+        self._print(
+            f"hub of run {hub.run} at {self._exchange.address}, folder {self._folder}: {state}; "
+            f"on this machine hub={str(self._folder)!r} is enough for workers"
+        )
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -94,6 +97,7 @@ class HubLiveTable:
         down, up = self._rates
         loss = f", score {hub.loss:.4f}" if hub.loss == hub.loss else ""
         trouble = f"; nothing is answered: {' '.join(hub.storage_error.split())}" if hub.storage_error else ""
+        trouble += f"; {self._exchange.problem}" if self._exchange.problem else ""
         return (
             f"{format_seconds(time.monotonic() - self._started)}: {hub.phase}, {len(hub.members.alive)} workers, "
             f"{hub.updates} updates, {format_count(int(hub.counters.samples))} samples{loss}, "
@@ -135,4 +139,6 @@ class HubLiveTable:
         if refused := self._refused():
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(refused.items()))
             parts.append(Text(f"refused: {reasons}", style="dim"))
+        if problem := self._exchange.problem:
+            parts.append(Text(problem, style="yellow"))
         return Group(*parts)

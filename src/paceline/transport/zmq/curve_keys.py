@@ -6,6 +6,8 @@
 
 A file has one ``name = value`` per line; keys are Z85 text. Files with a secret key are readable by their owner only
 (0600), and so is the folder (0700).
+
+Where hub and workers share a `JobKey`, they derive their keys from it, and there are no files.
 """
 
 from __future__ import annotations
@@ -22,16 +24,20 @@ import zmq
 from zmq.utils import z85
 
 from paceline._core.files import fsync
+from paceline._core.job_key import JobKey
 from paceline.errors import UsageError
-from paceline.transport.hub_address import parse_hub_address
 
-__all__ = ["HubKeys", "WorkerKeys", "make_keys", "needs_keys", "read_public_key"]
+__all__ = ["JOB_KEY_NAME", "HubKeys", "WorkerKeys", "make_keys", "read_public_key"]
+
+JOB_KEY_NAME = "job key"
+"""Name of the key that all workers of a job share."""
 
 _HUB_FILE, _WORKERS = "hub.key", "workers"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY_LENGTH, _FILE_LIMIT_NBYTES = 40, 4096
 _OTHERS = 0o077
 _REMEDY = "make one: paceline hub keygen FOLDER"
+_JOB_HUB, _JOB_WORKER = "hub", "hub worker"
 
 _KEYS_OF_KIND = {"hub": ("public", "secret"), "worker": ("public", "secret", "hub"), "public": ("public",)}
 _KIND_NAMES = {"hub": "a hub's key", "worker": "a worker's key", "public": "a public key of a worker"}
@@ -39,11 +45,30 @@ _KIND_NAMES = {"hub": "a hub's key", "worker": "a worker's key", "public": "a pu
 
 @dataclass(frozen=True)
 class HubKeys:
-    """Keys of a hub, as Z85 text, and the folder of the workers' public keys that it admits."""
+    """Keys of a hub and of the workers that it admits.
+
+    Attributes:
+        public: of the hub; keys are Z85 text.
+        secret: of the hub.
+        workers: folder of the workers' public keys; None: the workers share a key.
+        shared: public key that all workers share; empty: each has its own.
+    """
 
     public: str
     secret: str = field(repr=False)
-    workers: Path
+    workers: Path | None
+    shared: str = ""
+
+    @staticmethod
+    def of_job(job: JobKey) -> HubKeys:
+        """Return the keys of the hub of a job; see `WorkerKeys.of_job`.
+
+        Raises:
+            UsageError: pyzmq was built without encryption.
+        """
+        public, secret = (each.decode() for each in job.curve_pair(_JOB_HUB))
+        shared, _ = job.curve_pair(_JOB_WORKER)
+        return HubKeys(public, secret, None, shared.decode())
 
     @staticmethod
     def read(path: str | Path) -> HubKeys:
@@ -80,6 +105,20 @@ class WorkerKeys:
         """
         values = _read(Path(path), "worker")
         return WorkerKeys(values["name"], values["hub"], values["public"], values["secret"])
+
+    @staticmethod
+    def of_job(job: JobKey) -> WorkerKeys:
+        """Return the keys of any worker of a job.
+
+        All share one pair. A pair per worker number would keep nobody out, since the job's key yields all of them; and
+        a hub, which authenticates a connection before it learns the number, could not verify it.
+
+        Raises:
+            UsageError: pyzmq was built without encryption.
+        """
+        hub, _ = job.curve_pair(_JOB_HUB)
+        public, secret = (each.decode() for each in job.curve_pair(_JOB_WORKER))
+        return WorkerKeys(JOB_KEY_NAME, hub.decode(), public, secret)
 
 
 def read_public_key(path: Path) -> tuple[str, str]:
@@ -131,19 +170,6 @@ def make_keys(folder: str | Path, worker: str = "worker") -> Path:
         record.unlink()  # its secret key is lost
         raise
     return key
-
-
-def needs_keys(address: str) -> bool:
-    """Return whether a hub at this address needs keys, because other machines can reach it.
-
-    Raises:
-        UsageError: the address is invalid.
-
-    Example:
-        >>> needs_keys("tcp://127.0.0.1:7000"), needs_keys("tcp://*:7000")
-        (False, True)
-    """
-    return not parse_hub_address(address, bind=True).is_local
 
 
 def _hub_keys(folder: Path) -> HubKeys:

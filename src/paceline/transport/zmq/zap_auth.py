@@ -1,6 +1,6 @@
 """ZAP handler (ZeroMQ RFC 27): decides for libzmq which workers may connect to a hub.
 
-It answers while the hub polls: a busy hub admits no new workers meanwhile.
+libzmq attaches the worker's public key to every message of an admitted connection.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from paceline.errors import UsageError
-from paceline.transport.zmq.curve_keys import HubKeys, read_public_key
+from paceline.transport.zmq.curve_keys import JOB_KEY_NAME, HubKeys, read_public_key
 
 __all__ = ["ZapAuthenticator"]
 
@@ -28,13 +28,14 @@ _Stamps = dict[Path, tuple[int, int, int]]
 
 
 class ZapAuthenticator:
-    """Admits workers whose public keys are recorded; without keys, all.
+    """Admits workers whose public keys are recorded, or that have the job's key; without keys, all.
 
     Args:
         context: of the hub; it can have one authenticator.
         keys: of the hub.
 
     Attributes:
+        has_keys: whether connections are encrypted and authenticated.
         rejected: number of rejected connections, by reason.
         problem: description of a record that can't be read; empty: none. The other records are valid.
 
@@ -45,9 +46,13 @@ class ZapAuthenticator:
     def __init__(self, context: zmq.Context[Any], keys: HubKeys | None) -> None:
         self.rejected: Counter[str] = Counter()
         self.problem = ""
+        self.has_keys = keys is not None
         self._keys = keys
-        self._stamps: _Stamps = {}
-        self._name_of: dict[str, str] = {}
+        self._stamps: _Stamps | None = None
+        self._admitted: dict[str, str] = {}  # names by key; replaced as a whole, since two threads use it
+        self._name_of: dict[str, str] = {}  # of withdrawn keys too
+        if keys is not None and keys.workers is None:
+            self._admitted = self._name_of = {keys.shared: JOB_KEY_NAME}
         self.reload()
         if self.problem:
             raise UsageError(self.problem, remedy="remove that file, and make the worker's keys again")
@@ -70,44 +75,57 @@ class ZapAuthenticator:
             except zmq.Again:
                 return
             version, number, *_ = (*request, b"", b"")
-            name = self._admitted_name(request)
-            status = [b"400", b"", b""] if name is None else [b"200", b"", name.encode()]
+            key = self._admitted_key(request)
+            status = [b"400", b"", b""] if key is None else [b"200", b"", key.encode()]
             self.socket.send_multipart([version, number, *status, b""])
 
-    def reload(self) -> None:
-        """Read the recorded public keys if any file has changed."""
-        if self._keys is None:
-            return
+    def admits(self, key: str) -> bool:
+        """Return whether the connections of a key may stay; from any thread."""
+        return self._keys is None or key in self._admitted
+
+    def name_of(self, key: str) -> str:
+        """Return the name of a worker's key, also if it was withdrawn; from any thread."""
+        return self._name_of.get(key, key)
+
+    def reload(self) -> bool:
+        """Read the recorded public keys if any file has changed; return whether a key was withdrawn."""
+        if self._keys is None or self._keys.workers is None:
+            return False
+        folder = self._keys.workers
         try:
-            stamps = _file_stamps(self._keys.workers)
+            stamps = _file_stamps(folder)
         except OSError as error:
-            self.problem = f"{self._keys.workers} can't be read, so no worker is added: {error.strerror}"
-            return
+            self.problem = f"{folder} can't be read, so no worker is added or removed: {error.strerror}"
+            return False
         if stamps == self._stamps:
-            return
-        self._stamps, self._name_of, self.problem = stamps, {}, ""
+            return False
+        admitted, self._stamps, self.problem = dict[str, str](), stamps, ""
         for path in sorted(stamps):
             try:
                 name, public = read_public_key(path)
             except UsageError as error:
                 self.problem = str(error).partition("\n")[0]
             else:
-                self._name_of[public] = name
+                admitted[public] = name
+        withdrawn = self._admitted.keys() - admitted.keys()
+        self._admitted, self._name_of = admitted, {**self._name_of, **admitted}
+        return bool(withdrawn)
 
     def close(self) -> None:
         """Stop answering: no further worker can connect."""
         self.socket.close(0)
 
-    def _admitted_name(self, request: list[bytes]) -> str | None:
-        """Return the name of the worker that wants to connect, None to reject it."""
+    def _admitted_key(self, request: list[bytes]) -> str | None:
+        """Return the key of the worker that wants to connect, None to reject it."""
         if self._keys is None:
             return ""
         self.reload()
         mechanism, key = request[5:_REQUEST_PARTS] if len(request) == _REQUEST_PARTS else (b"", b"")
-        name = self._name_of.get(z85.encode(key).decode()) if mechanism == b"CURVE" else None
-        if name is None:
-            self.rejected["unknown key"] += 1
-        return name
+        public = z85.encode(key).decode() if mechanism == b"CURVE" else ""
+        if public in self._admitted:
+            return public
+        self.rejected["unknown key"] += 1
+        return None
 
 
 def _file_stamps(folder: Path) -> _Stamps:

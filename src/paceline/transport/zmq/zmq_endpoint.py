@@ -13,7 +13,6 @@ import zmq
 from paceline.errors import EnvelopeError
 from paceline.transport.envelope import (
     ENVELOPE_PARTS,
-    Bytes,
     Envelope,
     add_checksum,
     check_route,
@@ -114,20 +113,26 @@ class ZmqEndpoint(ABC):
                 break
             nbytes += sum(map(len, parts))
             try:
-                received.append(self._decode(parts))
+                envelope = self._decode(parts)
             except EnvelopeError as error:
                 self.refused[type(error).__name__] += 1
+            else:
+                if envelope is not None:
+                    received.append(envelope)
         return received
 
-    def _decode_from(self, parts: Sequence[Bytes], source: int | None) -> Envelope:
-        envelope = decode_parts(parts, limit=self.settings.frame_nbytes)
-        check_route(envelope.header, me=self.me, run=self.run, carried_from=source)
+    def _decode_from(self, parts: Sequence[zmq.Frame], source: int | None = None) -> Envelope:
+        """Return the envelope in a message from a peer; None: the peer that it names."""
+        envelope = decode_parts([part.buffer for part in parts], limit=self.settings.frame_nbytes)
+        header = envelope.header
+        sender = header.source if source is None else source
+        check_route(header, me=self.me, run=self.run, carried_from=sender)
         self.received_nbytes += sum(map(len, parts))
         return envelope
 
     @abstractmethod
-    def _decode(self, parts: Sequence[Bytes]) -> Envelope:
-        """Return the envelope in a message, or raise EnvelopeError."""
+    def _decode(self, parts: Sequence[zmq.Frame]) -> Envelope | None:
+        """Return the envelope in a message, None if it is not for the caller of `poll`, or raise EnvelopeError."""
 
     @abstractmethod
     def _route(self, target: int) -> list[bytes] | None:

@@ -1,38 +1,53 @@
-"""Hub over ZeroMQ: a ROUTER socket that workers connect to."""
+"""Hub over ZeroMQ: a ROUTER socket that workers connect to.
+
+[Note: who sends] A worker's connection has a random identity, so that no other worker can take it over, and the public
+key that authenticated it. The worker's number is in its envelopes. The first key that uses a number owns it; each
+connection is of one number, and answers go to the connection that a number's last envelope arrived through.
+"""
 
 from __future__ import annotations
 
-import errno
-import socket
+import contextlib
+import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import zmq
 
-from paceline.errors import TruncatedEnvelope, UsageError
-from paceline.transport.envelope import Bytes, Envelope
-from paceline.transport.hub_address import HubAddress, parse_hub_address
-from paceline.transport.token_bucket import set_kernel_pacing
+from paceline._core.file_limit import raise_file_limit
+from paceline.errors import ForeignEnvelope, TruncatedEnvelope, UsageError
+from paceline.transport.envelope import Envelope, encode
+from paceline.transport.header_layout import Header
+from paceline.transport.hub_address import parse_hub_address
 from paceline.transport.transport_interface import HUB
+from paceline.transport.zmq.connection_guard import GUARD_EVENTS, ConnectionGuard
 from paceline.transport.zmq.curve_keys import HubKeys
+from paceline.transport.zmq.hub_binding import bind_hub, remove_socket_file
+from paceline.transport.zmq.number_owners import NumberOwners
 from paceline.transport.zmq.zap_auth import ZapAuthenticator
 from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
-from paceline.transport.zmq.zmq_socket import (
-    MAX_WORKER_NUMBER,
-    SocketSettings,
-    ZmqSocket,
-    worker_identity,
-    worker_number,
-)
+from paceline.transport.zmq.zmq_socket import MAX_WORKER_NUMBER, SocketSettings, ZmqSocket
 
-__all__ = ["HubExchange"]
+__all__ = ["DENIED", "HubExchange"]
 
-_FAILED_HANDSHAKES: dict[int, str] = {
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "invalid handshake",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "aborted handshake",
-}
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+log = logging.getLogger("paceline.transport")
+
+DENIED = "denied"
+"""Kind of the envelope by which a hub answers a worker whose number belongs to another key."""
+
+_BACKLOG = 1024  # workers that connect at the same time
+_OWN_FILES = 256  # descriptors of the hub's process besides connections
+_MAX_LOGGED_CONFLICTS = 1000
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A worker that sent something."""
+
+    identity: bytes  # of its connection
+    heard_at: float
 
 
 class HubExchange(ZmqEndpoint):
@@ -42,20 +57,22 @@ class HubExchange(ZmqEndpoint):
         address: ``tcp://host:port``, ``tcp://*:port`` for every interface, ``tcp://host:*`` for any free port, or
             ``ipc://path``.
         run: name of the run whose envelopes are accepted; empty: any.
-        keys: of the hub; None: any worker may connect, and nothing is encrypted.
-        insecure: without keys, accept connections from other machines too.
+        keys: of the hub; None: nothing is encrypted, and the address is an ``ipc://path``, where only processes of the
+            same user may connect.
+        insecure: without keys, accept every connection to any address.
         settings: see `SocketSettings`.
         recent_seconds: `peers` lists the workers heard from within this time.
-        max_peers: number of workers remembered for `peers`.
+        max_peers: number of workers that it has connections for, and remembers.
 
     Attributes:
         address: where it can be reached, with the actual port.
+        problem: the last one with the workers' keys, such as an unreadable file; empty: none.
 
     Raises:
         UsageError: the address is invalid, taken, or needs keys; or the keys are invalid.
 
     Example:
-        >>> hub = HubExchange("tcp://127.0.0.1:*", "run")
+        >>> hub = HubExchange("tcp://127.0.0.1:*", "run", insecure=True)
         >>> hub.poll(), hub.peers()
         ([], [])
         >>> hub.close()
@@ -73,103 +90,152 @@ class HubExchange(ZmqEndpoint):
         max_peers: int = 4096,
     ) -> None:
         wanted = parse_hub_address(address, bind=True)
-        if keys is None and not wanted.is_local and not insecure:
+        if keys is None and wanted.transport == "tcp" and not insecure:
+            reach = "other users of this machine" if wanted.is_local else "other machines"
             raise UsageError(
-                f"a hub at {address} can be reached from other machines, and has no keys",
+                f"a hub at {address} can be reached by {reach}, and has no keys",
                 remedy="make keys (`paceline hub keygen FOLDER`) and give them (--keys FOLDER), "
-                "bind tcp://127.0.0.1:PORT, or let any worker connect (--insecure)",
+                "bind ipc://PATH, or let any worker connect (--insecure)",
             )
         super().__init__(HUB, run, settings or SocketSettings())
         self._recent_seconds, self._max_peers = recent_seconds, max_peers
-        self._heard_at: OrderedDict[int, float] = OrderedDict()  # the latest last
+        self._peers: OrderedDict[int, _Peer] = OrderedDict()  # the latest last
+        self._number_of: dict[bytes, int] = {}  # by identity
+        self._owners = NumberOwners(max_peers)
+        self._conflict, self._conflicts = "", set[tuple[int, str]]()
         self._socket = ZmqSocket(
-            self._context, zmq.ROUTER, self.settings, events=_EVENTS, ipv6=wanted.is_ipv6
+            self._context, zmq.ROUTER, self.settings, events=GUARD_EVENTS, ipv6=wanted.is_ipv6
         )
+        self._bound = False
         self._authenticator: ZapAuthenticator | None = None
+        self._guard: ConnectionGuard | None = None
         try:
             self._authenticator = ZapAuthenticator(self._context, keys)
             self._authenticator.protect(self._socket.raw)
-            self._socket.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            for option in (zmq.ROUTER_MANDATORY, zmq.ROUTER_HANDOVER):
+                self._socket.raw.setsockopt(option, 1)
+            self._socket.raw.setsockopt(zmq.BACKLOG, _BACKLOG)
             self._socket.watch(self._wakeup)
-            self._socket.watch(self._authenticator.socket)
-            self.address = _bind(self._socket.raw, wanted)
+            self.address = bind_hub(self._socket.raw, wanted, private=not insecure)
+            self._bound = True
+            self._socket.port = parse_hub_address(self.address, bind=True).port
+            max_connections = raise_file_limit(max_peers + _OWN_FILES) - _OWN_FILES
+            if max_connections < max_peers:
+                log.warning(
+                    "at most %d workers can connect, since this process may open %d files; for more, raise the "
+                    "limit: ulimit -n %d",
+                    max(1, max_connections),
+                    max_connections + _OWN_FILES,
+                    max_peers + _OWN_FILES,
+                )
+            self._guard = ConnectionGuard(
+                self._socket, self._authenticator, self.settings, max_connections=max(1, max_connections)
+            )
         except BaseException:
             self.close()
             raise
-        self._port = parse_hub_address(self.address, bind=True).port
 
     @property
     def rejected(self) -> Counter[str]:
-        """Number of rejected connections, by reason."""
-        return self._authenticator.rejected if self._authenticator is not None else Counter()
+        """Number of connections that were rejected or ended, by reason."""
+        return self._guard.rejected() if self._guard is not None else Counter()
 
     @property
     def problem(self) -> str:
-        """Description of a worker's public key that can't be read; empty: none."""
-        return self._authenticator.problem if self._authenticator is not None else ""
+        """The last problem with the workers' keys; empty: none."""
+        return self._conflict or (self._authenticator.problem if self._authenticator is not None else "")
+
+    def bind_keys(self, owners: Mapping[int, str]) -> None:
+        """Make keys the owners of worker numbers, as an earlier hub of the run knew them.
+
+        Args:
+            owners: public keys by number; an empty one is ignored.
+        """
+        for number, key in owners.items():
+            if key:
+                self._owners.claim(number, key)
 
     def peers(self) -> list[int]:
         """Return the workers that were heard from recently and are not known to be gone."""
         since = time.monotonic() - self._recent_seconds
-        return [number for number, heard_at in self._heard_at.items() if heard_at >= since]
+        return [number for number, peer in self._peers.items() if peer.heard_at >= since]
 
     def close(self) -> None:
         """Disconnect; accepted envelopes that are not sent within 0.3 s are lost. Closing twice is allowed."""
+        if self._guard is not None:
+            self._guard.close()
         if self._authenticator is not None:
             self._authenticator.close()
         super().close()
+        if self._bound:
+            self._bound = False
+            remove_socket_file(parse_hub_address(self.address, bind=True))
 
-    def _decode(self, parts: Sequence[Bytes]) -> Envelope:
+    def _decode(self, parts: Sequence[zmq.Frame]) -> Envelope | None:
+        """Return a worker's envelope; see [Note: who sends]."""
         if len(parts) < 2:
             raise TruncatedEnvelope("envelope has no parts")
-        envelope = self._decode_from(parts[1:], worker_number(parts[0]))
-        self._heard_at[envelope.header.source] = time.monotonic()
-        self._heard_at.move_to_end(envelope.header.source)
-        if len(self._heard_at) > self._max_peers:
-            self._heard_at.popitem(last=False)
+        key, fd = str(parts[1].get("User-Id") or ""), int(parts[1].get(zmq.SRCFD))
+        assert self._guard is not None
+        if not self._guard.arrived(fd, key, sum(map(len, parts))):
+            self.refused["withdrawn key"] += 1
+            return None
+        envelope, identity = self._decode_from(parts[1:]), parts[0].bytes
+        envelope.key = key
+        number = envelope.header.source
+        known = self._number_of.get(identity, number)
+        if not HUB < number <= MAX_WORKER_NUMBER or known != number:
+            raise ForeignEnvelope(f"{envelope.header} is not of a worker, or was sent by {known}")
+        owner = self._owners.claim(number, key) if key else ""
+        if owner != key:
+            self._deny(identity, envelope.header, owner, key)
+            return None
+        self._remember(number, identity)
         return envelope
 
+    def _deny(self, identity: bytes, header: Header, owner: str, key: str) -> None:
+        """Refuse an envelope whose number belongs to another key; answer with the reason."""
+        assert self._authenticator is not None
+        name_of, number = self._authenticator.name_of, header.source
+        self.refused["number of another key"] += 1
+        why = (
+            f"worker number {number} belongs to the key {name_of(owner)!r}, this worker has {name_of(key)!r}"
+        )
+        self._conflict = f"key {name_of(key)!r} sent messages of {number}, a worker of key {name_of(owner)!r}"
+        if (number, key) not in self._conflicts and len(self._conflicts) < _MAX_LOGGED_CONFLICTS:
+            self._conflicts.add((number, key))
+            log.warning("%s; they are refused", self._conflict)
+        answer = encode(Header(header.run, DENIED, HUB, number, 0, meta={"why": why}))
+        with contextlib.suppress(zmq.ZMQError):  # it is gone, or does not read its answers
+            self._socket.send([identity, *answer])
+
+    def _remember(self, number: int, identity: bytes) -> None:
+        """Send answers to a number through this connection from now on."""
+        now, peer = time.monotonic(), self._peers.get(number)
+        if peer is not None and peer.identity == identity:
+            peer.heard_at = now
+        else:
+            if peer is not None:
+                del self._number_of[peer.identity]
+            self._peers[number] = _Peer(identity, now)
+            self._number_of[identity] = number
+        self._peers.move_to_end(number)
+        if len(self._peers) > self._max_peers:
+            self._forget(next(iter(self._peers)))
+
+    def _forget(self, number: int) -> None:
+        peer = self._peers.pop(number, None)
+        if peer is not None:
+            del self._number_of[peer.identity]
+
     def _route(self, target: int) -> list[bytes] | None:
-        return [worker_identity(target)] if HUB < target <= MAX_WORKER_NUMBER else None
+        peer = self._peers.get(target)
+        return None if peer is None else [peer.identity]
 
     def _on_unreachable(self, target: int) -> None:
-        self._heard_at.pop(target, None)
+        self._forget(target)
 
     def _handle_events(self) -> bool:
-        if self._authenticator is not None:
-            self._authenticator.answer_requests()
-        for event, value in self._socket.events():
-            if event in _FAILED_HANDSHAKES:
-                self.rejected[_FAILED_HANDSHAKES[event]] += 1
-            elif self.settings.rate is not None and self._port:
-                set_kernel_pacing(value, self.settings.rate, port=self._port)
+        if self._guard is not None:
+            self._guard.check()
         return False
-
-
-def _bind(router: zmq.Socket[bytes], wanted: HubAddress) -> str:
-    """Bind a socket, and return the address with its actual port."""
-    try:
-        router.bind(str(_resolve_host(wanted)))
-    except zmq.ZMQError as error:
-        remedy = "give an address of this machine, or tcp://*:PORT for all of them"
-        if error.errno == zmq.EADDRINUSE:
-            remedy = "stop what listens there (`ss -ltnp` shows it), or give another port; * is any free one"
-        elif error.errno == errno.EACCES:
-            remedy = "give a port above 1023, or a folder that you may write to"
-        raise UsageError(f"hub can't bind {wanted}: {error.strerror}", remedy=remedy) from error
-    return router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-
-
-def _resolve_host(wanted: HubAddress) -> HubAddress:
-    """Replace a host name by its IP address, since libzmq does not bind names."""
-    if wanted.transport != "tcp" or wanted.host == "*" or wanted.is_ipv6:
-        return wanted
-    try:
-        (*_, address), *_ = socket.getaddrinfo(wanted.host, None, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError as error:
-        raise UsageError(
-            f"hub can't bind {wanted}: the host {wanted.host!r} does not resolve",
-            remedy="give an IP address such as 192.168.1.5, or tcp://*:PORT",
-        ) from error
-    return HubAddress("tcp", str(address[0]), wanted.port)

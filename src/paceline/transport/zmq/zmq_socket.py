@@ -1,9 +1,8 @@
-"""ZeroMQ socket with its monitor and a pipe that wakes the polling thread from other threads.
+"""ZeroMQ socket with its monitor, and a pipe that wakes the polling thread from other threads.
 
 [Note: bounds] A socket queues `SocketSettings.queue_length` envelopes per peer in each direction; then sends to that
-peer are refused. A part that exceeds the frame size ends the connection before memory is allocated for it. libzmq does
-not bound the number of parts of an unfinished message; only peers that hold a key, or run on this machine, can send
-that.
+peer are refused. A part that exceeds the frame size ends the connection before memory is allocated for it. What libzmq
+does not limit at a hub, `ConnectionGuard` does.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from paceline.transport.envelope import HEAD_LIMIT_NBYTES, PAYLOAD_LIMIT_NBYTES,
 from paceline.transport.message_frames import FRAME_NBYTES
 from paceline.transport.transport_interface import HUB
 
-__all__ = ["MAX_WORKER_NUMBER", "SocketSettings", "WakeupFd", "ZmqSocket", "worker_identity", "worker_number"]
+__all__ = ["MAX_WORKER_NUMBER", "SocketSettings", "WakeupFd", "ZmqSocket", "check_worker_number"]
 
 MAX_WORKER_NUMBER = 2**53 - 1
 """Highest worker number: JSON readers represent it exactly."""
@@ -35,8 +34,7 @@ _ENCRYPTION_NBYTES = 64  # CURVE adds 33 bytes to a part
 _EVENTS_PER_CALL = 256
 _PIPE_NBYTES = 4096  # per read; what is left in the pipe is read by the next one
 _BUFFER_SECONDS, _MIN_BUFFER_NBYTES, _MAX_BUFFER_NBYTES = 0.25, 128 << 10, 64 << 20
-_IDENTITY, _EVENT = struct.Struct(">Q"), struct.Struct("=Hi")
-_WORKER_BIT = 1 << 63  # ZeroMQ reserves identities that begin with a zero byte
+_EVENT = struct.Struct("=Hi")
 
 
 class WakeupFd:
@@ -121,27 +119,17 @@ _VALID: tuple[tuple[str, tuple[type, ...], float], ...] = (
 )
 
 
-def worker_identity(number: int) -> bytes:
-    """Return the routing identity of a worker: its number in 8 bytes, the first of them never 0.
+def check_worker_number(number: int) -> None:
+    """Raise unless a number is in the range of worker numbers.
 
     Raises:
-        UsageError: the number is not in the range of worker numbers.
+        UsageError: it is not.
     """
     if isinstance(number, bool) or not isinstance(number, int) or not HUB < number <= MAX_WORKER_NUMBER:
         raise UsageError(
             f"{number!r} is not a worker number",
             remedy=f"draw one at random from 1 to {MAX_WORKER_NUMBER}",
         )
-    return _IDENTITY.pack(number | _WORKER_BIT)
-
-
-def worker_number(identity: Bytes) -> int | None:
-    """Return the number of the worker with this routing identity, None if it is not a worker's."""
-    if len(identity) != _IDENTITY.size:
-        return None
-    (value,) = _IDENTITY.unpack(identity)
-    number = value ^ _WORKER_BIT
-    return number if HUB < number <= MAX_WORKER_NUMBER else None
 
 
 class ZmqSocket:
@@ -156,7 +144,11 @@ class ZmqSocket:
 
     Attributes:
         raw: the pyzmq socket.
+        monitor: socket that reports its events.
+        port: of a bound hub; None if it has none.
     """
+
+    port: int | None = None
 
     def __init__(
         self,
@@ -185,12 +177,11 @@ class ZmqSocket:
             options[zmq.SNDBUF] = max(_MIN_BUFFER_NBYTES, min(_MAX_BUFFER_NBYTES, wanted))
         for option, value in options.items():
             self.raw.setsockopt(option, value)
-        self._monitor = self.raw.get_monitor_socket(events)
+        self.monitor = self.raw.get_monitor_socket(events)
         self._poller = zmq.Poller()
-        for each in (self.raw, self._monitor):
-            self._poller.register(each, zmq.POLLIN)
+        self._poller.register(self.raw, zmq.POLLIN)
 
-    def watch(self, other: zmq.Socket[bytes] | WakeupFd) -> None:
+    def watch(self, other: zmq.Socket[Any] | WakeupFd) -> None:
         """Make `wait` return when `other` is readable too."""
         self._poller.register(other, zmq.POLLIN)
 
@@ -217,17 +208,17 @@ class ZmqSocket:
         if lost is not None:
             raise lost
 
-    def receive(self, max_parts: int) -> list[memoryview] | None:
+    def receive(self, max_parts: int) -> list[zmq.Frame] | None:
         """Return at most `max_parts` parts of the next message, None if there is none."""
         try:
             part = self.raw.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        parts = [part.buffer]
+        parts = [part]
         while part.more:
             part = self.raw.recv(copy=False)  # messages arrive whole
             if len(parts) < max_parts:
-                parts.append(part.buffer)
+                parts.append(part)
         return parts
 
     def events(self) -> list[tuple[int, int]]:
@@ -235,7 +226,7 @@ class ZmqSocket:
         events = []
         while len(events) < _EVENTS_PER_CALL:
             try:
-                frame, *_ = self._monitor.recv_multipart(zmq.NOBLOCK)
+                frame, *_ = self.monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             event, value = _EVENT.unpack(frame)
@@ -252,7 +243,7 @@ class ZmqSocket:
             pass  # libzmq blocks while its monitor queue is full
         with contextlib.suppress(zmq.ZMQError):  # already closed
             self.raw.disable_monitor()
-        self._monitor.close(0)
+        self.monitor.close(0)
         self.raw.close(linger)
 
 

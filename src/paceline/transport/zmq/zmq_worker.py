@@ -8,23 +8,26 @@ the port may be replaced by the hub. So it then makes a new socket every two sec
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Sequence
 
 import zmq
 
-from paceline.transport.envelope import Bytes, Envelope
+from paceline.transport.envelope import Envelope
 from paceline.transport.hub_address import parse_hub_address
 from paceline.transport.token_bucket import set_kernel_pacing
 from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq.curve_keys import WorkerKeys
 from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
-from paceline.transport.zmq.zmq_socket import SocketSettings, ZmqSocket, worker_identity
+from paceline.transport.zmq.zmq_hub import DENIED
+from paceline.transport.zmq.zmq_socket import SocketSettings, ZmqSocket, check_worker_number
 
 __all__ = ["WorkerExchange"]
 
 _RECONNECT_MS, _MAX_RECONNECT_MS, _CONNECT_MS = 100, 2000, 5000
 _NEW_SOCKET_SECONDS = 2.0
+_IDENTITY_NBYTES = 16
 _REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _EVENTS = (
     zmq.EVENT_CONNECTED
@@ -76,8 +79,11 @@ class WorkerExchange(ZmqEndpoint):
         settings: SocketSettings | None = None,
     ) -> None:
         self._hub_address = parse_hub_address(address, bind=False)
-        worker_identity(me)
+        check_worker_number(me)
         super().__init__(me, run, settings or SocketSettings())
+        self._identity = b"w" + secrets.token_bytes(
+            _IDENTITY_NBYTES
+        )  # nobody else can take over its connection
         self.address, self._keys = str(self._hub_address), keys
         self._connected, self._problem, self._refused = False, "", False
         self._new_socket_at = math.inf
@@ -103,7 +109,7 @@ class WorkerExchange(ZmqEndpoint):
             zmq.RECONNECT_IVL: _RECONNECT_MS,
             zmq.RECONNECT_IVL_MAX: _MAX_RECONNECT_MS,
             zmq.CONNECT_TIMEOUT: _CONNECT_MS,
-            zmq.ROUTING_ID: worker_identity(self.me),
+            zmq.ROUTING_ID: self._identity,
         }
         if self._keys is not None:
             options |= {
@@ -114,11 +120,16 @@ class WorkerExchange(ZmqEndpoint):
         for option, value in options.items():
             connecting.raw.setsockopt(option, value)
         connecting.watch(self._wakeup)
+        connecting.watch(connecting.monitor)
         connecting.raw.connect(self.address)
         return connecting
 
-    def _decode(self, parts: Sequence[Bytes]) -> Envelope:
-        return self._decode_from(parts, HUB)
+    def _decode(self, parts: Sequence[zmq.Frame]) -> Envelope | None:
+        envelope = self._decode_from(parts, HUB)
+        if envelope.header.kind != DENIED:
+            return envelope
+        self._problem = f"the hub at {self.address} refuses this worker: {envelope.header.meta.get('why')}"
+        return None
 
     def _route(self, target: int) -> list[bytes] | None:
         return [] if target == HUB else None
