@@ -1,7 +1,11 @@
-"""A worker of asynchronous training. Start `paceline hub`, then this program on any number of machines.
+"""A worker of asynchronous training. Start a hub, then this program any number of times.
 
-paceline hub &
-python examples/asynchronous.py tcp://127.0.0.1:7077
+paceline hub serve &
+python examples/asynchronous.py runs/hub
+
+On other machines, with a hub that was started with --bind 'tcp://*:7077' and a copy of its runs/hub/keys/worker.key:
+
+python examples/asynchronous.py tcp://192.168.1.5:7077 worker.key
 """
 
 import sys
@@ -46,5 +50,5 @@ def main(hub: str, key: str | None = None) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("usage: asynchronous.py HUB_ADDRESS [KEY_FILE]")
+        sys.exit("usage: asynchronous.py HUB_FOLDER_OR_ADDRESS [KEY_FILE]")
     main(*sys.argv[1:3])

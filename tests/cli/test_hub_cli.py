@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from paceline._core.job_key import JobKey
+from paceline.tools.cli import hub_command
+from paceline.transport.zmq.curve_keys import HubKeys, make_keys
+
 
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -23,3 +27,27 @@ def test_invalid_options_are_refused(command, tmp_path, monkeypatch, words, mess
     assert (code, out) == (2, "")
     assert message in err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_first_keys_that_are_given_count(tmp_path, monkeypatch):
+    monkeypatch.delenv("PACELINE_JOB_KEY", raising=False)
+    job, out = JobKey.generate(), tmp_path / "hub"
+    given = make_keys(tmp_path / "given", "worker").parent
+    assert hub_command._hub_keys(None, "ipc://hub", False, out) == (None, None)
+    assert hub_command._hub_keys(None, "tcp://*:1", True, out) == (None, None)
+    assert not out.exists()
+    made = hub_command._hub_keys(None, "tcp://*:1", False, out)
+    assert made == (HubKeys.read(out / "keys"), out / "keys" / "worker.key")
+    assert hub_command._hub_keys(None, "tcp://*:1", False, out) == made, "the same after a restart"
+    monkeypatch.setenv("PACELINE_JOB_KEY", job.secret.hex())
+    for address in ("ipc://hub", "tcp://*:1"):
+        assert hub_command._hub_keys(None, address, False, out) == (HubKeys.of_job(job), None)
+    assert hub_command._hub_keys(None, "tcp://*:1", True, out) == (None, None)
+    for path in (given, given / "hub.key"):
+        assert hub_command._hub_keys(path, "tcp://*:1", True, out) == (
+            HubKeys.read(given),
+            given / "worker.key",
+        )
+    (out / "keys" / "worker.key").unlink()
+    monkeypatch.delenv("PACELINE_JOB_KEY")
+    assert hub_command._hub_keys(None, "tcp://*:1", False, out)[1] is None, "withdrawn, so not made again"

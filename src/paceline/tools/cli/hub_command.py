@@ -187,7 +187,8 @@ def keygen(
 ) -> None:
     """Make the keys of a hub, and one for workers; call it again with another --worker for one more.
 
-    Give each worker its file (key=), and the hub the folder (--keys). Workers without a key are rejected.
+    Give each worker its file (key=), and the hub the folder (--keys). Workers without a key are rejected, and a worker
+    whose file in FOLDER/workers is removed is disconnected.
     """
     from paceline.transport.zmq.curve_keys import make_keys
 
