@@ -88,6 +88,7 @@ def test_while_the_disk_fails_nothing_is_merged_and_afterwards_everything_is(cap
     assert "4 refused" in (answers := capsys.readouterr().out)
     assert "nothing is answered: the disk is full → make room" in answers
     driver.journal.commit = commit
+    driver.now += 1.0
     assert [(each.kind, each.target) for each in driver.send("beat", 1)] == [("ack", 1)]
     assert kinds(driver.update(2, 0, ONES)) == ["ack"]
     assert driver.hub.updates == 2

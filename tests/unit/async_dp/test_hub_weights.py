@@ -130,6 +130,7 @@ def test_the_journal_has_an_update_before_the_parameters_do() -> None:
     assert torch.equal(driver.theta, torch.zeros(NUMEL))
     assert driver.hub.refused["not stored"] == 1
     driver.journal.append = append
+    driver.now += 1.0
     driver.send("beat", 1)
     (answer,) = driver.update(1, 0, ONES)
     assert answer.meta["why"] == ""

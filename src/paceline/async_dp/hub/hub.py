@@ -21,6 +21,7 @@ from typing import Any
 
 from paceline._core import __version__
 from paceline.async_dp.hub.admission import layout_or_refusal
+from paceline.async_dp.hub.durable_commit import DurableCommit
 from paceline.async_dp.hub.fetch_queue import FetchQueue
 from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.hub.journal_replay import replay_records, restore_snapshot, snapshot_facts
@@ -70,7 +71,6 @@ class Hub:
         counters: totals of merged updates.
         refused: counts of refused messages, by reason.
         loss: last reported score of the global parameters.
-        storage_error: why nothing is answered, such as a full disk; empty if nothing is wrong.
         reset: workers with a new session; messages for the one before must not be sent any more.
     """
 
@@ -82,9 +82,12 @@ class Hub:
         self.members = HubMembership(rules.silent_after)
         self.counters, self.refused, self.loss = HubCounters(), Counter[str](), math.nan
         self._fetches = FetchQueue(self.members, rules.staleness)
-        self.phase, self.storage_error = "empty", ""
+        self.phase = "empty"
         self._intake = UpdateIntake(
             rules, self.members, self.counters, self.refused, self._record, self._acknowledge
+        )
+        self._storage = DurableCommit(
+            journal, self.snapshot, lambda: self._intake.since_snapshot, rules.snapshot_every
         )
         self.reset: set[int] = set()
         self._outgoing: list[HubMessage] = []
@@ -114,6 +117,11 @@ class Hub:
         """Number of merged updates."""
         return self.counters.updates
 
+    @property
+    def storage_error(self) -> str:
+        """Why nothing is answered, such as a full disk; empty if nothing is wrong."""
+        return self._storage.error
+
     def quarantined(self, now: float) -> int:
         """Return the number of workers in quarantine."""
         return self._intake.screen.quarantined(now)
@@ -127,13 +135,16 @@ class Hub:
         """
         header = envelope.header
         try:
-            if header.kind == "hello":
+            if self._storage.paused:
+                self.refused["not stored"] += 1  # nor answered, so the worker sends it again
+                self.members.keep_alive(header.source, now)
+            elif header.kind == "hello":
                 self._on_hello(envelope, now)
             else:
                 self._receive(envelope, now)
-        except CheckpointError as error:  # the disk is full: its sender repeats it
+        except CheckpointError as error:  # the journal can't take it: its sender repeats it
             self.refused["not stored"] += 1
-            self.storage_error = str(error)
+            self._storage.fail(error, now)
         except EnvelopeError as error:
             self.refused[type(error).__name__] += 1
             self._offence(header, str(error), now)
@@ -164,21 +175,18 @@ class Hub:
                 self._offence(header, f"it is {self._assembler.problem}", now)
 
     def _offence(self, header: Header, why: str, now: float, *, exc_info: bool = False) -> None:
-        with contextlib.suppress(CheckpointError):  # the disk is full, which `commit` reports
+        with contextlib.suppress(CheckpointError):  # which `commit` reports
             self._offences.add(self.members.get(header.source), header, why, now, exc_info=exc_info)
 
     def commit(self, now: float) -> list[HubMessage]:
         """Return the messages to send, once all that they confirm is on disk; call after each batch of envelopes."""
         try:
-            if not self._expired_at <= now < self._expired_at + _EXPIRY_SECONDS:
+            if not self._storage.paused and not self._expired_at <= now < self._expired_at + _EXPIRY_SECONDS:
                 self._expire(now)
-            self._journal.commit()
-            if self._intake.since_snapshot >= self.rules.snapshot_every:
-                self.snapshot()
         except CheckpointError as error:
-            self.storage_error = str(error)  # nothing is lost, and nothing is answered before it is on disk
+            self._storage.fail(error, now)
+        if not self._storage.commit(now):
             return []
-        self.storage_error = ""
         for notice in self._assembler.notices(now):
             source, kind, round, fragment = notice.key
             self._send("later", source, round, fragment, what=kind, ready=notice.ready)
@@ -189,7 +197,7 @@ class Hub:
 
     def has_answers(self) -> bool:
         """Return whether a worker whose packet was sent meanwhile can be sent the next."""
-        return self._fetches.released and not self.storage_error
+        return self._fetches.released and not self._storage.paused
 
     def sent(self, message: HubMessage) -> None:
         """Record that a message was sent, or can't be."""
@@ -218,8 +226,11 @@ class Hub:
         """Write bytes that passed in a time, and the workers' speeds, to the ledger."""
         values = {"sent": sent, "received": received, "seconds": round(seconds, 3)}
         alive, workers = len(self.members.alive), self.members.summary(_MAX_SUMMARY_WORKERS)
-        with contextlib.suppress(CheckpointError):  # the disk is full, which `commit` reports
-            self._record("traffic", **values, bandwidth=self.rules.bandwidth, alive=alive, workers=workers)
+        if not self._storage.paused:
+            with contextlib.suppress(CheckpointError):  # which `commit` reports
+                self._record(
+                    "traffic", **values, bandwidth=self.rules.bandwidth, alive=alive, workers=workers
+                )
 
     def snapshot(self) -> None:
         """Write a snapshot, so that recovery need not replay the journal before it."""
@@ -256,10 +267,10 @@ class Hub:
         if header.frames != 1 or header.nbytes > _LAYOUT_LIMIT_NBYTES or type(session_id) is not int:
             self.refused["unexpected"] += 1
             return
-        params, hubs = self.params, self.rules.shard.count
+        params = self.params
         expected = None if params is None else params.layout
         layout = layout_or_refusal(
-            header, envelope.payload, run=self.run, members=self.members, expected=expected, hubs=hubs
+            header, envelope.payload, run=self.run, members=self.members, expected=expected, rules=self.rules
         )
         if isinstance(layout, str):
             self.refused["unfit"] += 1
@@ -297,6 +308,7 @@ class Hub:
         shard = self.rules.shard
         served = range(shard.index, len(layout.fragments), shard.count)
         self.params = GlobalParams(layout, self.rules.outer, self.rules.down, served)
+        self._journal.reserve(sum(tensor.nbytes for tensor in self.params.tensors().values()))
         self._assembler.max_nbytes = _PARTIAL_NBYTES_PER_NUMBER * layout.numel + _PARTIAL_NBYTES
         if self.phase == "empty" and self.rules.population is not None:
             self.phase = "population"
@@ -323,14 +335,7 @@ class Hub:
         return {"workers": alive} if rate is None else {"workers": alive, "rate": rate / max(1, alive)}
 
     def _on_heartbeat(self, message: HubMessage, member: HubMember, now: float) -> None:
-        meta = message.meta
-        member.every = meta_count(meta, "every", member.every)
-        member.delay = meta_count(meta, "delay", member.delay)
-        member.steps = meta_count(meta, "steps")
-        member.samples = float(meta_number(meta, "samples") or 0.0)
-        member.speed = float(meta_number(meta, "speed") or 0.0)
-        loss = meta_number(meta, "loss")
-        member.loss = member.loss if loss is None else float(loss)
+        member.report(message.meta)
 
     def _on_bye(self, message: HubMessage, member: HubMember, now: float) -> None:
         self._record("leave", worker=member.number)
@@ -345,8 +350,6 @@ class Hub:
         params = self.params
         if params is None or self.phase != "together":
             self.refused["too early"] += 1
-        elif self.storage_error:
-            self.refused["not stored"] += 1  # nor acknowledged, so the worker sends it again
         else:
             self._intake.on_update(message, member, params, now)
 
@@ -367,17 +370,9 @@ class Hub:
         for member, packet in self._fetches.pop_ready(params):
             member.sent_nbytes += len(packet.payload)
             meta = {"samples": self.counters.samples, "updates": self.updates, **self._shared_meta()}
+            place = member.number, packet.revision, packet.fragment
             self._outgoing.append(
-                HubMessage(
-                    "global_params",
-                    HUB,
-                    member.number,
-                    packet.revision,
-                    packet.fragment,
-                    meta,
-                    packet.payload,
-                    packet.codec,
-                )
+                HubMessage("global_params", HUB, *place, meta, packet.payload, packet.codec)
             )
 
     # ------------------------------------------------------------------ scores and initial parameters
@@ -412,7 +407,6 @@ class Hub:
         self.phase = "together"
         self._coordinator.clear()
         self._record("begin", worker=member.number, run=self.run, numbers=params.layout.numel)
-        self._journal.commit()
-        self.snapshot()
+        self._storage.begun = True
         for worker in self.members.alive:
             self._send("together", worker, best=member.number)

@@ -11,10 +11,11 @@ import logging
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.async_dp.protocol.hub_messages import meta_count, meta_number
 from paceline.async_dp.protocol.message_assembly import ReplayWindow
 
 __all__ = ["HubCounters", "HubMember", "HubMembership", "Rounds", "StalenessHistogram"]
@@ -60,6 +61,16 @@ class HubMember:
     throughput: int = 0  # millionths of a sample per second, reported with its last update; 0: unknown
     window: ReplayWindow = field(default_factory=ReplayWindow)
     _sessions: deque[int] = field(default_factory=lambda: deque(maxlen=_SESSIONS_KEPT))
+
+    def report(self, meta: Mapping[str, Any]) -> None:
+        """Store what a heartbeat reports."""
+        self.every = meta_count(meta, "every", self.every)
+        self.delay = meta_count(meta, "delay", self.delay)
+        self.steps = meta_count(meta, "steps")
+        self.samples = float(meta_number(meta, "samples") or 0.0)
+        self.speed = float(meta_number(meta, "speed") or 0.0)
+        loss = meta_number(meta, "loss")
+        self.loss = self.loss if loss is None else float(loss)
 
     def start_session(self, session_id: int) -> bool:
         """Record a hello; return False if it is of an earlier session."""
@@ -189,6 +200,11 @@ class HubMembership:
         self._departed, self._departed_keys = OrderedDict(departed), keys
 
     # ------------------------------------------------------------------ who is alive
+
+    def keep_alive(self, number: int, now: float) -> None:
+        """Record that a live worker sent something that the hub could not take in."""
+        if number in self.alive:
+            self._members[number].last_seen = now
 
     def mark_seen(self, member: HubMember, now: float) -> None:
         """Record a message from a worker."""

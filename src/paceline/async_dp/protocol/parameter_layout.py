@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
     from paceline.parallel.compression.compression_config import Compression
 
-__all__ = ["FragmentLayout", "ParameterLayout", "TensorLayout"]
+__all__ = ["MAX_FRAGMENT_NUMEL", "FragmentLayout", "ParameterLayout", "TensorLayout"]
+
+MAX_FRAGMENT_NUMEL = (2**32 - 1) // 4
+"""Most elements of a fragment: as float32 it must fit into a record of the hub's journal."""
 
 _KINDS = ("compressed", "plain", "averaged")
 _MAX_TENSORS, _MAX_NUMEL, _MAX_NAME = 100_000, 1 << 40, 1000
@@ -119,7 +122,7 @@ class ParameterLayout:
         exempt = set(check_synchronisable("AsyncDataParallel", named, compression))
         buffers = {name: each for name, each in module.named_buffers() if each.is_floating_point()}
         parts = split_into_fragments(layers_of(module), fragments)
-        return cls(
+        layout = cls(
             tuple(
                 _fragment(
                     {name: named[name] for name in part if name not in exempt},
@@ -129,6 +132,22 @@ class ParameterLayout:
                 for number, part in enumerate(parts)
             )
         )
+        too_long = layout.oversized_fragment()
+        if too_long:
+            raise UsageError(
+                f"fragments={fragments}: {too_long}", remedy="give more fragments, at most one per layer"
+            )
+        return layout
+
+    def oversized_fragment(self) -> str:
+        """Describe the first fragment that has more than `MAX_FRAGMENT_NUMEL` elements; empty if none has."""
+        for number, fragment in enumerate(self.fragments):
+            if fragment.numel > MAX_FRAGMENT_NUMEL:
+                return (
+                    f"fragment {number} has {fragment.numel:,} elements, "
+                    f"at most {MAX_FRAGMENT_NUMEL:,} can be sent together"
+                )
+        return ""
 
     @cached_property
     def hash(self) -> str:

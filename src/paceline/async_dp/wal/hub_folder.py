@@ -67,6 +67,10 @@ class HubFolder:
             or any(path.stat().st_size > JOURNAL_HEADER_NBYTES for path in self.journals().values())
         )
 
+    def nbytes(self) -> int:
+        """Return the size of the snapshots and journals."""
+        return sum(path.stat().st_size for path in (*self.snapshots().values(), *self.journals().values()))
+
     def set_aside(self, snapshot: Path) -> None:
         """Rename a damaged snapshot, so that it does not count among those that are kept."""
         snapshot.replace(snapshot.with_name(f"{snapshot.name}.damaged"))

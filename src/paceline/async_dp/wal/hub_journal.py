@@ -14,13 +14,16 @@ them: the next one writes them again. For the files see `hub_folder`, for their 
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from paceline._core.file_lock import FolderLock
+from paceline._core.format import format_bytes
 from paceline.async_dp.wal.decision_ledger import LedgerStatus, ledger_status
 from paceline.async_dp.wal.durable_files import (
     AppendFile,
@@ -49,8 +52,12 @@ if TYPE_CHECKING:
 
 __all__ = ["HubJournal"]
 
+log = logging.getLogger("paceline.async_dp")
+
 _MAX_BUFFERED_NBYTES = 64 << 20
 _RECORD_OVERHEAD_NBYTES = 512  # memory per record besides its bytes, roughly
+_MIN_JOURNAL_NBYTES, _JOURNAL_SNAPSHOTS = 256 << 20, 4
+_SNAPSHOTS_ON_DISK = 3  # two that are kept, and one being written
 
 
 class HubJournal:
@@ -58,11 +65,14 @@ class HubJournal:
 
     Attributes:
         run_facts: facts of the run, written once by `describe`.
+        max_journal_nbytes: size of the records since the last snapshot above which `snapshot_due`.
+        problem: why records wait to be written; empty if nothing is wrong.
     """
 
     def __init__(self, folder: HubFolder, lock: FolderLock) -> None:
         self._folder, self._lock = folder, lock
         self._unusable = ""  # why nothing more can be appended
+        self.max_journal_nbytes, self.problem = _MIN_JOURNAL_NBYTES, ""
         folder.remove_temporary()
         facts = _read_facts(folder.run_file)
         self.run_facts: Mapping[str, Any] = MappingProxyType(facts or {})
@@ -167,27 +177,29 @@ class HubJournal:
     def append(self, values: Mapping[str, Any], payload: Bytes = b"") -> int:
         """Buffer a record for the next commit, and return its number among all of the run, from 0.
 
-        Commits once many bytes are buffered, so that memory does not grow.
+        Commits once many bytes are buffered, so that memory does not grow. If that fails, `problem` says why, and
+        nothing more should be appended until a `commit` succeeds.
 
         Args:
             values: plain values, at most 64 KiB; none is called ``"n"``.
-            payload: contiguous bytes, at most 1 GiB; copied if writable.
+            payload: contiguous bytes, below 4 GiB; copied if writable.
 
         Raises:
             UsageError: a value is not plain, or something is too long.
-            CheckpointError: earlier records can't be written; this one was not buffered.
+            CheckpointError: the journal was interrupted or closed.
         """
         data = pack_values(values)
         view = memoryview(payload).cast("B")
         kept = view if view.readonly else bytes(view)
         self._check_usable()
-        buffered = self._writer.buffered_nbytes + _RECORD_OVERHEAD_NBYTES * len(self._ledger)
-        if buffered > _MAX_BUFFERED_NBYTES:
-            self.commit()
         with self._uninterrupted():
             sequence = self._writer.next
             self._writer.append(data, kept)
             self._ledger.buffer(ledger_line(sequence, values))
+        buffered = self._writer.buffered_nbytes + _RECORD_OVERHEAD_NBYTES * len(self._ledger)
+        if buffered > _MAX_BUFFERED_NBYTES and not self.problem:
+            with suppress(CheckpointError):  # which is in `problem`
+                self.commit()
         return sequence
 
     def commit(self) -> None:
@@ -198,10 +210,32 @@ class HubJournal:
                 process lives: commit again.
         """
         self._check_usable()
-        with self._uninterrupted():
-            for file, write in (self._writer, self._writer.commit), (self._ledger, self._ledger.flush):
-                with disk_errors(file.path, "nothing is lost: free disk space, then commit again"):
-                    write()
+        try:
+            with self._uninterrupted():
+                for file, write in (self._writer, self._writer.commit), (self._ledger, self._ledger.flush):
+                    with disk_errors(file.path, "nothing is lost: free disk space, then commit again"):
+                        write()
+        except CheckpointError as error:
+            self.problem = str(error)
+            raise
+        self.problem = ""
+
+    def reserve(self, snapshot_nbytes: int) -> None:
+        """Bound the journal relative to the size of a snapshot, and log what the folder may need, and what is free."""
+        bound = self.max_journal_nbytes = max(_MIN_JOURNAL_NBYTES, _JOURNAL_SNAPSHOTS * snapshot_nbytes)
+        needed = _SNAPSHOTS_ON_DISK * snapshot_nbytes + 2 * bound
+        with disk_errors(self._folder.path, "correct that, then open it again", "examined"):
+            free = shutil.disk_usage(self._folder.path).free + self._folder.nbytes()
+        log.log(
+            logging.INFO if free > needed else logging.WARNING,
+            "%r may need up to %s, besides its ledger; %s are free or used by it",
+            str(self._folder.path), format_bytes(needed), format_bytes(free),
+        )  # fmt: skip
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Whether the journal has grown so long that a snapshot should follow."""
+        return self._writer.end + self._writer.buffered_nbytes > self.max_journal_nbytes
 
     def snapshot(self, revision: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Write a state that includes all records so far, and start a new journal after it.

@@ -36,7 +36,7 @@ import msgpack
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from paceline.errors import DamagedCheckpoint, UsageError
-from paceline.transport.envelope import PAYLOAD_LIMIT_NBYTES, Bytes
+from paceline.transport.envelope import Bytes
 
 __all__ = [
     "JOURNAL_FORMAT",
@@ -64,7 +64,7 @@ _HEADER, _RECORD, _CHECKSUM = struct.Struct("<8sIQQQ"), struct.Struct("<4sIIIIQQ
 JOURNAL_HEADER_NBYTES = _HEADER.size + _CHECKSUM.size
 RECORD_HEADER_NBYTES = _RECORD.size
 _SMALL_NBYTES = 64 << 10
-_ONES = 2**32 - 1
+_ONES = PAYLOAD_LIMIT_NBYTES = 2**32 - 1
 _VALUES_LIMIT_NBYTES = 64 << 10
 _MAX_DEPTH = 16
 _LINE_ENCODER = json.JSONEncoder(ensure_ascii=False)

@@ -24,6 +24,7 @@ class MemoryJournal:
 
     Attributes:
         keeps: as given.
+        problem, snapshot_due: as of `HubJournal`; memory is never full, nor too long.
 
     Example:
         >>> journal = MemoryJournal()
@@ -36,6 +37,8 @@ class MemoryJournal:
         >>> list(journal.recovered().records)
         [({'worker': 7}, b'update')]
     """
+
+    problem, snapshot_due = "", False
 
     def __init__(self, *, keep: bool = True) -> None:
         self.keeps = keep
@@ -66,6 +69,9 @@ class MemoryJournal:
             self._values.append(dict(values))
             self._payloads.append(bytes(payload))
         return sequence
+
+    def reserve(self, snapshot_nbytes: int) -> None:
+        """Do nothing, see `HubJournal`."""
 
     def commit(self) -> None:
         """Make all records survive a `crash`."""

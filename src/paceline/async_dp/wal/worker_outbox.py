@@ -166,7 +166,7 @@ class Outbox:
             round: its number, from `next_round`.
             fragment: of the model.
             values: plain values, at most 64 KiB.
-            payload: contiguous bytes, at most 1 GiB; copied.
+            payload: contiguous bytes, below 4 GiB; copied.
 
         Raises:
             UsageError: an update of this fragment is pending, the round is not from `next_round`, or something can't

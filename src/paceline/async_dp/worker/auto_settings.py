@@ -21,6 +21,7 @@ _BUSY = 0.5
 _MAX_EVERY = 500
 _SMALL_EVERY = 4
 _FRAGMENT_NUMEL, _MAX_FRAGMENTS = 32_000_000, 8
+_LARGE_FRAGMENT_NUMEL = 1 << 29  # half of what can be sent together, since layers differ in size
 
 
 @dataclass(frozen=True)
@@ -70,4 +71,5 @@ def auto_fragments(numel: int, layers: int) -> int:
         >>> auto_fragments(3_000_000, 6), auto_fragments(200_000_000, 24)
         (1, 7)
     """
-    return max(1, min(_MAX_FRAGMENTS, layers, -(-numel // _FRAGMENT_NUMEL)))
+    wanted = max(min(_MAX_FRAGMENTS, -(-numel // _FRAGMENT_NUMEL)), -(-numel // _LARGE_FRAGMENT_NUMEL))
+    return max(1, min(layers, wanted))
