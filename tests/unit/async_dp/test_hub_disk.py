@@ -17,6 +17,8 @@ from paceline.async_dp.wal import hub_journal as journal_module
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.testing import fault_injection
 
+NBYTES = (1 << 30) + 1
+
 quick = pytest.fixture(autouse=True)(skip_fsync)
 
 
@@ -154,12 +156,12 @@ def test_a_fragment_that_no_record_can_hold_is_refused_with_the_remedy():
 
 
 @pytest.mark.thorough
-def test_a_journal_holds_an_update_of_the_largest_fragment(tmp_path):
+def test_a_journal_holds_an_update_above_1_gib(tmp_path):
     def work():
         with HubJournal.open(tmp_path, resume=False) as journal:
-            journal.append({"k": 0}, bytes(4 * MAX_FRAGMENT_NUMEL))
+            journal.append({"k": 0}, bytes(NBYTES))
         with HubJournal.open(tmp_path, resume=True) as journal:
             ((_, payload),) = journal.recovered().records
-            return len(payload) == 4 * MAX_FRAGMENT_NUMEL
+            return len(payload) == NBYTES
 
     assert in_child(work, 240) == 0

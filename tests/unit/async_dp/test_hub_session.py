@@ -1,8 +1,13 @@
 """A worker's session repeats unanswered messages, after a timeout that follows measured times."""
 
+import errno
+import logging
 import math
+import os
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hub_driver import LAYOUT, PACKING, RUN
@@ -13,6 +18,7 @@ from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.async_dp.worker.session_state import SessionRequest
+from paceline.testing import fault_injection
 from paceline.transport.transport_interface import HUB
 
 ME = 7
@@ -21,7 +27,7 @@ ME = 7
 class SessionDriver:
     """A session whose hub is this test; virtual time is `now`."""
 
-    def __init__(self) -> None:
+    def __init__(self, outbox: Outbox | None = None) -> None:
         net = torch.nn.Linear(4, 3)
         (fragment,) = LAYOUT.fragments
         self.replica = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
@@ -31,7 +37,7 @@ class SessionDriver:
             "w",
             LAYOUT,
             {0: self.replica},
-            Outbox(None, ME),
+            outbox or Outbox(None, ME),
             hello_meta={},
             new_session_id=lambda: next(sessions),
         )
@@ -72,10 +78,13 @@ class SessionDriver:
         self.receive("global_params", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=1)
         self.replica.apply_received()
 
-    def send_update(self) -> None:
+    def request_update(self) -> None:
         self.replica.snapshot()
         self.replica.state = FragmentState.EXCHANGING
         self.session_id.requests.append(SessionRequest(0, "update", self.now, {"samples": 1.0, "steps": 1}))
+
+    def send_update(self) -> None:
+        self.request_update()
         assert self.sent() == ["update"]
 
 
@@ -152,3 +161,86 @@ def test_hello_is_repeated_until_all_share_parameters() -> None:
         assert (pause, sent) == (10.0, ["hello"])
     welcome("together")
     assert driver.sent() == ["fetch"]
+
+
+# ------------------------------------------------------------------ a full disk at the worker
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    yield SessionDriver(Outbox(tmp_path, ME))
+    fault_injection.disarm()
+
+
+@pytest.mark.parametrize("room", [0, 300])
+def test_on_a_full_disk_an_update_waits_until_there_is_room(on_disk, caplog, room) -> None:
+    """The disk may be full before the round is reserved, or before the update is stored."""
+    driver = on_disk
+    driver.connect()
+    fault_injection.disk_full(after_nbytes=room)
+    driver.request_update()
+    for _ in range(10):
+        assert driver.sent() == []
+        assert driver.session_id.next_due() <= driver.now + 1.0
+        driver.now += 1.0
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "worker w: an update waits, and training goes on: " in record.message
+    assert "the disk is full" in record.message
+    assert not driver.session_id.idle
+    fault_injection.disarm()
+    driver.now += 1.0
+    assert driver.sent() == ["update"]
+    driver.receive("ack", round=driver.replica.round)
+    assert driver.session_id.acknowledged == 1
+    assert driver.sent() == ["fetch"]
+
+
+def test_an_update_that_waits_for_room_survives_a_restart_of_the_hub(on_disk) -> None:
+    driver = on_disk
+    driver.connect()
+    fault_injection.disk_full(after_nbytes=0)
+    driver.request_update()
+    assert driver.sent() == []
+    driver.session_id.disconnected(driver.now)
+    assert driver.sent() == ["hello"]
+    driver.welcome()
+    assert driver.sent() == []
+    fault_injection.disarm()
+    driver.now += 2.0
+    assert driver.sent() == ["update"]
+
+
+def test_on_a_full_disk_a_worker_joins_once_there_is_room(on_disk, caplog) -> None:
+    driver = on_disk
+    assert driver.sent() == ["hello"]
+    fault_injection.disk_full(after_nbytes=0)
+    driver.welcome()
+    driver.welcome()
+    assert not driver.session_id.connected
+    assert caplog.text.count("the disk is full") == 1
+    fault_injection.disarm()
+    driver.now += 2.0
+    assert driver.sent() == ["hello"]
+    driver.welcome()
+    assert driver.session_id.connected
+
+
+def test_an_acknowledged_update_that_cannot_be_removed_is_removed_later(on_disk, monkeypatch, caplog) -> None:
+    driver = on_disk
+    driver.connect()
+    driver.send_update()
+    round = driver.replica.round
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse_to_write)
+        driver.receive("ack", round=round)
+        assert driver.advance()[1] == ["update"], "the hub acknowledges it again"
+        driver.receive("ack", round=round)
+    assert caplog.text.count("can't be removed") == 1
+    driver.receive("ack", round=round)
+    assert driver.session_id.acknowledged == 1
+    assert driver.sent() == ["fetch"]
+
+
+def refuse_to_write(*_, **__):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -308,7 +308,8 @@ def test_all_that_a_hub_and_a_worker_write_is_their_users_alone(tmp_path):
     finally:
         os.umask(before)
     assert {path.name.partition("-")[0] for path in found} == {
-        "hub.lock", "run.json", "journal", "snapshot", "ledger.jsonl", "outbox.lock", "worker.json", "letter",
+        "hub.lock", "run.json", "journal", "snapshot", "ledger.jsonl", "outbox.lock", "worker.json", "rounds.json",
+        "letter",
     }  # fmt: skip
     assert {path.stat().st_mode & 0o777 for path in found} == {0o600}
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o700}

@@ -12,7 +12,7 @@ from failing_disk import FailingDisk, die, refuse
 from forked_child import ended, in_child
 from journal_folders import skip_fsync
 from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, write_update
-from paceline.errors import CheckpointError, PacelineError
+from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.testing import fault_injection
 from pending_updates import pending_rounds, put_update
 
@@ -68,9 +68,10 @@ def test_a_worker_whose_status_file_is_damaged_gets_another_number(tmp_path, cap
 
 
 @pytest.mark.parametrize("loss", ["damaged", "removed", "aside"])
-def test_a_given_number_without_its_status_file_continues_with_unused_rounds(tmp_path, loss):
+def test_a_given_number_without_its_status_file_continues_with_unused_rounds(tmp_path, loss, monkeypatch):
     status_file, used = tmp_path / "worker.json", set()
-    for start in range(3):
+    for start, clock in enumerate([2_000_000_000, 1_000_000_000, 0]):
+        monkeypatch.setattr("time.time_ns", lambda clock=clock: clock)  # it is set back
         with Outbox(tmp_path, worker=5) as outbox:
             assert len(outbox.pending()) == (1 if start and loss != "aside" else 0)
             for update in outbox.pending():
@@ -87,6 +88,17 @@ def test_a_given_number_without_its_status_file_continues_with_unused_rounds(tmp
         else:  # it died after setting the file aside, before writing another
             status_file.rename(tmp_path / "worker.json.damaged")
     assert max(used) < 2**53
+
+
+def test_a_given_number_whose_used_rounds_are_unknown_is_refused(tmp_path):
+    with Outbox(tmp_path, worker=5) as outbox:
+        put_update(outbox, 0)
+    for name in ("worker.json", "rounds.json"):
+        (tmp_path / name).unlink()
+    with pytest.raises(UsageError, match="which rounds worker 5 has used is unknown"):
+        Outbox(tmp_path, worker=5)
+    with Outbox(tmp_path) as outbox:
+        assert outbox.worker != 5
 
 
 def test_an_update_under_the_wrong_file_name_is_set_aside(tmp_path, caplog):
@@ -148,7 +160,7 @@ def test_a_partly_written_update_is_not_pending(tmp_path):
     assert in_child(fill) == 0
     with Outbox(tmp_path) as outbox:
         assert outbox.pending() == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["outbox.lock", "worker.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outbox.lock", "rounds.json", "worker.json"]
 
 
 def live(folder, log):

@@ -1,6 +1,7 @@
 """A worker's outbox: updates stay here until the hub has acknowledged them.
 
     worker.json          the worker's number, its run, and the next round of each fragment
+    rounds.json          a bound that no used round has reached, should worker.json be lost
     letter-000003.msg    the pending update of fragment 3, a record as in a hub's journal
     outbox.lock          locked while a worker has the folder open
 
@@ -9,8 +10,8 @@ it once; so a round's number must never be used for another update, and is on di
 
 [Note: damaged files] A damaged file is renamed and the worker continues, since its work is worth less than training on.
 If that file is worker.json, it is unknown which rounds were used: the worker gets another number, and updates of the
-old one are set aside too. If its number was given, rounds continue with the microseconds since 1970 instead, which is
-more than any round that was used.
+old one are set aside too. If its number was given, rounds continue with the bound in rounds.json, which is raised
+before a round reaches it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -50,9 +50,10 @@ __all__ = ["Outbox", "PendingUpdate", "read_update", "write_update"]
 
 log = logging.getLogger("paceline.async_dp")
 
-_STATUS_FILE = "worker.json"
+_STATUS_FILE, _ROUNDS_FILE = "worker.json", "rounds.json"
 _UPDATE_FILE = re.compile(r"letter-(\d{6,})\.msg")
-_TEMPORARY = re.compile(r"\.(worker\.json|letter-\d+\.msg)-.*")
+_TEMPORARY = re.compile(r"\.(worker\.json|rounds\.json|letter-\d+\.msg)-.*")
+_RESERVED_ROUNDS = 10_000  # by which the bound is raised: a write to disk for so many rounds
 _WORKER_LIMIT = 2**53
 """Worker numbers are below: each is exact as a float too, as some readers of JSON represent it."""
 
@@ -76,6 +77,13 @@ class _Status(msgspec.Struct):
     round_least: int  # next of all other fragments
 
 
+class _Rounds(msgspec.Struct):
+    """Contents of rounds.json."""
+
+    worker: int
+    below: int  # all rounds that were used are smaller
+
+
 class Outbox:
     """Stores the pending update of each fragment; used by one thread.
 
@@ -88,8 +96,8 @@ class Outbox:
         run: from `bind`; empty before.
 
     Raises:
-        UsageError: the number is out of range or not that in the folder, another worker has the folder open, or it
-            can't be written.
+        UsageError: the number is out of range or not that in the folder, the rounds that it used are unknown, another
+            worker has the folder open, or it can't be written.
         CheckpointError: the number can't be written.
 
     Example:
@@ -106,7 +114,7 @@ class Outbox:
             raise UsageError(f"worker={worker!r}", remedy=f"give a number from 1 to {_WORKER_LIMIT - 1}")
         self.worker, self.run = worker or 1 + secrets.randbelow(_WORKER_LIMIT - 1), ""
         self._next_rounds: dict[int, int] = {}
-        self._first_round = 0
+        self._first_round = self._round_bound = 0
         self._updates: dict[int, PendingUpdate] = {}
         self._folder = None if folder is None else Path(folder)
         self._lock: FolderLock | None = None
@@ -156,6 +164,7 @@ class Outbox:
             raise UsageError(f"fragment={fragment!r}", remedy="fragments are counted from 0")
         number = self._next_round(fragment)
         self._next_rounds[fragment] = number + 1
+        self._reserve(number)
         self._write_status()
         return number
 
@@ -240,6 +249,7 @@ class Outbox:
             else:
                 self._updates[fragment] = update
                 self.run = self.run or run
+        self._reserve(max(self._first_round, *self._next_rounds.values(), 0))
         self._write_status()
 
     def _read_status(self, folder: Path, worker: int | None) -> None:
@@ -261,7 +271,7 @@ class Outbox:
             self._next_rounds, self._first_round = status.rounds, status.round_least
             return
         if lost and worker is not None:
-            self._first_round = time.time_ns() // 1000
+            self._first_round = _used_rounds_below(folder, worker)
 
     def _check(self, update: PendingUpdate, sender: int, fragment: int) -> None:
         """Raise a DamagedCheckpoint unless an update may be sent again."""
@@ -275,6 +285,15 @@ class Outbox:
     def _next_round(self, fragment: int) -> int:
         return self._next_rounds.get(fragment, self._first_round)
 
+    def _reserve(self, round: int) -> None:
+        """Raise the bound on disk above a round that is about to be used."""
+        if self._folder is None or round < self._round_bound:
+            return
+        path, bound = self._folder / _ROUNDS_FILE, round + _RESERVED_ROUNDS
+        with disk_errors(path, "free disk space, then try again"):
+            write_checked_file(path, msgspec.to_builtins(_Rounds(self.worker, bound)))
+        self._round_bound = bound
+
     def _write_status(self) -> None:
         if self._folder is None:
             return
@@ -282,6 +301,29 @@ class Outbox:
         status = _Status(self.worker, self.run, dict(sorted(self._next_rounds.items())), self._first_round)
         with disk_errors(path, "free disk space, then try again"):
             write_checked_file(path, msgspec.to_builtins(status, str_keys=True))
+
+
+def _used_rounds_below(folder: Path, worker: int) -> int:
+    """Return a bound of the rounds that a worker has used.
+
+    Raises:
+        UsageError: it is unknown.
+    """
+    path = folder / _ROUNDS_FILE
+    try:
+        rounds = msgspec.convert(read_checked_file(path), _Rounds)
+        reason = "" if rounds.worker == worker else f"it is of worker {rounds.worker}"
+    except FileNotFoundError:
+        rounds, reason = None, "it is missing"
+    except (DamagedCheckpoint, msgspec.ValidationError) as error:
+        rounds, reason = None, str(error)
+    if rounds is None or reason:
+        raise UsageError(
+            f"{_STATUS_FILE} in {str(folder)!r} is lost, and {_ROUNDS_FILE} does not help ({reason}): which rounds "
+            f"worker {worker} has used is unknown, and the hub would ignore an update with a used one",
+            remedy="give this worker another number, or none",
+        )
+    return rounds.below
 
 
 def _aside(path: Path) -> Path:

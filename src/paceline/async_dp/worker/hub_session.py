@@ -34,10 +34,11 @@ from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UPDATE_CODECS
 from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate
 from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
+from paceline.async_dp.worker.outbox_writer import OutboxWriter
 from paceline.async_dp.worker.reply_timeout import ReplyTimeout
-from paceline.async_dp.worker.session_state import FragmentExchange, HubStatus, SessionRequest
+from paceline.async_dp.worker.session_state import FragmentExchange, HelloTimer, HubStatus, SessionRequest
 from paceline.errors import DamagedEnvelope, UsageError
-from paceline.transport.envelope import Bytes, Envelope
+from paceline.transport.envelope import Envelope
 from paceline.transport.header_layout import Header
 from paceline.transport.transport_interface import HUB
 
@@ -45,7 +46,6 @@ __all__ = ["HubSession"]
 
 log = logging.getLogger("paceline.async_dp")
 
-_HELLO_SECONDS, _MAX_HELLO_SECONDS = 1.0, 10.0
 _HEARTBEAT_SECONDS = 2.0
 _POSTPONED_SECONDS = 60.0  # after which it asks again
 _HARMLESS = "stale"
@@ -95,7 +95,7 @@ class HubSession:
         new_session_id: Callable[[], int],
     ) -> None:
         self.worker, self.name, self.layout, self.replicas = worker, name, layout, replicas
-        self._outbox = outbox
+        self._outbox = OutboxWriter(outbox, name)
         self.hub_status, self.connected = HubStatus(run=run), False
         self.acknowledged = self.refused = self.resent = 0
         self.heartbeat: Mapping[str, Any] = {}
@@ -111,7 +111,7 @@ class HubSession:
         self._never_fetched = set(replicas)
         self._gave_params = False  # the global parameters began as this worker's: the delta rule holds
         self._assembler = MessageAssembler(self._max_nbytes)
-        self._hello_at, self._hello_pause = -math.inf, _HELLO_SECONDS
+        self._hello = HelloTimer()
         self._heartbeat_at = -math.inf
         self.reply_timeout = ReplyTimeout()
         self.postponed: list[tuple[str, int, int]] = []
@@ -140,6 +140,8 @@ class HubSession:
         else:
             while self.requests:
                 self._carry_out(self.requests.popleft(), now)
+            for update in self._outbox.retry(now):
+                self._begin_update(update)
             if self.hub_status.phase != "together":
                 self._say_hello(now)
             elif self._never_fetched:
@@ -180,9 +182,9 @@ class HubSession:
         if self.hub_status.refusal:
             return math.inf
         if not self.connected:
-            return self._hello_at
-        due = self._due if self._due < self._heartbeat_at else self._heartbeat_at
-        return due if self.hub_status.phase == "together" else min(due, self._hello_at)
+            return self._hello.due
+        due = min(self._due, self._heartbeat_at, self._outbox.due)
+        return due if self.hub_status.phase == "together" else min(due, self._hello.due)
 
     @property
     def idle(self) -> bool:
@@ -190,16 +192,9 @@ class HubSession:
         return not self._exchanges and not self.requests
 
     def _send(
-        self,
-        kind: str,
-        meta: Mapping[str, Any],
-        fragment: int = 0,
-        round: int = 0,
-        *,
-        payload: Bytes = b"",
-        dtype: str = "",
+        self, kind: str, meta: Mapping[str, Any], fragment: int = 0, round: int = 0, **content: Any
     ) -> None:
-        self._outgoing.append(HubMessage(kind, self.worker, HUB, round, fragment, meta, payload, dtype))
+        self._outgoing.append(HubMessage(kind, self.worker, HUB, round, fragment, meta, **content))
 
     def _max_nbytes(self, header: Header) -> int | None:
         if header.kind not in BULK_KINDS:
@@ -212,10 +207,8 @@ class HubSession:
     # ------------------------------------------------------------------ connecting
 
     def _say_hello(self, now: float) -> None:
-        if now < self._hello_at:
+        if not self._hello.begin(now):
             return
-        self._hello_at = now + self._hello_pause
-        self._hello_pause = min(2 * self._hello_pause, _MAX_HELLO_SECONDS)
         meta = {"version": PROTOCOL_VERSION, "name": self.name, **self._hello_meta}
         self._send("hello", meta, payload=self.layout.pack())
 
@@ -224,7 +217,7 @@ class HubSession:
         if self.connected:
             self.session_id = self._new_session_id()
         self.connected = False
-        self._hello_at, self._hello_pause = now, _HELLO_SECONDS
+        self._hello.restart(now)
 
     def _on_welcome(self, message: HubMessage, now: float) -> None:
         meta, status = message.meta, self.hub_status
@@ -232,7 +225,8 @@ class HubSession:
             return
         run = meta_text(meta, "run")
         try:
-            self._outbox.bind(run)
+            if not self._outbox.bind(run):
+                return
         except UsageError as error:
             status.refusal = str(error)
             return
@@ -240,7 +234,7 @@ class HubSession:
         status.slot, status.slots = meta_count(meta, "slot"), meta_count(meta, "slots", 1)
         status.update(meta)
         was_connected, self.connected = self.connected, True
-        self._hello_at, self._hello_pause = now + _MAX_HELLO_SECONDS, _MAX_HELLO_SECONDS
+        self._hello.slow_down(now)
         if was_connected:
             return
         for update in self._outbox.pending():
@@ -280,11 +274,15 @@ class HubSession:
             self._schedule_fetch(fragment, exchange, now)
             return
         packet = replica.pack()
-        replica.round = self._outbox.next_round(fragment)
         meta = {**request.meta, "base": replica.revision, "layout": self.layout.hash}
         values = {"meta": meta, "dtype": replica.codec.codec.name}
-        self._outbox.put(replica.round, fragment, values, packet)
-        self._send_update(self._outbox.get(fragment))
+        update = self._outbox.put(fragment, values, packet, now)
+        if update is not None:
+            self._begin_update(update)
+
+    def _begin_update(self, update: PendingUpdate) -> None:
+        self.replicas[update.fragment].round = update.round
+        self._send_update(update)
 
     def _send_update(self, update: PendingUpdate) -> None:
         """Send an update; it is repeated until it is acknowledged."""

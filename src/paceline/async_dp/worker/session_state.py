@@ -9,7 +9,37 @@ from typing import Any
 
 from paceline.async_dp.protocol.hub_messages import meta_count, meta_number
 
-__all__ = ["FragmentExchange", "HubStatus", "SessionRequest"]
+__all__ = ["FragmentExchange", "HelloTimer", "HubStatus", "SessionRequest"]
+
+_HELLO_SECONDS, _MAX_HELLO_SECONDS = 1.0, 10.0
+
+
+@dataclass(slots=True)
+class HelloTimer:
+    """When to say hello next: after pauses that double.
+
+    Attributes:
+        due: in seconds of the driver's clock.
+    """
+
+    due: float = -math.inf
+    _pause: float = _HELLO_SECONDS
+
+    def begin(self, now: float) -> bool:
+        """Return whether it is time, and begin the next pause."""
+        if now < self.due:
+            return False
+        self.due = now + self._pause
+        self._pause = min(2 * self._pause, _MAX_HELLO_SECONDS)
+        return True
+
+    def restart(self, now: float) -> None:
+        """Say hello now, and begin with short pauses."""
+        self.due, self._pause = now, _HELLO_SECONDS
+
+    def slow_down(self, now: float) -> None:
+        """Begin the longest pause."""
+        self.due, self._pause = now + _MAX_HELLO_SECONDS, _MAX_HELLO_SECONDS
 
 
 @dataclass(slots=True)
