@@ -4,7 +4,13 @@ import math
 
 import pytest
 
-from paceline.async_dp.hub.hub_settings import HubRules, HubShard, PopulationRules, ScreeningRules
+from paceline.async_dp.hub.hub_settings import (
+    HubRules,
+    HubShard,
+    MergeRules,
+    PopulationRules,
+    ScreeningRules,
+)
 from paceline.async_dp.hub.membership import StalenessHistogram
 from paceline.async_dp.hub.population import JoinDecision, Population, ReplaceDecision
 from paceline.async_dp.hub.staleness_policy import StalenessPolicy
@@ -261,3 +267,23 @@ def test_fragments_depend_on_the_model_alone() -> None:
     assert auto_fragments(100, 10) == 1
     assert auto_fragments(10**9, 100) == 8
     assert auto_fragments(10**9, 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("quorum", "workers", "needed"),
+    [(0.5, 4, 2), (0.5, 5, 3), (1.0, 7, 7), (3, 8, 3), (3, 2, 2), (0.5, 0, 1), (1, 9, 1), (0.01, 9, 1)],
+)
+def test_a_quorum_is_a_share_or_a_number_of_live_workers(quorum: float, workers: int, needed: int) -> None:
+    assert MergeRules("quorum", quorum).needed(workers) == needed
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"on": "vote"}, "unknown time of merging"),
+        *(({"quorum": each}, "quorum=") for each in (0, 0.0, 1.5, -1, True)),
+    ],
+)
+def test_invalid_rules_of_merging_are_refused(given: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        MergeRules(**given)

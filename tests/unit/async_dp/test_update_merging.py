@@ -56,6 +56,49 @@ def test_n_arrivals_of_delayed_nesterov_are_one_nesterov_step_on_their_mean() ->
         torch.testing.assert_close(ours.theta, param.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_merge_of_waiting_updates_is_one_nesterov_step_on_their_mean_by_samples() -> None:
+    """However many of the N workers take part, once the warm-up is over."""
+    generator = torch.Generator().manual_seed(2)
+    param = torch.nn.Parameter(torch.zeros(6))
+    theirs = torch.optim.SGD([param], lr=0.7, momentum=0.9, nesterov=True)
+    ours = MergedFragment(torch.zeros(6), 6, HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0))
+    for number in (3, 1, 4, 2):
+        deltas = torch.randn(number, 6, generator=generator)
+        samples = torch.arange(1.0, number + 1)
+        param.grad = (samples / samples.sum()) @ deltas
+        theirs.step()
+        before = ours.theta.clone()
+        for worker, (delta, counted) in enumerate(zip(deltas, samples.tolist(), strict=True)):
+            ours.wait(delta, worker, counted, 1.0, late=worker == 1)
+        assert torch.equal(ours.theta, before)
+        assert ours.pending is not None
+        assert ours.pending.workers == list(range(number))
+        assert ours.pending.late == ([1] if number > 1 else [])
+        ours.merge_pending(1.0, 4)
+        torch.testing.assert_close(ours.theta, param.detach(), rtol=1e-4, atol=1e-5)
+    assert (ours.revision, ours.pending) == (10, None)
+
+
+def test_a_stale_update_moves_its_merge_less() -> None:
+    one = fragment_of(HubOptimizer("averaging"), [0.0, 8.0], trained=1)
+    one.wait(torch.tensor([1.0, 1.0]), 1, 10.0, 1.0, late=False)
+    one.wait(torch.tensor([1.0, 1.0]), 2, 10.0, 0.5, late=True)
+    one.merge_pending(1.0, 2)
+    assert one.theta.tolist() == [-0.75, 7.25]
+    one.wait(torch.tensor([1.0, 1.0]), 1, 10.0, 1.0, late=False)
+    one.merge_pending(0.5, 4)
+    assert one.theta.tolist() == [-1.25, 6.75]
+
+
+def test_the_warmup_counts_rounds_of_merges_too() -> None:
+    one = MergedFragment(torch.zeros(1), 1, HubOptimizer("delayed-nesterov", 0.5, 0.9, warmup=2))
+    for merge in range(3):
+        for worker in range(4):
+            one.wait(torch.ones(1), worker, 1.0, 1.0, late=False)
+        one.merge_pending(1.0, 4)
+        assert one.theta.item() == pytest.approx([-1.0, -2.0, -2.0 - 0.5 * 1.9][merge])
+
+
 def test_the_momentum_of_delayed_nesterov_has_the_one_by_n_once() -> None:
     """Forgetting it makes the step N times too long: with N = 4 equal updates of 1 it is 1.9 · ε, not 7.6 · ε."""
     one = MergedFragment(torch.zeros(1), 1, HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0))

@@ -13,10 +13,12 @@ __all__ = [
     "HubOptimizer",
     "HubRules",
     "HubShard",
+    "MergeRules",
     "PopulationRules",
     "ScreeningRules",
 ]
 
+_MERGE_ON = ("arrival", "quorum")
 _OUTER_OPTIMIZERS = ("averaging", "delayed-nesterov", "nesterov")
 _PARAM_CODECS = ("bf16", "fp16", "fp32", "int8")
 _MAX_STABLE_LR = 0.1  # largest ε · μ of Nesterov per arrival that is allowed without `unstable`
@@ -64,6 +66,40 @@ class HubOptimizer:
     def has_momentum(self) -> bool:
         """Whether it keeps a momentum."""
         return self.name != "averaging" and self.momentum > 0
+
+
+@dataclass(frozen=True)
+class MergeRules:
+    """When updates are merged, see `paceline.async_dp.hub.merge_window`.
+
+    Attributes:
+        on: ``"arrival"``: each by itself as it arrives; ``"quorum"``: those of a round together.
+        quorum: live workers that must have delivered before a merge: their share, or their number (int).
+    """
+
+    on: Literal["arrival", "quorum"] = "arrival"
+    quorum: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.on not in _MERGE_ON:
+            raise unknown("time of merging", self.on, _MERGE_ON)
+        share = type(self.quorum) is float and 0 < self.quorum <= 1
+        number = type(self.quorum) is int and self.quorum >= 1
+        require(
+            share or number,
+            f"quorum={self.quorum!r}",
+            "give a share of the workers above 0 and at most 1, such as 0.5, or a number of workers",
+        )
+
+    def needed(self, workers: int) -> int:
+        """Return how many of the live workers must have delivered.
+
+        Example:
+            >>> MergeRules("quorum", 0.5).needed(5), MergeRules("quorum", 4).needed(3)
+            (3, 3)
+        """
+        wanted = self.quorum if type(self.quorum) is int else math.ceil(self.quorum * workers)
+        return max(1, min(int(wanted), workers))
 
 
 @dataclass(frozen=True)
@@ -141,6 +177,7 @@ class HubRules:
     """All settings of a hub."""
 
     outer: HubOptimizer = field(default_factory=HubOptimizer)
+    merge: MergeRules = field(default_factory=MergeRules)
     staleness: StalenessPolicy = field(default_factory=StalenessPolicy)
     screen: ScreeningRules = field(default_factory=ScreeningRules)
     population: PopulationRules | None = None  # None: all workers share parameters from the start

@@ -9,6 +9,9 @@ theirs one by one, each with a weight w: 1/N, times its samples relative to the 
     nesterov           m ← μ·m + w·Δ,  θ ← θ − ε·(w·Δ + μ·m)    at every arrival: the momentum decays N times too fast
                                                                 to be that of a mean, and too slowly to be harmless
 
+With merging by quorum, updates are added up as they arrive, and a merge makes one step with their weighted mean: what N
+arrivals make above. See `merge_window` for when that is.
+
 [Note: Nesterov per arrival] With ε = 0.7, μ = 0.9 and weights that don't shrink with N, this diverges: N stale updates
 of about the same direction are each amplified by 1/(1 − μ) (arXiv 2401.09135 §4; `paceline simulate async` shows it).
 It exists for comparison and must be allowed explicitly.
@@ -21,6 +24,7 @@ Everything here is a function of values in the journal, so replaying it gives th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +37,7 @@ from paceline.async_dp.row_arithmetic import FloatRow, add_scaled, as_row, as_te
 from paceline.errors import CheckpointError
 from paceline.transport.envelope import Bytes
 
-__all__ = ["GlobalParams", "MergedFragment"]
+__all__ = ["GlobalParams", "MergedFragment", "PendingUpdates"]
 
 
 class MergedFragment:
@@ -48,6 +52,7 @@ class MergedFragment:
         momentum, gathered: state of the outer optimizer; None where it has none.
         count: arrivals since the momentum was applied last.
         revision: number of merged updates.
+        pending: updates that wait for a merge; None if there are none.
     """
 
     def __init__(self, theta: Tensor, trained: int, outer: HubOptimizer) -> None:
@@ -56,16 +61,18 @@ class MergedFragment:
         delayed = outer.has_momentum and outer.name == "delayed-nesterov"
         self.gathered = theta.new_zeros(trained) if delayed else None
         self.count = self.revision = 0
+        self.pending: PendingUpdates | None = None
         self._params, self._buffers = as_row(theta[:trained]), theta[trained:]
         self._has_buffers = len(self._buffers) > 0
 
-    def merge(self, delta: FloatRow, weight: float, workers: int) -> None:
-        """Merge an update.
+    def merge(self, delta: FloatRow, weight: float, workers: int, *, updates: int = 0) -> None:
+        """Merge an update, or the sum of several.
 
         Args:
             delta: of the shape of `theta`.
             weight: 1/N for an ordinary update.
             workers: N.
+            updates: number of updates in a sum, which makes one step; 0: `delta` is a single one of N.
         """
         outer, gradient = self.outer, delta
         if self._has_buffers:
@@ -73,7 +80,7 @@ class MergedFragment:
             add_scaled(self._buffers, -weight, delta[self.trained :])
         warm = self.revision >= outer.warmup * workers
         add_scaled(self._params, -(outer.lr if warm else 1.0) * weight, gradient)
-        self.revision += 1
+        self.revision += updates or 1
         if self.momentum is None or not warm:
             return
         if self.gathered is None:
@@ -81,17 +88,73 @@ class MergedFragment:
         else:
             add_scaled(self.gathered, weight, gradient)
             self.count += 1
-            if self.count < workers:
+            if self.count < workers and not updates:
                 return
             self.momentum.mul_(outer.momentum).add_(self.gathered)
             self.gathered.zero_()
             self.count = 0
         add_scaled(self._params, -outer.lr * outer.momentum, self.momentum)
 
+    def wait(self, delta: FloatRow, worker: int, counted: float, weight: float, *, late: bool) -> None:
+        """Add an update to those that wait for a merge.
+
+        Args:
+            delta: of the shape of `theta`.
+            worker: that sent it.
+            counted: samples for which it counts.
+            weight: relative to a fresh update.
+            late: it started from parameters before the last merge.
+        """
+        if self.pending is None:
+            self.pending = PendingUpdates(torch.zeros_like(self.theta))
+        pending = self.pending
+        add_scaled(pending.row, counted * weight, delta)
+        pending.samples += counted
+        pending.workers.append(worker)
+        if late:
+            pending.late.append(worker)
+
+    def merge_pending(self, scale: float, workers: int) -> None:
+        """Merge the waiting updates: `scale` times their mean is one step.
+
+        Args:
+            scale: 1, or less; see `merge_window.merge_scale`.
+            workers: N.
+        """
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.merge(pending.row, scale / pending.samples, workers, updates=len(pending.workers))
+
     def tensors(self) -> dict[str, Tensor]:
         """Return its state by name."""
-        named = {"theta": self.theta, "momentum": self.momentum, "gathered": self.gathered}
+        pending = None if self.pending is None else self.pending.total
+        named = {
+            "theta": self.theta,
+            "momentum": self.momentum,
+            "gathered": self.gathered,
+            "pending": pending,
+        }
         return {name: each for name, each in named.items() if each is not None}
+
+
+@dataclass
+class PendingUpdates:
+    """Updates of a fragment that wait for a merge.
+
+    Attributes:
+        total: their sum, each times its samples and its weight.
+        samples: for which they count.
+        workers: that sent them, in order of arrival.
+        late: those of them that missed the previous merge.
+    """
+
+    total: Tensor
+    samples: float = 0.0
+    workers: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.row = as_row(self.total)
 
 
 class GlobalParams:
@@ -189,6 +252,11 @@ class GlobalParams:
         return {
             "revisions": {str(number): each.revision for number, each in self.fragments.items()},
             "counts": {str(number): each.count for number, each in self.fragments.items()},
+            "pending": {
+                str(number): [each.pending.samples, each.pending.workers, each.pending.late]
+                for number, each in self.fragments.items()
+                if each.pending is not None
+            },
         }
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -197,6 +265,9 @@ class GlobalParams:
         Raises:
             CheckpointError: it has another layout or outer optimizer.
         """
+        for number, (samples, workers, late) in facts.get("pending", {}).items():
+            fragment = self.fragments[int(number)]
+            fragment.pending = PendingUpdates(torch.zeros_like(fragment.theta), samples, workers, late)
         own = self.tensors()
         if own.keys() != tensors.keys() or any(own[name].shape != tensors[name].shape for name in own):
             raise CheckpointError(
