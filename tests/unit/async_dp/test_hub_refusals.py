@@ -188,7 +188,8 @@ def test_thousands_of_hellos_do_not_grow_the_membership_table_beyond_its_limit()
 def test_a_sparse_update_with_indices_out_of_order_is_dropped_as_damaged() -> None:
     layout = ParameterLayout.of(torch.nn.Linear(66, 63), compression=Compression("topk-int2"))
     driver = HubDriver()
-    driver.hello(1, layout=layout)
+    for worker in (1, 2):
+        driver.hello(worker, layout=layout)
     plain, sparse = (UpdateCodec(layout.fragments[0], name) for name in ("fp32", "topk-int2"))
     driver.send("parameters", 1, bytes(plain.pack(torch.zeros(layout.numel))), dtype="fp32")
     drawn = random.Random(0)
@@ -208,7 +209,7 @@ def test_a_sparse_update_with_indices_out_of_order_is_dropped_as_damaged() -> No
     driver.now += 100.0  # its quarantine is over
     drawn_update = torch.linspace(-1, 1, layout.numel)
     packet = bytes(sparse.pack(drawn_update))
-    (answer,) = driver.send("update", 1, packet, round=99, dtype="topk-int2", samples=1.0, steps=1, base=0)
+    (answer,) = driver.send("update", 2, packet, round=99, dtype="topk-int2", samples=1.0, steps=1, base=0)
     assert answer.meta["why"] == ""
-    assert torch.equal(driver.theta[-63:], -drawn_update[-63:]), "biases are sent exactly"
+    assert torch.equal(driver.theta[-63:], -drawn_update[-63:] / 2), "biases are sent exactly"
     assert int(driver.theta[:-63].count_nonzero()) == -(-66 * 63 * 64 // 4096)
