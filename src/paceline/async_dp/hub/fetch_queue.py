@@ -9,7 +9,7 @@ more memory than that, or delays a fast one by more than a packet.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paceline.async_dp.hub.membership import HubMember, HubMembership
@@ -38,6 +38,7 @@ class FetchQueue:
     Args:
         members: the workers.
         staleness: decides which workers have to wait for others.
+        holds: returns whether a worker has to wait until its own update of a fragment is merged.
         max_nbytes: of the packets in transit; four packets are allowed in any case.
 
     Attributes:
@@ -46,9 +47,14 @@ class FetchQueue:
     """
 
     def __init__(
-        self, members: HubMembership, staleness: StalenessPolicy, max_nbytes: int = _MAX_PACKETS_NBYTES
+        self,
+        members: HubMembership,
+        staleness: StalenessPolicy,
+        holds: Callable[[int, int], bool] = lambda worker, fragment: False,
+        max_nbytes: int = _MAX_PACKETS_NBYTES,
     ) -> None:
         self._members, self._staleness, self._max_nbytes = members, staleness, max_nbytes
+        self._holds = holds
         self._requests: dict[int, dict[int, None]] = {}  # fragments by worker
         self._transits: dict[int, ParamsPacket] = {}  # by worker
         self._packets: dict[int, dict[int, tuple[ParamsPacket, int]]] = {}  # by fragment, revision; uses
@@ -109,6 +115,8 @@ class FetchQueue:
         """Begin the answer to a worker's first request that can be answered."""
         fragments = self._requests[member.number]
         for fragment in fragments:
+            if self._holds(member.number, fragment):
+                continue
             revision = params.fragments[fragment].revision
             if oldest and self._must_wait(member, revision, fragment, oldest[fragment]):
                 continue

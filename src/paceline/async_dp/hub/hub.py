@@ -71,6 +71,7 @@ class Hub:
         counters: totals of merged updates.
         refused: counts of refused messages, by reason.
         loss: last reported score of the global parameters.
+        merging: merges updates by quorum.
         reset: workers with a new session; messages for the one before must not be sent any more.
     """
 
@@ -81,11 +82,12 @@ class Hub:
         self.params: GlobalParams | None = None
         self.members = HubMembership(rules.silent_after)
         self.counters, self.refused, self.loss = HubCounters(), Counter[str](), math.nan
-        self._fetches = FetchQueue(self.members, rules.staleness)
         self.phase = "empty"
         self._intake = UpdateIntake(
             rules, self.members, self.counters, self.refused, self._record, self._acknowledge
         )
+        self.merging = self._intake.merging
+        self._fetches = FetchQueue(self.members, rules.staleness, self.merging.holds)
         self._storage = DurableCommit(
             journal, self.snapshot, lambda: self._intake.since_snapshot, rules.snapshot_every
         )
@@ -111,6 +113,7 @@ class Hub:
             params = restore_snapshot(found.facts, found.tensors, self._make_params, *state)
             self.phase = "together"
             self._intake.since_snapshot = replay_records(found.records, params, *state)
+            self.merging.restore(params)
 
     @property
     def updates(self) -> int:
@@ -183,6 +186,8 @@ class Hub:
         try:
             if not self._storage.paused and not self._expired_at <= now < self._expired_at + _EXPIRY_SECONDS:
                 self._expire(now)
+            if self.params is not None and not self._storage.paused:
+                self.merging.merge_due(self.params, now)
         except CheckpointError as error:
             self._storage.fail(error, now)
         if not self._storage.commit(now):
@@ -194,6 +199,10 @@ class Hub:
         outgoing = self._outgoing.copy()
         self._outgoing.clear()
         return outgoing
+
+    def next_due(self, now: float) -> float:
+        """Return when `commit` has something to do even if nothing arrives; infinity: never."""
+        return math.inf if self.storage_error else self.merging.next_due(now)
 
     def has_answers(self) -> bool:
         """Return whether a worker whose packet was sent meanwhile can be sent the next."""
@@ -321,7 +330,7 @@ class Hub:
             run=self.run,
             version=__version__,
             phase=self.phase,
-            slot=self.members.slot(member),
+            slot=self.members.slot(member) if self.rules.merge.on == "arrival" else 0,  # or all at once
             slots=len(self.members.alive),
             yours=member.session_id,
             **self._shared_meta(),

@@ -99,4 +99,4 @@ class HubServer:
             for target in sender.targets.difference(self.exchange.peers()):
                 sender.forget(target)
                 hub.unreachable(target)
-        return wait
+        return min(wait, max(0.0, hub.next_due(now) - now))

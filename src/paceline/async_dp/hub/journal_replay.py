@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paceline.async_dp.hub.membership import HubCounters, HubMembership, Rounds
+from paceline.async_dp.hub.quorum_merging import merge_pending
 from paceline.async_dp.hub.update_intake import replay_update
 from paceline.async_dp.hub.update_merging import GlobalParams
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
@@ -94,6 +95,8 @@ def replay_records(
     updates = 0
     for values, payload in records:
         kind = values["kind"]
+        if kind == "merge":
+            merge_pending(values, params, members)
         if kind not in _REPLAYED:
             continue
         member = members.get_or_add(values["worker"])

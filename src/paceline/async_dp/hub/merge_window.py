@@ -6,7 +6,8 @@
     merge     the mean of all that arrived, weighted by samples, is one step of the outer optimizer
 
 An update that arrives later takes part in the next merge. A worker that died is expected by nobody: it does not count
-among the live ones.
+among the live ones. Nor do live workers that withhold their updates stop the others: after twice the longest interval
+of any worker, what waits is merged without a quorum.
 
 [Note: grace] A worker is expected at its last arrival plus its usual interval (the median of its last eight; before
 there are two, the time that it reports for its steps), give or take the largest deviation from that. The hub waits for
@@ -33,7 +34,8 @@ __all__ = ["MergeWindow", "SampleWeights", "merge_scale"]
 
 _KEPT, _LEAST_INTERVALS = 8, 2
 _UNKNOWN_SPREAD, _LEAST_SPREAD = 0.25, 0.05  # of the interval
-_GRACE_SHARE = 0.5
+_GRACE_SHARE, _PATIENCE = 0.5, 2.0
+_MAX_KNOWN = 4096  # workers
 _MAX_UPDATES = 2048
 """Most updates of a merge, so that its record stays short."""
 
@@ -94,6 +96,8 @@ class MergeWindow:
         self._updates = 0
         self._arrivals: dict[int, _Arrivals] = {}
         self._quorum_at = self._deadline = math.inf
+        self._began = math.nan  # when the first update that waits arrived
+        self._longest = math.nan  # interval of the slowest worker
         self._first = True
 
     def add(self, worker: int, now: float, interval: float = math.nan) -> None:
@@ -110,6 +114,10 @@ class MergeWindow:
             self._arrivals[worker] = _Arrivals(now, interval)
         else:
             arrivals.add(now)
+        if math.isnan(self._began):
+            self._began = now
+        intervals = (each.usual for each in self._arrivals.values() if each.usual > 0)  # and known
+        self._longest = max(intervals, default=math.nan)
 
     def restore(self, worker: int) -> None:
         """Count an update that arrived before the hub was restarted."""
@@ -117,7 +125,7 @@ class MergeWindow:
         self._updates += 1
 
     def due(self, alive: AbstractSet[int], quorum: int, now: float) -> float:
-        """Return when the updates are to be merged; infinity while there is no quorum.
+        """Return when the updates are to be merged; infinity while that is unknown.
 
         Args:
             alive: live workers.
@@ -125,8 +133,11 @@ class MergeWindow:
             now: seconds of the clock of `add`.
         """
         waiting = self.waiting
-        if not waiting or (len(waiting) < quorum and self._updates < _MAX_UPDATES):
+        if not waiting:
             return math.inf
+        if len(waiting) < quorum and self._updates < _MAX_UPDATES:
+            until = self._began + _PATIENCE * self._longest
+            return math.inf if math.isnan(until) else until
         if self._quorum_at > now:
             self._quorum_at = now
             self._deadline = self._expected_until(alive, now)
@@ -135,21 +146,20 @@ class MergeWindow:
         return self._deadline
 
     def grace(self, now: float) -> float:
-        """Return the seconds since the quorum was reached."""
+        """Return the seconds since the quorum was reached; 0 if it was not."""
         return max(0.0, now - self._quorum_at)
 
     def close(self) -> None:
         """Start the next window, once the updates are merged."""
         self.waiting = set()
-        self._updates, self._first = 0, False
+        self._began, self._updates, self._first = math.nan, 0, False
         self._quorum_at = self._deadline = math.inf
-
-    def forget(self, worker: int) -> None:
-        """Forget the intervals of a worker that left."""
-        self._arrivals.pop(worker, None)
 
     def _expected_until(self, alive: AbstractSet[int], now: float) -> float:
         """Return when the last worker that is worth waiting for is overdue; `now` if there is none."""
+        if len(self._arrivals) > _MAX_KNOWN:
+            present = alive | self.waiting
+            self._arrivals = {worker: each for worker, each in self._arrivals.items() if worker in present}
         arrivals = self._arrivals
         intervals = [arrivals[worker].usual for worker in self.waiting if worker in arrivals]
         usual = [each for each in intervals if not math.isnan(each)]

@@ -12,9 +12,11 @@ from typing import Any
 
 from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.hub.membership import HubCounters, HubMember, HubMembership
-from paceline.async_dp.hub.update_merging import GlobalParams
+from paceline.async_dp.hub.quorum_merging import QuorumMerging, add_pending
+from paceline.async_dp.hub.update_merging import GlobalParams, MergedFragment
 from paceline.async_dp.hub.update_screening import UpdateScreen
 from paceline.async_dp.protocol.hub_messages import HubMessage, UpdateHeader
+from paceline.async_dp.row_arithmetic import FloatRow
 
 __all__ = ["UpdateIntake", "replay_update"]
 
@@ -31,8 +33,9 @@ class UpdateIntake:
         acknowledge: sends the decision to the worker: member, message and why it was refused, empty if it was merged.
 
     Attributes:
-        since_snapshot: updates merged since the last snapshot.
+        since_snapshot: accepted updates since the last snapshot.
         screen: screens updates.
+        merging: merges updates by quorum.
     """
 
     def __init__(
@@ -47,10 +50,11 @@ class UpdateIntake:
         self._rules, self._members, self._counters, self._refused = rules, members, counters, refused
         self._record, self._acknowledge = record, acknowledge
         self.screen = UpdateScreen(rules.screen)
+        self.merging = QuorumMerging(rules.merge, members, record)
         self.since_snapshot = 0
 
     def on_update(self, message: HubMessage, member: HubMember, params: GlobalParams, now: float) -> None:
-        """Merge or refuse an update, and acknowledge it.
+        """Merge an update, let it wait for a merge, or refuse it; and acknowledge it.
 
         Raises:
             DamagedEnvelope: its packet has another size than it must.
@@ -82,34 +86,58 @@ class UpdateIntake:
             member.refused += 1
             self._refused[why.partition(":")[0]] += 1
         else:
-            self._members.report_throughput(member, header.rate)
-            weight = self._members.share(member) * self._rules.staleness.weight(staleness)
-            self._record(
-                "update",
-                message.payload,
-                worker=member.number,
-                fragment=fragment,
-                round=message.round,
-                norm=norm,
-                revision=merged.revision + 1,
-                base=header.base,
-                samples=header.samples,
-                steps=header.steps,
-                rate=header.rate,
-                score=header.score,
-                before=header.before,
-                dtype=message.dtype,
-                weight=weight,
-                workers=workers,
-                staleness=staleness,
-            )
-            merged.merge(delta, weight, workers)
-            member.merged[fragment] = merged.revision
+            self._accept(message, header, member, merged, delta, norm=norm, staleness=staleness, now=now)
             self._counters.add(member, header.samples, staleness)
             self.since_snapshot += 1
         member.score = member.score if header.score is None else float(header.score)
         member.rounds[fragment] = message.round, why
         self._acknowledge(member, message, why, now)
+
+    def _accept(
+        self,
+        message: HubMessage,
+        header: UpdateHeader,
+        member: HubMember,
+        merged: MergedFragment,
+        delta: FloatRow,
+        *,
+        norm: float,
+        staleness: float,
+        now: float,
+    ) -> None:
+        """Merge an update, or let it wait for a merge."""
+        self._members.report_throughput(member, header.rate)
+        workers, weight = max(1, len(self._members.alive)), self._rules.staleness.weight(staleness)
+        waits = self._rules.merge.on == "quorum"
+        if waits:
+            decided = self.merging.weigh(message.fragment, header, staleness, weight)
+        else:
+            weight *= self._members.share(member)
+            decided = {"revision": merged.revision + 1, "weight": weight}
+        self._record(
+            "update",
+            message.payload,
+            worker=member.number,
+            fragment=message.fragment,
+            round=message.round,
+            norm=norm,
+            base=header.base,
+            samples=header.samples,
+            steps=header.steps,
+            rate=header.rate,
+            score=header.score,
+            before=header.before,
+            dtype=message.dtype,
+            workers=workers,
+            staleness=staleness,
+            **decided,
+        )
+        if waits:
+            add_pending(decided, delta, merged, member)
+            self.merging.add(message.fragment, member.number, header, now)
+        else:
+            merged.merge(delta, weight, workers)
+            member.merged[message.fragment] = merged.revision
 
     def quarantine_left(self, member: HubMember, now: float) -> float:
         """Return the seconds that a worker stays in quarantine."""
@@ -135,8 +163,11 @@ class UpdateIntake:
 
 
 def replay_update(values: Mapping[str, Any], payload: Any, params: GlobalParams, member: HubMember) -> None:
-    """Merge an update from the journal again, with the weight that it had."""
+    """Merge an update from the journal again, with the weight that it had, or let it wait again."""
     fragment = params.fragments[values["fragment"]]
     delta, _ = params.unpack(values["fragment"], values["dtype"], payload)
+    if "weight" not in values:
+        add_pending(values, delta, fragment, member)
+        return
     fragment.merge(delta, values["weight"], values["workers"])
     member.merged[values["fragment"]] = fragment.revision

@@ -303,7 +303,7 @@ class _Journal(MemoryJournal):
         return super().append(values, payload)
 
 
-_DECISIONS = ("replace", "together", "refuse", "begin", "silent", "join")
+_DECISIONS = ("merge", "replace", "together", "refuse", "begin", "silent", "join")
 
 
 def simulate_async(

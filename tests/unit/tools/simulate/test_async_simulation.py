@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.async_dp.hub.hub_settings import HubOptimizer, HubRules, PopulationRules
+from paceline.async_dp.hub.hub_settings import HubOptimizer, HubRules, MergeRules, PopulationRules
 from paceline.async_dp.hub.staleness_policy import StalenessPolicy
 from paceline.async_dp.worker.score_based_selection import SelectionPolicy
 from paceline.errors import UsageError
@@ -20,6 +20,7 @@ from paceline.tools.simulate.simulated_ddp import DdpPlan, simulate_ddp
 from paceline.tools.simulate.simulated_machines import ChurnEvent, SimulatedMachine, draw_churn
 
 FOUR = tuple(SimulatedMachine(step_seconds=seconds, jitter=0.1) for seconds in (0.1, 0.1, 0.2, 0.4))
+EIGHT = (SimulatedMachine(step_seconds=0.1, jitter=0.1),) * 8
 EQUAL = (SimulatedMachine(step_seconds=1.0),) * 4
 PLAN = AsyncPlan(machines=FOUR, seconds=40.0, cadence=SyncSchedule(10, 1, 5), score_every=10.0)
 BARE = {"compression": None, "rules": HubRules(down="fp32"), "stagger": False}
@@ -115,8 +116,9 @@ def test_smaller_updates_learn_the_same_with_a_fraction_of_the_bytes():
 # ---------------------------------------------------------------------- faults
 
 
-def test_a_hub_that_is_killed_and_started_again_loses_nothing():
-    plan = replace(PLAN, seconds=math.inf, steps=300, machines=FOUR[:3])
+@pytest.mark.parametrize("merge", [MergeRules(), MergeRules("quorum", 0.5)], ids=lambda merge: merge.on)
+def test_a_hub_that_is_killed_and_started_again_loses_nothing(merge):
+    plan = replace(PLAN, seconds=math.inf, steps=300, machines=FOUR[:3], rules=HubRules(merge=merge))
     churn = (
         ChurnEvent(5.0, -1, False),
         ChurnEvent(6.0, -1, True),
@@ -136,6 +138,37 @@ def test_the_journal_of_a_lost_hub_remains():
     found = simulate_async(replace(PLAN, churn=(ChurnEvent(20.0, -1, False),)), LinearTask())
     assert 0 < found.updates < simulate_async(PLAN, LinearTask()).updates
     assert math.isfinite(found.loss)
+
+
+def test_merging_by_quorum_takes_every_update_once_with_churn_and_faults():
+    def run() -> AsyncResult:
+        rules = HubRules(merge=MergeRules("quorum", 0.5), outer=HubOptimizer("delayed-nesterov", 1.0, 0.5))
+        churn = (*draw_churn(0.3, 4, 40.0, seed=1), ChurnEvent(14.0, -1, False), ChurnEvent(14.5, -1, True))
+        machines = EIGHT[:4]
+        return simulate_async(
+            replace(PLAN, machines=machines, rules=rules, churn=churn, fault=RandomFaults(0.02)), LinearTask()
+        )
+
+    found = run()
+    assert found == run(), "to the bit"
+    merges = [each for each in found.decisions if each["kind"] == "merge"]
+    merged = sum(each["updates"] for each in merges)
+    assert found.updates - 4 <= merged <= found.updates, "the others wait"
+    assert merges[-1]["revision"] == merged
+    assert any(each["updates"] < each["workers"] for each in merges)
+    assert any(each["grace"] > 0 for each in merges)
+    assert found.refused.keys() <= {"repeated", "not in session"}
+    assert found.loss < 0.01
+
+
+def test_merging_by_quorum_of_equal_workers_merges_all_of_them_in_every_round():
+    rules = HubRules(merge=MergeRules("quorum", 0.5))
+    plan = replace(PLAN, machines=EQUAL, seconds=200.0, rules=rules, stagger=False)
+    found = simulate_async(plan, LinearTask())
+    merges = [each for each in found.decisions if each["kind"] == "merge"]
+    assert len(merges) > 15
+    assert [each["updates"] for each in merges] == [4] * len(merges)
+    assert found.staleness_max == 0
 
 
 def test_injected_faults_cost_almost_nothing_and_no_round_counts_twice():
