@@ -280,6 +280,8 @@ def test_while_the_disk_fails_nothing_waits_or_is_merged() -> None:
     assert driver.update(2, 0, 3 * ONES) == []
     assert driver.hub.next_due(driver.now) == math.inf
     driver.journal.append = append
+    driver.now += 2.0
+    driver.commit()
     driver.update(2, 0, 3 * ONES)
     assert torch.equal(driver.theta, -2 * ONES)
     assert [each["of"] for each in merges(driver)] == [[1, 2]]
