@@ -244,3 +244,14 @@ def test_an_acknowledged_update_that_cannot_be_removed_is_removed_later(on_disk,
 
 def refuse_to_write(*_, **__):
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_an_acknowledgement_of_what_an_earlier_process_sent_may_precede_the_welcome() -> None:
+    outbox = Outbox(None, ME)
+    outbox.put(outbox.next_round(0), 0, {"meta": {}, "dtype": "fp32"}, b"")
+    driver = SessionDriver(outbox)
+    assert driver.sent() == ["hello"]
+    driver.receive("ack", round=0)
+    assert outbox.pending() == []
+    driver.welcome()
+    assert driver.sent() == ["fetch"]

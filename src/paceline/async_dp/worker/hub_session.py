@@ -310,7 +310,7 @@ class HubSession:
         round, fragment = message.round, message.fragment
         if not self._outbox.acknowledge(round, fragment):
             return
-        del self._resend_at[fragment]
+        self._resend_at.pop(fragment, None)  # missing: sent by an earlier process of this worker
         self._due = self._first_due()
         why = meta_text(message.meta, "why")
         if why:
