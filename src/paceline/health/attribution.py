@@ -29,6 +29,7 @@ __all__ = [
     "RankObservation",
     "StallLimits",
     "attribute_failure",
+    "awaited_by",
     "find_late_rank",
     "progress_of",
     "waited_seconds",
@@ -70,6 +71,7 @@ class RankObservation:
         link_seconds: since the link is closed or lost.
         unanswered: seconds since its host acknowledged sent bytes, as far as known.
         dumped: since it fell silent, it wrote its stack by the thread that needs no lock of Python's.
+        heard: heartbeats of it were received by some rank; needed only where `heartbeat` is None.
     """
 
     rank: int
@@ -81,6 +83,7 @@ class RankObservation:
     link_seconds: float = 0.0
     unanswered: float = 0.0
     dumped: bool = False
+    heard: bool = False
 
 
 Observations = Sequence[RankObservation]
@@ -150,7 +153,8 @@ def attribute_failure(
 
     Args:
         rank: this rank.
-        observations: of all ranks, in rank order.
+        observations: of all ranks, in rank order; of those without evidence it needs only the extremes, see
+            `aggregation.summary`.
         notices: known events.
         limits: time limits.
         urgent: a connection of this rank has failed, so weaker evidence counts.
@@ -198,6 +202,12 @@ def progress_of(heartbeat: Heartbeat | None) -> tuple[int, int, int]:
         return -1, 0, -1
     phase = PHASES.index(heartbeat.phase) if heartbeat.phase in PHASES else len(PHASES)
     return heartbeat.step, phase, heartbeat.bucket
+
+
+def awaited_by(heartbeat: Heartbeat) -> tuple[int, str, int, int]:
+    """Return what a rank waits for, comparable between ranks."""
+    step, phase, bucket = progress_of(heartbeat)
+    return step, heartbeat.task, phase, bucket
 
 
 def _is_silent(observed: RankObservation, limits: StallLimits) -> bool:
@@ -297,7 +307,7 @@ def _unreachable(rank: int, observations: Observations, limits: StallLimits) -> 
 def _is_lost(observed: RankObservation, limits: StallLimits) -> bool:
     if observed.link == "lost" or _is_unanswered(observed, limits):
         return observed.silent >= limits.lost
-    relayed = observed.link == "none" and observed.heartbeat is not None
+    relayed = observed.link == "none" and (observed.heartbeat is not None or observed.heard)
     return relayed and observed.silent >= limits.lost + 2 * limits.interval
 
 
@@ -334,7 +344,7 @@ def _stalled(
         earliest = min(done, key=lambda notice: (notice.step, notice.rank))
         others = tuple(sorted(notice.rank for notice in done if notice is not earliest))
         return Attribution("finished", earliest.rank, seconds, others, waiting.rank)
-    awaited = {each.rank: _awaited(each.heartbeat) for each in observations if each.heartbeat is not None}
+    awaited = {each.rank: awaited_by(each.heartbeat) for each in observations if each.heartbeat is not None}
     first = min(awaited, key=lambda rank: (awaited[rank], rank))
     if all(each == awaited[first] for each in awaited.values()):
         return None
@@ -342,12 +352,6 @@ def _stalled(
         return None  # it may have moved on since its latest heartbeat; more time will show
     ahead = max(awaited, key=lambda rank: (awaited[rank], -rank))
     return Attribution("elsewhere", first, seconds, (), ahead)
-
-
-def _awaited(heartbeat: Heartbeat) -> tuple[int, str, int, int]:
-    """Return what a rank waits for, comparable between ranks."""
-    step, phase, bucket = progress_of(heartbeat)
-    return step, heartbeat.task, phase, bucket
 
 
 def _busy(

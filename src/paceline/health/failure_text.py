@@ -9,7 +9,7 @@ from paceline._core.process_exit import describe_exit
 from paceline.errors import PeerFailed
 from paceline.health.attribution import Attribution, RankObservation
 from paceline.health.heartbeat import FailureNotice
-from paceline.health.peer_mesh import PeerEndpoint
+from paceline.health.peer_endpoint import PeerEndpoint
 from paceline.world.rendezvous import format_ranks
 
 __all__ = ["failure_headline", "peer_failed"]
@@ -122,7 +122,7 @@ def _state(
     for notice in notices:
         if notice.rank == failure.rank and notice.kind in ("raised", "done"):
             return notice.step, notice.phase, notice.bucket
-    latest = observations[failure.rank or 0].heartbeat
+    latest = next((each.heartbeat for each in observations if each.rank == failure.rank), None)
     current = failure.kind in ("stalled", "elsewhere")
     reached = [] if current else [each.heartbeat.step for each in observations if each.heartbeat is not None]
     if reached and (latest is None or max(reached) > latest.step):

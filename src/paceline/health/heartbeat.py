@@ -1,14 +1,15 @@
 """Messages between the watchdogs of all ranks: heartbeats several times per second, notices of single events.
 
-A message is a 4-byte length and a JSON object. A malformed message closes its connection. A heartbeat replaces the
-previous one of its rank. Every rank forwards each notice once, so notices also reach ranks without a connection.
+A message is a 4-byte length, a JSON object, and once both ends are authenticated a code of 16 bytes. A malformed
+message or a wrong code closes its connection. A heartbeat replaces the previous one of its rank.
 
-    | length: 4 | {"row": […]}  or  {"note": {…}}  or  {"ack": […]}  or  {"hello": […]} |
+    | length: 4 | {"row": […]}  or  {"note": {…}}  or  {"ack": […]} … | code: 16 |
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import json
 import struct
 from collections.abc import Iterator
@@ -21,18 +22,24 @@ from paceline.errors import UsageError
 __all__ = [
     "LARGEST_NBYTES",
     "NOTICE_KINDS",
+    "TAG_NBYTES",
     "FailureNotice",
     "FrameParser",
     "Heartbeat",
     "MalformedFrame",
     "clip_text",
     "encode_frame",
+    "frame_tag",
 ]
 
 LARGEST_NBYTES = 128 << 10
 """Limit for one message."""
 
+TAG_NBYTES = 16
+"""Of the code that authenticates a frame: half of an HMAC-SHA256 (RFC 2104, section 5)."""
+
 _LENGTH = struct.Struct(">I")
+_NUMBER = struct.Struct(">Q")
 _TEXT_LENGTH = 16_000  # characters; at most six bytes each as JSON
 _LARGEST_INT = (1 << 62) - 1
 
@@ -80,8 +87,9 @@ class Heartbeat:
     stopped: tuple[Integer, ...] = ()
 
     def message(self) -> dict[str, Any]:
-        """Return this heartbeat as a message."""
-        return {"row": [getattr(self, name) for name in _HEARTBEAT_FIELDS]}
+        """Return this heartbeat as a message, its times to a hundredth of a millisecond."""
+        values = [getattr(self, name) for name in _HEARTBEAT_FIELDS]
+        return {"row": [round(value, 5) if isinstance(value, float) else value for value in values]}
 
     @classmethod
     def parse(cls, values: object, ranks: int) -> Heartbeat:
@@ -187,11 +195,27 @@ def clip_text(text: str, limit: int = _TEXT_LENGTH) -> str:
     return f"{text[:head]}\n… {len(text) - limit} characters left out …\n{text[head - limit :]}"
 
 
-class FrameParser:
-    """Splits the bytes of a connection into messages."""
+def frame_tag(key: bytes, number: int, frame: bytes) -> bytes:
+    """Return the code of the frame with this number in one direction of a connection, counted from 0."""
+    return hmac.digest(key, _NUMBER.pack(number) + frame, "sha256")[:TAG_NBYTES]
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
+
+class FrameParser:
+    """Splits the bytes of a connection into messages.
+
+    Args:
+        largest: bytes of one message.
+        key: of the codes that follow the frames; empty: there are none yet.
+        rest: first bytes, which were received with earlier ones.
+    """
+
+    def __init__(self, largest: int = LARGEST_NBYTES, key: bytes = b"", rest: bytes = b"") -> None:
+        self._largest, self._key, self._received = largest, key, 0
+        self._buffer = bytearray(rest)
+
+    def with_key(self, key: bytes) -> FrameParser:
+        """Return the parser of the frames after those of this one, which have codes."""
+        return FrameParser(key=key, rest=bytes(self._buffer))
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """Append `data`, and yield the messages that are complete.
@@ -200,17 +224,21 @@ class FrameParser:
             MalformedFrame: the bytes are not a valid message.
         """
         self._buffer += data
+        tag_nbytes = TAG_NBYTES if self._key else 0
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > LARGEST_NBYTES:
-                raise MalformedFrame(f"a message of {length} bytes; the limit is {LARGEST_NBYTES}")
+            if length > self._largest:
+                raise MalformedFrame(f"a message of {length} bytes; the limit is {self._largest}")
             end = _LENGTH.size + length
-            if len(self._buffer) < end:
+            if len(self._buffer) < end + tag_nbytes:
                 return
-            body = bytes(self._buffer[_LENGTH.size : end])
-            del self._buffer[:end]
+            frame, tag = bytes(self._buffer[:end]), bytes(self._buffer[end : end + tag_nbytes])
+            del self._buffer[: end + tag_nbytes]
+            if self._key and not hmac.compare_digest(frame_tag(self._key, self._received, frame), tag):
+                raise MalformedFrame("a wrong code: altered, repeated or sent by a stranger")
+            self._received += 1
             try:
-                message = json.loads(body)
+                message = json.loads(frame[_LENGTH.size :])
             except (ValueError, RecursionError) as error:
                 raise MalformedFrame(f"no JSON: {error}") from None
             if not isinstance(message, dict):

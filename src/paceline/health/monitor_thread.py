@@ -1,6 +1,6 @@
 """The watchdog's thread: five times per second it sends a heartbeat, receives those of others, and looks for failures.
 
-receive → check local processes → send a heartbeat → attribute
+receive → check local processes → send a heartbeat, report → attribute
                                                      failure: wait a moment for better evidence, then free the training
                                                      thread, raise in it, or end the process
 
@@ -11,21 +11,21 @@ either. That time does not count as silence of other ranks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import logging
 import threading
 import time
 from collections.abc import Collection
-from typing import Any
 
 from paceline._core.graceful_shutdown import ShutdownListener
 from paceline.errors import PeerFailed
 from paceline.health import abort_collectives, thread_probe
+from paceline.health.aggregation.groups import PeerGroups
 from paceline.health.attribution import Attribution, StallLimits
-from paceline.health.failure_detector import SETTLE_SECONDS, FailureDetector
+from paceline.health.failure_detector import SETTLE_SECONDS, FailureDetector, heartbeat_interval
 from paceline.health.heartbeat import FailureNotice, Heartbeat, MalformedFrame, clip_text
-from paceline.health.peer_mesh import CONNECT_SECONDS, FULL_MESH, PeerMesh
+from paceline.health.peer_mesh import PeerMesh
+from paceline.health.pending_connections import CONNECT_SECONDS
 from paceline.health.process_probe import LocalProcess
 
 __all__ = ["MonitorThread"]
@@ -33,7 +33,7 @@ __all__ = ["MonitorThread"]
 log = logging.getLogger("paceline.health")
 
 HEARTBEAT_SECONDS = 0.2
-_RELAY_SECONDS = 1.0  # between heartbeats where they are relayed
+_LEAST_SECONDS = 0.02  # between two turns, however much arrives
 _QUIET_SECONDS = 0.5  # without a heartbeat of a rank on this host, before its process is checked
 _DUMP_SECONDS = 1.5  # least time without a turn before stacks are dumped without the lock
 _ABSENCE_SECONDS = 1.0
@@ -47,6 +47,7 @@ class MonitorThread:
 
     Args:
         mesh: its connections.
+        groups: of the world.
         limits: time limits.
         leave_on_stall: whether a stall ends the training.
         warn: seconds of waiting after which a warning is logged.
@@ -62,6 +63,7 @@ class MonitorThread:
     def __init__(
         self,
         mesh: PeerMesh,
+        groups: PeerGroups,
         limits: StallLimits,
         *,
         leave_on_stall: bool,
@@ -70,22 +72,19 @@ class MonitorThread:
         shutdown: ShutdownListener,
     ) -> None:
         self.mesh, self.own, self.endpoints = mesh, mesh.own, mesh.endpoints
-        relayed = len(self.endpoints) > FULL_MESH
-        interval = 1.0 + relayed * _RELAY_SECONDS * len(self.endpoints).bit_length()
-        self.limits = limits.minus(SETTLE_SECONDS[False] + 3 * HEARTBEAT_SECONDS, interval)
-        self._relay_seconds = _RELAY_SECONDS if relayed else 0.0
+        self.limits = limits.minus(SETTLE_SECONDS[False] + 3 * HEARTBEAT_SECONDS, heartbeat_interval(groups))
         self._grace = grace
         self._shutdown, self._shutdown_since, self._exiting = shutdown, 0.0, False
         self.error: PeerFailed | None = None
         self.decided = threading.Event()
         self._connected = threading.Event()  # by all peers, so that a notice reaches every one
         self.in_block = False
-        self.detector = FailureDetector(mesh, self.limits, leave_on_stall=leave_on_stall, warn=warn)
-        self._acknowledged: dict[tuple[str, ...], set[int]] = {}
+        self.detector = FailureDetector(mesh, groups, self.limits, leave_on_stall=leave_on_stall, warn=warn)
+        mates = [self.endpoints[rank] for rank in groups.mates(self.own.rank)]
         self._local = {
             each.rank: LocalProcess(each.pid, each.start_ticks)
-            for each in self.endpoints
-            if each.host_key == self.own.host_key and each.rank != self.own.rank
+            for each in mates
+            if each.host_key == self.own.host_key
         }
         self._stopped: tuple[int, ...] = ()
         self._probe = thread_probe.TrainingThreadProbe(self.own.thread_ident)
@@ -97,14 +96,16 @@ class MonitorThread:
         self._thread = threading.Thread(target=self._run, name="paceline watchdog", daemon=True)
 
     def start(self) -> None:
-        """Connect to the other ranks, start the thread, and wait until they have connected to this one."""
-        for problem in self.mesh.connect():
-            log.warning("this rank can't watch a peer: %s", problem)
-        self._send_heartbeat(time.monotonic())
-        self._arm_stack_dump(time.monotonic())
+        """Start the thread, and wait until the peers of this rank are connected with it."""
+        self.mesh.connect()
         self._thread.start()
-        if self.mesh.missing() and not self._connected.wait(CONNECT_SECONDS):
-            log.warning("ranks %s can't be watched by this rank: they did not connect", self.mesh.missing())
+        if self._connected.wait(CONNECT_SECONDS):
+            return
+        failures = {}
+        for rank, text in self.mesh.missing().items():
+            failures.setdefault(text or "they did not connect", []).append(rank)
+        for text, ranks in failures.items():
+            log.warning("ranks %s can't be watched by this rank: %s", ranks, text)
 
     # ------------------------------------------------------------------ called by the training thread
 
@@ -116,7 +117,7 @@ class MonitorThread:
         while time.monotonic() < deadline:
             with self._lock:
                 missing = {link.rank for link in self.mesh.links.values() if link.state == "open"}
-                missing -= self._acknowledged.get(notice.key, set())
+                missing -= self.detector.acknowledged.get(notice.key, set())
             if not missing or not self._thread.is_alive():
                 return
             time.sleep(0.01)
@@ -129,10 +130,10 @@ class MonitorThread:
                 self._fail(failure)
         return self.error
 
-    def step_seconds(self) -> dict[int, float]:
-        """Return the median working seconds per step of each rank, as far as known."""
+    def slowest(self) -> tuple[int, float, float] | None:
+        """Return the slowest rank, its seconds per step over the median of the others', and its seconds."""
         with self._lock:
-            return self.detector.step_times.medians()
+            return self.detector.slowest()
 
     def close(self) -> None:
         """End the thread without a notice, and release everything."""
@@ -154,7 +155,8 @@ class MonitorThread:
     def _run(self) -> None:
         while not self._closing.is_set():
             pidfds = [each.pidfd for each in self._local.values() if each.pidfd >= 0]
-            ended = self.mesh.wait(HEARTBEAT_SECONDS, pidfds)
+            self._closing.wait(_LEAST_SECONDS)
+            ended = self.mesh.wait(HEARTBEAT_SECONDS - _LEAST_SECONDS, pidfds)
             with self._lock:
                 if self._closing.is_set():
                     return
@@ -173,33 +175,22 @@ class MonitorThread:
             self.detector.ignore_absence(absent)
         for rank, message in self.mesh.receive():
             try:
-                self._handle(rank, message, now)
+                self.detector.receive(rank, message, now)
             except MalformedFrame as error:
                 log.warning("rank %d sent a malformed message (%s): its connection is closed", rank, error)
                 self.mesh.reject(rank)
         if not self._connected.is_set() and not self.mesh.missing():
             self._connected.set()
-        self._read_stack_dumps()
         self._check_local_processes(now, ended)
-        self._send_heartbeat(now)
-        self._arm_stack_dump(now)
+        if now - self._heartbeat_sent_at > 0.9 * HEARTBEAT_SECONDS:
+            self._heartbeat_sent_at = now
+            self._read_stack_dumps()
+            self._send_heartbeat(now)
+            self._arm_stack_dump(now)
         if self.decided.is_set():
             self._enforce_exit(now)
         elif not self._exiting:
             self._detect(now)
-
-    def _handle(self, source: int, message: dict[str, Any], now: float) -> None:
-        if "row" in message:
-            heartbeat = Heartbeat.parse(message["row"], len(self.endpoints))
-            if heartbeat.rank != self.own.rank:
-                self.detector.add_heartbeat(heartbeat, now)
-        elif "note" in message:
-            notice = FailureNotice.parse(message["note"], len(self.endpoints))
-            self.mesh.send({"ack": list(notice.key)}, to=source)
-            if self.detector.publish(notice) and notice.kind == "thread":
-                log.warning("a thread of rank %d raised %s:\n%s", notice.rank, notice.name, notice.text)
-        elif isinstance(message.get("ack"), list):
-            self._acknowledged.setdefault(tuple(map(str, message["ack"])), set()).add(source)
 
     def _read_stack_dumps(self) -> None:
         for rank, text in self.mesh.stack_dumps():
@@ -227,21 +218,10 @@ class MonitorThread:
         self._stopped = tuple(stopped)
 
     def _send_heartbeat(self, now: float) -> None:
-        """Send this rank's heartbeat and, where not all ranks are connected, relay those of others."""
         self._sequence += 1
-        heartbeat = self._probe.heartbeat(self.own.rank, self._sequence, self._stopped)
-        self.detector.add_heartbeat(heartbeat, now)
         self.mesh.flush()
-        if now - self._heartbeat_sent_at < self._relay_seconds:
-            return
-        self.mesh.send(heartbeat.message(), droppable=True)
-        if self._relay_seconds:
-            for rank, other in self.detector.heartbeats.items():
-                held = now - self.detector.heard_at[rank]
-                if rank != self.own.rank and held <= now - self._heartbeat_sent_at:
-                    aged = dataclasses.replace(other, age=other.age + held, still=other.still + held)
-                    self.mesh.send(aged.message(), droppable=True)
-        self._heartbeat_sent_at = now
+        self.detector.beat(self._probe.heartbeat(self.own.rank, self._sequence, self._stopped), now)
+        self.detector.report(now)
 
     def _arm_stack_dump(self, now: float) -> None:
         """Restart the timer after which faulthandler dumps all stacks: it expires if this thread can't run."""

@@ -26,7 +26,7 @@ class PeerEndpoint:
         start_ticks: start time of the process.
         thread_ident: identifier of the training thread.
         address, port: where its watchdog listens.
-        token: rank 0's authenticates the connections of all ranks.
+        token: rank 0's is part of the key of all connections; empty for others.
     """
 
     rank: int

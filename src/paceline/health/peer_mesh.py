@@ -1,37 +1,38 @@
 """TCP connections between the watchdogs of all ranks.
 
-Up to 16 ranks all are connected with all; above, each with those at distances 1, 2, 4, … in both directions, which
-relay what is new. TCP, not datagrams, since the kernel reports state without help of the process at the other end: the
-end of a connection means that the process is gone (at once, whatever ended it), and unacknowledged bytes that its host
-is unreachable; while a process that is stopped, or whose threads all wait for Python's lock, keeps a connection that
-acknowledges bytes and sends nothing. Tracebacks arrive whole.
+TCP, not datagrams, since the kernel reports state without help of the process at the other end: the end of a connection
+means that the process is gone (at once, whatever ended it), and unacknowledged bytes that its host is unreachable;
+while a process that is stopped, or whose threads all wait for Python's lock, keeps a connection that acknowledges bytes
+and sends nothing. Tracebacks arrive whole.
 
-The higher rank connects to the lower one and presents a token that only the ranks of this world have.
+Both ends authenticate each other, and every frame carries a code; see `peer_handshake`. `aggregation/groups.py` says
+which ranks are connected.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from paceline.health.heartbeat import FrameParser, MalformedFrame, encode_frame
 from paceline.health.peer_endpoint import PeerEndpoint
+from paceline.health.peer_handshake import FrameSealer
+from paceline.health.pending_connections import (
+    PROBE,
+    AuthenticatedConnection,
+    CallFailure,
+    PendingConnections,
+)
 
-__all__ = ["CONNECT_SECONDS", "FULL_MESH", "PeerLink", "PeerMesh", "mesh_peers"]
+__all__ = ["PeerLink", "PeerMesh"]
 
-FULL_MESH = 16
-"""Ranks up to which all are connected with all."""
-
-_HELLO_SECONDS = 10.0  # for a caller to authenticate
-CONNECT_SECONDS = 5.0  # for a call, and for the peers to call
 _MAX_BACKLOG_NBYTES = 1 << 20  # unsent bytes per peer
 _DROP_NBYTES = _MAX_BACKLOG_NBYTES // 16  # from which droppable messages are dropped
 _READ_NBYTES = 1 << 16
@@ -40,26 +41,12 @@ _TCP_INFO = struct.Struct("=8x48xI")  # ms since the last acknowledgement (struc
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 
 
-def mesh_peers(rank: int, ranks: int) -> list[int]:
-    """Return the ranks that `rank` is connected with; the relation is symmetric.
-
-    Example:
-        >>> mesh_peers(0, 4), mesh_peers(0, 20)
-        ([1, 2, 3], [1, 2, 4, 8, 12, 16, 18, 19])
-    """
-    if ranks <= FULL_MESH:
-        return [other for other in range(ranks) if other != rank]
-    distances = [1 << power for power in range(ranks.bit_length()) if 1 << power < ranks]
-    found = {(rank + sign * distance) % ranks for distance in distances for sign in (1, -1)}
-    return sorted(found - {rank})
-
-
 @dataclass(eq=False)
 class PeerLink:
     """A connection to a rank.
 
     Attributes:
-        rank: its number; −1 until it has authenticated.
+        rank: its number.
         state: ``"open"``, ``"closed"`` (by the other end), ``"lost"`` (its host does not answer) or ``"none"`` (ended
             here after a malformed message).
         since: time of the latest change of `state`.
@@ -67,10 +54,11 @@ class PeerLink:
 
     rank: int
     socket: socket.socket
+    sealer: FrameSealer
+    parser: FrameParser
     _: KW_ONLY
     state: str = "open"
     since: float = field(default_factory=time.monotonic)
-    parser: FrameParser = field(default_factory=FrameParser)
     backlog: bytearray = field(default_factory=bytearray)
 
 
@@ -82,6 +70,10 @@ class PeerMesh:
         endpoints: of all ranks.
         listener: the socket at the own endpoint.
         lost: seconds of unacknowledged bytes after which a host counts as unreachable.
+        key: of the world.
+        peers: ranks that are to be connected with this one from the start; the relation is symmetric.
+        calls: those of them that this rank calls; the others call it.
+        quiet: ranks whose messages do not end a wait, as they send many times per second.
 
     Attributes:
         links: connections by rank.
@@ -89,97 +81,88 @@ class PeerMesh:
     """
 
     def __init__(
-        self, own: PeerEndpoint, endpoints: list[PeerEndpoint], listener: socket.socket, lost: float
+        self,
+        own: PeerEndpoint,
+        endpoints: list[PeerEndpoint],
+        listener: socket.socket,
+        lost: float,
+        *,
+        key: bytes,
+        peers: Collection[int],
+        calls: Collection[int],
+        quiet: Collection[int],
     ) -> None:
         self.own, self.endpoints = own, endpoints
-        self._listener, self._lost, self._token = listener, lost, endpoints[0].token
-        self._peers = mesh_peers(own.rank, len(endpoints))
-        self._callers: list[PeerLink] = []
+        self._lost, self._peers, self._calls = lost, sorted(peers), sorted(calls)
+        self._quiet = frozenset(quiet)
+        self._pending = PendingConnections(key, own.rank, endpoints, listener)
         self._dumps: dict[int, tuple[socket.socket, bytearray]] = {}
         self.links: dict[int, PeerLink] = {}
         self.dump: socket.socket | None = None
 
+    def now(self) -> float:
+        """Return the time that `PeerLink.since` refers to."""
+        return time.monotonic()
+
     # ------------------------------------------------------------------ connecting
 
-    def connect(self) -> list[str]:
-        """Connect to the peers of lower rank, and to the next rank for stacks; return what failed."""
-        problems = []
-        for rank in self._peers:
-            if rank < self.own.rank:
-                try:
-                    self._add(PeerLink(rank, self._call(rank, "beats")))
-                except OSError as error:
-                    problems.append(
-                        f"rank {rank} at {self.endpoints[rank].address}: {error.strerror or error}"
-                    )
-        with contextlib.suppress(OSError):
-            self.dump = self._call((self.own.rank + 1) % len(self.endpoints), "stacks")
-        return problems
+    def connect(self) -> None:
+        """Start to connect to the peers that this rank calls, and to the next rank for stacks."""
+        for rank in self._calls:
+            self.call(rank)
+        self._pending.call((self.own.rank + 1) % len(self.endpoints), "stacks")
 
-    def _call(self, rank: int, purpose: str) -> socket.socket:
-        endpoint = self.endpoints[rank]
-        connection = socket.create_connection((endpoint.address, endpoint.port), timeout=CONNECT_SECONDS)
-        connection.sendall(encode_frame({"hello": [self.own.rank, self._token, purpose]}))
-        return connection
+    def call(self, rank: int) -> None:
+        """Start to connect to a rank, unless this is under way or done."""
+        link = self.links.get(rank)
+        if link is None or link.state != "open":
+            self._pending.call(rank, "beats")
 
-    def _add(self, link: PeerLink) -> None:
-        link.socket.setblocking(False)
-        link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def probe(self, rank: int) -> None:
+        """Start to find out whether the process of a rank still listens: see `call_failure` and `answered`."""
+        self._pending.call(rank, PROBE)
+
+    def is_calling(self, rank: int) -> bool:
+        """Return whether a call of a rank is under way."""
+        return self._pending.is_calling(rank, "beats")
+
+    def call_failure(self, rank: int) -> CallFailure | None:
+        """Return how the latest call or probe of a rank failed; None: it did not."""
+        return self._pending.failures.get(rank)
+
+    def _add(self, found: AuthenticatedConnection) -> None:
+        """Keep an authenticated connection; one of a rank that was connected before replaces the old one."""
+        connection = found.socket
+        if found.purpose == "stacks":
+            if found.rank in self._dumps:
+                self._dumps.pop(found.rank)[0].close()
+            self._dumps[found.rank] = connection, bytearray()
+            return
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             milliseconds = max(1, int(self._lost * 1000))
-            link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        self.links[link.rank] = link
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        if (old := self.links.get(found.rank)) is not None:
+            old.socket.close()
+        self.links[found.rank] = PeerLink(found.rank, connection, found.sealer, found.parser)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._callers.append(PeerLink(-1, connection))
+    def _connect_pending(self) -> None:
+        for found in self._pending.advance():
+            if found.outgoing and found.purpose == "stacks":
+                self.dump = found.socket
+            else:
+                self._add(found)
 
-    def _greet(self, caller: PeerLink) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Read a caller's hello, accept or close the connection, and yield messages that came with it."""
-        messages, ended = [], False
-        try:
-            data = caller.socket.recv(_READ_NBYTES)
-            messages, ended = list(caller.parser.feed(data)), not data
-        except (BlockingIOError, InterruptedError):
-            pass
-        except (OSError, MalformedFrame):
-            ended = True
-        if messages and self._authenticate(caller, messages[0]):
-            yield from ((caller.rank, message) for message in messages[1:] if caller.rank >= 0)
-        elif messages or ended or time.monotonic() - caller.since > _HELLO_SECONDS:
-            caller.socket.close()
-        else:
-            self._callers.append(caller)
-
-    def _authenticate(self, caller: PeerLink, message: dict[str, Any]) -> bool:
-        """Make a caller a link or a source of stack dumps if its hello is valid."""
-        hello = message.get("hello")
-        if not isinstance(hello, list) or len(hello) != 3:
-            return False
-        rank, token, purpose = hello
-        valid = isinstance(rank, int) and 0 <= rank < len(self.endpoints) and isinstance(token, str)
-        if not valid or not hmac.compare_digest(token.encode(errors="replace"), self._token.encode()):
-            return False
-        if purpose == "stacks":
-            self._dumps[rank] = caller.socket, bytearray()
-        elif purpose != "beats" or rank not in self._peers or rank in self.links:
-            return False
-        else:
-            caller.rank = rank
-            self._add(caller)
-        return True
-
-    def missing(self) -> list[int]:
-        """Return the peers of higher rank that have not connected yet."""
-        return [rank for rank in self._peers if rank > self.own.rank and rank not in self.links]
+    def missing(self) -> dict[int, str]:
+        """Return the peers that are not connected yet, each with what failed where that is known."""
+        missing = [rank for rank in self._peers if rank not in self.links]
+        failures = {rank: self._pending.failures.get(rank) for rank in missing}
+        return {rank: "" if failure is None else failure.text for rank, failure in failures.items()}
 
     # ------------------------------------------------------------------ receiving
 
     def wait(self, seconds: float, pidfds: list[int]) -> set[int]:
-        """Sleep, but return at once when a connection or one of the processes `pidfds` ends, or a peer calls.
+        """Sleep; return early when a connection or one of the processes `pidfds` ends, or a peer not in `quiet` sends.
 
         Returns:
             Those of `pidfds` that have ended.
@@ -187,20 +170,17 @@ class PeerMesh:
         poll = select.poll()
         for link in self.links.values():
             if link.state == "open":
-                poll.register(link.socket, getattr(select, "POLLRDHUP", 0))
-        if self.missing():
-            for each in (self._listener, *(caller.socket for caller in self._callers)):
-                poll.register(each, select.POLLIN)
+                data = 0 if link.rank in self._quiet else select.POLLIN
+                poll.register(link.socket, data | getattr(select, "POLLRDHUP", 0))
+        for connection, events in self._pending.poll_events(callers=bool(self.missing())):
+            poll.register(connection, events)
         for pidfd in pidfds:
             poll.register(pidfd, select.POLLIN)
         return {fd for fd, _ in poll.poll(seconds * 1e3)}.intersection(pidfds)
 
     def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Accept callers, and yield all received messages with the ranks of their senders."""
-        self._accept()
-        callers, self._callers = self._callers, []
-        for caller in callers:
-            yield from self._greet(caller)
+        self._connect_pending()
         for link in list(self.links.values()):
             yield from self._read(link)
 
@@ -258,14 +238,28 @@ class PeerMesh:
 
     # ------------------------------------------------------------------ sending
 
-    def send(self, message: dict[str, Any], *, to: int | None = None, droppable: bool = False) -> None:
-        """Send to one rank, or to all peers; droppable messages are dropped where a peer does not read."""
+    def send(
+        self,
+        message: dict[str, Any],
+        *,
+        to: Collection[int] | None = None,
+        besides: int | None = None,
+        droppable: bool = False,
+    ) -> None:
+        """Send a message.
+
+        Args:
+            message: JSON.
+            to: ranks; None: all that are connected.
+            besides: rank that it is not sent to.
+            droppable: it is dropped where a peer does not read.
+        """
         data = encode_frame(message)
-        for link in self.links.values() if to is None else [self.links[to]] if to in self.links else []:
-            if link.state != "open" or (droppable and len(link.backlog) >= _DROP_NBYTES):
+        for link in list(self.links.values()):
+            if link.state != "open" or link.rank == besides or (to is not None and link.rank not in to):
                 continue
-            if len(link.backlog) + len(data) <= _MAX_BACKLOG_NBYTES:
-                link.backlog += data
+            if len(link.backlog) + len(data) <= (_DROP_NBYTES if droppable else _MAX_BACKLOG_NBYTES):
+                link.backlog += link.sealer.seal(data)
             self._flush(link)
 
     def flush(self) -> None:
@@ -288,10 +282,9 @@ class PeerMesh:
 
     def _sockets(self) -> list[socket.socket]:
         return [
-            self._listener,
+            *self._pending.sockets(),
             *(link.socket for link in self.links.values()),
             *(connection for connection, _ in self._dumps.values()),
-            *(caller.socket for caller in self._callers),
             *([self.dump] if self.dump else []),
         ]
 

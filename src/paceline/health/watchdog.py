@@ -5,6 +5,8 @@ The training thread only writes its state (`paceline._core.step_state`). A monit
     monitor_thread.py     sends and receives heartbeats; ends the training
     failure_detector.py   collects evidence; attribution.py decides on it; failure_text.py writes the error
     heartbeat.py, peer_mesh.py, peer_endpoint.py   messages, connections, addresses
+    pending_connections.py, peer_handshake.py      connections that are not authenticated yet
+    aggregation/          summaries of other hosts' ranks, up and down a tree
     process_probe.py, thread_probe.py              state of local processes and of the training thread
     abort_collectives.py  ends waits in collectives
     straggler.py          finds the slowest rank
@@ -21,7 +23,7 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -29,6 +31,7 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 
 from paceline._core.graceful_shutdown import ShutdownListener
+from paceline._core.job_key import KEY_FILE_VARIABLE, KEY_VARIABLE, JobKey
 from paceline.errors import (
     BackwardFailed,
     CollectiveError,
@@ -39,14 +42,17 @@ from paceline.errors import (
     UsageError,
     unknown,
 )
+from paceline.health.aggregation.groups import PeerGroups
 from paceline.health.attribution import StallLimits
 from paceline.health.monitor_thread import MonitorThread
 from paceline.health.peer_endpoint import LOOPBACK, PeerEndpoint, open_listener, watchdog_address
+from paceline.health.peer_handshake import world_key
 from paceline.health.peer_mesh import PeerMesh
 from paceline.health.process_probe import host_key, process_start_ticks
-from paceline.health.straggler import Straggler, find_slowest
+from paceline.health.straggler import Straggler
 from paceline.health.thread_probe import format_exception
 from paceline.world.control_collectives import gather_texts, rank_and_size
+from paceline.world.rendezvous import format_ranks
 
 __all__ = ["Watchdog", "is_symptom"]
 
@@ -99,8 +105,10 @@ class Watchdog:
         self._pid = os.getpid()
         if rank_and_size()[1] == 1:
             return
+        mesh, groups = _open_mesh(lost)
         self._monitor = MonitorThread(
-            _open_mesh(lost),
+            mesh,
+            groups,
             StallLimits(stall, lost),
             leave_on_stall=on_stall == "leave",
             warn=stall / 4 if warn is None else warn,
@@ -152,12 +160,11 @@ class Watchdog:
         """
         if self._monitor is None:
             return None
-        seconds = self._monitor.step_seconds()
-        found = find_slowest(seconds)
+        found = self._monitor.slowest()
         if found is None:
             return None
-        rank, factor = found
-        return Straggler(rank, self._monitor.endpoints[rank].host, factor, seconds[rank])
+        rank, factor, seconds = found
+        return Straggler(rank, self._monitor.endpoints[rank].host, factor, seconds)
 
     # ------------------------------------------------------------------ exceptions
 
@@ -272,10 +279,16 @@ def is_symptom(error: BaseException | None) -> bool:
 # ------------------------------------------------------------------ set-up and process exit
 
 
-def _open_mesh(lost: float) -> PeerMesh:
-    """Listen, and return the mesh of the endpoints of all ranks; a collective."""
+def _open_mesh(lost: float) -> tuple[PeerMesh, PeerGroups]:
+    """Listen, and return the mesh and the groups of all ranks; a collective."""
     rank, ranks = rank_and_size()
-    one_host = len(set(gather_texts(host_key()))) == 1
+    job_key = JobKey.from_environment(os.environ)
+    keys = gather_texts(
+        json.dumps([host_key(), "" if job_key is None else job_key.derive("watchdog check").hex()])
+    )
+    host_keys, checks = zip(*map(json.loads, keys), strict=True)
+    _check_job_keys(checks)
+    one_host = len(set(host_keys)) == 1
     listener = None
     for address in (LOOPBACK,) if one_host else (watchdog_address(), "0.0.0.0"):
         with contextlib.suppress(OSError):
@@ -292,11 +305,26 @@ def _open_mesh(lost: float) -> PeerMesh:
         thread_ident=threading.get_ident(),
         address=LOOPBACK if one_host else watchdog_address(),
         port=listener.getsockname()[1],
-        token=secrets.token_hex(16),
+        token=secrets.token_hex(16) if rank == 0 else "",
     )
     endpoints = [PeerEndpoint(**json.loads(text)) for text in gather_texts(json.dumps(asdict(own)))]
     assert len(endpoints) == ranks
-    return PeerMesh(own, endpoints, listener, lost)
+    groups = PeerGroups(host_keys)
+    key = world_key(job_key, endpoints[0].token)
+    peers, calls, mates = groups.peers(rank), groups.calls(rank), groups.mates(rank)
+    return PeerMesh(own, endpoints, listener, lost, key=key, peers=peers, calls=calls, quiet=mates), groups
+
+
+def _check_job_keys(checks: Sequence[str]) -> None:
+    """Raise on every rank if the ranks do not have the same job key, or some have none."""
+    if len(set(checks)) == 1:
+        return
+    differing = [rank for rank, check in enumerate(checks) if check != checks[0]]
+    raise MismatchError(
+        f"rank 0 has {'a' if checks[0] else 'no'} job key; ranks {format_ranks(differing)} do not have the same",
+        rank=differing[0],
+        remedy=f"set the same {KEY_VARIABLE} or {KEY_FILE_VARIABLE} on all hosts, or on none",
+    )
 
 
 _open_watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()

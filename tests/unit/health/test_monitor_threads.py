@@ -1,26 +1,23 @@
-"""Monitor threads and their connections: topology, messages, and many monitors in one process."""
+"""Monitor threads and their connections: messages, and many monitors in one process."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
 import os
-import socket
 import threading
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paceline._core import graceful_shutdown
 from paceline.health import abort_collectives, thread_probe
+from paceline.health.aggregation.groups import PeerGroups
 from paceline.health.attribution import StallLimits
-from paceline.health.heartbeat import FailureNotice, encode_frame
+from paceline.health.heartbeat import FailureNotice
 from paceline.health.monitor_thread import MonitorThread
 from paceline.health.peer_endpoint import LOOPBACK, PeerEndpoint, open_listener
-from paceline.health.peer_mesh import FULL_MESH, PeerMesh, mesh_peers
+from paceline.health.peer_mesh import PeerMesh
 from paceline.health.process_probe import process_start_ticks
 
 
@@ -31,59 +28,52 @@ def until(condition, seconds=20.0):
         time.sleep(0.005)
 
 
-# ------------------------------------------------------------------ topology and messages
+KEY = b"k" * 32
 
 
-@given(st.integers(2, 400))
-def test_the_topology_is_symmetric_and_has_a_small_diameter(ranks):
-    near = [mesh_peers(rank, ranks) for rank in range(ranks)]
-    assert all(rank in near[other] for rank in range(ranks) for other in near[rank])
-    assert all(rank not in near[rank] for rank in range(ranks))
-    reached, steps = {0}, 0
-    while len(reached) < ranks:
-        reached |= {other for rank in reached for other in near[rank]}
-        steps += 1
-    assert steps <= (1 if ranks <= FULL_MESH else ranks.bit_length())
-    assert max(map(len, near)) <= max(FULL_MESH - 1, 2 * ranks.bit_length())
+# ------------------------------------------------------------------ messages
 
 
-def endpoint(rank, listener, *, start_ticks=0, ident=0, token=""):
+def endpoint(rank, listener, *, start_ticks=0, ident=0, host_key="same"):
     address, port = listener.getsockname()[:2]
     return PeerEndpoint(
         rank=rank,
         host=f"pc{rank}",
-        host_key="same",
+        host_key=host_key,
         pid=os.getpid(),
         start_ticks=start_ticks,
         thread_ident=ident,
         address=address,
         port=port,
-        token=token,
+        token="",
     )
+
+
+def open_mesh(own, endpoints, listener, lost=5.0):
+    groups, rank = PeerGroups([each.host_key for each in endpoints]), own.rank
+    peers, calls, mates = groups.peers(rank), groups.calls(rank), groups.mates(rank)
+    return PeerMesh(own, endpoints, listener, lost, key=KEY, peers=peers, calls=calls, quiet=mates)
 
 
 @pytest.fixture
 def meshes():
     made = []
 
-    def make(ranks, lost=5.0):
+    def make(ranks, per_host=16, lost=5.0):
         listeners = [open_listener(LOOPBACK) for _ in range(ranks)]
         pid, ident = os.getpid(), threading.get_ident()
         endpoints = [
-            endpoint(rank, each, start_ticks=process_start_ticks(pid), ident=ident, token=f"token {rank}")
+            endpoint(
+                rank, each, start_ticks=process_start_ticks(pid), ident=ident, host_key=f"h{rank // per_host}"
+            )
             for rank, each in enumerate(listeners)
         ]
         made.extend(
-            PeerMesh(own, endpoints, each, lost) for own, each in zip(endpoints, listeners, strict=True)
+            open_mesh(own, endpoints, each, lost) for own, each in zip(endpoints, listeners, strict=True)
         )
         for mesh in made:
-            assert mesh.connect() == []
-        until(
-            lambda: all(
-                list(mesh.receive()) == [] and len(mesh.links) == len(mesh_peers(mesh.own.rank, ranks))
-                for mesh in made
-            )
-        )
+            mesh.connect()
+        until(lambda: all([list(mesh.receive()) == [] and not mesh.missing() and mesh.dump for mesh in made]))
         return made
 
     yield make
@@ -101,60 +91,9 @@ def test_messages_go_to_all_or_to_one(meshes):
     a, b, c = meshes(3)
     a.send({"ack": [1]})
     assert received_notices(b) == received_notices(c) == [(0, {"ack": [1]})]
-    b.send({"ack": [2]}, to=2)
+    b.send({"ack": [2]}, to=[2])
     assert received_notices(c) == [(1, {"ack": [2]})]
     assert list(a.receive()) == []
-
-
-def test_messages_that_arrive_with_the_hello_are_kept():
-    listener = open_listener(LOOPBACK)
-    own = endpoint(0, listener, token="secret")
-    mesh = PeerMesh(own, [own, own], listener, 5.0)
-    with socket.create_connection(listener.getsockname()) as caller:
-        caller.sendall(encode_frame({"hello": [1, "secret", "beats"]}) + encode_frame({"ack": [7]}))
-        assert received_notices(mesh) == [(1, {"ack": [7]})]
-    mesh.close()
-
-
-NOT_UTF8 = rb'{"hello":[1,"\ud800","beats"]}'  # JSON that no encoding has
-
-
-@pytest.mark.parametrize(
-    "greeting",
-    [
-        encode_frame({"hello": [1, "wrong", "beats"]}),
-        encode_frame({"hello": [9, "secret", "beats"]}),
-        encode_frame({"hello": ["1", "secret", "beats"]}),
-        encode_frame({"hello": [0, "secret", "beats"]}),
-        encode_frame({"hello": [1, None, "beats"]}),
-        len(NOT_UTF8).to_bytes(4) + NOT_UTF8,
-        encode_frame({"hello": [1, "secret", "else"]}),
-        encode_frame({"hello": "secret"}),
-        encode_frame({"row": []}),
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x00\x00\x00\x02[]",
-        b"\xff" * 100,
-    ],
-)
-def test_callers_without_a_valid_hello_are_closed(greeting):
-    listener = open_listener(LOOPBACK)
-    own = endpoint(0, listener, token="secret")
-    mesh = PeerMesh(own, [own, own], listener, 5.0)
-    with socket.create_connection(listener.getsockname()) as caller:
-        caller.sendall(greeting)
-        caller.settimeout(0.01)
-
-        def closed():
-            assert list(mesh.receive()) == []
-            with contextlib.suppress(TimeoutError):
-                try:
-                    return caller.recv(1) == b""
-                except ConnectionResetError:
-                    return True
-
-        until(closed)
-        assert mesh.links == {}
-    mesh.close()
 
 
 def test_the_end_of_a_connection_ends_a_wait(meshes):
@@ -218,8 +157,10 @@ def test_a_peer_that_does_not_connect_is_warned_of(caplog, monkeypatch):
     endpoints = [endpoint(rank, each, ident=threading.get_ident()) for rank, each in enumerate(listeners)]
     settings = {"leave_on_stall": True, "warn": 100.0, "grace": 100.0}
     shutdown = graceful_shutdown.ShutdownListener()
-    mesh = PeerMesh(endpoints[0], endpoints, listeners[0], 5.0)
-    monitor = MonitorThread(mesh, StallLimits(50.0, 50.0), shutdown=shutdown, **settings)
+    mesh = open_mesh(endpoints[0], endpoints, listeners[0])
+    monitor = MonitorThread(
+        mesh, PeerGroups(["same"] * 2), StallLimits(50.0, 50.0), shutdown=shutdown, **settings
+    )
     monitor.start()
     monitor.close()
     listeners[1].close()
@@ -234,9 +175,9 @@ def make_monitors(meshes, monkeypatch):
     aborted, made = [], []
     monkeypatch.setattr(abort_collectives, "abort_groups", lambda reason: aborted.append(reason.rank))
 
-    def make(ranks, **options):
-        monitors = []
-        for mesh in meshes(ranks):
+    def make(ranks, per_host=16, **options):
+        monitors, groups = [], PeerGroups([f"h{rank // per_host}" for rank in range(ranks)])
+        for mesh in meshes(ranks, per_host):
             if mesh.dump is not None:
                 mesh.dump.close()
             mesh.dump = None
@@ -247,7 +188,7 @@ def make_monitors(meshes, monkeypatch):
                 "shutdown": graceful_shutdown.ShutdownListener(),
             }
             settings |= options
-            monitors.append(MonitorThread(mesh, StallLimits(50.0, 50.0), **settings))
+            monitors.append(MonitorThread(mesh, groups, StallLimits(50.0, 50.0), **settings))
         made.extend(monitors)
         return monitors
 
@@ -259,12 +200,13 @@ def make_monitors(meshes, monkeypatch):
 def take_turns(monitors, times=1):
     for _ in range(times):
         for each in monitors:
+            each._heartbeat_sent_at = 0.0  # due in each turn
             each._turn()
 
 
-@pytest.mark.parametrize("ranks", [2, 5, 20])
-def test_an_exception_reaches_all_ranks(make_monitors, ranks):
-    monitors = make_monitors(ranks)
+@pytest.mark.parametrize(("ranks", "per_host"), [(2, 2), (5, 5), (20, 4)])
+def test_an_exception_reaches_all_ranks(make_monitors, ranks, per_host):
+    monitors = make_monitors(ranks, per_host)
     monitors[1].publish(
         monitors[1].detector.own_notice("raised", name="ValueError: no", text="its traceback")
     )
@@ -278,10 +220,13 @@ def test_an_exception_reaches_all_ranks(make_monitors, ranks):
         assert "| its traceback" in str(each.error)
 
 
-def test_relayed_heartbeats_reach_all_ranks(make_monitors):
-    monitors = make_monitors(20)
-    until(lambda: take_turns(monitors) or all(len(each.detector.heartbeats) == 20 for each in monitors), 60)
-    assert all(each.heartbeat is not None for each in monitors[0].detector.snapshot()[0])
+def test_every_host_is_heard_by_every_rank(make_monitors):
+    monitors = make_monitors(20, 2)
+    worlds = lambda: [each.detector.exchange._world for each in monitors]  # noqa: E731
+    until(lambda: take_turns(monitors) or all(world.groups == ((0, 9),) for world in worlds()), 60)
+    for each in monitors:
+        assert sorted(each.detector.heartbeats) == sorted({each.own.rank, *each.detector.mates})
+        assert all(row.heartbeat is not None for row in each.detector.exchange._world.rows)
 
 
 @pytest.fixture

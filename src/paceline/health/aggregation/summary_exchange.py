@@ -1,0 +1,407 @@
+"""One rank's part in collecting summaries up the tree and distributing the world's down again.
+
+    every second, a leader      →  its parent           summary of all that reports to it, its group's rows
+    the first leader of all     →  children and group   summary of the world
+    a leader that receives it   →  children and group   the same; to children also its group's rows
+
+Rows of a group go one step up and down, so that somebody knows the last state of each rank of a host that is lost. A
+leader that does not hear its parent for 2.5 s looks for another. Where a neighbour ends, the ranks of its group are
+probed: whether their processes still listen. Nothing here knows sockets, threads or clocks: `PeerNetwork` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.health.aggregation.groups import PeerGroups
+from paceline.health.aggregation.parent_search import ParentSearch, PeerNetwork
+from paceline.health.aggregation.summary import (
+    Departures,
+    Summary,
+    group_summary,
+    merge,
+    parse_row,
+    row_record,
+)
+from paceline.health.attribution import RankObservation
+from paceline.health.heartbeat import FailureNotice, MalformedFrame
+from paceline.health.straggler import StepTimeSummary
+
+__all__ = ["REPORT_SECONDS", "GroupState", "SummaryExchange"]
+
+REPORT_SECONDS = 1.0
+FRESH_SECONDS = 2.5 * REPORT_SECONDS
+"""Age up to which a report counts as news of its groups."""
+
+_TAKEOVER_SECONDS = 1.0  # for another rank of the group to report, after its leader has left
+_PROBES = 64  # of groups, per second
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What a rank knows of its own group.
+
+    Attributes:
+        rows: of all its ranks.
+        left: departures that this rank knows from the ranks themselves.
+        times: returns their working seconds per step.
+    """
+
+    rows: Sequence[RankObservation]
+    left: Departures
+    times: Callable[[], StepTimeSummary]
+
+
+@dataclass
+class _Report:
+    """The latest message of a neighbour: its report, or only its group's rows if this rank reports to it."""
+
+    summary: Summary
+    rows: tuple[RankObservation, ...]
+    at: float
+    probed: bool = False
+
+
+class SummaryExchange:
+    """Reports of one rank.
+
+    Args:
+        network: its connections.
+        groups: of the world.
+        limit: seconds after which the world's summary is too old.
+
+    Attributes:
+        search: finds the rank that this one reports to.
+        ended: ranks whose processes were found to have ended, without another report of it.
+    """
+
+    def __init__(self, network: PeerNetwork, groups: PeerGroups, limit: float) -> None:
+        now = network.now()
+        self._network, self._groups, self._limit = network, groups, limit
+        self._own, self._group = network.own.rank, groups.group_of[network.own.rank]
+        self._host_keys = [each.host_key for each in network.endpoints]
+        self.search = ParentSearch(network, groups)
+        self._children: dict[int, _Report] = {}
+        self._parents: dict[int, _Report] = {}
+        self._rows: list[list[Any]] = []
+        self._world, self._world_at = Summary(), now
+        self._reported_at = self._sent_down_at = now
+        self._heard_at = dict.fromkeys(range(len(groups.groups)), now)
+        self._ever: set[int] = set()
+        self._left = Departures()
+        self._probed_at: dict[int, float] = {}
+        self.ended: set[int] = set()
+
+    # ------------------------------------------------------------------ receiving
+
+    def receive(self, source: int, message: dict[str, Any], now: float) -> None:
+        """Take in a report of a child, or the world's summary.
+
+        Raises:
+            MalformedFrame: it is invalid.
+        """
+        if "up" in message and message["up"] is None:
+            self._children.pop(source, None)
+        elif "up" in message:
+            summary = self._parsed(message["up"])
+            self._children[source] = _Report(summary, self._parsed_rows(source, message), now)
+        elif source == self.search.parent:
+            self._world, self._world_at = self._parsed(message["world"]), now
+            self.search.heard(now)
+            self._remember(self._world)
+            if "rows" in message:
+                self._parents[source] = _Report(Summary(), self._parsed_rows(source, message), now)
+            self._send_down(self._world, now)
+
+    def _parsed_rows(self, source: int, message: dict[str, Any]) -> tuple[RankObservation, ...]:
+        rows, group_of = message.get("rows"), self._groups.group_of
+        if not isinstance(rows, list) or len(rows) > len(self._groups.groups[group_of[source]]):
+            raise MalformedFrame("no rows of the sender's group")
+        parsed = tuple(parse_row(row, self._host_keys) for row in rows)
+        if any(group_of[row.rank] != group_of[source] for row in parsed):
+            raise MalformedFrame("rows of another group")
+        return parsed
+
+    def _parsed(self, record: object) -> Summary:
+        return Summary.parse(record, self._host_keys, len(self._groups.groups))
+
+    def _remember(self, summary: Summary) -> None:
+        self._left = self._left.merged(summary.left)
+
+    def ignore_absence(self, seconds: float) -> None:
+        """Shift all arrival times: for so long this rank could not receive."""
+        self._world_at += seconds
+        self.search.heard_at += seconds
+        for report in (*self._children.values(), *self._parents.values()):
+            report.at += seconds
+        for group in self._heard_at:
+            self._heard_at[group] += seconds
+
+    # ------------------------------------------------------------------ reporting
+
+    def turn(self, state: GroupState, now: float) -> None:
+        """Report and distribute what is due.
+
+        Args:
+            state: of the own group. now: as `PeerNetwork.now`.
+        """
+        self._remember(Summary(left=state.left))
+        left = self._left.ranks("done") | self._left.ranks("leaves")
+        previous = self.search.parent
+        self.search.update(state.rows, left, now)
+        for rank in self.search.refused - left:
+            self._found_ended(rank, left)
+        if previous is not None and previous != self.search.parent:
+            self._network.send({"up": None}, to=[previous])
+            if self.search.parent is None:
+                self._continue_from(self._world, self._world_at)
+        if now - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = now
+            self._report(state, now)
+        self._check_children(left, now)
+
+    def _report(self, state: GroupState, now: float) -> None:
+        leads = self.search.leads
+        self._rows = [row_record(row) for row in state.rows] if leads else []
+        if not leads and not self._children:
+            return
+        part = self._part(state if leads else None, now)
+        if self.search.parent is not None:
+            message = {"up": part.record(), "rows": self._rows}
+            self._network.send(message, to=[self.search.parent], droppable=True)
+            if (
+                now - self._sent_down_at > 1.5 * REPORT_SECONDS
+            ):  # the ranks below are not to take this one for lost
+                self._send_down(merge([part, self._aged_world(now)], self._groups.group_of), now)
+        elif leads:
+            self._world, self._world_at = self._with_unheard(part, now), now
+            self._send_down(self._world, now)
+            self._probe_unheard(now)
+
+    def _aged_world(self, now: float) -> Summary:
+        age = now - self._world_at
+        world = self._world.aged(age)
+        return world if age <= FRESH_SECONDS else replace(world, groups=(), rows=(), apart=())
+
+    def _part(self, state: GroupState | None, now: float) -> Summary:
+        """Return the summary of this rank's group, if `state` is given, and of all that reports to this rank."""
+        parts = [Summary(left=self._left)]
+        if state is not None:
+            parts.append(group_summary(self._group, state.rows, state.times()))
+        parts += self._neighbour_parts(now)
+        return merge(parts, self._groups.group_of)
+
+    def _neighbour_parts(self, now: float) -> Iterator[Summary]:
+        """Yield the summaries of what reports to this rank, and of neighbours' groups that are not heard any more."""
+        for source, report in self._parents.items():
+            if now - report.at > FRESH_SECONDS:
+                rows = (self._with_evidence(source, row, now - report.at) for row in report.rows)
+                yield Summary(lost=tuple(rows))
+        for source, report in self._children.items():
+            age = now - report.at
+            if age <= FRESH_SECONDS:
+                yield report.summary.aged(age)
+            else:
+                lost = tuple(self._with_evidence(source, row, age) for row in report.rows)
+                yield Summary(lost=lost, left=report.summary.left)
+
+    def _with_evidence(self, source: int, row: RankObservation, age: float) -> RankObservation:
+        """Return a row of a child that is not heard, with what its connection shows of their host."""
+        link = self._network.links.get(row.rank)
+        via = self._network.links.get(source)
+        silent = row.silent + age
+        if link is not None:
+            state, since = link.state, self._network.now() - link.since if link.state != "open" else 0.0
+        else:
+            state, since = "lost" if via is not None and via.state == "lost" else "none", 0.0
+        unanswered = 0.0 if via is None or via.state != "open" else self._network.unanswered(source)
+        if unanswered > FRESH_SECONDS:
+            state = "open"  # and unanswered: their host is the same
+        failure = self._network.call_failure(row.rank)
+        if failure is not None and failure.kind == "unanswered" and state == "none":
+            state, unanswered = "open", max(unanswered, silent)
+        return replace(
+            row,
+            silent=silent,
+            link=state,
+            link_seconds=since,
+            unanswered=unanswered if state == "open" else 0.0,
+        )
+
+    def _with_unheard(self, part: Summary, now: float) -> Summary:
+        """Return the world's summary, made by the rank that reports to none."""
+        heard = part.group_numbers()
+        for group in heard:
+            self._heard_at[group] = now
+        self._ever |= heard
+        left = self._left.ranks("done") | self._left.ranks("leaves")
+        missing = [
+            group
+            for group, at in self._heard_at.items()
+            if now - at > FRESH_SECONDS and not left.issuperset(self._groups.groups[group])
+        ]
+        unheard: list[tuple[int, int, float, bool]] = []
+        for group in missing:
+            age, ever = now - self._heard_at[group], group in self._ever
+            if (
+                unheard
+                and unheard[-1][1] == group - 1
+                and unheard[-1][3] == ever
+                and abs(unheard[-1][2] - age) < 1.0
+            ):
+                first, _, known, _ = unheard[-1]
+                unheard[-1] = first, group, max(known, age), ever
+            else:
+                unheard.append((group, group, age, ever))
+        return replace(part, unheard=tuple(unheard))
+
+    def _continue_from(self, world: Summary, at: float) -> None:
+        """Continue the times of a summary that another rank made."""
+        for group in world.group_numbers():
+            self._heard_at[group] = at
+        self._ever |= world.group_numbers()
+        for first, last, age, ever in world.unheard:
+            for group in range(first, last + 1):
+                self._heard_at[group] = at - age
+                if ever:
+                    self._ever.add(group)
+
+    def _send_down(self, world: Summary, now: float) -> None:
+        self._sent_down_at = now
+        message = {"world": world.record()}
+        mates = set(self._groups.mates(self._own))
+        children = set(self._children) - {self.search.parent}
+        if self.search.leads:
+            self._network.send(message, to=mates, droppable=True)
+            children -= mates
+        self._network.send(message | {"rows": self._rows}, to=children, droppable=True)
+
+    # ------------------------------------------------------------------ ranks that ended
+
+    def _check_children(self, left: set[int], now: float) -> None:
+        """Probe the group of a child that ended, unless another rank of it reports; forget those that are replaced."""
+        for source, report in list(self._children.items()):
+            link = self._network.links.get(source)
+            group = self._groups.groups[self._groups.group_of[source]]
+            replaced = any(
+                other != source and other in group and each.at > report.at
+                for other, each in self._children.items()
+            )
+            if replaced and now - report.at > FRESH_SECONDS:
+                del self._children[source]
+            elif link is None or link.state == "closed":
+                wait = _TAKEOVER_SECONDS if source in left else 0.0
+                if not report.probed and not replaced and now - report.at > wait:
+                    report.probed = True
+                    for rank in group:
+                        if rank != source and rank not in left:
+                            self._network.probe(rank)
+                if report.probed:
+                    self._judge_probes(group, left, report.at)
+
+    def _probe_unheard(self, now: float) -> None:
+        """Probe a rank of each group that this part of the world does not hear of: it may have left."""
+        left = self._left.ranks("done") | self._left.ranks("leaves")
+        budget = _PROBES
+        for first, last, age, _ in self._world.unheard:
+            for group in range(first, last + 1) if age > FRESH_SECONDS + _TAKEOVER_SECONDS else ():
+                ranks = [
+                    rank for rank in self._groups.groups[group] if rank not in left and rank not in self.ended
+                ]
+                self._judge_probes(ranks, left, self._probed_at.get(group, now))
+                if ranks and budget and group not in self._probed_at:
+                    budget -= 1
+                    self._probed_at[group] = now
+                    for rank in ranks:
+                        self._network.probe(rank)
+
+    def _judge_probes(self, ranks: Sequence[int], left: set[int], since: float) -> None:
+        for rank in ranks:
+            failure = self._network.call_failure(rank)
+            if rank not in left and failure is not None and failure.kind == "refused" and failure.at >= since:
+                self._found_ended(rank, left)
+
+    def _found_ended(self, rank: int, left: set[int]) -> None:
+        """Note that no process listens for a rank: it left as the others of its group or parent did, or it is gone."""
+        group = self._groups.group_of[rank]
+        near = [*self._groups.groups[group]]
+        for ancestor in self._groups.ancestors(group):
+            near += self._groups.groups[ancestor]
+        if left.isdisjoint(near):
+            self.ended.add(rank)
+        else:
+            alone = ((rank, rank),)
+            done = not self._left.ranks("done").isdisjoint(near)
+            self._left = self._left.merged(Departures(done=alone) if done else Departures(leaves=alone))
+
+    # ------------------------------------------------------------------ what is known
+
+    def is_unremarkable(self, longest: float, now: float) -> bool:
+        """Return whether nothing of the world is to be attributed: all groups are heard, no rank waits longer."""
+        world = self._world
+        if now - self._world_at > self._limit or world.apart or world.lost or world.unheard:
+            return False
+        if self._left != Departures() or any(
+            now - report.at > FRESH_SECONDS for report in self._children.values()
+        ):
+            return False
+        waits = (
+            row.heartbeat.age for row in world.rows if row.heartbeat is not None and row.heartbeat.waiting
+        )
+        return max(waits, default=0.0) <= longest
+
+    def departures(self) -> list[FailureNotice]:
+        """Return the departures of all ranks, as far as known."""
+        return self._left.notices()
+
+    def times(self) -> StepTimeSummary:
+        """Return the working seconds per step in the whole world."""
+        return self._world.times
+
+    def observations(self, now: float) -> list[RankObservation]:
+        """Return what is known of other groups: of ranks that are lost or remarkable, and of one that is heard."""
+        age = now - self._world_at
+        world, below = self._world.aged(age), merge(list(self._neighbour_parts(now)), self._groups.group_of)
+        heard = below.group_numbers() | {self._group}
+        if age <= self._limit:
+            heard |= world.group_numbers()
+        found: dict[int, RankObservation] = {}
+        for row in (*below.rows, *below.apart, *world.rows, *world.apart):
+            group = self._groups.group_of[row.rank]
+            known = found.get(row.rank)
+            if group != self._group and (known is None or row.silent < known.silent):
+                found[row.rank] = row
+        for row in (*below.lost, *world.lost):
+            if self._groups.group_of[row.rank] not in heard:
+                found[row.rank] = row
+        for group, silent, ever in self._silent_groups(world, heard, age):
+            for rank in self._groups.groups[group]:
+                row = RankObservation(rank, self._host_keys[rank], None, silent, link="none", heard=ever)
+                found.setdefault(rank, row)
+        self._add_ordinary(found, heard, min(age, self._limit))
+        for rank, link in self._network.links.items():
+            if link.state == "closed" and self._groups.group_of[rank] != self._group:
+                row = found.get(rank) or RankObservation(rank, self._host_keys[rank])
+                found[rank] = replace(row, link="closed", link_seconds=now - link.since)
+        return [found[rank] for rank in sorted(found)]
+
+    @staticmethod
+    def _silent_groups(
+        world: Summary, heard: Collection[int], age: float
+    ) -> Iterator[tuple[int, float, bool]]:
+        for first, last, silent, ever in world.unheard:
+            yield from ((group, silent, ever) for group in range(first, last + 1) if group not in heard)
+        yield from ((group, age, True) for group in world.group_numbers() if group not in heard)
+
+    def _add_ordinary(self, found: dict[int, RankObservation], heard: Collection[int], silent: float) -> None:
+        """Add a rank of another host that is heard, if no row shows one: this host is not cut off."""
+        own_host = self._host_keys[self._own]
+        for group in heard:
+            rank = self._groups.groups[group][0]
+            if self._host_keys[rank] != own_host:
+                found.setdefault(
+                    rank, RankObservation(rank, self._host_keys[rank], None, silent, link="none")
+                )
+                return
