@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.format.manifest import StoredWeights, state_file
-from paceline.checkpoint.format.state_tree import pack, unpack
 from paceline.checkpoint.model_weights import check_weights, load_weights, weight_files, weights_part
 from paceline.checkpoint.named_objects import NamedObjects, unwrap
 from paceline.checkpoint.newest_checkpoint import ResumePoint
@@ -30,6 +29,7 @@ from paceline.checkpoint.optimizer_state_pieces import check_optimizer, load_opt
 from paceline.errors import CheckpointError, UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
+from paceline.world.plain_values import pack, unpack
 
 __all__ = ["CheckpointContents", "collect_contents", "restore_contents"]
 

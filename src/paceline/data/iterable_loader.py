@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from paceline.data.batch_sample_count import with_samples
@@ -33,6 +31,7 @@ from paceline.data.sampling.block_dispatch import DispatchScheme
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.errors import DataError, UnevenData, UsageError
 from paceline.world.control_collectives import PendingRows, gather_rows_async
+from paceline.world.value_collectives import broadcast_value
 
 __all__ = ["IterableLoader", "StreamSettings"]
 
@@ -308,22 +307,17 @@ class IterableLoader:
         if all(each.has for each in ranks):
             return None
         source = next(rank for rank, each in enumerate(ranks) if each.has)
-        message: list[Any] = [None, ""]  # batch, error
-        if batch is not None and self.rank == source:
-            message = [batch.batch, ""]
-            try:
-                pickle.dumps(batch.batch)
-            except Exception as error:  # noqa: BLE001 - any error, since the other ranks wait for this one
-                message = [None, f"{type(error).__name__}: {error}"]
-        dist.broadcast_object_list(message, group=self.group, group_src=source)
-        if message[1]:
+        try:
+            return broadcast_value(None if batch is None else batch.batch, source, self.group)
+        except UsageError as error:
             dry = [rank for rank, each in enumerate(ranks) if not each.has]
+            reason = str(error).partition("\n")[0]
             raise DataError(
-                f"rank {dry[0]} has no sample, and a placeholder batch can't be sent to it: {message[1]}",
+                f"rank {dry[0]} has no sample, and a placeholder batch can't be sent to it: {reason}",
                 rank=source,
-                remedy="let collate_fn return a value that can be pickled, or give every rank a sample",
-            )
-        return message[0]
+                remedy="let collate_fn return tensors, numbers, texts, and lists, dicts, named tuples or dataclasses "
+                "of them; or give every rank a sample",
+            ) from error
 
     def _count(self, ranks: list[Announcement]) -> None:
         """Count the samples that all ranks use in this step."""

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline._core.step_state import step_state
 from paceline.errors import PacelineError, SyncError, UsageError
+from paceline.world.value_collectives import broadcast_value, gather_values
 
 __all__ = ["Comm", "PendingCollective", "broadcast_tensors"]
 
@@ -371,11 +372,13 @@ class Comm:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
         return int(agreed)
 
-    def gather_objects(self, mine: Any) -> list[Any]:
-        """Return every rank's `mine`, by rank."""
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, mine, group=self.group)
-        return every
+    def gather_values(self, mine: Any) -> list[Any]:
+        """Return every rank's `mine`, by rank: plain values and tensors."""
+        return gather_values(mine, self.group)
+
+    def broadcast_value(self, value: Any, source: int) -> Any:
+        """Return the value of rank `source` on all ranks: plain values and tensors."""
+        return broadcast_value(value, source, self.group)
 
     # ------------------------------------------------------------------ the round status
 

@@ -34,6 +34,7 @@ __all__ = [
     "gather_rows",
     "gather_rows_async",
     "gather_texts",
+    "group_device",
     "rank_and_size",
     "sum_over_ranks",
     "verify_same",
@@ -55,7 +56,7 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the sum of `values` over all ranks, on the group's device; may overwrite `values`."""
     if rank_and_size(group)[1] == 1:
         return values
-    values = values.to(_device(group, values))
+    values = values.to(group_device(group, values))
     _wait(_hold(dist.all_reduce(values, group=group, async_op=True), group))
     return values
 
@@ -83,7 +84,7 @@ def gather_rows_async(row: Tensor, group: ProcessGroup | None = None) -> Pending
     ranks = rank_and_size(group)[1]
     if ranks == 1:
         return PendingRows(None, [row])
-    row = row.to(_device(group, row))
+    row = row.to(group_device(group, row))
     rows = [torch.empty_like(row) for _ in range(ranks)]
     return PendingRows(_hold(dist.all_gather(rows, row, group=group, async_op=True), group), rows)
 
@@ -160,7 +161,7 @@ def _wait(work: dist.Work | None) -> None:
             work.wait()
 
 
-def _device(group: ProcessGroup | None, values: Tensor) -> torch.device:
+def group_device(group: ProcessGroup | None, values: Tensor) -> torch.device:
     """Return the device on which the group needs tensors."""
     if "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())

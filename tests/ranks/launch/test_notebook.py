@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import glob
 import os
+import pickle
 import tempfile
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 import paceline
 from paceline.errors import RankFailed, UsageError
+from paceline.launch.process.notebook_rank import read_pickle
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -133,6 +135,34 @@ def test_a_killed_rank_is_named(tmp_path):
     with pytest.raises(RankFailed, match="SIGKILL") as caught:
         paceline.launch_notebook(exits, (1,), nproc_per_node=2)
     assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("opened", ["folder", "file", "link"])
+def test_pickles_that_others_can_change_are_not_read(tmp_path, opened):
+    folder = tmp_path / "meeting"
+    folder.mkdir(mode=0o700)
+    path = folder / "result"
+    path.write_bytes(pickle.dumps("an object"))
+    assert read_pickle(path) == "an object"
+    if opened == "link":
+        (tmp_path / "link").symlink_to(folder)
+        path = tmp_path / "link" / "result"
+    else:
+        (folder if opened == "folder" else path).chmod(0o777)
+    with pytest.raises(UsageError, match="not this user's alone"):
+        read_pickle(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("given", ["folder", "file"])
+def test_pickles_of_another_user_are_not_read(tmp_path, given):
+    folder = tmp_path / "meeting"
+    folder.mkdir(mode=0o700)
+    path = folder / "result"
+    path.write_bytes(pickle.dumps("an object"))
+    os.chown(folder if given == "folder" else path, 65534, -1)
+    with pytest.raises(UsageError, match="not this user's alone"):
+        read_pickle(path)
 
 
 def test_what_cannot_run_is_refused():

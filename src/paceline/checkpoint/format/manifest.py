@@ -106,7 +106,7 @@ class Manifest:
         facts: the program's own values.
         files: all files of tensors by name.
         weights: per model.
-        states: per rank, everything else, as `state_tree.pack` returns it.
+        states: per rank, everything else, as `plain_values.pack` returns it.
         written: time (ISO 8601) and versions.
 
     Raises:

@@ -33,7 +33,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from paceline._core.child_process import POLL_SECONDS, sigterm_raises, stop_processes
 from paceline._core.process_exit import describe_exit
 from paceline.errors import RankFailed, UsageError
-from paceline.launch.process.notebook_rank import FailedCall, NotebookCall
+from paceline.launch.process.notebook_rank import FailedCall, NotebookCall, read_pickle
 from paceline.launch.process.rank_process import (
     RankProcess,
     default_environment,
@@ -99,7 +99,7 @@ def launch_notebook(
                 program = ["-m", "paceline.launch.process.notebook_rank", str(folder)]
                 running.append(start_rank(program, shared | own, rank, rank, folder / f"rank{rank}.log"))
             _wait(running, output, folder)
-        return pickle.loads((folder / "result").read_bytes())
+        return read_pickle(folder / "result")
     finally:
         stop_processes(running)
         output.copy()

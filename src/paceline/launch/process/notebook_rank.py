@@ -5,14 +5,18 @@ from __future__ import annotations
 import linecache
 import os
 import pickle
+import stat
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["FailedCall", "NotebookCall", "main"]
+from paceline.errors import UsageError
+
+__all__ = ["FailedCall", "NotebookCall", "main", "read_pickle"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class FailedCall:
     def read(cls, folder: Path, rank: int) -> FailedCall | None:
         """Return the record of a rank, None if it left none."""
         path = folder / f"failed{rank}"
-        return pickle.loads(path.read_bytes()) if path.exists() else None
+        return read_pickle(path) if path.exists() else None
 
     def exception(self) -> BaseException | None:
         """Return the exception; None if it can't be read in this process."""
@@ -73,6 +77,25 @@ class FailedCall:
             return None
 
 
+def read_pickle(path: Path) -> Any:
+    """Return the object in a file of the folder that connects the processes.
+
+    Reading a pickle executes what it says, so nobody else may be able to write it.
+
+    Raises:
+        UsageError: the file or its folder belongs to another user, or others can use it.
+    """
+    with open(path, "rb") as file:
+        for name, status in ((path.parent, path.parent.lstat()), (path, os.fstat(file.fileno()))):
+            closed = status.st_mode & (0o077 if stat.S_ISDIR(status.st_mode) else 0o022) == 0
+            if status.st_uid != os.geteuid() or not closed or stat.S_ISLNK(status.st_mode):
+                raise UsageError(
+                    f"{name} is not this user's alone, so it is not read",
+                    remedy="set TMPDIR to a folder of your own; nothing else may change what is in it",
+                )
+        return pickle.load(file)
+
+
 def main(folder: Path, rank: int) -> int:
     """Call the function, write its result (rank 0) or how it failed, and return the exit status."""
     import cloudpickle
@@ -80,7 +103,7 @@ def main(folder: Path, rank: int) -> int:
     from paceline.world import shutdown
 
     try:
-        call: NotebookCall = pickle.loads((folder / "call").read_bytes())
+        call: NotebookCall = read_pickle(folder / "call")
         for name, lines in call.cells.items():
             linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
         function, args = pickle.loads(call.packed)

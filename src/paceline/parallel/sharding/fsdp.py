@@ -172,7 +172,7 @@ class FSDPEngine(Reducer):
         """Give inputs, once, to ranks that have none."""
         if self._inputs_shared:
             return
-        have = self.comm.gather_objects(call is not None)
+        have = self.comm.gather_values(call is not None)
         if not any(have):
             return
         self._inputs_shared = True
@@ -180,10 +180,9 @@ class FSDPEngine(Reducer):
         if self._began_alike:
             return
         source = have.index(True)
-        box = [call if self.comm.rank == source else None]
-        dist.broadcast_object_list(box, group=self.comm.group, group_src=source)
-        if call is None and box[0] is not None:
-            self._latest = [box[0]]
+        shared = self.comm.broadcast_value(call, source)
+        if call is None and shared is not None:
+            self._latest = [shared]
 
     # ------------------------------------------------------------------ backward
 

@@ -124,10 +124,15 @@ def _gather_entries(
                 entries.setdefault(piece.slot.name, {})[key] = kept
     whole: StateOf = {}
     dtype_of: dict[str, dict[str, torch.dtype]] = {}
-    for theirs, their_dtypes in comm.gather_objects((entries, dtypes)):
+    names = {
+        name: {key: str(dtype).removeprefix("torch.") for key, dtype in of.items()}
+        for name, of in dtypes.items()
+    }
+    for theirs, their_dtypes in comm.gather_values((entries, names)):
         for name in theirs.keys() | their_dtypes.keys():
             whole.setdefault(name, {}).update(theirs.get(name, {}))
-            dtype_of.setdefault(name, {}).update(their_dtypes.get(name, {}))
+            found = {key: getattr(torch, dtype) for key, dtype in their_dtypes.get(name, {}).items()}
+            dtype_of.setdefault(name, {}).update(found)
     return whole, dtype_of
 
 

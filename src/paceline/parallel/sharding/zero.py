@@ -303,7 +303,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
     def _raise_together(self, problem: str, before: str, *, remedy: str) -> None:
         """Raise a `UsageError` on all ranks if any has a problem; a collective."""
-        problems = self._engine.comm.gather_objects(problem)
+        problems = self._engine.comm.gather_values(problem)
         rank = next((rank for rank, text in enumerate(problems) if text), None)
         if rank is not None:
             raise UsageError(before + problems[rank], rank=rank, step=self._engine.step, remedy=remedy)
@@ -531,7 +531,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
     def _unsharded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a sharded state in torch's format, with the shards of all ranks; a collective."""
-        shards_of = optimizer_resharding.merge_shards(self._engine.comm.gather_objects(state_dict["shards"]))
+        shards_of = optimizer_resharding.merge_shards(self._engine.comm.gather_values(state_dict["shards"]))
         elementwise = self._probe.elementwise
         state_of = {
             name: optimizer_resharding.slice_state(

@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from paceline._core.format import format_bytes
 from paceline._core.json_codec import decode, encode
@@ -33,6 +32,7 @@ from paceline.tools.plan.memory.training_subject import (
     resolve_subject,
 )
 from paceline.world import init, shutdown
+from paceline.world.value_collectives import gather_values
 
 __all__ = ["MeasuredMemory", "MemoryCheck", "check_prediction", "measure_memory"]
 
@@ -173,10 +173,7 @@ def _run_as_rank(path: str) -> None:
         torch.set_default_device("cuda" if world is None else world.device)
     subject = resolve_subject(job["subject"], job["inputs"])
     found = _measure(subject, setting, job["steps"])
-    every: list[Any] = [found]
-    if world is not None:
-        every = [None] * world.size
-        dist.all_gather_object(every, found)
+    every = gather_values(found)
     if world is None or world.rank == 0:
         write_job_result(job, every)
     if world is not None:

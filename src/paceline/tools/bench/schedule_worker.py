@@ -18,6 +18,7 @@ from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.bench.rank_jobs import read_job, write_job_result
 from paceline.tools.bench.schedule_benchmark import ELEMENT_NBYTES, ScheduleCase
 from paceline.world import World, init, shutdown
+from paceline.world.value_collectives import broadcast_value
 
 __all__ = ["main"]
 
@@ -70,9 +71,7 @@ def _run_once(world: World, case: ScheduleCase, job: Mapping[str, Any]) -> tuple
 
 def _broadcast_receipts(outcome: ScheduleRun, case: ScheduleCase) -> list[str]:
     """Return the receipts, which only the root has, as text on all ranks."""
-    texts: list[object] = [[str(receipt) for receipt in outcome.receipts or []]]
-    dist.broadcast_object_list(texts, src=case.root)
-    return texts[0]  # type: ignore[return-value]
+    return broadcast_value([str(receipt) for receipt in outcome.receipts or []], case.root)
 
 
 def _write_input(case: ScheduleCase, tensor: torch.Tensor, rank: int) -> None:

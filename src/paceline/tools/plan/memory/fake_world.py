@@ -46,7 +46,7 @@ class FakeComm(Comm):
         super().broadcast(torch.tensor(numbers, dtype=torch.int64, device=device))
         return numbers
 
-    def gather_objects(self, mine: Any) -> list[Any]:
+    def gather_values(self, mine: Any) -> list[Any]:
         """Return `mine`, as if from every rank."""
         return [mine] * self.size
 

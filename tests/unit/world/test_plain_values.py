@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.format.state_tree import pack, unpack
 from paceline.errors import UsageError
+from paceline.world.plain_values import pack, unpack
 
 KEYS = st.one_of(
     st.text(max_size=4), st.integers(), st.just("$tensor"), st.tuples(st.integers(), st.booleans())
