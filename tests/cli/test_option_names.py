@@ -84,7 +84,7 @@ MEANINGS = {  # the kind of value (metavar), and the words with which the help o
     "init-method": ("NAME", "Init method of the process groups"),
     "inject": ("FAULT[@RANK]", "Inject a fault at a rank"),
     "inputs": ("SHAPE", "Shape and type of a model argument"),
-    "insecure": ("flag", "Accept every worker that can reach the address"),
+    "insecure": ("flag", "Accept everybody who can reach the address"),
     "inside": ("RATE", "Bandwidth of a link inside a machine, each direction"),
     "inside-latency": ("TIME", "Latency of a link inside a machine"),
     "ints": ("X", "--bytes in 4-byte integers"),

@@ -101,9 +101,26 @@ def test_bad_input_is_refused(call, script, words, text):
 
 
 def test_an_unserved_address_times_out(call, script):
-    code, err = call("--nnodes", 2, "--wait", "100ms", "--rendezvous", "192.0.2.1:4000", script)
+    words = ("--nnodes", 2, "--wait", "100ms", "--rendezvous", "192.0.2.1:4000", "--insecure", script)
+    code, err = call(*words)
     assert code == 1
     assert "192.0.2.1:4000" in err
+
+
+@pytest.mark.parametrize(
+    "words", [("--nnodes", 2, "--rendezvous", "127.0.0.1:4000", "SCRIPT"), ("--serve", "127.0.0.1:4000")]
+)
+def test_several_hosts_without_a_job_key_are_refused(call, script, monkeypatch, tmp_path, words):
+    monkeypatch.delenv("PACELINE_JOB_KEY", raising=False)
+    monkeypatch.delenv("PACELINE_JOB_KEY_FILE", raising=False)
+    words = [str(script) if word == "SCRIPT" else word for word in words]
+    code, err = call(*words)
+    assert (code, "several hosts, but no job key" in err) == (2, True)
+    for remedy in ("openssl rand -hex 32", "PACELINE_JOB_KEY_FILE", "--insecure"):
+        assert remedy in err
+    monkeypatch.setenv("PACELINE_JOB_KEY_FILE", str(tmp_path / "absent"))
+    code, err = call(*words)
+    assert (code, "absent can't be read" in err) == (2, True)
 
 
 def test_the_exit_code_is_that_of_the_first_failure(call, script, monkeypatch):

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.world.store.launched_store import replace_env_rendezvous
+
 __all__ = ["NAMES", "register"]
 
 NAMES = ("paceline", "mpi4py")
 
 
 def register() -> None:
-    """Register the backends with torch; their code is loaded when a group is created."""
+    """Register the backends with torch, and the store of `paceline run` in its ranks.
+
+    The code of a backend is loaded when a group is created.
+    """
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -24,6 +29,7 @@ def register() -> None:
     for name, create in zip(NAMES, (_create_paceline, _create_mpi), strict=True):
         if not hasattr(dist.Backend, name.upper()):
             dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+    replace_env_rendezvous()
 
 
 def _create_paceline(options: Any, backend_options: Any = None) -> Any:

@@ -16,6 +16,7 @@ _SHARED = {  # by name without dashes: (metavar, meaning), the same in every com
     "min-ranks": ("N", "Fewest ranks, over all hosts, to continue with after failures"),
     "max-restarts": ("N", "Failures to recover from"),
     "threads": ("N", "Threads per rank"),
+    "insecure": (None, "Accept everybody who can reach the address, in clear text"),
     "wait": ("TIME", "Longest wait for hosts or resources"),
     "timeout": ("TIME", "Longest time"),
     "name": ("NAME", "Name of the run"),

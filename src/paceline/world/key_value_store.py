@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from paceline.errors import MissingRanks, WorldError
+from paceline.world.store.launched_store import has_launched_store, open_launched_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -46,6 +47,8 @@ def open_store(init_method: str, rank: int, size: int, timeout: float) -> Store:
 
     if init_method.startswith("file://"):
         return _file_store(path_of(init_method))
+    if init_method == "env://" and has_launched_store(os.environ):
+        return open_launched_store(os.environ, timeout)
     if init_method == "env://":
         query = f"env://?rank={rank}&world_size={size}"
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -140,6 +143,8 @@ def resolve_init_method(
         return given
     if size == 1 and given is None and (launcher != "torchrun" or not env.get("MASTER_ADDR")):
         return None
+    if has_launched_store(env):
+        return "env://"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _master(env, required=True)
         return "env://"

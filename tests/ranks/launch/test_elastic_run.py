@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,11 +16,17 @@ import psutil
 import pytest
 
 import paceline
+from paceline._core.job_key import JobKey
 from paceline.errors import RankFailed, UsageError, WorldError
+from paceline.launch.agent.elastic_agent import ElasticAgent, run_host
 from paceline.launch.agent.elastic_run import run_elastic, run_job
+from paceline.launch.agent.job_server import serve_jobs
 from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
-from paceline.launch.agent.rendezvous_address import RendezvousAddress
+from paceline.launch.agent.rendezvous_address import RendezvousAddress, free_port
+from paceline.launch.agent.restart_policy import JobEnded, JobOutcome
 from paceline.launch.process.rank_output import RankLogs
+from paceline.world.store import request_client
+from paceline.world.store.request_client import Connection
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 
@@ -224,67 +231,41 @@ def test_a_signal_ends_all(home, killable, number, code):
     assert_gone(home, ["here0", "here1"])
 
 
-class StoreAnswers:
-    """An endpoint whose store answers from a list."""
-
-    address = RendezvousAddress("pc1", 29400)
-
-    def __init__(self, *answers):
-        self._answers = list(answers)
-
-    def connect(self):
-        return self
-
-    def get(self, key):
-        return self._answers.pop(0)
-
-
-@pytest.mark.parametrize(("ahead", "word"), [(3.0, "ahead of"), (-60.0, "behind")])
-def test_a_host_whose_clock_is_wrong_is_refused(ahead, word):
-    from paceline.launch.agent.elastic_rendezvous import check_endpoint
-
-    answers = StoreAnswers(b"1", b"0", repr(time.time() - ahead).encode())
-    with pytest.raises(
-        WorldError, match=rf"clock of this host is \d+\.\d s {word} that at pc1:29400"
-    ) as caught:
-        check_endpoint(answers, JobTimeouts())
-    assert "NTP" in caught.value.remedy
-    check_endpoint(StoreAnswers(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
-
-
-def test_another_service_at_the_rendezvous_address_is_reported(monkeypatch, capfd):
-    from paceline.launch.agent import elastic_rendezvous
-
-    monkeypatch.setattr(elastic_rendezvous, "_STORE_SECONDS", 0.5)
-    with socket.socket() as foreign:
-        foreign.bind(("127.0.0.1", 0))
-        foreign.listen()
-        place = elastic_rendezvous.RendezvousEndpoint(
-            RendezvousAddress("127.0.0.1", foreign.getsockname()[1]), None
-        )
-        with pytest.raises(WorldError, match="is not a rendezvous of paceline"):
-            elastic_rendezvous.check_endpoint(place, JobTimeouts())
+@pytest.mark.parametrize("other", ["silent", "another key", "no key"])
+def test_another_service_at_the_rendezvous_address_is_reported(other, capfd, monkeypatch):
+    monkeypatch.setattr(request_client, "_CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(Connection.__init__, "__defaults__", (1.0,))
+    with contextlib.ExitStack() as stack:
+        if other == "silent":
+            foreign = stack.enter_context(socket.socket())
+            foreign.bind(("127.0.0.1", 0))
+            foreign.listen()
+            port = foreign.getsockname()[1]
+        else:
+            key = JobKey.generate() if other == "another key" else None
+            server = serve_jobs(RendezvousAddress("127.0.0.1", free_port()), key)
+            stack.callback(server.close)
+            port = server.port
+        address = RendezvousAddress("127.0.0.1", port)
+        job = JobSpec(["train.py"], 1, 2, hosts=2, address=address)
+        with pytest.raises(WorldError, match=f"the server at {address} is not a rendezvous of this job: it"):
+            run_host(job, RankLogs(None), JobKey.generate())
     assert capfd.readouterr().err == ""
 
 
 def test_a_surplus_host_is_notified_that_the_job_succeeded(monkeypatch, capfd):
-    from paceline.launch.agent.elastic_agent import ElasticAgent, run_host
-    from paceline.launch.agent.restart_policy import JobEnded, JobOutcome
-
     def over(self):
         raise JobEnded(JobOutcome(0))
 
     monkeypatch.setattr(ElasticAgent, "run", over)
-    run_host(JobSpec(["train.py"], 1, 1), RankLogs(None))
-    lines = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
-    assert "paceline: the job ended well while this host waited to join" in lines
+    run_host(JobSpec(["train.py"], 1, 1), RankLogs(None), None)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["paceline: the job ended well while this host waited to join"]
 
 
 def test_two_servers_at_one_port_are_refused_without_a_traceback():
-    from paceline.launch.agent.elastic_rendezvous import serve_store
-
     with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
+        taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(UsageError, match="the port is taken"):
-            serve_store(RendezvousAddress("127.0.0.1", taken.getsockname()[1]))
+        with pytest.raises(UsageError, match="Address already in use"):
+            serve_jobs(RendezvousAddress("127.0.0.1", taken.getsockname()[1]), None)

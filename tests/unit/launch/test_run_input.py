@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import MissingRanks, UsageError
-from paceline.launch.agent.elastic_run import run_elastic, serve_rendezvous
+from paceline.launch.agent.elastic_run import job_key, run_elastic, serve_rendezvous
 from paceline.launch.agent.job_spec import JobSpec, check_script
 from paceline.launch.agent.rendezvous_address import (
     RendezvousAddress,
@@ -146,6 +146,16 @@ def test_a_rendezvous_without_server_times_out():
         assert "--serve" in caught.value.remedy
         free.listen()
         wait_for_server(address, 5.0, print)
+
+
+def test_a_host_alone_draws_a_key_for_each_job(monkeypatch):
+    for name in ("PACELINE_JOB_KEY", "PACELINE_JOB_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    drawn = job_key(several=False, insecure=False)
+    assert drawn != job_key(several=False, insecure=False)
+    assert job_key(several=True, insecure=True) is None
+    monkeypatch.setenv("PACELINE_JOB_KEY", drawn.secret.hex())
+    assert job_key(several=True, insecure=False) == job_key(several=True, insecure=True) == drawn
 
 
 def test_refusing_needs_no_torch():

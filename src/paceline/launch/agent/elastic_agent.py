@@ -1,10 +1,8 @@
-"""Elastic agent of one host: torch's agent, with its own rank processes, failure reports and end of the job.
-
-torch's agent provides the rendezvous, the assignment of ranks and the order of start, restart and stop. This one adds:
+"""Elastic agent of one host: runs its ranks, and takes part in the agreements of all hosts of the job.
 
 1. Ranks get a parent-death signal, so nothing outlives the agent; the end of a rank is noticed at once.
-2. A failure is reported in the job store at once, and the other agents restart on that report.
-3. Before a world begins, the host that the rendezvous numbered 0 decides for all why the last one ended.
+2. A failure is reported to the coordinator at once, and the other agents restart on that report.
+3. Before a world begins, the coordinator decides for all hosts why the last one ended (`restart_policy`).
 4. A host whose ranks have ended well waits for the others, and restarts with them if one of them fails.
 5. Watched ranks shut down gracefully, so that none takes another one's end for a failure.
 """
@@ -12,49 +10,32 @@ torch's agent provides the rendezvous, the assignment of ranks and the order of 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
 import socket
-import sys
 import time
 import uuid
-from typing import Any
-
-from torch.distributed import DistError, DistNetworkError, DistStoreError, Store
-from torch.distributed.elastic.agent.server.api import (
-    DEFAULT_ROLE,
-    RunResult,
-    SimpleElasticAgent,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousGracefulExitError,
-    RendezvousTimeoutError,
-)
+from collections.abc import Mapping
 
 from paceline._core import graceful_shutdown
 from paceline._core.child_process import stop_processes
-from paceline._core.json_codec import decode, encode
+from paceline._core.job_key import JobKey
 from paceline._core.process_exit import signal_name
-from paceline.errors import WorldError
-from paceline.launch.agent.elastic_rendezvous import (
-    STORE_TIMEOUT_SECONDS,
-    ElasticRendezvous,
-    RendezvousEndpoint,
-    StoreHeartbeat,
-    join_rendezvous,
-    open_endpoint,
-    open_job_store,
-)
+from paceline.errors import UsageError, WorldError
+from paceline.launch.agent.coordinator import Coordinator, JoinTimeout, LocalCoordinator, too_few_hosts
 from paceline.launch.agent.first_failure import RankFailure, is_secondary
+from paceline.launch.agent.job_messages import WorldPlan
+from paceline.launch.agent.job_server import serve_jobs, world_space
 from paceline.launch.agent.job_spec import JobSpec
-from paceline.launch.agent.job_store import JobStore, too_few_hosts
+from paceline.launch.agent.remote_coordinator import RemoteCoordinator
+from paceline.launch.agent.rendezvous_address import (
+    RendezvousAddress,
+    check_port_free,
+    free_port,
+    is_local,
+    is_port_taken,
+    reachable_address,
+    wait_for_server,
+)
 from paceline.launch.agent.restart_log import RestartLog, log_line
 from paceline.launch.agent.restart_policy import (
     HostMember,
@@ -67,13 +48,19 @@ from paceline.launch.process.rank_output import RankLogs
 from paceline.launch.process.rank_process import (
     RankProcess,
     default_environment,
+    loopback_environment,
     start_rank,
     wait_for_exit,
 )
+from paceline.world.store.launched_store import file_store_variable, server_store_variable
+from paceline.world.store.request_client import ConnectionLost
+from paceline.world.store.request_server import RequestServer
 
 __all__ = ["ElasticAgent", "run_host"]
 
 _POLL_SECONDS = 0.1
+_LEAVE_POLL_SECONDS = 0.05
+_IDLE_SECONDS = 5.0  # without any event
 _PROGRESS_SECONDS = 60.0  # ranks that ran so long made progress, unless the job defines it
 _LINGER_SECONDS = 5.0  # the server of the rendezvous lets the others read the outcome
 
@@ -82,54 +69,43 @@ class _RepeatRendezvous(Exception):
     """This world must not begin, because a host leaves it first."""
 
 
-class ElasticAgent(SimpleElasticAgent):
+class ElasticAgent:
     """Runs this host's ranks of a job; :meth:`run` returns when the job has ended well.
 
     Args:
         job: to run.
-        rendezvous: of its hosts.
-        job_store: its shared state.
+        member: id of this agent.
+        coordinator: of the job's hosts.
         logs: of the ranks.
+        key: of the job; None: several hosts do without.
+        address: where other hosts reach this one.
         serving: whether the job ends with this host, because it serves the rendezvous.
     """
 
     def __init__(
         self,
         job: JobSpec,
-        rendezvous: ElasticRendezvous,
-        job_store: JobStore,
+        member: str,
+        coordinator: Coordinator,
         logs: RankLogs,
         *,
+        key: JobKey | None,
+        address: str,
         serving: bool,
     ) -> None:
-        spec = WorkerSpec(
-            role="rank",
-            local_world_size=job.ranks,
-            entrypoint=sys.executable,
-            args=tuple(job.argv),
-            rdzv_handler=rendezvous,
-            max_restarts=job.max_restarts,
-            monitor_interval=_POLL_SECONDS,
-        )
-        super().__init__(spec)
-        self._job, self._rendezvous_handler, self._job_store = job, rendezvous, job_store
-        self._logs, self._serving = logs, serving
+        self._job, self._coordinator, self._logs = job, coordinator, logs
+        self._key, self._address, self._serving = key, address, serving
         self._restart_log = RestartLog(job.log_dir)
-        self._me = HostMember(socket.gethostname(), uuid.uuid4().hex, job.ranks)
+        self._me = HostMember(socket.gethostname(), member, job.ranks)
         self._running: list[RankProcess] = []
         self._world, self._started = -1, time.monotonic()
-        self._changes, self._finished, self._ending = -1, False, False
+        self._hosts, self._finished = 1, False
         self._stop_reason: graceful_shutdown.Reason = "failed"
 
-    @property
-    def hosts(self) -> int:
-        """Number of hosts of the latest world."""
-        return self._worker_group.group_world_size or 1
-
-    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+    def run(self) -> None:
         """Start ranks, and restart them after each failure, until the job has ended."""
         try:
-            self._initialize_workers(self._worker_group)  # type: ignore[call-arg] — torch's decorator hides its arguments
+            self._start_world()
             while not self._poll():
                 pass
         except KeyboardInterrupt:
@@ -139,83 +115,80 @@ class ElasticAgent(SimpleElasticAgent):
         except SystemExit as error:
             self._leave(int(error.code or 0))
             raise
-        self._worker_group.state = WorkerState.SUCCEEDED
-        return RunResult(WorkerState.SUCCEEDED, {one.global_rank: None for one in self._worker_group.workers})
+        finally:
+            stop_processes(self._running, self._job.timeouts.end)
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:  # type: ignore[override]
-        """Repeat the rendezvous until a world can begin."""
+    def _start_world(self) -> None:
+        """Repeat the rendezvous until a world can begin, and start this host's ranks of it."""
         while True:
             try:
-                super()._rendezvous(worker_group)  # type: ignore[call-arg] — torch's decorator hides its arguments
-                return
+                plan = self._coordinator.join(self._me, self._address, free_port())
+                self._apply(plan.agreement)
             except _RepeatRendezvous:
                 continue
-            except DistNetworkError:
+            except JoinTimeout:
+                if self._world >= 0:
+                    self._end_job(JobOutcome(1, str(too_few_hosts(self._job))))
                 raise
-            except DistStoreError:  # a host was lost between joining and publishing itself
-                continue
-            except RendezvousTimeoutError:
-                self._end_job(JobOutcome(1, str(too_few_hosts(self._job))))
-                raise
-            except (RendezvousClosedError, RendezvousGracefulExitError):
-                outcome = self._job_store.outcome()
-                if outcome is None:
-                    raise
-                raise JobEnded(outcome) from None
+            break
+        self._hosts = len(plan.hosts)
+        self._start_ranks(plan)
 
-    def _assign_worker_ranks(  # type: ignore[override]
-        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
-        """Agree on how the job continues, then let torch number the ranks."""
-        store.set(f"member/{group_rank}", json.dumps(encode(self._me)))
-        if group_rank == 0:
-            texts = store.multi_get([f"member/{number}" for number in range(group_world_size)])
-            members = [decode(json.loads(text), HostMember, "member") for text in texts]
-            agreement = self._job_store.agree(members, self._job)
-            store.set("verdict", json.dumps(encode(agreement)))
-        self._apply(decode(json.loads(store.get("verdict")), WorldAgreement, "verdict"))
-        spec.local_world_size = self._me.ranks
-        return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)  # type: ignore[call-arg]
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks of this host."""
-        workers = worker_group.workers
+    def _start_ranks(self, plan: WorldPlan) -> None:
+        group = next(index for index, one in enumerate(plan.hosts) if one.member == self._me.member)
+        first = sum(one.ranks for one in plan.hosts[:group])
+        size, ranks = sum(one.ranks for one in plan.hosts), plan.hosts[group].ranks
         shared = {
-            "GROUP_RANK": worker_group.group_rank,
-            "GROUP_WORLD_SIZE": worker_group.group_world_size,
-            "LOCAL_WORLD_SIZE": len(workers),
-            "MASTER_ADDR": worker_group.master_addr,
-            "MASTER_PORT": worker_group.master_port,
-            "ROLE_NAME": worker_group.spec.role,
+            "GROUP_RANK": group,
+            "GROUP_WORLD_SIZE": len(plan.hosts),
+            "LOCAL_WORLD_SIZE": ranks,
+            "WORLD_SIZE": size,
+            "ROLE_WORLD_SIZE": size,
+            "MASTER_ADDR": plan.hosts[0].address,
+            "MASTER_PORT": plan.hosts[0].port,
+            "ROLE_NAME": "rank",
             "TORCHELASTIC_RESTART_COUNT": self._world,
             "TORCHELASTIC_MAX_RESTARTS": self._job.max_restarts,
             "TORCHELASTIC_RUN_ID": self._job.name,
-            "TORCHELASTIC_USE_AGENT_STORE": self._rendezvous_handler.use_agent_store,
+            # Of a program that switches Paceline's store off, rank 0 serves torch's.
+            "TORCHELASTIC_USE_AGENT_STORE": False,
         }
-        base = default_environment(len(workers)) | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | os.environ
+        base = default_environment(ranks) | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+        if self._job.hosts == 1:
+            base |= loopback_environment()
+        base |= os.environ
         base.pop("PACELINE_INIT_METHOD", None)  # of an outer launcher: it would override the store
         base |= self._job.env
-        self._started, self._finished, self._ending = time.monotonic(), False, False
+        base |= self._store_variables(plan)
+        self._started, self._finished = time.monotonic(), False
         self._running = []
-        for worker in workers:
-            shutdown_file = self._logs.shutdown_file(worker.local_rank)
+        for local_rank in range(ranks):
+            rank = first + local_rank
+            shutdown_file = self._logs.shutdown_file(local_rank)
             shutdown_file.unlink(missing_ok=True)
             own = {
-                "RANK": worker.global_rank,
-                "LOCAL_RANK": worker.local_rank,
-                "WORLD_SIZE": worker.world_size,
-                "ROLE_RANK": worker.global_rank,
-                "ROLE_WORLD_SIZE": worker.world_size,
+                "RANK": rank,
+                "ROLE_RANK": rank,
+                "LOCAL_RANK": local_rank,
                 graceful_shutdown.VARIABLE: shutdown_file,
             }
             env = base | {name: str(value) for name, value in (shared | own).items()}
-            log = self._logs.path(worker.global_rank, self._world)
-            self._running.append(
-                start_rank(self._job.argv, env, worker.global_rank, worker.local_rank, log, follow=True)
-            )
-        return {one.local_rank: one.process.pid for one in self._running}
+            log = self._logs.path(rank, self._world)
+            self._running.append(start_rank(self._job.argv, env, rank, local_rank, log, follow=True))
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _store_variables(self, plan: WorldPlan) -> Mapping[str, str]:
+        """Return the variables with which ranks find their store, and the key that admits them."""
+        master = RendezvousAddress(plan.hosts[0].address, plan.hosts[0].port)
+        if self._job.address is None:
+            variables = file_store_variable(self._logs.store_file(self._world), str(master))
+        else:
+            space = world_space(self._job.name, self._world)
+            variables = server_store_variable(
+                self._job.address.host, self._job.address.port, space, str(master)
+            )
+        return variables | (self._key.environment() if self._key else {})
+
+    def _stop_ranks(self) -> None:
         files = {one.rank: self._logs.shutdown_file(one.local_rank) for one in self._running}
         for file in files.values():
             graceful_shutdown.request_shutdown(file, self._stop_reason)
@@ -227,45 +200,31 @@ class ElasticAgent(SimpleElasticAgent):
             wait_for_exit(alive, min(left, _POLL_SECONDS))
         stop_processes(self._running, self._job.timeouts.end)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0.0) -> None:
-        stop_processes(self._running, self._job.timeouts.end)
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        raise AssertionError("_poll monitors the ranks")
-
     def _poll(self) -> bool:
-        """Wait briefly for an event, handle it, and return whether the job has ended well."""
-        wait_for_exit(self._running, _POLL_SECONDS)
+        """Wait for an event, handle it, and return whether the job has ended well."""
+        self._coordinator.wait(self._running, _IDLE_SECONDS)
         codes = [one.exit_code() for one in self._running]
         if any(codes):
             self._report_failures()
-            self._restart()
+            self._restart("failed")
             return False
         if not self._finished and all(code == 0 for code in codes):
             self._finished = True
-            if self._job_store.report_finished(self._world) == self._worker_group.group_world_size:
+            if self._coordinator.report_finished(self._world) == self._hosts:
                 self._end_job(JobOutcome(0))
-        changes = self._job_store.change_count()
-        if changes != self._changes:
-            outcome = self._job_store.outcome()
-            if outcome is not None:
-                if outcome.code:
-                    raise JobEnded(outcome)
-                return True
-            self._ending = self._job_store.finished_hosts(self._world) > 0
-            if self._job_store.has_failed(self._world):
-                self._restart()
-            self._changes = changes
-        elif self._job.hosts > 1 and (reason := self._membership_change()):
-            self._restart(reason)
+        view = self._coordinator.view()
+        if view.outcome is not None:
+            if view.outcome.code:
+                raise JobEnded(view.outcome)
+            return True
+        if view.world < self._world:
+            return False  # it is older than this world
+        gone = not view.member or view.world > self._world  # the others continued without this host
+        if gone or view.failed or view.lost:
+            self._restart("failed")
+        elif view.waiting and self._job.rejoin and not view.finished:
+            self._restart("changed")
         return False
-
-    def _membership_change(self) -> graceful_shutdown.Reason | None:
-        """Return why the world must restart: a host was lost, or one waits to join while no ranks have ended."""
-        waiting = self._rendezvous_handler.has_waiting_hosts()
-        if self._rendezvous_handler.has_lost_hosts():
-            return "failed"
-        return "changed" if waiting and self._job.rejoin and not self._ending else None
 
     def _report_failures(self) -> None:
         """Report the failed ranks of this host; if all of them lost a peer, wait briefly for that peer's end."""
@@ -278,7 +237,7 @@ class ElasticAgent(SimpleElasticAgent):
                 reported.add(one.rank)
                 self._report_failure(one.tail(), one)
             left = deadline - time.monotonic()
-            if left <= 0 or not all(is_secondary(one) for one in self._job_store.failures(self._world)):
+            if left <= 0 or not all(is_secondary(one) for one in self._coordinator.failures(self._world)):
                 return
             if all(one.exit_code() is not None for one in self._running):
                 return
@@ -294,7 +253,7 @@ class ElasticAgent(SimpleElasticAgent):
             seconds=time.monotonic() - self._started,
             lines=lines,
         )
-        self._job_store.report_failure(self._world, failure)
+        self._coordinator.report_failure(self._world, failure)
 
     def _leave(self, code: int) -> None:
         """Report that this host was ended by a signal; the others continue, unless it serves the rendezvous."""
@@ -302,15 +261,17 @@ class ElasticAgent(SimpleElasticAgent):
         if self._serving:
             self._end_job(JobOutcome(code, f"{self._me.host}, which serves the rendezvous, was {how}"))
             return
-        with contextlib.suppress(DistError):
-            self._report_failure((how,))
+        if self._world >= 0:
+            with contextlib.suppress(ConnectionLost):
+                self._report_failure((how,))
 
-    def _restart(self, reason: graceful_shutdown.Reason = "failed") -> None:
+    def _restart(self, reason: graceful_shutdown.Reason) -> None:
         """Stop this host's ranks, repeat the rendezvous, and start ranks again."""
         self._stop_reason = reason
         if self._made_progress():
-            self._job_store.report_progress(self._world)
-        self._restart_workers(self._worker_group)  # type: ignore[call-arg] — torch's decorator hides its arguments
+            self._coordinator.report_progress(self._world)
+        self._stop_ranks()
+        self._start_world()
 
     def _made_progress(self) -> bool:
         if self._job.progress is not None:
@@ -323,9 +284,7 @@ class ElasticAgent(SimpleElasticAgent):
         if agreement.restart:
             self._restart_log.write(agreement)
         if agreement.decision.action == "end":
-            outcome = failed_outcome(agreement)
-            self._end_job(outcome)
-            raise JobEnded(outcome)
+            raise JobEnded(failed_outcome(agreement))
         if not agreement.shrinks:
             return
         mine = agreement.shrinks == self._me.member
@@ -336,64 +295,80 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _end_job(self, outcome: JobOutcome) -> None:
         """End the job on all hosts, including those that wait to join."""
-        with contextlib.suppress(DistError):
-            self._job_store.end(outcome)
-            self._rendezvous_handler.shutdown()
-
-    def kill(self) -> None:
-        """Kill the ranks of this host at once."""
-        for one in self._running:
-            one.signal_group(signal.SIGKILL)
+        with contextlib.suppress(ConnectionLost):
+            self._coordinator.end(outcome)
 
 
-def run_host(job: JobSpec, logs: RankLogs) -> None:
+def run_host(job: JobSpec, logs: RankLogs, key: JobKey | None) -> None:
     """Join or serve the rendezvous and run this host's agent; errors as for `elastic_run.run_job`."""
-    endpoint = open_endpoint(job)
-    serving = endpoint.served is not None
+    member = uuid.uuid4().hex
+    if job.address is None:
+        _run_agent(job, member, LocalCoordinator(job, member), logs, key=key, address="127.0.0.1")
+        return
+    server = _serve_if_local(job.address, key)
     try:
-        job_store = open_job_store(job, endpoint)
-        job_store.register(job)
-        rendezvous = join_rendezvous(job, endpoint, endpoint.connect(), late=job_store.has_started())
-        agent = ElasticAgent(job, rendezvous, job_store, logs, serving=serving)
-        heartbeat = (
-            None if serving else StoreHeartbeat(endpoint, lambda: _exit_after_loss(endpoint, agent, logs))
-        )
+        if server is None:
+            wait_for_server(job.address, job.timeouts.join, log_line)
+        coordinator = RemoteCoordinator(job, member, job.address, key)
+        address = reachable_address(job.address, serving=server is not None)
+        _run_agent(job, member, coordinator, logs, key=key, address=address, serving=server is not None)
+    except ConnectionLost as error:
+        raise _store_lost(job.address, str(error)) from None
+    finally:
+        if server is not None:
+            server.close()
+
+
+def _run_agent(
+    job: JobSpec,
+    member: str,
+    coordinator: Coordinator,
+    logs: RankLogs,
+    *,
+    key: JobKey | None,
+    address: str,
+    serving: bool = False,
+) -> None:
+    try:
+        coordinator.register()
+        agent = ElasticAgent(job, member, coordinator, logs, key=key, address=address, serving=serving)
         try:
             agent.run()
         finally:
-            if heartbeat:
-                heartbeat.stop()
-            _leave_store(job_store, agent.hosts if serving else 0)
+            _leave_job(coordinator, linger=serving)
     except JobEnded as ended:
         if ended.outcome.code:
             raise ended.outcome.error() from None
         log_line("the job ended well while this host waited to join")
-    except RendezvousTimeoutError:
+    except JoinTimeout:
         raise too_few_hosts(job) from None
-    except (DistError, RendezvousConnectionError) as error:
-        raise _store_lost(endpoint, str(error.__cause__ or error).splitlines()[0]) from None
+    finally:
+        coordinator.close()
 
 
-def _leave_store(job_store: JobStore, hosts: int) -> None:
-    """Leave the store; its server waits until `hosts` hosts have read the outcome and left."""
-    with contextlib.suppress(DistError):
-        job_store.report_left()
+def _serve_if_local(address: RendezvousAddress, key: JobKey | None) -> RequestServer | None:
+    """Serve the rendezvous if the address is local and not served yet; None: another process does."""
+    if not is_local(address) or is_port_taken(address.port):
+        return None
+    check_port_free(address)
+    try:
+        return serve_jobs(address, key)
+    except UsageError:  # another process on this host was faster
+        return None
+
+
+def _leave_job(coordinator: Coordinator, *, linger: bool) -> None:
+    """Leave the job; the server of the rendezvous waits until the other hosts have read the outcome and left."""
+    with contextlib.suppress(ConnectionLost):
+        coordinator.leave()
         deadline = time.monotonic() + _LINGER_SECONDS
-        while time.monotonic() < deadline and job_store.left_hosts() < hosts:
-            time.sleep(0.05)
+        while linger and coordinator.view().present and time.monotonic() < deadline:
+            time.sleep(_LEAVE_POLL_SECONDS)
 
 
-def _store_lost(endpoint: RendezvousEndpoint, reason: str) -> WorldError:
+def _store_lost(address: RendezvousAddress, reason: str) -> WorldError:
     return WorldError(
-        f"the rendezvous at {endpoint.address} was lost: {reason}",
+        f"the rendezvous at {address} was lost: {reason}",
         remedy="its host has ended or is unreachable, and the job with it; "
         "served by a host that does not train (paceline run --serve), it outlives every host that does",
     )
-
-
-def _exit_after_loss(endpoint: RendezvousEndpoint, agent: ElasticAgent, logs: RankLogs) -> None:
-    """End this process, whose main thread is blocked by the lost store."""
-    agent.kill()
-    log_line(f"Error: {_store_lost(endpoint, f'no answer for {STORE_TIMEOUT_SECONDS} s')}")
-    logs.__exit__(None, None, None)
-    os._exit(1)

@@ -1,26 +1,30 @@
-"""Runs a program as ranks on one host or several, restarted after failures by torch's elastic agent.
+"""Runs a program as ranks on one host or several, restarted after failures.
 
     run_elastic(["train.py", "--epochs", "3"], ranks=4, min_ranks=2)      # one host
 
-Torch is imported only after everything that can be refused has been checked.
+Hosts and ranks authenticate each other by the job's key (`paceline._core.job_key`): a single host draws one for each
+job, several hosts are given the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paceline._core.child_process import sigterm_raises
+from paceline._core.job_key import KEY_FILE_VARIABLE, JobKey
+from paceline.errors import UsageError
+from paceline.launch.agent.elastic_agent import run_host
+from paceline.launch.agent.job_server import serve_jobs
 from paceline.launch.agent.job_spec import JobSpec, check_script
 from paceline.launch.agent.rendezvous_address import RendezvousAddress, check_port_free, is_local
 from paceline.launch.agent.restart_log import log_line
 from paceline.launch.process.rank_output import RankLogs, check_log_dir
 from paceline.testing import fault_injection
 
-__all__ = ["run_elastic", "run_job", "serve_rendezvous"]
+__all__ = ["job_key", "run_elastic", "run_job", "serve_rendezvous"]
 
 
 def run_elastic(
@@ -38,7 +42,7 @@ def run_elastic(
     Replaces :func:`paceline.launch.process.local_ranks.run_ranks`. Rank 0 writes to this terminal, the others to
     ``rank<k>.log``, after restart n to ``restart<n>/rank<k>.log``. When a rank ends with an error, the others are
     ended, and all are started again with ``TORCHELASTIC_RESTART_COUNT`` incremented; the program has to resume from its
-    last checkpoint. Ranks get torchrun's variables and use a store of this process (``env://``), so no port is needed
+    last checkpoint. Ranks get torchrun's variables and meet in a file of this process (``env://``), so nothing listens
     and ``PACELINE_INIT_METHOD`` is not set. They end with this process, however it ends. Why each world ended is logged
     in one line on the terminal and in ``restarts.jsonl`` in `log_dir`.
 
@@ -83,8 +87,8 @@ def run_job(job: JobSpec) -> None:
 
     Raises:
         RankFailed: the job does not continue; the error is the same on every host.
-        UsageError: no such script, an unwritable log folder, invalid faults, an address that does not resolve, or
-            another host was started with other settings.
+        UsageError: no such script, an unwritable log folder, invalid faults, an address that does not resolve, several
+            hosts without a job key, or another host was started with other settings.
         MissingRanks: the rendezvous was unreachable or too few hosts joined, within ``job.timeouts``.
         WorldError: the rendezvous was lost, or the job ended before this host joined.
         KeyboardInterrupt: Ctrl-C; all ranks of all hosts are ended.
@@ -94,36 +98,47 @@ def run_job(job: JobSpec) -> None:
     fault_injection.arm_from_environment()  # refuse invalid faults here rather than on every rank
     if job.address is not None:
         is_local(job.address)  # raises if the name does not resolve
+    key = job_key(several=job.hosts > 1, insecure=job.insecure)
     with sigterm_raises(), RankLogs(job.log_dir) as logs:
-        with _quiet_torch():
-            from paceline.launch.agent.elastic_agent import run_host
-        run_host(job, logs)
+        run_host(job, logs, key)
 
 
-def serve_rendezvous(address: RendezvousAddress) -> None:
+def serve_rendezvous(address: RendezvousAddress, *, insecure: bool = False) -> None:
     """Serve a rendezvous until Ctrl-C or SIGTERM, from a host that does not train, so that every host may fail.
 
+    Args:
+        address: where to serve.
+        insecure: serve without a job key, everybody who reaches the address.
+
     Raises:
-        UsageError: it can't be served there.
+        UsageError: it can't be served there, or there is no job key.
     """
     check_port_free(address)
+    key = job_key(several=True, insecure=insecure)
     with sigterm_raises():
-        with _quiet_torch():
-            from paceline.launch.agent.elastic_rendezvous import serve_store
-        endpoint = serve_store(address)
-        log_line(f"serving the rendezvous at {endpoint.address}; end with Ctrl-C")
+        serve_jobs(address, key)
+        log_line(f"serving the rendezvous at {address}; end with Ctrl-C")
         while True:
             signal.pause()
 
 
-@contextlib.contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Limit torch's C++ logging, if it is loaded now, to errors: it writes two stack traces for a lost store."""
-    if "TORCH_CPP_LOG_LEVEL" in os.environ:
-        yield
-        return
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    try:
-        yield
-    finally:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # ranks decide for themselves
+def job_key(*, several: bool, insecure: bool) -> JobKey | None:
+    """Return the job's key from the environment; a single host draws one, several may go without.
+
+    Args:
+        several: whether several hosts need the same key.
+        insecure: whether they may go without.
+
+    Raises:
+        UsageError: several hosts have none, or it is malformed.
+    """
+    key = JobKey.from_environment(os.environ)
+    if key is None and not several:
+        return JobKey.generate()
+    if key is None and not insecure:
+        raise UsageError(
+            "several hosts, but no job key: everybody who reaches the rendezvous could run code on all of them",
+            remedy=f"make a key once, `(umask 077; openssl rand -hex 32 > job.key)`, copy it to every host, and set "
+            f"{KEY_FILE_VARIABLE}=job.key; on a network that only you can reach, --insecure goes without",
+        )
+    return key

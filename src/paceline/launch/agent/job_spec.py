@@ -19,8 +19,6 @@ class JobTimeouts:
     """Time-outs of a job, in seconds.
 
     Attributes:
-        heartbeat: between two heartbeats of a host.
-        heartbeat_timeout: without a heartbeat until a host counts as lost; clocks may differ by half of it.
         last_call: that a world which could begin waits for missing hosts (torch's term).
         first_call: the same at the start of a job, when people start commands by hand.
         join: until enough hosts have joined, at the start and after a loss.
@@ -29,8 +27,6 @@ class JobTimeouts:
         follow: for the rank that failed first to end, if all failed ranks report a lost peer.
     """
 
-    heartbeat: float = 1.0
-    heartbeat_timeout: float = 4.0
     last_call: float = 3.0
     first_call: float = 30.0
     join: float = 300.0
@@ -53,6 +49,7 @@ class JobSpec:
         name: of the job, where one server serves several.
         rejoin: restart the world when a host joins, rather than at the next failure.
         env: variables to set in addition to those of this process.
+        insecure: several hosts go without a job key.
         log_dir: folder for logs and ``restarts.jsonl``; None: logs are kept only to explain a failure.
         progress: returns whether the ranks made progress since the last call; None: they did if they ran for a minute.
         timeouts: see `JobTimeouts`.
@@ -71,6 +68,7 @@ class JobSpec:
     name: str = "run"
     rejoin: bool = True
     env: Mapping[str, str] = field(default_factory=dict)
+    insecure: bool = False
     log_dir: Path | None = None
     progress: Callable[[], bool] | None = None
     timeouts: JobTimeouts = field(default_factory=JobTimeouts)

@@ -15,6 +15,7 @@ from paceline.errors import MissingRanks, UsageError
 __all__ = [
     "RendezvousAddress",
     "check_port_free",
+    "free_port",
     "is_local",
     "is_port_taken",
     "parse_rendezvous_address",
@@ -94,6 +95,13 @@ def check_port_free(address: RendezvousAddress) -> None:
         )
 
 
+def free_port() -> int:
+    """Return a port at which nothing listens now on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
 def is_port_taken(port: int) -> bool:
     """Return whether something listens at `port` of this machine."""
     error = _bind_error(port)
@@ -151,7 +159,7 @@ def wait_for_server(address: RendezvousAddress, seconds: float, log: Callable[[s
 
 
 def _bind_error(port: int) -> OSError | None:
-    """Return why nothing can listen at `port`, None if it is free; torch's store listens at all addresses."""
+    """Return why nothing can listen at `port` of all addresses, None if it is free."""
     family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -160,7 +168,7 @@ def _bind_error(port: int) -> OSError | None:
             probe.listen(1)
     except OSError as error:
         if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-            return None  # no IPv6 here: the store will report it
+            return None  # no IPv6 here
         return error
     return None
 

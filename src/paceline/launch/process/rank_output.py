@@ -100,6 +100,10 @@ class RankLogs:
         """Return the file that requests a rank's shutdown (`paceline._core.graceful_shutdown`)."""
         return self._private / f"leave{local_rank}"
 
+    def store_file(self, restart: int) -> Path:
+        """Return the file in which the ranks of a single host meet after a restart; others can't enter its folder."""
+        return self._private / f"store{restart}"
+
     def path(self, rank: int, restart: int) -> Path | None:
         """Return the log file of a rank after a restart, None for the terminal; its folder is created."""
         if rank == 0:

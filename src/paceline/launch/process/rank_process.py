@@ -15,6 +15,7 @@ from pathlib import Path
 
 from paceline._core.child_process import POLL_SECONDS, ChildProcess, with_pdeathsig
 from paceline._core.cpu_cores import usable_cores
+from paceline._core.network_interfaces import list_interfaces
 from paceline.launch.process.rank_output import StderrTee, last_lines
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "default_environment",
     "exit_remedy",
     "exit_status",
+    "loopback_environment",
     "start_rank",
     "wait_for_exit",
 ]
@@ -80,6 +82,12 @@ def default_environment(ranks: int) -> dict[str, str]:
     """Return the default variables of one of `ranks` ranks on this machine: its share of the cores as threads."""
     threads = str(max(1, int(usable_cores() / ranks)))
     return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+
+
+def loopback_environment() -> dict[str, str]:
+    """Return the variables with which gloo and NCCL listen on this machine only, for ranks of a single host."""
+    names = [one.name for one in list_interfaces() if one.loopback and one.up]
+    return {name: names[0] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if names}
 
 
 def wait_for_exit(running: Sequence[ChildProcess], seconds: float) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from paceline._core.job_key import JobKey
 from paceline.errors import UsageError
 from paceline.testing.netlab import lab_network, lab_requirements
 from paceline.testing.netlab.lab_host import LabHost
@@ -77,6 +78,7 @@ class Lab:
         self._ports = count()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._jobs: list[LabJob] = []
+        self._key = JobKey.generate()
         self._nodes: dict[int, LabHost] = {}
         try:
             for host in (lab_network.SWITCH, *range(hosts)):  # they start concurrently
@@ -313,9 +315,9 @@ class Lab:
         return LabProgram(host, process, out, err)
 
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of a command; its PATH begins with this Python and its scripts."""
+        """Return the variables of a command: its PATH begins with this Python; all hosts have one job key."""
         network = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONUNBUFFERED": "1"}
-        return {**os.environ, "PATH": search_path(), **network, **env}
+        return {**self._key.environment(), **os.environ, "PATH": search_path(), **network, **env}
 
 
 def _finish(job: LabJob, timeout: float | None, check: bool) -> list[LabResult]:

@@ -63,10 +63,7 @@ def serve(
             panel=_SERVER,
         ),
     ] = None,
-    insecure: Annotated[
-        bool,
-        own(None, "Accept every worker that can reach the address; no keys.", "--insecure", panel=_SERVER),
-    ] = False,
+    insecure: Annotated[bool, shared("insecure", "; no keys", panel=_SERVER)] = False,
     shard: Annotated[str, own("I/N", "Index of this hub, number of hubs.", panel=_SERVER)] = "0/1",
     bandwidth: Annotated[
         str | None, own("RATE", "Limit each way: 40MB/s, 30% of 1Gbit/s.", panel=_SERVER)

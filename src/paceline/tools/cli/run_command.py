@@ -43,6 +43,7 @@ def run(
     wait: Annotated[str, shared("wait")] = f"{DEFAULT.join:g}s",
     grace: Annotated[str, own("TIME", "From SIGTERM to SIGKILL when ranks must end.")] = f"{DEFAULT.end:g}s",
     name: Annotated[str, shared("name", ", where one server serves several")] = "run",
+    insecure: Annotated[bool, shared("insecure", ": several hosts without a job key")] = False,
     serve: Annotated[
         str | None, own("HOST:PORT", "Only serve a rendezvous, on a host that does not train.")
     ] = None,
@@ -55,6 +56,9 @@ def run(
 
     The second is started on every host. Ranks get the environment variables of torchrun. Arguments after the script
     are passed to it. Restarts lose little work if the script resumes from its last checkpoint.
+
+    Several hosts need a job key, the same on each, which keeps others out of the run:
+    (umask 077; openssl rand -hex 32 > job.key), and then PACELINE_JOB_KEY_FILE=job.key on every host.
     """
     if serve is not None:
         if script or rendezvous:
@@ -62,7 +66,7 @@ def run(
                 "--serve runs no script",
                 remedy="serve on one host, and run the script on others by --rendezvous",
             )
-        serve_rendezvous(parse_rendezvous_address(serve))
+        serve_rendezvous(parse_rendezvous_address(serve), insecure=insecure)
         return
     if not script:
         raise UsageError("no script to run", remedy="for example: paceline run --nproc-per-node 2 train.py")
@@ -80,6 +84,7 @@ def run(
         address=None if rendezvous is None else parse_rendezvous_address(rendezvous),
         name=name,
         rejoin=rejoin,
+        insecure=insecure,
         log_dir=log_dir,
         timeouts=JobTimeouts(
             last_call=_positive_seconds("--last-call", last_call),

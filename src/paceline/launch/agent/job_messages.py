@@ -1,0 +1,207 @@
+"""Requests of a job's hosts to its coordinator, and their results.
+
+A host is named by the id of its agent (``member``). Times are relative: seconds from when the coordinator gets them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from paceline._core.json_codec import NonNegative, Whole
+from paceline.launch.agent.first_failure import RankFailure
+from paceline.launch.agent.restart_policy import HostMember, JobOutcome, WorldAgreement
+
+__all__ = [
+    "JOB_SERVICE",
+    "AnyJobRequest",
+    "EndJob",
+    "FinishWorld",
+    "GetFailures",
+    "JobRecord",
+    "JobRequest",
+    "JobSettings",
+    "JobView",
+    "JoinResult",
+    "JoinWorld",
+    "LeaveJob",
+    "PlannedHost",
+    "RegisterHost",
+    "ReportFailure",
+    "ReportProgress",
+    "WatchJob",
+    "WorldPlan",
+]
+
+JOB_SERVICE = b"job"
+"""Name of the service that coordinates jobs."""
+
+_Name = Annotated[str, Meta(max_length=255)]
+_Host = Annotated[str, Meta(max_length=255)]
+_Member = Annotated[str, Meta(min_length=1, max_length=64)]
+_Port = Annotated[int, Meta(ge=0, le=65535)]
+_Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """Settings of a job that must be equal on every host, and its time limits in seconds (`JobTimeouts`)."""
+
+    hosts: _Count
+    min_hosts: _Count
+    min_ranks: _Count
+    max_restarts: Whole
+    first_call: NonNegative
+    last_call: NonNegative
+    join: NonNegative
+
+
+@dataclass(frozen=True)
+class PlannedHost:
+    """A host of a world, its number of ranks, and where its lowest rank may listen."""
+
+    host: _Host
+    member: _Member
+    ranks: Whole
+    address: _Host
+    port: _Port
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldPlan:
+    """A world that is about to begin.
+
+    Attributes:
+        agreement: of all hosts on how the job continues.
+        hosts: of the world, in the order of their ranks; the one that shrinks has its new number of ranks.
+    """
+
+    agreement: WorldAgreement
+    hosts: tuple[PlannedHost, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobView:
+    """State of a job.
+
+    Attributes:
+        news: number of changes so far.
+        outcome: None while the job runs.
+        world: number of the latest world; −1 before the first one.
+        failed: whether a failure of it was reported.
+        finished: number of its hosts whose ranks have all ended well.
+        lost: whether a host of it has left or was lost.
+        waiting: whether a host waits to join that the next world would admit.
+        joined: number of hosts that wait for the next world.
+        present: number of connected hosts.
+        member: whether the host that asks is still counted as present.
+    """
+
+    news: int
+    outcome: JobOutcome | None
+    world: int
+    failed: bool
+    finished: int
+    lost: bool
+    waiting: bool
+    joined: int
+    present: int
+    member: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """Settings of a job, given by its first host, and its outcome if it has ended."""
+
+    settings: JobSettings
+    outcome: JobOutcome | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinResult:
+    """The plan of a world, or the outcome of the job."""
+
+    plan: WorldPlan | None = None
+    outcome: JobOutcome | None = None
+
+
+class JobRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A request of a host about a job."""
+
+    id: Whole
+    job: _Name
+    member: _Member
+
+
+class RegisterHost(JobRequest, tag="register"):
+    """Take part in a job; returns a `JobRecord`."""
+
+    settings: JobSettings
+
+
+class JoinWorld(JobRequest, tag="join"):
+    """Wait for the next world with this host; returns a `JoinResult`."""
+
+    host: HostMember
+    address: _Host
+    port: _Port
+
+
+class WatchJob(JobRequest, tag="watch"):
+    """Return the view once its ``news`` differ from these, and after `seconds` at the latest."""
+
+    news: int
+    """−1: at once."""
+    seconds: NonNegative
+
+
+class ReportFailure(JobRequest, tag="failure"):
+    """Report a failure of a world."""
+
+    world: Whole
+    failure: RankFailure
+
+
+class GetFailures(JobRequest, tag="failures"):
+    """Return the failures of a world in the order of their reports."""
+
+    world: Whole
+
+
+class ReportProgress(JobRequest, tag="progress"):
+    """Report that a world made progress."""
+
+    world: Whole
+
+
+class FinishWorld(JobRequest, tag="finished"):
+    """Report that all ranks of this host have ended well."""
+
+    world: Whole
+
+
+class EndJob(JobRequest, tag="end"):
+    """End the job, unless it has ended."""
+
+    outcome: JobOutcome
+
+
+class LeaveJob(JobRequest, tag="leave"):
+    """Leave the job."""
+
+
+AnyJobRequest = (
+    RegisterHost
+    | JoinWorld
+    | WatchJob
+    | ReportFailure
+    | GetFailures
+    | ReportProgress
+    | FinishWorld
+    | EndJob
+    | LeaveJob
+)
+"""Every request of the service."""

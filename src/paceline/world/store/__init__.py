@@ -1,0 +1,1 @@
+"""The authenticated key-value store of ranks on several hosts, and the server and connections that it uses."""
