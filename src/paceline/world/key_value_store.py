@@ -1,10 +1,13 @@
-"""The key-value store where the ranks of a world meet (a file, a TCP server of rank 0, or torchrun's), and its address.
+"""The key-value store where the ranks of a world meet, and its address, the init method.
 
-An init method is the address: ``file:///path``, ``tcp://host:port``, or ``env://`` for the store of a torchrun agent.
+``file:///path`` is a file, ``tcp://host:port`` a server of rank 0, ``env://`` that of `paceline run` or torchrun. With
+a job key in the environment rank 0's server admits only who holds it. Without one it is torch's, which admits everybody
+who reaches it: on one host only from there, as it then listens on loopback alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -15,13 +18,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from paceline._core.job_key import JobKey
+from paceline._core.network_interfaces import is_loopback
 from paceline.errors import MissingRanks, WorldError
 from paceline.world.store.launched_store import has_launched_store, open_launched_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["first_host", "open_store", "path_of", "resolve_init_method", "split_tcp"]
+__all__ = ["first_host", "is_own_address", "open_store", "path_of", "resolve_init_method", "split_tcp"]
 
 _TORCH_PORT = 29500  # torchrun's default
 
@@ -58,12 +63,69 @@ def open_store(init_method: str, rank: int, size: int, timeout: float) -> Store:
     host, port = split_tcp(init_method)
     if rank != 0:
         timeout -= _wait_for_server(host, port, "rank 0's store", timeout)
+    timeout = max(timeout, 1.0)
+    key = JobKey.from_environment(os.environ)
     try:
+        if key is not None:
+            return _authenticated_store(host, port, key, timeout, serve=rank == 0)
+        handle = _loopback_listener(host, port) if rank == 0 else None
         return dist.TCPStore(
-            host, port, size, rank == 0, timedelta(seconds=max(timeout, 1.0)), wait_for_workers=False
+            host,
+            port,
+            size,
+            rank == 0,
+            timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=handle,
         )
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         raise _server_error(host, port, rank, error) from error
+
+
+def _authenticated_store(host: str, port: int, key: JobKey, timeout: float, *, serve: bool) -> Store:
+    """Return the store that only processes with the job's key can use; rank 0 serves it."""
+    from paceline.world.store.authenticated_store import AuthenticatedStore
+    from paceline.world.store.key_value_state import KEY_VALUE_SERVICE, KeyValueState
+    from paceline.world.store.request_server import RequestServer
+
+    if serve:
+        address = _loopback_address(host)
+        if address is None and not is_own_address(host, port):
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+        RequestServer(address or "*", port, key, {KEY_VALUE_SERVICE: KeyValueState()})
+    return AuthenticatedStore(host, port, key, "init", timeout)
+
+
+def _loopback_listener(host: str, port: int) -> int | None:
+    """Return a socket that listens on this machine only, None if `host` is reachable from others.
+
+    torch's own listens at all addresses, whatever the host.
+    """
+    address = _loopback_address(host)
+    if address is None:
+        return None
+    with socket.create_server(
+        (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+    ) as server:
+        return server.detach()
+
+
+def _loopback_address(host: str) -> str | None:
+    """Return the loopback address that `host` is; None: it is another one."""
+    return "127.0.0.1" if host == "localhost" else host if is_loopback(host) else None
+
+
+def is_own_address(host: str, port: int) -> bool:
+    """Return whether `host` is an address of this machine, or a name of one."""
+    try:
+        found = socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)
+    except (OSError, UnicodeError):
+        return False
+    for family, _, _, _, where in found:
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((where[0], 0, *where[2:]))
+            return True
+    return False
 
 
 def _file_store(path: str) -> Store:

@@ -296,6 +296,10 @@ class _Rendezvous:
 
     def _wait(self, keys: Sequence[str]) -> bool:
         """Poll briefly for `keys`, and return whether all are there; a store's own wait logs its time-outs."""
+        wait_for = getattr(self.store, "wait_for", None)
+        if wait_for is not None:  # `AuthenticatedStore` waits on its server
+            left = self.start + self.timeout - time.monotonic()
+            return wait_for(list(keys), max(0.0, min(left, _POLL_SECONDS)))
         pause, end = 0.001, time.monotonic() + _POLL_SECONDS
         while not self.store.check(list(keys)):
             if time.monotonic() > min(end, self.start + self.timeout):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from paceline.errors import MissingRanks, UsageError
+from paceline.world.key_value_store import is_own_address
 
 __all__ = [
     "RendezvousAddress",
@@ -65,14 +66,8 @@ def is_local(address: RendezvousAddress) -> bool:
     Raises:
         UsageError: the host name does not resolve.
     """
-    for family, _, _, _, where in _resolve(address):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((where[0], 0, *where[2:]))
-            except OSError:
-                continue
-            return True
-    return False
+    _resolve(address)
+    return is_own_address(address.host, address.port)
 
 
 def check_port_free(address: RendezvousAddress) -> None:

@@ -81,6 +81,16 @@ class AuthenticatedStore(dist.Store):
         seconds = self._seconds(timeout)
         self._call(WaitKeys(0, self._space, list(keys), seconds), seconds)
 
+    def wait_for(self, keys: list[str], seconds: float) -> bool:
+        """Wait for keys, and return whether all exist."""
+        try:
+            self.wait(keys, timedelta(seconds=seconds))
+        except dist.DistNetworkError:
+            raise
+        except dist.DistStoreError:
+            return False
+        return True
+
     def check(self, keys: list[str]) -> bool:
         return self._call(CheckKeys(0, self._space, list(keys)))
 

@@ -12,6 +12,7 @@ is reported before its number can be used again; so the server knows which clien
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -85,14 +86,17 @@ class RequestServer:
         except BaseException:
             self._close()
             raise
+        atexit.register(self.close)  # pyzmq's authenticator can't be stopped once the interpreter ends
         self._thread = threading.Thread(target=self._run, name="paceline-store-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; connections are closed."""
-        os.write(self._stop_writer, b"\0")
-        self._thread.join()
-        self._close()
+        """Stop serving; connections are closed. Closing twice is allowed."""
+        atexit.unregister(self.close)
+        if not self._context.closed:
+            os.write(self._stop_writer, b"\0")
+            self._thread.join()
+            self._close()
 
     def _close(self) -> None:
         with contextlib.suppress(zmq.ZMQError):
