@@ -13,7 +13,7 @@ import yaml
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.process.foreground_commands import run_commands
 from paceline.launch.targets import slurm
-from paceline.launch.targets.cluster_job import ClusterJob
+from paceline.launch.targets.cluster_job import DRAW_JOB_KEY, ClusterJob
 from paceline.launch.targets.ray_job import ray_driver
 from paceline.tools.cli.launch_submit import run_with_restarts
 
@@ -55,7 +55,9 @@ def test_the_out_file_is_executable(command, tmp_path):
     file = tmp_path / "a b.sh"
     code, out, err = command("launch", "mpi", "--nproc-per-node", 4, "--file", file, "train.py")
     assert (code, out, err) == (0, "", "")
-    assert file.read_text().startswith("#!/bin/sh\nexec mpiexec -n 4 -ppn 4 ")
+    first, key, command_line = file.read_text().splitlines()
+    assert (first, key) == ("#!/bin/sh", DRAW_JOB_KEY)
+    assert command_line.startswith("exec mpiexec -n 4 -ppn 4 ")
     assert os.access(file, os.X_OK)
 
 
@@ -75,6 +77,7 @@ def test_a_manifest_is_yaml(command):
         "containers"
     ]
     assert container["command"][-3:] == ["-m", "my.module", "x: y"]
+    assert "kubectl create secret generic train-key --from-file=key=/dev/stdin\n" in out.splitlines(True)[0]
     assert "workingDir" not in container
 
 

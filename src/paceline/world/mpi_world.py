@@ -11,10 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline._core.job_key import JobKey
 from paceline.errors import UsageError, WorldError
 from paceline.world.environment import MPICH, OPEN_MPI, SLURM, find_launcher
 
-__all__ = ["INSTALL_MPI", "find_mpiexec", "load_mpi", "mpi_launcher_size", "unlink_mpich_shared_memory"]
+__all__ = [
+    "INSTALL_MPI",
+    "broadcast_job_key",
+    "find_mpiexec",
+    "load_mpi",
+    "mpi_launcher_size",
+    "unlink_mpich_shared_memory",
+]
 
 INSTALL_MPI = "pip install 'paceline[mpi]'"
 """How MPI and its Python module are installed."""
@@ -64,6 +72,20 @@ def load_mpi(size: int | None = None) -> Any:
             remedy="leave MPI4PY_RC_THREAD_LEVEL and mpi4py.rc.thread_level at 'multiple'",
         )
     return MPI
+
+
+def broadcast_job_key(mpi: Any) -> JobKey:
+    """Return one job key for all ranks of the MPI world: rank 0's, which draws one if it has none; a collective.
+
+    Args:
+        mpi: the module that `load_mpi` returned.
+    """
+    comm = mpi.COMM_WORLD
+    secret = bytearray(32)
+    if comm.rank == 0:
+        secret[:] = (JobKey.from_environment(os.environ) or JobKey.generate()).secret
+    comm.Bcast(secret, root=0)
+    return JobKey(bytes(secret))
 
 
 def unlink_mpich_shared_memory(comm: Any) -> None:

@@ -17,6 +17,7 @@ from paceline.world.consistency_check import facts_of_this_process, find_mismatc
 from paceline.world.device_selection import BACKENDS, choose_device
 from paceline.world.environment import ProcessPlace, read_environment
 from paceline.world.key_value_store import open_store
+from paceline.world.mpi_world import broadcast_job_key, load_mpi
 from paceline.world.rendezvous import RankClaim, join_rendezvous, leave_rendezvous
 
 if TYPE_CHECKING:
@@ -163,6 +164,8 @@ def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout:
             remedy="call paceline.init() first and leave the group to it; or go without: paceline.DataParallel, Loader "
             "and the rest use the existing group",
         )
+    if backend == "mpi4py" and (place.init_method or "").startswith("tcp://"):
+        os.environ |= broadcast_job_key(load_mpi(place.size)).environment()
     store = _open(place, timeout)
     roster = join_rendezvous(
         store,

@@ -80,6 +80,8 @@ def test_a_job_is_one_of_the_published_schema(check):
         {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}},
     ]
     assert {"name": "NCCL_DEBUG", "value": "INFO"} in container["env"]
+    secret = {"name": "gpt-key", "key": "key", "optional": True}
+    assert {"name": "PACELINE_JOB_KEY", "valueFrom": {"secretKeyRef": secret}} in container["env"]
 
 
 def test_the_least_job_is_one_too(check):

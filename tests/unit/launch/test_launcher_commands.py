@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import shlex
+import subprocess
 
 import pytest
 
+from paceline._core.job_key import JobKey
 from paceline.errors import UsageError
-from paceline.launch.targets.cluster_job import ClusterJob, run_command
+from paceline.launch.targets.cluster_job import DRAW_JOB_KEY, ClusterJob, run_command
 from paceline.launch.targets.mpiexec_command import host_file, mpiexec_command
 from paceline.launch.targets.ray_job import job_from_json, ray_driver
 from paceline.launch.targets.slurm import SlurmOptions, batch_script, parse_job_state
@@ -128,6 +130,15 @@ def test_a_batch_script_requests_the_resources():
     assert "cd '/runs/a \"b\" 100%' || exit 2" in lines
     [srun] = [line for line in lines if line.startswith("srun")]
     assert '--rendezvous "$first:$port"' in srun
+    assert DRAW_JOB_KEY in lines
+    drawn = [
+        subprocess.run(
+            ["bash", "-uc", f"{DRAW_JOB_KEY}; printenv PACELINE_JOB_KEY"], capture_output=True, text=True
+        )
+        for _ in range(2)
+    ]
+    keys = {JobKey.from_environment({"PACELINE_JOB_KEY": one.stdout}) for one in drawn}
+    assert len(keys - {None}) == 2
 
 
 def test_a_batch_script_quotes_the_program():
@@ -144,6 +155,7 @@ def test_a_batch_script_without_limit_is_not_warned():
     assert "USR1" not in text
     assert "--time" not in text
     assert "rendezvous" not in text
+    assert "PACELINE_JOB_KEY" not in text
 
 
 @pytest.mark.parametrize(
@@ -205,7 +217,9 @@ def test_mpich_and_open_mpi_have_other_options():
     mpich = shlex.split(f"{mpich} -genv OMP_NUM_THREADS 1 -genv A 'b c' py -u train.py")
     assert mpiexec_command(work, "mpich", "/x/mpiexec") == mpich + WEIRD
     openmpi = "mpiexec -n 8 --map-by ppr:4:node --host pc1:4,pc2:4 --wdir /runs -x MASTER_ADDR=pc1"
-    openmpi = shlex.split(f"{openmpi} -x MASTER_PORT=29400 -x OMP_NUM_THREADS=1 -x 'A=b c' py -u train.py")
+    openmpi = shlex.split(
+        f"{openmpi} -x MASTER_PORT=29400 -x OMP_NUM_THREADS=1 -x 'A=b c' -x PACELINE_JOB_KEY py -u train.py"
+    )
     assert mpiexec_command(work, "openmpi") == openmpi + WEIRD
     assert mpiexec_command(work, "mpich", hosts="/runs/hosts")[5:7] == ["-f", "/runs/hosts"]
     assert mpiexec_command(work, "openmpi", hosts="/runs/hosts")[5:7] == ["--hostfile", "/runs/hosts"]

@@ -11,9 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
+from paceline._core.job_key import KEY_VARIABLE
 from paceline.errors import UsageError
 
-__all__ = ["ClusterJob", "run_command"]
+__all__ = ["DRAW_JOB_KEY", "ClusterJob", "run_command"]
+
+DRAW_JOB_KEY = f"export {KEY_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+"""Line of a shell script that draws a job key; it is on no command line and in no file."""
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,52}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

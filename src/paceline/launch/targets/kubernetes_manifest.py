@@ -1,7 +1,8 @@
 """Kubernetes: manifest of a PyTorchJob for the Kubeflow training operator (pure).
 
 Every host is a pod that runs torchrun. The operator passes the rendezvous in torchrun's variables (``PET_…``), and
-restarts failed pods. The folder is a volume that all pods share, so checkpoints outlive them.
+restarts failed pods. The job's key is in a Secret. The folder is a volume that all pods share, so checkpoints outlive
+them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any
 
 import yaml
 
+from paceline._core.job_key import KEY_VARIABLE
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
 
-__all__ = ["PodOptions", "kubernetes_manifest", "pytorch_job", "yaml_text"]
+__all__ = ["PodOptions", "kubernetes_manifest", "pytorch_job", "secret_name", "yaml_text"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ class PodOptions:
 
 def kubernetes_manifest(job: ClusterJob, pods: PodOptions) -> str:
     """Return the PyTorchJob as YAML, for ``kubectl apply -f``; errors as for `pytorch_job`."""
-    return yaml_text(pytorch_job(job, pods))
+    namespace = f" --namespace {pods.namespace}" if pods.namespace else ""
+    secret = f"kubectl create secret generic {secret_name(job)}{namespace} --from-file=key=/dev/stdin"
+    comment = f"# Once, a key by which the job's processes know each other: openssl rand -hex 32 | {secret}\n"
+    return comment + yaml_text(pytorch_job(job, pods))
 
 
 def pytorch_job(job: ClusterJob, pods: PodOptions) -> dict[str, Any]:
@@ -107,7 +112,8 @@ def _pod(job: ClusterJob, pods: PodOptions) -> dict[str, Any]:
         "name": "pytorch",  # the operator requires this name
         "image": pods.image,
         "command": [job.python, "-m", "torch.distributed.run", *map(_escape, job.program)],
-        "env": [{"name": name, "value": _escape(value)} for name, value in job.variables().items()],
+        "env": [{"name": name, "value": _escape(value)} for name, value in job.variables().items()]
+        + [_key(job)],
         "ports": [{"name": "pytorchjob-port", "containerPort": job.port}],
         "resources": _resources(job),
         "volumeMounts": mounts,
@@ -115,6 +121,17 @@ def _pod(job: ClusterJob, pods: PodOptions) -> dict[str, Any]:
     if job.folder:
         container["workingDir"] = job.folder
     return {"containers": [container], "volumes": volumes}
+
+
+def _key(job: ClusterJob) -> dict[str, Any]:
+    """Return the variable with the job's key, from a Secret; without that the pods start too."""
+    reference = {"name": secret_name(job), "key": "key", "optional": True}
+    return {"name": KEY_VARIABLE, "valueFrom": {"secretKeyRef": reference}}
+
+
+def secret_name(job: ClusterJob) -> str:
+    """Return the name of the Secret with the job's key."""
+    return f"{job.name}-key"
 
 
 def _resources(job: ClusterJob) -> dict[str, dict[str, str]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Literal
 
+from paceline._core.job_key import KEY_VARIABLE
 from paceline.errors import UsageError
 from paceline.launch.process.foreground_commands import run_commands
 from paceline.launch.targets.cluster_job import ClusterJob
@@ -76,7 +77,8 @@ def mpiexec_command(
 ) -> list[str]:
     """Return the command that runs a job's ranks on its hosts.
 
-    MPI assigns ranks but no rendezvous, so the first host is passed to all as MASTER_ADDR.
+    MPI assigns ranks but no rendezvous, so the first host is passed to all as MASTER_ADDR. mpiexec needs a job key in
+    its environment, which it passes on.
 
     Args:
         job: to run.
@@ -103,6 +105,8 @@ def mpiexec_command(
     variables = {"MASTER_ADDR": job.first_host, "MASTER_PORT": str(job.port), **job.variables()}
     for name, value in variables.items():
         command += ["-genv", name, value] if mpich else ["-x", f"{name}={value}"]
+    if not mpich:  # MPICH passes its whole environment on
+        command += ["-x", KEY_VARIABLE]
     return [*command, job.python, "-u", *job.program]
 
 

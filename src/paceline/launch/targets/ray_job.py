@@ -1,9 +1,9 @@
 """Ray: a driver program that runs a job on a Ray cluster, and the code that it calls.
 
 Ray reserves resources for all hosts at once (a placement group) and runs a small actor on each; the actor runs
-``paceline run``, which starts the ranks. `paceline run` restarts failed ranks; Ray restarts lost actors and machines,
-where it has room, and retries their task: ``paceline run`` starts again there, and the program resumes from its newest
-checkpoint.
+``paceline run``, which starts the ranks. The driver gives all of them a job key, through Ray. `paceline run` restarts
+failed ranks; Ray restarts lost actors and machines, where it has room, and retries their task: ``paceline run`` starts
+again there, and the program resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from paceline._core.child_process import ChildProcess, sigterm_raises, stop_processes, with_pdeathsig
 from paceline._core.format import plural
+from paceline._core.job_key import JobKey
 from paceline._core.json_codec import decode, encode
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.rendezvous_address import RendezvousAddress, wait_for_server
@@ -79,15 +80,17 @@ def run_on_ray(job: ClusterJob, address: str | None = None, *, wait: float = _RE
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
+    key = JobKey.from_environment(os.environ) or JobKey.generate()
     with (
         sigterm_raises(),
         _cluster(ray, address),
         _placement_group(ray, job, wait) as group,
-        _rendezvous(job, ray.util.get_node_ip_address()) as rendezvous,
+        _rendezvous(job, ray.util.get_node_ip_address(), key) as rendezvous,
     ):
         actors = [_actor(ray, job, group, number) for number in range(job.hosts)]
         command = run_command(job, rendezvous)
         env = {name: value for name, value in job.variables().items() if name in job.env}
+        env |= key.environment()
         return _wait(ray, [actor.run.remote(command, env, job.folder) for actor in actors])
 
 
@@ -152,7 +155,7 @@ def _placement_group(ray: Any, job: ClusterJob, wait: float) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _rendezvous(job: ClusterJob, node: str) -> Iterator[str]:
+def _rendezvous(job: ClusterJob, node: str, key: JobKey) -> Iterator[str]:
     """Serve the rendezvous of several hosts from this process, so that it outlives each of them."""
     if job.hosts == 1:
         yield ""
@@ -161,7 +164,8 @@ def _rendezvous(job: ClusterJob, node: str) -> Iterator[str]:
         probe.bind((node, 0))
         address = RendezvousAddress(node, probe.getsockname()[1])
     command = with_pdeathsig([sys.executable, "-m", "paceline", "run", "--serve", str(address)])
-    server = ChildProcess(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
+    env = os.environ | key.environment()
+    server = ChildProcess(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, process_group=0))
     try:
         # Else a host on this machine would serve it.
         wait_for_server(address, _SERVE_SECONDS, lambda line: None)

@@ -22,7 +22,7 @@ from shutil import which
 
 from paceline._core.format import plural
 from paceline.errors import RankFailed, UsageError
-from paceline.launch.targets.cluster_job import ClusterJob, run_command
+from paceline.launch.targets.cluster_job import DRAW_JOB_KEY, ClusterJob, run_command
 
 __all__ = [
     "JobState",
@@ -161,6 +161,8 @@ def _setup(job: ClusterJob) -> list[str]:
             "# The rendezvous is on the first host, at a port that other jobs are unlikely to use.",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f"port=$(( {_FIRST_PORT} + SLURM_JOB_ID * 31 % {_PORTS} ))",
+            "# A key for this start of the job, which its tasks inherit: others can't join or end it.",
+            DRAW_JOB_KEY,
         ]
     return lines
 

@@ -16,7 +16,7 @@ from typer import Argument
 from paceline._core.files import write_text
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import UsageError
-from paceline.launch.targets.cluster_job import ClusterJob
+from paceline.launch.targets.cluster_job import DRAW_JOB_KEY, ClusterJob
 from paceline.tools.cli.shared_options import NNODES_NOTE, expand_options, parse_nnodes
 from paceline.tools.command_options import own, shared
 from paceline.tools.result_files import check_writable
@@ -252,7 +252,7 @@ def mpi(
 
     job = script.job(host=host, port=port)
     command = build_mpiexec_command(job, flavour, hostfile, submit=submit)
-    script.write(f"#!/bin/sh\nexec {shlex.join(command)}\n", submitted=submit)
+    script.write(f"#!/bin/sh\n{DRAW_JOB_KEY}\nexec {shlex.join(command)}\n", submitted=submit)
     if submit:
         _exit(run_with_restarts(command, job.max_restarts))
 

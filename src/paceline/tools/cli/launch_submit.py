@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 import typer
 
 from paceline._core.files import write_text
+from paceline._core.job_key import JobKey
 from paceline.errors import UsageError, unknown
 from paceline.launch.process.foreground_commands import run_commands
 from paceline.launch.targets.mpiexec_command import MpiImplementation, host_file, mpiexec_command
@@ -55,10 +57,11 @@ def build_mpiexec_command(job: ClusterJob, flavour: str, hostfile: Path | None, 
 def run_with_restarts(command: Sequence[str], max_restarts: int) -> int:
     """Run `command`, restart it after each failure up to `max_restarts` times, and return its last exit code.
 
-    Exit code 2, by convention a usage error, is final.
+    Exit code 2, by convention a usage error, is final. The command gets a job key in its environment.
     """
     restart = 0
-    while (code := run_commands({"": command})) not in (0, _USAGE_ERROR) and restart < max_restarts:
+    env = (JobKey.from_environment(os.environ) or JobKey.generate()).environment()
+    while (code := run_commands({"": command}, env=env)) not in (0, _USAGE_ERROR) and restart < max_restarts:
         restart += 1
         typer.echo(f"paceline: restart {restart}: mpiexec ended with exit code {code}", err=True)
     return code
