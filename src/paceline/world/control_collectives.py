@@ -31,6 +31,7 @@ from paceline.errors import MismatchError
 __all__ = [
     "PendingRows",
     "barrier",
+    "broadcast_text",
     "gather_rows",
     "gather_rows_async",
     "gather_texts",
@@ -40,6 +41,7 @@ __all__ = [
     "verify_same",
 ]
 
+_TEXT_NBYTES, _LENGTH_NBYTES = 512, 8
 _HELD = 16
 _held: WeakKeyDictionary[ProcessGroup, deque[dist.Work | None]] = WeakKeyDictionary()
 """The latest exchanges of each group; see [Note: held works]."""
@@ -106,6 +108,27 @@ def gather_texts(text: str, group: ProcessGroup | None = None) -> list[str]:
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
     rows = gather_rows(padded, group)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, lengths, strict=True)]
+
+
+def broadcast_text(text: str = "", group: ProcessGroup | None = None) -> str:
+    """Return rank 0's `text` on all ranks; one broadcast of 512 bytes, and another for what exceeds them."""
+    if rank_and_size(group)[1] == 1:
+        return text
+    data = text.encode()
+    first = len(data).to_bytes(_LENGTH_NBYTES, "little") + data[: _TEXT_NBYTES - _LENGTH_NBYTES]
+    received = _broadcast_bytes(first.ljust(_TEXT_NBYTES, b"\0"), group)
+    nbytes = int.from_bytes(received[:_LENGTH_NBYTES], "little")
+    begin = received[_LENGTH_NBYTES : _LENGTH_NBYTES + nbytes]
+    if len(begin) == nbytes:
+        return begin.decode()
+    return (begin + _broadcast_bytes(data[len(begin) :].ljust(nbytes - len(begin), b"\0"), group)).decode()
+
+
+def _broadcast_bytes(data: bytes, group: ProcessGroup | None) -> bytes:
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    row = row.to(_device(group, row))
+    _wait(_hold(dist.broadcast(row, group=group, group_src=0, async_op=True), group))
+    return row.cpu().numpy().tobytes()
 
 
 def verify_same(

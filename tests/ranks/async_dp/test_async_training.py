@@ -134,9 +134,10 @@ def test_without_a_hub_training_continues_with_a_warning(caplog: pytest.LogCaptu
     alone.steps(40, 0.0)
     with (
         caplog.at_level(logging.WARNING),
-        paceline.AsyncDataParallel(task.net, task.optim, "tcp://127.0.0.1:9", 5, 2),
+        paceline.AsyncDataParallel(task.net, task.optim, "tcp://127.0.0.1:9", 5, 2) as training,
     ):
         task.steps(40, 0.01)
+        assert not training.finish(0.2)
     assert torch.equal(task.net.weight, alone.net.weight)
     assert "no hub answers at tcp://127.0.0.1:9" in caplog.text
     assert "training goes on alone" in caplog.text
@@ -156,6 +157,34 @@ def test_a_hub_that_starts_late_is_found() -> None:
         assert hub.hub.updates > 0
 
 
+def test_a_worker_that_ends_before_the_hub_starts_waits_for_it() -> None:
+    first = HubThread()
+    address = first.address
+    first.stop()
+    task, hubs = Task(), list[HubThread]()
+    starting = threading.Timer(1.0, lambda: hubs.append(HubThread(address=address)))
+    with paceline.AsyncDataParallel(task.net, task.optim, address, 5, 2) as training:
+        task.steps(20, 0.0)
+        starting.start()
+        finished = training.finish(30.0)
+        starting.join()
+    hubs[0].stop()
+    assert finished
+    assert training.counts.taken > 0
+    held = torch.cat([task.net.weight.detach().flatten(), task.net.bias.detach()])
+    assert torch.equal(hubs[0].hub.params.fragments[0].theta, held)
+
+
+def test_a_worker_that_has_finished_does_not_finish_again() -> None:
+    with hub_thread() as hub:
+        task = Task()
+        with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2) as training:
+            wait_until(lambda: training.counts.taken > 0 or _step(task))
+            assert training.finish()
+            sent = training.counts.sent
+        assert training.counts.sent == sent == hub.hub.updates
+
+
 @pytest.mark.thorough
 def test_a_killed_and_restarted_hub_loses_no_acknowledged_update(
     tmp_path: Path,
@@ -166,7 +195,7 @@ def test_a_killed_and_restarted_hub_loses_no_acknowledged_update(
         with paceline.AsyncDataParallel(
             task.net, task.optim, hub.address, 4, 2, folder=tmp_path / "outbox"
         ) as training:
-            session = training._comm_threads[0].session
+            session = training._client.comm_threads[0].session
             take = session._outbox.acknowledge
 
             def note(round: int, fragment: int) -> bool:
@@ -256,6 +285,7 @@ def test_a_worker_without_the_right_key_is_not_admitted(
                 with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2, key=key) as training:
                     task.steps(150, 0.01)
                     assert training.counts.taken == 0
+                    assert not training.finish(0.2)
         assert len(list(hub.hub.members)) == 1
         assert "training goes on alone" in caplog.text
 

@@ -74,7 +74,7 @@ def run_worker(job: dict[str, Any], number: int) -> None:
         folder=folder / f"outbox-{number}", name=f"worker{number}",
     )  # fmt: skip
     with training:
-        for thread in training._comm_threads:
+        for thread in training._client.comm_threads:
             _log_acknowledged(thread.session._outbox, acknowledged)
             corrupt_sends(thread.exchange, job["corrupted"], seed=time.time_ns())
         while time.time() < job["until"]:

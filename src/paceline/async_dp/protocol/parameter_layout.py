@@ -100,7 +100,12 @@ class ParameterLayout:
 
     @classmethod
     def of(
-        cls, module: nn.Module, fragments: int = 1, compression: Compression | None = None
+        cls,
+        module: nn.Module,
+        fragments: int = 1,
+        compression: Compression | None = None,
+        *,
+        sharded: bool = False,
     ) -> ParameterLayout:
         """Return the layout of a model, whose layers are dealt to fragments in turn.
 
@@ -108,6 +113,7 @@ class ParameterLayout:
             module: its trained parameters and floating-point buffers are laid out.
             fragments: number of fragments.
             compression: decides which parameters are exempt, by size or by name.
+            sharded: parameters may be sharded; they are laid out whole.
 
         Raises:
             UsageError: more fragments than layers, no trained parameter, or one that can't be sent.
@@ -119,7 +125,7 @@ class ParameterLayout:
         )
 
         named = dict(module.named_parameters())
-        exempt = set(check_synchronisable("AsyncDataParallel", named, compression))
+        exempt = set(check_synchronisable("AsyncDataParallel", named, compression, sharded=sharded))
         buffers = {name: each for name, each in module.named_buffers() if each.is_floating_point()}
         parts = split_into_fragments(layers_of(module), fragments)
         layout = cls(

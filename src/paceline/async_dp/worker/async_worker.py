@@ -130,7 +130,7 @@ class AsyncWorker:
         phase = self.sessions[0].hub_status.phase
         if phase == "population":
             self._step_in_population(lr)
-        elif phase == "together" or self.replicas[0].revision >= 0:
+        elif self._together:
             self._send_due(now, step_seconds, count, schedule)
         for session in self.sessions:
             if session.hub_status.wants_params:
@@ -138,26 +138,54 @@ class AsyncWorker:
 
     def steps_until_due(self) -> int:
         """Return after how many more steps something is due, 1 or more, unless something arrives in between."""
-        counts, every, session = self.counts, self.schedule.every, self.sessions[0]
-        steps, phase = counts.steps, session.hub_status.phase
-        if session.adopted is not None or any(each.hub_status.wants_params for each in self.sessions):
+        if self.sessions[0].adopted is not None or any(
+            each.hub_status.wants_params for each in self.sessions
+        ):
             return 1
-        together = phase == "together" or self.replicas[0].revision >= 0
-        if phase == "empty" or (together and not self._staggered):
+        if self.sessions[0].hub_status.phase == "empty":
             return 1
-        if together:
-            due = self._current_schedule().steps_until_due(self._cycle_step)
-        else:
+        due, late = self._next_due()
+        return 1 if late else due
+
+    def steps_until_check(self, longest: int) -> tuple[int, bool]:
+        """Return after how many more steps to look for arrivals, and whether an answer of the hub is overdue.
+
+        For a caller that calls `step` only then: 1 or more, and no more than until something is due.
+
+        Args:
+            longest: steps between two checks while an answer is overdue.
+        """
+        due, late = self._next_due()
+        if not self.in_population:
+            late = late or any(replica.revision < 0 for replica in self.replicas)
+        return min(due, longest) if late else due, late
+
+    def _next_due(self) -> tuple[int, bool]:
+        """Return the steps until something is due, and whether something was due already."""
+        steps, every = self.counts.steps, self.schedule.every
+        if not self._together:
             due = every - steps % every
+        elif not self._staggered:
+            return 1, False
+        else:
+            due = self._current_schedule().steps_until_due(self._cycle_step)
         if steps < self.warmup:
             due = min(due, self.warmup - steps)
+        late = False
         for replica in self.replicas:
             if replica.state is FragmentState.IDLE:
                 continue
             if replica.state is FragmentState.RECEIVED and replica.overwrite:
-                return 1
-            due = min(due, replica.due - steps)
-        return max(1, due)
+                return 1, False
+            late = late or replica.due <= steps
+            if replica.due > steps:
+                due = min(due, replica.due - steps)
+        return due, late
+
+    @property
+    def _together(self) -> bool:
+        """Whether all workers share the global parameters."""
+        return self.sessions[0].hub_status.phase == "together" or self.replicas[0].revision >= 0
 
     # ------------------------------------------------------------------ updates
 
@@ -229,21 +257,34 @@ class AsyncWorker:
 
     # ------------------------------------------------------------------ the end
 
-    def begin_finish(self) -> bool:
-        """Start sending the last updates; return False if no hub ever answered."""
+    @property
+    def has_global_params(self) -> bool:
+        """Whether it ever applied the global parameters."""
+        return all(replica.revision >= 0 for replica in self.replicas)
+
+    @property
+    def in_population(self) -> bool:
+        """Whether workers still train separately, so that there are no global parameters."""
+        return self.sessions[0].hub_status.phase == "population" and not self._together
+
+    def begin_finish(self) -> None:
+        """Start sending the last updates."""
         self._finishing = dict.fromkeys(range(len(self.replicas)), False)
-        return any(each.revision >= 0 or each.state is not FragmentState.IDLE for each in self.replicas)
 
     def poll_finish(self, now: float) -> bool:
         """Send the last update of every idle fragment and apply its parameters; return whether all is done.
 
-        No step is made meanwhile, so the delta rule leaves exactly the global parameters.
+        No step is made meanwhile, so the delta rule leaves exactly the global parameters. If no hub has answered yet,
+        this goes through the same stages as between steps once one does.
         """
+        for session in self.sessions:
+            if session.hub_status.wants_params:
+                self._provide_params(session)
         for fragment, sent in list(self._finishing.items()):
             replica = self.replicas[fragment]
             if replica.state is FragmentState.RECEIVED:
                 self._apply(replica)
-                if sent:
+                if sent or not replica.steps:  # nothing was learnt since
                     del self._finishing[fragment]
             elif replica.state is FragmentState.IDLE and replica.revision >= 0:
                 self._finishing[fragment] = True

@@ -64,11 +64,7 @@ class FragmentReplica:
 
     def __init__(self, fragment: FragmentLayout, tensors: Mapping[str, Tensor], codec: UpdateCodec) -> None:
         self.fragment, self.codec = fragment, codec
-        model = [tensors[each.name].detach() for each in fragment.tensors]
-        self._same_type = [each.dtype == torch.float32 and each.device.type == "cpu" for each in model]
-        self._model = [
-            as_row(each) if same else each for each, same in zip(model, self._same_type, strict=True)
-        ]
+        self.bind(tensors)
         flats = [torch.zeros(fragment.numel) for _ in range(3)]
         self.base, self._snapshot, self._received = map(as_row, flats)
         self._base_parts, self._snapshot_parts, self._received_parts = map(self._parts, flats)
@@ -77,6 +73,14 @@ class FragmentReplica:
         self.sent, self.overwrite, self.reset_optimizer = False, False, True
         self.next_codec: str | None = None
         self.round, self.due, self.samples, self.steps = 0, 0, 0.0, 0
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use these tensors as the model's from now on, of the same types as before."""
+        model = [tensors[each.name].detach() for each in self.fragment.tensors]
+        self._same_type = [each.dtype == torch.float32 and each.device.type == "cpu" for each in model]
+        self._model = [
+            as_row(each) if same else each for each, same in zip(model, self._same_type, strict=True)
+        ]
 
     def _parts(self, flat: Tensor) -> list[FloatRow]:
         """Return the part of each of the model's tensors, in its shape."""

@@ -146,7 +146,7 @@ def split_into_fragments(layers: Sequence[Sequence[str]], fragments: int) -> lis
 
 
 def check_synchronisable(
-    user: str, params: Mapping[str, Tensor], compression: Compression | None
+    user: str, params: Mapping[str, Tensor], compression: Compression | None, *, sharded: bool = False
 ) -> list[str]:
     """Return the names of the trained parameters that are exempt from compression, once all can be averaged.
 
@@ -154,6 +154,7 @@ def check_synchronisable(
         user: what synchronises them, for messages.
         params: of the model, by name.
         compression: of what is sent.
+        sharded: allow sharded parameters, which the caller gathers.
 
     Raises:
         UsageError: a parameter can't be averaged or compressed; it is named.
@@ -165,8 +166,9 @@ def check_synchronisable(
         raise UsageError(f"{user}: the model has no trainable parameter", remedy="unfreeze some")
     device = next(iter(trained.values())).device
     for name, param in trained.items():
-        if isinstance(param, DTensor) or not param.is_floating_point():
-            kind = "sharded" if isinstance(param, DTensor) else str(param.dtype).removeprefix("torch.")
+        refused = isinstance(param, DTensor) and not sharded
+        if refused or not param.is_floating_point():
+            kind = "sharded" if refused else str(param.dtype).removeprefix("torch.")
             raise UsageError(
                 f"{user}: parameter {name!r} is {kind}",
                 remedy="use a model whose ranks hold real, whole parameters",
