@@ -24,15 +24,19 @@ class Fault:
             its link is cut, and mended; ``"hub"``: the hub is killed, and started again.
         host: 0: the hub's.
         seconds: until it is undone.
+        rank: the one rank of the worker that is killed or stopped; None: all its processes.
     """
 
     at: float
     what: str
     host: int
     seconds: float
+    rank: int | None = None
 
 
-def draw_faults(seconds: float, workers: int, worker_faults: int, hub_kills: int, seed: int) -> list[Fault]:
+def draw_faults(
+    seconds: float, workers: int, worker_faults: int, hub_kills: int, seed: int, ranks: int = 1
+) -> list[Fault]:
     """Return random faults in order of time; a host has one at a time.
 
     Args:
@@ -41,6 +45,7 @@ def draw_faults(seconds: float, workers: int, worker_faults: int, hub_kills: int
         worker_faults: number of faults of workers.
         hub_kills: number of kills of the hub.
         seed: of the random numbers.
+        ranks: of each worker; of several, half of the kills and stops affect one.
 
     Raises:
         UsageError: too many for the time.
@@ -65,7 +70,9 @@ def draw_faults(seconds: float, workers: int, worker_faults: int, hub_kills: int
             host = 1 + (first + turn) % workers
             if all(at > end + 1 or at + length < start - 1 for start, end in busy.get(host, [])):
                 busy.setdefault(host, []).append((at, at + length))
-                faults.append(Fault(at, what, host, length))
+                one = ranks > 1 and what != "cut" and _uniform(seed, 5, number) < 0.5
+                rank = int(ranks * _uniform(seed, 6, number)) if one else None
+                faults.append(Fault(at, what, host, length, rank))
                 break
     return sorted(faults, key=lambda each: each.at)
 

@@ -1,14 +1,17 @@
 """The program of a hub or worker under fault injection; both corrupt a share of what they send.
 
 A worker trains with `paceline.AsyncDataParallel` and logs every round that was acknowledged. The hub logs its memory.
+A worker of several ranks is this program under ``paceline run``.
 
 python -m bench_harness.fault_injection.hub_program JOB.json HOST      (host 0: the hub)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import random
 import signal
 import sys
@@ -21,20 +24,25 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+import paceline
+from paceline._core.files import write_text
 from paceline.async_dp.api import AsyncDataParallel
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_server import HubServer
 from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.worker_outbox import Outbox
+from paceline.errors import ReplicasDiverged
 from paceline.transport.zmq import HubExchange
 from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
+from paceline.world.control_collectives import rank_and_size, sum_over_ranks
 
 __all__ = ["corrupt_sends", "run_hub", "run_worker"]
 
 _EVERY, _DELAY = 10, 3
 _STEP_SECONDS = 0.03  # that a worker sleeps in each step
 _NUMEL = 2000
+_LOST_SECONDS = 5.0  # of the watchdog of several ranks
 _MEMORY_SECONDS = 2.0
 
 
@@ -64,24 +72,40 @@ def run_hub(job: dict[str, Any]) -> None:
 
 
 def run_worker(job: dict[str, Any], number: int) -> None:
-    """Train until the end of the run, then leave in order."""
-    folder = Path(job["folder"])
+    """Train until the end of the run, then leave in order; with several ranks as one of them."""
+    folder, ranks = Path(job["folder"]), job["ranks"]
     torch.set_num_threads(1)
-    task = _SpiralTask(number)
-    acknowledged = (folder / f"acknowledged-{number}.txt").open("a", encoding="utf-8", buffering=1)
+    world = paceline.init(timeout=60.0)
+    write_text(folder / f"pid-{number}-{world.rank}", str(os.getpid()))
+    task = _SpiralTask(number, ranks)
+    watched = paceline.Watchdog(lost=_LOST_SECONDS) if ranks > 1 else contextlib.nullcontext()
     training = AsyncDataParallel(
-        task.net, task.optimizer, job["hub"], _EVERY, _DELAY, insecure=True, score=task.loss,
+        task.model, task.optimizer, job["hub"], _EVERY, _DELAY, insecure=True, score=task.loss,
         folder=folder / f"outbox-{number}", name=f"worker{number}",
     )  # fmt: skip
-    with training:
-        for thread in training._client.comm_threads:
-            _log_acknowledged(thread.session._outbox, acknowledged)
-            corrupt_sends(thread.exchange, job["corrupted"], seed=time.time_ns())
-        while time.time() < job["until"]:
-            task.step()
-            time.sleep(_STEP_SECONDS)
-        finished = training.finish(120.0)
-    Path(folder, f"ended-{number}.json").write_text(json.dumps({"global_params": finished}), encoding="utf-8")
+    try:
+        with watched, training:
+            if world.rank == 0:
+                _corrupt_and_log(training, job, folder / f"acknowledged-{number}.txt")
+            while not sum_over_ranks(torch.tensor([float(time.time() >= job["until"])])).item():
+                task.step()
+                time.sleep(_STEP_SECONDS)
+            finished = training.finish(120.0)
+    except ReplicasDiverged as error:
+        (folder / f"diverged-{number}").write_text(str(error), encoding="utf-8")
+        raise
+    if world.rank == 0:
+        write_text(folder / f"ended-{number}.json", json.dumps({"global_params": finished}))
+    paceline.shutdown()
+
+
+def _corrupt_and_log(training: AsyncDataParallel, job: dict[str, Any], path: Path) -> None:
+    """Corrupt what a worker sends, and log the rounds that are acknowledged."""
+    assert training._client is not None
+    acknowledged = path.open("a", encoding="utf-8", buffering=1)
+    for thread in training._client.comm_threads:
+        _log_acknowledged(thread.session._outbox, acknowledged)
+        corrupt_sends(thread.exchange, job["corrupted"], seed=time.time_ns())
 
 
 def _log_acknowledged(outbox: Outbox, log: TextIO) -> None:
@@ -96,21 +120,28 @@ def _log_acknowledged(outbox: Outbox, log: TextIO) -> None:
 
 
 class _SpiralTask:
-    """A small network that separates two spirals; all workers start with equal parameters, and share held-out data."""
+    """A small network that separates two spirals; all workers start with equal parameters, and share held-out data.
 
-    def __init__(self, number: int) -> None:
+    Several ranks compare their parameters at every 10th step.
+    """
+
+    def __init__(self, number: int, ranks: int) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(
             nn.Linear(2, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 2)
         )
+        self.model = paceline.DataParallel(self.net) if ranks > 1 else self.net
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=3e-3)
+        if isinstance(self.model, paceline.DataParallel):
+            paceline.ReplicaCheck(self.model, self.optimizer, every=10)
         self.inputs, self.targets = _spiral_points(_NUMEL, seed=number + 1)
         self.held_out = _spiral_points(500, seed=0)
-        self._generator = torch.Generator().manual_seed(number)
+        rank = rank_and_size()[0]
+        self._generator = torch.Generator().manual_seed(number + 1000 * rank)
 
     def step(self) -> None:
         rows = torch.randint(0, _NUMEL, (32,), generator=self._generator)
-        nn.functional.cross_entropy(self.net(self.inputs[rows]), self.targets[rows]).backward()
+        nn.functional.cross_entropy(self.model(self.inputs[rows]), self.targets[rows]).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ def run_with_faults(
     on_poll: Callable[[float], object] = lambda _: None,
     *,
     corrupted: float = 0.02,
-) -> None:
+    ranks: int = 1,
+) -> int:
     """Run a hub on host 0 and a worker on each other host with these faults, then terminate the hub.
 
     Args:
@@ -37,6 +39,11 @@ def run_with_faults(
         seconds: after which the workers finish.
         on_poll: called several times per second, with the seconds since the beginning.
         corrupted: share of envelopes that are corrupted, in both directions.
+        ranks: of each worker; several are run by ``paceline run``, which restarts them. When that gives up, since the
+            same rank failed again and again, it is started again.
+
+    Returns:
+        how often ``paceline run`` was started again.
 
     Raises:
         HostFailed: a worker or the hub ended early, or did not end.
@@ -47,38 +54,95 @@ def run_with_faults(
         "folder": str(folder),
         "corrupted": corrupted,
         "until": began + seconds,
+        "ranks": ranks,
     }
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    running: dict[int, LabJob] = {}
+    hosts = _FaultyHosts(lab, folder, ranks)
+    for host in range(lab.hosts):
+        hosts.start(host)
     pending: list[tuple[float, Callable[[], object]]] = []
 
-    def start(host: int) -> None:
-        program = ["-m", "bench_harness.fault_injection.hub_program", str(folder / "job.json"), str(host)]
-        running[host] = lab.start(program, on=host)
-
     def inject(fault: Fault) -> None:
-        begin, undo = {"stop": (lab.stop, lab.resume), "cut": (lab.cut, lab.mend)}.get(
-            fault.what, (lab.kill, start)
-        )
-        begin(fault.host)
-        if undo is start:
-            running[fault.host].wait(10.0, check=False)
-        pending.append((fault.at + fault.seconds, partial(undo, fault.host)))
+        pending.append((fault.at + fault.seconds, hosts.inject(fault)))
 
-    for host in range(lab.hosts):
-        start(host)
     pending.extend((each.at, partial(inject, each)) for each in faults)
     while (elapsed := time.time() - began) < seconds:
         for action in [each for each in pending if each[0] <= elapsed]:
             pending.remove(action)
             action[1]()
+        hosts.revive()
         on_poll(elapsed)
         time.sleep(_POLL_SECONDS)
     for _, undo in sorted(pending, key=lambda each: each[0]):
         undo()
+    deadline = time.time() + _END_SECONDS
+    while ranks > 1 and hosts.running() and time.time() < deadline:
+        hosts.revive()
+        time.sleep(_POLL_SECONDS)
     for host in range(1, lab.hosts):
-        running[host].wait(_END_SECONDS)
-    running[0].end()
+        hosts.jobs[host].wait(max(1.0, deadline - time.time()))
+    hosts.jobs[0].end()
+    return hosts.revived
+
+
+class _FaultyHosts:
+    """The programs of all hosts, which are killed, stopped, cut off and started again.
+
+    Attributes:
+        jobs: by host.
+        revived: how often a job that had given up was started again.
+    """
+
+    def __init__(self, lab: Lab, folder: Path, ranks: int) -> None:
+        self._lab, self._folder, self._ranks = lab, folder, ranks
+        self._killed: set[int] = set()
+        self.jobs: dict[int, LabJob] = {}
+        self.revived = 0
+
+    def start(self, host: int) -> None:
+        program = ["-m", "bench_harness.fault_injection.hub_program"]
+        if host and self._ranks > 1:
+            options = ["--nproc-per-node", str(self._ranks), "--max-restarts", "1000"]
+            program = ["-m", "paceline", "run", *options, *program]
+        self._killed.discard(host)
+        self.jobs[host] = self._lab.start([*program, str(self._folder / "job.json"), str(host)], on=host)
+
+    def inject(self, fault: Fault) -> Callable[[], object]:
+        """Cause a fault, and return what undoes it."""
+        host, rank, lab = fault.host, fault.rank, self._lab
+        if rank is not None:  # after a kill `paceline run` restarts it
+            self._signal(host, rank, "KILL" if fault.what == "kill" else "STOP")
+            return partial(self._signal, host, rank, "CONT")
+        if fault.what in ("stop", "cut"):
+            begin, undo = (lab.stop, lab.resume) if fault.what == "stop" else (lab.cut, lab.mend)
+            begin(host)
+            return partial(undo, host)
+        self._killed.add(host)
+        lab.kill(host)
+        self.jobs[host].wait(10.0, check=False)
+        return partial(self.start, host)
+
+    def _signal(self, host: int, rank: int, name: str) -> None:
+        """Send a signal to one rank, if it runs; its number is of the host's own namespace."""
+        path = self._folder / f"pid-{host}-{rank}"
+        if path.exists():
+            number = path.read_text(encoding="utf-8")
+            devnull = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            self._lab.popen(host, ["kill", f"-{name}", number], **devnull).wait(10.0)
+
+    def running(self) -> bool:
+        """Return whether a worker has not ended well."""
+        workers = [job for host, job in self.jobs.items() if host]
+        return any(job.running() or job.wait(check=False)[0].code for job in workers)
+
+    def revive(self) -> None:
+        """Start the workers of several ranks again whose `paceline run` has given up."""
+        for host, job in self.jobs.items():
+            if not host or self._ranks == 1 or host in self._killed or job.running():
+                continue
+            if job.wait(check=False)[0].code:
+                self.revived += 1
+                self.start(host)
 
 
 def count_losses(folder: Path, workers: int) -> dict[str, Any]:
@@ -88,8 +152,9 @@ def count_losses(folder: Path, workers: int) -> dict[str, Any]:
         ``updates``: merged, according to the ledger; ``acknowledged``: rounds that workers saw acknowledged, as merged
         or refused; ``lost``: those of them that the ledger lacks; ``twice``: rounds that were merged more than once;
         ``gaps``: revisions that don't follow one another; ``refused``: updates by reason; ``ended``: workers that left
-        in order; ``ended_with_global_params``: those of them that left with the global parameters; ``first_score`` and
-        ``last_score`` of the global parameters that workers reported, or None.
+        in order; ``ended_with_global_params``: those of them that left with the global parameters; ``diverged``:
+        workers whose ranks found different parameters; ``first_score`` and ``last_score`` of the global parameters
+        that workers reported, or None.
     """
     rows = list(read_ledger(folder / "hub"))
     updates = [row for row in rows if row["kind"] == "update"]
@@ -115,6 +180,7 @@ def count_losses(folder: Path, workers: int) -> dict[str, Any]:
         "refused": dict(Counter(row["why"].partition(":")[0] for row in refusals)),
         "ended": len(ended),
         "ended_with_global_params": sum(each["global_params"] for each in ended),
+        "diverged": len(list(folder.glob("diverged-*"))),
         "first_score": scores[0] if scores else None,
         "last_score": scores[-1] if scores else None,
     }
