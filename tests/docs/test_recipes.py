@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from manual import ROOT, blocks, name
 
+from hub_process import hub_thread
 from paceline.world.mpi_world import find_mpiexec
 from rank_pool import RankError
 from world_entry import free_port, torchrun_variables
@@ -203,6 +204,18 @@ def test_a_program_for_oneccl_runs_under_mpiexec(files):
     ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert len(losses_in(ended.stdout)) == 4
+
+
+def test_ranks_of_a_host_are_one_worker_of_a_hub(files, run):
+    folder = files("gpu-hosts")
+    with hub_thread() as hub:
+        output = run(folder, 2, "train.py", hub.address, "1")
+        assert [each.name for each in hub.hub.members] == ["host 1"]
+        assert hub.hub.updates > 0
+    assert output.startswith("2 ranks, 1920 samples, ")
+    assert output.endswith("holds the global parameters: True\n")
+    assert losses_in(output)[0] < 4.5
+    assert (folder / "runs" / "worker1" / "hub0" / "worker.json").is_file()
 
 
 def test_ranks_of_linux_report_shared_memory(files, run):
