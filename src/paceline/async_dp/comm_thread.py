@@ -48,7 +48,7 @@ class CommThread:
         self.session, self.exchange, self.error = session, exchange, None
         self._heartbeat, self._cores = heartbeat, cores
         self._driver = SessionDriver(session, exchange, time.monotonic, rate=rate)
-        self._closing = threading.Event()
+        self._closing, self._reachable = threading.Event(), False
         self._warning, self._warned_at = "", 0.0
         self._thread = threading.Thread(
             target=self._run, name=f"paceline async {exchange.address}", daemon=True
@@ -84,8 +84,22 @@ class CommThread:
         now = time.monotonic()
         self.session.heartbeat = self._heartbeat()
         wait = self._driver.turn(envelopes, now)
+        self._find_hub(now)
         self._warn(now)
         return max(0.0, min(wait, _MAX_WAIT_SECONDS))
+
+    def _find_hub(self, now: float) -> None:
+        """Connect to another hub if this one is a standby or superseded; say hello to one that can be reached again."""
+        status = self.session.hub_status
+        if status.standby:
+            self.exchange.add_alternative(status.standby)
+        if status.is_other_wanted:
+            status.is_other_wanted = False
+            self.exchange.try_alternative()
+        reachable = bool(self.exchange.peers())
+        if reachable and not self._reachable:
+            self.session.reachable(now)
+        self._reachable = reachable
 
     def _warn(self, now: float) -> None:
         """Log when the hub can't be reached, and when it can again."""

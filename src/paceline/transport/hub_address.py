@@ -8,7 +8,7 @@ from ipaddress import IPv6Address, ip_address
 
 from paceline.errors import UsageError
 
-__all__ = ["HubAddress", "parse_hub_address"]
+__all__ = ["HubAddress", "parse_alternatives", "parse_hub_address"]
 
 _NAME = re.compile(r"[0-9A-Za-z]([0-9A-Za-z_.-]*[0-9A-Za-z])?")
 _PATH_LIMIT = 100  # the kernel accepts 107 bytes: sun_path in <sys/un.h>
@@ -80,6 +80,24 @@ def parse_hub_address(text: str, *, bind: bool) -> HubAddress:
     if not mark or transport != "tcp" or not colon:
         raise UsageError(f"{text!r} is not a hub address", remedy=remedy)
     return HubAddress("tcp", _parse_host(text, host, bind, remedy), _parse_port(text, port, bind, remedy))
+
+
+def parse_alternatives(text: str) -> list[HubAddress]:
+    """Parse the addresses of a hub and of its standbys, of which one is active: ``tcp://a:7000|tcp://b:7000``.
+
+    Raises:
+        UsageError: an address is invalid, or given twice.
+
+    Example:
+        >>> [str(each) for each in parse_alternatives("tcp://pc1:7000|tcp://pc2:7000")]
+        ['tcp://pc1:7000', 'tcp://pc2:7000']
+    """
+    found = [parse_hub_address(each.strip(), bind=False) for each in text.split("|")]
+    if len(set(found)) < len(found):
+        raise UsageError(
+            f"{text!r} has an address twice", remedy="give hub and standby once each, with | in between"
+        )
+    return found
 
 
 def _parse_host(text: str, host: str, bind: bool, remedy: str) -> str:

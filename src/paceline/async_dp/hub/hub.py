@@ -73,6 +73,7 @@ class Hub:
         loss: last reported score of the global parameters.
         merging: merges updates by quorum.
         reset: workers with a new session; messages for the one before must not be sent any more.
+        welcome_meta: returns further metadata of a welcome: term, standby.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Hub:
         self.params: GlobalParams | None = None
         self.members = HubMembership(rules.silent_after)
         self.counters, self.refused, self.loss = HubCounters(), Counter[str](), math.nan
+        self.welcome_meta: Callable[[], dict[str, Any]] = dict
         self.phase = "empty"
         self._intake = UpdateIntake(
             rules, self.members, self.counters, self.refused, self._record, self._acknowledge
@@ -333,6 +335,7 @@ class Hub:
             slot=self.members.slot(member) if self.rules.merge.on == "arrival" else 0,  # or all at once
             slots=len(self.members.alive),
             yours=member.session_id,
+            **self.welcome_meta(),
             **self._shared_meta(),
         )
         if self.phase != "together":

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.protocol.frame_sender import FrameSender
+from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES
+from paceline.async_dp.standby.standby_link import StandbyLink
 from paceline.transport.envelope import Envelope
 from paceline.transport.transport_interface import Exchange
 from paceline.transport.zmq import HubExchange
@@ -29,11 +31,19 @@ class HubServer:
     Args:
         hub: what it serves.
         exchange: to its workers.
+        link: to a standby; None: the hub has no journal that one could copy.
         frame_nbytes: most bytes per frame.
     """
 
-    def __init__(self, hub: Hub, exchange: Exchange, *, frame_nbytes: int = FRAME_NBYTES) -> None:
-        self.hub, self.exchange = hub, exchange
+    def __init__(
+        self,
+        hub: Hub,
+        exchange: Exchange,
+        link: StandbyLink | None = None,
+        *,
+        frame_nbytes: int = FRAME_NBYTES,
+    ) -> None:
+        self.hub, self.exchange, self._link = hub, exchange, link
         if isinstance(exchange, HubExchange):
             exchange.bind_keys(hub.members.keys)
         self._sender = FrameSender(
@@ -77,9 +87,9 @@ class HubServer:
             seconds until the next turn is due if nothing arrives before; infinity: none.
         """
         hub, sender = self.hub, self._sender
-        for envelope in envelopes:
+        for envelope in envelopes if self._link is None else self._link.take(envelopes, now):
             hub.receive(envelope, now)
-        answers = hub.commit(now)
+        answers = self._answers(now)
         if hub.reset:  # frames of an earlier session mean nothing to the new one
             for target in hub.reset:
                 sender.forget(target)
@@ -91,7 +101,7 @@ class HubServer:
             sender.enqueue(message)
         wait = sender.pump(now)
         while hub.has_answers():  # to those who were sent what they waited for
-            for message in hub.commit(now):
+            for message in self._answers(now):
                 sender.enqueue(message)
             wait = sender.pump(now)
         if wait < math.inf and now - self._reachable_at >= _REACHABLE_SECONDS:
@@ -100,3 +110,8 @@ class HubServer:
                 sender.forget(target)
                 hub.unreachable(target)
         return min(wait, max(0.0, hub.next_due(now) - now))
+
+    def _answers(self, now: float) -> list[HubMessage]:
+        """Return what may be sent: all of it is on the hub's disk, and on that of a standby in sync."""
+        answers = self.hub.commit(now)
+        return answers if self._link is None else self._link.release(answers, now)

@@ -12,12 +12,14 @@
       welcome        accepted: run, phase, which of how many workers it is
       later          no memory for an update now: send it again after the next ``later`` that says so
       refusal        rejected, and why
+      standby        this hub is a standby: say hello to the active one
       who            unknown or expired session: say hello
       ack            an update was merged, or refused and why; the decision is on disk
       global_params  answer to ``fetch``; payload: a packed fragment of the global parameters
       ask            requests the worker's parameters
       adopt          parameters of another worker that replace its own; payload: a packed fragment
       together       all share the global parameters from now on; names the worker they were taken from
+    hub ↔ hub        see `paceline.async_dp.standby`
 
 A message that arrives twice does no harm: an update is identified by (worker, round, fragment), global parameters by
 their revision, and the others state what holds at the time.

@@ -144,8 +144,8 @@ def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
 def remove_temporary(folder: Path, name: re.Pattern[str]) -> None:
     """Remove what processes that died have left of unfinished files; the caller holds the folder's lock."""
     for path in folder.iterdir():
-        if name.fullmatch(path.name) and path.is_dir():
-            shutil.rmtree(path)
+        if name.fullmatch(path.name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextmanager

@@ -64,13 +64,15 @@ class HubJournal:
     """Write-ahead log of a hub; used by one thread. Made by `open`.
 
     Attributes:
+        folder: its files.
         run_facts: facts of the run, written once by `describe`.
         max_journal_nbytes: size of the records since the last snapshot above which `snapshot_due`.
         problem: why records wait to be written; empty if nothing is wrong.
     """
 
     def __init__(self, folder: HubFolder, lock: FolderLock) -> None:
-        self._folder, self._lock = folder, lock
+        self.folder = folder
+        self._lock: FolderLock | None = lock
         self._unusable = ""  # why nothing more can be appended
         self.max_journal_nbytes, self.problem = _MIN_JOURNAL_NBYTES, ""
         folder.remove_temporary()
@@ -96,12 +98,12 @@ class HubJournal:
         """Cut off what was torn, and complete the ledger from the records."""
         with ExitStack() as undo:
             if end.path is None:
-                self._writer = JournalWriter.create(self._folder.journal(0), 0, 0)
+                self._writer = JournalWriter.create(self.folder.journal(0), 0, 0)
                 self._journals = [self._writer.path]
             else:
                 self._writer = JournalWriter(end.path, end.header, end.nbytes, end.next)
             undo.callback(self._writer.close)
-            self._ledger = AppendFile(self._folder.ledger, ledger.end, create=True)
+            self._ledger = AppendFile(self.folder.ledger, ledger.end, create=True)
             undo.callback(self._ledger.close)
             missing = range(max(ledger.last + 1, self._base.next), end.next)
             for record in records_between(self._journals, missing.start, missing.stop) if missing else ():
@@ -149,13 +151,13 @@ class HubJournal:
         if self._described:
             if plain != dict(self.run_facts):
                 raise UsageError(
-                    f"the run in {str(self._folder.path)!r} was described before, with other facts: "
+                    f"the run in {str(self.folder.path)!r} was described before, with other facts: "
                     + _difference(self.run_facts, plain),
                     remedy="describe it as before, or choose another folder",
                 )
             return
-        with disk_errors(self._folder.run_file, "free disk space, then describe it again"):
-            write_checked_file(self._folder.run_file, plain)
+        with disk_errors(self.folder.run_file, "free disk space, then describe it again"):
+            write_checked_file(self.folder.run_file, plain)
         self.run_facts, self._described = MappingProxyType(plain), True
 
     def recovered(self) -> RecoveredState:
@@ -224,13 +226,18 @@ class HubJournal:
         """Bound the journal relative to the size of a snapshot, and log what the folder may need, and what is free."""
         bound = self.max_journal_nbytes = max(_MIN_JOURNAL_NBYTES, _JOURNAL_SNAPSHOTS * snapshot_nbytes)
         needed = _SNAPSHOTS_ON_DISK * snapshot_nbytes + 2 * bound
-        with disk_errors(self._folder.path, "correct that, then open it again", "examined"):
-            free = shutil.disk_usage(self._folder.path).free + self._folder.nbytes()
+        with disk_errors(self.folder.path, "correct that, then open it again", "examined"):
+            free = shutil.disk_usage(self.folder.path).free + self.folder.nbytes()
         log.log(
             logging.INFO if free > needed else logging.WARNING,
             "%r may need up to %s, besides its ledger; %s are free or used by it",
-            str(self._folder.path), format_bytes(needed), format_bytes(free),
+            str(self.folder.path), format_bytes(needed), format_bytes(free),
         )  # fmt: skip
+
+    @property
+    def position(self) -> tuple[Path, int]:
+        """The current file of records, and the end of those in it that are on disk, in bytes."""
+        return self._writer.path, self._writer.end
 
     @property
     def snapshot_due(self) -> bool:
@@ -258,7 +265,7 @@ class HubJournal:
                 remedy="revisions must not decrease",
             )
         self.commit()
-        path = self._folder.snapshot(revision)
+        path = self.folder.snapshot(revision)
         snapshot = HubSnapshot(revision, self._writer.next, dict(facts), self._ledger.end)
         with disk_errors(path, "the previous snapshot is untouched: free disk space, then take it again"):
             self._ledger.sync()
@@ -267,14 +274,14 @@ class HubJournal:
         if revision != self._writer.header.revision:
             self._start_journal(revision)
         self._journals = [self._writer.path]
-        self._folder.remove_old()
+        self.folder.remove_old()
 
     def _start_journal(self, revision: int) -> None:
         """Continue in a new journal.
 
         Once its file may exist, no record may go into the previous one: if this is interrupted, nothing is appended.
         """
-        path = self._folder.journal(revision)
+        path = self.folder.journal(revision)
         self._unusable = f"{path.name} was begun, but not completed"
         try:
             with disk_errors(path, "the snapshot is on disk: free disk space, then continue"):
@@ -309,7 +316,7 @@ class HubJournal:
     def _check_usable(self) -> None:
         if self._unusable:
             raise CheckpointError(
-                f"the journal in {str(self._folder.path)!r} can't be written any more: {self._unusable}",
+                f"the journal in {str(self.folder.path)!r} can't be written any more: {self._unusable}",
                 remedy="open it again: what was committed is there",
             )
 

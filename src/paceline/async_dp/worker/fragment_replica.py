@@ -28,6 +28,11 @@ from paceline.transport.envelope import Bytes
 __all__ = ["FragmentReplica", "FragmentState"]
 
 
+_HARMLESS = "stale"
+_RESET_OPTIMIZER = ("not finite", "exploding", "in quarantine")
+"""Reasons of refusal that invalidate the optimizer's state too."""
+
+
 class FragmentState(Enum):
     """Owner of a fragment's buffers."""
 
@@ -86,6 +91,11 @@ class FragmentReplica:
         """Return the part of each of the model's tensors, in its shape."""
         parts = [each.view_in(flat) for each in self.fragment.tensors]
         return [as_row(part) if same else part for part, same in zip(parts, self._same_type, strict=True)]
+
+    def note_refusal(self, why: str) -> None:
+        """Record that the hub refused the last update: unless it was harmless, what was learnt since is dropped."""
+        if not why.startswith(_HARMLESS):
+            self.overwrite, self.reset_optimizer = True, why.startswith(_RESET_OPTIMIZER)
 
     # The training thread.
 

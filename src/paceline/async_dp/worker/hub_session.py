@@ -48,11 +48,6 @@ log = logging.getLogger("paceline.async_dp")
 
 _HEARTBEAT_SECONDS = 2.0
 _POSTPONED_SECONDS = 60.0  # after which it asks again
-_HARMLESS = "stale"
-"""Reason of refusal after which the worker keeps what it has learnt since."""
-
-_RESET_OPTIMIZER = ("not finite", "exploding", "in quarantine")
-"""Reasons of refusal that invalidate the optimizer's state too."""
 
 
 class HubSession:
@@ -168,6 +163,11 @@ class HubSession:
             return
         self._due = min(self._due, resend_at)
 
+    def reachable(self, now: float) -> None:
+        """Record that the hub, or another, can be reached."""
+        if not self.connected:
+            self._hello.restart(now)
+
     def disconnected(self, now: float) -> None:
         """Record that the hub can't be reached."""
         if self.connected:
@@ -209,7 +209,8 @@ class HubSession:
     def _say_hello(self, now: float) -> None:
         if not self._hello.begin(now):
             return
-        meta = {"version": PROTOCOL_VERSION, "name": self.name, **self._hello_meta}
+        term = self.hub_status.term.meta() if self.hub_status.term.term else {}
+        meta = {"version": PROTOCOL_VERSION, "name": self.name, **self._hello_meta, **term}
         self._send("hello", meta, payload=self.layout.pack())
 
     def _restart(self, message: HubMessage | None, now: float) -> None:
@@ -221,7 +222,7 @@ class HubSession:
 
     def _on_welcome(self, message: HubMessage, now: float) -> None:
         meta, status = message.meta, self.hub_status
-        if meta.get("yours") != self.session_id:
+        if meta.get("yours") != self.session_id or not status.admits(meta):
             return
         run = meta_text(meta, "run")
         try:
@@ -244,6 +245,10 @@ class HubSession:
             exchange.measurable = False
             if exchange.stage == "params":
                 self._fetch(fragment, exchange, now)
+
+    def _on_standby(self, message: HubMessage, now: float) -> None:
+        if message.meta.get("yours") == self.session_id and not self.connected:
+            self.hub_status.is_other_wanted = True
 
     def _on_refusal(self, message: HubMessage, now: float) -> None:
         if message.meta.get("yours") == self.session_id:
@@ -324,8 +329,8 @@ class HubSession:
             return
         if exchange.measurable:
             self.reply_timeout.update_seconds = now - exchange.started
-        if why and not why.startswith(_HARMLESS):
-            replica.overwrite, replica.reset_optimizer = True, why.startswith(_RESET_OPTIMIZER)
+        if why:
+            replica.note_refusal(why)
         self._schedule_fetch(fragment, exchange, now)
 
     # ------------------------------------------------------------------ global parameters
@@ -408,6 +413,7 @@ class HubSession:
 
 _HANDLERS: Mapping[str, Callable[[HubSession, HubMessage, float], None]] = {
     "welcome": HubSession._on_welcome,
+    "standby": HubSession._on_standby,
     "refusal": HubSession._on_refusal,
     "who": HubSession._restart,
     "later": HubSession._on_later,

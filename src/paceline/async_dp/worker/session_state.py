@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.async_dp.protocol.hub_messages import meta_count, meta_number
+from paceline.async_dp.protocol.hub_messages import meta_count, meta_number, meta_text
+from paceline.async_dp.standby.term_proof import TermProof
 
 __all__ = ["FragmentExchange", "HelloTimer", "HubStatus", "SessionRequest"]
 
@@ -73,6 +74,18 @@ class HubStatus:
     samples: float = 0.0  # of all updates in the global parameters
     refusal: str = ""  # why this worker can't take part
     wants_params: bool = False  # this worker's parameters were requested
+    term: TermProof = field(default_factory=TermProof)  # highest that a hub has proven
+    standby: str = ""  # address of the hub that takes over if this one dies
+    is_other_wanted: bool = False  # this hub is a standby, or older than one that is known
+
+    def admits(self, meta: Mapping[str, Any]) -> bool:
+        """Store the term of a hub that welcomes this worker; return False if a hub with a higher one is known."""
+        found = TermProof.parse(meta)
+        if found.term < self.term.term:
+            self.is_other_wanted = True
+            return False
+        self.term, self.standby = found, meta_text(meta, "standby")
+        return True
 
     def update(self, meta: Mapping[str, Any]) -> None:
         """Store the values that many messages repeat."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import zmq
 
 from paceline.transport.envelope import Envelope
-from paceline.transport.hub_address import parse_hub_address
+from paceline.transport.hub_address import parse_alternatives, parse_hub_address
 from paceline.transport.token_bucket import set_kernel_pacing
 from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq.curve_keys import WorkerKeys
@@ -28,6 +28,7 @@ __all__ = ["WorkerExchange"]
 _RECONNECT_MS, _MAX_RECONNECT_MS, _CONNECT_MS = 100, 2000, 5000
 _NEW_SOCKET_SECONDS = 2.0
 _IDENTITY_NBYTES = 16
+_SWITCH_SECONDS = 3.0  # without a connection, after which another address is tried
 _REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _EVENTS = (
     zmq.EVENT_CONNECTED
@@ -53,7 +54,7 @@ class WorkerExchange(ZmqEndpoint):
     """`Exchange` of a worker: connects to a hub, which need not be running yet.
 
     Args:
-        address: of the hub, such as ``tcp://192.168.1.5:7000``.
+        address: of the hub, such as ``tcp://192.168.1.5:7000``; of hub and standby: ``tcp://a:7000|tcp://b:7000``.
         me: own number, drawn at random; a restarted worker may keep it.
         run: name of the run whose envelopes are accepted; empty: any.
         keys: of the worker; None: the hub has none either.
@@ -78,7 +79,8 @@ class WorkerExchange(ZmqEndpoint):
         keys: WorkerKeys | None = None,
         settings: SocketSettings | None = None,
     ) -> None:
-        self._hub_address = parse_hub_address(address, bind=False)
+        self._alternatives = parse_alternatives(address)
+        self._hub_address = self._alternatives[0]
         check_worker_number(me)
         super().__init__(me, run, settings or SocketSettings())
         self._identity = b"w" + secrets.token_bytes(
@@ -87,6 +89,7 @@ class WorkerExchange(ZmqEndpoint):
         self.address, self._keys = str(self._hub_address), keys
         self._connected, self._problem, self._refused = False, "", False
         self._new_socket_at = math.inf
+        self._switch_at = time.monotonic() + _SWITCH_SECONDS
         self._socket = self._connect()
 
     @property
@@ -99,6 +102,27 @@ class WorkerExchange(ZmqEndpoint):
         """Return the hub's number while connected, else nothing."""
         self._update()
         return [HUB] if self._connected else []
+
+    def add_alternative(self, address: str) -> None:
+        """Add the address of a standby, which is tried while the others can't be reached.
+
+        Raises:
+            UsageError: it is invalid.
+        """
+        added = parse_hub_address(address, bind=False)
+        secured = self._keys is not None or added.is_local or not self._hub_address.is_local
+        if secured and added not in self._alternatives:
+            self._alternatives.append(added)
+
+    def try_alternative(self) -> None:
+        """Connect to the next address, if there are several."""
+        now = time.monotonic()
+        self._switch_at = now + _SWITCH_SECONDS
+        if len(self._alternatives) > 1:
+            self._alternatives.append(self._alternatives.pop(0))
+            self._hub_address = self._alternatives[0]
+            self.address = str(self._hub_address)
+            self._connected, self._new_socket_at = False, now
 
     def _connect(self) -> ZmqSocket:
         """Return a new socket that connects to the hub."""
@@ -137,6 +161,10 @@ class WorkerExchange(ZmqEndpoint):
     def _handle_events(self) -> bool:
         before = self._connected
         self._update()
+        if self._connected:
+            self._switch_at = time.monotonic() + _SWITCH_SECONDS
+        elif time.monotonic() >= self._switch_at:
+            self.try_alternative()
         if time.monotonic() >= self._new_socket_at:
             self._new_socket_at = math.inf
             self._socket.close(linger=0)
@@ -147,7 +175,10 @@ class WorkerExchange(ZmqEndpoint):
         """Do nothing: the monitor reports when the hub is gone."""
 
     def _max_wait_seconds(self) -> float:
-        return max(0.0, self._new_socket_at - time.monotonic())
+        due = (
+            self._new_socket_at if len(self._alternatives) < 2 else min(self._new_socket_at, self._switch_at)
+        )
+        return max(0.0, due - time.monotonic())
 
     def _update(self) -> None:
         """Update the connection's state from monitor events; see [Note: reconnecting]."""
