@@ -174,6 +174,7 @@ MEANINGS = {  # the kind of value (metavar), and the words with which the help o
     "staleness": ("POLICY", "Stale updates"),
     "starve": ("flag", "Run real processes out of data, under torch and under Paceline"),
     "step": ("TIME", "Time of a step without synchronisation"),
+    "standby": ("ADDRESS", "Wait, and take over"),
     "steps": ("N", "Number of steps"),
     "strategy": ("NAME", "Strategy"),
     "stream": ("flag", "With --run: forward pieces at once"),

@@ -2,7 +2,7 @@
 
 Journals are copied as they are, byte by byte, so the copy has their checksums, and recovery verifies it as the
 original. Only bytes that are on disk here are copied. The end of the journals comes first; a newer snapshot, which only
-shortens a recovery, is copied when nothing else waits.
+shortens a recovery, and the ledger, which is for people, are copied when nothing else waits.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from pathlib import Path
 
 from xxhash import xxh3_64_hexdigest
 
-from paceline.async_dp.wal.hub_folder import HubFolder
+from paceline.async_dp.wal.hub_folder import LEDGER, HubFolder
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.errors import CheckpointError
 
 __all__ = ["CHUNK_NBYTES", "CopiedFile", "MirrorChunk", "MirrorSource", "head_digest"]
 
 CHUNK_NBYTES = 1 << 20
-_HEAD_NBYTES = {"journal": 64, "snapshot": 64 << 10}
+_HEAD_NBYTES = {"journal": 64, "snapshot": 64 << 10, LEDGER: 64}
 """A journal's header has a random key; the beginning of a snapshot has its record number and its revision."""
+
+_LEDGER_NBYTES = 1 << 20  # per chunk: at least one line
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,13 @@ class MirrorSource:
 
     @staticmethod
     def _files(folder: HubFolder) -> list[Path]:
-        return [*folder.journals().values(), *folder.snapshots().values()]
+        ledger = [folder.ledger] if folder.ledger.exists() else []
+        return [*folder.journals().values(), *folder.snapshots().values(), *ledger]
 
     def _accept(self, path: Path, found: CopiedFile) -> None:
         size = self._size(path)
+        if path.name == LEDGER and found.nbytes > size:
+            return  # a crash of this machine took the end of it
         if found.nbytes > size:
             raise CheckpointError(
                 f"the standby's {path.name} has {found.nbytes} bytes, this hub's {size}: it has other records",
@@ -106,14 +111,13 @@ class MirrorSource:
     def in_sync(self) -> bool:
         """Whether all records on disk were sent."""
         path = self._next_file()
-        return path is None or path.name.startswith("snapshot")
+        lacks_base = self._base is None and bool(self._folder.snapshots())
+        return path is None or not (lacks_base or path.name.startswith("journal"))
 
     def _next_file(self) -> Path | None:
         journals, snapshots = self._folder.journals(), self._folder.snapshots()
         if self._partial is not None and self._partial not in journals.values():
-            self._base = self._partial = (
-                None  # removed before all of it was copied: start from a newer snapshot
-            )
+            self._base = self._partial = None  # removed too early: the copy continues with a newer snapshot
         if self._base is None and snapshots:
             return next(iter(snapshots.values()))
         first = max((each for each in journals if each <= (self._base or 0)), default=0)
@@ -123,7 +127,8 @@ class MirrorSource:
         for revision, path in snapshots.items():
             if revision > (self._base or 0):
                 return path
-        return None
+        ledger = self._folder.ledger
+        return ledger if self._offsets.get(LEDGER, 0) < self._size(ledger) else None
 
     def _read(self, path: Path) -> MirrorChunk | None:
         """Return the next bytes of a file, None if it was removed."""
@@ -131,14 +136,17 @@ class MirrorSource:
         try:
             size = self._size(path)
             with open(path, "rb") as file:
-                payload = os.pread(file.fileno(), min(CHUNK_NBYTES, size - offset), offset)
+                most = _LEDGER_NBYTES if path.name == LEDGER else CHUNK_NBYTES
+                payload = os.pread(file.fileno(), min(most, size - offset), offset)
         except FileNotFoundError:
             return None
+        if path.name == LEDGER:  # whole lines, since recovery takes a part of one for damage
+            payload = payload[: payload.rfind(b"\n") + 1]
         end = self._offsets[path.name] = offset + len(payload)
         is_snapshot, complete = path.name.startswith("snapshot"), end == size
         if is_snapshot and complete:
             self._base = next(each for each, found in self._folder.snapshots().items() if found == path)
-        elif not is_snapshot:
+        elif path.name.startswith("journal"):
             self._partial = None if complete else path
         return MirrorChunk(path.name, offset, payload, is_snapshot and complete)
 

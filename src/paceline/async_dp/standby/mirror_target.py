@@ -11,14 +11,14 @@ from paceline._core.file_lock import FolderLock
 from paceline._core.files import fsync, open_private
 from paceline.async_dp.standby.mirror_source import CopiedFile, MirrorChunk, head_digest
 from paceline.async_dp.wal.durable_files import disk_errors, make_folder
-from paceline.async_dp.wal.hub_folder import HubFolder
+from paceline.async_dp.wal.hub_folder import LEDGER, HubFolder
 from paceline.async_dp.wal.hub_term import StandbyMark
 from paceline.errors import DamagedEnvelope, UsageError
 from paceline.testing import fault_injection
 
 __all__ = ["MirrorTarget"]
 
-_NAME = re.compile(r"journal-\d{12,}\.log|snapshot-\d{12,}\.safetensors")
+_NAME = re.compile(r"journal-\d{12,}\.log|snapshot-\d{12,}\.safetensors|ledger\.jsonl")
 
 
 class MirrorTarget:
@@ -72,6 +72,7 @@ class MirrorTarget:
     def copied(self) -> dict[str, CopiedFile]:
         """Return the files that need not be sent again, as far as they are complete here."""
         paths = [*self.folder.journals().values(), *self.folder.snapshots().values()]
+        paths += [self.folder.ledger] if self.folder.ledger.exists() else []
         return {path.name: CopiedFile(path.stat().st_size, head_digest(path)) for path in paths}
 
     def write(self, chunk: MirrorChunk) -> None:
@@ -84,7 +85,7 @@ class MirrorTarget:
         if not _NAME.fullmatch(chunk.name):
             raise DamagedEnvelope(f"{chunk.name!r} is no file of a hub", part="header")
         path = self.folder.path / chunk.name
-        is_snapshot = chunk.name.startswith("snapshot")
+        is_snapshot, is_ledger = chunk.name.startswith("snapshot"), chunk.name == LEDGER
         target = path.with_name(f".{chunk.name}-copy") if is_snapshot else path
         with disk_errors(path, "free disk space: the copy continues by itself"):
             fault_injection.before_write(len(chunk.payload))
@@ -98,7 +99,7 @@ class MirrorTarget:
                     raise DamagedEnvelope(f"{chunk.name} continues at byte {chunk.offset}", part="header")
                 os.ftruncate(handle, chunk.offset)
                 _write_all(handle, chunk.payload, chunk.offset)
-                if not is_snapshot or chunk.complete:
+                if chunk.complete or not (is_snapshot or is_ledger):
                     os.fsync(handle)
             finally:
                 os.close(handle)

@@ -1,6 +1,6 @@
 """A standby hub: copies an active hub's folder until that hub is gone, then takes over.
 
-It takes over once all of this holds; none of it proves that the active hub is dead, see docs/hub-failover.md:
+It takes over once all of this holds; none of it proves that the active hub is dead, see docs/hub-failures.md:
 
     it was in sync      nothing had been acknowledged to a worker that is not in its copy
     silence             it has heard nothing from the active hub for a while
@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -26,12 +26,12 @@ from paceline.async_dp.standby.mirror_target import MirrorTarget
 from paceline.async_dp.standby.term_proof import hub_proof
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.hub_term import HubTerm, StandbyMark
-from paceline.errors import CheckpointError, DamagedEnvelope
+from paceline.errors import CheckpointError, DamagedEnvelope, UsageError
 from paceline.transport.envelope import Envelope
 from paceline.transport.header_layout import Header
 from paceline.transport.transport_interface import HUB, Exchange
 
-__all__ = ["StandbyHub", "begin_term"]
+__all__ = ["StandbyHub", "WorkerRefusal", "begin_term", "term_of"]
 
 log = logging.getLogger("paceline.async_dp")
 
@@ -79,7 +79,7 @@ class StandbyHub:
         self._attach_at = self._heard_at = -math.inf
         self._worker_at = -math.inf  # when one came since the active hub is silent
         self._to_active = FrameSender(active, lambda: self.run, lambda: self._session)
-        self._to_workers = FrameSender(workers, lambda: self.run)
+        self._refusal = WorkerRefusal(workers, lambda: self.run)
         self._assembler = MessageAssembler(_max_nbytes)
         self.state = "connecting"
 
@@ -121,13 +121,9 @@ class StandbyHub:
         if not self._attached and now - self._attach_at > _ATTACH_SECONDS:
             self._attach_at = now
             self._attach()
-        for envelope in from_workers:
-            if envelope.header.kind == "hello":
-                self._on_worker(envelope.header, now, silence)
+        if self._refusal.answer(from_workers, self.state, now) and silence > self._silent_after / 2:
+            self._worker_at = now
         self._to_active.pump(now)
-        self._to_workers.pump(now)
-        for target in self._to_workers.targets.difference(self._workers.peers()):
-            self._to_workers.forget(target)
         return (
             silence > self._silent_after
             and now - self._worker_at < self._silent_after
@@ -201,12 +197,28 @@ class StandbyHub:
         meta = {"name": name, "end": end}
         self._to_active.enqueue(HubMessage("mirrored", self._number, HUB, meta=meta))
 
-    def _on_worker(self, header: Header, now: float, silence: float) -> None:
-        """Send a worker back to the active hub; note that it came."""
-        if silence > self._silent_after / 2:
-            self._worker_at = now
-        meta = {"yours": header.meta.get("session"), "why": self.state}
-        self._to_workers.enqueue(HubMessage("standby", HUB, header.source, meta=meta))
+
+class WorkerRefusal:
+    """Sends workers back to the active hub.
+
+    Args:
+        exchange: with the workers.
+        run: returns the name of the run.
+    """
+
+    def __init__(self, exchange: Exchange, run: Callable[[], str]) -> None:
+        self._exchange, self._sender = exchange, FrameSender(exchange, run)
+
+    def answer(self, envelopes: Iterable[Envelope], why: str, now: float) -> bool:
+        """Answer the workers that say hello; return whether there were any."""
+        hellos = [each.header for each in envelopes if each.header.kind == "hello"]
+        for header in hellos:
+            meta = {"yours": header.meta.get("session"), "why": why}
+            self._sender.enqueue(HubMessage("standby", HUB, header.source, meta=meta))
+        self._sender.pump(now)
+        for target in self._sender.targets.difference(self._exchange.peers()):
+            self._sender.forget(target)
+        return bool(hellos)
 
 
 def begin_term(journal: HubJournal, wall: Callable[[], float]) -> HubTerm:
@@ -224,6 +236,27 @@ def begin_term(journal: HubJournal, wall: Callable[[], float]) -> HubTerm:
     begun.write(folder)
     StandbyMark.remove(folder)
     return begun
+
+
+def term_of(folder: Path) -> HubTerm:
+    """Return the term of the hub in a folder, which may serve.
+
+    Raises:
+        UsageError: another hub has taken over, or the folder is a standby's copy.
+    """
+    term = HubTerm.read(folder)
+    anyway = "to continue from this folder nevertheless, and give up the other hub's work: --standby shared"
+    if term.superseded_by:
+        raise UsageError(
+            f"the run in {str(folder)!r} continued elsewhere: a hub of term {term.superseded_by} took over",
+            remedy=f"serve that hub's folder; {anyway}",
+        )
+    if StandbyMark.read(folder) is not None:
+        raise UsageError(
+            f"{str(folder)!r} is a standby's copy of another hub's folder",
+            remedy=f"start it with --standby ADDRESS; {anyway}",
+        )
+    return term
 
 
 def _max_nbytes(header: Header) -> int | None:

@@ -114,12 +114,13 @@ class HubJournal:
             undo.pop_all()
 
     @classmethod
-    def open(cls, folder: str | Path, *, resume: bool) -> HubJournal:
+    def open(cls, folder: str | Path, *, resume: bool, lock: FolderLock | None = None) -> HubJournal:
         """Open the journal in a folder; if that is missing or empty, a new one.
 
         Args:
             folder: of the hub.
             resume: continue the run in it; False: there must be none.
+            lock: of the folder, if it is held already.
 
         Raises:
             UsageError: the folder holds a run and `resume` is False, another hub has it open, it can't be written, or a
@@ -129,7 +130,7 @@ class HubJournal:
         """
         path = Path(folder)
         make_folder(path, "hub")
-        lock = FolderLock(path / "hub.lock", "hub")
+        lock = lock or FolderLock(path / "hub.lock", "hub")
         with ExitStack() as undo, disk_errors(path, "correct that, then open it again", "opened"):
             undo.callback(lock.close)
             if not resume and HubFolder(path).holds_run():

@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline._core.job_key import JobKey
 from paceline.async_dp.protocol.hub_record import HubRecord
 from paceline.errors import UsageError
-from paceline.transport.hub_address import HubAddress, parse_hub_address
+from paceline.transport.hub_address import HubAddress, parse_alternatives
 from paceline.transport.zmq.curve_keys import WorkerKeys
 
 __all__ = ["HubAccess"]
@@ -35,7 +35,7 @@ class HubAccess:
     """How a worker connects to a hub.
 
     Attributes:
-        address: of the hub.
+        address: of the hub; several with ``|`` in between.
         keys: of the worker; None: the hub has none.
     """
 
@@ -54,7 +54,7 @@ class HubAccess:
         Waits for a hub that is starting in the folder.
 
         Args:
-            hub: its address, or its folder.
+            hub: its address, also several with ``|`` in between (hub and standby), or its folder.
             key: a worker's key file; None: not given.
             insecure: connect without a key.
             environ: may have the job's key.
@@ -67,7 +67,7 @@ class HubAccess:
             record = _wait_for_record(Path(hub))
             address = record.address_from(socket.gethostname())
             own = Path(hub, record.key) if record.key else None
-        parsed = parse_hub_address(address, bind=False)
+        alternatives = parse_alternatives(address)
         if key is not None:
             return HubAccess(address, WorkerKeys.read(key))
         if insecure:
@@ -77,14 +77,14 @@ class HubAccess:
         job = JobKey.from_environment(environ)
         if job is not None:
             return HubAccess(address, WorkerKeys.of_job(job))
-        if parsed.transport == "ipc":
+        if all(each.transport == "ipc" for each in alternatives):
             return HubAccess(address, None)
         raise UsageError(f"there is no key for the hub at {address}", remedy=_NO_KEY)
 
     @property
     def parsed(self) -> HubAddress:
-        """The address in its parts."""
-        return parse_hub_address(self.address, bind=False)
+        """The address in its parts, the first of several."""
+        return parse_alternatives(self.address)[0]
 
 
 def _wait_for_record(folder: Path) -> HubRecord:

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,12 +17,13 @@ import typer
 from typer import Argument
 
 from paceline._core.units import parse_seconds
-from paceline.errors import UsageError
+from paceline.errors import UsageError, require
 from paceline.tools.cli.shared_options import hub_optimizer
 from paceline.tools.command_options import own, shared
 
 if TYPE_CHECKING:
     from paceline.async_dp.wal.hub_journal import HubJournal
+    from paceline.transport.zmq import HubExchange
     from paceline.transport.zmq.curve_keys import HubKeys
 
 __all__ = ["app"]
@@ -65,6 +67,15 @@ def serve(
     ] = None,
     insecure: Annotated[bool, shared("insecure", "; no keys", panel=_SERVER)] = False,
     shard: Annotated[str, own("I/N", "Index of this hub, number of hubs.", panel=_SERVER)] = "0/1",
+    standby: Annotated[
+        str | None,
+        own(
+            "ADDRESS",
+            "Wait, and take over from the hub at ADDRESS, whose folder is copied to --out; or shared: from the hub "
+            "that has --out open.",
+            panel=_SERVER,
+        ),
+    ] = None,
     bandwidth: Annotated[
         str | None, own("RATE", "Limit each way: 40MB/s, 30% of 1Gbit/s.", panel=_SERVER)
     ] = None,
@@ -127,7 +138,10 @@ def serve(
     from paceline.async_dp.hub.hub_settings import HubRules, HubShard, PopulationRules, ScreeningRules
     from paceline.async_dp.hub.staleness_policy import StalenessPolicy
     from paceline.async_dp.protocol.hub_record import HubRecord
-    from paceline.async_dp.wal.hub_journal import HubJournal
+    from paceline.async_dp.standby.standby_hub import begin_term
+    from paceline.async_dp.standby.standby_link import StandbyLink
+    from paceline.async_dp.standby.takeover import SHARED, FormerHub
+    from paceline.async_dp.wal.hub_term import HubTerm
     from paceline.async_dp.worker.worker_resources import bandwidth_limit
     from paceline.integrations.loggers.hub_metrics import HubMetrics
     from paceline.tools.cli.hub_live_table import HubLiveTable
@@ -151,14 +165,23 @@ def serve(
         snapshot_every=snapshot_every,
     )
     seconds = None if until is None else parse_seconds(until)
+    _check_standby(standby, new, keys, insecure)
     hub_keys, worker_key = _hub_keys(keys, bind, insecure, out)
     exchange = HubExchange(
         bind, "", keys=hub_keys, insecure=insecure, settings=SocketSettings(rate=rules.bandwidth)
     )
     try:
-        with HubJournal.open(out, resume=not new) as journal:
-            served = Hub(_run_name(name, journal), rules, journal, time.time)
-            server, stop = HubServer(served, exchange), _StopCondition(seconds)
+        stop = _StopCondition(seconds)
+        journal = _open_journal(out, new, standby, exchange, hub_keys, rules.silent_after, stop)
+        if journal is None:
+            return
+        with journal:
+            run = _run_name(name, journal)
+            term = HubTerm.read(out) if standby is None else begin_term(journal, time.time)
+            served = Hub(run, rules, journal, time.time)
+            link = StandbyLink(journal, run, term, "" if hub_keys is None else hub_keys.secret, time.time)
+            served.welcome_meta = link.welcome_meta
+            server = HubServer(served, exchange, link)
             with contextlib.ExitStack() as stack:
                 record = HubRecord(
                     exchange.address,
@@ -166,7 +189,10 @@ def serve(
                     "" if worker_key is None else os.path.relpath(worker_key, out),
                 )
                 stack.enter_context(record.kept_in(out))
-                shown: list[HubLiveTable | HubMetrics] = []
+                shown: list[HubLiveTable | HubMetrics | FormerHub] = []
+                if standby not in (None, SHARED):
+                    former = FormerHub(standby, run, link.proof, hub_keys)
+                    shown.append(stack.enter_context(former))
                 metrics = None if prometheus is None else stack.enter_context(HubMetrics(server, prometheus))
                 shown.append(stack.enter_context(HubLiveTable(served, exchange, out)))
                 if metrics is not None:
@@ -228,16 +254,73 @@ def _parse_shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
+def _check_standby(standby: str | None, new: bool, keys: Path | None, insecure: bool) -> None:
+    """Raise unless the options of a standby belong together."""
+    from paceline._core.job_key import JobKey
+    from paceline.async_dp.standby.takeover import SHARED
+    from paceline.transport.hub_address import parse_hub_address
+
+    if standby is None:
+        return
+    require(not new, "--new with --standby", "leave --new out: a standby continues a run")
+    if standby != SHARED:
+        local = parse_hub_address(standby, bind=False).transport == "ipc"
+        known = keys is not None or insecure or local or JobKey.from_environment(os.environ) is not None
+        require(
+            known,
+            f"--standby {standby} without keys",
+            "copy the active hub's folder of keys here: --keys FOLDER",
+        )
+
+
+def _open_journal(
+    out: Path,
+    new: bool,
+    standby: str | None,
+    exchange: HubExchange,
+    keys: HubKeys | None,
+    silent_after: float,
+    stop: Callable[[], bool],
+) -> HubJournal | None:
+    """Open the journal; as a standby, once this hub must take over. None: `stop` returned True before."""
+    from paceline.async_dp.standby.standby_hub import term_of
+    from paceline.async_dp.standby.takeover import SHARED, follow_active_hub, wait_for_folder
+    from paceline.async_dp.wal.hub_journal import HubJournal
+
+    if standby is None:
+        term_of(out)
+        return HubJournal.open(out, resume=not new)
+    where = f"standby, workers at {exchange.address}, folder {out}"
+    if standby == SHARED:
+        typer.echo(f"{where}: waiting until no other hub has the folder open")
+        lock = wait_for_folder(out, exchange, stop)
+        return None if lock is None else HubJournal.open(out, resume=True, lock=lock)
+    typer.echo(f"{where}: following the hub at {standby}")
+    taken = follow_active_hub(
+        standby,
+        out,
+        exchange,
+        keys,
+        silent_after=silent_after,
+        stop=stop,
+        on_state=lambda state: typer.echo(f"standby: {state}"),
+    )
+    return HubJournal.open(out, resume=True) if taken else None
+
+
 def _run_name(run: str, journal: HubJournal) -> str:
     """Return the name of the run in the journal; of a new run, record the given name or a random one."""
-    known = str(journal.run_facts.get("run", ""))
+    from paceline.async_dp.wal.hub_term import StandbyMark
+
+    mark = StandbyMark.read(journal.folder.path)
+    known = str(journal.run_facts.get("run", "")) or ("" if mark is None else mark.run)
     if known and run and run != known:
         raise UsageError(
             f"the folder holds run {known!r}, but --name names {run!r}",
             remedy="choose another folder, or leave --name out",
         )
     name = known or run or f"run-{secrets.token_hex(4)}"
-    if not known:
+    if not journal.run_facts:
         journal.describe({"run": name})
     return name
 

@@ -96,13 +96,15 @@ class HubLiveTable:
         hub = self._hub
         down, up = self._rates
         loss = f", score {hub.loss:.4f}" if hub.loss == hub.loss else ""
+        address = hub.welcome_meta().get("standby")
+        standby = f", standby at {address}" if address else ""
         trouble = f"; nothing is answered: {' '.join(hub.storage_error.split())}" if hub.storage_error else ""
         trouble += f"; {self._exchange.problem}" if self._exchange.problem else ""
         return (
             f"{format_seconds(time.monotonic() - self._started)}: {hub.phase}, {len(hub.members.alive)} workers, "
             f"{hub.updates} updates, {format_count(int(hub.counters.samples))} samples{loss}, "
             f"{self._refused().total()} refused, "
-            f"{format_bytes(int(up))}/s in, {format_bytes(int(down))}/s out{trouble}"
+            f"{format_bytes(int(up))}/s in, {format_bytes(int(down))}/s out{standby}{trouble}"
         )
 
     def _refused(self) -> Counter[str]:

@@ -86,6 +86,10 @@ class HubKeys:
         values = _read(path, "hub")
         return HubKeys(values["public"], values["secret"], path.parent / _WORKERS)
 
+    def as_client(self) -> WorkerKeys:
+        """Return the keys by which a hub connects to another one with the same keys, as its standby does."""
+        return WorkerKeys("hub", self.public, self.public, self.secret)
+
 
 @dataclass(frozen=True)
 class WorkerKeys:

@@ -30,6 +30,8 @@ _Stamps = dict[Path, tuple[int, int, int]]
 class ZapAuthenticator:
     """Admits workers whose public keys are recorded, or that have the job's key; without keys, all.
 
+    The hub's own key is admitted too: its standby has it.
+
     Args:
         context: of the hub; it can have one authenticator.
         keys: of the hub.
@@ -51,8 +53,9 @@ class ZapAuthenticator:
         self._stamps: _Stamps | None = None
         self._admitted: dict[str, str] = {}  # names by key; replaced as a whole, since two threads use it
         self._name_of: dict[str, str] = {}  # of withdrawn keys too
+        self._own = {} if keys is None else {keys.public: "hub"}  # a standby has the keys of its hub
         if keys is not None and keys.workers is None:
-            self._admitted = self._name_of = {keys.shared: JOB_KEY_NAME}
+            self._admitted = self._name_of = {keys.shared: JOB_KEY_NAME, **self._own}
         self.reload()
         if self.problem:
             raise UsageError(self.problem, remedy="remove that file, and make the worker's keys again")
@@ -99,7 +102,7 @@ class ZapAuthenticator:
             return False
         if stamps == self._stamps:
             return False
-        admitted, self._stamps, self.problem = dict[str, str](), stamps, ""
+        admitted, self._stamps, self.problem = dict(self._own), stamps, ""
         for path in sorted(stamps):
             try:
                 name, public = read_public_key(path)
