@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline._core.job_key import JobKey
+from paceline.async_dp.wal.hub_term import HubTerm, StandbyMark
 from paceline.tools.cli import hub_command
 from paceline.transport.zmq.curve_keys import HubKeys, make_keys
 
@@ -19,6 +20,10 @@ from paceline.transport.zmq.curve_keys import HubKeys, make_keys
         (["--shard", "2/2"], "shard 2 of 2"),
         (["--until", "soon"], "'soon' is no time"),
         (["--keys", "nowhere"], "nowhere can't be read"),
+        (["--standby", "b"], "'b' is not a hub address"),
+        (["--standby", "tcp://b:7000"], "copy the active hub's folder of keys here: --keys FOLDER"),
+        (["--standby", "tcp://b:7000", "--new"], "--new with --standby"),
+        (["--standby", "shared", "--insecure", "--bind", "tcp://127.0.0.1:*"], "holds no run that a standby"),
     ],
 )
 def test_invalid_options_are_refused(command, tmp_path, monkeypatch, words, message):
@@ -51,3 +56,22 @@ def test_the_first_keys_that_are_given_count(tmp_path, monkeypatch):
     (out / "keys" / "worker.key").unlink()
     monkeypatch.delenv("PACELINE_JOB_KEY")
     assert hub_command._hub_keys(None, "tcp://*:1", False, out)[1] is None, "withdrawn, so not made again"
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        (HubTerm(1, 0, superseded_by=2), "continued elsewhere: a hub of term 2 took over"),
+        (StandbyMark("run", 1), "is a standby's copy of another hub's folder"),
+    ],
+)
+def test_a_hub_that_may_not_serve_its_folder_names_the_way_to_do_it_anyway(command, tmp_path, mark, message):
+    mark.write(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    code, _, err = command(
+        "hub", "serve", "--insecure", "--bind", "tcp://127.0.0.1:*", "--out", str(tmp_path)
+    )
+    assert code == 2
+    assert message in err
+    assert "give up the other hub's work: --standby shared" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

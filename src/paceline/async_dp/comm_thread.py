@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.async_dp.worker.session_driver import SessionDriver
+from paceline.errors import UsageError
 from paceline.transport.zmq import WorkerExchange
 
 __all__ = ["CommThread"]
@@ -48,7 +49,7 @@ class CommThread:
         self.session, self.exchange, self.error = session, exchange, None
         self._heartbeat, self._cores = heartbeat, cores
         self._driver = SessionDriver(session, exchange, time.monotonic, rate=rate)
-        self._closing, self._reachable = threading.Event(), False
+        self._closing, self._reachable, self._standby = threading.Event(), False, ""
         self._warning, self._warned_at = "", 0.0
         self._thread = threading.Thread(
             target=self._run, name=f"paceline async {exchange.address}", daemon=True
@@ -91,8 +92,12 @@ class CommThread:
     def _find_hub(self, now: float) -> None:
         """Connect to another hub if this one is a standby or superseded; say hello to one that can be reached again."""
         status = self.session.hub_status
-        if status.standby:
-            self.exchange.add_alternative(status.standby)
+        if status.standby and status.standby != self._standby:
+            self._standby = status.standby
+            try:
+                self.exchange.add_alternative(status.standby)
+            except UsageError as error:
+                log.warning("the hub names a standby that can't be used: %s", error)
         if status.is_other_wanted:
             status.is_other_wanted = False
             self.exchange.try_alternative()

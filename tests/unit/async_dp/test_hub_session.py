@@ -14,6 +14,7 @@ from hub_driver import LAYOUT, PACKING, RUN
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.update_codec import UpdateCodec
+from paceline.async_dp.standby.term_proof import TermProof
 from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
 from paceline.async_dp.worker.hub_session import HubSession
@@ -64,15 +65,14 @@ class SessionDriver:
         began, self.now = self.now, self.session_id.next_due()
         return self.now - began, self.sent()
 
-    def welcome(self) -> None:
-        self.receive(
-            "welcome", run=RUN, phase="together", slot=0, slots=1, workers=1, yours=self.session_id.session_id
-        )
+    def welcome(self, **meta: Any) -> None:
+        shared = {"run": RUN, "phase": "together", "slot": 0, "slots": 1, "workers": 1}
+        self.receive("welcome", **shared, yours=self.session_id.session_id, **meta)
 
-    def connect(self) -> None:
+    def connect(self, **meta: Any) -> None:
         """Connect, and fetch the first global parameters; each answer takes 0.05 s."""
         assert self.sent() == ["hello"]
-        self.welcome()
+        self.welcome(**meta)
         assert self.sent() == ["fetch"]
         self.now += 0.05
         self.receive("global_params", bytes(PACKING.pack(torch.zeros(LAYOUT.numel))), round=1)
@@ -255,3 +255,37 @@ def test_an_acknowledgement_of_what_an_earlier_process_sent_may_precede_the_welc
     assert outbox.pending() == []
     driver.welcome()
     assert driver.sent() == ["fetch"]
+
+
+# ------------------------------------------------------------------ hub and standby
+
+
+def proven(term: int) -> dict[str, Any]:
+    return TermProof.make("secret", RUN, term, 10 * term).meta()
+
+
+def test_a_worker_refuses_a_hub_of_an_older_term_and_proves_the_newer_one() -> None:
+    driver = SessionDriver()
+    session = driver.session_id
+    driver.connect(**proven(2), standby="tcp://b:7000")
+    assert session.hub_status.standby == "tcp://b:7000"
+    session.disconnected(driver.now)
+    (hello,) = session.pump(driver.now)
+    assert {name: hello.meta[name] for name in ("term", "since", "proof")} == proven(2)
+    driver.welcome(**proven(1))
+    assert not session.connected
+    assert session.hub_status.is_other_wanted
+    driver.welcome(**proven(3))
+    assert session.connected
+    assert session.hub_status.term.term == 3
+
+
+def test_a_worker_leaves_a_standby_and_says_hello_at_once_where_it_arrives() -> None:
+    driver = SessionDriver()
+    session = driver.session_id
+    assert driver.sent() == ["hello"]
+    driver.receive("standby", yours=session.session_id, why="copying")
+    assert session.hub_status.is_other_wanted
+    assert driver.sent() == []
+    session.reachable(driver.now)
+    assert driver.sent() == ["hello"]

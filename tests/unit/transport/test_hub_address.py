@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.transport.hub_address import HubAddress, parse_hub_address
+from paceline.transport.hub_address import HubAddress, parse_alternatives, parse_hub_address
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,11 @@ def test_an_address_that_only_this_machine_reaches_is_local(local):
 )  # fmt: skip
 def test_an_address_that_other_machines_may_reach_is_not_local(open_to_others):
     assert not parse_hub_address(open_to_others, bind=True).is_local
+
+
+def test_hub_and_standby_are_two_addresses_of_one_hub():
+    found = parse_alternatives("tcp://a:7000 | ipc:///tmp/hub|tcp://[::1]:7000")
+    assert [str(each) for each in found] == ["tcp://a:7000", "ipc:///tmp/hub", "tcp://[::1]:7000"]
+    for wrong, message in (("tcp://a:7000|", "is not a hub address"), ("tcp://a:1|tcp://a:1", "twice")):
+        with pytest.raises(UsageError, match=message):
+            parse_alternatives(wrong)

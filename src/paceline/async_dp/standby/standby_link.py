@@ -14,6 +14,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from typing import Annotated, Any
@@ -228,32 +229,29 @@ class StandbyLink:
         found = TermProof.parse(meta)
         if found.term <= self._term.number or not found.is_valid(self._secret, self._run):
             return
-        folder = self._journal.folder.path
-        updates = [
-            each for each in read_ledger(folder) if each["kind"] == "update" and each["n"] >= found.since
-        ]
-        listed = [
-            f"worker {each['worker']} fragment {each['fragment']} round {each['round']}" for each in updates
-        ]
-        self._journal.append(
-            {
-                "kind": "superseded",
-                "t": self._wall(),
-                "term": found.term,
-                "since": found.since,
-                "updates": len(updates),
-            }
-        )
-        self._journal.commit()
-        HubTerm(self._term.number, self._term.since, found.term).write(folder)
+        listed = self._updates_since(found.since)
+        record = {"kind": "superseded", "t": self._wall(), "term": found.term, "since": found.since}
+        with suppress(CheckpointError):  # it stops in any case
+            HubTerm(self._term.number, self._term.since, found.term).write(self._journal.folder.path)
+            self._journal.append({**record, "updates": len(listed)})
+            self._journal.commit()
         more = ", …" if len(listed) > _MAX_LISTED else ""
         lost = f": {', '.join(listed[:_MAX_LISTED])}{more}" if listed else ""
         raise UsageError(
             f"another hub has taken over run {self._run!r} (term {found.term} from record {found.since} on; this is "
-            f"term {self._term.number}), so this one stops. {plural(len(updates), 'update')} that it merged since "
-            f"{'is' if len(updates) == 1 else 'are'} not in the other's parameters, unless sent there again{lost}",
+            f"term {self._term.number}), so this one stops. {plural(len(listed), 'update')} that it merged since "
+            f"{'is' if len(listed) == 1 else 'are'} not in the other's parameters, unless sent there again{lost}",
             remedy="to follow the other hub, start this one with --standby ADDRESS and an empty folder",
         )
+
+    def _updates_since(self, record: int) -> list[str]:
+        """Return the updates that were merged with a record number or a later one."""
+        found = read_ledger(self._journal.folder.path)
+        return [
+            f"worker {each['worker']} fragment {each['fragment']} round {each['round']}"
+            for each in found
+            if each["kind"] == "update" and each["n"] >= record
+        ]
 
 
 def _copied_files(payload: Bytes) -> dict[str, CopiedFile]:

@@ -22,7 +22,7 @@ from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq import HubExchange, WorkerExchange
 from paceline.transport.zmq.curve_keys import HubKeys
 
-__all__ = ["SHARED", "FormerHub", "follow_active_hub", "wait_for_folder"]
+__all__ = ["SHARED", "FormerHub", "check_shared_folder", "follow_active_hub", "wait_for_folder"]
 
 SHARED = "shared"
 """Instead of an active hub's address: both hubs have the same folder, on a disk that they share."""
@@ -30,17 +30,21 @@ SHARED = "shared"
 _POLL_SECONDS, _NOTICE_SECONDS = 0.2, 2.0
 
 
-def wait_for_folder(folder: Path, workers: HubExchange, stop: Callable[[], bool]) -> FolderLock | None:
-    """Wait until no hub has a folder open, and return its lock; None once `stop` returns True.
-
-    Raises:
-        UsageError: the folder holds no run, or can't be locked.
-    """
+def check_shared_folder(folder: Path) -> None:
+    """Raise a UsageError unless a folder holds a run that a standby can take over."""
     if not folder.is_dir() or not HubFolder(folder).holds_run():
         raise UsageError(
             f"{str(folder)!r} holds no run that a standby could take over",
             remedy="start the active hub first",
         )
+
+
+def wait_for_folder(folder: Path, workers: HubExchange, stop: Callable[[], bool]) -> FolderLock | None:
+    """Wait until no hub has a folder open, and return its lock; None once `stop` returns True.
+
+    Raises:
+        UsageError: it can't be locked.
+    """
     refusal = WorkerRefusal(workers, lambda: "")
     while not stop():
         with suppress(CheckpointError):

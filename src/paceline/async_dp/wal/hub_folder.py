@@ -5,6 +5,8 @@ hub.lock                              locked while a hub has the folder open
 snapshot-000000000200.safetensors     the state at a revision; the last two are kept
 journal-000000000200.log              records since that snapshot; kept since the older of the two
 ledger.jsonl                          one line per record of the whole run
+term.json                             how often a standby took over, and whether one took over from this hub
+standby.json                          instead, while the folder is a standby's copy of another hub's
 address.json                          where the running hub is reached, for processes of the same user
 keys/                                 of hub and workers, if none were given elsewhere
 snapshot-….safetensors.damaged        set aside by a recovery, until two newer ones exist

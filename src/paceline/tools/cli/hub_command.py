@@ -165,7 +165,7 @@ def serve(
         snapshot_every=snapshot_every,
     )
     seconds = None if until is None else parse_seconds(until)
-    _check_standby(standby, new, keys, insecure)
+    _check_standby(standby, new, keys, insecure, out)
     hub_keys, worker_key = _hub_keys(keys, bind, insecure, out)
     exchange = HubExchange(
         bind, "", keys=hub_keys, insecure=insecure, settings=SocketSettings(rate=rules.bandwidth)
@@ -254,16 +254,18 @@ def _parse_shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def _check_standby(standby: str | None, new: bool, keys: Path | None, insecure: bool) -> None:
+def _check_standby(standby: str | None, new: bool, keys: Path | None, insecure: bool, out: Path) -> None:
     """Raise unless the options of a standby belong together."""
     from paceline._core.job_key import JobKey
-    from paceline.async_dp.standby.takeover import SHARED
+    from paceline.async_dp.standby.takeover import SHARED, check_shared_folder
     from paceline.transport.hub_address import parse_hub_address
 
     if standby is None:
         return
     require(not new, "--new with --standby", "leave --new out: a standby continues a run")
-    if standby != SHARED:
+    if standby == SHARED:
+        check_shared_folder(out)
+    else:
         local = parse_hub_address(standby, bind=False).transport == "ipc"
         known = keys is not None or insecure or local or JobKey.from_environment(os.environ) is not None
         require(
