@@ -1,4 +1,4 @@
-"""Secret key of a job: whoever holds it belongs to the job, and its other keys are derived from it.
+"""Secret key of a job: a process that holds it belongs to the job, and its other keys are derived from it.
 
 A launcher draws the key and hands it to its processes in the environment, or all hosts read it from a file. Other users
 can read neither. It never goes on a command line, into logs, records or a run's folder.

@@ -126,7 +126,7 @@ def broadcast_text(text: str = "", group: ProcessGroup | None = None) -> str:
 
 def _broadcast_bytes(data: bytes, group: ProcessGroup | None) -> bytes:
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    row = row.to(_device(group, row))
+    row = row.to(group_device(group, row))
     _wait(_hold(dist.broadcast(row, group=group, group_src=0, async_op=True), group))
     return row.cpu().numpy().tobytes()
 
