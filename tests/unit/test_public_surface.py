@@ -37,8 +37,7 @@ WITHOUT_TORCH = [
 
 NEEDS_TORCH = {
     "paceline.world.control_collectives",
-    "paceline.launch.agent.elastic_agent",
-    "paceline.launch.agent.elastic_rendezvous",
+    "paceline.world.store.authenticated_store",
     "paceline.tools.cli.simulate.simulate_async_run",
 }
 """Of those folders: imported by a function, once everything that can be refused has been."""
