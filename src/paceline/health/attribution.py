@@ -164,8 +164,11 @@ def attribute_failure(
     shared = [notice for notice in notices if notice.kind == "verdict"]
     if shared:
         first = min(shared, key=lambda each: (each.rank, each.by))
+        waiting = (
+            first.by if first.by != first.rank else None
+        )  # it may find out itself that others wait for it
         return Attribution(
-            first.name, first.rank if first.rank >= 0 else None, first.ago, first.others, first.by
+            first.name, first.rank if first.rank >= 0 else None, first.ago, first.others, waiting
         )
     if urgent:
         limits = StallLimits(

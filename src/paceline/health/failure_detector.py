@@ -25,14 +25,17 @@ from paceline.health.attribution import (
     StallLimits,
     attribute_failure,
     find_late_rank,
+    waited_seconds,
 )
 from paceline.health.failure_text import failure_headline, peer_failed
 from paceline.health.heartbeat import FailureNotice, Heartbeat, MalformedFrame, NoticeKind
 from paceline.health.straggler import StepTimes, StepTimeSummary, find_slowest
 
-__all__ = ["SETTLE_SECONDS", "FailureDetector", "heartbeat_interval"]
+__all__ = ["HEARTBEAT_SECONDS", "SETTLE_SECONDS", "FailureDetector", "heartbeat_interval", "suspicion_limits"]
 
 log = logging.getLogger("paceline.health")
+
+HEARTBEAT_SECONDS = 0.2
 
 SETTLE_SECONDS = {True: 0.25, False: 0.5}
 """Wait for better evidence, by whether the attribution is certain."""
@@ -47,6 +50,13 @@ def heartbeat_interval(groups: PeerGroups) -> float:
     """Return the seconds between two signs of life of a rank, with usual delays on the way to any other."""
     reports = 0 if len(groups.groups) == 1 else groups.depth + 1
     return 1.0 + 1.2 * REPORT_SECONDS * reports
+
+
+def suspicion_limits(limits: StallLimits, groups: PeerGroups) -> StallLimits:
+    """Return when to suspect a rank so that all ranks name it within `limits`."""
+    hops = 0 if len(groups.groups) == 1 else 2 * (groups.depth + 1)
+    naming = SETTLE_SECONDS[False] + (3 + 0.5 * hops) * HEARTBEAT_SECONDS
+    return limits.minus(naming, heartbeat_interval(groups))
 
 
 class FailureDetector:
@@ -81,7 +91,7 @@ class FailureDetector:
     ) -> None:
         now, own = mesh.now(), mesh.own.rank
         self._mesh, self._limits, self._state = mesh, limits, state
-        self._leave_on_stall, self._warn_seconds = leave_on_stall, warn
+        self._leave_on_stall = leave_on_stall
         self.mates = groups.mates(own)
         self.heartbeats: dict[int, Heartbeat] = {}
         self.heard_at = dict.fromkeys(sorted((own, *self.mates)), now)
@@ -90,8 +100,11 @@ class FailureDetector:
         self.acknowledged: dict[tuple[str, ...], set[int]] = {}
         self.pending: tuple[Attribution, float] | None = None
         self.exchange = SummaryExchange(mesh, groups, limits.interval) if len(groups.groups) > 1 else None
+        # Of two reports, one may be so much older that its rank seems to wait for the other's.
+        self._warn_seconds = warn if self.exchange is None else max(warn, limits.interval)
         self._notices: dict[tuple[str, ...], tuple[FailureNotice, float]] = {}
         self._synchronised: dict[int, object] = {}
+        self._changes = -1  # of connections at the latest report
         self._warned: set[tuple[int | None, int]] = set()
         self._stack_sent_at = float("-inf")
 
@@ -135,15 +148,14 @@ class FailureDetector:
         """Record this rank's heartbeat, and send it to its group."""
         self.add_heartbeat(heartbeat, now)
         self._mesh.send(heartbeat.message(), to=self.mates, droppable=True)
+        self._changes = -1
 
     def report(self, now: float) -> None:
-        """Send what is due to other groups, and to ranks that were connected since."""
-        if self.exchange is None:
+        """Send what is due to other groups, and to ranks that were connected since; to be called in every turn."""
+        if self.exchange is None or self._changes == self._mesh.changes:
             return
-        self.exchange.turn(GroupState(self._group_rows(now), self._departures(), self._step_times), now)
+        self._changes = self._mesh.changes
         reported = {notice.rank for notice, _ in self._notices.values() if notice.kind == "gone"}
-        for rank in self.exchange.ended - reported:
-            self.publish(FailureNotice("gone", rank, self._mesh.own.rank))
         for rank, link in self._mesh.links.items():
             known = self._synchronised.get(rank)
             if link is not known and link.state == "open":
@@ -153,11 +165,16 @@ class FailureDetector:
                         self._mesh.send(notice.message(), to=[rank])
             elif link is known and link.state == "closed":
                 self._report_end(rank, reported, now - link.since)
+        state = GroupState(self._group_rows(now), self._departures(), reported, self._step_times)
+        self.exchange.turn(state, now)
+        for rank in self.exchange.ended - reported:
+            self.publish(FailureNotice("gone", rank, self._mesh.own.rank))
 
     def _report_end(self, rank: int, reported: set[int], ago: float) -> None:
         """Report a rank of another group whose connection has ended; ranks of its own group know more."""
         left = {notice.rank for notice, _ in self._notices.values() if notice.kind in ("done", "leaves")}
         if rank not in self.heard_at and rank not in reported and rank not in left:
+            reported.add(rank)
             self.publish(FailureNotice("gone", rank, self._mesh.own.rank, ago))
 
     def publish(self, notice: FailureNotice, source: int | None = None) -> bool:
@@ -329,8 +346,19 @@ class FailureDetector:
 
     def _warn(self, stall: Attribution) -> None:
         """Log a stall once, on the rank that waits longest and on the one that it waits for."""
-        incident = (stall.rank, self._state.step)
-        if incident in self._warned or self._mesh.own.rank not in (stall.rank, stall.waiting):
+        own, incident = self._mesh.own.rank, (stall.rank, self._state.step)
+        if self.exchange is not None and stall.waiting is not None:
+            stall = dataclasses.replace(stall, waiting=self._first_waiting(stall.rank))
+        if incident in self._warned or own not in (stall.rank, stall.waiting):
             return
         self._warned.add(incident)
         log.warning("%s", failure_headline(stall, self._mesh.endpoints, *self.snapshot()))
+
+    def _first_waiting(self, late: int | None) -> int | None:
+        """Return the lowest of the ranks that wait longest, as far as times of different ages can be compared."""
+        rows = [row for row in self.snapshot()[0] if row.rank != late]
+        waits = {row.rank: waited_seconds(row, self._limits) for row in rows}
+        longest = max(waits.values(), default=0.0)
+        return min(
+            (rank for rank, each in waits.items() if each >= longest - self._limits.interval), default=None
+        )

@@ -102,6 +102,8 @@ class Heartbeat:
             raise MalformedFrame(f"a heartbeat is a list of {len(_HEARTBEAT_FIELDS)} values")
         found = _decode(dict(zip(_HEARTBEAT_FIELDS, values, strict=True)), cls)
         _check_ranks((found.rank, *found.stopped), ranks)
+        if found.age >= 0.0 and found.still >= 0.0 and found.busy_seconds >= 0.0:
+            return found
         return dataclasses.replace(
             found,
             age=max(0.0, found.age),

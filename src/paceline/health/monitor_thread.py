@@ -22,7 +22,7 @@ from paceline.errors import PeerFailed
 from paceline.health import abort_collectives, thread_probe
 from paceline.health.aggregation.groups import PeerGroups
 from paceline.health.attribution import Attribution, StallLimits
-from paceline.health.failure_detector import SETTLE_SECONDS, FailureDetector, heartbeat_interval
+from paceline.health.failure_detector import HEARTBEAT_SECONDS, FailureDetector, suspicion_limits
 from paceline.health.heartbeat import FailureNotice, Heartbeat, MalformedFrame, clip_text
 from paceline.health.peer_mesh import PeerMesh
 from paceline.health.pending_connections import CONNECT_SECONDS
@@ -32,7 +32,6 @@ __all__ = ["MonitorThread"]
 
 log = logging.getLogger("paceline.health")
 
-HEARTBEAT_SECONDS = 0.2
 _LEAST_SECONDS = 0.02  # between two turns, however much arrives
 _QUIET_SECONDS = 0.5  # without a heartbeat of a rank on this host, before its process is checked
 _DUMP_SECONDS = 1.5  # least time without a turn before stacks are dumped without the lock
@@ -72,7 +71,7 @@ class MonitorThread:
         shutdown: ShutdownListener,
     ) -> None:
         self.mesh, self.own, self.endpoints = mesh, mesh.own, mesh.endpoints
-        self.limits = limits.minus(SETTLE_SECONDS[False] + 3 * HEARTBEAT_SECONDS, heartbeat_interval(groups))
+        self.limits = suspicion_limits(limits, groups)
         self._grace = grace
         self._shutdown, self._shutdown_since, self._exiting = shutdown, 0.0, False
         self.error: PeerFailed | None = None
@@ -187,6 +186,7 @@ class MonitorThread:
             self._read_stack_dumps()
             self._send_heartbeat(now)
             self._arm_stack_dump(now)
+        self.detector.report(now)
         if self.decided.is_set():
             self._enforce_exit(now)
         elif not self._exiting:
@@ -221,7 +221,6 @@ class MonitorThread:
         self._sequence += 1
         self.mesh.flush()
         self.detector.beat(self._probe.heartbeat(self.own.rank, self._sequence, self._stopped), now)
-        self.detector.report(now)
 
     def _arm_stack_dump(self, now: float) -> None:
         """Restart the timer after which faulthandler dumps all stacks: it expires if this thread can't run."""

@@ -98,7 +98,13 @@ class PeerMesh:
         self._pending = PendingConnections(key, own.rank, endpoints, listener)
         self._dumps: dict[int, tuple[socket.socket, bytearray]] = {}
         self.links: dict[int, PeerLink] = {}
+        self._changes = 0
         self.dump: socket.socket | None = None
+
+    @property
+    def changes(self) -> int:
+        """How often a connection was made or ended, or a call failed."""
+        return self._changes + self._pending.ended_calls
 
     def now(self) -> float:
         """Return the time that `PeerLink.since` refers to."""
@@ -119,7 +125,7 @@ class PeerMesh:
             self._pending.call(rank, "beats")
 
     def probe(self, rank: int) -> None:
-        """Start to find out whether the process of a rank still listens: see `call_failure` and `answered`."""
+        """Start to find out whether the process of a rank still listens; if not, `call_failure` says so."""
         self._pending.call(rank, PROBE)
 
     def is_calling(self, rank: int) -> bool:
@@ -144,6 +150,7 @@ class PeerMesh:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         if (old := self.links.get(found.rank)) is not None:
             old.socket.close()
+        self._changes += 1
         self.links[found.rank] = PeerLink(found.rank, connection, found.sealer, found.parser)
 
     def _connect_pending(self) -> None:
@@ -214,6 +221,7 @@ class PeerMesh:
             self.links[rank].state = "none"
 
     def _end(self, link: PeerLink, error: OSError | None = None) -> None:
+        self._changes += 1
         unreachable = error is not None and error.errno in _UNREACHABLE
         link.state, link.since = "lost" if unreachable else "closed", time.monotonic()
         link.socket.close()

@@ -102,7 +102,7 @@ class PendingConnections:
 
     Attributes:
         failures: the latest failed call to each rank, until a call succeeds.
-        answered: when the latest probe of each rank found that its process listens.
+        ended_calls: how many calls failed.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PendingConnections:
         self._callers: list[_Pending] = []
         self._calls: dict[tuple[int, str], _Pending] = {}
         self.failures: dict[int, CallFailure] = {}
-        self.answered: dict[int, float] = {}
+        self.ended_calls = 0
 
     def call(self, rank: int, purpose: str) -> None:
         """Start to connect to a rank, unless this is under way."""
@@ -145,6 +145,7 @@ class PendingConnections:
         refused = not rejected and code in _REFUSED
         kind = "refused" if refused else "rejected" if rejected else "unanswered"
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        self.ended_calls += 1
         self.failures[rank] = CallFailure(kind, text, time.monotonic())
 
     # ------------------------------------------------------------------ progress
@@ -218,7 +219,6 @@ class PendingConnections:
         try:
             self._check_connected(call)
             if call.connected and purpose == PROBE:
-                self.answered[rank] = now
                 self._end_call(key)
                 return
             if call.connected:

@@ -41,6 +41,7 @@ class PeerGroups:
     Attributes:
         groups: ranks of each, ascending; ordered by their first rank.
         group_of: group of each rank.
+        host_keys: of every rank.
 
     Example:
         >>> PeerGroups(["a"] * 4).groups, PeerGroups(["a", "b"] * 9).groups
@@ -54,6 +55,7 @@ class PeerGroups:
         groups = [part for ranks in ranks_of.values() for part in _split(ranks)]
         self.groups = tuple(sorted(groups))
         self.group_of = [0] * len(host_keys)
+        self.host_keys = tuple(host_keys)
         for number, group in enumerate(self.groups):
             for rank in group:
                 self.group_of[rank] = number

@@ -58,6 +58,11 @@ class PeerNetwork(Protocol):
         """Connections by rank."""
         ...
 
+    @property
+    def changes(self) -> int:
+        """How often a connection was made or ended, or a call failed."""
+        ...
+
     def now(self) -> float:
         """Return the time in seconds."""
         ...

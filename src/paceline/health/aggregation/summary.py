@@ -20,7 +20,16 @@ from paceline.health.attribution import RankObservation, awaited_by, progress_of
 from paceline.health.heartbeat import FailureNotice, Heartbeat, Integer, MalformedFrame, Name
 from paceline.health.straggler import StepTimeSummary
 
-__all__ = ["Departures", "Summary", "group_summary", "merge", "parse_row", "representatives", "row_record"]
+__all__ = [
+    "Departures",
+    "Summary",
+    "Unheard",
+    "group_summary",
+    "merge",
+    "parse_row",
+    "representatives",
+    "row_record",
+]
 
 HEARD_SECONDS = 1.0
 """Silence after which a rank gets a row of its own: five heartbeats."""
@@ -30,6 +39,8 @@ _MOST_APART = 64
 _ROW_FIELDS = ("rank", "silent", "link", "link_seconds", "unanswered", "dumped")
 
 Ranges = tuple[tuple[Integer, Integer], ...]
+Unheard = tuple[Integer, Integer, NonNegative, bool, bool]
+"""First and last group, seconds of silence, whether they were ever heard, whether their hosts do not answer either."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class Summary:
         rows: of ranks that represent the ordinary ones of these groups, see `representatives`.
         apart: of ranks of these groups that are not ordinary.
         lost: of ranks of groups that are not heard, as known to the rank that heard them last.
-        unheard: ranges of groups that are not heard: first, last, seconds of silence, whether they ever were.
+        unheard: ranges of groups that are not heard, see `Unheard`.
         left: departures.
         times: working seconds per step.
     """
@@ -89,7 +100,7 @@ class Summary:
     rows: tuple[RankObservation, ...] = ()
     apart: tuple[RankObservation, ...] = ()
     lost: tuple[RankObservation, ...] = ()
-    unheard: tuple[tuple[Integer, Integer, NonNegative, bool], ...] = ()
+    unheard: tuple[Unheard, ...] = ()
     left: Departures = Departures()
     times: StepTimeSummary = field(default_factory=StepTimeSummary)
 
@@ -100,7 +111,7 @@ class Summary:
             rows=tuple(_aged(row, seconds) for row in self.rows),
             apart=tuple(_aged(row, seconds) for row in self.apart),
             lost=tuple(_aged(row, seconds) for row in self.lost),
-            unheard=tuple((first, last, age + seconds, ever) for first, last, age, ever in self.unheard),
+            unheard=tuple((first, last, age + seconds, *rest) for first, last, age, *rest in self.unheard),
         )
 
     def group_numbers(self) -> set[int]:
@@ -116,7 +127,7 @@ class Summary:
             "rows": [row_record(row) for row in self.rows],
             "apart": [row_record(row) for row in self.apart],
             "lost": [row_record(row) for row in self.lost],
-            "unheard": [(first, last, round(age, 2), ever) for first, last, age, ever in self.unheard],
+            "unheard": [(first, last, round(age, 2), *rest) for first, last, age, *rest in self.unheard],
             "done": self.left.done,
             "leaves": self.left.leaves,
             "first": self.left.first,
@@ -158,7 +169,7 @@ class _Record:
     rows: Annotated[list[list[Any]], Meta(max_length=_MOST_ROWS)] = field(default_factory=list)
     apart: Annotated[list[list[Any]], Meta(max_length=_MOST_APART)] = field(default_factory=list)
     lost: Annotated[list[list[Any]], Meta(max_length=_MOST_APART)] = field(default_factory=list)
-    unheard: tuple[tuple[Integer, Integer, NonNegative, bool], ...] = ()
+    unheard: tuple[Unheard, ...] = ()
     done: Ranges = ()
     leaves: Ranges = ()
     first: tuple[Integer, Integer, Name, Integer] | None = None

@@ -20,6 +20,7 @@ from paceline.health.aggregation.parent_search import ParentSearch, PeerNetwork
 from paceline.health.aggregation.summary import (
     Departures,
     Summary,
+    Unheard,
     group_summary,
     merge,
     parse_row,
@@ -46,11 +47,13 @@ class GroupState:
     Attributes:
         rows: of all its ranks.
         left: departures that this rank knows from the ranks themselves.
+        gone: ranks of any group that are known to have ended without announcing it.
         times: returns their working seconds per step.
     """
 
     rows: Sequence[RankObservation]
     left: Departures
+    gone: Collection[int]
     times: Callable[[], StepTimeSummary]
 
 
@@ -81,16 +84,19 @@ class SummaryExchange:
         now = network.now()
         self._network, self._groups, self._limit = network, groups, limit
         self._own, self._group = network.own.rank, groups.group_of[network.own.rank]
-        self._host_keys = [each.host_key for each in network.endpoints]
+        self._host_keys = groups.host_keys
         self.search = ParentSearch(network, groups)
         self._children: dict[int, _Report] = {}
         self._parents: dict[int, _Report] = {}
         self._rows: list[list[Any]] = []
         self._world, self._world_at = Summary(), now
         self._reported_at = self._sent_down_at = now
-        self._heard_at = dict.fromkeys(range(len(groups.groups)), now)
-        self._ever: set[int] = set()
+        self._heard_at: dict[
+            int, float
+        ] = {}  # of groups that were ever heard, where this rank reports to none
+        self._began_at = now
         self._left = Departures()
+        self._gone: set[int] = set()
         self._probed_at: dict[int, float] = {}
         self.ended: set[int] = set()
 
@@ -136,8 +142,8 @@ class SummaryExchange:
         self.search.heard_at += seconds
         for report in (*self._children.values(), *self._parents.values()):
             report.at += seconds
-        for group in self._heard_at:
-            self._heard_at[group] += seconds
+        self._began_at += seconds
+        self._heard_at = {group: at + seconds for group, at in self._heard_at.items()}
 
     # ------------------------------------------------------------------ reporting
 
@@ -148,11 +154,12 @@ class SummaryExchange:
             state: of the own group. now: as `PeerNetwork.now`.
         """
         self._remember(Summary(left=state.left))
+        self._gone.update(state.gone)
         left = self._left.ranks("done") | self._left.ranks("leaves")
         previous = self.search.parent
         self.search.update(state.rows, left, now)
-        for rank in self.search.refused - left:
-            self._found_ended(rank, left)
+        for rank in self.search.refused - left - self.ended:
+            self._found_ended(rank)
         if previous is not None and previous != self.search.parent:
             self._network.send({"up": None}, to=[previous])
             if self.search.parent is None:
@@ -168,6 +175,10 @@ class SummaryExchange:
         if not leads and not self._children:
             return
         part = self._part(state if leads else None, now)
+        former = set(self._parents) - {self.search.parent}
+        self._network.send(
+            {"up": None}, to=former
+        )  # so that acknowledgements show whether their hosts answer
         if self.search.parent is not None:
             message = {"up": part.record(), "rows": self._rows}
             self._network.send(message, to=[self.search.parent], droppable=True)
@@ -232,41 +243,38 @@ class SummaryExchange:
 
     def _with_unheard(self, part: Summary, now: float) -> Summary:
         """Return the world's summary, made by the rank that reports to none."""
-        heard = part.group_numbers()
-        for group in heard:
-            self._heard_at[group] = now
-        self._ever |= heard
-        left = self._left.ranks("done") | self._left.ranks("leaves")
-        missing = [
-            group
-            for group, at in self._heard_at.items()
-            if now - at > FRESH_SECONDS and not left.issuperset(self._groups.groups[group])
-        ]
-        unheard: list[tuple[int, int, float, bool]] = []
-        for group in missing:
-            age, ever = now - self._heard_at[group], group in self._ever
-            if (
-                unheard
-                and unheard[-1][1] == group - 1
-                and unheard[-1][3] == ever
-                and abs(unheard[-1][2] - age) < 1.0
-            ):
-                first, _, known, _ = unheard[-1]
-                unheard[-1] = first, group, max(known, age), ever
+        self._heard_at.update(dict.fromkeys(part.group_numbers(), now))
+        left, cut_off = self._left.ranks("done") | self._left.ranks("leaves"), self._is_cut_off()
+        unheard: list[Unheard] = []
+        for group, ranks in enumerate(self._groups.groups):
+            age, ever = now - self._heard_at.get(group, self._began_at), group in self._heard_at
+            if age <= FRESH_SECONDS or left.issuperset(ranks):
+                continue
+            first, last, known, same, _ = unheard[-1] if unheard else (0, -2, 0.0, ever, cut_off)
+            if last == group - 1 and same == ever and abs(known - age) < 1.0:
+                unheard[-1] = first, group, max(known, age), ever, cut_off
             else:
-                unheard.append((group, group, age, ever))
+                unheard.append((group, group, age, ever, cut_off))
         return replace(part, unheard=tuple(unheard))
+
+    def _is_cut_off(self) -> bool:
+        """Return whether no other host answers on any connection that this rank has with one."""
+        others = [
+            rank
+            for rank, link in self._network.links.items()
+            if self._host_keys[rank] != self._host_keys[self._own] and link.state in ("open", "lost")
+        ]
+        return bool(others) and all(
+            self._network.links[rank].state == "lost" or self._network.unanswered(rank) > FRESH_SECONDS
+            for rank in others
+        )
 
     def _continue_from(self, world: Summary, at: float) -> None:
         """Continue the times of a summary that another rank made."""
-        for group in world.group_numbers():
-            self._heard_at[group] = at
-        self._ever |= world.group_numbers()
-        for first, last, age, ever in world.unheard:
-            for group in range(first, last + 1):
-                self._heard_at[group] = at - age
-                if ever:
-                    self._ever.add(group)
+        self._heard_at = dict.fromkeys(world.group_numbers(), at)
+        for first, last, age, ever, _ in world.unheard:
+            if ever:
+                self._heard_at.update(dict.fromkeys(range(first, last + 1), at - age))
 
     def _send_down(self, world: Summary, now: float) -> None:
         self._sent_down_at = now
@@ -305,7 +313,7 @@ class SummaryExchange:
         """Probe a rank of each group that this part of the world does not hear of: it may have left."""
         left = self._left.ranks("done") | self._left.ranks("leaves")
         budget = _PROBES
-        for first, last, age, _ in self._world.unheard:
+        for first, last, age, *_ in self._world.unheard:
             for group in range(first, last + 1) if age > FRESH_SECONDS + _TAKEOVER_SECONDS else ():
                 ranks = [
                     rank for rank in self._groups.groups[group] if rank not in left and rank not in self.ended
@@ -321,20 +329,22 @@ class SummaryExchange:
         for rank in ranks:
             failure = self._network.call_failure(rank)
             if rank not in left and failure is not None and failure.kind == "refused" and failure.at >= since:
-                self._found_ended(rank, left)
+                self._found_ended(rank)
 
-    def _found_ended(self, rank: int, left: set[int]) -> None:
-        """Note that no process listens for a rank: it left as the others of its group or parent did, or it is gone."""
-        group = self._groups.group_of[rank]
-        near = [*self._groups.groups[group]]
-        for ancestor in self._groups.ancestors(group):
-            near += self._groups.groups[ancestor]
-        if left.isdisjoint(near):
+    def _found_ended(self, rank: int) -> None:
+        """Note that no process listens for a rank, of whose end there is no other sign.
+
+        It is gone if another rank of its group is, or if nobody has left; else it left with those that did, and they
+        could not pass on its announcement.
+        """
+        group = self._groups.groups[self._groups.group_of[rank]]
+        if self._left == Departures() or not self._gone.isdisjoint(group):
             self.ended.add(rank)
-        else:
-            alone = ((rank, rank),)
-            done = not self._left.ranks("done").isdisjoint(near)
-            self._left = self._left.merged(Departures(done=alone) if done else Departures(leaves=alone))
+            return
+        alone = ((rank, rank),)
+        self._left = self._left.merged(
+            Departures(done=alone) if self._left.done else Departures(leaves=alone)
+        )
 
     # ------------------------------------------------------------------ what is known
 
@@ -376,24 +386,20 @@ class SummaryExchange:
         for row in (*below.lost, *world.lost):
             if self._groups.group_of[row.rank] not in heard:
                 found[row.rank] = row
-        for group, silent, ever in self._silent_groups(world, heard, age):
-            for rank in self._groups.groups[group]:
-                row = RankObservation(rank, self._host_keys[rank], None, silent, link="none", heard=ever)
-                found.setdefault(rank, row)
+        for first, last, silent, ever, cut_off in (
+            *world.unheard,
+            *((*each, age, True, False) for each in world.groups),
+        ):
+            for group in set(range(first, last + 1)) - heard:
+                for rank in self._groups.groups[group]:
+                    row = RankObservation(rank, self._host_keys[rank], None, silent, link="none", heard=ever)
+                    found.setdefault(rank, replace(row, link="open", unanswered=silent) if cut_off else row)
         self._add_ordinary(found, heard, min(age, self._limit))
         for rank, link in self._network.links.items():
             if link.state == "closed" and self._groups.group_of[rank] != self._group:
                 row = found.get(rank) or RankObservation(rank, self._host_keys[rank])
                 found[rank] = replace(row, link="closed", link_seconds=now - link.since)
         return [found[rank] for rank in sorted(found)]
-
-    @staticmethod
-    def _silent_groups(
-        world: Summary, heard: Collection[int], age: float
-    ) -> Iterator[tuple[int, float, bool]]:
-        for first, last, silent, ever in world.unheard:
-            yield from ((group, silent, ever) for group in range(first, last + 1) if group not in heard)
-        yield from ((group, age, True) for group in world.group_numbers() if group not in heard)
 
     def _add_ordinary(self, found: dict[int, RankObservation], heard: Collection[int], silent: float) -> None:
         """Add a rank of another host that is heard, if no row shows one: this host is not cut off."""
