@@ -73,6 +73,20 @@ def test_the_same_command_gives_the_same_numbers(call, tmp_path):
     assert rows_of(tmp_path / "c.json")["DDP"]["digest"] != rows_of(tmp_path / "a.json")["DDP"]["digest"]
 
 
+def test_merging_by_quorum_is_reported_with_its_merges(call, tmp_path):
+    merging = "--merge quorum --quorum 3 --compression int2"
+    code, output, _ = call(f"{QUICK} --no-beside {merging} --json {tmp_path}/a.json")
+    assert code == 0
+    row = rows_of(tmp_path / "a.json")["k 10, d 5"]
+    assert row["merges"] > 5
+    assert row["grace"] >= 0
+    assert (
+        f"k 10, d 5: {row['merges']} merges of {row['updates'] / row['merges']:.2g} updates on average"
+        in output
+    )
+    assert f"{row['late']} updates were late." in output
+
+
 def test_without_ddp_there_is_a_target_only_if_it_is_given(call):
     code, output, _ = call(f"{QUICK} --no-beside")
     assert code == 0
@@ -180,6 +194,8 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
         ("--bad-lr 4:0", "a learning rate of 0"),
         ("--warmup-steps -1", "--warmup-steps -1"),
         ("--churn 60%", "60%"),
+        ("--merge soon", "unknown time of merging 'soon'"),
+        ("--quorum 50%", "--quorum 50% with --merge arrival"),
         ("--churn often", "--churn: 'often' is no share"),
         ("--churn 30s:3", "is no event"),
         ("--churn 30s:-9", "there is no worker 9"),

@@ -49,6 +49,8 @@ _SHARED = {  # by name without dashes: (metavar, meaning), the same in every com
     # a hub
     "outer-warmup": ("ROUNDS", "Rounds of plain averaging before momentum starts"),
     "unstable": (None, "Allow Nesterov per arrival, which diverges"),
+    "merge": ("WHEN", "Merge updates: arrival (each at once) or quorum (those of a round together)"),
+    "quorum": ("N|PERCENT", "Live workers that must deliver before a merge"),
     "staleness": ("POLICY", "Stale updates: accept, down-weight, drop, wait"),
     "bound": ("ROUNDS", "Rounds beyond which an update is too stale"),
     "down": ("TYPE", "Encoding of parameters for workers: bf16, fp16, fp32, int8"),

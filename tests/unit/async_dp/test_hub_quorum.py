@@ -1,7 +1,9 @@
 """A hub that merges by quorum: waiting updates, held parameters, late and dead workers, restarts."""
 
 import math
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.errors import CheckpointError, DamagedCheckpoint
+from paceline.tools.cli.hub_live_table import HubLiveTable
 
 
 def quorum_rules(quorum: float = 2, **more: Any) -> HubRules:
@@ -139,6 +142,17 @@ def test_refused_updates_neither_wait_nor_count() -> None:
     driver.update(2, 0, ONES)
     assert merges(driver) == []
     assert torch.equal(driver.theta, torch.zeros(NUMEL))
+
+
+def test_the_table_shows_the_last_merge(capsys: pytest.CaptureFixture[str]) -> None:
+    driver = driver_of(3)
+    exchange: Any = SimpleNamespace(
+        address="here", refused=Counter(), rejected=Counter(), sent_nbytes=0, received_nbytes=0
+    )
+    driver.update(1, 0, ONES)
+    with HubLiveTable(driver.hub, exchange, Path("folder")):
+        driver.update(2, 0, ONES)
+    assert "0 refused, 1 merges (last: 2 updates, 0 s grace), " in capsys.readouterr().out
 
 
 def test_workers_are_started_in_step() -> None:

@@ -18,7 +18,7 @@ from typer import Argument
 
 from paceline._core.units import parse_seconds
 from paceline.errors import UsageError, require
-from paceline.tools.cli.shared_options import hub_optimizer
+from paceline.tools.cli.shared_options import hub_optimizer, merge_rules
 from paceline.tools.command_options import own, shared
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def serve(
         bool, own(None, "Start a run; refuse a folder that holds one.", "--new", panel=_RUN)
     ] = False,
     snapshot_every: Annotated[int, own("N", "Updates between snapshots.", panel=_RUN)] = 500,
+    merge: Annotated[str, shared("merge", panel=_MERGING)] = "arrival",
+    quorum: Annotated[str | None, shared("quorum", "; default 50%", panel=_MERGING)] = None,
     outer: Annotated[
         str, shared("outer", ": averaging, delayed-nesterov, nesterov", panel=_MERGING)
     ] = "averaging",
@@ -125,7 +127,7 @@ def serve(
         str | None, own("HOST:PORT", "Serve metrics for Prometheus at this address.", panel=_SERVER)
     ] = None,
 ) -> None:
-    """Serve asynchronous training: merge the updates of workers in their order of arrival.
+    """Serve asynchronous training: merge the updates of workers, each on arrival or those of a round together.
 
     Workers are programs with paceline.AsyncDataParallel(model, optim, hub=...). The hub needs no model and no GPU.
     Killed and restarted with the same folder, it resumes, and workers reconnect automatically.
@@ -153,6 +155,7 @@ def serve(
         )
     rules = HubRules(
         outer=hub_optimizer(outer, outer_lr, outer_momentum, outer_warmup, unstable),
+        merge=merge_rules(merge, quorum),
         staleness=StalenessPolicy(staleness, bound),
         screen=ScreeningRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
         population=None

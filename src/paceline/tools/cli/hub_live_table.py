@@ -103,8 +103,20 @@ class HubLiveTable:
         return (
             f"{format_seconds(time.monotonic() - self._started)}: {hub.phase}, {len(hub.members.alive)} workers, "
             f"{hub.updates} updates, {format_count(int(hub.counters.samples))} samples{loss}, "
-            f"{self._refused().total()} refused, "
+            f"{self._refused().total()} refused, {self._merges()}"
             f"{format_bytes(int(up))}/s in, {format_bytes(int(down))}/s out{standby}{trouble}"
+        )
+
+    def _merges(self) -> str:
+        """Return the number of merges by quorum and what the last one was; empty with merging on arrival."""
+        merging = self._hub.merging
+        if merging.latest is None:
+            return ""
+        last = merging.latest
+        late = f", {len(last['late'])} late" if last["late"] else ""
+        return (
+            f"{format_count(merging.merges)} merges (last: {last['updates']} updates{late}, "
+            f"{format_seconds(last['grace'])} grace), "
         )
 
     def _refused(self) -> Counter[str]:

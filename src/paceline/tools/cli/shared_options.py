@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 from typer import Option
 
-from paceline._core.units import parse_count
+from paceline._core.units import parse_count, parse_share
 from paceline.errors import UsageError, unknown
 
 if TYPE_CHECKING:
-    from paceline.async_dp.hub.hub_settings import HubOptimizer
+    from paceline.async_dp.hub.hub_settings import HubOptimizer, MergeRules
 
 __all__ = [
     "NNODES_NOTE",
@@ -23,6 +23,7 @@ __all__ = [
     "JsonOption",
     "expand_options",
     "hub_optimizer",
+    "merge_rules",
     "parse_model_parameters",
     "parse_nnodes",
 ]
@@ -63,6 +64,38 @@ def hub_optimizer(name: str, lr: float | None, momentum: float, warmup: int, uns
 
     default_lr = 1.0 if name == "averaging" else 0.7
     return HubOptimizer(name, default_lr if lr is None else lr, momentum, warmup, unstable)  # type: ignore[arg-type]
+
+
+def merge_rules(merge: str, quorum: str | None) -> MergeRules:
+    """Return when a hub merges updates, as ``--merge`` and ``--quorum`` describe.
+
+    Raises:
+        UsageError: the values are not valid, or there is a quorum without ``--merge quorum``.
+
+    Example:
+        >>> merge_rules("quorum", "75%"), merge_rules("quorum", "3")
+        (MergeRules(on='quorum', quorum=0.75), MergeRules(on='quorum', quorum=3))
+    """
+    from paceline.async_dp.hub.hub_settings import MergeRules
+
+    if quorum is None:
+        return MergeRules(merge)  # type: ignore[arg-type] # checks it
+    rules = MergeRules(merge, int(quorum) if quorum.isdecimal() else _share_of_workers(quorum))  # type: ignore[arg-type]
+    if merge != "quorum":
+        raise UsageError(f"--quorum {quorum} with --merge {merge}", remedy="add --merge quorum")
+    return rules
+
+
+def _share_of_workers(text: str) -> float:
+    try:
+        share = parse_share(text)
+    except UsageError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UsageError(
+            f"--quorum {text}", remedy="give a number of workers, such as 3, or a share of them, such as 50%"
+        )
+    return share
 
 
 # ---------------------------------------------------------------------- parsing

@@ -42,6 +42,9 @@ class AsyncRow:
         staleness_max: maximum staleness; None without updates.
         updates: number of accepted updates.
         refused: refused updates by reason.
+        merges: number of merges by quorum.
+        late: updates that missed a merge and took part in the next.
+        grace: seconds that a merge waited for more than the quorum, on average.
         counts: counters of all workers together.
         hub_busy: utilisation of the busier direction of the hub's link.
         communication: share of a step in exposed communication (DDP).
@@ -66,6 +69,9 @@ class AsyncRow:
     staleness_max: float | None = None
     updates: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
+    merges: int = 0
+    late: int = 0
+    grace: float = 0.0
     counts: Mapping[str, float] = field(default_factory=dict)
     hub_busy: float = 0.0
     communication: float = 0.0
@@ -177,6 +183,7 @@ def async_findings(
     if ddp is not None:
         findings.append(_waiting_of_ddp(ddp))
     findings += _hub_link(schedules)
+    findings += [_merging(row) for row in schedules]
     findings += [line for row in schedules for line in _problems(row, outer)]
     return [line for line in findings if line]
 
@@ -249,6 +256,16 @@ def _hub_link(schedules: Sequence[AsyncRow]) -> list[str]:
     return [f"The hub's link is at most {format_percent(busiest.hub_busy)} utilised ({busiest.name})."]
 
 
+def _merging(row: AsyncRow) -> str:
+    """Return a sentence on merging by quorum; empty with merging on arrival."""
+    if not row.merges:
+        return ""
+    return (
+        f"{row.name}: {row.merges} merges of {row.updates / row.merges:.2g} updates on average, "
+        f"{format_seconds(row.grace)} after the quorum; {row.late} updates were late."
+    )
+
+
 def _problems(row: AsyncRow, outer: str) -> list[str]:
     problems = []
     if row.diverged:
@@ -264,7 +281,8 @@ def _problems(row: AsyncRow, outer: str) -> list[str]:
     if skipped > _MUCH_SKIPPED * sent and skipped > 1:
         problems.append(
             f"{row.name}: {skipped:.0f} updates were skipped because earlier ones were still pending: "
-            "the links are too slow for this k, messages were lost, or the hub was down."
+            + ("merges took longer than fast workers train for an update (--quorum), " if row.merges else "")
+            + "the links are too slow for this k, messages were lost, or the hub was down."
         )
     faults = {
         name.removeprefix("spoilt: "): count

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from paceline._core.keyed_random import derive_key
 from paceline.errors import EnvelopeError, UsageError
@@ -95,6 +96,7 @@ def _star_row(cadence: SyncSchedule, found: AsyncResult, workers: int, initial: 
         for each in found.decisions
         if each["kind"] == "replace"
     ]
+    merges = [each for each in found.decisions if each["kind"] == "merge"]
     return AsyncRow(
         name=f"k {cadence.every}, d {cadence.delay}",
         every=cadence.every,
@@ -111,6 +113,9 @@ def _star_row(cadence: SyncSchedule, found: AsyncResult, workers: int, initial: 
         staleness_max=found.staleness_max,
         updates=found.updates,
         refused=dict(sorted(found.refused.items())),
+        merges=len(merges),
+        late=sum(len(each["late"]) for each in merges),
+        grace=fmean(each["grace"] for each in merges) if merges else 0.0,
         counts={name: count if math.isfinite(count) else 0 for name, count in counts.items()},
         hub_busy=found.hub_busy,
         replaced=replaced,

@@ -233,3 +233,36 @@ def test_numbers_are_described():
         "50 %",
     )
     assert (plural(1, "worker"), plural(1000, "update")) == ("1 worker", "1,000 updates")
+
+
+def test_merges_by_quorum_are_described_and_give_updates_their_weights():
+    waiting = {"weight": None, "relative": 1.0}
+    records = [join(0, 1, "ann"), join(0, 2, "bob"), begin(0, 1)]
+    for at in range(1, 5):
+        records += [update(at, 1, counted=30.0, **waiting), update(at, 2, counted=10.0, **waiting)]
+        late = [2] if at == 4 else []
+        records.append(
+            record(
+                "merge",
+                at + 0.5,
+                fragment=0,
+                updates=2,
+                of=[1, 2],
+                late=late,
+                grace=0.5,
+                scale=1.0,
+                workers=4,
+            )
+        )
+    run = run_of(*records, update(5, 1, counted=30.0, **waiting))
+    assert (run.merges, run.merged, run.late, run.weight) == (4, 8, 1, pytest.approx(4.0))
+    assert {row.name: row.worker.weight for row in contribution_rows(run)} == {
+        "ann": pytest.approx(3.0),
+        "bob": pytest.approx(1.0),
+    }
+    (sentence,) = [each for each in hub_headline(run, contribution_rows(run)) if "merge" in each]
+    assert sentence == (
+        "4 merges by quorum took 2 updates on average; half of them waited at most 500 ms for more than the quorum, "
+        "and 12 % of the updates were late and joined the next merge."
+    )
+    assert not any("merge" in each for each in sentences(*two_workers()))

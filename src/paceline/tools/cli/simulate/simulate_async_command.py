@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.tools.cli.shared_options import JsonOption, hub_optimizer
+from paceline.tools.cli.shared_options import JsonOption, hub_optimizer, merge_rules
 from paceline.tools.cli.simulate.simulate_options import parse_share_below_1, recorded_options, write_results
 from paceline.tools.command_options import own, shared
 
@@ -81,6 +81,8 @@ def async_(
     receive: Annotated[
         str, own("POLICY", "Updates that workers merge, by score: all, better, best.", panel=_SCHEDULE)
     ] = "all",
+    merge: Annotated[str, shared("merge", panel=_MERGING)] = "arrival",
+    quorum: Annotated[str | None, shared("quorum", "; default 50%", panel=_MERGING)] = None,
     outer: Annotated[
         str, shared("outer", ": averaging, delayed-nesterov, nesterov", panel=_MERGING)
     ] = "averaging",
@@ -151,6 +153,7 @@ def async_(
         steps=steps,
         rules=HubRules(
             outer=hub_optimizer(outer, outer_lr, outer_momentum, outer_warmup, unstable),
+            merge=merge_rules(merge, quorum),
             staleness=StalenessPolicy(staleness, bound),
             population=None if population is None else PopulationRules(population, margin, seed=seed),
             down=down,

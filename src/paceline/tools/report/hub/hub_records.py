@@ -68,6 +68,10 @@ class HubRun:
         samples: samples behind them.
         weight: sum of their weights.
         refused: refused updates by reason.
+        merges: number of merges by quorum.
+        merged: updates of these.
+        late: those of them that had missed the merge before.
+        grace: seconds that merges waited for more than the quorum.
         fragments: numbers of the fragments seen.
         staleness: staleness of all updates in rounds.
         staleness_bars: the same as a histogram.
@@ -99,6 +103,10 @@ class HubRun:
     samples: float = 0.0
     weight: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
+    merges: int = 0
+    merged: int = 0
+    late: int = 0
+    grace: QuantileSketch = field(default_factory=QuantileSketch)
     fragments: set[int] = field(default_factory=set)
     staleness: QuantileSketch = field(default_factory=QuantileSketch)
     staleness_bars: StalenessHistogram = field(default_factory=StalenessHistogram)
@@ -168,6 +176,8 @@ class _RecordReader:
     def __init__(self, run: HubRun) -> None:
         self._run = run
         self._latest_scores: dict[int, float] = {}
+        # Updates that wait for a merge, by fragment: worker, samples for which it counts, weight of such a sample.
+        self._waiting: dict[str, list[tuple[WorkerStatistics, float, float]]] = {}
         self._of_worker: dict[str, Callable[[Mapping[str, Any], WorkerStatistics, float], None]] = {
             "join": self._join,
             "back": self._back,
@@ -200,6 +210,8 @@ class _RecordReader:
             handle(values, run.workers.get_or_add(number, t), t)  # type: ignore[arg-type]
         elif kind == "traffic":
             self._traffic(values, t)
+        elif kind == "merge":
+            self._merge(values)
         return True
 
     def _decide(self, t: float, worker: WorkerStatistics, what: str, why: str = "", **more: Any) -> None:
@@ -253,8 +265,25 @@ class _RecordReader:
         fragment = values.get("fragment")
         if type(fragment) is int:
             run.fragments.add(fragment)
+        counted, relative = _real(values, "counted"), _real(values, "relative")
+        if counted is not None and relative is not None:
+            self._waiting.setdefault(str(fragment), []).append((worker, counted, relative))
         run.workers.mark_seen(worker.number, t)
         self._own_score(values, worker, t)
+
+    def _merge(self, values: Mapping[str, Any]) -> None:
+        """Count a merge by quorum, and give its updates' workers their weights: their samples' share of it."""
+        run, late = self._run, values.get("late")
+        run.merges += 1
+        run.merged += int(_real(values, "updates") or 0)
+        run.late += len(late) if isinstance(late, list) else 0
+        run.grace.add(_real(values, "grace") or 0.0)
+        waiting = self._waiting.pop(str(values.get("fragment")), [])
+        total = sum(counted for _, counted, _ in waiting)
+        for worker, counted, relative in waiting:
+            weight = (_real(values, "scale") or 0.0) * counted * relative / (total or 1.0)
+            run.weight += weight
+            worker.weight += weight
 
     def _refuse(self, values: Mapping[str, Any], worker: WorkerStatistics, t: float) -> None:
         why = printable(values.get("why") or "no reason given", _MAX_WHY)

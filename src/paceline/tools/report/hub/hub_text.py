@@ -40,7 +40,8 @@ def hub_headline(run: HubRun, rows: Sequence[ContributionRow]) -> tuple[str, ...
     """
     if not run.updates:
         return (_no_updates(run), *_separate_workers(run), *_refused_workers(rows))
-    every = [_progress(run), _score(run), _staleness(run), _traffic(run), *_refused_workers(rows)]
+    every = [_progress(run), _score(run), _staleness(run), _merges(run), _traffic(run)]
+    every += _refused_workers(rows)
     return tuple(sentence for sentence in [*every, _dominant(rows), _saturated(run)] if sentence)
 
 
@@ -100,6 +101,17 @@ def _staleness(run: HubRun) -> str:
     return (
         f"Half of all updates were at most {run.staleness.median or 0.0:.2g} rounds stale on arrival, the worst "
         f"{run.staleness.largest:.3g}; in a round every worker sends one."
+    )
+
+
+def _merges(run: HubRun) -> str:
+    """Return a sentence on merges by quorum; empty if there are none."""
+    if not run.merges:
+        return ""
+    return (
+        f"{plural(run.merges, 'merge')} by quorum took {run.merged / run.merges:.2g} updates on average; half of them "
+        f"waited at most {format_seconds(run.grace.median or 0.0)} for more than the quorum, and "
+        f"{format_percent(finite_ratio(run.late, run.merged))} of the updates were late and joined the next merge."
     )
 
 
