@@ -72,7 +72,8 @@ class AsyncDataParallel:
     Args:
         model: a module on any device, or a `DataParallel` with any strategy.
         optimizer: of the model; its steps are counted.
-        hub: address of the hub, such as ``"tcp://192.168.1.5:7000"``, or its folder, where processes of the same user
+        hub: address of the hub, such as ``"tcp://192.168.1.5:7000"`` (with a standby, which takes over:
+            ``"tcp://192.168.1.5:7000|tcp://192.168.1.6:7000"``), or its folder, where processes of the same user
             find address and key; several for a sharded hub, in their order.
         every: k, local steps between two updates; ``"auto"``: chosen from measured times.
         delay: d, local steps from sending an update to applying global parameters, below k; ``"auto"``: as soon as

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline._core import __version__
 from paceline.async_dp.protocol.frame_sender import FrameSender
 from paceline.async_dp.protocol.hub_messages import HubMessage, meta_count, meta_text
 from paceline.async_dp.protocol.message_assembly import MessageAssembler
@@ -141,6 +142,7 @@ class StandbyHub:
         meta = {
             "hub": hub_proof(self._secret, "attach", self._number, self._session),
             "address": self._address,
+            "version": __version__,
         }
         payload = msgspec.json.encode(files)
         self._to_active.forget(HUB)

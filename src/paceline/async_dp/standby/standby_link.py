@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from paceline._core import __version__
 from paceline._core.format import plural
 from paceline.async_dp.protocol.hub_messages import HubMessage, meta_count, meta_text
 from paceline.async_dp.standby.mirror_source import CopiedFile, MirrorSource
@@ -148,6 +149,10 @@ class StandbyLink:
         expected = hub_proof(self._secret, "attach", number, session)
         if not compare_digest(meta_text(meta, "hub").encode(), expected.encode()):
             self._send("detached", number, session, why="it does not have the hub's secret key (--keys)")
+            return
+        if meta.get("version") != __version__:
+            other = meta_text(meta, "version")
+            self._send("detached", number, session, why=f"it is Paceline {other}, the hub {__version__}")
             return
         if self._standby is not None and self._standby.number != number:
             self._send(

@@ -12,6 +12,7 @@ journal_file.py      a file of records
 hub_snapshot.py      tensors and facts, with a checksum
 decision_ledger.py   one JSON line per record, for people and reports
 hub_folder.py        names of the hub's files
+hub_term.py          how often a standby took over; mark of a standby's copy
 worker_outbox.py     updates until they are acknowledged
 durable_files.py     appending to files, folders, small files with a checksum
 """
