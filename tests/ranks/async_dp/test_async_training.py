@@ -13,7 +13,13 @@ from torch import nn
 
 import paceline
 from hub_process import HubProcess, HubThread, hub_thread, wait_until
-from paceline.async_dp.hub.hub_settings import HubRules, HubShard, PopulationRules, ScreeningRules
+from paceline.async_dp.hub.hub_settings import (
+    HubRules,
+    HubShard,
+    MergeRules,
+    PopulationRules,
+    ScreeningRules,
+)
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.worker import hub_access
 from paceline.errors import UsageError
@@ -122,6 +128,27 @@ def test_updates_of_two_bits_per_number_are_merged_by_a_hub(compression: str) ->
         assert hub.hub.refused == {}
         sizes = {len(payload) for values, payload in hub.journal.recovered().records if "dtype" in values}
         assert max(sizes) < 4 * 128 + 12 * 128 / 4 + 64, "biases, and at most two bits per weight"
+
+
+def test_a_hub_merges_the_updates_of_a_round_by_quorum() -> None:
+    with hub_thread(HubRules(merge=MergeRules("quorum", 0.5))) as hub:
+        tasks = [Task(seed) for seed in range(3)]
+
+        def train(index: int) -> None:
+            with paceline.AsyncDataParallel(tasks[index].net, tasks[index].optim, hub.address, 5, 2):
+                tasks[index].steps(200, 0.002)
+
+        together(*(lambda index=index: train(index) for index in range(3)))
+        assert tasks[0].loss() < 0.05
+        records = list(hub.journal.ledger())
+        merges = [each for each in records if each["kind"] == "merge"]
+        arrived = [each["worker"] for each in records if each["kind"] == "update"]
+        assert [worker for each in merges for worker in each["of"]] == arrived, (
+            "each once, in order; none waits"
+        )
+        assert max(each["updates"] for each in merges) > 1
+        assert hub.hub.updates == len(arrived) > 30
+        assert hub.hub.refused == {}
 
 
 def _step(task: Task) -> bool:
