@@ -159,9 +159,10 @@ class VirtualExchange:
         down.received_nbytes += carried
         begin = up.up_free if up.up_free > clock.now else clock.now
         left = begin + carried / up.up
-        end = (down.down_free if down.down_free > begin else begin) + carried / down.down
-        end = end if end > left else left
-        up.up_free, down.down_free = left, end  # a slow receiver doesn't delay what is sent to others
+        # A queue of what is on its way, so that a slow end doesn't delay what others send or receive.
+        received = (down.down_free if down.down_free > clock.now else clock.now) + carried / down.down
+        end = received if received > left else left
+        up.up_free, down.down_free = left, received
         if queue is not None:
             queue.append(end)
         if network.tamper is None:

@@ -13,7 +13,7 @@ from hub_driver import HubDriver
 from paceline.async_dp.hub.hub_server import HubServer
 from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.protocol.frame_sender import FrameSender
-from paceline.async_dp.protocol.hub_messages import HubMessage
+from paceline.async_dp.protocol.hub_messages import PROTOCOL_VERSION, HubMessage
 from paceline.async_dp.protocol.message_assembly import MessageAssembler
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
@@ -156,7 +156,7 @@ def test_a_worker_with_a_new_session_gets_nothing_of_the_one_before() -> None:
     server.turn(driver.envelopes(HubMessage("fetch", 1, 0)), 0.0)
     assert server.queued == 1
     driver.sessions[1] = 4242
-    hello = HubMessage("hello", 1, 0, 0, 0, {"version": 1, "name": "w1"}, driver.hub.params.layout.pack())
+    hello = HubMessage("hello", 1, 0, 0, 0, {"version": PROTOCOL_VERSION, "name": "w1"}, driver.hub.params.layout.pack())
     links.now = 1.0
     server.turn(driver.envelopes(hello), 1.0)
     server.turn(driver.envelopes(HubMessage("fetch", 1, 0)), 1.0)

@@ -52,6 +52,8 @@ __all__ = ["Hub"]
 _LAYOUT_LIMIT_NBYTES = 4 << 20
 _EXPIRY_SECONDS = 1.0
 _MAX_SUMMARY_WORKERS = 256
+_ACK_SECONDS, _MAX_PLAN_SECONDS = 2.0, 3600.0  # an acknowledgement waits for parameters that are sent so soon
+_GATHER_SECONDS = 0.001  # parameters include the updates that arrive so soon after a worker's own
 _PARTIAL_NBYTES_PER_NUMBER, _PARTIAL_NBYTES = 64, 64 << 20  # most bytes of messages that are being received
 
 
@@ -197,14 +199,14 @@ class Hub:
         for notice in self._assembler.notices(now):
             source, kind, round, fragment = notice.key
             self._send("later", source, round, fragment, what=kind, ready=notice.ready)
-        self._answer_fetches()
+        self._answer_fetches(now)
         outgoing = self._outgoing.copy()
         self._outgoing.clear()
         return outgoing
 
     def next_due(self, now: float) -> float:
         """Return when `commit` has something to do even if nothing arrives; infinity: never."""
-        return math.inf if self.storage_error else self.merging.next_due(now)
+        return math.inf if self.storage_error else min(self.merging.next_due(now), self._fetches.next_due)
 
     def has_answers(self) -> bool:
         """Return whether a worker whose packet was sent meanwhile can be sent the next."""
@@ -365,26 +367,50 @@ class Hub:
         else:
             self._intake.on_update(message, member, params, now)
 
-    def _acknowledge(self, member: HubMember, message: HubMessage, why: str, now: float) -> None:
+    def _acknowledge(self, member: HubMember, message: HubMessage, why: str, now: float, first: bool) -> None:
         left = self._intake.quarantine_left(member, now)
-        meta = {"why": why[:200], "quarantine": left, **self._shared_meta()}
-        self._send("ack", member.number, message.round, message.fragment, **meta)
+        ack: dict[str, Any] = {"acked": message.round, "why": why[:200], "quarantine": left}
+        after = meta_number(message.meta, "fetch_after") if first else None
+        planned = after is not None and 0 <= after <= _MAX_PLAN_SECONDS
+        carried = planned and after <= _ACK_SECONDS
+        if planned:
+            at = now + max(after, _GATHER_SECONDS)
+            self._fetches.plan(member.number, message.fragment, at, ack if carried else None)
+        if not carried:
+            self._send_ack(member.number, message.fragment, ack, planned=planned)
+
+    def _send_ack(self, worker: int, fragment: int, ack: Mapping[str, Any], *, planned: bool) -> None:
+        self._send("ack", worker, ack["acked"], fragment, **ack, planned=planned, **self._shared_meta())
 
     def _on_fetch(self, message: HubMessage, member: HubMember, now: float) -> None:
         params = self.params
         if params is not None and message.fragment in params.fragments and self.phase == "together":
             self._fetches.add(member.number, message.fragment)
 
-    def _answer_fetches(self) -> None:
+    def _answer_fetches(self, now: float) -> None:
         params = self.params
-        if params is None or not self._fetches:
+        if params is None:
             return
-        for member, packet in self._fetches.pop_ready(params):
+        for answer in self._fetches.pop_ready(params, now):
+            member, packet = answer.member, answer.packet
+            if packet is None:
+                self._send_ack(member.number, answer.fragment, answer.ack or {}, planned=True)
+                continue
             member.sent_nbytes += len(packet.payload)
             meta = {"samples": self.counters.samples, "updates": self.updates, **self._shared_meta()}
-            place = member.number, packet.revision, packet.fragment
+            if answer.ack is not None:
+                meta |= answer.ack
             self._outgoing.append(
-                HubMessage("global_params", HUB, *place, meta, packet.payload, packet.codec)
+                HubMessage(
+                    "global_params",
+                    HUB,
+                    member.number,
+                    packet.revision,
+                    packet.fragment,
+                    meta,
+                    packet.payload,
+                    packet.codec,
+                )
             )
 
     # ------------------------------------------------------------------ scores and initial parameters

@@ -30,7 +30,8 @@ class UpdateIntake:
         counters: totals of merged updates.
         refused: counts of refused messages, by reason.
         record: writes a decision to the journal.
-        acknowledge: sends the decision to the worker: member, message and why it was refused, empty if it was merged.
+        acknowledge: sends the decision to the worker: member, message, why it was refused (empty if it was accepted),
+            the time, and whether the update came for the first time.
 
     Attributes:
         since_snapshot: accepted updates since the last snapshot.
@@ -45,7 +46,7 @@ class UpdateIntake:
         counters: HubCounters,
         refused: Counter[str],
         record: Callable[..., object],
-        acknowledge: Callable[[HubMember, HubMessage, str, float], object],
+        acknowledge: Callable[[HubMember, HubMessage, str, float, bool], object],
     ) -> None:
         self._rules, self._members, self._counters, self._refused = rules, members, counters, refused
         self._record, self._acknowledge = record, acknowledge
@@ -65,7 +66,7 @@ class UpdateIntake:
         if unexpected is not None:
             reason, why = unexpected
             self._refused[reason] += 1
-            self._acknowledge(member, message, why, now)
+            self._acknowledge(member, message, why, now, False)
             return
         header = UpdateHeader.parse(message.meta)
         merged = params.fragments[fragment]
@@ -91,7 +92,7 @@ class UpdateIntake:
             self.since_snapshot += 1
         member.score = member.score if header.score is None else float(header.score)
         member.rounds[fragment] = message.round, why
-        self._acknowledge(member, message, why, now)
+        self._acknowledge(member, message, why, now, True)
 
     def _accept(
         self,

@@ -2,7 +2,7 @@
 
     worker → hub
       hello          joins: version, name, schedule; payload: the layout of its model
-      update         a pseudo-gradient; payload: a packed fragment
+      update         a pseudo-gradient, and in how many seconds it wants global parameters; payload: a packed fragment
       fetch          requests the global parameters of a fragment
       parameters     its own parameters, answer to ``ask``; payload: a packed fragment
       score          score of its own parameters, or of the global parameters at a revision
@@ -15,7 +15,8 @@
       standby        this hub is a standby: say hello to the active one
       who            unknown or expired session: say hello
       ack            an update was merged, or refused and why; the decision is on disk
-      global_params  answer to ``fetch``; payload: a packed fragment of the global parameters
+      global_params  answer to ``fetch`` or ``update``, and acknowledges the latter; payload: a packed fragment of the
+                     global parameters
       ask            requests the worker's parameters
       adopt          parameters of another worker that replace its own; payload: a packed fragment
       together       all share the global parameters from now on; names the worker they were taken from
@@ -46,7 +47,7 @@ __all__ = [
     "meta_text",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Hub and workers must have the same."""
 
 BULK_KINDS = frozenset({"hello", "update", "parameters", "global_params", "adopt"})

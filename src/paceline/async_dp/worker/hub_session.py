@@ -6,8 +6,8 @@
                    worker's parameters, and reports the start again
 
 One exchange per fragment at a time: an update is sent and stays in the outbox until the hub has it on disk; then the
-global parameters are fetched, as late as they can be in time, so that they are as new as possible. A message without a
-reply is repeated after a timeout, or when the hub has lost the session because one of the two restarted. The hub
+hub sends the global parameters, as late as they can be in time, so that they are as new as possible. An update says when
+that is; after a repetition they are fetched. A message without a reply is repeated after a timeout, or when the hub has lost the session because one of the two restarted. The hub
 recognises a round that it has, so nothing counts twice.
 
 Its driver passes received envelopes, sends what `pump` returns, and reports when a message was sent.
@@ -19,6 +19,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from paceline.async_dp.protocol.hub_messages import (
@@ -47,6 +48,7 @@ __all__ = ["HubSession"]
 log = logging.getLogger("paceline.async_dp")
 
 _HEARTBEAT_SECONDS = 2.0
+_TINY_SECONDS = 1e-6  # 0 is unknown
 _POSTPONED_SECONDS = 60.0  # after which it asks again
 
 
@@ -156,6 +158,10 @@ class HubSession:
         """Record that all frames of a message were sent."""
         resend_at = now + self.reply_timeout.seconds()
         if message.kind == "update" and message.fragment in self._resend_at:
+            exchange = self._exchanges.get(message.fragment)
+            if exchange is not None:
+                exchange.sent, exchange.fetched = now, now + exchange.fetch_after
+                resend_at += exchange.fetch_after
             self._resend_at[message.fragment] = resend_at
         elif message.kind == "fetch" and message.fragment in self._exchanges:
             self._exchanges[message.fragment].due = resend_at
@@ -283,15 +289,16 @@ class HubSession:
         values = {"meta": meta, "dtype": replica.codec.codec.name}
         update = self._outbox.put(fragment, values, packet, now)
         if update is not None:
-            self._begin_update(update)
+            exchange.fetch_after = max(0.0, self.reply_timeout.fetch_at(request.by) - now)
+            self._begin_update(update, {"fetch_after": exchange.fetch_after})
 
-    def _begin_update(self, update: PendingUpdate) -> None:
+    def _begin_update(self, update: PendingUpdate, meta: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.replicas[update.fragment].round = update.round
-        self._send_update(update)
+        self._send_update(update, meta)
 
-    def _send_update(self, update: PendingUpdate) -> None:
+    def _send_update(self, update: PendingUpdate, more: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Send an update; it is repeated until it is acknowledged."""
-        meta, dtype = update.values["meta"], update.values["dtype"]
+        meta, dtype = {**update.values["meta"], **more}, update.values["dtype"]
         self._send("update", meta, update.fragment, update.round, payload=update.payload, dtype=dtype)
         self._resend_at[update.fragment] = math.inf
 
@@ -312,9 +319,23 @@ class HubSession:
 
     def _on_ack(self, message: HubMessage, now: float) -> None:
         self.hub_status.update(message.meta)
-        round, fragment = message.round, message.fragment
-        if not self._outbox.acknowledge(round, fragment):
+        fragment = message.fragment
+        exchange = self._acknowledge(message, message.round, now)
+        if exchange is None:
             return
+        if exchange.measurable:
+            self.reply_timeout.update_seconds = now - exchange.started
+        if message.meta.get("planned") and exchange.measurable:
+            exchange.stage, exchange.due = "params", max(now, exchange.fetched) + self.reply_timeout.seconds()
+            self._due = min(self._due, exchange.due)
+        else:
+            self._schedule_fetch(fragment, exchange, now)
+
+    def _acknowledge(self, message: HubMessage, round: int, now: float) -> FragmentExchange | None:
+        """Take the decision about an update; return its exchange if that waits for it."""
+        fragment = message.fragment
+        if not self._outbox.acknowledge(round, fragment):
+            return None
         self._resend_at.pop(fragment, None)  # missing: sent by an earlier process of this worker
         self._due = self._first_due()
         why = meta_text(message.meta, "why")
@@ -326,12 +347,10 @@ class HubSession:
         self.reply_timeout.on_reply()
         replica, exchange = self.replicas[fragment], self._exchanges.get(fragment)
         if exchange is None or exchange.stage != "ack" or replica.round != round:
-            return
-        if exchange.measurable:
-            self.reply_timeout.update_seconds = now - exchange.started
+            return None
         if why:
             replica.note_refusal(why)
-        self._schedule_fetch(fragment, exchange, now)
+        return exchange
 
     # ------------------------------------------------------------------ global parameters
 
@@ -378,12 +397,19 @@ class HubSession:
     def _on_global_params(self, message: HubMessage, now: float) -> None:
         self.hub_status.update(message.meta)
         fragment = message.fragment
+        acked = message.meta.get("acked")
+        if type(acked) is int:
+            acknowledged = self._acknowledge(message, acked, now)
+            if acknowledged is not None:
+                if acknowledged.measurable:
+                    self.reply_timeout.update_seconds = acknowledged.sent - acknowledged.started + _TINY_SECONDS
+                acknowledged.stage = "params"
         exchange = self._exchanges.get(fragment)
-        if exchange is None or exchange.stage != "params":
+        if exchange is None or exchange.stage == "ack":
             return
         self.reply_timeout.on_reply()
         if exchange.measurable:
-            self.reply_timeout.fetch_seconds = now - exchange.fetched
+            self.reply_timeout.fetch_seconds = max(0.0, now - exchange.fetched)
         self._never_fetched.discard(fragment)
         del self._exchanges[fragment]
         self._due = self._first_due()

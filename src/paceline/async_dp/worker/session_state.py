@@ -102,6 +102,8 @@ class FragmentExchange:
     request: SessionRequest
     stage: str  # waiting for "ack", until it is time to "fetch", or for "params"
     started: float
+    fetch_after: float = 0.0  # seconds after its update in which the hub sends the parameters
+    sent: float = 0.0  # when the last frame of the update was sent
     fetched: float = 0.0  # when the parameters were requested
     due: float = math.inf  # when to request them (again); infinity while the request has not been sent
     measurable: bool = True  # the pending message was not repeated
