@@ -147,7 +147,7 @@ def test_refused_updates_neither_wait_nor_count() -> None:
 def test_the_table_shows_the_last_merge(capsys: pytest.CaptureFixture[str]) -> None:
     driver = driver_of(3)
     exchange: Any = SimpleNamespace(
-        address="here", refused=Counter(), rejected=Counter(), sent_nbytes=0, received_nbytes=0
+        address="here", refused=Counter(), rejected=Counter(), sent_nbytes=0, received_nbytes=0, problem=""
     )
     driver.update(1, 0, ONES)
     with HubLiveTable(driver.hub, exchange, Path("folder")):
