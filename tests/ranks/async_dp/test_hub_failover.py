@@ -62,7 +62,7 @@ class Worker(threading.Thread):
             with paceline.AsyncDataParallel(
                 self.net, optim, hub, every=4, delay=2, key=key, folder=folder, name=folder.name
             ) as training:
-                session = training._comm_threads[0].session
+                session = training._client.comm_threads[0].session
                 while not self.stop.wait(0.002):
                     self.net(torch.randn(8, 12)).square().mean().backward()
                     optim.step()
@@ -77,6 +77,14 @@ class Worker(threading.Thread):
         if self.error is not None:
             raise self.error
         assert self.finished
+
+
+def failed(workers: list[Worker]) -> bool:
+    """Raise the first error of a worker."""
+    for worker in workers:
+        if worker.error is not None:
+            raise worker.error
+    return False
 
 
 def updates(folder: Path) -> list[dict]:
@@ -108,10 +116,10 @@ def test_a_standby_takes_over_from_a_killed_hub(tmp_path, monkeypatch, key, hubs
     both = f"{active.address}|{standby.address}"
     addresses = [both, active.address if kind == "stream" else both]
     workers = [Worker(each, key, tmp_path / f"w{n}", n) for n, each in enumerate(addresses)]
-    wait_until(lambda: len(updates(tmp_path / "a")) > 20)
+    wait_until(lambda: len(updates(tmp_path / "a")) > 20 or failed(workers))
     active.kill()
     before = len(updates(taken))
-    wait_until(lambda: len(updates(taken)) > before + 20)
+    wait_until(lambda: len(updates(taken)) > before + 20 or failed(workers))
     for worker in workers:
         worker.end()
     (term,) = (each for each in read_ledger(taken) if each["kind"] == "term")
