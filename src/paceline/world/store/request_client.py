@@ -63,7 +63,7 @@ class Connection:
         self._address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         self._key, self._connect_seconds = key, connect_seconds
         self._problem = "it does not answer"
-        self._connected = False
+        self._connected = self._broken = False
         self._begun = time.monotonic()
         self._unsent: list[list[bytes]] = []
         self._open()
@@ -78,9 +78,15 @@ class Connection:
         if len(body) > 2 * MAX_REQUEST_NBYTES:
             raise ValueError(f"a request of {len(body)} bytes, of {MAX_REQUEST_NBYTES} at most")
         if self._connected:
-            self._socket.send_multipart([service, body])
+            self._send([service, body])
         else:
             self._unsent.append([service, body])
+
+    def _send(self, parts: list[bytes]) -> None:
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:  # the connection is gone, which `receive` reports
+            self._broken = True
 
     def register(self, poller: zmq.Poller) -> None:
         """Make a poller return when something has happened to this connection."""
@@ -151,6 +157,8 @@ class Connection:
         self._socket.close(linger)
 
     def _handle_events(self) -> None:
+        if self._broken:
+            raise ConnectionLost("the connection was closed")
         while True:
             try:
                 frame, *_ = self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -160,7 +168,7 @@ class Connection:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = True
                 for parts in self._unsent:
-                    self._socket.send_multipart(parts)
+                    self._send(parts)
                 self._unsent.clear()
             elif self._connected:
                 raise ConnectionLost("the connection was closed")
