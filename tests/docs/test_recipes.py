@@ -16,6 +16,8 @@ import pytest
 from manual import ROOT, blocks, name
 
 from hub_process import hub_thread
+from paceline._core.job_key import JobKey
+from paceline.transport.zmq.curve_keys import HubKeys
 from paceline.world.mpi_world import find_mpiexec
 from rank_pool import RankError
 from world_entry import free_port, torchrun_variables
@@ -207,9 +209,9 @@ def test_a_program_for_oneccl_runs_under_mpiexec(files):
 
 
 def test_ranks_of_a_host_are_one_worker_of_a_hub(files, run):
-    folder = files("gpu-hosts")
-    with hub_thread() as hub:
-        output = run(folder, 2, "train.py", hub.address, "1")
+    folder, key = files("gpu-hosts"), JobKey.generate()
+    with hub_thread(keys=HubKeys.of_job(key)) as hub:
+        output = run(folder, 2, "train.py", hub.address, "1", **key.environment())
         assert [each.name for each in hub.hub.members] == ["host 1"]
         assert hub.hub.updates > 0
     assert output.startswith("2 ranks, 1920 samples, ")
