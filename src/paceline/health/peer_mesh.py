@@ -38,6 +38,7 @@ _DROP_NBYTES = _MAX_BACKLOG_NBYTES // 16  # from which droppable messages are dr
 _READ_NBYTES = 1 << 16
 _MAX_DUMP_NBYTES = 1 << 16
 _TCP_INFO = struct.Struct("=8x48xI")  # ms since the last acknowledgement (struct tcp_info in linux/tcp.h)
+_ENDED = getattr(select, "POLLRDHUP", 0)
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 
 
@@ -178,7 +179,7 @@ class PeerMesh:
         for link in self.links.values():
             if link.state == "open":
                 data = 0 if link.rank in self._quiet else select.POLLIN
-                poll.register(link.socket, data | getattr(select, "POLLRDHUP", 0))
+                poll.register(link.socket, data | _ENDED)
         for connection, events in self._pending.poll_events(callers=bool(self.missing())):
             poll.register(connection, events)
         for pidfd in pidfds:
@@ -188,10 +189,15 @@ class PeerMesh:
     def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Accept callers, and yield all received messages with the ranks of their senders."""
         self._connect_pending()
-        for link in list(self.links.values()):
-            yield from self._read(link)
+        open_links = {link.socket.fileno(): link for link in self.links.values() if link.state == "open"}
+        poll = select.poll()
+        for fd in open_links:
+            poll.register(fd, select.POLLIN | _ENDED)
+        for fd, events in poll.poll(0):
+            yield from self._read(open_links[fd], ended=bool(events & ~select.POLLIN))
 
-    def _read(self, link: PeerLink) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _read(self, link: PeerLink, *, ended: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield what has arrived; if the connection has `ended`, up to its last byte."""
         while link.state == "open":
             try:
                 data = link.socket.recv(_READ_NBYTES)
@@ -199,6 +205,8 @@ class PeerMesh:
                     self._end(link)
                 for message in link.parser.feed(data):
                     yield link.rank, message
+                if not ended and len(data) < _READ_NBYTES:
+                    return
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:

@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.health.aggregation.groups import PeerGroups
 from paceline.health.aggregation.parent_search import ParentSearch, PeerNetwork
+from paceline.health.aggregation.process_probes import ProcessProbes
 from paceline.health.aggregation.summary import (
     Departures,
     Summary,
@@ -37,7 +38,6 @@ FRESH_SECONDS = 2.5 * REPORT_SECONDS
 """Age up to which a report counts as news of its groups."""
 
 _TAKEOVER_SECONDS = 1.0  # for another rank of the group to report, after its leader has left
-_PROBES = 64  # of groups, per second
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class _Report:
     summary: Summary
     rows: tuple[RankObservation, ...]
     at: float
-    probed: bool = False
 
 
 class SummaryExchange:
@@ -77,7 +76,6 @@ class SummaryExchange:
 
     Attributes:
         search: finds the rank that this one reports to.
-        ended: ranks whose processes were found to have ended, without another report of it.
     """
 
     def __init__(self, network: PeerNetwork, groups: PeerGroups, limit: float) -> None:
@@ -96,9 +94,7 @@ class SummaryExchange:
         ] = {}  # of groups that were ever heard, where this rank reports to none
         self._began_at = now
         self._left = Departures()
-        self._gone: set[int] = set()
-        self._probed_at: dict[int, float] = {}
-        self.ended: set[int] = set()
+        self._probes = ProcessProbes(network, groups)
 
     # ------------------------------------------------------------------ receiving
 
@@ -154,12 +150,11 @@ class SummaryExchange:
             state: of the own group. now: as `PeerNetwork.now`.
         """
         self._remember(Summary(left=state.left))
-        self._gone.update(state.gone)
+        self._probes.gone.update(state.gone)
         left = self._left.ranks("done") | self._left.ranks("leaves")
         previous = self.search.parent
         self.search.update(state.rows, left, now)
-        for rank in self.search.refused - left - self.ended:
-            self._found_ended(rank)
+        self._left = self._probes.judge(self.search.refused, self._left)
         if previous is not None and previous != self.search.parent:
             self._network.send({"up": None}, to=[previous])
             if self.search.parent is None:
@@ -189,7 +184,8 @@ class SummaryExchange:
         elif leads:
             self._world, self._world_at = self._with_unheard(part, now), now
             self._send_down(self._world, now)
-            self._probe_unheard(now)
+            left = self._left.ranks("done") | self._left.ranks("leaves")
+            self._probes.probe_unheard(self._world, left, FRESH_SECONDS + _TAKEOVER_SECONDS, now)
 
     def _aged_world(self, now: float) -> Summary:
         age = now - self._world_at
@@ -286,8 +282,6 @@ class SummaryExchange:
             children -= mates
         self._network.send(message | {"rows": self._rows}, to=children, droppable=True)
 
-    # ------------------------------------------------------------------ ranks that ended
-
     def _check_children(self, left: set[int], now: float) -> None:
         """Probe the group of a child that ended, unless another rank of it reports; forget those that are replaced."""
         for source, report in list(self._children.items()):
@@ -299,52 +293,11 @@ class SummaryExchange:
             )
             if replaced and now - report.at > FRESH_SECONDS:
                 del self._children[source]
-            elif link is None or link.state == "closed":
-                wait = _TAKEOVER_SECONDS if source in left else 0.0
-                if not report.probed and not replaced and now - report.at > wait:
-                    report.probed = True
-                    for rank in group:
-                        if rank != source and rank not in left:
-                            self._network.probe(rank)
-                if report.probed:
-                    self._judge_probes(group, left, report.at)
-
-    def _probe_unheard(self, now: float) -> None:
-        """Probe a rank of each group that this part of the world does not hear of: it may have left."""
-        left = self._left.ranks("done") | self._left.ranks("leaves")
-        budget = _PROBES
-        for first, last, age, *_ in self._world.unheard:
-            for group in range(first, last + 1) if age > FRESH_SECONDS + _TAKEOVER_SECONDS else ():
-                ranks = [
-                    rank for rank in self._groups.groups[group] if rank not in left and rank not in self.ended
-                ]
-                self._judge_probes(ranks, left, self._probed_at.get(group, now))
-                if ranks and budget and group not in self._probed_at:
-                    budget -= 1
-                    self._probed_at[group] = now
-                    for rank in ranks:
-                        self._network.probe(rank)
-
-    def _judge_probes(self, ranks: Sequence[int], left: set[int], since: float) -> None:
-        for rank in ranks:
-            failure = self._network.call_failure(rank)
-            if rank not in left and failure is not None and failure.kind == "refused" and failure.at >= since:
-                self._found_ended(rank)
-
-    def _found_ended(self, rank: int) -> None:
-        """Note that no process listens for a rank, of whose end there is no other sign.
-
-        It is gone if another rank of its group is, or if nobody has left; else it left with those that did, and they
-        could not pass on its announcement.
-        """
-        group = self._groups.groups[self._groups.group_of[rank]]
-        if self._left == Departures() or not self._gone.isdisjoint(group):
-            self.ended.add(rank)
-            return
-        alone = ((rank, rank),)
-        self._left = self._left.merged(
-            Departures(done=alone) if self._left.done else Departures(leaves=alone)
-        )
+                continue
+            wait = _TAKEOVER_SECONDS if source in left else 0.0
+            ended = link is None or link.state == "closed"
+            if ended and not replaced and now - report.at > wait:
+                self._probes.probe(self._groups.group_of[source], left | {source}, now)
 
     # ------------------------------------------------------------------ what is known
 
@@ -361,6 +314,11 @@ class SummaryExchange:
             row.heartbeat.age for row in world.rows if row.heartbeat is not None and row.heartbeat.waiting
         )
         return max(waits, default=0.0) <= longest
+
+    @property
+    def ended(self) -> set[int]:
+        """Ranks whose processes were found to have ended, without another report of it."""
+        return self._probes.ended
 
     def departures(self) -> list[FailureNotice]:
         """Return the departures of all ranks, as far as known."""
