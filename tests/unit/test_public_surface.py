@@ -37,6 +37,8 @@ WITHOUT_TORCH = [
 
 NEEDS_TORCH = {
     "paceline.world.control_collectives",
+    "paceline.world.plain_values",
+    "paceline.world.value_collectives",
     "paceline.world.store.authenticated_store",
     "paceline.tools.cli.simulate.simulate_async_run",
 }
