@@ -156,7 +156,9 @@ def test_a_worker_with_a_new_session_gets_nothing_of_the_one_before() -> None:
     server.turn(driver.envelopes(HubMessage("fetch", 1, 0)), 0.0)
     assert server.queued == 1
     driver.sessions[1] = 4242
-    hello = HubMessage("hello", 1, 0, 0, 0, {"version": PROTOCOL_VERSION, "name": "w1"}, driver.hub.params.layout.pack())
+    hello = HubMessage(
+        "hello", 1, 0, 0, 0, {"version": PROTOCOL_VERSION, "name": "w1"}, driver.hub.params.layout.pack()
+    )
     links.now = 1.0
     server.turn(driver.envelopes(hello), 1.0)
     server.turn(driver.envelopes(HubMessage("fetch", 1, 0)), 1.0)

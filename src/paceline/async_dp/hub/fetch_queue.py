@@ -76,7 +76,9 @@ class FetchQueue:
         self._holds = holds
         self._requests: dict[int, dict[int, Ack | None]] = {}  # fragments by worker, and what to acknowledge
         self._planned: dict[int, dict[int, tuple[float, Ack | None]]] = {}  # by worker and fragment
-        self._due: list[tuple[float, int, int]] = []  # times of planned ones, with worker and fragment; a heap
+        self._due: list[
+            tuple[float, int, int]
+        ] = []  # times of planned ones, with worker and fragment; a heap
         self._transits: dict[int, ParamsPacket] = {}  # by worker
         self._packets: dict[int, dict[int, tuple[ParamsPacket, int]]] = {}  # by fragment, revision; uses
         self.held_nbytes = 0

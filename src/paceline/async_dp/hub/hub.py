@@ -371,13 +371,14 @@ class Hub:
         left = self._intake.quarantine_left(member, now)
         ack: dict[str, Any] = {"acked": message.round, "why": why[:200], "quarantine": left}
         after = meta_number(message.meta, "fetch_after") if first else None
-        planned = after is not None and 0 <= after <= _MAX_PLAN_SECONDS
-        carried = planned and after <= _ACK_SECONDS
-        if planned:
-            at = now + max(after, _GATHER_SECONDS)
-            self._fetches.plan(member.number, message.fragment, at, ack if carried else None)
+        if after is None or not 0 <= after <= _MAX_PLAN_SECONDS:
+            self._send_ack(member.number, message.fragment, ack, planned=False)
+            return
+        carried = after <= _ACK_SECONDS
+        at = now + max(after, _GATHER_SECONDS)
+        self._fetches.plan(member.number, message.fragment, at, ack if carried else None)
         if not carried:
-            self._send_ack(member.number, message.fragment, ack, planned=planned)
+            self._send_ack(member.number, message.fragment, ack, planned=True)
 
     def _send_ack(self, worker: int, fragment: int, ack: Mapping[str, Any], *, planned: bool) -> None:
         self._send("ack", worker, ack["acked"], fragment, **ack, planned=planned, **self._shared_meta())

@@ -6,9 +6,10 @@
                    worker's parameters, and reports the start again
 
 One exchange per fragment at a time: an update is sent and stays in the outbox until the hub has it on disk; then the
-hub sends the global parameters, as late as they can be in time, so that they are as new as possible. An update says when
-that is; after a repetition they are fetched. A message without a reply is repeated after a timeout, or when the hub has lost the session because one of the two restarted. The hub
-recognises a round that it has, so nothing counts twice.
+hub sends the global parameters, as late as they can be in time, so that they are as new as possible. An update says
+when that is; where it was repeated, the parameters are fetched. A message without a reply is repeated after a timeout,
+or when the hub has lost the session because one of the two restarted. The hub recognises a round that it has, so
+nothing counts twice.
 
 Its driver passes received envelopes, sends what `pump` returns, and reports when a message was sent.
 """
@@ -402,7 +403,9 @@ class HubSession:
             acknowledged = self._acknowledge(message, acked, now)
             if acknowledged is not None:
                 if acknowledged.measurable:
-                    self.reply_timeout.update_seconds = acknowledged.sent - acknowledged.started + _TINY_SECONDS
+                    self.reply_timeout.update_seconds = (
+                        acknowledged.sent - acknowledged.started + _TINY_SECONDS
+                    )
                 acknowledged.stage = "params"
         exchange = self._exchanges.get(fragment)
         if exchange is None or exchange.stage == "ack":
