@@ -21,6 +21,7 @@ from typing import Any
 
 from paceline._core import __version__
 from paceline.async_dp.hub.admission import layout_or_refusal
+from paceline.async_dp.hub.answers import HubAnswers
 from paceline.async_dp.hub.durable_commit import DurableCommit
 from paceline.async_dp.hub.fetch_queue import FetchQueue
 from paceline.async_dp.hub.hub_settings import HubRules
@@ -52,8 +53,6 @@ __all__ = ["Hub"]
 _LAYOUT_LIMIT_NBYTES = 4 << 20
 _EXPIRY_SECONDS = 1.0
 _MAX_SUMMARY_WORKERS = 256
-_ACK_SECONDS, _MAX_PLAN_SECONDS = 2.0, 3600.0  # an acknowledgement waits for parameters that are sent so soon
-_GATHER_SECONDS = 0.001  # parameters include the updates that arrive so soon after a worker's own
 _PARTIAL_NBYTES_PER_NUMBER, _PARTIAL_NBYTES = 64, 64 << 20  # most bytes of messages that are being received
 
 
@@ -96,9 +95,9 @@ class Hub:
             journal, self.snapshot, lambda: self._intake.since_snapshot, rules.snapshot_every
         )
         self.reset: set[int] = set()
-        self._outgoing: list[HubMessage] = []
+        self._answers = HubAnswers(rules, self.members, self.counters, self._fetches)
         self._coordinator = InitialParamsCoordinator(
-            rules.population, self._outgoing.append, self._record, self._start
+            rules.population, self._answers.add, self._record, self._start
         )
         self._assembler = MessageAssembler(self._max_nbytes, refused=self.refused)
         self._offences = OffenceLog(self._record, self._intake.screen)
@@ -169,7 +168,7 @@ class Hub:
         elif member is None or not member.session_id or member.session_id != header.meta.get("session"):
             self.refused["not in session"] += 1
             if header.frame == 0:
-                self._send("who", header.source)
+                self._answers.send("who", header.source)
         elif not member.window.admit(header.sequence):
             self.refused["repeated"] += 1
         else:
@@ -198,11 +197,8 @@ class Hub:
             return []
         for notice in self._assembler.notices(now):
             source, kind, round, fragment = notice.key
-            self._send("later", source, round, fragment, what=kind, ready=notice.ready)
-        self._answer_fetches(now)
-        outgoing = self._outgoing.copy()
-        self._outgoing.clear()
-        return outgoing
+            self._answers.send("later", source, round, fragment, what=kind, ready=notice.ready)
+        return self._answers.take(self.params, now)
 
     def next_due(self, now: float) -> float:
         """Return when `commit` has something to do even if nothing arrives; infinity: never."""
@@ -252,9 +248,6 @@ class Hub:
             self._journal.snapshot(self.params.revision, self.params.tensors(), facts)
             self._intake.since_snapshot = 0
 
-    def _send(self, kind: str, target: int, round: int = 0, fragment: int = 0, **meta: Any) -> None:
-        self._outgoing.append(HubMessage(kind, HUB, target, round, fragment, meta))
-
     def _record(self, kind: str, payload: Any = b"", **values: Any) -> None:
         self._journal.append({"kind": kind, "t": self._wall(), **values}, payload)
 
@@ -287,7 +280,7 @@ class Hub:
         )
         if isinstance(layout, str):
             self.refused["unfit"] += 1
-            self._send("refusal", worker, why=layout[:1000], yours=session_id)
+            self._answers.send("refusal", worker, why=layout[:1000], yours=session_id)
             return
         if params is None:
             self._make_params(layout)
@@ -328,7 +321,7 @@ class Hub:
         return self.params
 
     def _welcome(self, member: HubMember) -> None:
-        self._send(
+        self._answers.send(
             "welcome",
             member.number,
             run=self.run,
@@ -338,15 +331,10 @@ class Hub:
             slots=len(self.members.alive),
             yours=member.session_id,
             **self.welcome_meta(),
-            **self._shared_meta(),
+            **self._answers.shared_meta(),
         )
         if self.phase != "together":
             self._coordinator.on_join(member.number, self.members.alive)
-
-    def _shared_meta(self) -> dict[str, Any]:
-        """Return the metadata of most answers: number of live workers, and each one's share of the bandwidth."""
-        alive, rate = len(self.members.alive), self.rules.bandwidth
-        return {"workers": alive} if rate is None else {"workers": alive, "rate": rate / max(1, alive)}
 
     def _on_heartbeat(self, message: HubMessage, member: HubMember, now: float) -> None:
         member.report(message.meta)
@@ -368,51 +356,12 @@ class Hub:
             self._intake.on_update(message, member, params, now)
 
     def _acknowledge(self, member: HubMember, message: HubMessage, why: str, now: float, first: bool) -> None:
-        left = self._intake.quarantine_left(member, now)
-        ack: dict[str, Any] = {"acked": message.round, "why": why[:200], "quarantine": left}
-        after = meta_number(message.meta, "fetch_after") if first else None
-        if after is None or not 0 <= after <= _MAX_PLAN_SECONDS:
-            self._send_ack(member.number, message.fragment, ack, planned=False)
-            return
-        carried = after <= _ACK_SECONDS
-        at = now + max(after, _GATHER_SECONDS)
-        self._fetches.plan(member.number, message.fragment, at, ack if carried else None)
-        if not carried:
-            self._send_ack(member.number, message.fragment, ack, planned=True)
-
-    def _send_ack(self, worker: int, fragment: int, ack: Mapping[str, Any], *, planned: bool) -> None:
-        self._send("ack", worker, ack["acked"], fragment, **ack, planned=planned, **self._shared_meta())
+        self._answers.acknowledge(message, why, self._intake.quarantine_left(member, now), now, first=first)
 
     def _on_fetch(self, message: HubMessage, member: HubMember, now: float) -> None:
         params = self.params
         if params is not None and message.fragment in params.fragments and self.phase == "together":
             self._fetches.add(member.number, message.fragment)
-
-    def _answer_fetches(self, now: float) -> None:
-        params = self.params
-        if params is None:
-            return
-        for answer in self._fetches.pop_ready(params, now):
-            member, packet = answer.member, answer.packet
-            if packet is None:
-                self._send_ack(member.number, answer.fragment, answer.ack or {}, planned=True)
-                continue
-            member.sent_nbytes += len(packet.payload)
-            meta = {"samples": self.counters.samples, "updates": self.updates, **self._shared_meta()}
-            if answer.ack is not None:
-                meta |= answer.ack
-            self._outgoing.append(
-                HubMessage(
-                    "global_params",
-                    HUB,
-                    member.number,
-                    packet.revision,
-                    packet.fragment,
-                    meta,
-                    packet.payload,
-                    packet.codec,
-                )
-            )
 
     # ------------------------------------------------------------------ scores and initial parameters
 
@@ -448,4 +397,4 @@ class Hub:
         self._record("begin", worker=member.number, run=self.run, numbers=params.layout.numel)
         self._storage.begun = True
         for worker in self.members.alive:
-            self._send("together", worker, best=member.number)
+            self._answers.send("together", worker, best=member.number)
