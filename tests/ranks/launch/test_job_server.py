@@ -76,6 +76,7 @@ def wait_for(what):
 def test_hosts_whose_connections_break_connect_again_and_none_is_lost(served):
     hosts = hosts_of(served, 3)
     begin(hosts)
+    wait_for(lambda: all(one.view().news for one in hosts))
     for _ in range(2):
         break_connections(served)
         for one in hosts:
