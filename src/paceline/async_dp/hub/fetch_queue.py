@@ -27,7 +27,7 @@ __all__ = ["FetchAnswer", "FetchQueue", "ParamsPacket"]
 _MAX_PACKETS_NBYTES, _MIN_PACKETS = 512 << 20, 4
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ParamsPacket:
     """A packed fragment of the global parameters."""
 
@@ -41,7 +41,7 @@ Ack = Mapping[str, Any]
 """Metadata of an acknowledgement."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class FetchAnswer:
     """What a worker is sent: a packet, an acknowledgement, or both."""
 
@@ -106,14 +106,14 @@ class FetchQueue:
     def next_due(self) -> float:
         """When the next planned request comes; infinity if there is none."""
         due = self._due
-        while due and self._planned_at(*due[0][1:]) != due[0][0]:
-            heappop(due)
-        return due[0][0] if due else math.inf
-
-    def _planned_at(self, worker: int, fragment: int) -> float | None:
-        planned = self._planned.get(worker)
-        found = None if planned is None else planned.get(fragment)
-        return None if found is None else found[0]
+        while due:
+            at, worker, fragment = due[0]
+            planned = self._planned.get(worker)
+            found = None if planned is None else planned.get(fragment)
+            if found is not None and found[0] == at:
+                return at
+            heappop(due)  # another has replaced it, or its worker has left
+        return math.inf
 
     def forget(self, worker: int) -> None:
         """Drop what a worker requested, and what was in transit to it: it has left, or a new session."""
@@ -141,7 +141,7 @@ class FetchQueue:
         Takes O(requests), plus O(workers) where workers have to wait for others.
         """
         self.released, again = False, True
-        came = self._take_planned(now)
+        came = self._take_planned(now) if self._due and self._due[0][0] <= now else []
         while again and self._requests:
             again = False
             oldest = self._oldest_bases(params) if self._staleness.policy == "wait" else {}

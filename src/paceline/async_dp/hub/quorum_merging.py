@@ -73,7 +73,9 @@ class QuorumMerging:
 
     def next_due(self, now: float) -> float:
         """Return when the next merge is due, as far as is known."""
-        return min((self._due(window, now) for window in self._windows.values()), default=math.inf)
+        if not self._windows:
+            return math.inf
+        return min(self._due(window, now) for window in self._windows.values())
 
     def merge_due(self, params: GlobalParams, now: float) -> None:
         """Merge all that is due.

@@ -138,12 +138,12 @@ class AsyncWorker:
 
     def steps_until_due(self) -> int:
         """Return after how many more steps something is due, 1 or more, unless something arrives in between."""
-        if self.sessions[0].adopted is not None or any(
-            each.hub_status.wants_params for each in self.sessions
-        ):
+        first = self.sessions[0]
+        if first.adopted is not None or first.hub_status.phase == "empty":
             return 1
-        if self.sessions[0].hub_status.phase == "empty":
-            return 1
+        for session in self.sessions:
+            if session.hub_status.wants_params:
+                return 1
         due, late = self._next_due()
         return 1 if late else due
 
