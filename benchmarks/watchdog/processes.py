@@ -45,7 +45,7 @@ def tables() -> dict[str, str]:
         "other leaders": shares[PER_HOST::PER_HOST],
         "other ranks": [each for rank, each in enumerate(shares) if rank % PER_HOST],
     }
-    rows = [[name, len(each), f"{median(each):.2%}", f"{max(each):.2%}"] for name, each in kinds.items()]
+    rows = [[name, str(len(each)), f"{median(each):.2%}", f"{max(each):.2%}"] for name, each in kinds.items()]
     return {"processes": table(["rank", "number", "of a core, median", "most"], rows, words=1)}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 from collections import Counter
 from collections.abc import Callable
 from statistics import median
@@ -61,17 +62,23 @@ def run(
     seconds: Annotated[float, Option(help="Virtual seconds in which costs are counted.")] = 4.0,
     json_file: JsonOption = None,
 ) -> None:
-    """Count the costs in a healthy world, then let each fault happen in a new one."""
+    """Count the costs in a healthy world, then let each fault happen in it."""
     path = bench.output(json_file, f"scale-{size}")
     logging.disable()
     names = FAULTS if size <= 1000 else LARGE
-    costs: dict[str, Any] = {}
+    world = healthy_world(size)
+    costs = {"tree_depth": world.groups.depth} | count_costs(world, seconds)
     faults: list[dict[str, Any]] = []
+    fork = multiprocessing.get_context("fork")  # each fault in a copy of the same world
     with ProgressBar("scale", len(names)) as tick:
         for name in names:
-            world = healthy_world(size)
-            costs = costs or {"tree_depth": world.groups.depth} | count_costs(world, seconds)
-            faults.append({"fault": name} | measure_fault(world, name))
+            ours, theirs = fork.Pipe()
+            process = fork.Process(
+                target=lambda pipe, name: pipe.send(measure_fault(world, name)), args=(theirs, name)
+            )
+            process.start()
+            faults.append({"fault": name} | ours.recv())
+            process.join()
             tick()
     bench.write(
         path,
@@ -92,7 +99,7 @@ def healthy_world(size: int) -> WatchdogSimulation:
     )
     gc.freeze()  # else collecting the objects of all ranks counts as work of one of them
     gc.disable()
-    world.run(3.0 + 1.5 * world.groups.depth)
+    world.run(2.0 + 1.5 * world.groups.depth)
     return world
 
 
@@ -140,7 +147,7 @@ def tables() -> dict[str, str]:
     costs = [
         [
             f"{found['settings']['ranks']:,}",
-            found["costs"]["tree_depth"],
+            str(found["costs"]["tree_depth"]),
             *(f"{found['costs']['messages'][which]:.0f}" for which in ("median", "most")),
             *(
                 f"{found['costs'][name][which] / 1000:.1f}"

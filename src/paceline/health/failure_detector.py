@@ -165,7 +165,13 @@ class FailureDetector:
                         self._mesh.send(notice.message(), to=[rank])
             elif link is known and link.state == "closed":
                 self._report_end(rank, reported, now - link.since)
-        state = GroupState(self._group_rows(now), self._departures(), reported, self._step_times)
+        state = GroupState(
+            lambda: self._group_rows(now),
+            lambda rank: now - self.heard_at[rank],
+            self._departures(),
+            reported,
+            self._step_times,
+        )
         self.exchange.turn(state, now)
         for rank in self.exchange.ended - reported:
             self.publish(FailureNotice("gone", rank, self._mesh.own.rank))

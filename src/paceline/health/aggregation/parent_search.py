@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.health.aggregation.groups import PeerGroups
-from paceline.health.attribution import RankObservation
 from paceline.health.peer_endpoint import PeerEndpoint
 
 __all__ = ["Failure", "Link", "ParentSearch", "PeerNetwork"]
@@ -130,18 +129,19 @@ class ParentSearch:
         """Note that the parent sent the world's summary."""
         self.heard_at = now
 
-    def update(self, rows: Sequence[RankObservation], left: Collection[int], now: float) -> None:
+    def update(self, silent: Callable[[int], float], left: Collection[int], now: float) -> None:
         """Choose the parent.
 
         Args:
-            rows: of the own group. left: ranks that left. now: as `PeerNetwork.now`.
+            silent: returns the seconds since a rank of the own group was heard.
+            left: ranks that left.
+            now: as `PeerNetwork.now`.
         """
-        silent = {row.rank: row.silent for row in rows}
-        leader = min(
+        leader = next(
             rank
             for rank in self._mates
             if rank == self._own
-            or (rank not in left and self._is_open(rank) and silent.get(rank, 0.0) <= _LEAD_SECONDS)
+            or (rank not in left and self._is_open(rank) and silent(rank) <= _LEAD_SECONDS)
         )
         self.leads = leader == self._own
         if not self.leads:

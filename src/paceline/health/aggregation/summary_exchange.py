@@ -45,13 +45,15 @@ class GroupState:
     """What a rank knows of its own group.
 
     Attributes:
-        rows: of all its ranks.
+        rows: returns those of all its ranks.
+        silent: returns the seconds since a rank of it was heard.
         left: departures that this rank knows from the ranks themselves.
         gone: ranks of any group that are known to have ended without announcing it.
         times: returns their working seconds per step.
     """
 
-    rows: Sequence[RankObservation]
+    rows: Callable[[], Sequence[RankObservation]]
+    silent: Callable[[int], float]
     left: Departures
     gone: Collection[int]
     times: Callable[[], StepTimeSummary]
@@ -153,7 +155,7 @@ class SummaryExchange:
         self._probes.gone.update(state.gone)
         left = self._left.ranks("done") | self._left.ranks("leaves")
         previous = self.search.parent
-        self.search.update(state.rows, left, now)
+        self.search.update(state.silent, left, now)
         self._left = self._probes.judge(self.search.refused, self._left)
         if previous is not None and previous != self.search.parent:
             self._network.send({"up": None}, to=[previous])
@@ -166,10 +168,12 @@ class SummaryExchange:
 
     def _report(self, state: GroupState, now: float) -> None:
         leads = self.search.leads
-        self._rows = [row_record(row) for row in state.rows] if leads else []
+        rows = state.rows() if leads else ()
+        self._rows = [row_record(row) for row in rows]
         if not leads and not self._children:
             return
-        part = self._part(state if leads else None, now)
+        parts = [group_summary(self._group, rows, state.times())] if leads else []
+        part = merge([Summary(left=self._left), *parts, *self._neighbour_parts(now)], self._groups.group_of)
         former = set(self._parents) - {self.search.parent}
         self._network.send(
             {"up": None}, to=former
@@ -191,14 +195,6 @@ class SummaryExchange:
         age = now - self._world_at
         world = self._world.aged(age)
         return world if age <= FRESH_SECONDS else replace(world, groups=(), rows=(), apart=())
-
-    def _part(self, state: GroupState | None, now: float) -> Summary:
-        """Return the summary of this rank's group, if `state` is given, and of all that reports to this rank."""
-        parts = [Summary(left=self._left)]
-        if state is not None:
-            parts.append(group_summary(self._group, state.rows, state.times()))
-        parts += self._neighbour_parts(now)
-        return merge(parts, self._groups.group_of)
 
     def _neighbour_parts(self, now: float) -> Iterator[Summary]:
         """Yield the summaries of what reports to this rank, and of neighbours' groups that are not heard any more."""
