@@ -20,6 +20,7 @@ import json
 import math
 import os
 import secrets
+import signal
 import sys
 import threading
 import weakref
@@ -57,6 +58,7 @@ from paceline.world.rendezvous import format_ranks
 __all__ = ["Watchdog", "is_symptom"]
 
 _ATTRIBUTION_SECONDS = 2.0
+_SIGNAL_STATUS = 128
 """How long a rank whose connection failed waits for an attribution by others."""
 
 
@@ -182,8 +184,10 @@ class Watchdog:
             return failed
         if monitor.decided.is_set() and not isinstance(error, KeyboardInterrupt):
             return monitor.error
-        text = format_exception(error, trace)
-        monitor.publish(monitor.detector.own_notice("raised", name=_first_line(error), text=text), wait=True)
+        ended = _ending_signal(error)
+        name = _first_line(error) if ended is None else f"{type(error).__name__}, ended by {ended}"
+        text = format_exception(error, trace) if ended is None else ""  # where it was is no cause
+        monitor.publish(monitor.detector.own_notice("raised", name=name, text=text), wait=True)
         return None
 
     def _report_thread(self, thread: threading.Thread | None, error: BaseException) -> None:
@@ -228,6 +232,14 @@ class Watchdog:
             sys.excepthook = self._previous[0]
         if threading.excepthook is self._hooks[1]:
             threading.excepthook = self._previous[1]
+
+
+def _ending_signal(error: BaseException) -> str | None:
+    """Return the name of the signal that made a handler exit with status 128 + its number, as shells do."""
+    code = error.code if isinstance(error, SystemExit) else None
+    with contextlib.suppress(ValueError):
+        return signal.Signals(code - _SIGNAL_STATUS).name if isinstance(code, int) else None
+    return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.errors import PeerFailed
 from paceline.health.abort_collectives import EXIT_CODE
 from paceline.testing import fault_effects, fault_injection
 
@@ -70,6 +71,37 @@ def one_faulty_rank(fork, folder, backend, sync, fault):
     ranks[FAULTY].kill(signal.SIGCONT)
     own = ranks[FAULTY].receive() if any(how in fault for how in ("stop", "raise", "memory")) else None
     return ranks[FAULTY].pid, errors, codes, own
+
+
+def train_until_terminated(send, rank, folder):
+    model, optim = set_up(folder, rank, "gloo")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with paceline.Watchdog(stall=STALL, lost=LOST, grace=20.0):
+            for number in range(10_000):
+                step(model, optim)
+                if rank == FAULTY and number == 3:
+                    signal.raise_signal(signal.SIGTERM)
+    except PeerFailed as error:
+        send({"text": str(error), "stack": error.stack})
+    except SystemExit:
+        pass
+    paceline.shutdown()
+    os._exit(0)
+
+
+def errors_of_a_terminated_rank(fork, folder):
+    prepare()
+    ranks = [fork(train_until_terminated, rank, folder) for rank in range(SIZE)]
+    return [each.receive() for rank, each in enumerate(ranks) if rank != FAULTY]
+
+
+def test_of_a_rank_that_a_signal_ended_the_others_learn_which_and_no_traceback(killable):
+    for error in killable.run_ranks(errors_of_a_terminated_rank, timeout=90):
+        assert "rank 1" in error["text"]
+        assert "raised SystemExit, ended by SIGTERM" in error["text"]
+        assert not error["stack"]
+        assert "Traceback" not in error["text"]
 
 
 RAISES = f"fail_at(rank=1, step={STEP}, how='raise')"
