@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench_harness.watchdog_simulation import WatchdogSimulation
 from paceline._core.step_state import PHASES
 from paceline.health.aggregation.groups import FULL_MESH, PeerGroups, ranges
 from paceline.health.aggregation.summary import Departures, Summary, group_summary, merge, parse_row
@@ -247,3 +248,42 @@ def test_the_ratio_of_the_slowest_is_that_to_the_median_of_the_others():
     seconds = dict.fromkeys(range(99), 0.1) | {99: 0.13}
     rank, factor = StepTimeSummary.of(seconds).slowest()
     assert (rank, factor) == (99, pytest.approx(1.3, rel=0.01))
+
+
+# ------------------------------------------------------------------ what a rank makes of summaries
+
+
+def exchange_of(ranks, per_host):
+    """Return the exchange of rank 0 in a world that has not begun."""
+    return WatchdogSimulation(ranks, per_host=per_host).ranks[0].detector.exchange
+
+
+def test_rows_of_silent_groups_are_bounded():
+    """Else every rank of a large world made a row of every other one, many times per second."""
+    exchange = exchange_of(1600, 8)
+    exchange._adopt(Summary(groups=((0, 199),)), 0.0)
+    assert len(exchange.observations(1.0)) == 1, "of a host that is heard"
+    rows = exchange.observations(100.0)
+    assert len(rows) < 64 + 4 * 8
+    assert all(row.silent == 100.0 and row.heard for row in rows)
+    failure = attribute_failure(0, [RankObservation(0, "host0"), *rows], [], LIMITS)
+    assert (failure.kind, failure.rank) == ("cut off", None)
+
+
+def test_groups_that_were_never_heard_are_not_silent_at_once():
+    exchange = exchange_of(1600, 8)
+    assert exchange._with_unheard(Summary(groups=((0, 0),)), 3.0).unheard == ()
+    later = exchange._with_unheard(Summary(groups=((0, 0),)), 60.0)
+    assert later.unheard == ((1, 199, 60.0, False, False),)
+
+
+def test_a_host_with_a_group_that_is_heard_is_reachable():
+    exchange = exchange_of(96, 32)  # three hosts of two groups
+    exchange._adopt(Summary(groups=((0, 2), (4, 5)), unheard=((3, 3, 90.0, True, False),)), 0.0)
+    rows = [RankObservation(0, "host0"), *exchange.observations(0.5)]
+    assert {row.rank for row in rows if row.silent > 1} == set(range(48, 64))
+    assert attribute_failure(0, rows, [], LIMITS) is None
+    exchange._adopt(Summary(groups=((0, 1), (4, 5)), unheard=((2, 3, 90.0, True, False),)), 0.0)
+    rows = [RankObservation(0, "host0"), *exchange.observations(0.5)]
+    failure = attribute_failure(0, rows, [], LIMITS)
+    assert (failure.kind, failure.rank, len(failure.others)) == ("unreachable", 32, 31)

@@ -42,6 +42,7 @@ class PeerGroups:
         groups: ranks of each, ascending; ordered by their first rank.
         group_of: group of each rank.
         host_keys: of every rank.
+        groups_of_host: numbers of the groups with ranks of a host, by its key.
 
     Example:
         >>> PeerGroups(["a"] * 4).groups, PeerGroups(["a", "b"] * 9).groups
@@ -56,9 +57,12 @@ class PeerGroups:
         self.groups = tuple(sorted(groups))
         self.group_of = [0] * len(host_keys)
         self.host_keys = tuple(host_keys)
+        self.groups_of_host: dict[str, list[int]] = {key: [] for key in self.host_keys}
         for number, group in enumerate(self.groups):
             for rank in group:
                 self.group_of[rank] = number
+            for key in {self.host_keys[rank] for rank in group}:
+                self.groups_of_host[key].append(number)
 
     @cached_property
     def depth(self) -> int:

@@ -11,6 +11,8 @@ probed: whether their processes still listen. Nothing here knows sockets, thread
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +39,8 @@ REPORT_SECONDS = 1.0
 FRESH_SECONDS = 2.5 * REPORT_SECONDS
 """Age up to which a report counts as news of its groups."""
 
+_MOST_SILENT = 64  # groups that are not heard, of which rows are made
+_WHOLE_SILENT = 4  # of these, with rows of all ranks
 _TAKEOVER_SECONDS = 1.0  # for another rank of the group to report, after its leader has left
 
 
@@ -90,6 +94,7 @@ class SummaryExchange:
         self._parents: dict[int, _Report] = {}
         self._rows: list[list[Any]] = []
         self._world, self._world_at = Summary(), now
+        self._world_groups: set[int] = set()
         self._reported_at = self._sent_down_at = now
         self._heard_at: dict[
             int, float
@@ -112,7 +117,7 @@ class SummaryExchange:
             summary = self._parsed(message["up"])
             self._children[source] = _Report(summary, self._parsed_rows(source, message), now)
         elif source == self.search.parent:
-            self._world, self._world_at = self._parsed(message["world"]), now
+            self._adopt(self._parsed(message["world"]), now)
             self.search.heard(now)
             self._remember(self._world)
             if "rows" in message:
@@ -130,6 +135,9 @@ class SummaryExchange:
 
     def _parsed(self, record: object) -> Summary:
         return Summary.parse(record, self._host_keys, len(self._groups.groups))
+
+    def _adopt(self, world: Summary, now: float) -> None:
+        self._world, self._world_at, self._world_groups = world, now, world.group_numbers()
 
     def _remember(self, summary: Summary) -> None:
         self._left = self._left.merged(summary.left)
@@ -186,7 +194,7 @@ class SummaryExchange:
             ):  # the ranks below are not to take this one for lost
                 self._send_down(merge([part, self._aged_world(now)], self._groups.group_of), now)
         elif leads:
-            self._world, self._world_at = self._with_unheard(part, now), now
+            self._adopt(self._with_unheard(part, now), now)
             self._send_down(self._world, now)
             left = self._left.ranks("done") | self._left.ranks("leaves")
             self._probes.probe_unheard(self._world, left, FRESH_SECONDS + _TAKEOVER_SECONDS, now)
@@ -240,7 +248,7 @@ class SummaryExchange:
         unheard: list[Unheard] = []
         for group, ranks in enumerate(self._groups.groups):
             age, ever = now - self._heard_at.get(group, self._began_at), group in self._heard_at
-            if age <= FRESH_SECONDS or left.issuperset(ranks):
+            if age <= (FRESH_SECONDS if ever else self._limit) or left.issuperset(ranks):
                 continue
             first, last, known, same, _ = unheard[-1] if unheard else (0, -2, 0.0, ever, cut_off)
             if last == group - 1 and same == ever and abs(known - age) < 1.0:
@@ -328,9 +336,8 @@ class SummaryExchange:
         """Return what is known of other groups: of ranks that are lost or remarkable, and of one that is heard."""
         age = now - self._world_at
         world, below = self._world.aged(age), merge(list(self._neighbour_parts(now)), self._groups.group_of)
-        heard = below.group_numbers() | {self._group}
-        if age <= self._limit:
-            heard |= world.group_numbers()
+        near = below.group_numbers() | {self._group}
+        heard = (near, self._world_groups) if age <= self._limit else (near,)
         found: dict[int, RankObservation] = {}
         for row in (*below.rows, *below.apart, *world.rows, *world.apart):
             group = self._groups.group_of[row.rank]
@@ -338,16 +345,10 @@ class SummaryExchange:
             if group != self._group and (known is None or row.silent < known.silent):
                 found[row.rank] = row
         for row in (*below.lost, *world.lost):
-            if self._groups.group_of[row.rank] not in heard:
+            if not any(self._groups.group_of[row.rank] in each for each in heard):
                 found[row.rank] = row
-        for first, last, silent, ever, cut_off in (
-            *world.unheard,
-            *((*each, age, True, False) for each in world.groups),
-        ):
-            for group in set(range(first, last + 1)) - heard:
-                for rank in self._groups.groups[group]:
-                    row = RankObservation(rank, self._host_keys[rank], None, silent, link="none", heard=ever)
-                    found.setdefault(rank, replace(row, link="open", unanswered=silent) if cut_off else row)
+        for row in self._silent_rows(world, heard, age):
+            found.setdefault(row.rank, row)
         self._add_ordinary(found, heard, min(age, self._limit))
         for rank, link in self._network.links.items():
             if link.state == "closed" and self._groups.group_of[rank] != self._group:
@@ -355,13 +356,41 @@ class SummaryExchange:
                 found[rank] = replace(row, link="closed", link_seconds=now - link.since)
         return [found[rank] for rank in sorted(found)]
 
-    def _add_ordinary(self, found: dict[int, RankObservation], heard: Collection[int], silent: float) -> None:
-        """Add a rank of another host that is heard, if no row shows one: this host is not cut off."""
-        own_host = self._host_keys[self._own]
-        for group in heard:
-            rank = self._groups.groups[group][0]
-            if self._host_keys[rank] != own_host:
-                found.setdefault(
-                    rank, RankObservation(rank, self._host_keys[rank], None, silent, link="none")
-                )
-                return
+    def _silent_rows(
+        self, world: Summary, heard: Sequence[set[int]], age: float
+    ) -> Iterator[RankObservation]:
+        """Yield rows of groups that are not heard and of which no row is known.
+
+        Attribution names a host that has been silent longest, so only of a few groups it needs more than one row.
+        """
+        outdated = (
+            [(first, last, age, True, False) for first, last in world.groups] if len(heard) == 1 else []
+        )
+        silent = [
+            (-seconds, group, ever, cut_off)
+            for first, last, seconds, ever, cut_off in (*world.unheard, *outdated)
+            for group in range(first, last + 1)
+            if not any(group in each for each in heard)
+        ]
+        for number, (seconds, group, ever, cut_off) in enumerate(heapq.nsmallest(_MOST_SILENT, silent)):
+            ranks = self._groups.groups[group]
+            for rank in ranks if number < _WHOLE_SILENT else ranks[:1]:
+                row = RankObservation(rank, self._host_keys[rank], None, -seconds, link="none", heard=ever)
+                yield replace(row, link="open", unanswered=-seconds) if cut_off else row
+
+    def _add_ordinary(
+        self, found: dict[int, RankObservation], heard: Sequence[set[int]], silent: float
+    ) -> None:
+        """Add a rank of another host that is heard, and one of each host of which other ranks are silent.
+
+        A host is lost only if none of its ranks is heard, and this one is cut off only if no other host is.
+        """
+        hosts = {row.host for row in found.values() if row.silent > FRESH_SECONDS}
+        ranks = [self._groups.groups[each][0] for host in hosts for each in self._groups.groups_of_host[host]]
+        other = (self._groups.groups[group][0] for part in heard for group in part)
+        ranks += itertools.islice(
+            (each for each in other if self._host_keys[each] != self._host_keys[self._own]), 1
+        )
+        for rank in ranks:
+            if rank not in found and any(self._groups.group_of[rank] in part for part in heard):
+                found[rank] = RankObservation(rank, self._host_keys[rank], None, silent, link="none")
