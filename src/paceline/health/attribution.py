@@ -164,9 +164,8 @@ def attribute_failure(
     shared = [notice for notice in notices if notice.kind == "verdict"]
     if shared:
         first = min(shared, key=lambda each: (each.rank, each.by))
-        waiting = (
-            first.by if first.by != first.rank else None
-        )  # it may find out itself that others wait for it
+        # A rank may find out itself that others wait for it.
+        waiting = first.by if first.by != first.rank else None
         return Attribution(
             first.name, first.rank if first.rank >= 0 else None, first.ago, first.others, waiting
         )
@@ -345,7 +344,7 @@ def _stalled(
     done = [notice for notice in notices if notice.kind == "done"]
     if done:
         earliest = min(done, key=lambda notice: (notice.step, notice.rank))
-        others = tuple(sorted(notice.rank for notice in done if notice is not earliest))
+        others = tuple(sorted({notice.rank for notice in done} - {earliest.rank}))
         return Attribution("finished", earliest.rank, seconds, others, waiting.rank)
     awaited = {each.rank: awaited_by(each.heartbeat) for each in observations if each.heartbeat is not None}
     first = min(awaited, key=lambda rank: (awaited[rank], rank))
