@@ -212,7 +212,7 @@ class LoadingWorker:
             "received": self.received,
             "wrong": self.wrong,
             "acknowledged": session.acknowledged,
-            "resent": session.resent,
+            "resent": session.exchanges.resent,
             "nbytes": max(exchange.sent_nbytes, exchange.received_nbytes),
         }
 

@@ -115,9 +115,6 @@ class PacedQueue:
             lane.waiting = True
             (self._short if short else self._long).append(lane)
 
-    def __bool__(self) -> bool:
-        return any(lane.head is not None for lane in self._lanes.values())
-
     def forget(self, target: int) -> None:
         """Drop the messages and the bucket of a target."""
         self._bucket_of.pop(target, None)

@@ -98,7 +98,7 @@ def test_an_unanswered_update_is_repeated_with_growing_timeouts() -> None:
         assert sent == ["update"]
         pauses.append(round(pause, 6))
     assert pauses == [1.2, 2.4, 4.8, 9.6, 19.2, 19.2]
-    assert driver.session_id.resent == 6
+    assert driver.session_id.exchanges.resent == 6
 
 
 def test_a_reply_resets_the_timeout_and_one_after_a_repetition_is_not_measured() -> None:

@@ -54,7 +54,7 @@ def test_without_a_bucket_everything_is_sent_at_once_interleaved_and_in_order():
             put(paced, envelope(target, sequence, LONG))
     assert paced.pump(0.0, transport) == math.inf
     assert keys(transport.taken) == [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (3, 2)]
-    assert not paced
+    assert paced.pump(0.0, transport) == math.inf, "nothing is left"
 
 
 def test_short_envelopes_go_first():
@@ -183,7 +183,7 @@ def test_an_unsendable_message_raises_once():
         paced.pump(0.0, send)
     assert paced.pump(0.0, send) == math.inf
     assert keys(transport.taken) == [(1, 1)]
-    assert not paced
+    assert paced.pump(0.0, send) == math.inf, "nothing is left"
 
 
 def test_long_texts_in_a_header_count():
@@ -221,4 +221,4 @@ def test_every_envelope_is_sent_once_in_order_at_the_rate(requests, draw):
             ]
             assert mine == sorted(mine)
     assert most_in_any(1.0, [(at, wire_nbytes(each)) for at, each in left]) <= rate + burst + 1
-    assert not paced
+    assert paced.pump(now, send) == math.inf, "nothing is left"

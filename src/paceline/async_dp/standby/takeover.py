@@ -1,4 +1,4 @@
-"""Waits until a standby must take over, and tells the former hub afterwards."""
+"""Waits until a standby must take over, and notifies the former hub afterwards."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def follow_active_hub(
 
 
 class FormerHub:
-    """Tells the hub at the address of the former one that it was superseded, whenever it can be reached.
+    """Notifies the hub at the address of the former one that it was superseded, whenever it can be reached.
 
     Args:
         address: of the former hub.

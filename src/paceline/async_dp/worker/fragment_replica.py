@@ -20,12 +20,14 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from paceline.async_dp.protocol.hub_messages import BULK_KINDS
 from paceline.async_dp.protocol.parameter_layout import FragmentLayout
-from paceline.async_dp.protocol.update_codec import UpdateCodec
+from paceline.async_dp.protocol.update_codec import UPDATE_CODECS, UpdateCodec
 from paceline.async_dp.row_arithmetic import FloatRow, as_row, as_tensor, copy_into, subtract
 from paceline.transport.envelope import Bytes
+from paceline.transport.header_layout import Header
 
-__all__ = ["FragmentReplica", "FragmentState"]
+__all__ = ["FragmentReplica", "FragmentState", "packet_limit"]
 
 
 _HARMLESS = "stale"
@@ -164,3 +166,13 @@ class FragmentReplica:
         if found is None:
             found = self._codecs[name] = UpdateCodec(self.fragment, name)
         return found
+
+
+def packet_limit(replicas: Mapping[int, FragmentReplica], header: Header) -> int | None:
+    """Return the most bytes of a message with this header from a hub; None: it is not expected."""
+    if header.kind not in BULK_KINDS:
+        return 0
+    replica = replicas.get(header.meta.get("fragment", -1))
+    if replica is None or header.dtype not in UPDATE_CODECS:
+        return None
+    return replica.codec_of(header.dtype).nbytes

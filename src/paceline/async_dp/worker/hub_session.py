@@ -24,7 +24,6 @@ from types import MappingProxyType
 from typing import Any
 
 from paceline.async_dp.protocol.hub_messages import (
-    BULK_KINDS,
     PROTOCOL_VERSION,
     HubMessage,
     meta_count,
@@ -33,15 +32,13 @@ from paceline.async_dp.protocol.hub_messages import (
 )
 from paceline.async_dp.protocol.message_assembly import MessageAssembler
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
-from paceline.async_dp.protocol.update_codec import UPDATE_CODECS
 from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate
-from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState
+from paceline.async_dp.worker.fragment_exchanges import FragmentExchanges
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, FragmentState, packet_limit
 from paceline.async_dp.worker.outbox_writer import OutboxWriter
-from paceline.async_dp.worker.reply_timeout import ReplyTimeout
 from paceline.async_dp.worker.session_state import FragmentExchange, HelloTimer, HubStatus, SessionRequest
 from paceline.errors import DamagedEnvelope, UsageError
 from paceline.transport.envelope import Envelope
-from paceline.transport.header_layout import Header
 from paceline.transport.transport_interface import HUB
 
 __all__ = ["HubSession"]
@@ -49,7 +46,6 @@ __all__ = ["HubSession"]
 log = logging.getLogger("paceline.async_dp")
 
 _HEARTBEAT_SECONDS = 2.0
-_TINY_SECONDS = 1e-6  # 0 is unknown
 _POSTPONED_SECONDS = 60.0  # after which it asks again
 
 
@@ -75,7 +71,7 @@ class HubSession:
         session_id: changes when the connection is lost.
         acknowledged: rounds that were merged.
         refused: rounds that were refused.
-        resent: repeated messages.
+        exchanges: updates and fetches in progress.
         reply_timeout: measures replies.
         postponed: updates that the hub has no memory for now: kind, round and fragment; the driver stops sending them.
     """
@@ -95,23 +91,21 @@ class HubSession:
         self.worker, self.name, self.layout, self.replicas = worker, name, layout, replicas
         self._outbox = OutboxWriter(outbox, name)
         self.hub_status, self.connected = HubStatus(run=run), False
-        self.acknowledged = self.refused = self.resent = 0
+        self.acknowledged = self.refused = 0
         self.heartbeat: Mapping[str, Any] = {}
         self.heartbeat_seconds = _HEARTBEAT_SECONDS
         self.requests: deque[SessionRequest] = deque()
         self._hello_meta, self._new_session_id = dict(hello_meta), new_session_id
-        self.session_id, self.sequence = new_session_id(), 0
-        self._exchanges: dict[int, FragmentExchange] = {}
-        self._resend_at: dict[int, float] = {}  # updates by fragment; infinity while one has not been sent
-        self._due = math.inf  # no later than the first of both
+        self.session_id = new_session_id()
+        self.exchanges = FragmentExchanges()
+        self.reply_timeout = self.exchanges.reply_timeout
         self._adopting: dict[int, HubMessage] = {}
         self.adopted: dict[int, HubMessage] | None = None
         self._never_fetched = set(replicas)
         self._gave_params = False  # the global parameters began as this worker's: the delta rule holds
-        self._assembler = MessageAssembler(self._max_nbytes)
+        self._assembler = MessageAssembler(lambda header: packet_limit(replicas, header))
         self._hello = HelloTimer()
         self._heartbeat_at = -math.inf
-        self.reply_timeout = ReplyTimeout()
         self.postponed: list[tuple[str, int, int]] = []
         self._outgoing: list[HubMessage] = []
 
@@ -144,7 +138,7 @@ class HubSession:
                 self._say_hello(now)
             elif self._never_fetched:
                 self._fetch_first(now)
-            if now >= self._due:
+            if now >= self.exchanges.due:
                 self._send_overdue(now)
             if now >= self._heartbeat_at:
                 self._heartbeat_at = now + self.heartbeat_seconds
@@ -157,18 +151,7 @@ class HubSession:
 
     def message_sent(self, message: HubMessage, now: float) -> None:
         """Record that all frames of a message were sent."""
-        resend_at = now + self.reply_timeout.seconds()
-        if message.kind == "update" and message.fragment in self._resend_at:
-            exchange = self._exchanges.get(message.fragment)
-            if exchange is not None:
-                exchange.sent, exchange.fetched = now, now + exchange.fetch_after
-                resend_at += exchange.fetch_after
-            self._resend_at[message.fragment] = resend_at
-        elif message.kind == "fetch" and message.fragment in self._exchanges:
-            self._exchanges[message.fragment].due = resend_at
-        else:
-            return
-        self._due = min(self._due, resend_at)
+        self.exchanges.on_sent(message, now)
 
     def reachable(self, now: float) -> None:
         """Record that the hub, or another, can be reached."""
@@ -190,26 +173,18 @@ class HubSession:
             return math.inf
         if not self.connected:
             return self._hello.due
-        due = min(self._due, self._heartbeat_at, self._outbox.due)
+        due = min(self.exchanges.due, self._heartbeat_at, self._outbox.due)
         return due if self.hub_status.phase == "together" else min(due, self._hello.due)
 
     @property
     def idle(self) -> bool:
         """Whether no exchange is in progress or requested."""
-        return not self._exchanges and not self.requests
+        return not self.exchanges and not self.requests
 
     def _send(
         self, kind: str, meta: Mapping[str, Any], fragment: int = 0, round: int = 0, **content: Any
     ) -> None:
         self._outgoing.append(HubMessage(kind, self.worker, HUB, round, fragment, meta, **content))
-
-    def _max_nbytes(self, header: Header) -> int | None:
-        if header.kind not in BULK_KINDS:
-            return 0
-        replica = self.replicas.get(header.meta.get("fragment", -1))
-        if replica is None or header.dtype not in UPDATE_CODECS:
-            return None
-        return replica.codec_of(header.dtype).nbytes
 
     # ------------------------------------------------------------------ connecting
 
@@ -248,7 +223,7 @@ class HubSession:
         for update in self._outbox.pending():
             if update.fragment in self.replicas:
                 self._send_update(update)
-        for fragment, exchange in self._exchanges.items():
+        for fragment, exchange in self.exchanges:
             exchange.measurable = False
             if exchange.stage == "params":
                 self._fetch(fragment, exchange, now)
@@ -263,7 +238,7 @@ class HubSession:
 
     def _fetch_first(self, now: float) -> None:
         """Fetch fragments that were never fetched, to overwrite the worker's unless they began as its own."""
-        for fragment in self._never_fetched - self._exchanges.keys() - self._resend_at.keys():
+        for fragment in self._never_fetched - self.exchanges.busy:
             replica = self.replicas[fragment]
             if replica.state is FragmentState.IDLE:
                 replica.state, replica.overwrite = FragmentState.EXCHANGING, not self._gave_params
@@ -281,7 +256,7 @@ class HubSession:
             self._send("parameters", {}, fragment, payload=replica.pack_params(), dtype="fp32")
             replica.state = FragmentState.IDLE
             return
-        exchange = self._exchanges[fragment] = FragmentExchange(request, "ack", now)
+        exchange = self.exchanges.begin(request, now)
         if request.kind == "fetch":
             self._schedule_fetch(fragment, exchange, now)
             return
@@ -301,22 +276,20 @@ class HubSession:
         """Send an update; it is repeated until it is acknowledged."""
         meta, dtype = {**update.values["meta"], **more}, update.values["dtype"]
         self._send("update", meta, update.fragment, update.round, payload=update.payload, dtype=dtype)
-        self._resend_at[update.fragment] = math.inf
+        self.exchanges.update_queued(update.fragment)
 
     def _on_later(self, message: HubMessage, now: float) -> None:
         """Send an update again once the hub has memory for it."""
         fragment = message.fragment
-        update = self._outbox.get(fragment) if fragment in self._resend_at else None
+        update = self._outbox.get(fragment) if self.exchanges.awaits_ack(fragment) else None
         if message.meta.get("what") != "update" or update is None or update.round != message.round:
             return
-        if fragment in self._exchanges:
-            self._exchanges[fragment].measurable = False
+        self.exchanges.mark_repeated(fragment)
         if message.meta.get("ready"):
             self._send_update(update)
         else:
             self.postponed.append(("update", message.round, fragment))
-            self._resend_at[fragment] = now + _POSTPONED_SECONDS
-            self._due = self._first_due()
+            self.exchanges.postpone(fragment, now + _POSTPONED_SECONDS)
 
     def _on_ack(self, message: HubMessage, now: float) -> None:
         self.hub_status.update(message.meta)
@@ -324,11 +297,10 @@ class HubSession:
         exchange = self._acknowledge(message, message.round, now)
         if exchange is None:
             return
-        if exchange.measurable:
-            self.reply_timeout.update_seconds = now - exchange.started
+        self.exchanges.measure_update(exchange, now)
         if message.meta.get("planned") and exchange.measurable:
-            exchange.stage, exchange.due = "params", max(now, exchange.fetched) + self.reply_timeout.seconds()
-            self._due = min(self._due, exchange.due)
+            exchange.stage = "params"
+            self.exchanges.wait(exchange, max(now, exchange.fetched) + self.reply_timeout.seconds())
         else:
             self._schedule_fetch(fragment, exchange, now)
 
@@ -337,8 +309,7 @@ class HubSession:
         fragment = message.fragment
         if not self._outbox.acknowledge(round, fragment):
             return None
-        self._resend_at.pop(fragment, None)  # missing: sent by an earlier process of this worker
-        self._due = self._first_due()
+        self.exchanges.acknowledged(fragment)
         why = meta_text(message.meta, "why")
         if why:
             self.refused += 1
@@ -346,7 +317,7 @@ class HubSession:
         else:
             self.acknowledged += 1
         self.reply_timeout.on_reply()
-        replica, exchange = self.replicas[fragment], self._exchanges.get(fragment)
+        replica, exchange = self.replicas[fragment], self.exchanges.get(fragment)
         if exchange is None or exchange.stage != "ack" or replica.round != round:
             return None
         if why:
@@ -358,11 +329,11 @@ class HubSession:
     def _schedule_fetch(self, fragment: int, exchange: FragmentExchange, now: float) -> None:
         """Fetch the global parameters, now or as late as they can be in time."""
         exchange.stage, exchange.measurable = "fetch", True
-        exchange.due = self.reply_timeout.fetch_at(exchange.request.by)
-        if exchange.due <= now:
+        due = self.reply_timeout.fetch_at(exchange.request.by)
+        if due <= now:
             self._fetch(fragment, exchange, now)
         else:
-            self._due = min(self._due, exchange.due)
+            self.exchanges.wait(exchange, due)
 
     def _fetch(self, fragment: int, exchange: FragmentExchange, now: float) -> None:
         exchange.stage, exchange.fetched, exchange.due = "params", now, math.inf
@@ -370,30 +341,12 @@ class HubSession:
 
     def _send_overdue(self, now: float) -> None:
         """Send fetches that are due, and repeat messages without a reply."""
-        resent = self.resent
-        for fragment, resend_at in self._resend_at.items():
-            if now >= resend_at:
-                self.resent += 1
-                if fragment in self._exchanges:
-                    self._exchanges[fragment].measurable = False
-                self._send_update(self._outbox.get(fragment))
-        for fragment, exchange in self._exchanges.items():
-            if now >= exchange.due:
-                if exchange.stage == "params":
-                    self.resent += 1
-                    exchange.measurable = False
-                self._fetch(fragment, exchange, now)
-        if self.resent > resent:
-            self.reply_timeout.on_repeat()
-        self._due = self._first_due()
-
-    def _first_due(self) -> float:
-        due = math.inf
-        for resend_at in self._resend_at.values():
-            due = resend_at if resend_at < due else due
-        for exchange in self._exchanges.values():
-            due = exchange.due if exchange.due < due else due
-        return due
+        updates, fetches = self.exchanges.overdue(now)
+        for fragment in updates:
+            self._send_update(self._outbox.get(fragment))
+        for fragment, exchange in fetches:
+            self._fetch(fragment, exchange, now)
+        self.exchanges.refresh()
 
     def _on_global_params(self, message: HubMessage, now: float) -> None:
         self.hub_status.update(message.meta)
@@ -402,25 +355,18 @@ class HubSession:
         if type(acked) is int:
             acknowledged = self._acknowledge(message, acked, now)
             if acknowledged is not None:
-                if acknowledged.measurable:
-                    self.reply_timeout.update_seconds = (
-                        acknowledged.sent - acknowledged.started + _TINY_SECONDS
-                    )
+                self.exchanges.measure_update(acknowledged, acknowledged.sent)
                 acknowledged.stage = "params"
-        exchange = self._exchanges.get(fragment)
+        exchange = self.exchanges.get(fragment)
         if exchange is None or exchange.stage == "ack":
             return
-        self.reply_timeout.on_reply()
-        if exchange.measurable:
-            self.reply_timeout.fetch_seconds = max(0.0, now - exchange.fetched)
         self._never_fetched.discard(fragment)
-        del self._exchanges[fragment]
-        self._due = self._first_due()
+        self.exchanges.end(fragment, now)
         try:
             self.replicas[fragment].receive(message.round, message.dtype, message.payload)
         except DamagedEnvelope:
             self._fetch(fragment, exchange, now)
-            self._exchanges[fragment] = exchange
+            self.exchanges.resume(fragment, exchange)
 
     # ------------------------------------------------------------------ before all share parameters
 

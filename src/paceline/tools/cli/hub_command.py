@@ -22,6 +22,7 @@ from paceline.tools.cli.shared_options import hub_optimizer, merge_rules
 from paceline.tools.command_options import own, shared
 
 if TYPE_CHECKING:
+    from paceline.async_dp.hub.hub_settings import HubRules
     from paceline.async_dp.wal.hub_journal import HubJournal
     from paceline.transport.zmq import HubExchange
     from paceline.transport.zmq.curve_keys import HubKeys
@@ -135,18 +136,9 @@ def serve(
     On this machine hub="runs/hub", the folder of --out, is enough: it holds the address, and the keys if there are none
     elsewhere. Workers on other machines need a copy of the file FOLDER/keys/worker.key (key=).
     """
-    from paceline.async_dp.hub.hub import Hub
-    from paceline.async_dp.hub.hub_server import HubServer
     from paceline.async_dp.hub.hub_settings import HubRules, HubShard, PopulationRules, ScreeningRules
     from paceline.async_dp.hub.staleness_policy import StalenessPolicy
-    from paceline.async_dp.protocol.hub_record import HubRecord
-    from paceline.async_dp.standby.standby_hub import begin_term
-    from paceline.async_dp.standby.standby_link import StandbyLink
-    from paceline.async_dp.standby.takeover import SHARED, FormerHub
-    from paceline.async_dp.wal.hub_term import HubTerm
     from paceline.async_dp.worker.worker_resources import bandwidth_limit
-    from paceline.integrations.loggers.hub_metrics import HubMetrics
-    from paceline.tools.cli.hub_live_table import HubLiveTable
     from paceline.transport.zmq import HubExchange, SocketSettings
 
     if not (exploding == 0 or exploding > 1):
@@ -180,30 +172,51 @@ def serve(
             return
         with journal:
             run = _run_name(name, journal)
-            term = HubTerm.read(out) if standby is None else begin_term(journal, time.time)
-            served = Hub(run, rules, journal, time.time)
-            link = StandbyLink(journal, run, term, "" if hub_keys is None else hub_keys.secret, time.time)
-            served.welcome_meta = link.welcome_meta
-            server = HubServer(served, exchange, link)
-            with contextlib.ExitStack() as stack:
-                record = HubRecord(
-                    exchange.address,
-                    socket.gethostname(),
-                    "" if worker_key is None else os.path.relpath(worker_key, out),
-                )
-                stack.enter_context(record.kept_in(out))
-                shown: list[HubLiveTable | HubMetrics | FormerHub] = []
-                if standby not in (None, SHARED):
-                    former = FormerHub(standby, run, link.proof, hub_keys)
-                    shown.append(stack.enter_context(former))
-                metrics = None if prometheus is None else stack.enter_context(HubMetrics(server, prometheus))
-                shown.append(stack.enter_context(HubLiveTable(served, exchange, out)))
-                if metrics is not None:
-                    typer.echo(f"metrics at {metrics.url}")
-                    shown.append(metrics)
-                server.run(stop, lambda: [each.refresh() for each in shown])
+            _serve_run(journal, rules, exchange, hub_keys, run, standby, worker_key, prometheus, stop)
     finally:
         exchange.close()
+
+
+def _serve_run(
+    journal: HubJournal,
+    rules: HubRules,
+    exchange: HubExchange,
+    keys: HubKeys | None,
+    run: str,
+    standby: str | None,
+    worker_key: Path | None,
+    prometheus: str | None,
+    stop: Callable[[], bool],
+) -> None:
+    """Serve the run in a journal, with table and metrics, until `stop` returns True."""
+    from paceline.async_dp.hub.hub import Hub
+    from paceline.async_dp.hub.hub_server import HubServer
+    from paceline.async_dp.protocol.hub_record import HubRecord
+    from paceline.async_dp.standby.standby_hub import begin_term
+    from paceline.async_dp.standby.standby_link import StandbyLink
+    from paceline.async_dp.standby.takeover import SHARED, FormerHub
+    from paceline.async_dp.wal.hub_term import HubTerm
+    from paceline.integrations.loggers.hub_metrics import HubMetrics
+    from paceline.tools.cli.hub_live_table import HubLiveTable
+
+    folder = journal.folder.path
+    term = HubTerm.read(folder) if standby is None else begin_term(journal, time.time)
+    served = Hub(run, rules, journal, time.time)
+    link = StandbyLink(journal, run, term, "" if keys is None else keys.secret, time.time)
+    served.welcome_meta = link.welcome_meta
+    server = HubServer(served, exchange, link)
+    with contextlib.ExitStack() as stack:
+        key = "" if worker_key is None else os.path.relpath(worker_key, folder)
+        stack.enter_context(HubRecord(exchange.address, socket.gethostname(), key).kept_in(folder))
+        shown: list[HubLiveTable | HubMetrics | FormerHub] = []
+        if standby not in (None, SHARED):
+            shown.append(stack.enter_context(FormerHub(standby, run, link.proof, keys)))
+        metrics = None if prometheus is None else stack.enter_context(HubMetrics(server, prometheus))
+        shown.append(stack.enter_context(HubLiveTable(served, exchange, folder)))
+        if metrics is not None:
+            typer.echo(f"metrics at {metrics.url}")
+            shown.append(metrics)
+        server.run(stop, lambda: [each.refresh() for each in shown])
 
 
 @app.command("keygen")

@@ -145,7 +145,11 @@ class SimulatedWorker:
 
     def _counted(self) -> Counter[str]:
         session = self.session
-        counts = {"acknowledged": session.acknowledged, "refused": session.refused, "resent": session.resent}
+        counts = {
+            "acknowledged": session.acknowledged,
+            "refused": session.refused,
+            "resent": session.exchanges.resent,
+        }
         counts |= vars(self.worker.counts)
         return Counter({name: count + self._earlier_counts[name] for name, count in counts.items()})
 

@@ -17,7 +17,6 @@ import contextlib
 import logging
 import math
 import os
-import resource
 import socket
 import struct
 import threading
@@ -28,6 +27,7 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from paceline._core.file_limit import raise_file_limit
 from paceline._core.job_key import JobKey
 from paceline.world.store.connection_limit import ConnectionLimit
 from paceline.world.store.request_messages import MAX_REQUEST_NBYTES, RequestHandler, SentReply
@@ -72,7 +72,7 @@ class RequestServer:
         self, host: str, port: int, key: JobKey | None, handlers: Mapping[bytes, RequestHandler]
     ) -> None:
         self._handlers = dict(handlers)
-        self._limit = ConnectionLimit(_raise_file_limit())
+        self._limit = ConnectionLimit(max(16, min(_MAX_PENDING, raise_file_limit(_WANTED_FILES) // 4)))
         self._client_of: dict[int, bytes] = {}
         self._fd_of: dict[bytes, int] = {}
         self._context: zmq.Context[Any] = zmq.Context()
@@ -246,14 +246,3 @@ def _drop(fd: int, port: int) -> None:
     if _peer_of(fd, port) is not None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
-
-
-def _raise_file_limit() -> int:
-    """Allow this process as many descriptors as it may have, and return how many of them callers may use."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
-    return _MAX_PENDING if soft == resource.RLIM_INFINITY else max(16, min(_MAX_PENDING, soft // 4))

@@ -172,13 +172,6 @@ def async_(
     )
     plan.policy.check(True, fragments)
     fault_share = parse_share_below_1("--spoil", spoil, "1%")
-    notes = request.make_notes(
-        workers,
-        length,
-        steps=steps if for_ is None else None,
-        without_churn=beside and bool(churn or fault_share),
-        without_bad_lr=beside and bool(bad_lr),
-    )
     simulation = request.AsyncRequest(
         plan=plan,
         schedules=schedules,
@@ -189,7 +182,13 @@ def async_(
         with_ddp=beside,
         fault_share=fault_share,
         target=target,
-        notes=notes,
+        notes=request.make_notes(
+            workers,
+            length,
+            steps=steps if for_ is None else None,
+            without_churn=beside and bool(churn or fault_share),
+            without_bad_lr=beside and bool(bad_lr),
+        ),
         settings=recorded_options(context),
     )
     _run(simulation, json_file, out)
