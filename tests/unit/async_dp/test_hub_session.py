@@ -289,3 +289,27 @@ def test_a_worker_leaves_a_standby_and_says_hello_at_once_where_it_arrives() -> 
     assert driver.sent() == []
     session.reachable(driver.now)
     assert driver.sent() == ["hello"]
+
+
+# ------------------------------------------------------------------ the worker's own parameters
+
+
+def test_a_repeated_request_that_crosses_the_parameters_is_not_answered_again() -> None:
+    driver = SessionDriver()
+    session = driver.session_id
+    driver.connect()
+    driver.receive("ask", round=3)
+    assert session.hub_status.wants_params
+    session.hub_status.take_ask(driver.now)
+    driver.receive("ask", round=3)
+    assert not session.hub_status.wants_params, "the training thread answers it"
+    session.requests.append(SessionRequest(0, "parameters"))
+    assert driver.sent() == ["parameters"]
+    driver.receive("ask", round=3)
+    assert not session.hub_status.wants_params
+    driver.receive("ask", round=4)
+    assert session.hub_status.wants_params, "another request"
+    session.hub_status.wants_params = False
+    driver.now += 6.0
+    driver.receive("ask", round=4)
+    assert session.hub_status.wants_params, "they were lost"

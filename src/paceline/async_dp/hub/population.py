@@ -131,6 +131,7 @@ def _scale(score: float) -> float:
 class _ParamsRequest:
     """A request for a worker's parameters."""
 
+    number: int  # of the request, from 1
     decisions: list[ReplaceDecision | JoinDecision | None]  # that need them; None: the start
     packets: dict[int, Bytes] = field(default_factory=dict)  # received, by fragment
 
@@ -155,7 +156,7 @@ class InitialParamsCoordinator:
         self._population = None if rules is None else Population(rules)
         self._send, self._record, self._start = send, record, start
         self._requests: dict[int, _ParamsRequest] = {}
-        self._last_requested = 0
+        self._last_requested = self._count = 0
 
     def expects(self, worker: int) -> bool:
         """Return whether parameters are requested from a worker and have not all arrived."""
@@ -226,11 +227,14 @@ class InitialParamsCoordinator:
 
     def _request(self, worker: int, decision: ReplaceDecision | JoinDecision | None) -> None:
         self._last_requested = worker
-        self._requests.setdefault(worker, _ParamsRequest([])).decisions.append(decision)
+        if worker not in self._requests:
+            self._count += 1
+            self._requests[worker] = _ParamsRequest(self._count, [])
+        self._requests[worker].decisions.append(decision)
         self._send_request(worker)
 
     def _send_request(self, worker: int) -> None:
-        self._send(HubMessage("ask", HUB, worker))
+        self._send(HubMessage("ask", HUB, worker, self._requests[worker].number))
 
     def _send_params(self, packets: Mapping[int, Bytes], decision: ReplaceDecision) -> None:
         meta: dict[str, Any] = {"lr": decision.lr, "by": decision.by, "why": decision.reason[:200]}

@@ -17,7 +17,7 @@
       ack            an update was merged, or refused and why; the decision is on disk
       global_params  answer to ``fetch`` or ``update``, and acknowledges the latter; payload: a packed fragment of the
                      global parameters
-      ask            requests the worker's parameters
+      ask            requests the worker's parameters; its round is the number of the request
       adopt          parameters of another worker that replace its own; payload: a packed fragment
       together       all share the global parameters from now on; names the worker they were taken from
     hub ↔ hub        see `paceline.async_dp.standby`

@@ -134,7 +134,7 @@ class AsyncWorker:
             self._send_due(now, step_seconds, count, schedule)
         for session in self.sessions:
             if session.hub_status.wants_params:
-                self._provide_params(session)
+                self._provide_params(session, now)
 
     def steps_until_due(self) -> int:
         """Return after how many more steps something is due, 1 or more, unless something arrives in between."""
@@ -279,7 +279,7 @@ class AsyncWorker:
         """
         for session in self.sessions:
             if session.hub_status.wants_params:
-                self._provide_params(session)
+                self._provide_params(session, now)
         for fragment, sent in list(self._finishing.items()):
             replica = self.replicas[fragment]
             if replica.state is FragmentState.RECEIVED:
@@ -317,11 +317,11 @@ class AsyncWorker:
         self.counts.replaced += 1
         self._reset_optimizer()
 
-    def _provide_params(self, session: HubSession) -> None:
+    def _provide_params(self, session: HubSession, now: float) -> None:
         """Send a hub the parameters of its fragments, once all of them are idle."""
         if any(replica.state is not FragmentState.IDLE for replica in session.replicas.values()):
             return
-        session.hub_status.wants_params = False
+        session.hub_status.take_ask(now)
         for fragment, replica in session.replicas.items():
             kept = replica.samples, replica.steps
             replica.snapshot()

@@ -254,6 +254,7 @@ class HubSession:
         replica = self.replicas[fragment]
         if request.kind == "parameters":
             self._send("parameters", {}, fragment, payload=replica.pack_params(), dtype="fp32")
+            self.hub_status.params_sent_at = now
             replica.state = FragmentState.IDLE
             return
         exchange = self.exchanges.begin(request, now)
@@ -371,7 +372,7 @@ class HubSession:
     # ------------------------------------------------------------------ before all share parameters
 
     def _on_ask(self, message: HubMessage, now: float) -> None:
-        self.hub_status.wants_params = True
+        self.hub_status.on_ask(message.round, now)
 
     def _on_adopt(self, message: HubMessage, now: float) -> None:
         """Pass another worker's parameters to the training thread once all fragments are here."""

@@ -13,6 +13,7 @@ from paceline.async_dp.standby.term_proof import TermProof
 __all__ = ["FragmentExchange", "HelloTimer", "HubStatus", "SessionRequest"]
 
 _HELLO_SECONDS, _MAX_HELLO_SECONDS = 1.0, 10.0
+_ASK_AGAIN_SECONDS = 5.0  # a hub repeats its request with the next welcome
 
 
 @dataclass(slots=True)
@@ -74,6 +75,8 @@ class HubStatus:
     samples: float = 0.0  # of all updates in the global parameters
     refusal: str = ""  # why this worker can't take part
     wants_params: bool = False  # this worker's parameters were requested
+    asked: int = 0  # number of the hub's last request for them
+    params_sent_at: float = -math.inf  # when they were last taken or sent
     term: TermProof = field(default_factory=TermProof)  # highest that a hub has proven
     standby: str = ""  # address of the hub that takes over if this one dies
     is_other_wanted: bool = False  # this hub is a standby, or older than one that is known
@@ -86,6 +89,16 @@ class HubStatus:
             return False
         self.term, self.standby = found, meta_text(meta, "standby")
         return True
+
+    def on_ask(self, request: int, now: float) -> None:
+        """Record that the worker's parameters were requested, unless those that it just sent answer this request."""
+        if request != self.asked or now >= self.params_sent_at + _ASK_AGAIN_SECONDS:
+            self.asked, self.wants_params = request, True
+
+    def take_ask(self, now: float) -> None:
+        """Record that the training thread answers the request."""
+        self.params_sent_at = now  # first: a repetition may arrive meanwhile in the other thread
+        self.wants_params = False
 
     def update(self, meta: Mapping[str, Any]) -> None:
         """Store the values that many messages repeat."""
