@@ -53,6 +53,9 @@ _URGENT_SECONDS = 1.5
 _LEAST_HEARTBEATS = 1.75
 """After this many intervals all ranks of a lost host are silent, not only some; see `StallLimits.minus`."""
 
+_LEAST_DUMP_SECONDS = 1.5
+"""A watchdog may get no turn this long on a loaded machine."""
+
 _LONG_TASKS = ("checkpoint", "eval")
 """Tasks that one rank may do alone while others wait, for as long as it takes."""
 
@@ -98,11 +101,23 @@ class StallLimits:
         stall: seconds for which ranks may wait for one that stands still.
         lost: seconds without a sign of life of a stopped process or an unreachable host.
         interval: seconds between two heartbeats, with usual delays.
+        urgent: a connection of this rank failed, so it names whom it can.
     """
 
     stall: float = 60.0
     lost: float = 15.0
     interval: float = 1.0
+    urgent: bool = False
+
+    @property
+    def dump(self) -> float:
+        """Seconds after which a process whose watchdog gets no turn dumps its stacks without Python's lock."""
+        return max(_LEAST_DUMP_SECONDS, min(5.0, self.stall / 3, self.lost / 3))
+
+    @property
+    def unseen(self) -> float:
+        """As `lost`, for a process that no other of its host has seen stopped: the stacks that it dumps come first."""
+        return self.lost if self.urgent else max(self.lost, 3 * self.dump)
 
     def minus(self, seconds: float, interval: float) -> StallLimits:
         """Return when to suspect a rank so that it is named within these limits if naming takes `seconds` more.
@@ -171,7 +186,10 @@ def attribute_failure(
         )
     if urgent:
         limits = StallLimits(
-            min(limits.stall, _URGENT_SECONDS), min(limits.lost, _URGENT_SECONDS), limits.interval
+            min(limits.stall, _URGENT_SECONDS),
+            min(limits.lost, _URGENT_SECONDS),
+            limits.interval,
+            urgent=True,
         )
     present = _present(observations, notices)
     return (
@@ -363,7 +381,7 @@ def _busy(
     if _is_silent(observed, limits):
         if _is_unanswered(observed, limits) or observed.link == "lost":
             return None  # the silence of its host will show whether that is the cause
-        if min(seconds, observed.silent) < (limits.stall if observed.dumped else limits.lost):
+        if min(seconds, observed.silent) < (limits.stall if observed.dumped else limits.unseen):
             return None
         kind = "held" if observed.dumped else "stopped"
         return Attribution(kind, observed.rank, observed.silent, (), waiting)

@@ -34,7 +34,6 @@ log = logging.getLogger("paceline.health")
 
 _LEAST_SECONDS = 0.02  # between two turns, however much arrives
 _QUIET_SECONDS = 0.5  # without a heartbeat of a rank on this host, before its process is checked
-_DUMP_SECONDS = 1.5  # least time without a turn before stacks are dumped without the lock
 _ABSENCE_SECONDS = 1.0
 _ACKNOWLEDGE_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 1.0  # wait for evidence of the reason after the launcher's request to exit
@@ -224,7 +223,7 @@ class MonitorThread:
 
     def _arm_stack_dump(self, now: float) -> None:
         """Restart the timer after which faulthandler dumps all stacks: it expires if this thread can't run."""
-        timeout = max(_DUMP_SECONDS, min(5.0, self.limits.stall / 3, self.limits.lost / 3))
+        timeout = self.limits.dump
         if self.mesh.dump is None or now - self._dump_armed_at < timeout / 3:
             return
         self._dump_armed_at = now

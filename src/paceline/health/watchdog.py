@@ -73,7 +73,8 @@ class Watchdog:
     Args:
         stall: seconds after which a rank that stands still is named, if others wait for it. A rank whose stack
             changes is working; evaluation and checkpoints never count as standing still.
-        lost: seconds after which a stopped process or an unreachable host is named; below 3, up to a second later.
+        lost: seconds after which a stopped process or an unreachable host is named; below 3, up to a second later;
+            a process that is stopped and alone on its host, after 4.5 at the earliest.
         on_stall: ``"leave"``: a stall ends the training on all ranks; ``"tell"``: it is only logged.
         warn: seconds of waiting after which a warning is logged, once per step; None: a quarter of `stall`.
         grace: seconds to free the training thread of a rank that is to end; a thread that still has not moved is

@@ -88,6 +88,7 @@ def test_workers_of_different_speeds_train_together() -> None:
                 tasks[index].net, tasks[index].optim, hub.address, 5, 2, name=f"w{index}"
             ) as training:
                 tasks[index].steps(150 * (index + 1), 0.002 / (index + 1))
+                wait_until(lambda: training.counts.sent > 15 or _step(tasks[index]))
                 counts[index] = training.counts
 
         counts = {}
@@ -135,11 +136,15 @@ def test_a_hub_merges_the_updates_of_a_round_by_quorum() -> None:
         tasks = [Task(seed) for seed in range(3)]
 
         def train(index: int) -> None:
-            with paceline.AsyncDataParallel(tasks[index].net, tasks[index].optim, hub.address, 5, 2):
+            with paceline.AsyncDataParallel(
+                tasks[index].net, tasks[index].optim, hub.address, 5, 2
+            ) as training:
                 tasks[index].steps(200, 0.002)
+                # Where the machine is busy elsewhere, updates come late, and merges are few.
+                wait_until(lambda: training.counts.taken > 30 or _step(tasks[index]))
 
         together(*(lambda index=index: train(index) for index in range(3)))
-        assert tasks[0].loss() < 0.05
+        assert all(task.loss() < 0.05 for task in tasks)
         records = list(hub.journal.ledger())
         merges = [each for each in records if each["kind"] == "merge"]
         arrived = [each["worker"] for each in records if each["kind"] == "update"]

@@ -287,6 +287,18 @@ def test_the_wait_of_a_silent_rank_is_no_evidence():
     assert found(world(*heartbeats, r1={"silent": 2.1, "dumped": True}), limits=limits) == ("held", 1)
 
 
+def test_a_silent_rank_that_nobody_saw_stopped_has_time_to_dump_its_stacks():
+    """On a loaded machine the stacks of a rank that holds Python's lock come later than a short `lost`."""
+    limits = replace(LIMITS, stall=2.0, lost=1.5)
+    for silent, expected in ((2.7, None), (4.6, ("stopped", 1))):
+        observations = world(waiting(0, silent), busy(1), waiting(2, silent), r1={"silent": silent})
+        assert found(observations, limits=limits) == expected
+    seen = world(heartbeat(0, age=2.7, stopped=(1,)), busy(1), waiting(2, 2.7), r1={"silent": 2.7})
+    assert found(seen, limits=limits) == ("stopped", 1)
+    dumped = world(waiting(0, 2.7), busy(1), waiting(2, 2.7), r1={"silent": 2.7, "dumped": True})
+    assert found(dumped, limits=limits) == ("held", 1)
+
+
 @pytest.mark.parametrize("how", ["stopped", "silent", "stalled"])
 def test_after_a_connection_error_weaker_evidence_counts(how):
     fields = {"stopped": {}, "silent": {}, "stalled": {"still": 2.0}}[how]
