@@ -9,6 +9,8 @@ import torch
 
 import paceline
 from paceline.errors import UsageError
+from paceline.parallel.gradient_collectives import Comm
+from paceline.parallel.sharding.fsdp import FSDPEngine, FSDPModule
 from paceline.parallel.strategy import ALIASES, STRATEGIES, Sync
 from paceline.tools.train.train_settings import TrainSettings
 
@@ -67,3 +69,11 @@ def test_an_unknown_name_lists_the_valid_ones_and_suggests_the_nearest(given, me
 )
 def test_labels(plan, label):
     assert plan.label == label
+
+
+def test_full_shard_names_the_torch_that_it_needs(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    net = torch.nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"full-shard needs torch 2\.13 or later; this is 2\."):
+        FSDPEngine(net, Comm(), Sync.of("full-shard"), None, None)
+    assert type(net) is torch.nn.Linear, "unchanged"

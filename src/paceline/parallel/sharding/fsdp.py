@@ -81,6 +81,11 @@ class FSDPEngine(Reducer):
         units: Sequence[torch.nn.Module] | None,
         gather_dtype: torch.dtype | None = None,
     ) -> None:
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise UsageError(
+                f"full-shard needs torch 2.13 or later; this is {torch.__version__}",
+                remedy="update torch, or pass sync='sharded'",
+            )
         self.module: torch.nn.Module = module
         self.units = default_units(module) if units is None else _checked_units(module, units)
         whole = _unshardable(module)
