@@ -187,7 +187,7 @@ class LoadingWorker:
         wait = self.driver.turn(self.exchange.poll(0.0), now)
         replica, session = self.replica, self.session
         if session.hub_status.wants_params and replica.state is FragmentState.IDLE:
-            session.hub_status.wants_params = False
+            session.hub_status.take_ask(now)
             replica.state = FragmentState.EXCHANGING
             session.requests.append(SessionRequest(0, "parameters"))
         elif replica.state is FragmentState.RECEIVED:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import on_device as on
 import pytest
 import torch
 
 import paceline
+from hub_process import hub_thread
+from paceline._core.job_key import JobKey
 
 STEPS, TOLERANCE = 5, 1e-10
 DEVICE = "cuda:0"
@@ -128,3 +132,23 @@ def test_a_world_of_one_takes_no_memory(world):
     peak(lambda net: net)  # workspaces of the first use
     bare, ours = peak(lambda net: net), peak(paceline.DataParallel)
     assert abs(ours - bare) <= 4096
+
+
+@pytest.mark.parametrize("compression", [None, "bf16", "int4", "topk-int2"])
+def test_a_worker_of_a_hub_trains_on_the_gpu(monkeypatch, compression):
+    for name, value in JobKey.generate().environment().items():
+        monkeypatch.setenv(name, value)
+    model, inputs, targets = on.build("Plain", DEVICE).float(), *on.batch(0, [0], DEVICE)
+    inputs, targets = inputs.float(), targets.float()
+    optim = torch.optim.AdamW(model.parameters(), lr=on.RATE)
+    first = on.loss_of(model, inputs, targets).item()
+    with hub_thread() as hub:
+        with paceline.AsyncDataParallel(model, optim, hub.address, 4, 1, compression=compression) as training:
+            deadline = time.monotonic() + 60
+            while training.counts.taken < 40 and time.monotonic() < deadline:
+                on.loss_of(model, inputs, targets).backward()
+                optim.step()
+                optim.zero_grad()
+        assert hub.hub.updates >= training.counts.sent >= 30
+        assert hub.hub.refused == {}
+    assert on.loss_of(model, inputs, targets).item() < 0.5 * first
