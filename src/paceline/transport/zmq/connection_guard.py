@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
@@ -74,6 +73,8 @@ class _Connection:
     accepted_at: float
     key: str | None = None  # of its worker; None: no message arrived yet
     arrived_nbytes: int = 0  # in messages
+    sent_nbytes: int = 0  # that the peer acknowledged, and those received from it, when last read
+    received_nbytes: int = 0
 
 
 class ConnectionGuard:
@@ -149,9 +150,11 @@ class ConnectionGuard:
                     self._handle_events()
                     excess = len(self._connections) - self._max_connections
                     if excess > 0:
+                        self._read_counters()
                         self._end_strangers(self._strangers(), excess)
                     if time.monotonic() >= checked_at + _CHECK_SECONDS:
                         checked_at = time.monotonic()
+                        self._read_counters()
                         slow = self._strangers(checked_at - _HANDSHAKE_SECONDS)
                         self._end_strangers(slow, len(slow) - MAX_STRANGERS)
                         self._end_withdrawn()
@@ -202,10 +205,11 @@ class ConnectionGuard:
 
     def _strangers(self, before: float = math.inf) -> list[_Connection]:
         """Return the connections accepted before a time that are not admitted, the oldest first."""
-        unknown = [
-            each for each in self._connections.values() if each.key is None and each.accepted_at <= before
+        return [
+            each
+            for each in self._connections.values()
+            if each.key is None and each.accepted_at <= before and not self._is_admitted(each)
         ]
-        return [each for each in unknown if not self._is_admitted(each)]
 
     def _end_strangers(self, strangers: list[_Connection], count: int) -> None:
         """End so many of these connections: those from the most frequent address, the oldest first."""
@@ -216,15 +220,24 @@ class ConnectionGuard:
     def _end_oversized(self) -> None:
         """End connections that sent too much before a whole message; see [Note: no limit in libzmq]."""
         for connection in list(self._connections.values()):
-            counters = _tcp_counters(connection)
-            if counters is None:
-                continue
-            sent, received = counters
-            if connection.key is None and sent <= self._handshake_nbytes:
+            received = connection.received_nbytes
+            if connection.key is None and not self._is_admitted(connection):
                 if received > _STRANGER_NBYTES:
                     self._end(connection, "oversized handshake")
             elif received > connection.arrived_nbytes * _OVERHEAD + self._unfinished_nbytes:
                 self._end(connection, "unfinished message")
+
+    def _read_counters(self) -> None:
+        """Read what each connection has transferred, where the kernel tells."""
+        if not sys.platform.startswith("linux"):
+            return
+        for connection in self._connections.values():
+            if connection.address:
+                with contextlib.suppress(OSError), _duplicate(connection.fd, connection.inode) as peer:
+                    info = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_NBYTES)
+                    if len(info) == _INFO_NBYTES:
+                        counters = _COUNTERS.unpack_from(info, _INFO_NBYTES - _COUNTERS.size)
+                        connection.sent_nbytes, connection.received_nbytes = counters
 
     @property
     def _handshake_nbytes(self) -> int:
@@ -232,8 +245,7 @@ class ConnectionGuard:
 
     def _is_admitted(self, connection: _Connection) -> bool:
         """Return whether a connection that sent no message is known to have been admitted."""
-        counters = _tcp_counters(connection)
-        return counters is not None and counters[0] > self._handshake_nbytes
+        return connection.sent_nbytes > self._handshake_nbytes
 
 
 @contextlib.contextmanager
@@ -245,21 +257,13 @@ def _duplicate(fd: int, inode: int | None = None) -> Iterator[socket.socket]:
     """
     duplicate = os.dup(fd)
     try:
-        peer = socket.socket(fileno=duplicate)
+        if inode is not None and os.fstat(duplicate).st_ino != inode:
+            raise OSError("the descriptor was reused")
+        # Given type and protocol, Python does not ask the kernel for them; nor for the family if it is not needed.
+        family = -1 if inode is None else socket.AF_INET
+        peer = socket.socket(family, socket.SOCK_STREAM, 0, fileno=duplicate)
     except BaseException:
         os.close(duplicate)
         raise
     with peer:
-        if inode is not None and os.fstat(duplicate).st_ino != inode:
-            raise OSError("the descriptor was reused")
         yield peer
-
-
-def _tcp_counters(connection: _Connection) -> tuple[int, int] | None:
-    """Return the bytes that the peer of a connection acknowledged, and those received from it; None if unknown."""
-    if not connection.address or not sys.platform.startswith("linux"):
-        return None
-    info: Any = b""
-    with contextlib.suppress(OSError), _duplicate(connection.fd, connection.inode) as peer:
-        info = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_NBYTES)
-    return None if len(info) < _INFO_NBYTES else _COUNTERS.unpack_from(info, _INFO_NBYTES - _COUNTERS.size)
