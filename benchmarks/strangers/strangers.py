@@ -36,6 +36,7 @@ from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_server import HubServer
 from paceline.async_dp.hub.hub_settings import HubRules
 from paceline.async_dp.wal.memory_journal import MemoryJournal
+from paceline.errors import UsageError
 from paceline.launch.agent.job_server import serve_jobs
 from paceline.launch.agent.rendezvous_address import RendezvousAddress, free_port
 from paceline.tools.bench.progress_bar import ProgressBar
@@ -60,10 +61,11 @@ WORDS = [
 ]
 NOBODY = 65534
 BATCH, CONTEXT = 4, 128  # windows and tokens of a rank's step
-STEPS, EXCHANGES, REQUESTS = 24, 1000, 4000  # of a block
+STEPS, EXCHANGES, BURST_EXCHANGES, REQUESTS = 24, 1000, 300, 4000  # of a block
 SUBJECTS = {
     "training": "two ranks that train the mini GPT under a Watchdog",
     "hub": "a hub and a worker that exchanges after every step",
+    "burst": "the same in short blocks: 500 connections at once, every 300 exchanges",
     "rendezvous": "the server of jobs and a host that sets and gets keys",
 }
 
@@ -73,13 +75,18 @@ bench = Benchmark(__file__)
 @bench.run
 def run(
     rounds: Annotated[int, Option(min=1, help="Blocks of each kind, per subject.")] = 30,
+    only: Annotated[str, Option(help="Subject to measure; the others keep their results.")] = "",
     json_file: JsonOption = None,
 ) -> None:
     """Measure what callers cost."""
-    path, found = bench.output(json_file, "strangers"), {}
+    if only not in ("", *SUBJECTS):
+        raise UsageError(f"--only {only!r} is no subject", remedy=f"choose {', '.join(SUBJECTS)}")
+    path = bench.output(json_file, "strangers")
+    chosen = [only] if only else list(SUBJECTS)
+    found = bench.read("strangers")["subjects"] if only else {}
     os.environ.update(JobKey.generate().environment())
-    with ProgressBar("strangers", len(SUBJECTS)) as tick:
-        for subject in SUBJECTS:
+    with ProgressBar("strangers", len(chosen)) as tick:
+        for subject in chosen:
             job = {"subject": subject, "rounds": rounds}
             turns = bench.start_ranks(job, 2 if subject == "training" else 1, timeout=600)
             found[subject] = {
@@ -97,7 +104,8 @@ def run(
 @bench.rank
 def rank(job: dict[str, Any]) -> dict[str, Any] | None:
     """Measure blocks of one subject."""
-    return {"training": training, "hub": hub, "rendezvous": rendezvous}[job["subject"]](job["rounds"])
+    subject = {"training": training, "hub": hub, "burst": burst, "rendezvous": rendezvous}[job["subject"]]
+    return subject(job["rounds"])
 
 
 # ---------------------------------------------------------------------- what is measured
@@ -127,7 +135,12 @@ def training(rounds: int) -> dict[str, Any] | None:
     return found if world.rank == 0 else None
 
 
-def hub(rounds: int) -> dict[str, Any]:
+def burst(rounds: int) -> dict[str, Any]:
+    """As `hub`, with blocks so short that opening all connections is most of what strangers do."""
+    return hub(rounds, BURST_EXCHANGES)
+
+
+def hub(rounds: int, exchanges: int = EXCHANGES) -> dict[str, Any]:
     """Serve a hub, and be its worker."""
     key = JobKey.from_environment(os.environ)
     assert key is not None
@@ -141,7 +154,7 @@ def hub(rounds: int) -> dict[str, Any]:
     with paceline.AsyncDataParallel(net, optim, exchange.address, 1, 0) as worker:
 
         def block() -> None:
-            until = worker.counts.taken + EXCHANGES
+            until = worker.counts.taken + exchanges
             while worker.counts.taken < until:
                 net(torch.ones(4, 64)).square().mean().backward()
                 optim.step()
@@ -275,10 +288,12 @@ def strangers(ports: list[int]) -> None:
 def tables() -> dict[str, str]:
     """Return the block of README.md: a row per subject."""
     rows = []
-    for subject, found in bench.read("strangers")["subjects"].items():
+    subjects = bench.read("strangers")["subjects"]
+    for subject, title in SUBJECTS.items():
+        found = subjects[subject]
         ratios = [f"{Ratio(**found[clock]):.3f}" for clock in ("seconds", "processor_seconds")]
         block = median(found["without"]["seconds"])
-        rows.append([SUBJECTS[subject], f"{found['calls']:,}", f"{block:.2f}", *ratios])
+        rows.append([title, f"{found['calls']:,}", f"{block:.2f}", *ratios])
     titles = [
         "",
         "calls",

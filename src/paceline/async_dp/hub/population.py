@@ -156,7 +156,7 @@ class InitialParamsCoordinator:
         self._population = None if rules is None else Population(rules)
         self._send, self._record, self._start = send, record, start
         self._requests: dict[int, _ParamsRequest] = {}
-        self._last_requested = self._count = 0
+        self._last_requested = self._request_count = 0
 
     def expects(self, worker: int) -> bool:
         """Return whether parameters are requested from a worker and have not all arrived."""
@@ -228,8 +228,8 @@ class InitialParamsCoordinator:
     def _request(self, worker: int, decision: ReplaceDecision | JoinDecision | None) -> None:
         self._last_requested = worker
         if worker not in self._requests:
-            self._count += 1
-            self._requests[worker] = _ParamsRequest(self._count, [])
+            self._request_count += 1
+            self._requests[worker] = _ParamsRequest(self._request_count, [])
         self._requests[worker].decisions.append(decision)
         self._send_request(worker)
 

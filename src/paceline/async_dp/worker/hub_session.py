@@ -96,16 +96,14 @@ class HubSession:
         self.heartbeat_seconds = _HEARTBEAT_SECONDS
         self.requests: deque[SessionRequest] = deque()
         self._hello_meta, self._new_session_id = dict(hello_meta), new_session_id
-        self.session_id = new_session_id()
-        self.exchanges = FragmentExchanges()
+        self.session_id, self.exchanges = new_session_id(), FragmentExchanges()
         self.reply_timeout = self.exchanges.reply_timeout
         self._adopting: dict[int, HubMessage] = {}
         self.adopted: dict[int, HubMessage] | None = None
         self._never_fetched = set(replicas)
         self._gave_params = False  # the global parameters began as this worker's: the delta rule holds
         self._assembler = MessageAssembler(lambda header: packet_limit(replicas, header))
-        self._hello = HelloTimer()
-        self._heartbeat_at = -math.inf
+        self._hello, self._heartbeat_at = HelloTimer(), -math.inf
         self.postponed: list[tuple[str, int, int]] = []
         self._outgoing: list[HubMessage] = []
 

@@ -228,7 +228,7 @@ class ConnectionGuard:
                 self._end(connection, "unfinished message")
 
     def _read_counters(self) -> None:
-        """Read what each connection has transferred, where the kernel tells."""
+        """Read how many bytes each connection has transferred; only Linux counts them."""
         if not sys.platform.startswith("linux"):
             return
         for connection in self._connections.values():

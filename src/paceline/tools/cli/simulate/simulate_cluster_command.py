@@ -144,8 +144,7 @@ def cluster(
     from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan
     from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 
-    numbers = request.parse_nodes(nnodes)
-    parameter_count = parse_model_parameters(model, parameters)
+    numbers, parameter_count = request.parse_nodes(nnodes), parse_model_parameters(model, parameters)
     step_seconds, measured = request.parse_step(step)
     if gradient_bytes not in (1, 2, 4):
         raise UsageError(f"--gradient-bytes {gradient_bytes}", remedy="pass 4, 2 or 1 bytes")
