@@ -73,7 +73,7 @@ class FailureDetector:
     Attributes:
         heartbeats: the latest of each rank of this group.
         heard_at: when they arrived; at first, when this object was made.
-        dumped: ranks that wrote their stacks without Python's lock since their latest heartbeats.
+        dumped: the latest heartbeat of each rank before it wrote its stacks without Python's lock.
         step_times: working seconds per step of each rank of this group.
         acknowledged: ranks that have a notice of this one, by its key.
         pending: a failure that waits for better evidence, and since when.
@@ -95,7 +95,7 @@ class FailureDetector:
         self.mates = groups.mates(own)
         self.heartbeats: dict[int, Heartbeat] = {}
         self.heard_at = dict.fromkeys(sorted((own, *self.mates)), now)
-        self.dumped: set[int] = set()
+        self.dumped: dict[int, int] = {}
         self.step_times = StepTimes()
         self.acknowledged: dict[tuple[str, ...], set[int]] = {}
         self.pending: tuple[Attribution, float] | None = None
@@ -106,7 +106,7 @@ class FailureDetector:
         self._synchronised: dict[int, object] = {}
         self._changes = -1  # of connections at the latest report
         self._warned: set[tuple[int | None, int]] = set()
-        self._stack_sent_at = float("-inf")
+        self._stack_sent = float("-inf"), ""
 
     # ------------------------------------------------------------------ messages
 
@@ -138,8 +138,8 @@ class FailureDetector:
         if known is not None and heartbeat.sequence <= known.sequence:
             return
         self.heartbeats[rank], self.heard_at[rank] = heartbeat, now
-        if rank in self.dumped:
-            self.dumped.discard(rank)
+        if self.dumped.get(rank, heartbeat.sequence) < heartbeat.sequence:
+            del self.dumped[rank]
             self._mesh.discard_dump(rank)
         if heartbeat.sees_waiting:
             self.step_times.add(rank, heartbeat.rounds, heartbeat.busy_seconds)
@@ -190,12 +190,15 @@ class FailureDetector:
             notice: the event.
             source: rank that sent it; None: it comes from this rank.
         """
-        if notice.key in self._notices or len(self._notices) > 8 * len(self._mesh.endpoints) + 100:
+        known = self._notices.get(notice.key)
+        if known is None and len(self._notices) > 8 * len(self._mesh.endpoints) + 100:
+            return False
+        if known is not None and (notice.kind != "stack" or notice.sequence <= known[0].sequence):
             return False
         news = self._is_news(notice)
         self._notices[notice.key] = notice, self._mesh.now()
-        if notice.kind == "stack" and notice.name == "dump":
-            self.dumped.add(notice.rank)
+        if notice.name == "dump" and notice.sequence >= self.latest_sequence(notice.rank):
+            self.dumped[notice.rank] = notice.sequence
         if news if source is not None else news or notice.kind not in ("gone", "verdict"):
             self._mesh.send(notice.message(), besides=source)
         return True
@@ -226,7 +229,14 @@ class FailureDetector:
         """Return a notice of this rank about itself, with its present state."""
         rank, phase = self._mesh.own.rank, self._state.task or self._state.phase
         place = {"step": self._state.step, "phase": phase, "bucket": self._state.bucket}
-        return FailureNotice(kind, rank, rank, name=name, text=text, **place)
+        return FailureNotice(
+            kind, rank, rank, name=name, text=text, sequence=self.latest_sequence(rank), **place
+        )
+
+    def latest_sequence(self, rank: int) -> int:
+        """Return the number of a rank's latest heartbeat; 0: none has arrived."""
+        known = self.heartbeats.get(rank)
+        return 0 if known is None else known.sequence
 
     def ignore_absence(self, seconds: float) -> None:
         """Shift all arrival times: for so long this rank could not receive."""
@@ -342,12 +352,13 @@ class FailureDetector:
         late = find_late_rank(*self.snapshot(), self._warn_seconds, self._limits.interval)
         if late is None:
             return
-        if late.rank == self._mesh.own.rank and now - self._stack_sent_at > _STACK_SECONDS:
-            self._stack_sent_at = now
-            ident = self._mesh.own.thread_ident
-            fingerprint = thread_probe.stack_fingerprint(thread_probe.current_frame(ident))
-            stack = thread_probe.format_stack(ident)
-            self.publish(self.own_notice("stack", name=f"{fingerprint:x}", text=stack))
+        own, (sent_at, sent) = self._mesh.own, self._stack_sent
+        if late.rank == own.rank and now - sent_at > _STACK_SECONDS:
+            fingerprint = f"{thread_probe.stack_fingerprint(thread_probe.current_frame(own.thread_ident)):x}"
+            self._stack_sent = now, fingerprint
+            if fingerprint != sent:
+                stack = thread_probe.format_stack(own.thread_ident)
+                self.publish(self.own_notice("stack", name=fingerprint, text=stack))
         self._warn(late)
 
     def _warn(self, stall: Attribution) -> None:

@@ -126,6 +126,7 @@ class FailureNotice:
         code: exit code of the process; −n: ended by signal n; None: unknown.
         step, phase, bucket: state of the rank at that time.
         others: ranks with the same failure.
+        sequence: number of the latest heartbeat of the rank before it; counts for stacks.
     """
 
     kind: NoticeKind
@@ -140,11 +141,12 @@ class FailureNotice:
     phase: Name = ""
     bucket: Integer = -1
     others: tuple[Integer, ...] = ()
+    sequence: Integer = 0
 
     @property
-    def key(self) -> tuple[str, ...]:
-        """Identity: a rank reports each kind of event of another rank once, and each stack once."""
-        return self.kind, str(self.rank), str(self.by), self.name if self.kind == "stack" else ""
+    def key(self) -> tuple[str, str, str]:
+        """Identity: a rank reports each kind of event of another rank once; a later stack replaces one before."""
+        return self.kind, str(self.rank), str(self.by)
 
     def message(self) -> dict[str, Any]:
         """Return this notice as a message."""

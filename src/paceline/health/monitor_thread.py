@@ -15,7 +15,7 @@ import faulthandler
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from paceline._core.graceful_shutdown import ShutdownListener
 from paceline.errors import PeerFailed
@@ -167,6 +167,10 @@ class MonitorThread:
     def _turn(self, ended: Collection[int] = ()) -> None:
         """Take one turn; `ended` are pidfds of processes that have ended."""
         now = time.monotonic()
+        due = now - self._heartbeat_sent_at > 0.9 * HEARTBEAT_SECONDS
+        dumps = (
+            list(self.mesh.stack_dumps()) if due else []
+        )  # before the heartbeats: those that precede them are there
         absent = now - self._turned_at - HEARTBEAT_SECONDS if self._turned_at else 0.0
         self._turned_at = now
         if absent > _ABSENCE_SECONDS:  # see [Note: own absence]
@@ -180,9 +184,9 @@ class MonitorThread:
         if not self._connected.is_set() and not self.mesh.missing():
             self._connected.set()
         self._check_local_processes(now, ended)
-        if now - self._heartbeat_sent_at > 0.9 * HEARTBEAT_SECONDS:
+        self._publish_stack_dumps(dumps)
+        if due:
             self._heartbeat_sent_at = now
-            self._read_stack_dumps()
             self._send_heartbeat(now)
             self._arm_stack_dump(now)
         self.detector.report(now)
@@ -191,12 +195,15 @@ class MonitorThread:
         elif not self._exiting:
             self._detect(now)
 
-    def _read_stack_dumps(self) -> None:
-        for rank, text in self.mesh.stack_dumps():
+    def _publish_stack_dumps(self, dumps: Iterable[tuple[int, str]]) -> None:
+        for rank, text in dumps:
             stack = thread_probe.stack_in_dump(text, self.endpoints[rank].thread_ident)
             if stack:
                 text = clip_text(f"(dumped without Python's lock)\n{stack}")
-                self.detector.publish(FailureNotice("stack", rank, self.own.rank, name="dump", text=text))
+                sequence = self.detector.latest_sequence(rank)
+                self.detector.publish(
+                    FailureNotice("stack", rank, self.own.rank, name="dump", text=text, sequence=sequence)
+                )
 
     def _check_local_processes(self, now: float, ended: Collection[int]) -> None:
         """Find stopped or ended processes among those of this host that ended or are silent."""

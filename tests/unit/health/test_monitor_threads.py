@@ -14,7 +14,7 @@ from paceline._core import graceful_shutdown
 from paceline.health import abort_collectives, thread_probe
 from paceline.health.aggregation.groups import PeerGroups
 from paceline.health.attribution import StallLimits
-from paceline.health.heartbeat import FailureNotice
+from paceline.health.heartbeat import FailureNotice, Heartbeat
 from paceline.health.monitor_thread import MonitorThread
 from paceline.health.peer_endpoint import LOOPBACK, PeerEndpoint, open_listener
 from paceline.health.peer_mesh import PeerMesh
@@ -218,6 +218,48 @@ def test_an_exception_reaches_all_ranks(make_monitors, ranks, per_host):
         assert (each.error.rank, each.error.kind, each.error.host) == (1, "raised", "pc1")
         assert "raised ValueError: no" in str(each.error)
         assert "| its traceback" in str(each.error)
+
+
+def is_seen_as_dumped(detector, rank):
+    return next(row.dumped for row in detector.snapshot()[0] if row.rank == rank)
+
+
+def dump_of(rank, by, sequence):
+    return FailureNotice("stack", rank, by, name="dump", text=f"stack {sequence}", sequence=sequence)
+
+
+def test_each_stack_that_a_rank_dumps_counts_until_its_next_heartbeat(make_monitors):
+    detectors = [each.detector for each in make_monitors(3)]
+    for sequence in (1, 2, 3):
+        for each in detectors:
+            each.add_heartbeat(Heartbeat(1, sequence), 0.0)
+            assert not is_seen_as_dumped(each, 1)
+        assert detectors[2].publish(dump_of(1, 2, sequence))
+        assert detectors[0].publish(dump_of(1, 2, sequence), source=2)
+        assert not detectors[0].publish(dump_of(1, 2, sequence), source=2)
+        assert all(is_seen_as_dumped(detectors[rank], 1) for rank in (0, 2))
+    stacks = [each.text for each in detectors[0].snapshot()[1] if each.kind == "stack"]
+    assert stacks == ["stack 3"], "the latest alone"
+
+
+def test_a_stack_that_arrives_before_the_last_heartbeat_counts(make_monitors):
+    detector = make_monitors(3)[0].detector
+    detector.add_heartbeat(Heartbeat(1, 1), 0.0)
+    detector.publish(dump_of(1, 2, 5), source=2)
+    for sequence in (2, 5):
+        detector.add_heartbeat(Heartbeat(1, sequence), 0.0)
+        assert is_seen_as_dumped(detector, 1)
+    detector.add_heartbeat(Heartbeat(1, 6), 0.0)
+    assert not is_seen_as_dumped(detector, 1)
+
+
+def test_the_stacks_of_a_long_run_leave_room_for_a_failure(make_monitors):
+    detector = make_monitors(2)[0].detector
+    for sequence in range(1, 1000):
+        own = FailureNotice("stack", 1, 1, name=f"{sequence:x}", text="…", sequence=sequence)
+        detector.publish(own, source=1)
+    assert detector.publish(FailureNotice("raised", 1, 1, name="ValueError"), source=1)
+    assert detector.attribute().kind == "raised"
 
 
 def test_every_host_is_heard_by_every_rank(make_monitors):
