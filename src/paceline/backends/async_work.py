@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
 import weakref
@@ -26,6 +28,9 @@ Callback = Callable[[], None]
 _JOIN_SECONDS = 1.0
 """Wait for the thread of an aborted queue to return from its call."""
 
+_EXIT_SECONDS = 5.0
+"""Wait for callbacks when the interpreter ends."""
+
 
 def untraced(cls: _Class) -> _Class:
     """Exclude the methods of a class, and everything that they call, from torch.compile.
@@ -38,6 +43,42 @@ def untraced(cls: _Class) -> _Class:
         if isfunction(value):
             eval_frame.set_code_exec_strategy(value.__code__, skip)
     return cls
+
+
+class _Callbacks:
+    """Runs the callbacks of futures, until the interpreter ends.
+
+    They are called from C++. A daemon thread that still runs one then would be stopped there, which aborts the process.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+        atexit.register(self._close)
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._changed, self._running, self._closed = threading.Condition(), 0, False
+
+    def run(self, trigger: torch.futures.Future) -> None:
+        """Complete a future, unless the interpreter ends."""
+        with self._changed:
+            if self._closed:
+                return
+            self._running += 1
+        try:
+            trigger.set_result(None)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: self._running == 0, _EXIT_SECONDS)
+
+
+_callbacks = _Callbacks()
 
 
 @untraced
@@ -79,7 +120,7 @@ class CollectiveWork(dist.Work):
             self._error = error
             self.ended = time.perf_counter()
             self._done.set()
-            return None if self._trigger is None else partial(self._trigger.set_result, None)
+            return None if self._trigger is None else partial(_callbacks.run, self._trigger)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until it is done.
@@ -130,7 +171,7 @@ class CollectiveWork(dist.Work):
             self._future = trigger.then(self._outcome)
             done = self._done.is_set()
         if done:
-            trigger.set_result(None)
+            _callbacks.run(trigger)
         return self._future
 
     def _outcome(self, _: object) -> list[torch.Tensor]:
