@@ -181,7 +181,10 @@ class MonitorThread:
             except MalformedFrame as error:
                 log.warning("rank %d sent a malformed message (%s): its connection is closed", rank, error)
                 self.mesh.reject(rank)
-        if not self._connected.is_set() and not self.mesh.missing():
+        if not self._connected.is_set() and not self.mesh.missing() and not self.mesh.awaits_dump():
+            self._arm_stack_dump(
+                now
+            )  # before the training, which may hold Python's lock from its first step on
             self._connected.set()
         self._check_local_processes(now, ended)
         self._publish_stack_dumps(dumps)

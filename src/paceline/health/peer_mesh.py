@@ -117,7 +117,14 @@ class PeerMesh:
         """Start to connect to the peers that this rank calls, and to the next rank for stacks."""
         for rank in self._calls:
             self.call(rank)
-        self._pending.call((self.own.rank + 1) % len(self.endpoints), "stacks")
+        self._pending.call(self._next_rank(), "stacks")
+
+    def _next_rank(self) -> int:
+        return (self.own.rank + 1) % len(self.endpoints)
+
+    def awaits_dump(self) -> bool:
+        """Return whether the connection for stacks is still being made."""
+        return self.dump is None and self._pending.is_calling(self._next_rank(), "stacks")
 
     def call(self, rank: int) -> None:
         """Start to connect to a rank, unless this is under way or done."""

@@ -110,7 +110,7 @@ EXITS = f"fail_at(rank=1, step={STEP}, how='exit')"
 KILLED = f"fail_at(rank=1, step={STEP}, how='kill')"
 STOPS = f"stall_at(rank=1, step={STEP}, how='stop')"
 SLEEPS = f"stall_at(rank=1, step={STEP}, how='sleep')"
-HOLDS = f"stall_at(rank=1, step={STEP}, how='gil')"
+HOLDS = "stall_at(rank=1, step=1, how='gil')"  # at once: watching has begun nevertheless
 
 EXPECTED = {
     RAISES: ("raised", "raised RuntimeError: injected fault", "in _raise", None),
@@ -154,7 +154,8 @@ def test_every_other_rank_names_the_faulty_one(killable, backend, sync, fault):
         assert (each["error"], each["kind"], each["rank"]) == ("PeerFailed", kind, FAULTY), each["text"]
         assert (each["host"], each["pid"]) == (host, pid), each
         assert kind == "raised" or each["exit_code"] == code, each
-        assert STEP - 1 <= each["step"] <= STEP, each
+        step = 1 if fault == HOLDS else STEP
+        assert step - 1 <= each["step"] <= step, each
         assert f"rank 1 on host {host} (process {pid}" in each["text"], each
         assert f") {text}" in each["text"], each
         assert stack in each["stack"], each
