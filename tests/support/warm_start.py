@@ -32,7 +32,8 @@ def die_with(parent: int) -> None:
 
 
 def preload_modules() -> None:
-    """Import torch, what its optimizers and FSDP2 import when first used, and Paceline, and start no thread."""
+    """Import torch, what its optimizers and FSDP2 import when first used, Paceline and pytest; start no thread."""
+    import pytest  # noqa: F401 — as modules of tests do
     import torch
     import torch._dynamo  # takes a second, which no child then needs for an optimizer
     import torch.distributed.fsdp
