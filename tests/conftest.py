@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude what collecting made from garbage collections: a pass over ten thousand tests takes half a second."""
+    """Exclude what collecting made from garbage collections, which would pass over ten thousand tests each time."""
     gc.collect()
     gc.freeze()
 

@@ -22,7 +22,7 @@ def test_training_survives_faults_of_workers_and_hub(tmp_path: Path) -> None:
         Fault(22.0, "cut", 1, 5.0),
     ]
     with Lab(3, "200Mbit/s") as lab:
-        run_with_faults(lab, tmp_path, 40.0, faults, corrupted=0.05)
+        run_with_faults(lab, tmp_path, 48.0, faults, corrupted=0.05)
     found = count_losses(tmp_path, 2)
     assert (found["lost"], found["twice"], found["gaps"]) == (0, 0, 0)
     assert found["acknowledged"] > 10
@@ -35,12 +35,14 @@ def test_workers_of_two_ranks_survive_faults_of_one_rank_or_all(tmp_path: Path) 
         Fault(12.0, "kill", 1, 1.0, rank=1),
         Fault(14.0, "stop", 2, 4.0, rank=0),
         Fault(22.0, "kill", 2, 2.0),
-        Fault(24.0, "hub", 0, 2.0),
-        Fault(28.0, "cut", 1, 4.0),
-        Fault(32.0, "stop", 2, 8.0, rank=1),
+        Fault(26.0, "stop", 1, 3.0),
+        Fault(32.0, "hub", 0, 2.0),
+        Fault(34.0, "kill", 2, 1.0, rank=0),
+        Fault(38.0, "cut", 1, 4.0),
+        Fault(40.0, "stop", 2, 8.0, rank=1),
     ]
     with Lab(3, "200Mbit/s") as lab:
-        run_with_faults(lab, tmp_path, 52.0, faults, corrupted=0.05, ranks=2)
+        run_with_faults(lab, tmp_path, 64.0, faults, corrupted=0.05, ranks=2)
     found = count_losses(tmp_path, 2)
     assert (found["lost"], found["twice"], found["gaps"], found["diverged"]) == (0, 0, 0, 0)
     assert found["acknowledged"] > 10

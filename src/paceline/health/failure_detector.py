@@ -73,7 +73,7 @@ class FailureDetector:
     Attributes:
         heartbeats: the latest of each rank of this group.
         heard_at: when they arrived; at first, when this object was made.
-        dumped: the latest heartbeat of each rank before it wrote its stacks without Python's lock.
+        dumped: ranks that wrote their stacks without Python's lock since their latest heartbeats; the numbers of these.
         step_times: working seconds per step of each rank of this group.
         acknowledged: ranks that have a notice of this one, by its key.
         pending: a failure that waits for better evidence, and since when.
@@ -197,7 +197,8 @@ class FailureDetector:
             return False
         news = self._is_news(notice)
         self._notices[notice.key] = notice, self._mesh.now()
-        if notice.name == "dump" and notice.sequence >= self.latest_sequence(notice.rank):
+        is_dump = notice.kind == "stack" and notice.name == "dump"
+        if is_dump and notice.sequence >= self.latest_sequence(notice.rank):
             self.dumped[notice.rank] = notice.sequence
         if news if source is not None else news or notice.kind not in ("gone", "verdict"):
             self._mesh.send(notice.message(), besides=source)

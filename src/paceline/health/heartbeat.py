@@ -126,7 +126,7 @@ class FailureNotice:
         code: exit code of the process; −n: ended by signal n; None: unknown.
         step, phase, bucket: state of the rank at that time.
         others: ranks with the same failure.
-        sequence: number of the latest heartbeat of the rank before it; counts for stacks.
+        sequence: number of the latest heartbeat of the rank before it; orders its stacks.
     """
 
     kind: NoticeKind

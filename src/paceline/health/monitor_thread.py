@@ -168,9 +168,8 @@ class MonitorThread:
         """Take one turn; `ended` are pidfds of processes that have ended."""
         now = time.monotonic()
         due = now - self._heartbeat_sent_at > 0.9 * HEARTBEAT_SECONDS
-        dumps = (
-            list(self.mesh.stack_dumps()) if due else []
-        )  # before the heartbeats: those that precede them are there
+        # Stacks before heartbeats: those heartbeats that precede them have arrived then.
+        dumps = list(self.mesh.stack_dumps()) if due else []
         absent = now - self._turned_at - HEARTBEAT_SECONDS if self._turned_at else 0.0
         self._turned_at = now
         if absent > _ABSENCE_SECONDS:  # see [Note: own absence]
@@ -182,9 +181,7 @@ class MonitorThread:
                 log.warning("rank %d sent a malformed message (%s): its connection is closed", rank, error)
                 self.mesh.reject(rank)
         if not self._connected.is_set() and not self.mesh.missing() and not self.mesh.awaits_dump():
-            self._arm_stack_dump(
-                now
-            )  # before the training, which may hold Python's lock from its first step on
+            self._arm_stack_dump(now)  # before training, whose first step may hold Python's lock
             self._connected.set()
         self._check_local_processes(now, ended)
         self._publish_stack_dumps(dumps)
