@@ -7,6 +7,7 @@ import torch
 
 import paceline
 from paceline.errors import UsageError
+from paceline.parallel.engine import bucket as bucket_module
 from paceline.parallel.engine.bucket import Bucket, GradSlot
 from paceline.parallel.gradient_collectives import Comm
 
@@ -37,7 +38,7 @@ def bucket():
 def test_the_launching_stream_waits_for_the_others_once(bucket, monkeypatch):
     first, second = Stream(), Stream()
     for stream in (first, second, first, second):
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(bucket_module, "current_stream", lambda device, stream=stream: stream)
         bucket.note_writer()
     bucket.await_writers()
     assert second.waited == [first]
@@ -48,7 +49,7 @@ def test_the_launching_stream_waits_for_the_others_once(bucket, monkeypatch):
 
 def test_one_stream_waits_for_nothing(bucket, monkeypatch):
     only = Stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: only)
+    monkeypatch.setattr(bucket_module, "current_stream", lambda device: only)
     bucket.note_writer()
     bucket.await_writers()
     assert only.waited == []

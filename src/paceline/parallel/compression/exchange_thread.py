@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 
+from paceline.world.accelerator import current_stream, make_stream, on_stream
+
 __all__ = ["ExchangeThread", "PendingExchange"]
 
 
 class PendingExchange(Future[Any]):
-    """A submitted job; its result is the CUDA event that marks its end, or None."""
+    """A submitted job; its result is the event of the stream that marks its end, or None."""
 
     def wait(self) -> None:
-        """Block until the job is done (on CUDA: order the current stream behind it), and raise what it raised."""
+        """Block until the job is done (on an accelerator: order the current stream behind it); raise what it raised."""
         event = self.result()
         if event is not None:
             event.wait()
@@ -43,11 +45,11 @@ class ExchangeThread:
 
     Args:
         device: of the data.
-        on_stream: use a CUDA stream instead of a thread.
+        on_stream: use a stream of the device instead of a thread.
     """
 
     def __init__(self, device: torch.device, *, on_stream: bool = False) -> None:
-        self._stream = torch.cuda.Stream(device) if on_stream else None
+        self._stream = make_stream(device) if on_stream else None
         self._jobs: queue.SimpleQueue[tuple[PendingExchange, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -69,8 +71,8 @@ class ExchangeThread:
     def _queue_on_stream(self, job: Callable[[], None]) -> Any:
         """Queue the job behind what the current stream has queued so far; return the event of its end."""
         assert self._stream is not None, "checked by submit"
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(current_stream(self._stream.device))
+        with on_stream(self._stream):
             job()
             return self._stream.record_event()
 

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from paceline.parallel.compression.compressed_bucket import CompressedBucket
+from paceline.world.accelerator import current_stream, has_streams
 
 __all__ = [
     "ALIGN",
@@ -204,7 +206,7 @@ class Bucket:
         launched: its collective was launched in this round.
         ready: when the last gradient of the latest backward was complete; set while a timeline is recorded.
         compressed: reduces it in compressed packets; None: uncompressed.
-        writers: on a GPU, the streams that wrote gradients into it; see [Note: streams].
+        writers: on an accelerator, the streams that wrote gradients into it; see [Note: streams].
     """
 
     def __init__(
@@ -238,7 +240,7 @@ class Bucket:
         self.params: torch.Tensor | None = None
         self._members: list[torch.nn.Parameter] = []
         self._addresses: list[int] = []  # of the parameters in that buffer
-        self.writers: set[torch.cuda.Stream] | None = set() if device.type == "cuda" else None
+        self.writers: set[Any] | None = set() if has_streams(device) else None
         for slot in slots:
             slot.bucket = self
             slot.make_view()
@@ -271,12 +273,12 @@ class Bucket:
     def note_writer(self) -> None:
         """Record that autograd has written to this bucket on the current stream."""
         if self.writers is not None:
-            self.writers.add(torch.cuda.current_stream(self.flat.device))
+            self.writers.add(current_stream(self.flat.device))
 
     def await_writers(self) -> None:
         """Make the current stream wait for the other streams that wrote to this bucket."""
         if self.writers:
-            now = torch.cuda.current_stream(self.flat.device)
+            now = current_stream(self.flat.device)
             for stream in self.writers:
                 if stream != now:
                     now.wait_stream(stream)

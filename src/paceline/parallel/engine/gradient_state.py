@@ -28,6 +28,7 @@ from paceline.parallel.engine.sharded_gradient import GradientShards, ShardedGra
 from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
+from paceline.world.accelerator import has_streams, is_capturing
 
 __all__ = ["GradientState", "describe"]
 
@@ -336,9 +337,7 @@ class GradientState:
 
     def _refuse_capture(self) -> None:
         """Raise if this backward is captured into a CUDA graph: a graph can't read the round status."""
-        if self.comm.size == 1 or self.device.type != "cuda":
-            return
-        if torch.cuda.is_current_stream_capturing():
+        if self.comm.size > 1 and has_streams(self.device) and is_capturing(self.device):
             raise UsageError(
                 f"backward is captured into a CUDA graph in a world of {self.comm.size} ranks",
                 rank=self.comm.rank,
