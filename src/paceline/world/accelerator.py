@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
-__all__ = ["current_stream", "has_streams", "host_buffer", "is_capturing", "make_stream", "on_stream"]
+__all__ = [
+    "current_stream",
+    "current_stream_key",
+    "has_streams",
+    "host_buffer",
+    "is_capturing",
+    "make_stream",
+    "on_stream",
+]
 
 
 def has_streams(device: torch.device) -> bool:
@@ -25,6 +34,14 @@ def is_capturing(device: torch.device) -> bool:
     """Return whether this thread's work for `device` is captured into a graph instead of being run."""
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return capturing is not None and bool(capturing())
+
+
+def current_stream_key(device: torch.device) -> Callable[[], Hashable]:
+    """Return a function that returns what identifies this thread's stream; faster than `current_stream`."""
+    raw = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
+    if raw is None or device.index is None:
+        return partial(current_stream, device)
+    return partial(raw, device.index)
 
 
 def make_stream(device: torch.device) -> Any:

@@ -32,6 +32,7 @@ def bucket():
     made.note_writer()
     assert made.writers is None
     made.writers = set()
+    made._writer_key = lambda: bucket_module.current_stream(made.flat.device)
     return made
 
 
@@ -43,6 +44,7 @@ def test_the_launching_stream_waits_for_the_others_once(bucket, monkeypatch):
     bucket.await_writers()
     assert second.waited == [first]
     assert first.waited == []
+    bucket.begin_backward(())
     bucket.await_writers()
     assert second.waited == [first]
 

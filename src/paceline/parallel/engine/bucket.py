@@ -11,22 +11,27 @@ unpacked.
 parameter. A collective waits only for the stream that launches it, which is that of the last gradient. Where a model
 computes on several streams, that stream therefore waits for the others first. A launch after backward needs no wait:
 autograd ends with the caller's stream ordered behind all of them.
+
+[Note: taking gradients over] While ``param.grad`` is None, autograd leaves a gradient where it computed it, without
+adding. A large one is copied to its view at once, which frees its memory for the next; small ones are copied together,
+when their bucket is full. Adding to a zeroed view would pass over memory twice as often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from sys import getrefcount
+from typing import Any, cast
 
 import torch
 
 from paceline.parallel.compression.compressed_bucket import CompressedBucket
-from paceline.world.accelerator import current_stream, has_streams
+from paceline.world.accelerator import current_stream, current_stream_key, has_streams
 
 __all__ = [
     "ALIGN",
-    "UNSHARED",
+    "SMALL_NBYTES",
     "Allocate",
     "Bucket",
     "GradSlot",
@@ -39,8 +44,11 @@ __all__ = [
 ALIGN = 16
 """Views start at multiples of this many elements (64 bytes of float32: a cache line)."""
 
-UNSHARED = 2
-"""``sys.getrefcount(slot.view)`` while the slot alone holds its view."""
+_UNSHARED = 4
+"""``sys.getrefcount(slot.view)`` while the slot, its bucket and a loop variable alone hold the view."""
+
+SMALL_NBYTES = 1 << 16
+"""Smaller gradients are copied together; see [Note: taking gradients over]."""
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """Returns uninitialised memory for a number of elements, a dtype and a device."""
@@ -72,11 +80,12 @@ class GradSlot:
         start: first element in `bucket.flat`.
         numel: number of elements in `bucket.flat`.
         view: the gradient in the bucket, with the parameter's shape and strides.
-        address: of the view.
+        position: index in `bucket.slots`.
         upcast: the bucket has another dtype than the parameter, so gradients are added to it.
-        needs_zero: the view holds a dropped gradient and is zeroed right before it is written or sent.
+        needs_zero: the view holds a dropped gradient: it is overwritten, or zeroed right before it is sent.
         unbucketed: the gradient in the reduction's dtype before buckets exist; None where that is the parameter's.
         stand_in: `param.grad` while every rank holds a shard of the gradient.
+        added: what autograd has added to `stand_in`.
         converted: the engine's list of slots whose parameters have another dtype, shape or device than their buckets.
     """
 
@@ -88,29 +97,39 @@ class GradSlot:
     used: bool = False
     start: int = 0
     numel: int = 0
+    position: int = 0
     upcast: bool = False
     needs_zero: bool = False
     unbucketed: torch.Tensor | None = None
     stand_in: torch.Tensor | None = field(default=None, repr=False)
+    added: torch.Tensor | None = field(default=None, repr=False)
     converted: list[GradSlot] = field(default_factory=list, repr=False)
     bucket: Bucket = field(init=False, repr=False)
     view: torch.Tensor = field(init=False, repr=False)
-    address: int = field(init=False, repr=False)
 
-    def zero_if_needed(self) -> None:
-        """Zero a stale view right before it is used, while it is in the cache."""
+    def take(self, grad: torch.Tensor) -> None:
+        """Add a gradient to what the view holds in this round."""
         if self.needs_zero:
-            self.view.zero_()
+            self.view.copy_(grad.detach())
             self.needs_zero = False
+        else:
+            self.view.add_(grad.detach())
+
+    def replace_by(self, grad: torch.Tensor | None) -> None:
+        """Let the view hold `grad`, which is elsewhere."""
+        if grad is not None and grad is not self.stand_in:
+            self.view.copy_(_dense(grad).detach())
+            self.param.grad, self.needs_zero = self.view, False
 
     def make_view(self) -> None:
         """Let `view` be the gradient's place in the bucket."""
         self.view = shaped_as(self.param, self.bucket.flat[self.start : self.start + self.numel])
-        self.address = self.view.data_ptr()
+        self.bucket.views[self.position] = self.view
+        self.bucket.addresses[self.position] = self.view.data_ptr()
 
     def return_to_bucket(self) -> None:
         """Copy the gradient into the bucket again after the program has moved it (``param.grad.data = ...``)."""
-        if self.view.data_ptr() != self.address:
+        if self.view.data_ptr() != self.bucket.addresses[self.position]:
             moved, attached = self.view, self.param.grad is self.view
             self.make_view()
             if (moved.dtype, moved.device, moved.shape) != (
@@ -168,6 +187,10 @@ class ShardPiece:
     grad: torch.Tensor
 
 
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -202,7 +225,15 @@ class Bucket:
         grads: the gradients in it.
         status: this rank's place for the round status, often empty.
         params: the parameters, after `adopt_parameters`.
-        pending: slots whose gradient is not complete yet.
+        views: the gradient of each slot.
+        addresses: of the views in the buffer.
+        small: slots whose gradients are copied together; see [Note: taking gradients over].
+        others: the other slots.
+        last_small: the small slot whose gradient is ready last; it stands for all small ones.
+        pending: of the last small slot and the others, those whose gradient is not complete yet.
+        attached: every gradient is in the buffer, and ``param.grad`` is its view.
+        upcast: it has another dtype than the parameters.
+        converted: slots whose parameters have another dtype, shape or device than when the bucket was built.
         launched: its collective was launched in this round.
         ready: when the last gradient of the latest backward was complete; set while a timeline is recorded.
         compressed: reduces it in compressed packets; None: uncompressed.
@@ -224,7 +255,7 @@ class Bucket:
     ) -> None:
         self.index, self.slots = index, slots
         self._allocate = allocate
-        self.pending = len(slots)
+        self.pending = 0
         self.launched = False
         self.ready: float | None = None
         self.compressed: CompressedBucket | None = None
@@ -238,13 +269,23 @@ class Bucket:
         self.flat = self._empty(dtype, total, device)
         self.grads, self.status = self.flat[:used], self.flat[used : used + tail]
         self.params: torch.Tensor | None = None
-        self._members: list[torch.nn.Parameter] = []
+        self.members = [slot.param for slot in slots]
+        self.views = [self.flat] * len(slots)
+        self.addresses = [0] * len(slots)
         self._addresses: list[int] = []  # of the parameters in that buffer
+        self._seen: list[int] = []  # where the parameters were in the latest backward
+        self._kinds = [(slot.param.dtype, slot.param.shape) for slot in slots]
+        self.converted: list[GradSlot] = []
+        self.attached = self._kept = False
         self.writers: set[Any] | None = set() if has_streams(device) else None
-        for slot in slots:
-            slot.bucket = self
+        self._writer_key = current_stream_key(device)
+        self._writer_keys: set[Hashable] = set()
+        for position, slot in enumerate(slots):
+            slot.bucket, slot.position = self, position
             slot.make_view()
             slot.upcast = not slot.param.is_complex() and slot.param.dtype != dtype
+        self.upcast = any(slot.upcast for slot in slots)
+        self.classify()
 
     @classmethod
     def for_status(
@@ -262,27 +303,113 @@ class Bucket:
             flat[start:stop].zero_()
         return flat
 
-    def complete(self) -> None:
-        """Bring all gradients into the buffer, right before it is sent."""
+    def classify(self) -> None:
+        """Divide the slots into small ones and others, by the number of times that each is expected to be ready."""
+        small = [
+            slot
+            for slot in self.slots
+            if slot.expected == 1 and not slot.upcast and slot.view.nbytes < SMALL_NBYTES
+        ]
+        self.small, self.last_small = small, small[-1] if small else None
+        self._small_params = [slot.param for slot in small]
+        self.others = (
+            [slot for slot in self.slots if slot not in small] if len(small) < len(self.slots) else []
+        )
+
+    def begin_backward(self, kept: Collection[int]) -> None:
+        """Prepare for a backward that adds to the gradients of the slots `kept` and computes the others anew."""
+        self.pending, self.launched, self.ready = len(self.others) + bool(self.small), False, None
+        self.attached, self._kept = False, bool(kept)
+        if self.writers is not None:
+            self.writers.clear()
+            self._writer_keys.clear()
+        here = list(map(torch.Tensor.data_ptr, self.members))
+        if here != self._seen:
+            self._seen, device = here, self.flat.device
+            self.converted = [
+                slot
+                for slot, kind in zip(self.slots, self._kinds, strict=True)
+                if (slot.param.dtype, slot.param.shape) != kind or slot.param.device != device
+            ]
         for slot in self.slots:
-            if slot.needs_zero:
-                slot.zero_if_needed()
-            if slot.view.data_ptr() != slot.address:
+            slot.fired, slot.used, slot.needs_zero = 0, False, True
+        moved = list(map(torch.Tensor.data_ptr, self.views)) != self.addresses
+        if moved or any([getrefcount(view) > _UNSHARED for view in self.views]):
+            for slot in self.slots:
+                if slot.index not in kept and (moved or getrefcount(slot.view) > _UNSHARED - 1):
+                    slot.leave_view()
+
+    def collect(self, *, complete: bool = True) -> bool:
+        """Move gradients that autograd has left outside into the buffer.
+
+        Args:
+            complete: zero the places of parameters without a gradient; False: with such ones, do nothing.
+
+        Returns:
+            Whether every parameter has a gradient.
+        """
+        if list(map(torch.Tensor.data_ptr, self.views)) != self.addresses:
+            for slot in self.slots:
                 slot.return_to_bucket()
+        for slot in self.converted:
+            slot.param.grad, slot.needs_zero = None, True
+        grads = [param.grad for param in self._small_params]
+        absent = [slot for slot, grad in zip(self.small, grads, strict=True) if grad is None]
+        absent += [slot for slot in self.others if slot.needs_zero]
+        if not complete and (absent or (self._kept and not all(slot.fired for slot in self.small))):
+            return False
+        for slot in absent:
+            slot.view.zero_()
+            slot.fired = 0
+        self._copy_small(grads, all_outside=not (absent or self._kept))
+        for slot in self.others:
+            if not (slot.upcast or slot.needs_zero or slot.param.grad is slot.view):
+                slot.replace_by(slot.param.grad)
+        self.attached = not (absent or self.upcast)
+        return not absent
+
+    def _copy_small(self, grads: list[torch.Tensor | None], *, all_outside: bool) -> None:
+        """Copy the gradients of the small slots to their views, and attach these."""
+        slots = self.small
+        if not all_outside:
+            outside = [at for at, grad in enumerate(grads) if grad is not None and grad is not slots[at].view]
+            slots, grads = [slots[at] for at in outside], [grads[at] for at in outside]
+        if not slots:
+            return
+        views, found = [slot.view for slot in slots], cast("list[torch.Tensor]", grads)
+        with torch.no_grad():
+            try:
+                torch._foreach_copy_(views, found)
+            except RuntimeError:
+                if not any(grad.is_sparse for grad in found):
+                    raise
+                torch._foreach_copy_(views, list(map(_dense, found)))
+        self._keep_until_copied(found)
+        for slot, view in zip(slots, views, strict=True):
+            slot.param.grad = view
+            slot.fired = slot.fired or 1
 
     def note_writer(self) -> None:
-        """Record that autograd has written to this bucket on the current stream."""
-        if self.writers is not None:
+        """Record that autograd has written a gradient on the current stream."""
+        if self.writers is not None and (key := self._writer_key()) not in self._writer_keys:
+            self._writer_keys.add(key)
             self.writers.add(current_stream(self.flat.device))
 
     def await_writers(self) -> None:
-        """Make the current stream wait for the other streams that wrote to this bucket."""
+        """Make the current stream wait for the other streams that wrote gradients."""
         if self.writers:
             now = current_stream(self.flat.device)
             for stream in self.writers:
                 if stream != now:
                     now.wait_stream(stream)
-            self.writers.clear()
+
+    def _keep_until_copied(self, grads: Sequence[torch.Tensor]) -> None:
+        """Keep the memory of gradients of other streams from being reused before this stream has copied them."""
+        if self.writers:
+            now = current_stream(self.flat.device)
+            if self.writers != {now}:
+                for grad in grads:
+                    grad.record_stream(now)
 
     def adopt_gradients(self) -> None:
         """Move the parameters' gradients into the bucket, one by one, so that memory never holds two sets."""
@@ -291,7 +418,7 @@ class Bucket:
             slot.needs_zero = grad is None
             if grad is not None:
                 slot.view.copy_(grad.detach())
-                slot.param.grad, slot.unbucketed = None, None
+                slot.param.grad, slot.unbucketed = None if slot.upcast else slot.view, None
 
     def adopt_parameters(self) -> None:
         """Move the parameters into one buffer laid out like the gradients, so that a shard is a slice."""
@@ -303,13 +430,12 @@ class Bucket:
                 place = shaped_as(slot.param, self.params[slot.start : slot.start + slot.numel])
                 place.copy_(slot.param)
                 slot.param.data = place
-        self._members = [slot.param for slot in self.slots]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._members))
+        self._addresses = list(map(torch.Tensor.data_ptr, self.members))
 
     @property
     def moved(self) -> list[GradSlot]:
         """Slots whose parameters the program has moved out of the buffer since `adopt_parameters`."""
-        now = list(map(torch.Tensor.data_ptr, self._members))
+        now = list(map(torch.Tensor.data_ptr, self.members))
         if now == self._addresses:
             return []
         return [

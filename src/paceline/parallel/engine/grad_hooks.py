@@ -1,5 +1,8 @@
 """Parameter hooks that report gradients to an engine without keeping it alive; gradients that arrive late.
 
+In an ordinary backward, of a bucket's small gradients only the last one is reported, as a call costs about as much as
+the gradient; see [Note: taking gradients over] in `bucket`.
+
 [Note: gradients only computed] ``torch.autograd.grad`` runs a model's hooks too, but accumulates nothing, and one rank
 may call it alone. Called for a parameter, or for anything before one, it will not run that parameter's accumulation,
 although the graph leads there. A backward that accumulates nothing since the graph leads to no parameter is another
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from paceline.parallel.engine.bucket import GradSlot
+from paceline.parallel.engine.bucket import Bucket, GradSlot
 from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["GradHooks", "LateGradients", "accumulates_nothing"]
@@ -32,53 +35,54 @@ Callback = Callable[[T, int], None]
 
 
 class GradHooks:
-    """Prepares each gradient before autograd adds to it, and reports it afterwards, until the engine is deleted.
+    """Reports gradients after autograd has added to them, until the engine is deleted.
 
     Args:
         engine: held weakly; the hooks are removed with it.
         slots: its parameters.
-        prepare: zero views whose gradients were dropped, right before autograd adds to them.
         after: called with the engine and a slot's index after autograd has added to its gradient.
+        small: called instead for a small gradient, if it is the last of its bucket or `watching`.
 
     Attributes:
         remove: removes the hooks.
+        watching: not empty: small gradients are all reported.
     """
 
-    def __init__(self, engine: T, slots: Sequence[GradSlot], after: Callback[T], *, prepare: bool) -> None:
-        handles = []
-        self._after: list[RemovableHandle] = []
+    def __init__(self, engine: T, slots: Sequence[GradSlot], after: Callback[T], small: Callback[T]) -> None:
+        self.watching = [True]
+        self._engine, self._after, self._small = weakref.ref(engine), after, small
+        self._handles: list[RemovableHandle] = []
         for slot in slots:
-            if prepare:
-                handles.append(slot.param.register_hook(_preparing_hook(slot)))
-            done = _reporting_hook(weakref.ref(engine), slot.index, after)
-            self._after.append(slot.param.register_post_accumulate_grad_hook(done))
-        self.remove = weakref.finalize(engine, _remove, [*handles, *self._after])
+            hook = _reporting_hook(self._engine, slot.index, after)
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
+        self.remove = weakref.finalize(engine, _remove, self._handles)
 
     def move_last(self) -> None:
         """Move the hooks behind all that were registered since; see [Note: order of hooks]."""
-        for handle in self._after:
+        for handle in self._handles:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
                 hooks[handle.id] = hooks.pop(handle.id)
+
+    def skip_small(self, slots: Sequence[GradSlot]) -> None:
+        """Report small gradients as above, now that all are in buckets."""
+        for handle, slot in zip(self._handles, slots, strict=True):
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hooks[handle.id] = self._hook_of(slot)
+
+    def _hook_of(self, slot: GradSlot) -> Callable[[torch.Tensor], None]:
+        if slot not in slot.bucket.small:
+            return _reporting_hook(self._engine, slot.index, self._after)
+        report = _reporting_hook(self._engine, slot.index, self._small)
+        return (
+            report if slot is slot.bucket.last_small else _skipping_hook(slot.bucket, report, self.watching)
+        )
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _preparing_hook(slot: GradSlot) -> Callable[[torch.Tensor], None]:
-    def hook(grad: torch.Tensor | None) -> None:
-        if grad is None:  # of an output that was not used
-            return
-        if slot.needs_zero:
-            slot.view.zero_()
-            slot.needs_zero = False
-        elif slot.stand_in is not None and slot.param.grad is slot.stand_in:
-            slot.param.grad = None  # autograd can't add to it; `begin` carries the shards
-
-    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]
-    return hook
 
 
 def _reporting_hook(
@@ -91,6 +95,23 @@ def _reporting_hook(
 
     hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # a pickled parameter has no hook, as in DDP
     return hook
+
+
+def _skipping_hook(
+    bucket: Bucket, report: Callable[[torch.Tensor], None], watching: list[bool]
+) -> Callable[[torch.Tensor], None]:
+    def hook(param: torch.Tensor) -> None:
+        if watching:
+            report(param)
+
+    def hook_on_streams(param: torch.Tensor) -> None:
+        bucket.note_writer()
+        if watching:
+            report(param)
+
+    chosen = hook if bucket.writers is None else hook_on_streams
+    chosen.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    return chosen
 
 
 def accumulates_nothing(params: Callable[[], Iterable[torch.Tensor]]) -> bool:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from sys import getrefcount
 
 import torch
 
 from paceline._core.step_state import wait_counters
 from paceline.errors import SyncError, UsageError
 from paceline.parallel.compression.compressed_bucket import ResidualState
-from paceline.parallel.engine.bucket import UNSHARED, Bucket, GradSlot, ShardPiece, storage_numel
+from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece, storage_numel
 from paceline.parallel.engine.bucket_builder import build_buckets
 from paceline.parallel.engine.engine_protocols import PlanController
 from paceline.parallel.engine.grad_hooks import LateGradients
@@ -91,6 +90,7 @@ class GradientState:
             GradSlot(index, name, param, converted=self._converted)
             for index, (name, param) in enumerate(named)
         ]
+        self._params = [slot.param for slot in self.slots]
         self.launch_queue = LaunchQueue(comm, sharded=self.sharded, overlap=plan.overlap)
         self.residuals = ResidualState(self.launch_queue)
         self.order: list[int] = []
@@ -270,29 +270,28 @@ class GradientState:
         """Return the slots whose gradients were not dropped by zero_grad()."""
         if self.sharded and self._reduced:  # a sharded result is not in param.grad
             return {slot.index for slot in self.slots if slot.used}
-        return {slot.index for slot in self.slots if slot.param.grad is not None}
+        return {index for index, param in enumerate(self._params) if param.grad is not None}
 
     def _kept_elsewhere(self) -> bool:
         """Return whether gradients outside the slots were kept."""
         return False
 
     def _attach(self, kept: set[int]) -> None:
-        """Make every gradient a view into its bucket, to be zeroed where nothing was kept."""
+        """Make every kept gradient a view into its bucket; the others are computed anew, outside."""
         self._converted.clear()
         for bucket in self.buckets:
-            bucket.pending, bucket.launched, bucket.ready = len(bucket.slots), False, None
-            for slot in bucket.slots:
-                slot.fired = 0
-                slot.used = slot.index in kept
-                slot.needs_zero = not slot.used
-                if slot.used:
-                    self._restore(slot)
-                elif getrefcount(slot.view) > UNSHARED:
-                    slot.leave_view()
-                try:
-                    slot.param.grad = None if slot.upcast else slot.view
-                except RuntimeError:  # torch refuses a view of another dtype, shape or device
-                    self._converted.append(slot)
+            bucket.begin_backward(kept)
+            self._converted += bucket.converted
+        for slot in map(self.slots.__getitem__, kept):
+            slot.used, slot.needs_zero = True, False
+            self._restore(slot)
+            if slot not in self._converted:
+                slot.param.grad = None if slot.upcast else slot.view
+
+    def _collect(self) -> None:
+        """Move all gradients into the buckets, if there are any."""
+        for bucket in self.buckets:
+            bucket.collect()
 
     @staticmethod
     def _restore(slot: GradSlot) -> None:
@@ -348,17 +347,14 @@ class GradientState:
     # ------------------------------------------------------------------ in backward
 
     def _move_in(self, slot: GradSlot) -> None:
-        """Move a gradient that is outside its view into it (other dtype, create_graph, set by the program)."""
+        """Move a gradient that is outside its view into it."""
         grad = slot.param.grad
         assert grad is not None, "the hook runs after accumulation"
-        if self._converted and slot in self._converted:
+        if slot.upcast:
+            slot.take(grad)
             slot.param.grad = None
-        elif slot.upcast:
-            slot.view.add_(grad.detach())
-            slot.param.grad = None
-        else:
-            slot.view.copy_(grad.detach())
-            slot.param.grad = slot.view
+        elif not (self._converted and slot in self._converted):
+            slot.replace_by(grad)
 
     def _refuse_sparse(self, slot: GradSlot) -> None:
         if slot.param.grad is not None and slot.param.grad.is_sparse:
@@ -388,6 +384,10 @@ class GradientState:
         if self.sharded:
             self._shards.clear()
         whole, in_shards = not self.sharded, self.sharded and not self.inside_ddp
+        if whole and self.has_buckets and all(summary.used) and all(each.attached for each in self.buckets):
+            for slot in self.slots:
+                slot.used = True
+            return
         for slot, used in zip(self.slots, summary.used, strict=False):
             slot.used = used
             if used and in_shards:

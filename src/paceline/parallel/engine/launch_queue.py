@@ -120,12 +120,14 @@ class LaunchQueue:
 
     def _launch_full(self, mean: bool, finite_check: FiniteCheck | None) -> None:
         last = sum(bool(bucket.slots) for bucket in self.buckets) - 1
-        while self._next < last and self.buckets[self._next].pending == 0:
+        while self._next < last and self.buckets[self._next].pending < 1:
             bucket = self.buckets[self._next]
             bucket.await_writers()
-            bucket.complete()
-            for slot in bucket.slots:
-                slot.param.grad = None
+            if not bucket.collect(complete=False):
+                break
+            bucket.attached = False
+            for param in bucket.members:
+                param.grad = None
             if finite_check is not None and bucket.slots:
                 finite_check.record_peak(bucket.grads)
             self._launch(bucket, mean)
@@ -134,7 +136,7 @@ class LaunchQueue:
     def complete_rest(self, finite_check: FiniteCheck | None) -> None:
         """Complete the buckets that are not launched yet; `finite_check` measures what is sent."""
         for bucket in self.buckets[self._next :]:
-            bucket.complete()
+            bucket.collect()
             if finite_check is not None and bucket.slots:
                 finite_check.record_peak(bucket.grads)
 

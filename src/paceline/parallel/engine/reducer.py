@@ -43,6 +43,7 @@ from paceline.parallel.engine.gradient_state import GradientState, describe
 from paceline.parallel.engine.loss_weights import LossWeights
 from paceline.parallel.engine.model_changes import HARMLESS, ModelWatch, digest_of, raise_for_changes
 from paceline.parallel.engine.round_status import RoundSummary, Status, missing_samples_error
+from paceline.parallel.engine.sharded_gradient import ShardedGradient
 from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.replica_digests import (
@@ -109,7 +110,7 @@ class Reducer(GradientState):
         self._will_sync = False  # the present backward closes with a round
         self._firings: list[int] = []  # of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen, *sparse]}
-        self.hooks = GradHooks(self, self.slots, Reducer.after_accumulate, prepare=comm.size > 1)
+        self.hooks = GradHooks(self, self.slots, Reducer.after_accumulate, Reducer.after_small)
         if sparse:
             self.sparse = SparseGradients(sparse, comm)
             self.sparse.watch(self.begin_in_backward)
@@ -291,6 +292,12 @@ class Reducer(GradientState):
             self._carry()
         self.weights.samples += samples
         self.launch_queue.begin_round(self.step)
+        if self.has_buckets and not kept and step_state.recorder is None and self.ready_times is None:
+            self.hooks.watching.clear()
+
+    def _build_buckets(self) -> None:
+        super()._build_buckets()
+        self.hooks.skip_small(self.slots)
 
     def run_joined_round(self) -> None:
         """Take part in a round without a batch. See `Status.JOINED`.
@@ -305,12 +312,12 @@ class Reducer(GradientState):
     # ------------------------------------------------------------------ hooks
 
     def after_accumulate(self, index: int) -> None:
-        """Count a gradient that autograd has added to slot `index`, and launch full buckets."""
+        """Take over a gradient that autograd has added to slot `index`, and launch full buckets."""
         slot = self.slots[index]
         if not self._in_backward:
             self._begin_late(slot)
         grad = slot.param.grad
-        if grad is None or slot.needs_zero:  # autograd had nothing to add
+        if grad is None:  # a hook of the program has dropped it
             return
         slot.fired += 1
         if step_state.recorder is not None:
@@ -331,10 +338,33 @@ class Reducer(GradientState):
             bucket.note_writer()
         if slot.fired == slot.expected:
             bucket.pending -= 1
-            if self.ready_times is not None:
-                self.ready_times[index] = time.perf_counter()
-            if bucket.pending == 0:
-                self._bucket_full(bucket)
+            self._slot_ready(slot)
+
+    def after_small(self, index: int) -> None:
+        """Count a gradient that autograd has left outside of the bucket of slot `index`; see `GradHooks`."""
+        slot = self.slots[index]
+        if not self._in_backward:
+            self._begin_late(slot)
+        bucket = slot.bucket
+        if slot.param.grad is None:
+            return
+        slot.fired += 1
+        if bucket.launched:
+            self._late.keep(slot)
+            return
+        if step_state.recorder is not None:
+            self.launch_queue.poll(_POLL_SECONDS)
+        if bucket.writers is not None:
+            bucket.note_writer()
+        if slot is bucket.last_small:
+            bucket.pending -= 1
+        self._slot_ready(slot)
+
+    def _slot_ready(self, slot: GradSlot) -> None:
+        if self.ready_times is not None:
+            self.ready_times[slot.index] = time.perf_counter()
+        if slot.bucket.pending < 1:
+            self._bucket_full(slot.bucket)
 
     def _bucket_full(self, bucket: Bucket) -> None:
         if (recorder := step_state.recorder_of(self.comm)) is not None:
@@ -360,17 +390,18 @@ class Reducer(GradientState):
     def _begin_late(self, slot: GradSlot) -> None:
         """Open a backward that bypassed the wrapped forward; `slot` has a gradient already."""
         fresh = slot.param.grad
+        if isinstance(fresh, ShardedGradient):
+            fresh, slot.added = slot.added, None
         moved = not (self.has_buckets and fresh is slot.view)
         if moved:  # or `begin` would take it for a kept one
             slot.param.grad = None
         self.begin_in_backward()
         if not moved or fresh is None:
             return
-        if not self.has_buckets or slot.upcast:
-            slot.param.grad = fresh
+        if self.has_buckets and slot.param.grad is slot.view:
+            slot.view.add_(fresh.detach())
         else:
-            slot.zero_if_needed()
-            slot.param.grad = slot.view.add_(fresh.detach())
+            slot.param.grad = fresh
 
     def recover(self) -> bool:
         """Complete a backward that an exception interrupted, without a result; return whether there was one."""
@@ -395,12 +426,14 @@ class Reducer(GradientState):
             return
         self._in_backward = False
         self._local = True
+        self.hooks.watching[:] = [True]  # so that a gradient outside of a backward is reported
         if self._will_sync:
             self.synchronise(failed)
         elif failed:
             self.drop()
         else:
             step_state.enter_phase("outside")
+            self._collect()
             for slot in self.slots:
                 slot.used = slot.used or slot.fired > 0
                 slot.expose(slot.used and not (self._converted and slot in self._converted))
@@ -416,6 +449,8 @@ class Reducer(GradientState):
             recorder.samples = self.weights.samples
         started = time.perf_counter()
         status = Status.FAILED if failed else self.weights.status
+        if self.local_only or not self.weights.agreed:
+            self._collect()
         if self.comm.size == 1 or self.local_only:
             used = tuple(slot.used or slot.fired > 0 for slot in self.slots)
             summary = RoundSummary((self.weights.samples,), (status,), used)
@@ -442,6 +477,7 @@ class Reducer(GradientState):
     def _exchange(self, status: Status) -> RoundSummary:
         """Launch the remaining buckets with the round status, wait for them, return the summary."""
         weights, last, rank, size = self.weights, self.buckets[-1], self.comm.rank, self.comm.size
+        self._keep_late()
         self.launch_queue.complete_rest(self.finite_check)
         flags = self._used_flags()
         self._changes = self._find_changes(flags)
@@ -458,7 +494,19 @@ class Reducer(GradientState):
             self.launch_queue.wait_all()
         if summary.late:
             self._late.reduce(self.slots, self.comm, self.device, mean=weights.averaged)
+            for bucket in self.buckets:
+                bucket.classify()
+            self.hooks.skip_small(self.slots)
         return summary
+
+    def _keep_late(self) -> None:
+        """Take the small gradients that have come, unreported, after their bucket was launched."""
+        for bucket in self.buckets:
+            if bucket.launched and any([param.grad is not None for param in bucket.members]):
+                for slot in bucket.small:
+                    if slot.param.grad is not None:
+                        slot.fired += 1
+                        self._late.keep(slot)
 
     def _reported(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters on which the round status reports, with their names."""

@@ -124,6 +124,8 @@ class ShardedGradient(torch.Tensor):
             results = [single(grad, *args[1:], **kwargs) for grad in args[0]]
             return None if name.endswith("_") else results
         grad = args[0] if args else None
+        if name in ("add", "add_") and torch._C._current_graph_task_id() != -1:
+            return _add_in_backward(name, *args)
         if not isinstance(grad, ShardedGradient) or any(
             isinstance(other, torch.Tensor) and other.dim() for other in args[1:]
         ):
@@ -138,6 +140,15 @@ class ShardedGradient(torch.Tensor):
                 dtype = kwargs.get("dtype") or (torch.float64 if grad.dtype.itemsize >= 8 else torch.float32)
                 return grad._shards.norm(grad._slot.index, norm_type).to(dtype)
         raise _refusal(name, grad)
+
+
+def _add_in_backward(name: str, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Keep what autograd adds in a backward that bypasses the wrapped forward, until the hook after it."""
+    assert isinstance(grad, ShardedGradient), "autograd adds to what is there"
+    if name == "add":
+        return new
+    grad._slot.added = new
+    return grad
 
 
 def _check_all(name: str, grads: Sequence[torch.Tensor]) -> None:

@@ -268,9 +268,9 @@ def a_parameter_as_output(rank, size, wrap):
         model.zero_grad()
         (model() * (rank + step + 1.0)).backward()
         found.append(model.module.scale.grad.item())
-    return found, len(model.module.scale._backward_hooks)
+    return found, len(model.module.scale._backward_hooks or ())
 
 
 @pytest.mark.parametrize("wrap", ["DataParallel", "DistributedDataParallel"])
 def test_a_parameter_may_be_an_output_and_collects_no_hooks(pool, wrap):
-    assert pool(2).run(a_parameter_as_output, wrap) == [([1.5, 2.5, 3.5], 1)] * 2
+    assert pool(2).run(a_parameter_as_output, wrap) == [([1.5, 2.5, 3.5], 0)] * 2
