@@ -288,13 +288,9 @@ class Bucket:
         self.classify()
 
     @classmethod
-    def for_status(
-        cls, index: int, device: torch.device, length: int, rank: int, ranks: int, allocate: Allocate
-    ) -> Bucket:
-        """Return a bucket without parameters, with one row per rank for the round status."""
-        bucket = cls(index, [], torch.float64, device, tail=ranks * length, allocate=allocate)
-        bucket.status = bucket.flat[rank * length : (rank + 1) * length]
-        return bucket
+    def for_status(cls, index: int, device: torch.device, length: int, allocate: Allocate) -> Bucket:
+        """Return a bucket without parameters, for a round status of `length` numbers."""
+        return cls(index, [], torch.float64, device, tail=length, allocate=allocate)
 
     def _empty(self, dtype: torch.dtype, numel: int, device: torch.device) -> torch.Tensor:
         """Allocate a buffer and zero the gaps between slots; its pages are touched when slots are written."""

@@ -89,7 +89,7 @@ def build_buckets(
         for slot, dtype, whole in zip(slots, dtypes, sent_whole, strict=True)
     ]
     grouped = plan_buckets(order, sizes, kinds, plan.bucket_nbytes)
-    rank, ranks = comm.rank, comm.size
+    ranks = comm.size
     tail = round_status.vector_length(ranks, flags)
     countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
     inside = countable and not sharded and not hooked and sent_whole[grouped[-1][0]]
@@ -119,5 +119,5 @@ def build_buckets(
         buckets.append(bucket)
     if not inside:
         device = slots[0].param.device if slots else torch.device("cpu")
-        buckets.append(Bucket.for_status(len(grouped), device, tail, rank, ranks, comm.allocate))
+        buckets.append(Bucket.for_status(len(grouped), device, tail, comm.allocate))
     return buckets

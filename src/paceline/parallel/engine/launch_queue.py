@@ -60,7 +60,7 @@ class LaunchQueue:
 
     Args:
         comm: the ranks.
-        sharded: reduce-scatter instead of all-reduce. (A bucket that holds only the round status is gathered.)
+        sharded: reduce-scatter instead of all-reduce. (A bucket that holds only the round status is all-reduced.)
         overlap: launch without waiting for the previous bucket.
 
     Attributes:
@@ -94,7 +94,7 @@ class LaunchQueue:
         call = "reduce-scatter" if self.sharded else "all-reduce"
         buckets = [
             {
-                "call": call if bucket.slots else "all-gather",
+                "call": call if bucket.slots else "all-reduce",
                 "nbytes": bucket.flat.nbytes,
                 "parameters": len(bucket.slots),
                 "first": bucket.slots[0].name if bucket.slots else "",
@@ -174,7 +174,7 @@ class LaunchQueue:
         self._in_flight[bucket.index] = self._send(bucket, mean), started
         compressed, others = bucket.compressed, (self.comm.size - 1) / self.comm.size
         nbytes = bucket.flat.nbytes if compressed is None else compressed.payload_nbytes
-        passes = 2 if bucket.slots and not self.sharded else 1
+        passes = 1 if bucket.slots and self.sharded else 2
         sent = passes * others * bucket.flat.nbytes if compressed is None else compressed.sent_nbytes
         if (recorder := step_state.recorder_of(self.comm)) is not None:
             recorder.launched("reduce", bucket.index, nbytes, sent, bucket.ready, started)
@@ -184,7 +184,7 @@ class LaunchQueue:
 
     def _send(self, bucket: Bucket, mean: bool) -> InFlight:
         if not bucket.slots:
-            return self.comm.all_gather(bucket.flat)
+            return self.comm.all_reduce(bucket.flat)
         if self.hook is not None:
             return self.hook.reduce(self._seen_by_hook(bucket), bucket.grads, mean=mean)
         if bucket.compressed is not None:
@@ -250,9 +250,7 @@ class LaunchQueue:
     def read_status(self, mean: bool) -> list[float]:
         """Return the round status, summed over ranks; `mean` as in `launch_rest`."""
         last = self.buckets[-1]
-        if not last.slots:
-            return self.comm.read_status(last.flat.view(self.comm.size, -1).sum(0))
-        scale = self.comm.size if mean and not self._sums_status(last) else 1
+        scale = self.comm.size if last.slots and mean and not self._sums_status(last) else 1
         return [value * scale for value in self.comm.read_status(last.status)]
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
