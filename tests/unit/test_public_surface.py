@@ -36,6 +36,7 @@ WITHOUT_TORCH = [
 """Modules, and folders with all that is in them, that answer before torch is loaded."""
 
 NEEDS_TORCH = {
+    "paceline.world.accelerator",
     "paceline.world.control_collectives",
     "paceline.world.plain_values",
     "paceline.world.value_collectives",

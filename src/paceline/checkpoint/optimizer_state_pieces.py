@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import UsageError
-from paceline.parallel.engine.bucket import storage_numel
+from paceline.parallel.buckets.grad_slot import storage_numel
 from paceline.parallel.sharding.optimizer_resharding import flatten_state, unflatten_state
 from paceline.parallel.sharding.zero import ShardedOptimizer
 

@@ -7,8 +7,9 @@ import torch
 
 import paceline
 from paceline.errors import UsageError
-from paceline.parallel.engine import bucket as bucket_module
-from paceline.parallel.engine.bucket import Bucket, GradSlot
+from paceline.parallel.buckets import bucket as bucket_module
+from paceline.parallel.buckets.bucket import Bucket
+from paceline.parallel.buckets.grad_slot import GradSlot
 from paceline.parallel.gradient_collectives import Comm
 
 

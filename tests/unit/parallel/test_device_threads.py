@@ -7,7 +7,8 @@ import threading
 import torch
 
 import paceline
-from paceline.parallel.engine.bucket import Bucket, GradSlot
+from paceline.parallel.buckets.bucket import Bucket
+from paceline.parallel.buckets.grad_slot import GradSlot
 from paceline.parallel.engine.launch_queue import LaunchQueue
 
 LONG_ENOUGH = 0.5

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.parallel.buckets.bucket_builder import build_buckets
+from paceline.parallel.buckets.grad_slot import GradSlot
 from paceline.parallel.engine import round_status
-from paceline.parallel.engine.bucket import GradSlot
-from paceline.parallel.engine.bucket_builder import build_buckets
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 
@@ -28,7 +28,7 @@ def test_a_round_sends_at_most_64_kb_of_status_for_1024_ranks_and_1000_parameter
         range(PARAMETERS),
         Sync.of(plan),
         comm,
-        flags=PARAMETERS,
+        status_length=round_status.vector_length(RANKS, PARAMETERS),
         sharded=plan == "sharded",
         reduce_dtype=None,
     )

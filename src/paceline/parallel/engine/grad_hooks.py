@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from paceline.parallel.engine.bucket import Bucket, GradSlot
+from paceline.parallel.buckets.grad_slot import GradSlot, SlotBucket
 from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["GradHooks", "LateGradients", "accumulates_nothing"]
@@ -98,7 +98,7 @@ def _reporting_hook(
 
 
 def _skipping_hook(
-    bucket: Bucket, report: Callable[[torch.Tensor], None], watching: list[bool]
+    bucket: SlotBucket, report: Callable[[torch.Tensor], None], watching: list[bool]
 ) -> Callable[[torch.Tensor], None]:
     def hook(param: torch.Tensor) -> None:
         if watching:

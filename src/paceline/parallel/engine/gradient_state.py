@@ -14,16 +14,17 @@ import torch
 
 from paceline._core.step_state import wait_counters
 from paceline.errors import SyncError, UsageError
+from paceline.parallel.buckets.bucket import Bucket
+from paceline.parallel.buckets.bucket_builder import build_buckets
+from paceline.parallel.buckets.grad_slot import GradSlot, ShardPiece, storage_numel
+from paceline.parallel.buckets.sharded_gradient import GradientShards, ShardedGradient
 from paceline.parallel.compression.compressed_bucket import ResidualState
-from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece, storage_numel
-from paceline.parallel.engine.bucket_builder import build_buckets
 from paceline.parallel.engine.engine_protocols import PlanController
 from paceline.parallel.engine.grad_hooks import LateGradients
 from paceline.parallel.engine.gradient_finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.launch_queue import LaunchQueue, SyncTimings
 from paceline.parallel.engine.loss_weights import LossWeights
-from paceline.parallel.engine.round_status import KEPT, RoundSummary
-from paceline.parallel.engine.sharded_gradient import GradientShards, ShardedGradient
+from paceline.parallel.engine.round_status import KEPT, RoundSummary, vector_length
 from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
@@ -205,7 +206,7 @@ class GradientState:
             self.order,
             self.plan,
             self.comm,
-            flags=len(self._used_flags()),
+            status_length=vector_length(self.comm.size, len(self._used_flags())),
             sharded=self.sharded,
             reduce_dtype=self.reduce_dtype,
             hooked=self.launch_queue.hook is not None,

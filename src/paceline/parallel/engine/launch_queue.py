@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline._core.step_state import step_state
+from paceline.parallel.buckets.bucket import Bucket
 from paceline.parallel.comm_hook import CommHook, GradBucket
-from paceline.parallel.engine.bucket import Bucket
 from paceline.parallel.engine.engine_protocols import InFlight
 from paceline.parallel.engine.gradient_finite_check import FiniteCheck
 from paceline.parallel.gradient_collectives import Comm

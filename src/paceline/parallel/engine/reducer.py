@@ -33,17 +33,17 @@ from torch.distributed.tensor import DTensor
 
 from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import MismatchError, ReplicasDiverged, SyncError, UsageError
+from paceline.parallel.buckets.bucket_builder import agree_order
+from paceline.parallel.buckets.grad_slot import GradSlot, SlotBucket, storage_dtype
+from paceline.parallel.buckets.sharded_gradient import ShardedGradient
 from paceline.parallel.comm_hook import CommHook
 from paceline.parallel.engine import round_status
-from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
-from paceline.parallel.engine.bucket_builder import agree_order
 from paceline.parallel.engine.grad_hooks import GradHooks, accumulates_nothing
 from paceline.parallel.engine.gradient_finite_check import find_non_finite, non_finite_ranks, surely_finite
 from paceline.parallel.engine.gradient_state import GradientState, describe
 from paceline.parallel.engine.loss_weights import LossWeights
 from paceline.parallel.engine.model_changes import HARMLESS, ModelWatch, digest_of, raise_for_changes
 from paceline.parallel.engine.round_status import RoundSummary, Status, missing_samples_error
-from paceline.parallel.engine.sharded_gradient import ShardedGradient
 from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.replica_digests import (
@@ -366,7 +366,7 @@ class Reducer(GradientState):
         if slot.bucket.pending < 1:
             self._bucket_full(slot.bucket)
 
-    def _bucket_full(self, bucket: Bucket) -> None:
+    def _bucket_full(self, bucket: SlotBucket) -> None:
         if (recorder := step_state.recorder_of(self.comm)) is not None:
             bucket.ready = time.perf_counter()
             if recorder.quiet:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from paceline.parallel.engine.bucket import Bucket, ShardPiece
+from paceline.parallel.buckets.bucket import Bucket
+from paceline.parallel.buckets.grad_slot import ShardPiece
 
 __all__ = ["BucketGroup", "copied", "on_device", "saved_options", "take_over", "zero_with_grad"]
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
-from paceline.parallel.engine.bucket import Bucket, ShardPiece, shaped_as, storage_numel
+from paceline.parallel.buckets.bucket import Bucket
+from paceline.parallel.buckets.grad_slot import ShardPiece, shaped_as, storage_numel
 from paceline.parallel.gradient_collectives import Comm
 
 __all__ = [

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from paceline._core.step_state import step_state
 from paceline.cost_model.bucket_assignment import update_parts
 from paceline.errors import UsageError
-from paceline.parallel.engine.bucket import ShardPiece, storage_numel
+from paceline.parallel.buckets.grad_slot import ShardPiece, storage_numel
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.unsynchronised_step_guard import ConsumesShards
 from paceline.parallel.sharding import optimizer_resharding

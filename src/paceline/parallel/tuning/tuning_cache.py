@@ -17,7 +17,7 @@ import xxhash
 from paceline._core.files import write_json
 from paceline._core.json_codec import encode
 from paceline.errors import UsageError
-from paceline.parallel.engine.bucket import GradSlot
+from paceline.parallel.buckets.grad_slot import GradSlot
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 from paceline.world.control_collectives import gather_texts

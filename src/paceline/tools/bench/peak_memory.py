@@ -29,7 +29,7 @@ import torch
 from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import FakeTensor
 
-from paceline.parallel.engine.bucket_builder import return_freed_memory
+from paceline.parallel.buckets.bucket_builder import return_freed_memory
 from paceline.tools.plan.memory.tensor_tracer import plain_tensors
 
 __all__ = ["CpuAllocations", "MemoryChange", "PeakMemory", "resident_nbytes"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.profile_entries import ExchangeCost, Source
-from paceline.parallel.engine.bucket import ALIGN
+from paceline.parallel.buckets.bucket import ALIGN
 from paceline.parallel.gradient_collectives import Comm
 from paceline.tools.bench.device_clock import now, slowest_rank
 

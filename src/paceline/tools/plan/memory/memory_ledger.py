@@ -26,7 +26,7 @@ _RULES: dict[str, tuple[str, str]] = {
     "optimizer state": ("the optimizer's tensors per parameter or shard", "traced; arXiv 1910.02054 §3.1"),
     "buckets": (
         "gradients as views of flat buffers, padded to 64 bytes",
-        "paceline/parallel/engine/bucket.py",
+        "paceline/parallel/buckets/bucket.py",
     ),
     "gradients": (
         "param.grad, from backward to zero_grad()",

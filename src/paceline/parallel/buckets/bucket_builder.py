@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from paceline.cost_model.bucket_assignment import plan_buckets
+from paceline.parallel.buckets.bucket import ALIGN, Bucket
+from paceline.parallel.buckets.grad_slot import GradSlot, storage_dtype, storage_numel
 from paceline.parallel.compression.compressed_bucket import CompressedBucket
 from paceline.parallel.compression.exchange_thread import ExchangeThread
-from paceline.parallel.engine import round_status
-from paceline.parallel.engine.bucket import ALIGN, Bucket, GradSlot, storage_dtype, storage_numel
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 
@@ -57,7 +57,7 @@ def build_buckets(
     plan: Sync,
     comm: Comm,
     *,
-    flags: int,
+    status_length: int,
     sharded: bool,
     reduce_dtype: torch.dtype | None,
     hooked: bool = False,
@@ -72,7 +72,7 @@ def build_buckets(
         order: their indices in ready order.
         plan: bucket size and compression.
         comm: the ranks.
-        flags: number of parameters that the round status reports on.
+        status_length: numbers of the round status.
         sharded: buckets are reduce-scattered.
         reduce_dtype: of gradients of bf16 and fp16 parameters; None: their own.
         hooked: a communication hook reduces them, and expects one gradient right behind the other.
@@ -90,7 +90,6 @@ def build_buckets(
     ]
     grouped = plan_buckets(order, sizes, kinds, plan.bucket_nbytes)
     ranks = comm.size
-    tail = round_status.vector_length(ranks, flags)
     countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
     inside = countable and not sharded and not hooked and sent_whole[grouped[-1][0]]
     thread = None
@@ -102,7 +101,7 @@ def build_buckets(
             [slots[member] for member in members],
             dtypes[members[0]],
             device,
-            tail=tail if inside and index == len(grouped) - 1 else 0,
+            tail=status_length if inside and index == len(grouped) - 1 else 0,
             shards=ranks if sharded or compressed else 1,
             unit=_COMPRESSED_UNIT if compressed else ALIGN,
             align=1 if hooked else ALIGN,
@@ -119,5 +118,5 @@ def build_buckets(
         buckets.append(bucket)
     if not inside:
         device = slots[0].param.device if slots else torch.device("cpu")
-        buckets.append(Bucket.for_status(len(grouped), device, tail, comm.allocate))
+        buckets.append(Bucket.for_status(len(grouped), device, status_length, comm.allocate))
     return buckets

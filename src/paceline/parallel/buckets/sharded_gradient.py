@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
-from paceline.parallel.engine.bucket import GradSlot, ShardPiece
+from paceline.parallel.buckets.grad_slot import GradSlot, ShardPiece
 from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["GradientShards", "ShardedGradient"]
