@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline._core.step_state import step_state
 from paceline.errors import PacelineError, SyncError, UsageError
+from paceline.world.group_devices import backend_name, group_device, queues_on_streams
 from paceline.world.value_collectives import broadcast_value, gather_values
 
 __all__ = ["Comm", "PendingCollective", "broadcast_tensors"]
@@ -141,7 +142,7 @@ class Comm:
         self.group = None if alone else (group or dist.group.WORLD)
         self.rank = 0 if alone else dist.get_rank(self.group)
         self.size = 1 if alone else dist.get_world_size(self.group)
-        self.backend = "none" if alone else str(dist.get_backend(self.group))
+        self.backend = "none" if alone else backend_name(self.group)
         self._in_place_parts = self.scatters_in_place(self.backend)
         self._held: set[dist.Work] = set()
         if self.group is not None:  # see [Note: abandoned messages]
@@ -152,7 +153,7 @@ class Comm:
     @staticmethod
     def scatters_in_place(backend: str) -> bool:
         """Return whether the backend's reduce-scatter and all-gather work in place."""
-        return backend == "paceline" or "nccl" in backend
+        return backend == "paceline" or queues_on_streams(backend)
 
     def _by_backend(self, flat: torch.Tensor) -> bool:
         """Return whether `flat` is scattered and gathered by the backend rather than point to point."""
@@ -165,13 +166,13 @@ class Comm:
 
     @property
     def stream_ordered(self) -> bool:
-        """Whether calls run on a stream in the order in which they were made (NCCL)."""
-        return "nccl" in self.backend
+        """Whether calls run on a stream in the order in which they were made (NCCL, XCCL)."""
+        return queues_on_streams(self.backend)
 
     @property
     def divides_before_sum(self) -> bool:
-        """Whether a mean divides each rank's numbers before they are added (NCCL), not their sum."""
-        return "nccl" in self.backend
+        """Whether a mean may divide each rank's numbers before they are added (NCCL), not their sum."""
+        return queues_on_streams(self.backend)
 
     @property
     def peers(self) -> list[int]:
@@ -361,13 +362,13 @@ class Comm:
 
     def broadcast_ints(self, numbers: list[list[int]], device: torch.device) -> list[list[int]]:
         """Return rank 0's `numbers`, rows of equal length, on all ranks."""
-        agreed = torch.tensor(numbers, dtype=torch.int64, device=device)
+        agreed = torch.tensor(numbers, dtype=torch.int64, device=group_device(self.group, device))
         self.broadcast(agreed)
         return agreed.tolist()
 
     def largest(self, number: int, device: torch.device) -> int:
         """Return the largest `number` of any rank."""
-        agreed = torch.tensor(number, dtype=torch.int64, device=device)
+        agreed = torch.tensor(number, dtype=torch.int64, device=group_device(self.group, device))
         with _peer_errors(), step_state.waiting_for_peers():
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
         return int(agreed)

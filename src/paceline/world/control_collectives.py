@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from paceline._core.step_state import step_state
 from paceline.errors import MismatchError
+from paceline.world.group_devices import group_device
 
 __all__ = [
     "PendingRows",
@@ -35,7 +36,6 @@ __all__ = [
     "gather_rows",
     "gather_rows_async",
     "gather_texts",
-    "group_device",
     "rank_and_size",
     "sum_over_ranks",
     "verify_same",
@@ -58,7 +58,7 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the sum of `values` over all ranks, on the group's device; may overwrite `values`."""
     if rank_and_size(group)[1] == 1:
         return values
-    values = values.to(group_device(group, values))
+    values = values.to(group_device(group, values.device))
     _wait(_hold(dist.all_reduce(values, group=group, async_op=True), group))
     return values
 
@@ -86,7 +86,7 @@ def gather_rows_async(row: Tensor, group: ProcessGroup | None = None) -> Pending
     ranks = rank_and_size(group)[1]
     if ranks == 1:
         return PendingRows(None, [row])
-    row = row.to(group_device(group, row))
+    row = row.to(group_device(group, row.device))
     rows = [torch.empty_like(row) for _ in range(ranks)]
     return PendingRows(_hold(dist.all_gather(rows, row, group=group, async_op=True), group), rows)
 
@@ -126,7 +126,7 @@ def broadcast_text(text: str = "", group: ProcessGroup | None = None) -> str:
 
 def _broadcast_bytes(data: bytes, group: ProcessGroup | None) -> bytes:
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    row = row.to(group_device(group, row))
+    row = row.to(group_device(group, row.device))
     _wait(_hold(dist.broadcast(row, group=group, group_src=0, async_op=True), group))
     return row.cpu().numpy().tobytes()
 
@@ -182,10 +182,3 @@ def _wait(work: dist.Work | None) -> None:
     if work is not None:
         with step_state.waiting_for_peers():
             work.wait()
-
-
-def group_device(group: ProcessGroup | None, values: Tensor) -> torch.device:
-    """Return the device on which the group needs tensors."""
-    if "nccl" in str(dist.get_backend(group)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return values.device

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError
-from paceline.world.control_collectives import gather_rows, group_device, rank_and_size
+from paceline.world.control_collectives import gather_rows, rank_and_size
+from paceline.world.group_devices import group_device
 from paceline.world.plain_values import pack, unpack_objects
 
 __all__ = ["broadcast_value", "gather_values"]
@@ -65,7 +66,7 @@ def broadcast_value(value: Any, source: int, group: ProcessGroup | None = None) 
         except UsageError as error:
             problem = str(error).partition("\n")[0]
             data = torch.frombuffer(bytearray(problem.encode()), dtype=torch.uint8)
-    device = group_device(group, data)
+    device = group_device(group)
     sizes = torch.tensor([data.numel(), bool(problem)], device=device)
     with step_state.waiting_for_peers():
         dist.broadcast(sizes, group=group, group_src=source)

@@ -14,6 +14,7 @@ from paceline.parallel.compression.compressed_bucket import CompressedBucket
 from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
+from paceline.world.group_devices import group_device
 
 __all__ = ["agree_order", "build_buckets", "return_freed_memory"]
 
@@ -117,6 +118,6 @@ def build_buckets(
             return_freed_memory()
         buckets.append(bucket)
     if not inside:
-        device = slots[0].param.device if slots else torch.device("cpu")
+        device = slots[0].param.device if slots else group_device(comm.group)
         buckets.append(Bucket.for_status(len(grouped), device, status_length, comm.allocate))
     return buckets
