@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.world.device_selection import accelerator_backend
 from paceline.world.store.launched_store import replace_env_rendezvous
 
 __all__ = ["NAMES", "register"]
@@ -26,9 +27,11 @@ def register() -> None:
 
     if not dist.is_available():
         return
+    accelerators = filter(accelerator_backend, dist.Backend.default_device_backend_map)
+    devices = ["cpu", *accelerators]  # these by their own backends
     for name, create in zip(NAMES, (_create_paceline, _create_mpi), strict=True):
         if not hasattr(dist.Backend, name.upper()):
-            dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+            dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
     replace_env_rendezvous()
 
 

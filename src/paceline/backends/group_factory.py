@@ -29,6 +29,8 @@ from paceline.backends.shm.peer_sockets import (
 )
 from paceline.backends.shm.shm_collectives import ShmCollectives
 from paceline.backends.shm.shm_p2p import ShmPointToPoint
+from paceline.world.accelerator import find_accelerator
+from paceline.world.device_selection import accelerator_backend
 from paceline.world.environment import host_label
 
 __all__ = ["create_paceline_group", "register_fallbacks"]
@@ -132,7 +134,7 @@ def _connect(
 def register_fallbacks(
     group: GroupBase, options: Any, store: dist.Store, gloo: dist.ProcessGroupGloo
 ) -> None:
-    """Register the groups that calls fall back to: gloo for the CPU, NCCL for CUDA where available.
+    """Register the groups that calls fall back to: gloo for the CPU, and an accelerator's own backend for it (NCCL).
 
     Args:
         group: the group that calls fall back from.
@@ -142,12 +144,39 @@ def register_fallbacks(
     """
     gloo._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = options.timeout
-        nccl = dist.ProcessGroupNCCL(
-            dist.PrefixStore("nccl", store), options.group_rank, options.group_size, nccl_options
-        )
-        nccl._set_sequence_number_for_group()
-        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+    kind = find_accelerator() or "cpu"
+    backend = accelerator_backend(kind)
+    made = _accelerator_group(backend, options, store) if backend else None
+    if made is not None:
+        backend_type = dist.Backend.backend_type_map[backend]
+        group._register_backend(torch.device(kind), backend_type, made)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+
+def _accelerator_group(backend: str, options: Any, store: dist.Store) -> Any:
+    """Return a group of an accelerator's backend, without a process group around it; None if torch lacks it."""
+    place = dist.PrefixStore(backend, store), options.group_rank, options.group_size
+    own: Any
+    if backend == "nccl":
+        if not dist.is_nccl_available():
+            return None
+        own = dist.ProcessGroupNCCL.Options()
+        own._timeout = options.timeout
+        made = dist.ProcessGroupNCCL(*place, own)
+        made._set_sequence_number_for_group()
+        return made
+    if backend == "xccl":
+        if not dist.is_xccl_available():
+            return None
+        xccl: Any = dist.distributed_c10d.ProcessGroupXCCL
+        own = xccl.Options()
+        own._timeout = options.timeout
+        return xccl(*place, own)
+    plugin = dist.Backend._plugins[backend.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(*place, options.timeout)
+    own = type(options)()
+    own.store, own.group_rank, own.group_size = place
+    own.timeout, own.group_id = options.timeout, options.group_id
+    own.global_ranks_in_group = options.global_ranks_in_group
+    return plugin.creator_fn(own, None)

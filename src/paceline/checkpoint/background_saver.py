@@ -31,6 +31,7 @@ from paceline.checkpoint.checkpoint_contents import CheckpointContents
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest, TensorFile
 from paceline.checkpoint.format.tensor_files import write_safetensors
+from paceline.world.accelerator import host_buffer, synchronize
 
 __all__ = ["BackgroundSave", "HostBuffers"]
 
@@ -47,15 +48,15 @@ class HostBuffers:
     def copy(self, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Return copies of the tensors in `files`; the next call overwrites them."""
         copies: dict[str, dict[str, Tensor]] = {}
-        on_gpu = False
+        devices: set[torch.device] = set()
         for file, tensors in files.items():
             copies[file] = {}
             for label, tensor in tensors.items():
                 copies[file][label] = copy = self._buffer((file, label), tensor)
-                copy.copy_(tensor, non_blocking=tensor.is_cuda)
-                on_gpu |= tensor.is_cuda
-        if on_gpu:
-            torch.cuda.synchronize()
+                copy.copy_(tensor, non_blocking=True)
+                devices.add(tensor.device)
+        for device in devices:
+            synchronize(device)
         self._buffers = {
             (file, label): copy for file, tensors in copies.items() for label, copy in tensors.items()
         }
@@ -65,7 +66,7 @@ class HostBuffers:
         known = self._buffers.get(key)
         if known is not None and known.shape == tensor.shape and known.dtype is tensor.dtype:
             return known
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return host_buffer(tensor.shape, tensor.dtype, tensor.device)
 
 
 class BackgroundSave:

@@ -29,6 +29,7 @@ from paceline.checkpoint.optimizer_state_pieces import check_optimizer, load_opt
 from paceline.errors import CheckpointError, UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
+from paceline.world.accelerator import find_accelerator, used_accelerator
 from paceline.world.plain_values import pack, unpack
 
 __all__ = ["CheckpointContents", "collect_contents", "restore_contents"]
@@ -189,15 +190,16 @@ def _check_objects(
 
 
 def _random_state() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and torch's generators, and of the current GPU's."""
+    """Return the state of Python's, NumPy's and torch's generators, and of the current accelerator's."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
         "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 — the one that programs share
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    kind = used_accelerator()
+    if kind is not None:
+        state[kind] = torch.get_device_module(kind).get_rng_state()
     return state
 
 
@@ -206,5 +208,6 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(numbers.tolist()), gauss))
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"].clone())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].clone())
+    kind = find_accelerator()
+    if kind is not None and kind in state:
+        torch.get_device_module(kind).set_rng_state(state[kind].clone())

@@ -19,6 +19,7 @@ from paceline.collectives.prove import prove
 from paceline.collectives.schedule import Schedule
 from paceline.collectives.schedule_send_recv import LockstepExecutor, StreamingExecutor
 from paceline.errors import MismatchError, UsageError
+from paceline.world.group_devices import queues_on_streams, served_backends
 
 __all__ = ["SEGMENT_NBYTES", "ScheduleRun", "run_schedule"]
 
@@ -79,7 +80,8 @@ def run_schedule(
     rank = _check(schedule, tensor, group, segment_nbytes)
     buffers = ChunkBuffers(schedule, rank, tensor.detach(), None if output is None else output.detach())
     if lockstep is None:
-        lockstep = tensor.is_cuda and dist.is_initialized() and "nccl" in dist.get_backend(group)
+        backends = served_backends(group) if dist.is_initialized() else {}
+        lockstep = queues_on_streams(backends.get(tensor.device.type, ""))
     if check and schedule.ranks > 1:
         _agree(schedule, tensor, group, (segment_nbytes, receipts, orderly, lockstep))
     _copy_own_part(buffers)

@@ -4,7 +4,7 @@
     gloo       only the end of a connection ends a wait (its abort() does not, torch 2.13), so the connections to
                other ranks are shut down, and waits fail as if those processes had died. A wait for a send with
                unsent bytes does not end: gloo does not report the end to it
-    NCCL       the communicators are aborted
+    NCCL       the communicators are aborted; likewise XCCL and others of accelerators, where they can be
     mpi4py     as paceline while it waits for a rank to arrive; not while MPI moves data
 
 In a thread that is not in a collective, an exception is raised as soon as it runs Python. If it runs none either, the
@@ -31,12 +31,14 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from paceline.backends.process_group_base import GroupBase
 from paceline.errors import PeerFailed
+from paceline.world.accelerator import find_accelerator
+from paceline.world.group_devices import queues_on_streams
 
 __all__ = ["EXIT_CODE", "abort_groups", "end_process", "gloo_sockets", "raise_in_thread"]
 
@@ -58,19 +60,22 @@ def abort_groups(reason: PeerFailed) -> None:
     for group in list(getattr(world, "pg_map", ())):
         if isinstance(group, GroupBase):
             group.interrupt(reason)
-        if torch.cuda.is_available():
-            threading.Thread(target=_abort_nccl, args=(group,), name="paceline abort", daemon=True).start()
+        if find_accelerator() is not None:
+            threading.Thread(
+                target=_abort_on_streams, args=(group,), name="paceline abort", daemon=True
+            ).start()
     for connection in gloo_sockets():
         with connection, contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _abort_nccl(group: dist.ProcessGroup) -> None:
-    """Abort the NCCL communicators of a group, if it has any; may block for long."""
-    with contextlib.suppress(RuntimeError, AttributeError):
-        backend = group._get_backend(torch.device("cuda"))
-        if isinstance(backend, dist.ProcessGroupNCCL):
-            backend.abort()
+def _abort_on_streams(group: dist.ProcessGroup) -> None:
+    """Abort a group's communicators of accelerators (NCCL's, for example), if it has any; may block for long."""
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            backend: Any = group._get_backend(device)
+            if queues_on_streams(backend.name()):
+                backend.abort()
 
 
 def gloo_sockets() -> Iterator[socket.socket]:

@@ -25,6 +25,7 @@ from paceline.parallel.ddp import DistributedDataParallel
 from paceline.parallel.gradient_collectives import broadcast_tensors
 from paceline.parallel.replica_digests import Divergence, find_divergence, mixed_digest, tensor_digest
 from paceline.world.control_collectives import PendingRows, gather_rows, gather_rows_async, verify_same
+from paceline.world.group_devices import group_device, queues_on_streams, served_backends
 
 __all__ = ["ReplicaCheck"]
 
@@ -122,7 +123,9 @@ class ReplicaCheck:
         """Hash the compared tensors, and start gathering one digest of them all."""
         if self._comm.size == 1 or not self._compared:
             return
-        device = self._compared[0][1].device if "nccl" in self._comm.backend else torch.device("cpu")
+        group, device = self._comm.group, self._compared[0][1].device
+        if not queues_on_streams(served_backends(group).get(device.type, "")):
+            device = group_device(group)
         digests = torch.stack([tensor_digest(tensor).to(device) for _, tensor in self._compared])
         rows = gather_rows_async(mixed_digest(digests).reshape(1), self._comm.group)
         self._pending = self.steps, digests, rows

@@ -32,6 +32,7 @@ from paceline.integrations.wrapped_models import (
 )
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.strategy import Sync
+from paceline.world.device_selection import accelerator_backend
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -63,7 +64,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 def _backend_of(device: torch.device, given: str | None) -> str:
     backends.register()
-    return given or ("nccl" if device.type == "cuda" else "paceline")
+    return given or accelerator_backend(device.type) or "paceline"
 
 
 def _for_mean(value: Any, reduce_op: Any) -> Any:

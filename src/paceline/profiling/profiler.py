@@ -25,6 +25,7 @@ from paceline.errors import UsageError
 from paceline.profiling.metrics_writer import StepMetrics
 from paceline.profiling.rank_timeline import RankTimeline, RecordedModel
 from paceline.profiling.run_loggers import Logger, LoggerGroup, new_run_id
+from paceline.world.accelerator import find_accelerator
 from paceline.world.control_collectives import gather_rows, gather_texts, rank_and_size
 from paceline.world.environment import host_label
 from paceline.world.machine_facts import read_machine_facts
@@ -39,13 +40,13 @@ _OWN = frozenset(
 
 def machine_facts() -> dict[str, object]:
     """Return this machine's facts for ``run.json``; no address, so that the file can be shared."""
-    here = read_machine_facts()
+    here, kind = read_machine_facts(), find_accelerator()
     return {
         "system": here.system,
         "cpu": here.cpu,
         "usable cores": here.usable_cores,
         "memory": format_bytes(here.memory_nbytes),
-        "GPUs": torch.cuda.device_count(),
+        "GPUs": 0 if kind is None else torch.get_device_module(kind).device_count(),
     }
 
 

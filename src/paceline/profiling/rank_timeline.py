@@ -11,13 +11,14 @@ from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
-import torch.distributed as dist
 
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.profiling import trace_file
 from paceline.profiling.clock_sync import compare_clocks, is_due
 from paceline.profiling.step_recorder import StepRecorder
+from paceline.world.accelerator import used_accelerator
+from paceline.world.group_devices import group_device
 
 __all__ = ["RankTimeline", "RecordedModel"]
 
@@ -55,9 +56,7 @@ class RankTimeline:
                 remedy="end the first one before; with several models record the one that is trained in every step",
             )
         self._engine, self._group = model.engine, model.comm.group
-        self._device = torch.device("cpu")  # of tensors that the group can send
-        if self._group is not None and "nccl" in str(dist.get_backend(self._group)):
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device = group_device(self._group)
         self.rank = model.comm.rank
         self._file = Path(folder, "trace", f"rank{self.rank}.jsonl")
 
@@ -102,9 +101,11 @@ class RankTimeline:
 
 
 def _write_memory() -> None:
-    """Write this process's peak memory: resident, and allocated on its GPU."""
+    """Write this process's peak memory: resident, and allocated on its accelerator."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks: dict[str, object] = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        peaks["allocated"] = torch.cuda.max_memory_allocated()
+    kind = used_accelerator()
+    peak = None if kind is None else getattr(torch.get_device_module(kind), "max_memory_allocated", None)
+    if peak is not None:
+        peaks["allocated"] = peak()
     trace_file.mark("memory", **peaks)

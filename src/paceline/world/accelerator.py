@@ -1,4 +1,4 @@
-"""Streams, events and page-locked memory of any accelerator: CUDA, XPU and others, by torch's device modules."""
+"""Any accelerator (CUDA, XPU and others) by torch's device modules: which there is, its streams, page-locked memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,47 @@ import torch
 __all__ = [
     "current_stream",
     "current_stream_key",
+    "find_accelerator",
     "has_streams",
     "host_buffer",
     "is_capturing",
     "make_stream",
     "on_stream",
+    "set_current_device",
+    "synchronize",
+    "used_accelerator",
 ]
+
+
+def find_accelerator() -> str | None:
+    """Return the type of this machine's accelerator, ``"cuda"`` if there are several; None if none can be used."""
+    if torch.cuda.is_available():
+        return "cuda"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def used_accelerator() -> str | None:
+    """Return the type of this machine's accelerator if this process has used it, else None."""
+    found = find_accelerator()
+    if found is None:
+        return None
+    initialised = getattr(torch.get_device_module(found), "is_initialized", None)
+    return found if initialised is None or initialised() else None
+
+
+def set_current_device(device: torch.device) -> None:
+    """Make `device` the current one of its type; the CPU, and accelerators of which there is one, need nothing."""
+    if device.type != "cpu" and (set_device := getattr(torch.get_device_module(device), "set_device", None)):
+        set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all that was queued on it; nothing on the CPU."""
+    if has_streams(device):
+        torch.get_device_module(device).synchronize(device)
+    elif device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize()
 
 
 def has_streams(device: torch.device) -> bool:

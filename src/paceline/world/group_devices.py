@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from paceline.errors import WorldError
 from paceline.world.environment import find_launcher
 
-__all__ = ["backend_name", "backend_of", "group_device", "queues_on_streams"]
+__all__ = ["backend_name", "group_device", "queues_on_streams", "served_backends"]
 
 _CPU = torch.device("cpu")
 _used_devices: WeakKeyDictionary[ProcessGroup, torch.device] = WeakKeyDictionary()
@@ -36,14 +36,15 @@ def backend_name(group: ProcessGroup | None = None) -> str:
     return names.pop() if len(names) == 1 else ",".join(f"{kind}:{name}" for kind, name in backends.items())
 
 
-def backend_of(group: ProcessGroup | None, kind: str) -> str:
-    """Return the backend by which `group` serves devices of type `kind`, such as ``"cuda"``; empty: it does not."""
+def served_backends(group: ProcessGroup | None = None) -> dict[str, str]:
+    """Return the backend by which the group serves each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
     place = default_group() if group is None else group
-    configured = _configured_backends(group).get(kind, "")
-    if kind == "cpu" or not configured or type(place) is ProcessGroup or not isinstance(place, ProcessGroup):
-        return configured
-    # a group written in Python serves accelerators by groups inside it, if torch has them
-    return place._get_backend(torch.device(kind)).name() if torch.device(kind) in place._device_types else ""
+    backends = _configured_backends(group)
+    if not isinstance(place, ProcessGroup) or type(place) is ProcessGroup:
+        return backends
+    # a group written in Python serves accelerators by groups inside it, where torch has them
+    inside = {each.type: place._get_backend(each).name() for each in place._device_types}
+    return inside | {kind: name for kind, name in backends.items() if kind == "cpu"}
 
 
 def _configured_backends(group: ProcessGroup | None) -> dict[str, str]:
@@ -78,7 +79,7 @@ def group_device(group: ProcessGroup | None, device: torch.device = _CPU) -> tor
     place = default_group() if group is None else group
     if place is None:
         return device
-    kinds = list(_configured_backends(group))
+    kinds = list(served_backends(group))
     if device.type in kinds:
         if device.type != "cpu":
             _used_devices[place] = device

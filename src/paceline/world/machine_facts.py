@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -199,7 +200,7 @@ def _names_in(folder: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU that torch can use; memory in bytes, compute capability as in "9.0"."""
+    """A GPU that torch can use; memory in bytes, CUDA's compute capability as in "9.0" (else empty)."""
 
     name: str
     memory_nbytes: int
@@ -216,6 +217,7 @@ class TorchFacts:
         threads: default threads of a process.
         backends: communication backends of the build.
         gpus: GPUs that it can use now.
+        gpu_type: torch's type of them, such as ``"cuda"``.
     """
 
     version: str
@@ -223,6 +225,7 @@ class TorchFacts:
     threads: int
     backends: tuple[str, ...]
     gpus: tuple[GpuFacts, ...]
+    gpu_type: str = "cuda"
 
 
 @dataclass(frozen=True)
@@ -251,18 +254,33 @@ def torch_facts() -> TorchFacts | None:
     checks = {
         "gloo": "is_gloo_available",
         "nccl": "is_nccl_available",
+        "xccl": "is_xccl_available",
         "mpi": "is_mpi_available",
         "ucc": "is_ucc_available",
     }
     available = dist.is_available()
     backends = tuple(name for name, check in checks.items() if available and getattr(dist, check, bool)())
-    gpus = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        gpu = torch.cuda.get_device_properties(index)
-        gpus.append(GpuFacts(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"))
     return TorchFacts(
-        str(torch.__version__), torch.version.cuda or "", torch.get_num_threads(), backends, tuple(gpus)
+        str(torch.__version__), torch.version.cuda or "", torch.get_num_threads(), backends, *_gpus()
     )
+
+
+def _gpus() -> tuple[tuple[GpuFacts, ...], str]:
+    """Return the accelerators that torch can use, and their type."""
+    import torch
+
+    from paceline.world.accelerator import find_accelerator
+
+    kind = find_accelerator()
+    if kind is None:
+        return (), ""
+    module, gpus = torch.get_device_module(kind), []
+    for index in range(module.device_count()):
+        found: Any = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
+        capability = f"{found.major}.{found.minor}" if hasattr(found, "major") else ""
+        name = str(getattr(found, "name", kind))
+        gpus.append(GpuFacts(name, getattr(found, "total_memory", 0), capability))
+    return tuple(gpus), kind
 
 
 def find_mpi() -> MpiFacts:

@@ -11,10 +11,10 @@ from datetime import timedelta
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from paceline.errors import UsageError, WorldError, unknown
+from paceline.errors import UsageError, WorldError
 from paceline.testing import fault_injection
 from paceline.world.consistency_check import facts_of_this_process, find_mismatch
-from paceline.world.device_selection import BACKENDS, choose_device
+from paceline.world.device_selection import check_backend, choose_device
 from paceline.world.environment import ProcessPlace, read_environment
 from paceline.world.key_value_store import open_store
 from paceline.world.mpi_world import broadcast_job_key, load_mpi
@@ -37,9 +37,9 @@ class World:
         local_size: processes on this node.
         node: number of this node.
         nodes: nodes in all.
-        backend: ``"paceline"``, ``"gloo"``, ``"mpi4py"``, ``"nccl"``, or ``"none"`` for a world of one without a
-            process group.
-        device: ``"cpu"`` or ``"cuda:<index>"``.
+        backend: ``"paceline"``, ``"gloo"``, ``"mpi4py"``, ``"nccl"``, that of another accelerator, or ``"none"`` for a
+            world of one without a process group.
+        device: ``"cpu"``, ``"cuda:<index>"``, or of another accelerator, such as ``"xpu:<index>"``.
 
     Example:
         >>> World(rank=3, size=8, local_rank=1, local_size=2, node=1, nodes=4).node
@@ -91,13 +91,14 @@ def init(
 
     Args:
         backend: ``"paceline"`` (shared memory inside a host; the default on the CPU), ``"gloo"``, ``"mpi4py"`` (for
-            ranks under mpiexec), or ``"nccl"`` (the default on GPUs).
+            ranks under mpiexec), ``"nccl"`` (the default on CUDA), or torch's backend of another accelerator, such as
+            ``"xccl"`` (its default).
         init_method: where the ranks meet: ``"file:///path"``, ``"tcp://host:port"`` or ``"env://"``.
         rank: number of this process.
         size: world size.
         local_rank: number of this process on its node; by default the launcher's, or derived from the hosts.
-        device: ``"cpu"``, ``"cuda"`` (this node's GPU number `local_rank`) or ``"cuda:<index>"``; by default CUDA if
-            there is a GPU.
+        device: ``"cpu"``, ``"cuda"`` (this node's GPU number `local_rank`) or ``"cuda:<index>"``, and likewise for
+            torch's other accelerators (``"xpu"``); by default CUDA or else another accelerator, if there is one.
         timeout: seconds to wait for the other ranks, here and in every collective.
         alike: reject a world in which this rank has other versions (of Paceline, torch, Python, NumPy) or another
             text of the main script than the rest; False: this rank is not compared.
@@ -113,8 +114,8 @@ def init(
         1
         >>> shutdown()
     """
-    if backend is not None and backend not in BACKENDS:
-        raise unknown("backend", backend, BACKENDS)
+    if backend is not None:
+        check_backend(backend)
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         raise UsageError(f"timeout={timeout!r}", remedy="give seconds above 0, for example 300")
     fault_injection.arm_from_environment()
@@ -158,6 +159,9 @@ def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout:
     import torch
     import torch.distributed as dist
 
+    from paceline.world.accelerator import set_current_device
+    from paceline.world.group_devices import queues_on_streams
+
     if dist.is_initialized():
         raise WorldError(
             "torch.distributed has a process group already, which Paceline did not create",
@@ -181,10 +185,12 @@ def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout:
         raise error
     local_rank, local_size, node, nodes = _local_place(place, roster.claims)
     chosen, backend = choose_device(device, backend, local_rank, local_size)
-    gpu = None
-    if chosen.startswith("cuda"):
-        gpu = torch.device(chosen)
-        torch.cuda.set_device(gpu)
+    if backend == "none":
+        raise UsageError(
+            f"torch.distributed has no backend for device {chosen!r}",
+            remedy="use device='cpu', or train in a world of one",
+        )
+    set_current_device(torch.device(chosen))
     if backend in ("paceline", "mpi4py") and not hasattr(dist.Backend, backend.upper()):
         for entry in entry_points(group="torch.backends", name="paceline"):
             entry.load()()  # torch was configured not to load such extensions itself
@@ -194,7 +200,7 @@ def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout:
         rank=place.rank,
         world_size=place.size,
         timeout=timedelta(seconds=timeout),
-        device_id=gpu if backend == "nccl" else None,
+        device_id=torch.device(chosen) if queues_on_streams(backend) else None,
     )
     _session.owns_group = True
     return World(

@@ -375,6 +375,76 @@ def test_each_rank_gets_the_gpu_of_its_local_rank(monkeypatch, gpus, visible, ar
             choose_device(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("visible", "arguments", "expected"),
+    [
+        (None, (None, None, 2, 4), ("xpu:2", "xccl")),
+        (None, ("xpu", None, 1, 4), ("xpu:1", "xccl")),
+        (None, ("xpu:3", None, 1, 4), ("xpu:3", "xccl")),
+        (None, (None, "xccl", 1, 4), ("xpu:1", "xccl")),
+        (None, (None, "gloo", 1, 4), ("cpu", "gloo")),
+        (None, ("xpu", "paceline", 1, 4), ("xpu:1", "paceline")),
+        ("0", ("xpu", None, 3, 4), ("xpu:0", "xccl")),  # the launcher shows each rank one
+        (None, ("xpu:4", None, 0, 1), "should use XPU 4, but the node has 4"),
+        (None, ("xpu", "gloo", 1, 4), "(?s)'gloo' does not serve device 'xpu'.*backend='xccl'"),
+        (None, ("xpu", "nccl", 1, 4), "(?s)'nccl' does not serve device 'xpu'.*backend='xccl'"),
+        (None, ("cpu", "xccl", 1, 4), "backend 'xccl' needs XPU devices, but device is 'cpu'"),
+    ],
+)
+def test_other_accelerators_are_chosen_likewise(monkeypatch, visible, arguments, expected):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 4 if visible is None else 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    monkeypatch.delenv("ZE_AFFINITY_MASK", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("ZE_AFFINITY_MASK", visible)
+    if isinstance(expected, tuple):
+        assert choose_device(*arguments) == expected
+    else:
+        with pytest.raises((UsageError, WorldError), match=expected):
+            choose_device(*arguments)
+
+
+def test_cuda_comes_first(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    assert choose_device(None, None, 0, 1) == ("cuda:0", "nccl")
+
+
+def test_an_accelerator_without_a_backend_serves_a_world_of_one(monkeypatch, tmp_path):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
+    assert choose_device("mps", None, 0, 1) == ("mps:0", "none")
+    # not by itself: several ranks could not use it
+    assert choose_device(None, None, 0, 1) == ("cpu", "paceline")
+    with pytest.raises(UsageError, match=r"(?s)'gloo' does not serve device 'mps'.*no backend for it"):
+        choose_device("mps", "gloo", 0, 1)
+    with pytest.raises(UsageError, match="no backend for device 'mps:0'"):
+        init(device="mps", rank=0, size=1, init_method=f"file://{tmp_path}/meeting")
+    shutdown()
+
+
+@pytest.mark.parametrize("arguments", [{"device": "xpu"}, {"device": "xpu:1"}, {"backend": "xccl"}])
+def test_an_absent_accelerator_is_one_clear_error(monkeypatch, arguments):
+    import torch
+
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "xpu", None)
+    with pytest.raises(WorldError, match="requires XPU, but this PyTorch is built without XPU"):
+        init(**arguments)
+    shutdown()
+
+
 def test_importing_the_world_imports_no_torch():
     code = "import sys, paceline.world as w; w.read_environment({}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

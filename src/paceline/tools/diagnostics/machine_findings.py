@@ -151,8 +151,10 @@ def _backends(facts: MachineFacts) -> MachineFinding:
         return MachineFinding(
             "backends", "broken", value, "install a torch build with torch.distributed and gloo"
         )
-    if facts.torch and facts.torch.gpus and "nccl" not in built_in:
-        return MachineFinding("backends", "warn", value, "install a torch build with NCCL: GPUs need it")
+    needed = {"cuda": "nccl", "xpu": "xccl"}.get(facts.torch.gpu_type, "") if facts.torch else ""
+    if facts.torch and facts.torch.gpus and needed and needed not in built_in:
+        remedy = f"install a torch build with {needed.upper()}: GPUs need it"
+        return MachineFinding("backends", "warn", value, remedy)
     return MachineFinding("backends", "ok", value)
 
 
