@@ -8,7 +8,10 @@ from typing import Any
 
 from paceline.errors import UsageError, WorldError, unknown
 
-__all__ = ["accelerator_backend", "check_backend", "choose_device"]
+__all__ = ["DEVICE_TYPES", "accelerator_backend", "check_backend", "choose_device"]
+
+DEVICE_TYPES = ("cpu", "cuda", "xpu")
+"""The types of device that command lines offer; `choose_device` takes any that torch has."""
 
 _CPU_BACKENDS = ("paceline", "gloo", "mpi4py")
 _WITH_FALLBACK = ("paceline", "mpi4py")  # by the accelerator's own backend

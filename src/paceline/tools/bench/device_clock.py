@@ -12,33 +12,35 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from paceline.world.accelerator import current_stream, has_streams
+
 __all__ = ["Moment", "gather_ranks", "mark", "now", "seconds_between", "slowest_rank"]
 
-Moment = float | torch.cuda.Event
+Moment = float | torch.Event
 
 
 def mark(device: str) -> Moment:
     """Return the present moment of the device's computing, without waiting for it."""
-    if not device.startswith("cuda"):
+    if not has_streams(torch.device(device)):
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event: torch.Event = torch.get_device_module(device).Event(enable_timing=True)
     event.record()
     return event
 
 
 def seconds_between(start: Moment, end: Moment) -> float:
     """Return the seconds between two moments of one device that have passed."""
-    if isinstance(start, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event), "both moments are of one device"
-        return start.elapsed_time(end) / 1e3
-    assert not isinstance(end, torch.cuda.Event), "both moments are of one device"
-    return end - start
+    if isinstance(start, int | float):
+        assert isinstance(end, int | float), "both moments are of one device"
+        return end - start
+    assert not isinstance(end, int | float), "both moments are of one device"
+    return start.elapsed_time(end) / 1e3
 
 
 def now(device: str) -> float:
     """Return the clock once the device has finished computing; communication may still be pending."""
-    if device.startswith("cuda"):
-        torch.cuda.current_stream().synchronize()
+    if has_streams(torch.device(device)):
+        current_stream(torch.device(device)).synchronize()
     return time.perf_counter()
 
 

@@ -23,6 +23,8 @@ from paceline._core.format import format_bytes
 from paceline._core.units import MIB
 from paceline.cost_model.profile_entries import Rate, Source
 from paceline.errors import UsageError, unknown
+from paceline.world.accelerator import find_accelerator
+from paceline.world.device_selection import DEVICE_TYPES
 
 __all__ = ["MachineSettings", "RateJob", "RepeatedTiming", "measure_machine_rate", "rate_jobs", "repeat"]
 
@@ -35,7 +37,7 @@ class MachineSettings:
     """Settings of a measurement of one machine.
 
     Attributes:
-        device: ``"cpu"`` or ``"cuda"``; ``"auto"``: both if there is a GPU.
+        device: ``"cpu"``, ``"cuda"`` or ``"xpu"``; ``"auto"``: the CPU, and the GPU if there is one.
         nbytes: of each tensor for the memory bandwidth; more than the caches hold.
         sizes: n of the n × n matrices, in ascending order.
         dtypes: of the matrices.
@@ -55,9 +57,9 @@ class MachineSettings:
     seconds: float = 3.0
 
     def __post_init__(self) -> None:
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise unknown("device", self.device, ("auto", "cpu", "cuda"))
-        if self.device == "cuda" and not torch.cuda.is_available():
+        if self.device not in ("auto", *DEVICE_TYPES):
+            raise unknown("device", self.device, ("auto", *DEVICE_TYPES))
+        if self.device not in ("auto", "cpu") and not torch.get_device_module(self.device).is_available():
             raise UsageError("torch can use no GPU here", remedy="--device cpu, or see paceline doctor")
         for dtype in self.dtypes:
             if dtype not in ("float32", "bfloat16", "float16", "float64"):
@@ -96,12 +98,13 @@ def rate_jobs(settings: MachineSettings) -> list[RateJob]:
     Raises:
         UsageError: the tensors do not fit into memory.
     """
-    every = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    found = find_accelerator()
+    every = ("cpu", found) if found in DEVICE_TYPES else ("cpu",)
     jobs = []
     for device in every if settings.device == "auto" else (settings.device,):
         _check_memory(settings, device)
         cores = max(1, int(usable_cores()))
-        for threads in (0,) if device == "cuda" else sorted({cores, 1}, reverse=True):
+        for threads in (0,) if device != "cpu" else sorted({cores, 1}, reverse=True):
             jobs += [RateJob(kind, device, "float32", threads) for kind in _PASSES]
             jobs += [RateJob("matmul", device, dtype, threads) for dtype in settings.dtypes]
     return jobs
@@ -111,7 +114,7 @@ def measure_machine_rate(job: RateJob, settings: MachineSettings, source: Source
     """Measure one rate; `source` records how the measurement was started."""
     with _threads(job.threads):
         value, low, high, shape = (_matmul if job.kind == "matmul" else _bandwidth)(job, settings)
-    device = torch.cuda.get_device_name() if job.device == "cuda" else "cpu"
+    device = "cpu" if job.device == "cpu" else torch.get_device_module(job.device).get_device_name()
     return Rate(
         kind=job.kind,
         device=device,
@@ -164,7 +167,7 @@ def _timed(work: Callable[[], object], calls: int, wait: Callable[[], object]) -
 def _repeat_on_device(
     job: RateJob, settings: MachineSettings, work: Callable[[], object], share: float = 1.0
 ) -> RepeatedTiming:
-    options = {"wait": torch.cuda.synchronize} if job.device == "cuda" else {}
+    options = {} if job.device == "cpu" else {"wait": torch.get_device_module(job.device).synchronize}
     return repeat(work, repetitions=settings.repetitions, seconds=settings.seconds * share, **options)
 
 
@@ -201,7 +204,8 @@ def _matmul(job: RateJob, settings: MachineSettings) -> tuple[float, float, floa
 
 def _check_memory(settings: MachineSettings, device: str) -> None:
     needed = max(2 * settings.nbytes, 3 * 4 * max(settings.sizes) ** 2)
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    on_cpu = device == "cpu"
+    free = psutil.virtual_memory().available if on_cpu else torch.get_device_module(device).mem_get_info()[0]
     if needed > free:
         raise UsageError(
             f"two tensors of {format_bytes(settings.nbytes)} and three matrices of {max(settings.sizes)} need "

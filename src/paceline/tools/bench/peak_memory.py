@@ -40,7 +40,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class PeakMemory:
     """Measures its block: `nbytes` is the peak inside it less the memory before it; see [Note: resident peak].
 
-    On CUDA it is the peak of torch's caching allocator.
+    On an accelerator it is the peak of torch's caching allocator.
 
     Example:
         >>> with PeakMemory("cpu") as peak:
@@ -54,9 +54,10 @@ class PeakMemory:
         self.nbytes = 0
 
     def __enter__(self) -> PeakMemory:
-        if self._device.startswith("cuda"):
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
+        if self._device != "cpu":
+            memory = torch.get_device_module(self._device)
+            memory.reset_peak_memory_stats(self._device)
+            self._before = memory.memory_allocated(self._device)
         else:
             return_freed_memory()
             _reset_resident_peak()
@@ -64,8 +65,10 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        on_gpu = self._device.startswith("cuda")
-        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else _read_status("VmHWM")
+        if self._device != "cpu":
+            peak = torch.get_device_module(self._device).max_memory_allocated(self._device)
+        else:
+            peak = _read_status("VmHWM")
         self.nbytes = max(0, peak - self._before)
 
 

@@ -32,6 +32,7 @@ from paceline.tools.train.local_sgd_settings import gpt_layers
 from paceline.tools.train.resume_checks import original_settings
 from paceline.tools.train.train_settings import CHOSEN_BY_AUTO, TrainSettings
 from paceline.world import World
+from paceline.world.accelerator import synchronize
 from paceline.world.control_collectives import barrier, gather_texts
 
 __all__ = ["AutoChoice", "choose_strategy"]
@@ -163,8 +164,7 @@ def _exchange_seconds(comm: Comm, nbytes: int, device: torch.device, tag: int) -
     barrier(comm.group)
     started = time.perf_counter()
     comm.all_to_all_rows(rows, into, lambda rank: None, tag).wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return _slowest(time.perf_counter() - started)
 
 
@@ -186,8 +186,7 @@ def measure_step(
             torch.nn.utils.clip_grad_norm_(net.parameters(), settings.clip)
         optimizer.step()
         optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - started)
     return statistics.median(times[1:])  # the first step includes one-time costs
 

@@ -54,7 +54,7 @@ def _launch_ranks(settings: TrainSettings) -> None:
             f"min_ranks={settings.min_ranks}, of {plural(ranks, 'rank')}", remedy=f"valid: 1 to {ranks}"
         )
     threads = settings.threads or max(1, int(usable_cores() / ranks))
-    if settings.device == "cuda":
+    if settings.device not in (None, "cpu"):
         for rank in range(ranks):
             choose_device(settings.device, None, rank, ranks)
     settings = _fit_to_data(replace(settings, ranks=ranks, threads=threads), ranks)

@@ -20,6 +20,7 @@ from paceline.tools.train.local_sgd_settings import (
     LocalSgdSettings,
     compression_or_none,
 )
+from paceline.world.device_selection import DEVICE_TYPES
 
 __all__ = ["AUTO", "CHOSEN_BY_AUTO", "RUN_PANEL", "ExistingRun", "TrainSettings"]
 
@@ -115,9 +116,9 @@ class TrainSettings:
     threads: Annotated[
         int | None, shared("threads", "; default its share of the cores", panel=_PROCESSES)
     ] = None
-    device: Annotated[str | None, shared("device", "; default cuda if there is a GPU", panel=_PROCESSES)] = (
-        None
-    )
+    device: Annotated[
+        str | None, shared("device", ", or xpu; default: the GPU if there is one", panel=_PROCESSES)
+    ] = None
     out: Annotated[str, shared("out", ": log, checkpoints and report", panel=RUN_PANEL)] = "runs/train"
     eval_every: Annotated[
         int, own("STEPS", "Steps between evaluations; 0: first and last.", panel=RUN_PANEL)
@@ -152,8 +153,8 @@ class TrainSettings:
             _check_real(name, getattr(self, name), positive=name == "lr")
         if self.existing not in get_args(ExistingRun):
             raise unknown("existing", self.existing, get_args(ExistingRun))
-        if self.device not in (None, "cpu", "cuda"):
-            raise unknown("device", self.device, ["cpu", "cuda"])
+        if self.device not in (None, *DEVICE_TYPES):
+            raise unknown("device", self.device, DEVICE_TYPES)
         if self.log is not None:
             check_logger_names(self.log)
         if not self.out:

@@ -18,6 +18,7 @@ from paceline.collectives.run_schedule import run_schedule
 from paceline.tools.bench.collectives.benchmarked_backends import MPIEXEC, find_backend
 from paceline.tools.bench.collectives.exact_buffers import Allocate, ExactBuffers
 from paceline.world import World
+from paceline.world.accelerator import set_current_device, synchronize
 from paceline.world.device_selection import choose_device
 from paceline.world.mpi_world import load_mpi
 
@@ -59,7 +60,7 @@ class OpenBackend:
         """Run the backend's own barrier and wait for the device."""
         if self.mpi is not None:
             self.mpi[1].Barrier()
-        elif self.device.type == "cuda":
+        elif self.device.type != "cpu":
             dist.barrier(group=self.group, device_ids=[self.device.index])
         else:
             dist.barrier(group=self.group)
@@ -67,8 +68,7 @@ class OpenBackend:
 
     def synchronise(self) -> None:
         """Wait until the device has finished."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,10 @@ def open_backend(name: str, world: World) -> OpenBackend:
     """Return the backend of that name with a process group of its own; a collective, in the same order on all ranks."""
     backend = find_backend(name)
     device = torch.device("cpu")
-    if backend.device == "cuda":
-        device = torch.device(choose_device("cuda", "nccl", world.local_rank, world.local_size)[0])
-        torch.cuda.set_device(device)
+    if backend.device != "cpu":
+        chosen, _ = choose_device(backend.device, backend.torch, world.local_rank, world.local_size)
+        device = torch.device(chosen)
+        set_current_device(device)
     group = dist.new_group(backend=backend.torch)
     assert isinstance(group, ProcessGroup), "every rank belongs to it"
     mpi = load_mpi(world.size) if backend.launcher == MPIEXEC else None

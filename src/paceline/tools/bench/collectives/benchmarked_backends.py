@@ -80,9 +80,9 @@ class BenchmarkedBackend:
 
 
 def usable_gpus() -> tuple[GpuFacts, ...]:
-    """Return the GPUs that torch can use here."""
+    """Return the CUDA GPUs that torch can use here."""
     facts = torch_facts()
-    return facts.gpus if facts else ()
+    return facts.gpus if facts and facts.gpu_type == "cuda" else ()
 
 
 def _built_in(name: str, remedy: str) -> UsageError | None:

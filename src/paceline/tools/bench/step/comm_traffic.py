@@ -33,7 +33,7 @@ from paceline.backends.process_group import PacelineProcessGroup
 __all__ = ["CommTraffic", "count_traffic", "covered_seconds", "measure_comm_seconds"]
 
 _NOT_DATA = ("barrier", "monitored_barrier_")
-_BACKENDS = ("gloo:", "nccl:")
+_BACKENDS = ("gloo:", "nccl:", "xccl:")
 
 
 @dataclass(frozen=True)

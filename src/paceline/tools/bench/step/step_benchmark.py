@@ -34,7 +34,7 @@ from paceline.tools.result_files import result_head
 
 __all__ = ["STEP_BACKENDS", "StepSettings", "measure_steps", "run_step_job", "step_result"]
 
-STEP_BACKENDS = ("paceline", "gloo", "nccl")
+STEP_BACKENDS = ("paceline", "gloo", "nccl", "xccl")
 """Backends that steps can run on."""
 
 _BYTES_PER_PARAMETER = 24  # float32: parameter, gradient, two of AdamW, a bucket or a copy, and a margin

@@ -34,6 +34,7 @@ from paceline.tools.bench.step.step_strategies import AUTO, DDP_PACELINE, NO_SYN
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.models.token_windows import TokenBatch
+from paceline.world.accelerator import synchronize
 
 __all__ = [
     "StepSeconds",
@@ -190,8 +191,7 @@ def run_step(trainer: StrategyTrainer, batch: TokenBatch) -> StepSeconds:
 
 def _now(batch: TokenBatch) -> float:
     """Return the clock once the device has finished all of its work."""
-    if batch.inputs.is_cuda:
-        torch.cuda.synchronize(batch.inputs.device)
+    synchronize(batch.inputs.device)
     return time.perf_counter()
 
 

@@ -23,6 +23,7 @@ from paceline.cost_model.profile_entries import Contention, ModelStep, Source
 from paceline.tools.bench.device_clock import Moment, mark, seconds_between, slowest_rank
 from paceline.tools.bench.step_parts.exchange_times import Exchanger, ExchangeWork
 from paceline.tools.bench.step_parts.model_compute_times import WrappedModel
+from paceline.world.accelerator import has_streams, make_stream, on_stream, synchronize
 
 __all__ = ["completed_by", "measure_contention"]
 
@@ -136,8 +137,9 @@ class _EndRecorder:
     def __init__(self, pending: Sequence[ExchangeWork], device: str) -> None:
         self._ends: list[Moment] = []
         self._thread: threading.Thread | None = None
-        if device.startswith("cuda"):
-            with torch.cuda.stream(torch.cuda.Stream()):
+        self._device = torch.device(device)
+        if has_streams(self._device):
+            with on_stream(make_stream(self._device)):
                 self._record(pending, device)
             return
         self._thread = threading.Thread(target=self._record, args=(pending, device), daemon=True)
@@ -153,5 +155,5 @@ class _EndRecorder:
         if self._thread is not None:
             self._thread.join()
         else:
-            torch.cuda.synchronize()
+            synchronize(self._device)
         return self._ends

@@ -177,7 +177,7 @@ def _model_step(
         fingerprint=model_fingerprint(model),
         batch=workload.batch,
         shape=workload.shape,
-        device="cpu" if on_cpu else torch.cuda.get_device_name(),
+        device="cpu" if on_cpu else torch.get_device_module(device).get_device_name(),
         backend=Comm().backend,
         ranks=dist.get_world_size(),
         threads=torch.get_num_threads() if on_cpu else 0,

@@ -96,8 +96,8 @@ def measure_parts(
         for each in exchangers:
             for op in each.ops:
                 contentions.append(measure_contention(each, op, wrapped, step, **options))
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                if world.device != "cpu":
+                    torch.get_device_module(world.device).empty_cache()
     finally:
         gc.unfreeze()
     return Profile(exchanges=tuple(costs), models=(step,), contentions=tuple(contentions))

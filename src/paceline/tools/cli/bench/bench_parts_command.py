@@ -48,7 +48,9 @@ def parts(
     threads: Annotated[int, shared("threads")] = 1,
     backend: Annotated[
         str | None,
-        shared("backend", " of Paceline's exchanges: paceline, gloo or nccl; default: chosen by the device"),
+        shared(
+            "backend", " of Paceline's exchanges: paceline, gloo, nccl or xccl; default: chosen by the device"
+        ),
     ] = None,
     network: Annotated[str | None, shared("network", " to be written")] = None,
     steps: Annotated[int, shared("steps", " of computing")] = 15,

@@ -41,7 +41,10 @@ def step(
     ] = None,
     backend: Annotated[
         str | None,
-        shared("backend", " of Paceline's strategies: paceline, gloo, nccl; torch's run on gloo or nccl"),
+        shared(
+            "backend",
+            " of Paceline's strategies: paceline, gloo, nccl, xccl; torch's run on all but paceline",
+        ),
     ] = None,
     peak_memory: Annotated[
         bool, own(None, "Measure peak memory too, each strategy in processes of its own.")

@@ -126,7 +126,8 @@ def timing_caveats(facts: Mapping[str, object]) -> Iterator[str]:
             "With full-shard, PyTorch waits inside forward and backward: more communication is exposed than shown."
         )
     if isinstance(world, Mapping) and (
-        str(world.get("device", "")).startswith("cuda") or "nccl" in str(world.get("backend", ""))
+        str(world.get("device") or "cpu") != "cpu"
+        or any(each.endswith("ccl") for each in str(world.get("backend", "")).split(","))  # nccl, xccl
     ):
         yield "Times are host times: work on a GPU ends later than the phase that enqueued it."
 
