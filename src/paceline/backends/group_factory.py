@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from paceline._core.cpu_cores import usable_cores
 from paceline.backends.hierarchical import HierarchicalCollectives
@@ -154,7 +155,7 @@ def register_fallbacks(
 
 
 def _accelerator_group(backend: str, options: Any, store: dist.Store) -> Any:
-    """Return a group of an accelerator's backend, without a process group around it; None if torch lacks it."""
+    """Return a group of an accelerator's backend; None if torch lacks it, or it can't be inside another group."""
     place = dist.PrefixStore(backend, store), options.group_rank, options.group_size
     own: Any
     if backend == "nccl":
@@ -173,10 +174,12 @@ def _accelerator_group(backend: str, options: Any, store: dist.Store) -> Any:
         own._timeout = options.timeout
         return xccl(*place, own)
     plugin = dist.Backend._plugins[backend.upper()]
-    if not plugin.extended_api:
-        return plugin.creator_fn(*place, options.timeout)
-    own = type(options)()
-    own.store, own.group_rank, own.group_size = place
-    own.timeout, own.group_id = options.timeout, options.group_id
-    own.global_ranks_in_group = options.global_ranks_in_group
-    return plugin.creator_fn(own, None)
+    if plugin.extended_api:
+        own = type(options)()
+        own.store, own.group_rank, own.group_size = place
+        own.timeout, own.group_id = options.timeout, options.group_id
+        own.global_ranks_in_group = options.global_ranks_in_group
+        made = plugin.creator_fn(own, None)
+    else:
+        made = plugin.creator_fn(*place, options.timeout)
+    return made if isinstance(made, Backend) else None

@@ -67,7 +67,7 @@ def choose_device(
     if index is not None:
         number = index
     else:  # this rank's device is that of its local rank, or 0 if it sees only one
-        limited = local_size > 1 and _VISIBLE.get(kind) in os.environ
+        limited = local_size > 1 and _VISIBLE.get(kind, "") in os.environ
         number = 0 if limited and _module(kind).device_count() == 1 else local_rank
     _check_present(kind, number, f"device {device!r}" if device else f"backend {backend!r}")
     if backend is not None and not _serves(backend, kind):

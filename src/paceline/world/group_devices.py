@@ -44,7 +44,8 @@ def served_backends(group: ProcessGroup | None = None) -> dict[str, str]:
         return backends
     # a group written in Python serves accelerators by groups inside it, where torch has them
     inside = {each.type: place._get_backend(each).name() for each in place._device_types}
-    return inside | {kind: name for kind, name in backends.items() if kind == "cpu"}
+    own = {kind: name for kind, name in backends.items() if kind == "cpu" or queues_on_streams(name)}
+    return inside | own
 
 
 def _configured_backends(group: ProcessGroup | None) -> dict[str, str]:

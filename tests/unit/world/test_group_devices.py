@@ -179,6 +179,8 @@ def test_a_group_of_paceline_says_by_which_backend_it_serves_an_accelerator(desc
     describe("paceline", "cpu:paceline,cuda:paceline")
     assert served_backends(Python(["cpu", "cuda"])) == {"cpu": "paceline", "cuda": "nccl"}
     assert served_backends(Python(["cpu"])) == {"cpu": "paceline"}
+    describe("undefined", "xpu:xccl")  # a backend of an accelerator that is written in Python
+    assert served_backends(Python(["xpu"])) == {"xpu": "xccl"}
 
 
 def test_a_group_without_a_name_on_this_machine():
