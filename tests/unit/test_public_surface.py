@@ -38,6 +38,7 @@ WITHOUT_TORCH = [
 NEEDS_TORCH = {
     "paceline.world.accelerator",
     "paceline.world.control_collectives",
+    "paceline.world.group_devices",
     "paceline.world.plain_values",
     "paceline.world.value_collectives",
     "paceline.world.store.authenticated_store",
