@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.parallel.engine.bucket_builder import build_buckets
+from paceline.parallel.buckets.bucket_builder import build_buckets
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 from paceline.tools.plan.memory.fake_world import fake_process_group
@@ -151,10 +151,10 @@ def test_the_round_status_of_no_slots_is_where_the_group_takes_it(describe):
         describe("undefined", "meta:nccl")
         dist.group.WORLD.bound_device_id = torch.device("meta:0")
         comm = Comm()
-        (bucket,) = build_buckets([], [], Sync(), comm, flags=3, sharded=False, reduce_dtype=None)
+        (bucket,) = build_buckets([], [], Sync(), comm, status_length=3, sharded=False, reduce_dtype=None)
         assert bucket.flat.device.type == "meta"
         describe("gloo", "cpu:gloo,cuda:gloo")
-        (bucket,) = build_buckets([], [], Sync(), comm, flags=3, sharded=False, reduce_dtype=None)
+        (bucket,) = build_buckets([], [], Sync(), comm, status_length=3, sharded=False, reduce_dtype=None)
         assert bucket.flat.device == CPU
 
 
