@@ -1,0 +1,104 @@
+"""The simulator: state of the device, what the host waited for, and its life in a test."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+
+from simulated_accelerator import memory
+from simulated_accelerator.call_sites import paceline_site
+from simulated_accelerator.host_waits import HostWait
+from simulated_accelerator.queues import Marker, Queues
+
+__all__ = ["Simulator", "active", "simulated_device"]
+
+
+class Simulator:
+    """One simulated device.
+
+    Attributes:
+        synchronisations: each place where the host waited, in order.
+        phase: a label for `synchronisations`, set by the test.
+        queues: the streams' queues.
+    """
+
+    def __init__(self, seed: int = 0, late: bool = True) -> None:
+        self.seed = seed
+        self.queues = Queues(seed, late)
+        self.synchronisations: list[HostWait] = []
+        self.phase = ""
+        self.random_seeds = 0  # given out to random operations
+
+    @property
+    def step(self) -> int:
+        """The number of steps begun with `next_step`."""
+        return self.queues.step
+
+    def next_step(self) -> None:
+        """Begin the next step of the program."""
+        self.queues.step += 1
+
+    def hold_back(self, stream: object) -> None:
+        """Run `stream` only while the host waits and nothing else can run."""
+        self.queues.run_last(stream.stream_id)  # type: ignore[attr-defined]
+
+    def count(self, kind: str, age: int | None = None) -> None:
+        """Note that the host waits here."""
+        self.synchronisations.append(HostWait(kind, paceline_site(), self.step, self.phase, age))
+
+    def wait(self, kind: str, done: Callable[[], bool], marker: Marker | None = None) -> None:
+        """Count a wait of the host and let the device run until `done()`."""
+        self.count(kind, None if marker is None else self.step - marker.step)
+        self.queues.finish(done)
+
+    def run_all(self) -> None:
+        """Let the device run until nothing is left, without counting a wait.
+
+        Raises:
+            DeviceError: a queued operation failed.
+        """
+        self.queues.finish(self.queues.everything_ran)
+
+    def live_bytes(self) -> int:
+        """Return the bytes of all storages allocated in this simulation that are still referenced."""
+        gc.collect()
+        self.queues.collect_freed()
+        return sum(a.twin.nbytes for a in list(memory.live.values()) if a.owner is self)
+
+
+_idle = Simulator(late=False)  # tensors that outlive their simulation
+_active = _idle
+_entering = threading.Lock()
+
+
+def active() -> Simulator:
+    """Return the simulator that runs now; between simulations, one that runs everything at the call."""
+    return _active
+
+
+def is_active() -> bool:
+    """Return whether a test is inside `simulated_device`."""
+    return _active is not _idle
+
+
+@contextlib.contextmanager
+def simulated_device(seed: int = 0, late: bool = True) -> Iterator[Simulator]:
+    """Make device "sim" available, with a new order of execution.
+
+    Args:
+        seed: of the order in which streams run.
+        late: False runs every operation at its call, for comparison.
+    """
+    global _active
+    with _entering:
+        if _active is not _idle:
+            raise RuntimeError("there is a simulated device already; leave its context first")
+        simulator = _active = Simulator(seed, late)
+    try:
+        yield simulator
+        simulator.run_all()
+    finally:
+        _active = _idle
+        simulator.queues.abandon()
