@@ -8,13 +8,14 @@ import shutil
 import signal
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from launchers_table import cells, show, write
+from rank_pool import RankProcesses
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,14 @@ def browser():
         started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield started
         started.close()
+
+
+@pytest.fixture(scope="session")
+def simulated_pool() -> Iterator[RankProcesses]:
+    """`simulated_pool(2)` is a pool of two ranks apart from others, for simulated_accelerator; see rank_pool.py."""
+    processes = RankProcesses()
+    yield processes
+    processes.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -50,6 +50,7 @@ class Operation:
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        self.writes_lists = any("List" in str(schema.arguments[place].type) for place, _ in self.written)
         self.outs = [name for _, name in self.written if name]
         self.returns_written = [
             returned.alias_info is not None and returned.alias_info.is_write for returned in schema.returns
@@ -61,6 +62,17 @@ class Operation:
         self.is_random = torch.Tag.nondeterministic_seeded in tags
         self.masks = op.name().startswith(("aten::index.", "aten::index_put", "aten::_index_put_impl_"))
         self.is_copy_free = op in METADATA_ONLY
+
+    def written_arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the tensors that it writes."""
+        found = [
+            kwargs.get(name) if name else args[place]
+            for place, name in self.written
+            if name or place < len(args)
+        ]
+        if self.writes_lists:
+            found = [item for each in found for item in (each if isinstance(each, list) else [each])]
+        return [each for each in found if each is not None]
 
     def results(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the written arguments that the schema returns."""
@@ -111,7 +123,8 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     queues = simulation.active().queues
     number = current_number()
     if operation.in_place:
-        queues.put(number, Launch(call, twins, named, call_site()))
+        writes = operation.written_arguments(twins, named)
+        queues.put(number, Launch(call, twins, named, call_site(), writes))
         return operation.results(args, kwargs)
     layouts, is_list = output_layouts(operation.call, twins, named)
     outputs, targets = [], []
@@ -156,7 +169,9 @@ def _allocate(
     if now.queues.only_busy(number) and len(now.queues.all) == 1:
         memory.poison(allocation.twin)
     else:
-        now.queues.put(number, Launch(memory.poison, (allocation.twin,), {}, "fresh memory"))
+        now.queues.put(
+            number, Launch(memory.poison, (allocation.twin,), {}, "fresh memory", (allocation.twin,))
+        )
     return tensor, allocation
 
 
@@ -253,12 +268,14 @@ def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Ten
         _copy_to_host(source, target, non_blocking)
     elif source.is_cpu:
         now.count("pageable copy" if non_blocking else "copy to device")
-        queues.put(number, Launch(twin_of(target).copy_, (source.clone(),), {}, call_site()))
+        twin = twin_of(target)
+        queues.put(number, Launch(twin.copy_, (source.clone(),), {}, call_site(), (twin,)))
         if not non_blocking:
             marker = queues.mark(number)
             queues.finish(lambda: marker.done)
     else:
-        queues.put(number, Launch(twin_of(target).copy_, (twin_of(source),), {}, call_site()))
+        twin = twin_of(target)
+        queues.put(number, Launch(twin.copy_, (twin_of(source),), {}, call_site(), (twin,)))
     return target
 
 

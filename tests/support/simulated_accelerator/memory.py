@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Allocation", "allocation_of", "freed", "live", "new_tensor", "poison", "release", "twin_of"]
+__all__ = [
+    "Allocation",
+    "allocation_of",
+    "extent",
+    "freed",
+    "live",
+    "new_tensor",
+    "poison",
+    "release",
+    "twin_of",
+]
 
 INTEGER_POISON = 0x5A5A5A5A5A5A5A5B  # large, odd, and cut to narrower types still both
 EXTERNAL_DEVICE = 12  # kDLExtDev, torch's PrivateUse1
@@ -151,6 +161,15 @@ def new_tensor(
     allocation.end = end = _StorageEnd(tensor.untyped_storage(), _ended)
     end.pointer = allocation.pointer
     return tensor, allocation
+
+
+def extent(twin: Tensor) -> tuple[int, int]:
+    """Return the first address that a CPU tensor uses and the one behind its last."""
+    start = twin.data_ptr()
+    if not twin.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(twin.shape, twin.stride(), strict=True))
+    return start, start + (last + 1) * twin.itemsize
 
 
 def allocation_of(tensor: Tensor) -> Allocation:

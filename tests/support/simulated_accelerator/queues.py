@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from simulated_accelerator import memory
 
 __all__ = ["DeviceError", "Launch", "Marker", "Queue", "Queues", "Waiting"]
 
+BACKGROUND_SECONDS = 0.05  # the host stands still if it queues nothing for that long
 IDLE_SECONDS = 0.0002  # between two looks at collectives under way
 STALLED_SECONDS = 60.0
 
@@ -24,14 +26,27 @@ class DeviceError(RuntimeError):
 
 
 class Launch:
-    """A call that a stream carries out."""
+    """A call that a stream carries out.
 
-    __slots__ = ("args", "call", "kwargs", "site")
+    Args:
+        call: what to call.
+        args: its arguments.
+        kwargs: its named arguments.
+        site: line of the program.
+        writes: memory that it writes and others may use.
+    """
+
+    __slots__ = ("args", "call", "kwargs", "site", "writes")
 
     def __init__(
-        self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], site: str
+        self,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        site: str,
+        writes: Sequence[Tensor] = (),
     ) -> None:
-        self.call, self.args, self.kwargs, self.site = call, args, kwargs, site
+        self.call, self.args, self.kwargs, self.site, self.writes = call, args, kwargs, site, writes
 
     def ready(self) -> bool:
         """Return True: only what is before it in its stream holds it up."""
@@ -95,6 +110,9 @@ class Queues:
     Args:
         seed: of the order.
         late: False runs everything at the call.
+
+    Attributes:
+        under_way: for each collective that has started and not ended, its call and memory that nobody else may write.
     """
 
     def __init__(self, seed: int, late: bool) -> None:
@@ -102,12 +120,16 @@ class Queues:
         self.late = late
         self.lock = threading.RLock()
         self.all: dict[int, Queue] = {}
+        self.under_way: dict[object, tuple[str, Sequence[Tensor]]] = {}
         self.step = 0
         self.failure: DeviceError | None = None
         self._tick_rate = self.random.choice((0.0, 0.02, 0.1, 0.4))
         self._tick_length = self.random.choice((1, 3, 10))
         self._busy: dict[int, Queue] = {}
         self._running = False
+        self._puts = self._puts_seen = 0
+        self._background: threading.Thread | None = None
+        self._ended = threading.Event()
         self.queue(0)
 
     def queue(self, number: int) -> Queue:
@@ -126,6 +148,7 @@ class Queues:
         with self.lock:
             if memory.freed:
                 self.collect_freed()
+            self._puts += 1
             self._append(number, entry)
             if self._running:
                 return
@@ -169,6 +192,7 @@ class Queues:
         with self.lock:
             while memory.freed:
                 allocation = memory.release(memory.freed.popleft())
+                twin = allocation.twin
                 streams = [number for number in allocation.used_on if number in self._busy]
                 if not streams and self.only_busy(allocation.stream):
                     continue  # whoever could still read it does so before
@@ -176,7 +200,7 @@ class Queues:
                     marker = Marker(self.step)
                     self._append(number, marker)
                     self._append(allocation.stream, Waiting(lambda marker=marker: marker.done))
-                self._append(allocation.stream, Launch(memory.poison, (allocation.twin,), {}, "freed memory"))
+                self._append(allocation.stream, Launch(memory.poison, (twin,), {}, "freed memory", (twin,)))
 
     def look(self) -> None:
         """Let time pass, as a poll of the host does."""
@@ -200,6 +224,37 @@ class Queues:
     def everything_ran(self) -> bool:
         """Return whether no stream has anything to do."""
         return not self._busy and not memory.freed
+
+    def advance_in_background(self) -> None:
+        """Let the device get on while the host stands still elsewhere, as in a collective of the CPU.
+
+        Other ranks may wait for this one's device. The order stays legal, but depends on the time.
+        """
+        if self._background is None:
+            self._background = threading.Thread(target=self._advance, name="simulated device", daemon=True)
+            self._background.start()
+
+    def _advance(self) -> None:
+        while not self._ended.wait(BACKGROUND_SECONDS):
+            seen, self._puts_seen = self._puts_seen, self._puts
+            if seen == self._puts and self._busy and self.lock.acquire(blocking=False):
+                try:
+                    if not self._running:
+                        self._run(lambda: False, idle=False)
+                finally:
+                    self.lock.release()
+
+    def check_written(self, twins: Sequence[Tensor]) -> None:
+        """Check that no collective under way uses memory that is to be written.
+
+        Raises:
+            RuntimeError: one does.
+        """
+        for twin in twins:
+            start, end = memory.extent(twin)
+            for call, used in self.under_way.values():
+                if any(start < memory.extent(other)[1] and memory.extent(other)[0] < end for other in used):
+                    raise RuntimeError(f"it writes to memory of {call}, which is under way")
 
     def _tick(self, length: int) -> None:
         left = length
@@ -232,6 +287,9 @@ class Queues:
             self._running = False
 
     def _stall(self, deadline: float) -> float:
+        if memory.freed:
+            self.collect_freed()
+            return deadline
         now = time.monotonic()
         if not any(getattr(queue.entries[0], "external", False) for queue in self._busy.values()):
             raise RuntimeError(
@@ -257,16 +315,31 @@ class Queues:
         if not queue.entries:
             del self._busy[queue.number]
         try:
+            if self.under_way and isinstance(entry, Launch):
+                self.check_written(entry.writes)
             entry.run()
         except Exception as error:  # noqa: BLE001 — it surfaces where the host waits next, as on a device
             if self.failure is None:
-                name = getattr(entry, "call", entry)
-                self.failure = DeviceError(f"{name} queued at {entry.site} failed on the device: {error}")
+                self.failure = DeviceError(
+                    f"{_name(entry)} queued at {entry.site} failed on the device: {error}"
+                )
                 self.failure.__cause__ = error
 
-    def abandon(self) -> None:
-        """Forget what is left, at the end of a simulation that failed."""
+    def end(self) -> None:
+        """End the simulation, and forget what is left of one that failed."""
+        self._ended.set()
+        if self._background is not None:
+            self._background.join()
         with self.lock:
             for queue in self.all.values():
                 queue.entries.clear()
             self._busy.clear()
+
+
+def _name(entry: Any) -> str:
+    """Return what an entry does, for messages: an operator, or a collective."""
+    call = getattr(entry, "call", entry)
+    if call.__class__.__name__ == "function" and entry.args and not isinstance(entry.args[0], torch.Tensor):
+        call = entry.args[0]  # runs another call
+    owner = getattr(call, "__self__", None)
+    return str(getattr(owner, "call", call))

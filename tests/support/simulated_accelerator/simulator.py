@@ -1,18 +1,17 @@
-"""The simulator: state of the device, what the host waited for, and its life in a test."""
+"""The simulator: state of the device, and what the host waited for."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from simulated_accelerator import memory
 from simulated_accelerator.call_sites import paceline_site
 from simulated_accelerator.host_waits import HostWait
 from simulated_accelerator.queues import Marker, Queues
 
-__all__ = ["Simulator", "active", "simulated_device"]
+__all__ = ["Simulator", "active", "enter", "is_active", "leave"]
 
 
 class Simulator:
@@ -83,22 +82,21 @@ def is_active() -> bool:
     return _active is not _idle
 
 
-@contextlib.contextmanager
-def simulated_device(seed: int = 0, late: bool = True) -> Iterator[Simulator]:
-    """Make device "sim" available, with a new order of execution.
+def enter(simulator: Simulator) -> None:
+    """Make `simulator` the one that runs.
 
-    Args:
-        seed: of the order in which streams run.
-        late: False runs every operation at its call, for comparison.
+    Raises:
+        RuntimeError: there is another one.
     """
     global _active
     with _entering:
-        if _active is not _idle:
+        if is_active():
             raise RuntimeError("there is a simulated device already; leave its context first")
-        simulator = _active = Simulator(seed, late)
-    try:
-        yield simulator
-        simulator.run_all()
-    finally:
-        _active = _idle
-        simulator.queues.abandon()
+        _active = simulator
+
+
+def leave(simulator: Simulator) -> None:
+    """End `simulator`."""
+    global _active
+    _active = _idle
+    simulator.queues.end()
