@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import simulated_accelerator
 from launchers_table import cells, show, write
 from rank_pool import RankProcesses
 
@@ -33,8 +34,8 @@ def browser():
 
 @pytest.fixture(scope="session")
 def simulated_pool() -> Iterator[RankProcesses]:
-    """`simulated_pool(2)` is a pool of two ranks apart from others, for simulated_accelerator; see rank_pool.py."""
-    processes = RankProcesses()
+    """`simulated_pool(2)` is a pool of two ranks with device "sim"; see simulated_accelerator."""
+    processes = RankProcesses(prepare=simulated_accelerator.register)
     yield processes
     processes.close()
 

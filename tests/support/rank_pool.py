@@ -60,6 +60,7 @@ class Case:
     """A call for one process; `init_method` is None for a case without a world."""
 
     function: bytes
+    prepare: bytes
     rank: int
     size: int
     backend: str
@@ -105,9 +106,14 @@ class Worker:
 
 
 class RankProcesses:
-    """The processes behind all pools of a session: started when first needed."""
+    """The processes behind all pools of a session: started when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        prepare: a function at the top level of a module that every rank calls before each case.
+    """
+
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
+        self.prepare = pickle.dumps(prepare)
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-pool-"))
         self.workers: dict[int, Worker] = {}
         self.worlds = 0
@@ -197,7 +203,14 @@ class Pool:
         init_method = self.processes.init_method(self.size, self.backend) if world else None
         call = pickle.dumps((function, args))
         return Case(
-            call, rank, self.size, self.backend, init_method, env[rank] if env else {}, list(sys.path)
+            call,
+            self.processes.prepare,
+            rank,
+            self.size,
+            self.backend,
+            init_method,
+            env[rank] if env else {},
+            list(sys.path),
         )
 
     @staticmethod
@@ -299,6 +312,9 @@ def serve(pipe: Connection) -> None:
         call: list[Any] = []
 
         def enter(case: Case = case, present: str | None = present, call: list[Any] = call) -> None:
+            prepare = pickle.loads(case.prepare)
+            if prepare is not None:
+                prepare()
             _enter(case, present)
             call.extend(pickle.loads(case.function))  # imports the test module: no part of the case's time
 

@@ -9,8 +9,8 @@ Operations return at once and run on the CPU at random moments, or when the host
 yet, or that was freed, is NaN. ``torch.get_device_module("sim")`` has streams and events as ``torch.cuda`` has, and
 backend "sim:simccl" of ``torch.distributed`` has NCCL's manners.
 
-The first simulation registers the device with torch until the process ends. Processes that compute gradients with a
-registered device can't fork any more, so simulations run in processes of their own: those of the fixture
+The device is registered with torch until the process ends. That has to be before the first backward pass of the
+process, which then can't fork any more. So simulations run in processes of their own: the ranks of the fixture
 `simulated_pool`. All tests of a folder run there if its conftest.py imports `pytest_pyfunc_call` from
 `simulated_accelerator.isolated_tests`.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from simulated_accelerator.host_waits import HostWait
 from simulated_accelerator.queues import DeviceError
-from simulated_accelerator.session import simulated_device
+from simulated_accelerator.session import register, simulated_device
 from simulated_accelerator.simulator import Simulator
 
-__all__ = ["DeviceError", "HostWait", "Simulator", "simulated_device"]
+__all__ = ["DeviceError", "HostWait", "Simulator", "register", "simulated_device"]

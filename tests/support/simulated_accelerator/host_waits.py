@@ -13,7 +13,8 @@ class HostWait:
 
     Attributes:
         kind: "item", "copy to host", "copy to device", "pageable copy", "data-dependent shape", "event", "stream" or
-            "device"; a "pageable copy" is staged by the driver, so the host waits for its memory alone.
+            "device" or "barrier"; a "pageable copy" does not block, but its memory of the host is not page-locked: CUDA
+            stages it if it goes to the device, and waits if it comes from there.
         site: "file:line" of the innermost frame in src/paceline, or else of the caller.
         step: the step the test had reached.
         phase: what the test had set as phase.

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from simulated_accelerator import memory
 from simulated_accelerator import simulator as simulation
+from simulated_accelerator.backward_streams import in_backward, note_forward, record_gradients
 from simulated_accelerator.call_sites import call_site
+from simulated_accelerator.host_memory import is_pinned, pin
 from simulated_accelerator.memory import twin_of
 from simulated_accelerator.output_layouts import output_layouts
 from simulated_accelerator.queues import Launch
@@ -122,6 +124,10 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         call = _seeded(call)
     queues = simulation.active().queues
     number = current_number()
+    if number:
+        note_forward(number)
+    if in_backward():
+        record_gradients(number, (*args, *kwargs.values()))
     if operation.in_place:
         writes = operation.written_arguments(twins, named)
         queues.put(number, Launch(call, twins, named, call_site(), writes))
@@ -166,6 +172,7 @@ def _allocate(
     """Return a new tensor of the device; its memory is poisoned in the order of the current stream."""
     now, number = simulation.active(), current_number()
     tensor, allocation = memory.new_tensor(size, stride, dtype, number, now)
+    allocation.of_backward = in_backward()
     if now.queues.only_busy(number) and len(now.queues.all) == 1:
         memory.poison(allocation.twin)
     else:
@@ -267,9 +274,12 @@ def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Ten
     if target.is_cpu:
         _copy_to_host(source, target, non_blocking)
     elif source.is_cpu:
-        now.count("pageable copy" if non_blocking else "copy to device")
+        pinned = is_pinned(source)
+        if not (pinned and non_blocking):
+            now.count("pageable copy" if non_blocking else "copy to device")
+        source = source.detach() if pinned else source.clone()
         twin = twin_of(target)
-        queues.put(number, Launch(twin.copy_, (source.clone(),), {}, call_site(), (twin,)))
+        queues.put(number, Launch(twin.copy_, (source,), {}, call_site(), (twin,)))
         if not non_blocking:
             marker = queues.mark(number)
             queues.finish(lambda: marker.done)
@@ -283,6 +293,8 @@ def _copy_to_host(source: Tensor, target: Tensor, non_blocking: bool) -> None:
     now, number = simulation.active(), current_number()
     target = target.detach()
     if non_blocking:
+        if not is_pinned(target):
+            now.count("pageable copy")
         memory.poison(target)
     now.queues.put(number, Launch(target.copy_, (twin_of(source),), {}, call_site()))
     if not non_blocking:
@@ -292,8 +304,6 @@ def _copy_to_host(source: Tensor, target: Tensor, non_blocking: bool) -> None:
 
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy `source` into `target`; one of them is on the device."""
-    if not target.is_cpu and source.is_cpu and source.dim() == 0 and target.dim() == 0:
-        return copy_from(source, target, non_blocking)
     return copy_from(source, target, non_blocking)
 
 
@@ -314,6 +324,8 @@ def to_copy(
         like, dtype=dtype, memory_format=torch.preserve_format if preserved else memory_format
     )
     target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device or self.device)
+    if non_blocking and target.is_cpu:
+        pin(target)  # as for copies from CUDA
     return copy_from(self, target, non_blocking)
 
 

@@ -74,16 +74,29 @@ class Allocation:
     Attributes:
         twin: the CPU tensor that has the bytes, flat.
         stream: number of the stream it was allocated on.
+        of_backward: whether it was allocated in a backward pass that uses several streams.
         used_on: numbers of the streams named by ``record_stream``.
         owner: the simulator it was allocated in.
     """
 
-    __slots__ = ("end", "managed", "numbers", "owner", "pointer", "stream", "twin", "used_on", "views")
+    __slots__ = (
+        "end",
+        "managed",
+        "numbers",
+        "of_backward",
+        "owner",
+        "pointer",
+        "stream",
+        "twin",
+        "used_on",
+        "views",
+    )
 
     def __init__(self, twin: Tensor, stream: int, owner: Any) -> None:
         self.twin, self.stream, self.owner = twin, stream, owner
         self.pointer = twin.data_ptr()
         self.used_on: set[int] = set()
+        self.of_backward = False
         self.views: dict[Any, Tensor] = {}
 
 

@@ -7,9 +7,19 @@ from collections.abc import Iterator
 
 from simulated_accelerator import device_module, kernels, process_group
 from simulated_accelerator import simulator as simulation
+from simulated_accelerator.backward_streams import ordered_backward_passes
+from simulated_accelerator.host_memory import page_locked_memory
 from simulated_accelerator.simulator import Simulator
+from simulated_accelerator.streams import current_number, start_on_default_stream
 
-__all__ = ["simulated_device"]
+__all__ = ["register", "simulated_device"]
+
+
+def register() -> None:
+    """Register the device with torch, until the process ends; before the first backward pass of the process."""
+    device_module.register()
+    kernels.register()
+    process_group.register()
 
 
 @contextlib.contextmanager
@@ -24,13 +34,13 @@ def simulated_device(seed: int = 0, late: bool = True) -> Iterator[Simulator]:
         DeviceError: at the end: a queued operation failed.
         RuntimeError: there is a simulated device already.
     """
-    device_module.register()
-    kernels.register()
-    process_group.register()
+    register()
     simulator = Simulator(seed, late)
     simulation.enter(simulator)
+    start_on_default_stream()
     try:
-        yield simulator
+        with page_locked_memory(), ordered_backward_passes(current_number):
+            yield simulator
         simulator.run_all()
     finally:
         simulation.leave(simulator)

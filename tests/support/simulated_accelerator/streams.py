@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from simulated_accelerator import simulator as simulation
+from simulated_accelerator.backward_streams import backward_stream
 from simulated_accelerator.queues import Marker
 
 __all__ = ["Event", "Stream", "current_stream", "default_stream", "stream", "synchronize"]
@@ -22,7 +23,13 @@ _DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[at
 
 def current_number() -> int:
     """Return the number of this thread's current stream."""
-    return getattr(_current, "number", 0)
+    number = getattr(_current, "number", None)
+    return backward_stream() if number is None else number
+
+
+def start_on_default_stream() -> None:
+    """Make the default stream this thread's; threads of the autograd engine have no stream of their own."""
+    _current.number = 0
 
 
 class Stream(torch.Stream):
@@ -73,7 +80,7 @@ class Stream(torch.Stream):
         return hash((self.stream_id, self.device))
 
     def __enter__(self) -> Stream:
-        self._outer = [*getattr(self, "_outer", []), current_number()]
+        self._outer = [*getattr(self, "_outer", []), getattr(_current, "number", None)]
         _current.number = self.stream_id
         return self
 
@@ -138,7 +145,7 @@ def set_stream(stream: torch.Stream) -> None:
 @contextlib.contextmanager
 def stream(stream: torch.Stream | None) -> Iterator[None]:
     """Make `stream` this thread's current stream; None changes nothing."""
-    outer = current_number()
+    outer = getattr(_current, "number", None)
     if stream is not None:
         _current.number = stream.stream_id
     try:

@@ -26,6 +26,7 @@ WAITS = {
     "copy to host": ("copy to host", lambda x: torch.empty(3).copy_(x)),
     "copy to device": ("copy to device", lambda x: x.copy_(torch.ones(3))),
     "pageable": ("pageable copy", lambda x: x.copy_(torch.ones(3), non_blocking=True)),
+    "to pageable": ("pageable copy", lambda x: torch.ones(3).copy_(x, non_blocking=True)),
     "nonzero": ("data-dependent shape", lambda x: x.nonzero()),
     "masked_select": ("data-dependent shape", lambda x: x.masked_select(x > 0)),
     "mask": ("data-dependent shape", lambda x: x[x > 0]),
@@ -46,6 +47,8 @@ QUIET = {
     "device copy": lambda x: x.clone().copy_(x),
     "query": lambda x: device().current_stream().query(),
     "later copy": lambda x: x.to("cpu", non_blocking=True),
+    "page-locked": lambda x: x.copy_(torch.ones(3).pin_memory(), non_blocking=True),
+    "to page-locked": lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
     "dtype": lambda x: x.to(torch.float64).half(),
 }
 
@@ -89,12 +92,26 @@ def test_a_copy_to_the_host_that_does_not_block_arrives_later():
     with simulated_device(seed=0) as simulator:
         simulator.hold_back(device().default_stream())
         x = torch.ones(3, device="sim")
-        host = torch.zeros(3)
+        host = torch.zeros(3, pin_memory=True)
         host.copy_(x, non_blocking=True)
         assert host.isnan().all()
         device().synchronize()
         assert host.tolist() == [1.0] * 3
         assert [wait.kind for wait in simulator.synchronisations] == ["device"]
+
+
+def test_page_locked_memory_is_read_when_the_copy_runs():
+    with simulated_device(seed=0) as simulator:
+        simulator.hold_back(device().default_stream())
+        locked, pageable = torch.ones(3, pin_memory=True), torch.ones(3)
+        assert locked.is_pinned()
+        assert not pageable.is_pinned()
+        x, y = torch.empty(3, device="sim"), torch.empty(3, device="sim")
+        x.copy_(locked, non_blocking=True)
+        y.copy_(pageable, non_blocking=True)
+        locked.zero_(), pageable.zero_()
+        assert x.tolist() == [0.0] * 3
+        assert y.tolist() == [1.0] * 3
 
 
 def test_tensors_of_the_host_are_refused():

@@ -1,0 +1,181 @@
+"""Training on the simulated accelerator gives the bits of the CPU, and backward passes call their hooks."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from simulated_accelerator import simulated_device
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False),
+    "SGD, foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+    "SGD, fused": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False),
+    "AdamW, foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+}
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3)
+    )
+
+
+def train(net, optimizer, device, steps=3):
+    """Return the parameters after a few steps, on the CPU."""
+    net, generator = copy.deepcopy(net).to(device), torch.Generator().manual_seed(2)
+    optim = optimizer(net.parameters())
+    for _ in range(steps):
+        x = torch.randn(8, 6, generator=generator).to(device)
+        y = torch.randint(0, 3, (8,), generator=generator).to(device)
+        optim.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optim.step()
+    return [parameter.detach().cpu() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_gives_the_bits_of_the_cpu(name):
+    net = network()
+    expected = train(net, OPTIMIZERS[name], "cpu")
+    for seed in range(3):
+        with simulated_device(seed):
+            assert all(map(torch.equal, train(net, OPTIMIZERS[name], "sim"), expected))
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_fused_optimizers_skip_a_step_by_a_flag_on_the_device(overflow):
+    net = network()
+    with simulated_device() as simulator:
+        net = net.to("sim")
+        optim = torch.optim.AdamW(net.parameters(), fused=True)
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        optim.grad_scale = torch.ones((), device="sim")
+        optim.found_inf = torch.full((), float(overflow), device="sim")
+        simulator.run_all()
+        simulator.synchronisations.clear()
+        optim.step()
+        assert simulator.synchronisations == []
+        unchanged = [torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True)]
+        assert unchanged == [overflow] * len(before)
+
+
+def test_a_step_waits_for_nothing():
+    with simulated_device(seed=4) as simulator:
+        net = network().to("sim")
+        optim = torch.optim.AdamW(net.parameters(), fused=True)
+        x = torch.randn(8, 6, device="sim")
+        y = torch.zeros(8, dtype=torch.int64, device="sim")
+        simulator.run_all()
+        simulator.synchronisations.clear()
+        for _ in range(3):
+            simulator.next_step()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optim.step()
+            optim.zero_grad()
+        assert simulator.synchronisations == []
+
+
+def test_backward_calls_hooks_and_callbacks_in_the_device_thread():
+    with simulated_device(seed=1):
+        net, seen = network().to("sim"), []
+
+        def note(name):
+            seen.append((name, threading.get_ident() == threading.main_thread().ident))
+
+        def accumulated(parameter):
+            if not seen:
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: note("end"))
+            note("accumulated")
+            parameter.grad.mul_(2)
+
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(accumulated)
+        x = torch.ones(1, 6, device="sim")
+        net(x).sum().backward()
+        assert seen == [("accumulated", False)] * 8 + [("end", False)]
+        doubled = [parameter.grad.cpu() for parameter in net.parameters()]
+        plain = network()
+        plain(torch.ones(1, 6)).sum().backward()
+        assert all(torch.equal(2 * p.grad, d) for p, d in zip(plain.parameters(), doubled, strict=True))
+
+
+def gradient_of_two_streams(seed):
+    """Return a gradient through two streams, and how many of its hooks ran on the stream of their operation."""
+    with simulated_device(seed):
+        device = torch.get_device_module("sim")
+        main, side, right = device.current_stream(), device.Stream(), []
+        x = torch.full((3,), 2.0, device="sim", requires_grad=True)
+        y = x * x
+        side.wait_stream(main)
+        with device.stream(side):
+            z = y * y
+        y.record_stream(side)
+        z.register_hook(lambda grad: right.append(device.current_stream() == side))
+        y.register_hook(lambda grad: right.append(device.current_stream() == main))
+        main.wait_stream(side)
+        z.record_stream(main)
+        z.sum().backward()
+        return x.grad.tolist(), right
+
+
+def test_backward_runs_on_the_streams_of_forward():
+    for seed in range(20):
+        assert gradient_of_two_streams(seed) == ([32.0] * 3, [True, True])
+
+
+def test_random_operations_depend_on_the_seed_of_torch_alone():
+    found = []
+    for seed in range(3):
+        with simulated_device(seed):
+            torch.manual_seed(5)
+            x = nn.functional.dropout(torch.ones(64, device="sim")) + torch.randn(64, device="sim")
+            found.append(x.cpu())
+            torch.manual_seed(5)
+            assert torch.equal(
+                nn.functional.dropout(torch.ones(64, device="sim")) + torch.randn(64, device="sim"), x
+            )
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+class Block(nn.Module):
+    """Layers of many kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.conv, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.groups = nn.GroupNorm(2, 8)
+
+    def forward(self, tokens):
+        x = self.words(tokens).transpose(1, 2)
+        x = torch.relu(self.norm(self.conv(x))).transpose(1, 2)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.groups(x.transpose(1, 2)).amax(2)
+
+
+def test_layers_of_many_kinds_compute_what_the_cpu_computes():
+    torch.manual_seed(0)
+    net, tokens = Block().double(), torch.randint(0, 11, (4, 5))
+    expected = net(tokens)
+    expected.square().mean().backward()
+    with simulated_device(seed=2):
+        twin = copy.deepcopy(net).to("sim")
+        twin.zero_grad()
+        found = twin(tokens.to("sim"))
+        found.square().mean().backward()
+        torch.testing.assert_close(found.detach().cpu(), expected.detach())
+        for mine, theirs in zip(twin.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
