@@ -54,6 +54,8 @@ class Operation:
         ]
         self.writes_lists = any("List" in str(schema.arguments[place].type) for place, _ in self.written)
         self.outs = [name for _, name in self.written if name]
+        self.tensors = [place for place, each in enumerate(schema.arguments) if str(each.type) == "Tensor"]
+        self.packet = op.overloadpacket
         self.returns_written = [
             returned.alias_info is not None and returned.alias_info.is_write for returned in schema.returns
         ]
@@ -83,6 +85,7 @@ class Operation:
         return None if not wanted else wanted[0] if len(wanted) == 1 else tuple(wanted)
 
 
+_NUMBERS = (int, float, bool, complex)
 _operations: dict[Any, Operation] = {}
 
 
@@ -120,6 +123,8 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     twins = [_to_twin(value) for value in args]
     named = {name: _to_twin(value) for name, value in kwargs.items()} if kwargs else {}
     call = operation.call
+    if any([type(args[place]) in _NUMBERS for place in operation.tensors if place < len(args)]):
+        call = operation.packet  # torch unwraps numbers: another overload takes them
     if operation.is_random:
         call = _seeded(call)
     queues = simulation.active().queues
@@ -171,6 +176,7 @@ def _allocate(
 ) -> tuple[Tensor, memory.Allocation]:
     """Return a new tensor of the device; its memory is poisoned in the order of the current stream."""
     now, number = simulation.active(), current_number()
+    now.queues.hand_out(number)
     tensor, allocation = memory.new_tensor(size, stride, dtype, number, now)
     allocation.of_backward = in_backward()
     if now.queues.only_busy(number) and len(now.queues.all) == 1:

@@ -126,6 +126,7 @@ class Queues:
         self._tick_rate = self.random.choice((0.0, 0.02, 0.1, 0.4))
         self._tick_length = self.random.choice((1, 3, 10))
         self._busy: dict[int, Queue] = {}
+        self._free: dict[int, list[tuple[Tensor, list[Marker]]]] = {}  # by stream
         self._running = False
         self._puts = self._puts_seen = 0
         self._background: threading.Thread | None = None
@@ -188,19 +189,37 @@ class Queues:
         return not self._busy or (len(self._busy) == 1 and number in self._busy)
 
     def collect_freed(self) -> None:
-        """Queue the poison of storages that died on the host, as a caching allocator would hand them out again."""
+        """Take back the memory of storages that died on the host."""
         with self.lock:
             while memory.freed:
-                allocation = memory.release(memory.freed.popleft())
-                twin = allocation.twin
-                streams = [number for number in allocation.used_on if number in self._busy]
-                if not streams and self.only_busy(allocation.stream):
-                    continue  # whoever could still read it does so before
-                for number in streams:
-                    marker = Marker(self.step)
-                    self._append(number, marker)
-                    self._append(allocation.stream, Waiting(lambda marker=marker: marker.done))
-                self._append(allocation.stream, Launch(memory.poison, (twin,), {}, "freed memory", (twin,)))
+                self.take_back(memory.release(memory.freed.popleft()))
+
+    def take_back(self, allocation: memory.Allocation) -> None:
+        """Keep memory for later allocations of its stream, as a caching allocator does.
+
+        Streams named by ``record_stream`` have to get past where they are now first.
+        """
+        markers = []
+        for number in allocation.used_on:
+            if number in self._busy:
+                markers.append(Marker(self.step))
+                self._append(number, markers[-1])
+        self._free.setdefault(allocation.stream, []).append((allocation.twin, markers))
+
+    def hand_out(self, number: int) -> None:
+        """Poison, in the order of stream `number`, all free memory that an allocation there now could return."""
+        with self.lock:
+            if memory.freed:
+                self.collect_freed()
+            free = self._free.pop(number, [])
+            kept = [block for block in free if not all(marker.done for marker in block[1])]
+            if kept:
+                self._free[number] = kept
+            if self.only_busy(number):
+                return  # what could still read it is before
+            for twin, markers in free:
+                if all(marker.done for marker in markers):
+                    self._append(number, Launch(memory.poison, (twin,), {}, "reused memory", (twin,)))
 
     def look(self) -> None:
         """Let time pass, as a poll of the host does."""
@@ -334,6 +353,7 @@ class Queues:
             for queue in self.all.values():
                 queue.entries.clear()
             self._busy.clear()
+            self._free.clear()
 
 
 def _name(entry: Any) -> str:

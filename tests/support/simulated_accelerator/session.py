@@ -10,6 +10,7 @@ from simulated_accelerator import simulator as simulation
 from simulated_accelerator.backward_streams import ordered_backward_passes
 from simulated_accelerator.host_memory import page_locked_memory
 from simulated_accelerator.simulator import Simulator
+from simulated_accelerator.storage_resizing import resizable_storages
 from simulated_accelerator.streams import current_number, start_on_default_stream
 
 __all__ = ["register", "simulated_device"]
@@ -39,7 +40,7 @@ def simulated_device(seed: int = 0, late: bool = True) -> Iterator[Simulator]:
     simulation.enter(simulator)
     start_on_default_stream()
     try:
-        with page_locked_memory(), ordered_backward_passes(current_number):
+        with page_locked_memory(), resizable_storages(), ordered_backward_passes(current_number):
             yield simulator
         simulator.run_all()
     finally:

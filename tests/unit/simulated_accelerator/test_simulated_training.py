@@ -179,3 +179,38 @@ def test_layers_of_many_kinds_compute_what_the_cpu_computes():
         torch.testing.assert_close(found.detach().cpu(), expected.detach())
         for mine, theirs in zip(twin.parameters(), net.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+
+
+NUMBERS = {
+    "add": lambda x: x + 1,
+    "divide": lambda x: x // 2,
+    "power": lambda x: 2.0**x,
+    "bits": lambda x: (x.to(torch.int64) & 17179869183) << 2,
+    "compare": lambda x: x > 1,
+    "where": lambda x: torch.where(x > 1, x, 0.5),
+    "clamp": lambda x: x.clamp(max=1.5),
+    "in place": lambda x: x.clone().mul_(3).sub_(0.5),
+    "number": lambda x: x.sum() * 0.1 + 1,
+    "reversed": lambda x: 1 - x,
+    "norm": lambda x: torch.linalg.vector_norm(x),
+    "foreach": lambda x: torch.stack(torch._foreach_mul([x, x], 0.3)),
+    "sort": lambda x: x.sort(descending=True)[1],
+    "cumulative": lambda x: x.cumsum(0),
+    "any": lambda x: (x > 2).any(),
+    "isfinite": lambda x: torch.isfinite(x).all(),
+    "index_put": lambda x: x.clone().index_put_((torch.tensor([1], device=x.device),), x[:1]),
+    "new_zeros": lambda x: x.new_zeros(4) + x.new_full((), 2.0),
+    "one_hot": lambda x: nn.functional.one_hot(x.long(), 5),
+    "einsum": lambda x: torch.einsum("i,j->ij", x, x),
+    "half": lambda x: (x.bfloat16() * 1.1).float(),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_operations_give_the_bits_of_the_cpu(name):
+    x = torch.tensor([0.3, 1.7, 2.9])
+    with simulated_device(seed=5):
+        found = NUMBERS[name](x.to("sim")).cpu()
+    expected = NUMBERS[name](x)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
