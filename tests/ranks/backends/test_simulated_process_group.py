@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from rank_pool import RankError
-from simulated_accelerator import DeviceError, simulated_device
+from simulated_accelerator import DeviceError, simulated_world
 
 SIM, BOTH = "sim:simccl", "cpu:gloo,sim:simccl"
-
-
-@contextlib.contextmanager
-def world(rank, size, path, backend=SIM, seed=0, timeout=20.0):
-    """A world of simulated devices, each rank's with an order of its own."""
-    with simulated_device(seed * size + rank) as simulator:
-        method, limit = f"file://{path}", timedelta(seconds=timeout)
-        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=limit)
-        try:
-            yield simulator
-            simulator.run_all()
-        finally:
-            dist.destroy_process_group()
 
 
 def device():
@@ -38,7 +24,7 @@ def sim(*values, dtype=torch.float32):
 
 def collectives(rank, size, path, backend):
     """Return the results of all collectives."""
-    with world(rank, size, path, backend):
+    with simulated_world(rank, size, path, backend):
         found = {}
         for name, op in (
             ("sum", dist.ReduceOp.SUM),
@@ -125,7 +111,7 @@ def test_collectives(simulated_pool, tmp_path, backend):
 
 def sums_of_16_bits(rank, size, path):
     """Return an average and a sum, in bfloat16."""
-    with world(rank, size, path):
+    with simulated_world(rank, size, path):
         average = sim(*[3.0 + rank / 64, 1e-40 * 3], dtype=torch.bfloat16)
         dist.all_reduce(average, op=dist.ReduceOp.AVG)
         total = sim(256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
@@ -145,7 +131,7 @@ def test_averages_scale_first_and_sums_round_after_each_rank(simulated_pool, tmp
 
 def refused(rank, size, path):
     """Return the error of a collective on the host's memory."""
-    with world(rank, size, path), pytest.raises(RuntimeError) as error:
+    with simulated_world(rank, size, path), pytest.raises(RuntimeError) as error:
         dist.all_reduce(torch.ones(2))
     return str(error.value)
 
@@ -157,7 +143,7 @@ def test_tensors_of_the_host_are_refused_without_gloo(simulated_pool, tmp_path):
 
 def accepted(rank, size, path):
     """Return a sum over the host's memory."""
-    with world(rank, size, path, BOTH):
+    with simulated_world(rank, size, path, BOTH):
         x = torch.ones(2)
         dist.all_reduce(x)
         return x.tolist()
@@ -169,7 +155,7 @@ def test_tensors_of_the_host_go_to_gloo(simulated_pool, tmp_path):
 
 def mismatch(rank, size, path, kind):
     """Return the errors at the host's wait and at the next call, of ranks that do not call the same."""
-    with contextlib.suppress(DeviceError), world(rank, size, path, timeout=1.0) as simulator:
+    with contextlib.suppress(DeviceError), simulated_world(rank, size, path, timeout=1.0) as simulator:
         x = sim(1.0, 2.0)
         simulator.run_all()
         if kind == "order":
@@ -207,7 +193,7 @@ def unwaited(rank, size, path, waits):
     """Return, by seed, whether the result of an all-reduce was right; without its wait if `waits` is False."""
     right = []
     for seed in range(20):
-        with world(rank, size, f"{path}-{seed}", seed=seed) as simulator:
+        with simulated_world(rank, size, f"{path}-{seed}", seed=seed) as simulator:
             x = sim(*[1.0] * 64)
             simulator.run_all()
             simulator.synchronisations.clear()
@@ -232,7 +218,7 @@ def written(rank, size, path):
     found = []
     for seed in range(10):
         try:
-            with world(rank, size, f"{path}-{seed}", seed=seed):
+            with simulated_world(rank, size, f"{path}-{seed}", seed=seed):
                 x = sim(*[1.0] * 64)
                 dist.all_reduce(x, async_op=True)
                 x.add_(1)
@@ -250,7 +236,7 @@ def test_writing_to_memory_under_way_is_found(simulated_pool, tmp_path):
 
 def futures_and_barriers(rank, size, path):
     """Return what a future's callback computed, and where the host waited."""
-    with world(rank, size, path) as simulator:
+    with simulated_world(rank, size, path) as simulator:
         x = sim(1.0, 3.0)
         simulator.run_all()
         simulator.synchronisations.clear()
@@ -273,7 +259,7 @@ def test_futures_order_streams_and_barriers_wait(simulated_pool, tmp_path):
 
 def crosswise(rank, size, path):
     """Let rank 0 wait for its device, and rank 1 for rank 0's host."""
-    with world(rank, size, path, BOTH, seed=3):
+    with simulated_world(rank, size, path, BOTH, seed=3):
         x, host = sim(1.0), torch.ones(1)
         dist.all_reduce(x)
         if rank == 0:
@@ -288,7 +274,7 @@ def test_a_device_gets_on_while_its_host_stands_still(simulated_pool, tmp_path):
 
 def broken(rank, size, path):
     """Fail."""
-    with world(rank, size, path):
+    with simulated_world(rank, size, path):
         assert rank == 2, "a test that fails"
 
 

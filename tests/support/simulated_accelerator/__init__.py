@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from simulated_accelerator.host_waits import HostWait
 from simulated_accelerator.queues import DeviceError
-from simulated_accelerator.session import register, simulated_device
+from simulated_accelerator.session import register, simulated_device, simulated_world
 from simulated_accelerator.simulator import Simulator
 
-__all__ = ["DeviceError", "HostWait", "Simulator", "register", "simulated_device"]
+__all__ = ["DeviceError", "HostWait", "Simulator", "register", "simulated_device", "simulated_world"]
