@@ -220,7 +220,7 @@ def _run_now(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) 
     if operation.host_result and kind != "item":
         kind = "item"
     now.wait(kind, lambda: marker.done)
-    with torch._C._AutoDispatchBelowAutograd():  # type: ignore[attr-defined]
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
         results = operation.call(
             *[_to_twin(value) for value in args], **{name: _to_twin(value) for name, value in kwargs.items()}
         )

@@ -187,7 +187,7 @@ def extent(twin: Tensor) -> tuple[int, int]:
 
 def allocation_of(tensor: Tensor) -> Allocation:
     """Return the memory behind a tensor of the device."""
-    return live[tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize]
+    return live[tensor.untyped_storage().data_ptr()]
 
 
 def twin_of(tensor: Tensor) -> Tensor:

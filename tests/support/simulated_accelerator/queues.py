@@ -292,7 +292,7 @@ class Queues:
         self._running = True
         deadline = 0.0
         try:
-            with torch._C._AutoDispatchBelowAutograd():  # type: ignore[attr-defined]
+            with torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
                 while not done():
                     queue = self._choose(held_back)
                     if queue is not None:

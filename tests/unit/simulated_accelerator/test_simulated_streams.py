@@ -125,3 +125,14 @@ def test_no_memory_is_left():
         assert simulator.live_bytes() == 800
         del x, y
         assert simulator.live_bytes() == 0
+
+
+def test_tensors_without_elements():
+    with simulated_device(seed=1):
+        side = torch.get_device_module("sim").Stream()
+        x = torch.ones(4, device="sim")
+        for empty in (x[2:2], torch.empty(0, 3, device="sim"), x[:0].clone()):
+            empty.zero_()
+            empty.record_stream(side)
+            assert empty.cpu().numel() == 0
+        assert torch.cat([x[:0], x]).tolist() == [1.0] * 4

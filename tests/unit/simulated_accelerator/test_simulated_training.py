@@ -134,6 +134,19 @@ def test_backward_runs_on_the_streams_of_forward():
         assert gradient_of_two_streams(seed) == ([32.0] * 3, [True, True])
 
 
+def test_inference_mode_is_that_of_the_call():
+    for seed in range(10):
+        with simulated_device(seed):
+            with torch.inference_mode():
+                x = torch.ones(3, device="sim") * 2
+                y = x.round().add_(1)
+            z = torch.zeros(3, device="sim")
+            z.copy_(y)
+            with torch.inference_mode():
+                z.mul_(2)
+            assert z.tolist() == [6.0] * 3
+
+
 def test_random_operations_depend_on_the_seed_of_torch_alone():
     found = []
     for seed in range(3):
