@@ -14,7 +14,7 @@ import torch.distributed as dist
 import paceline
 from paceline.checkpoint.background_saver import HostBuffers
 from paceline.errors import MismatchError
-from paceline.parallel.engine.bucket_builder import build_buckets
+from paceline.parallel.buckets.bucket_builder import build_buckets
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 from paceline.world import accelerator
@@ -108,10 +108,10 @@ def status_of_no_slots(rank, size, path, backend):
     """Exchange a round status as when FSDP2 has every parameter."""
     with world(rank, size, path, backend):
         comm = Comm()
-        (bucket,) = build_buckets([], [], Sync(), comm, flags=3, sharded=False, reduce_dtype=None)
+        (bucket,) = build_buckets([], [], Sync(), comm, status_length=3, sharded=False, reduce_dtype=None)
         bucket.status.fill_(rank + 1.0)
-        comm.all_gather(bucket.flat).wait()
-        return bucket.flat.device.type, bucket.flat.view(size, -1)[:, 0].tolist()
+        comm.all_reduce(bucket.flat).wait()
+        return bucket.flat.device.type, bucket.status.tolist()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def status_of_no_slots(rank, size, path, backend):
 )
 def test_the_round_status_where_every_parameter_is_sharded(simulated_pool, tmp_path, backend, device):
     found = simulated_pool(2).run(status_of_no_slots, str(tmp_path / "store"), backend, world=False)
-    assert found == 2 * [(device, [1.0, 2.0])]
+    assert found == 2 * [(device, [3.0, 3.0, 3.0])]
 
 
 def entered_by_paceline(rank, size, path, **arguments):
