@@ -215,19 +215,15 @@ class DataParallel(torch.nn.Module):
             SyncError: ranks mixed calls with and without samples, or another rank is gone.
         """
         self._check_arguments(loss, samples)
-        weight = None
+        weight, counted = None, 0.0 if samples is None else float(samples)
         if loss is not None:
             if samples:
                 self.engine.start_weights(samples)
-            factor = self.engine.weights.loss_factor(samples)
-            weight = torch.full_like(loss, factor)
-            if samples is not None and loss.dtype in (torch.bfloat16, torch.float16):
-                rounded = torch.full((), factor, dtype=loss.dtype)  # not `weight`: don't wait for a GPU
-                samples = self.engine.weights.samples_for(rounded.item())
+            weight, counted = self.engine.weights.of_loss(loss, samples)
         if samples is None:
             self.engine.begin(Status.SHARE)
         else:
-            self.engine.begin(Status.SAMPLES, float(samples))
+            self.engine.begin(Status.SAMPLES, counted)
         if self.engine.finite_check is not None and loss is not None:
             self.engine.finite_check.losses.append(loss.detach())
         try:
@@ -337,7 +333,8 @@ class DataParallel(torch.nn.Module):
 
     @property
     def samples(self) -> float:
-        """Samples of all ranks behind the latest gradient (0 if backward was called without)."""
+        """Samples of all ranks behind the latest gradient, 0 without ``samples=``; a GPU is waited for."""
+        self.engine.settle()
         return self.engine.weights.total
 
     def compressed_buckets(self) -> list[CompressionStats]:

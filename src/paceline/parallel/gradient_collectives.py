@@ -383,10 +383,16 @@ class Comm:
 
     # ------------------------------------------------------------------ the round status
 
-    def write_status(self, numbers: list[float], place: torch.Tensor) -> None:
-        """Write this rank's status vector to `place`; on a GPU without waiting for it."""
-        mine = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)
-        place.copy_(mine, non_blocking=True)
+    def write_status(self, numbers: list[float], place: torch.Tensor, staging: torch.Tensor) -> None:
+        """Write this rank's status vector to `place`; on an accelerator without waiting for it.
+
+        Args:
+            numbers: the vector.
+            place: where the collective reads it.
+            staging: memory of the host, like `place`, that no copy reads any more.
+        """
+        mine = torch.tensor(numbers, dtype=staging.dtype)
+        place.copy_(mine if place.device.type == "cpu" else staging.copy_(mine), non_blocking=True)
 
     def read_status(self, summed: torch.Tensor) -> list[float]:
         """Return the status vector, summed over ranks."""

@@ -28,6 +28,7 @@ __all__ = [
     "Divergence",
     "check_interval",
     "digest_of_all",
+    "digest_on_device",
     "find_divergence",
     "is_check_round",
     "mixed_digest",
@@ -83,6 +84,12 @@ def digest_of_all(tensors: Iterable[torch.Tensor]) -> int:
     for number in [mixed_digest(torch.cat(batch)) for batch in _batches(others)]:
         digest.update(int(number).to_bytes(8, "little", signed=True))
     return digest.intdigest()
+
+
+def digest_on_device(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return one digest of the bits of all tensors, which are on one accelerator: an int64 scalar there."""
+    words = [_words_of(tensor.detach()) for tensor in tensors]
+    return mixed_digest(torch.stack([mixed_digest(torch.cat(batch)) for batch in _batches(words)]))
 
 
 def _batches(words: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -145,7 +145,7 @@ class CompressedBucket:
         reduce.wait()
         self._error = reduce.loss.relative
 
-    def rescale(self, factor: float) -> None:
+    def rescale(self, factor: float | Tensor) -> None:
         """Scale the residual like the latest result."""
         if self.feedback is not None:
             self.feedback.scale(factor)

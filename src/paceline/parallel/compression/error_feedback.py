@@ -101,7 +101,7 @@ class ErrorFeedback:
         if not math.isfinite(sent.sum()):  # non-finite numbers are sent first: if none is sent, there is none
             velocity.nan_to_num_(0.0, 0.0, 0.0)
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float | Tensor) -> None:
         """Multiply the residual, as when all later values are in another unit."""
         self.residual.mul_(factor)
         if self.velocity is not None:

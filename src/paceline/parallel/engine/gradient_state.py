@@ -23,7 +23,7 @@ from paceline.parallel.engine.engine_protocols import PlanController
 from paceline.parallel.engine.grad_hooks import LateGradients
 from paceline.parallel.engine.gradient_finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.launch_queue import LaunchQueue, SyncTimings
-from paceline.parallel.engine.loss_weights import LossWeights
+from paceline.parallel.engine.loss_weights import Factor, LossWeights, multiply_by
 from paceline.parallel.engine.round_status import KEPT, RoundSummary, vector_length
 from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
@@ -316,14 +316,14 @@ class GradientState:
         self._reduced = False
         self._carry_results(self.weights.carry())
 
-    def _carry_results(self, factor: float) -> None:
+    def _carry_results(self, factor: Factor) -> None:
         if self.sharded:
             for bucket, low, high in self.launch_queue.owned_ranges():
                 bucket.flat[:low].zero_()
                 bucket.flat[high:].zero_()
-                bucket.flat[low:high].mul_(factor)
+                multiply_by([bucket.flat[low:high]], factor)
         elif not self.weights.averaged and self._results():  # an average of the result is the result
-            torch._foreach_mul_(self._results(), factor if self.weights.carries_result else 0.0)
+            multiply_by(self._results(), factor if self.weights.carries_result else 0.0)
 
     def refuse_if_retired(self) -> None:
         """Raise if the model was wrapped again."""
@@ -373,12 +373,12 @@ class GradientState:
         """Return, per parameter, whether this rank has a gradient; see `round_status`."""
         return [1.0 if slot.fired else KEPT if slot.used else 0.0 for slot in self.slots]
 
-    def _scale(self, factor: float) -> None:
+    def _scale(self, factor: Factor) -> None:
         """Multiply the result."""
         if self.has_buckets:
             self.launch_queue.scale(factor)
-        elif factor != 1.0 and (results := self._results()):
-            torch._foreach_mul_(results, factor)
+        else:
+            multiply_by(self._results(), factor)
 
     def _attach_result(self, summary: RoundSummary) -> None:
         """Expose the result as ``param.grad`` where any rank has a gradient; where sharded, a `ShardedGradient`."""

@@ -7,11 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from paceline._core.step_state import step_state
 from paceline.parallel.buckets.bucket import Bucket
 from paceline.parallel.comm_hook import CommHook, GradBucket
 from paceline.parallel.engine.engine_protocols import InFlight
 from paceline.parallel.engine.gradient_finite_check import FiniteCheck
+from paceline.parallel.engine.loss_weights import Factor, multiply_by
 from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["LaunchQueue", "RoundMoments", "SyncTimings"]
@@ -77,7 +80,7 @@ class LaunchQueue:
         self.step = 0  # the round
         self._next = 0  # all buckets before this one are launched
         self._in_flight: dict[int, tuple[InFlight, float]] = {}
-        self._factor = 1.0  # for results that are still in flight
+        self._factor: Factor = 1.0  # for results that are still in flight
         self._polled = 0.0
         self._launching = threading.Lock()
 
@@ -231,7 +234,7 @@ class LaunchQueue:
 
     # ------------------------------------------------------------------ results
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: Factor) -> None:
         """Multiply the results: those that are complete now, the others on completion."""
         self._factor = factor
         for bucket in self.buckets:
@@ -240,18 +243,25 @@ class LaunchQueue:
 
     def _scale(self, bucket: Bucket) -> None:
         """Multiply a complete result, and the residual that compression has left of it."""
-        if self._factor == 1.0 or not bucket.slots:
+        if not bucket.slots or (not isinstance(self._factor, torch.Tensor) and self._factor == 1.0):
             return
         low, high = self.owned_range(bucket)
-        bucket.flat[low:high].mul_(self._factor)
+        multiply_by([bucket.flat[low:high]], self._factor)
         if bucket.compressed is not None and bucket.launched:
             bucket.compressed.rescale(self._factor)
 
     def read_status(self, mean: bool) -> list[float]:
         """Return the round status, summed over ranks; `mean` as in `launch_rest`."""
+        scale = self._status_scale(mean)
+        return [value * scale for value in self.comm.read_status(self.buckets[-1].status)]
+
+    def status_on_device(self, mean: bool) -> torch.Tensor:
+        """Return the round status, summed over ranks, as float64 numbers where it is."""
+        return self.buckets[-1].status.to(torch.float64) * self._status_scale(mean)
+
+    def _status_scale(self, mean: bool) -> int:
         last = self.buckets[-1]
-        scale = self.comm.size if last.slots and mean and not self._sums_status(last) else 1
-        return [value * scale for value in self.comm.read_status(last.status)]
+        return self.comm.size if last.slots and mean and not self._sums_status(last) else 1
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         """Return start and stop of this rank's part of the result: its shard, or the whole bucket."""

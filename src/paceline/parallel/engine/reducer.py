@@ -22,39 +22,26 @@ that was too low is corrected on all ranks.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from paceline._core.step_state import step_state, wait_counters
-from paceline.errors import MismatchError, ReplicasDiverged, SyncError, UsageError
+from paceline.errors import SyncError, UsageError
 from paceline.parallel.buckets.bucket_builder import agree_order
 from paceline.parallel.buckets.grad_slot import GradSlot, SlotBucket, storage_dtype
 from paceline.parallel.buckets.sharded_gradient import ShardedGradient
 from paceline.parallel.comm_hook import CommHook
-from paceline.parallel.engine import round_status
 from paceline.parallel.engine.grad_hooks import GradHooks, accumulates_nothing
-from paceline.parallel.engine.gradient_finite_check import find_non_finite, non_finite_ranks, surely_finite
-from paceline.parallel.engine.gradient_state import GradientState, describe
-from paceline.parallel.engine.loss_weights import LossWeights
-from paceline.parallel.engine.model_changes import HARMLESS, ModelWatch, digest_of, raise_for_changes
+from paceline.parallel.engine.loss_weights import Factor, LossWeights
+from paceline.parallel.engine.round_closing import RoundClosing
 from paceline.parallel.engine.round_status import RoundSummary, Status, missing_samples_error
 from paceline.parallel.engine.sparse_gradients import SparseGradients
 from paceline.parallel.gradient_collectives import Comm
-from paceline.parallel.replica_digests import (
-    check_interval,
-    digest_of_all,
-    find_divergence,
-    is_check_round,
-    tensor_digest,
-)
 from paceline.parallel.strategy import Sync
-from paceline.world.control_collectives import gather_rows
 
 __all__ = ["Reducer"]
 
@@ -62,7 +49,7 @@ _POLL_SECONDS = 1e-3
 """Between two polls for completed collectives in backward; each takes microseconds."""
 
 
-class Reducer(GradientState):
+class Reducer(RoundClosing):
     """Synchronises the gradients of a list of parameters.
 
     Args:
@@ -76,9 +63,7 @@ class Reducer(GradientState):
 
     Attributes:
         sync_enabled: whether a backward that begins now synchronises; `accumulate()` turns it off.
-        local_only: whether this rank trains as in a world of one; see `set_local_only`.
         follows_torch: whether what torch's DistributedDataParallel allows is a warning where it is an error otherwise.
-        replica_check_every: rounds between two comparisons of the parameters of all ranks; 0: none.
         replicas_differ: whether parameters may differ between ranks, since an exception ended local training.
         hooks: of the parameters.
     """
@@ -93,15 +78,8 @@ class Reducer(GradientState):
         module: torch.nn.Module | None = None,
         sparse: Sequence[tuple[str, torch.nn.Parameter]] = (),
     ) -> None:
-        super().__init__(named, comm, plan, reduce_dtype)
-        self.frozen = list(frozen)
-        self._sparse = list(sparse)
-        self.module = module
-        self._watch = ModelWatch(module) if module is not None and comm.size > 1 else None
-        self.replica_check_every = check_interval(os.environ)
-        self._changes: dict[str, str] = {}  # of the model on this rank, in the present round
+        super().__init__(named, comm, plan, reduce_dtype, frozen, module, sparse)
         self.sync_enabled = True
-        self.local_only = False
         self.follows_torch = False
         self.replicas_differ = False
 
@@ -118,18 +96,9 @@ class Reducer(GradientState):
     # ------------------------------------------------------------------ the model's parameters
 
     @property
-    def splits_gradients(self) -> bool:
-        """Whether ranks hold different parts of the synchronised gradient."""
-        return self.sharded
-
-    @property
     def unsynced(self) -> bool:
         """Whether there are gradients of this rank that no round has reduced."""
         return self._local or self._in_backward
-
-    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return all parameters of the model with their names, as optimizers hold them."""
-        return [*((slot.name, slot.param) for slot in self.slots), *self.frozen, *self._sparse]
 
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether `param` is one of the model's."""
@@ -243,7 +212,7 @@ class Reducer(GradientState):
             with torch.no_grad():
                 torch._foreach_mul_(results, factor)
 
-    def begin(self, status: Status, samples: float = 0.0) -> None:
+    def begin(self, status: Status, samples: Factor = 0.0) -> None:
         """Open a backward.
 
         Args:
@@ -265,6 +234,10 @@ class Reducer(GradientState):
                 rank=self.comm.rank,
                 step=self.step,
                 remedy="load a checkpoint before training goes on",
+            )
+        if self._failure:
+            raise SyncError(
+                self._failure, rank=self.comm.rank, step=self.step, remedy="resume from the last checkpoint"
             )
         step_state.begin_phase(self.step, "backward")
         self.comm.note_step(self.step)
@@ -446,14 +419,15 @@ class Reducer(GradientState):
         self._in_backward = False
         step_state.begin_phase(self.step, "exchange")
         if self.weights.counted and (recorder := step_state.recorder_of(self.comm)) is not None:
-            recorder.samples = self.weights.samples
+            recorder.samples = float(self.weights.samples)
         started = time.perf_counter()
         status = Status.FAILED if failed else self.weights.status
+        summary: RoundSummary | None
         if self.local_only or not self.weights.agreed:
             self._collect()
         if self.comm.size == 1 or self.local_only:
             used = tuple(slot.used or slot.fired > 0 for slot in self.slots)
-            summary = RoundSummary((self.weights.samples,), (status,), used)
+            summary = RoundSummary((float(self.weights.samples),), (status,), used)
         else:
             if not self.weights.agreed:
                 self._agree_weights()
@@ -469,137 +443,10 @@ class Reducer(GradientState):
         step_state.enter_phase("outside")
         self._local = False
         self.step += 1
-        self._conclude(summary, failed)
+        if summary is None:
+            self._conclude_on_device(failed)
+        else:
+            self._conclude(summary, failed)
         # Not where a round failed: the other ranks have just raised, and the callback may run collectives.
         if self.on_round_end is not None and not (failed or self.local_only):
             self.on_round_end(self.step)
-
-    def _exchange(self, status: Status) -> RoundSummary:
-        """Launch the remaining buckets with the round status, wait for them, return the summary."""
-        weights, last, rank, size = self.weights, self.buckets[-1], self.comm.rank, self.comm.size
-        self._keep_late()
-        self.launch_queue.complete_rest(self.finite_check)
-        flags = self._used_flags()
-        self._changes = self._find_changes(flags)
-        digest = digest_of(self._changes)
-        if is_check_round(self.step, self.replica_check_every):
-            digest ^= digest_of_all(param for _, param in self._replicated()) & 0xFFFF
-        mine = round_status.encode(rank, size, weights.samples, status, flags, len(self._late), digest)
-        self.comm.write_status(mine, last.status)
-        if self.finite_check is not None:
-            self.finite_check.write_peak(last.status[round_status.peak_index(rank, size)])
-        self.launch_queue.launch_rest(weights.averaged)
-        summary = round_status.decode(self.launch_queue.read_status(weights.averaged), size)
-        if summary.late or not self.sharded:  # a sharded result is waited for where it is used
-            self.launch_queue.wait_all()
-        if summary.late:
-            self._late.reduce(self.slots, self.comm, self.device, mean=weights.averaged)
-            for bucket in self.buckets:
-                bucket.classify()
-            self.hooks.skip_small(self.slots)
-        return summary
-
-    def _keep_late(self) -> None:
-        """Take the small gradients that have come, unreported, after their bucket was launched."""
-        for bucket in self.buckets:
-            if bucket.launched and any([param.grad is not None for param in bucket.members]):
-                for slot in bucket.small:
-                    if slot.param.grad is not None:
-                        slot.fired += 1
-                        self._late.keep(slot)
-
-    def _reported(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters on which the round status reports, with their names."""
-        return [(slot.name, slot.param) for slot in self.slots]
-
-    def _passing_ids(self) -> frozenset[int]:
-        """Return ids of parameters that stand in the module for others for a while."""
-        return frozenset()
-
-    def _find_changes(self, flags: Sequence[float]) -> dict[str, str]:
-        """Return what happened to parameters since the model was wrapped; `flags`: which ones have a gradient."""
-        idle = []
-        if not all(flags):
-            idle = [named for named, used in zip(self._reported(), flags, strict=True) if not used]
-        changes = {name: HARMLESS for name, param in idle if not param.requires_grad}
-        changes |= {name: "thawed" for name, param in self.frozen if param.grad is not None}
-        if self._converted:
-            changes |= {slot.name: f"converted to {describe(slot.param)}" for slot in self._converted}
-        if self._watch is not None:
-            self._watch.find((param for _, param in idle), self._passing_ids)
-            self.frozen += self._watch.added_frozen
-            self._watch.added_frozen.clear()
-            changes |= self._watch.added
-        return changes
-
-    # ------------------------------------------------------------------ conclude
-
-    def _conclude(self, summary: RoundSummary, failed: bool) -> None:
-        """Turn the sums into means and attach them, or drop them all and raise."""
-        try:
-            summary.raise_for_status(self.comm.rank, self.step - 1)
-            # Parameters that all ranks froze need no further message. Ranks that have joined update theirs no more.
-            differ = len(set(summary.digests)) > 1 or set(self._changes.values()) - {HARMLESS}
-            if differ and Status.JOINED not in summary.status:
-                names = [name for name, _ in self.named_parameters()]
-                raise_for_changes(self._changes, names, self.comm, self.step - 1)
-                if Status.JOINED not in summary.status:  # a rank without batches takes no steps
-                    self._compare_replicas()
-        except (SyncError, MismatchError):
-            self.drop()
-            if failed:  # this rank's own exception is being raised
-                return
-            raise
-        if self.weights.counted and summary.total == 0:
-            self.weights.total = 0.0
-            self.drop()
-            return
-        factor = self.weights.end_round(summary)
-        self._scale(factor)
-        self._attach_result(summary)
-        if self.sparse is not None and self.comm.size > 1:
-            self.sparse.reduce(self.launch_queue.hook, len(self.buckets), factor)
-        self._reduced, self.summary = True, summary
-        if self.finite_check is not None:
-            self.finite_check.norm = None
-            if self.finite_check.measures and self.non_finite is None:
-                self._check_finite(summary, factor)
-        if self.tuner is not None and not self.local_only:
-            self.tuner.round_ended()
-
-    def _replicated(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters that must be equal on all ranks, with their names."""
-        return [(name, param) for name, param in self.named_parameters() if not isinstance(param, DTensor)]
-
-    def _compare_replicas(self) -> None:
-        """Raise if parameters differ between ranks; all ranks call this."""
-        named = self._replicated()
-        digests = torch.stack([tensor_digest(param).to(self.device) for _, param in named])
-        rows = [row.tolist() for row in gather_rows(digests, self.comm.group)]
-        divergence = find_divergence([f"parameter {name!r}" for name, _ in named], rows)
-        if divergence is not None:
-            raise ReplicasDiverged(
-                str(divergence),
-                rank=divergence.ranks[0],
-                step=self.step - 1,
-                remedy="resume from the last checkpoint, and look for code that changes parameters or gradients on one "
-                "rank only (clipping, a skipped step, loading); if there is none, suspect that rank's memory. "
-                "PACELINE_REPLICA_CHECK=0 turns this comparison off",
-            )
-
-    def _check_finite(self, summary: RoundSummary, factor: float) -> None:
-        """Inspect the result unless the peaks show that it is finite; see [Note: peaks] in `finite_check`."""
-        assert self.finite_check is not None, "a finite check is installed"
-        if summary.late or not surely_finite(summary.peaks, factor, self.finite_check.largest):
-            self.inspect_result(non_finite_ranks(summary.peaks))
-
-    def inspect_result(self, ranks: tuple[int, ...]) -> None:
-        """Set `non_finite` by inspecting every parameter's gradient; all ranks call this.
-
-        Args:
-            ranks: ranks whose own gradient was not finite.
-        """
-        if self.local_only or self.comm.size == 1:  # no peaks were measured
-            ranks = (self.comm.rank,)
-        parts, split = self.parts_by_name(), self.splits_gradients
-        self.non_finite = find_non_finite(parts, self.comm, self.step - 1, ranks, split=split)

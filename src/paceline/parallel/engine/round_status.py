@@ -22,17 +22,22 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from paceline.errors import BackwardFailed, SyncError
 
 __all__ = [
     "KEPT",
     "RoundSummary",
     "Status",
+    "add_digest",
     "decode",
     "encode",
     "missing_samples_error",
     "peak_index",
     "replicated_sum",
+    "split_samples",
+    "totals",
     "vector_length",
 ]
 
@@ -146,6 +151,24 @@ def encode(
     columns[rank], columns[ranks + rank] = high, samples - high
     columns[2 * ranks + rank] = float(status + _DIGEST_UNIT * digest)
     return [*columns, float(late), *map(float, used)]
+
+
+def split_samples(place: torch.Tensor, rank: int, ranks: int, samples: torch.Tensor) -> None:
+    """Write samples that are a scalar on the device to this rank's status vector, as `encode` does on the host."""
+    high = samples.to(torch.float32).to(torch.float64)
+    place[rank].copy_(high)
+    place[ranks + rank].copy_(samples - high)
+
+
+def add_digest(place: torch.Tensor, rank: int, ranks: int, digest: torch.Tensor) -> None:
+    """Add 16 bits of a digest, an int64 scalar on the device, to this rank's status vector."""
+    place[2 * ranks + rank].add_((digest & 0xFFFF) * _DIGEST_UNIT)
+
+
+def totals(summed: torch.Tensor, ranks: int, status: Status) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the samples of all ranks, and whether all have this `status`: scalars where the summed vector is."""
+    kinds = summed[2 * ranks : 3 * ranks].remainder(_DIGEST_UNIT)
+    return (summed[:ranks] + summed[ranks : 2 * ranks]).sum(), (kinds == float(status)).all()
 
 
 def replicated_sum(mine: Sequence[float], rank: int, ranks: int) -> list[float]:

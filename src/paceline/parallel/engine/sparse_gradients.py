@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.comm_hook import CommHook, GradBucket
+from paceline.parallel.engine.loss_weights import Factor
 from paceline.parallel.gradient_collectives import Comm
 
 __all__ = ["SparseGradients"]
@@ -44,7 +45,7 @@ class SparseGradients:
         for handle in self._handles:
             handle.remove()
 
-    def reduce(self, hook: CommHook | None, buckets: int, factor: float) -> None:
+    def reduce(self, hook: CommHook | None, buckets: int, factor: Factor) -> None:
         """Average every gradient over all ranks, and multiply it; all ranks call this in every round.
 
         Args:

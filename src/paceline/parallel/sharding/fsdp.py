@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from paceline._core.step_state import step_state
 from paceline.errors import SyncError, UnsyncedGradients, UsageError
 from paceline.parallel.engine.grad_hooks import accumulates_nothing
+from paceline.parallel.engine.loss_weights import Factor, multiply_by
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import RoundSummary, Status
 from paceline.parallel.gradient_collectives import Comm
@@ -201,7 +202,7 @@ class FSDPEngine(Reducer):
         if self._began_alike and not self.weights.agreed:
             self._agree_weights()
 
-    def begin(self, status: Status, samples: float = 0.0) -> None:
+    def begin(self, status: Status, samples: Factor = 0.0) -> None:
         """Open a backward, and decide whether FSDP2 reduces in it."""
         opening = not self._in_backward
         self._agree_first_weight()
@@ -215,7 +216,7 @@ class FSDPEngine(Reducer):
     def _kept_elsewhere(self) -> bool:
         return self._shards_local or any(param.grad is not None for _, param in self.shards)
 
-    def _carry_results(self, factor: float) -> None:
+    def _carry_results(self, factor: Factor) -> None:
         super()._carry_results(factor)
         self._multiply_shards(factor)
 
@@ -319,14 +320,12 @@ class FSDPEngine(Reducer):
             if not used:
                 param.grad = None
 
-    def _scale(self, factor: float) -> None:
+    def _scale(self, factor: Factor) -> None:
         super()._scale(factor)
         self._multiply_shards(1 / self.comm.size if self.weights.averaged else factor)
 
-    def _multiply_shards(self, factor: float) -> None:
-        grads = self._shard_grads()
-        if grads and factor != 1.0:
-            torch._foreach_mul_(grads, factor)
+    def _multiply_shards(self, factor: Factor) -> None:
+        multiply_by(self._shard_grads(), factor)
 
     def _shard_grads(self) -> list[torch.Tensor]:
         return [param.grad.to_local() for _, param in self.shards if isinstance(param.grad, DTensor)]

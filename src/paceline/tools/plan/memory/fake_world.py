@@ -50,9 +50,9 @@ class FakeComm(Comm):
         """Return `mine`, as if from every rank."""
         return [mine] * self.size
 
-    def write_status(self, numbers: list[float], place: torch.Tensor) -> None:
+    def write_status(self, numbers: list[float], place: torch.Tensor, staging: torch.Tensor) -> None:
         """Write this rank's round status into `place`, and keep it for `read_status`."""
-        super().write_status(numbers, place)
+        super().write_status(numbers, place, staging)
         self._written = numbers
 
     def read_status(self, summed: torch.Tensor) -> list[float]:
