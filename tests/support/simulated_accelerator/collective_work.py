@@ -101,6 +101,9 @@ class Collective:
             raise
 
 
+_unawaited: dict[Marker, list[Tensor]] = {}
+
+
 class CollectiveWork(dist.Work):
     """What a collective's call returns; nothing here blocks the host except the wait for a barrier.
 
@@ -113,6 +116,13 @@ class CollectiveWork(dist.Work):
         super().__init__()
         self.markers, self._tensors, self._blocks = list(markers), tensors, blocks
         self._kept: list[Tensor] | None = tensors
+
+    def __del__(self) -> None:
+        """Keep the tensors until it is over, as NCCL's watchdog does if nobody waited for it."""
+        if self._kept and not self._over():
+            _unawaited[self.markers[-1]] = self._kept
+        for marker in [each for each in _unawaited if each.done]:
+            del _unawaited[marker]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait for it; a barrier lets the host wait too."""
