@@ -23,7 +23,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError, unknown
-from paceline.parallel.compression.blockwise import BlockLayout, BlockwiseCodec, align_up, packet_view
+from paceline.parallel.compression.blockwise import (
+    BlockLayout,
+    BlockwiseCodec,
+    add_in_order,
+    align_up,
+    packet_view,
+)
 from paceline.parallel.compression.stochastic_rounding import RoundingBits, make_rounding_bits
 
 __all__ = ["Codec", "HalfCodec", "IntCodec", "RawCodec"]
@@ -43,7 +49,7 @@ possible are subnormal."""
 
 
 class Codec(Protocol):
-    """Turns float32 numbers into bytes and back.
+    """Turns float32 numbers into bytes and back, on an accelerator without the host waiting for the device.
 
     Attributes:
         name: ``"int8"``, …; codecs of the same name read each other's packets.
@@ -57,21 +63,31 @@ class Codec(Protocol):
         ...
 
     def compress(self, values: Tensor, packet: Tensor, error: Tensor | None = None) -> None:
-        """Fill a packet.
+        """Fill a packet, or several: see [Note: rows] in `blockwise`.
 
         Args:
-            values: 1-D, contiguous float32.
-            packet: 1-D uint8 of ``nbytes(len(values))``, starting at a multiple of 16 bytes.
+            values: contiguous float32, [n] or [rows, n].
+            packet: uint8, [``nbytes(n)``] or [rows, ``nbytes(n)``], each starting at a multiple of 16 bytes.
             error: receives values − decompressed; may be `values` itself. See [Note: not finite].
         """
         ...
 
     def decompress(self, packet: Tensor, into: Tensor) -> None:
-        """Write the numbers of a packet to `into`."""
+        """Write the numbers of a packet to `into`; or of several, [rows, bytes], to [rows, n]."""
         ...
 
     def add(self, packet: Tensor, onto: Tensor, weight: float = 1.0) -> None:
         """Add weight × the numbers of a packet to `onto`, in float32."""
+        ...
+
+    def add_rows(self, packets: Tensor, onto: Tensor, weights: Tensor | None) -> None:
+        """Add packets one after another, as `add` does, with weights that the host does not know.
+
+        Args:
+            packets: [rows, ``nbytes(n)``].
+            onto: [n].
+            weights: [rows], float64; a packet of weight 0 adds nothing, whatever it holds. None: all 1.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,17 +119,21 @@ class RawCodec:
         return align_up(numel * self.dtype.itemsize)
 
     def compress(self, values: Tensor, packet: Tensor, error: Tensor | None = None) -> None:
-        packet_view(packet, 0, len(values), self.dtype).copy_(values)
-        if len(packet) > values.nbytes:
-            packet[values.nbytes :].zero_()
+        packet_view(packet, 0, values.shape[-1], self.dtype).copy_(values)
+        end = values.shape[-1] * self.dtype.itemsize
+        if packet.shape[-1] > end:
+            packet[..., end:].zero_()
         if error is not None:
             error.zero_()
 
     def decompress(self, packet: Tensor, into: Tensor) -> None:
-        into.copy_(packet_view(packet, 0, len(into), self.dtype))
+        into.copy_(packet_view(packet, 0, into.shape[-1], self.dtype))
 
     def add(self, packet: Tensor, onto: Tensor, weight: float = 1.0) -> None:
         onto.add_(packet_view(packet, 0, len(onto), self.dtype), alpha=weight)
+
+    def add_rows(self, packets: Tensor, onto: Tensor, weights: Tensor | None) -> None:
+        add_in_order(packet_view(packets, 0, len(onto), self.dtype), onto, weights)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -206,7 +226,7 @@ class IntCodec(BlockwiseCodec):
         scales.clamp_(min=_LEAST_SCALE)
         torch.mul(rows, scales.reciprocal(), out=work)
         if self.rounding_bits is not None:
-            work.view(-1).add_(self.rounding_bits.bits(work.numel(), work.device), alpha=2.0**-16)
+            work.add_(self.rounding_bits.bits(work.numel(), work.device).view(work.shape), alpha=2.0**-16)
             work.clamp_(-self._max_level, self._max_level)
         work.round_()
         if self.bits == 8:
@@ -229,13 +249,13 @@ class IntCodec(BlockwiseCodec):
 
     def _nibbles(self, work: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of the numbers stored in the low and in the high four bits of their bytes."""
-        low, high = work.view(-1, 2, self.layout.block // 2).unbind(1)
+        low, high = work.view(*work.shape[:-1], 2, self.layout.block // 2).unbind(-2)
         return low, high
 
 
 def _max_magnitude(rows: Tensor, work: Tensor, scales: Tensor) -> None:
     """Write the largest |number| of each row; NaN if the row has one."""
-    torch.amax(torch.abs(rows, out=work), 1, keepdim=True, out=scales)
+    torch.amax(torch.abs(rows, out=work), -1, keepdim=True, out=scales)
 
 
 def _round_bf16_stochastically(rows: Tensor, rounding_bits: RoundingBits, levels: Tensor) -> None:

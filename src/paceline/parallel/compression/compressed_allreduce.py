@@ -12,84 +12,28 @@ residual serves both: a rank compresses the parts of others before the swap, and
 
 [Note: sparse sums] The sum of sparse packets has other indices than each packet, and would have to be thinned once
 more. So `AllGatherReduce` sends every packet to all ranks, and each rank adds up all of them in rank order.
+
+[Note: on a device] Where calls are ordered on a stream (`Comm.stream_ordered`) the host waits for nothing. Headers stay
+on the device: weights are scalars there, and what has weight 0 is masked instead of skipped. The packets for all peers
+are made in two calls. The arithmetic is that of a CPU, in the same order.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.parallel.compression.buffer_codec import BufferCodec, CompressionLoss
 from paceline.parallel.compression.codecs import Codec
 from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.parallel.compression.exchange_thread import ExchangeThread, PendingExchange
+from paceline.parallel.compression.packet_header import HEADER_NBYTES, UNWEIGHTED, PacketHeader
 from paceline.parallel.gradient_collectives import Comm, PendingCollective
 
-__all__ = [
-    "UNWEIGHTED",
-    "AllGatherReduce",
-    "AllToAllReduce",
-    "CompressedReduce",
-    "CompressionLoss",
-    "PacketHeader",
-]
-
-_HEADER_NBYTES = 32
-"""Behind each packet: the header of its sender, four float64."""
-
-
-@dataclass(frozen=True)
-class PacketHeader:
-    """What a rank sends along with its numbers.
-
-    Attributes:
-        weight: of the numbers in the sum.
-        flags: bits, for the caller.
-        inner_lr: learning rate, for the caller.
-    """
-
-    weight: float = 1.0
-    flags: int = 0
-    inner_lr: float = 0.0
-
-    def write(self, place: Tensor) -> None:
-        """Write it to `place`, as bytes."""
-        numbers = [self.weight, float(self.flags), self.inner_lr, 0.0]
-        place.view(torch.float64).copy_(torch.tensor(numbers, dtype=torch.float64))
-
-    @classmethod
-    def read(cls, rows: Tensor) -> list[PacketHeader]:
-        """Return the headers that rows of bytes hold."""
-        numbers = rows.contiguous().view(torch.float64).tolist()
-        return [cls(weight, int(flags), inner_lr) for weight, flags, inner_lr, _ in numbers]
-
-
-UNWEIGHTED = PacketHeader()
-"""Header of reductions in which all ranks count the same."""
-
-
-@dataclass
-class CompressionLoss:
-    """Difference between sent and given numbers, as sums of squares over this rank's compressions."""
-
-    left_out: float = 0.0
-    given: float = 0.0
-
-    def add(self, left: Tensor, decoded: Tensor) -> None:
-        """Add a packet: its error, and the numbers it decompresses to (overwritten)."""
-        self.left_out += float(torch.linalg.vector_norm(left)) ** 2
-        self.given += float(torch.linalg.vector_norm(decoded.add_(left))) ** 2
-
-    @property
-    def relative(self) -> float:
-        """‖x − D(C(x))‖ / ‖x‖; NaN if nothing was given."""
-        return math.sqrt(self.left_out / self.given) if self.given else math.nan
+__all__ = ["AllGatherReduce", "AllToAllReduce", "CompressedReduce"]
 
 
 class CompressedReduce(Protocol):
@@ -99,80 +43,29 @@ class CompressedReduce(Protocol):
         calls: collectives per reduction.
         sent_nbytes: bytes this rank sends per reduction, network headers excluded.
         loss: of the latest reduction launched with ``measure=True``.
-        headers: of all ranks, in the latest reduction.
     """
 
     calls: int
     sent_nbytes: int
     loss: CompressionLoss
-    headers: list[PacketHeader]
+
+    @property
+    def headers(self) -> list[PacketHeader]:
+        """Headers of all ranks, in the latest reduction; on an accelerator reading them waits for it."""
+        ...
 
     def launch(self, header: PacketHeader = UNWEIGHTED, *, measure: bool = False) -> None:
         """Start summing the buffer times its weight over all ranks; don't write to it until `wait` returns."""
         ...
 
     def wait(self) -> None:
-        """Block until the buffer holds the sum."""
+        """Block until the buffer holds the sum (on an accelerator: order the current stream behind that)."""
         ...
 
 
-class _BufferCodec:
-    """Compresses parts of a buffer, with or without error feedback."""
-
-    def __init__(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> None:
-        self.flat, self.codec, self.feedback = flat, codec, feedback
-        self.loss: CompressionLoss | None = None
-        # Codecs read float32 (the raw one also float64); gradients kept in less are widened here.
-        low = flat.dtype in (torch.bfloat16, torch.float16)
-        self.wide = torch.empty_like(flat, dtype=torch.float32) if low else flat
-
-    def read_buffer(self, measure: bool) -> None:
-        """Start from what the buffer holds now."""
-        self.loss = CompressionLoss() if measure else None
-        if self.wide is not self.flat:
-            self.wide.copy_(self.flat)
-
-    def write_buffer(self) -> None:
-        """Write the result to the buffer."""
-        if self.wide is not self.flat:
-            self.flat.copy_(self.wide)
-
-    def pack(self, start: int, stop: int, packet: Tensor, *, counts: bool = True) -> None:
-        """Write the packet of elements `start` to `stop`; of zeros, without feedback, unless it counts."""
-        values = self.wide[start:stop]
-        with _on_device(values.device, packet) as own:
-            if not counts:
-                self.codec.compress(torch.zeros_like(values), own, None)
-                return
-            if self.feedback is not None:
-                self.feedback.compress(values, own, start)
-                left = self.feedback.residual[start:stop]
-            else:
-                left = torch.empty_like(values) if self.loss is not None else None
-                self.codec.compress(values, own, left)
-            if self.loss is not None and left is not None:
-                decoded = torch.empty_like(values)
-                self.codec.decompress(own, decoded)
-                self.loss.add(left, decoded)
-
-    def unpack(self, packet: Tensor, start: int, stop: int) -> None:
-        """Fill elements `start` to `stop` from a packet."""
-        self.codec.decompress(packet.to(self.wide.device), self.wide[start:stop])
-
-    def add(self, packet: Tensor, start: int, stop: int, weight: float) -> None:
-        """Add a packet times `weight` to elements `start` to `stop`."""
-        self.codec.add(packet.to(self.wide.device), self.wide[start:stop], weight)
-
-
-@contextmanager
-def _on_device(device: torch.device, packet: Tensor) -> Iterator[Tensor]:
-    """Yield `packet`, or if it is on another device a buffer that is copied to it afterwards."""
-    if packet.device == device:
-        yield packet
-        return
-    own = torch.empty_like(packet, device=device)
-    yield own
-    packet.copy_(own)
+def _header_columns(rows: Tensor) -> Tensor:
+    """Return the headers of packets in rows, [ranks, bytes], as a view: float64, [ranks, 4]."""
+    return rows[:, -HEADER_NBYTES:].view(torch.float64)
 
 
 class AllToAllReduce:
@@ -187,6 +80,9 @@ class AllToAllReduce:
         mean: divide by the sum of the weights, unless that is 0.
         scatter: leave each rank with the sum of its own part only; the rest of its buffer is undefined.
         tag: the first of two reserved tags; None: reserve them.
+
+    Attributes:
+        header_rows: headers of all ranks in the latest reduction, float64, [ranks, 4], where the packets are.
     """
 
     def __init__(
@@ -203,45 +99,71 @@ class AllToAllReduce:
     ) -> None:
         self._comm, self._exchange_thread = comm, exchange_thread
         self._mean, self._scatter = mean, scatter
-        self._buffer = _BufferCodec(flat, codec, feedback)
+        self._buffer = BufferCodec(flat, codec, feedback)
         self._part = flat.numel() // comm.size
         self._body = codec.nbytes(self._part)
         device = flat.device if comm.stream_ordered else torch.device("cpu")
-        rows = [comm.size, self._body + _HEADER_NBYTES]
+        rows = [comm.size, self._body + HEADER_NBYTES]
         self._outgoing = torch.zeros(rows, dtype=torch.uint8, device=device)
         self._incoming = torch.zeros(rows, dtype=torch.uint8, device=device)
         self._sums = torch.zeros(0 if scatter else comm.size, self._body, dtype=torch.uint8, device=device)
+        exchange_thread.keep(*self._buffer.memory, self._incoming, self._sums)
+        self.header_rows = _header_columns(self._incoming)
+        self._written: PacketHeader | Tensor | None = None
         self._tag = comm.reserve_tags(2) if tag is None else tag
         self._pending: PendingExchange | None = None
         self._gathering: PendingCollective | None = None
         self.calls = 1 if scatter else 2
         self.sent_nbytes = (comm.size - 1) * (rows[1] + (0 if scatter else self._body))
         self.loss = CompressionLoss()
-        self.headers: list[PacketHeader] = []
+        self._headers: list[PacketHeader] | None = []
 
-    def launch(self, header: PacketHeader = UNWEIGHTED, *, measure: bool = False) -> None:
+    @property
+    def headers(self) -> list[PacketHeader]:
+        if self._headers is None:
+            self._headers = PacketHeader.read(self.header_rows)
+        return self._headers
+
+    def launch(self, header: PacketHeader | Tensor = UNWEIGHTED, *, measure: bool = False) -> None:
+        """Start the reduction.
+
+        Args:
+            header: of this rank; where calls are ordered on a stream also as `header_row` returns it.
+            measure: measure what compression leaves out.
+        """
         assert self._pending is None, "the previous reduction was not waited for"
         self._buffer.read_buffer(measure)
-        header.write(self._incoming[self._comm.rank, self._body :])
+        if header is not self._written:  # its bytes are in the rows still
+            row = header.row(self._outgoing.device) if isinstance(header, PacketHeader) else header
+            _header_columns(self._outgoing).copy_(row)
+            self.header_rows[self._comm.rank].copy_(row)
+            self._written = header
         expected = [] if self._scatter else self._comm.post_row_receives(self._sums, self._tag + 1)
+        if self._comm.stream_ordered:
+            swapping = self._swap_on_device(header)
+            self._pending = self._exchange_thread.submit(
+                lambda: self._reduce_on_device(swapping, weighted=header is not UNWEIGHTED)
+            )
+            return
+        assert isinstance(header, PacketHeader), "tensors are for accelerators"
 
         def fill(rank: int) -> None:
             packet = self._outgoing[rank, : self._body]
             self._buffer.pack(*self._span(rank), packet, counts=header.weight != 0.0)
-            header.write(self._outgoing[rank, self._body :])
 
         swapping = self._comm.all_to_all_rows(self._outgoing, self._incoming, fill, self._tag)
         self._pending = self._exchange_thread.submit(lambda: self._reduce(swapping, expected))
 
-    def _span(self, rank: int) -> tuple[int, int]:
-        return rank * self._part, (rank + 1) * self._part
+    def _span(self, rank: int, last: int | None = None) -> tuple[int, int]:
+        """Return start and stop of the part of a rank, or of the parts up to that of `last`, exclusive."""
+        return rank * self._part, (rank + 1 if last is None else last) * self._part
 
     def _reduce(self, swapping: PendingCollective, expected: list[dist.Work]) -> None:
         """Sum this rank's part over all ranks, and publish it."""
         swapping.wait()
         rank, buffer = self._comm.rank, self._buffer
-        self.headers = PacketHeader.read(self._incoming[:, self._body :])
-        weights = [header.weight for header in self.headers]
+        self._headers = PacketHeader.read(self.header_rows)
+        weights = [header.weight for header in self._headers]
         start, stop = self._span(rank)
         own = buffer.wide[start:stop]
         if weights[rank] == 0.0:
@@ -258,7 +180,47 @@ class AllToAllReduce:
             buffer.pack(start, stop, self._sums[rank], counts=total != 0.0)
             self._gathering = self._comm.all_gather_rows(self._sums, expected, self._tag + 1)
 
+    # ------------------------------------------------------------------ see [Note: on a device]
+
+    @property
+    def _peer_slices(self) -> list[tuple[int, int]]:
+        """The ranks of `Comm.peers`, in that order, as first and last, exclusive."""
+        rank, size = self._comm.rank, self._comm.size
+        return [each for each in ((rank + 1, size), (0, rank)) if each[0] < each[1]]
+
+    def _swap_on_device(self, header: PacketHeader | Tensor) -> PendingCollective:
+        counts = header is UNWEIGHTED or self.header_rows[self._comm.rank, 0] != 0
+        for first, last in self._peer_slices:
+            packets = self._outgoing[first:last, : self._body]
+            self._buffer.pack(*self._span(first, last), packets, counts=counts)
+        return self._comm.all_to_all_rows(self._outgoing, self._incoming, lambda rank: None, self._tag)
+
+    def _reduce_on_device(self, swapping: PendingCollective, *, weighted: bool) -> None:
+        swapping.wait()
+        comm, buffer = self._comm, self._buffer
+        self._headers = None if weighted else [UNWEIGHTED] * comm.size
+        weights = self.header_rows[:, 0] if weighted else None
+        start, stop = self._span(comm.rank)
+        own = buffer.wide[start:stop]
+        if weights is not None:
+            mine = weights[comm.rank]
+            own.copy_(torch.where(mine != 0, own * mine, 0.0))
+        for first, last in self._peer_slices:
+            rows = None if weights is None else weights[first:last]
+            buffer.add_rows(self._incoming[first:last, : self._body], start, stop, rows)
+        counts: bool | Tensor = True
+        divisor: float | Tensor = comm.size
+        if weights is not None:
+            total = weights.cumsum(0)[-1]
+            counts, divisor = total != 0, torch.where(total != 0, total, 1.0)
+        if self._mean:
+            own.div_(divisor)
+        if not self._scatter:
+            buffer.pack(start, stop, self._sums[comm.rank], counts=counts)
+            self._gathering = comm.all_gather_rows(self._sums, [], self._tag + 1)
+
     def wait(self) -> None:
+        """Block until the buffer holds the sum (on an accelerator: order the current stream behind that)."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -266,15 +228,18 @@ class AllToAllReduce:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            for rank in range(self._comm.size):
-                self._buffer.unpack(self._sums[rank], *self._span(rank))
+            if self._comm.stream_ordered:
+                self._buffer.unpack(self._sums, *self._span(0, self._comm.size))
+            else:
+                for rank in range(self._comm.size):
+                    self._buffer.unpack(self._sums[rank], *self._span(rank))
         self._buffer.write_buffer()
         if self._buffer.loss is not None:
             self.loss = self._buffer.loss
 
 
 class AllGatherReduce:
-    """Reduction in which every rank sends its packet to all; see [Note: sparse sums].
+    """Reduction in which every rank sends its packet to all; see [Note: sparse sums]. All ranks count the same.
 
     Args:
         comm: the ranks, two or more.
@@ -287,24 +252,32 @@ class AllGatherReduce:
     def __init__(
         self, comm: Comm, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, tag: int
     ) -> None:
-        self._comm, self._buffer = comm, _BufferCodec(flat, codec, feedback)
+        self._comm, self._buffer = comm, BufferCodec(flat, codec, feedback)
         self._body = codec.nbytes(flat.numel())
         device = flat.device if comm.stream_ordered else torch.device("cpu")
-        self._rows = torch.zeros(comm.size, self._body + _HEADER_NBYTES, dtype=torch.uint8, device=device)
+        self._rows = torch.zeros(comm.size, self._body + HEADER_NBYTES, dtype=torch.uint8, device=device)
         self._tag = tag
         self._gathering: PendingCollective | None = None
         self.calls = 1
-        self.sent_nbytes = (comm.size - 1) * (self._body + _HEADER_NBYTES)
+        self.sent_nbytes = (comm.size - 1) * (self._body + HEADER_NBYTES)
         self.loss = CompressionLoss()
-        self.headers: list[PacketHeader] = []
+        self._headers: list[PacketHeader] | None = []
+        self._weighted = False
+
+    @property
+    def headers(self) -> list[PacketHeader]:
+        if self._headers is None:
+            self._headers = PacketHeader.read(_header_columns(self._rows))
+        return self._headers
 
     def launch(self, header: PacketHeader = UNWEIGHTED, *, measure: bool = False) -> None:
         assert self._gathering is None, "the previous reduction was not waited for"
         self._buffer.read_buffer(measure)
+        self._weighted = header is not UNWEIGHTED
         expected = self._comm.post_row_receives(self._rows, self._tag)
         own = self._rows[self._comm.rank]
         self._buffer.pack(0, self._buffer.flat.numel(), own[: self._body])
-        header.write(own[self._body :])
+        _header_columns(self._rows)[self._comm.rank].copy_(header.row(own.device))
         self._gathering = self._comm.all_gather_rows(self._rows, expected, self._tag)
 
     def wait(self) -> None:
@@ -312,12 +285,18 @@ class AllGatherReduce:
             return
         self._gathering.wait()
         self._gathering = None
-        buffer = self._buffer
-        self.headers = PacketHeader.read(self._rows[:, self._body :])
+        buffer, numel = self._buffer, self._buffer.flat.numel()
         buffer.wide.zero_()
-        for row, header in zip(self._rows, self.headers, strict=True):
-            if header.weight != 0.0:
-                buffer.add(row[: self._body], 0, buffer.flat.numel(), header.weight)
+        if self._comm.stream_ordered:  # see [Note: on a device]
+            headers = _header_columns(self._rows)
+            self._headers = None if self._weighted else [UNWEIGHTED] * self._comm.size
+            weights = headers[:, 0] if self._weighted else None
+            buffer.add_rows(self._rows[:, : self._body], 0, numel, weights)
+        else:
+            self._headers = PacketHeader.read(_header_columns(self._rows))
+            for row, header in zip(self._rows, self._headers, strict=True):
+                if header.weight != 0.0:
+                    buffer.add(row[: self._body], 0, numel, header.weight)
         buffer.write_buffer()
         if buffer.loss is not None:
             self.loss = buffer.loss

@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from paceline.parallel.compression.buffer_codec import CompressionLoss
 from paceline.parallel.compression.codecs import Codec
 from paceline.parallel.compression.compressed_allreduce import (
     AllGatherReduce,
@@ -119,7 +120,7 @@ class CompressedBucket:
         self.feedback: ErrorFeedback | None = None
         self._codec: Codec | None = None
         self._loaded: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
-        self._error, self._measured = float("nan"), -1
+        self._loss, self._measured = CompressionLoss(), -1
 
     def launch(self, step: int, *, mean: bool) -> Self:
         """Start summing the bucket over all ranks, or averaging it, in round number `step`."""
@@ -140,10 +141,10 @@ class CompressedBucket:
         """Do nothing: when packets arrived is not known."""
 
     def wait(self) -> None:
-        """Block until the bucket holds the sum."""
+        """Block until the bucket holds the sum (on an accelerator: order the current stream behind that)."""
         reduce = self._launched()
         reduce.wait()
-        self._error = reduce.loss.relative
+        self._loss = reduce.loss
 
     def rescale(self, factor: float | Tensor) -> None:
         """Scale the residual like the latest result."""
@@ -218,7 +219,7 @@ class CompressedBucket:
         return self.sent_nbytes * self._comm.size / (self._comm.size - 1)
 
     def stats(self) -> CompressionStats:
-        """Return what compression does to the bucket."""
+        """Return what compression does to the bucket; on an accelerator this waits for the latest measurement."""
         nbytes, ways = self._bucket.grads.nbytes, 1 if self._sharded else 2
         return CompressionStats(
             bucket=self._bucket.index,
@@ -226,7 +227,7 @@ class CompressedBucket:
             nbytes=nbytes,
             sent_nbytes=self.sent_nbytes,
             uncompressed_nbytes=ways * nbytes * (self._comm.size - 1) / self._comm.size,
-            error=self._error,
+            error=self._loss.relative,
             step=self._measured,
         )
 

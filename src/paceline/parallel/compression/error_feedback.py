@@ -66,18 +66,22 @@ class ErrorFeedback:
         self.velocity = torch.zeros_like(self.residual) if momentum else None
 
     @torch.no_grad()
-    def compress(self, values: Tensor, packet: Tensor, start: int = 0) -> None:
+    def compress(
+        self, values: Tensor, packet: Tensor, start: int = 0, *, counts: Tensor | None = None
+    ) -> None:
         """Fill the packet of a part of the buffer, and keep the error.
 
         Args:
-            values: 1-D, the numbers of the part; not modified.
-            packet: 1-D uint8 of ``codec.nbytes(len(values))``.
-            start: offset of the part in the buffer.
+            values: the numbers of the part, [n]; not modified. On an accelerator also those of neighbouring parts,
+                [parts, n].
+            packet: uint8, [``codec.nbytes(n)``] or [parts, ``codec.nbytes(n)``].
+            start: offset of the (first) part in the buffer.
+            counts: a flag on the device; where it is False, zeros are sent and nothing is kept. None: True.
 
         Raises:
             UsageError: the part is not inside the buffer.
         """
-        stop = start + len(values)
+        stop = start + values.numel()
         if not 0 <= start <= stop <= len(self.residual):
             raise UsageError(
                 f"numbers {start} to {stop} of a buffer of {len(self.residual)}",
@@ -86,19 +90,41 @@ class ErrorFeedback:
         if isinstance(self.codec, RawCodec):  # lossless, and may be float64
             self.codec.compress(values, packet)
             return
-        residual = self.residual[start:stop]
+        kept = [self.residual[start:stop].view(values.shape)]
+        if self.velocity is not None:
+            kept.append(self.velocity[start:stop].view(values.shape))
+        if counts is None:
+            self._compress(values, packet, counts, *kept)
+            return
+        before = [each.clone() for each in kept]
+        self._compress(values, packet, counts, *kept)
+        for each, old in zip(kept, before, strict=True):
+            each.copy_(torch.where(counts, each, old))
+
+    def _compress(
+        self,
+        values: Tensor,
+        packet: Tensor,
+        counts: Tensor | None,
+        residual: Tensor,
+        velocity: Tensor | None = None,
+    ) -> None:
+        """Fill the packet of a part, and change its residual and velocity."""
         if self.decay != 1.0:
             residual.mul_(self.decay)
-        if self.velocity is None:
-            self.codec.compress(residual.add_(values), packet, residual)
+        if velocity is not None:
+            values = velocity.mul_(self.momentum).add_(values)
+        residual.add_(values)
+        if counts is not None:
+            residual.masked_fill_(~counts, 0.0)
+        self.codec.compress(residual, packet, residual)
+        if velocity is None:
             return
         assert isinstance(self.codec, TopKCodec), "checked at construction"
-        velocity = self.velocity[start:stop]
-        velocity.mul_(self.momentum).add_(values)
-        self.codec.compress(residual.add_(velocity), packet, residual)
-        indices, sent = self.codec.entries(packet)
-        velocity[indices] = 0.0
-        if not math.isfinite(sent.sum()):  # non-finite numbers are sent first: if none is sent, there is none
+        indices, sent = self.codec.entries(packet, values.shape[-1])
+        velocity.scatter_(-1, indices, 0.0)
+        # Non-finite numbers are sent first: if none is sent, there is none.
+        if velocity.device.type != "cpu" or not math.isfinite(sent.sum()):
             velocity.nan_to_num_(0.0, 0.0, 0.0)
 
     def scale(self, factor: float | Tensor) -> None:

@@ -5,7 +5,10 @@ waited for. So each engine has one thread that runs jobs in submission order; al
 releases the interpreter lock while it computes or waits. The thread is a daemon, which those of an executor are not: a
 job may wait for a rank that never answers, and the process must be able to end.
 
-Where collectives are ordered on a stream (NCCL), waiting costs the host nothing: jobs are queued on a stream instead.
+Where collectives are ordered on a stream (NCCL), waiting costs the host nothing: jobs are queued on a stream instead. A
+job waits first for the collective that it continues, which the device runs after all that was queued before it; the
+stream needs no other order. Memory that jobs use is allocated on other streams, and `keep` says so to the allocator: if
+a round is given up, its memory is not handed out again before its jobs are done.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from paceline.world.accelerator import current_stream, make_stream, on_stream
+from paceline.world.accelerator import current_stream, has_streams, make_stream, on_stream
 
 __all__ = ["ExchangeThread", "PendingExchange"]
 
@@ -49,16 +53,28 @@ class ExchangeThread:
     """
 
     def __init__(self, device: torch.device, *, on_stream: bool = False) -> None:
+        self._device = device
         self._stream = make_stream(device) if on_stream else None
         self._jobs: queue.SimpleQueue[tuple[PendingExchange, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    def keep(self, *memory: Tensor) -> None:
+        """Hand out no tensor's memory again, once it is freed, before the jobs queued until then are done."""
+        if self._stream is not None:
+            for tensor in memory:
+                tensor.record_stream(self._stream)
+
     def submit(self, job: Callable[[], None]) -> PendingExchange:
-        """Run `job` after those submitted before; returns at once."""
+        """Run `job` after those submitted before; returns at once.
+
+        A job begins by waiting for a collective that was launched before; in a thread it uses the caller's stream.
+        """
         pending = PendingExchange()
         if self._stream is not None:
             pending.run(lambda: self._queue_on_stream(job))
             return pending
+        if has_streams(self._device):
+            job = _on(current_stream(self._device), job)
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_run_jobs, args=(self._jobs,), name="paceline exchange", daemon=True
@@ -69,12 +85,21 @@ class ExchangeThread:
         return pending
 
     def _queue_on_stream(self, job: Callable[[], None]) -> Any:
-        """Queue the job behind what the current stream has queued so far; return the event of its end."""
+        """Queue the job behind those before; return the event of its end."""
         assert self._stream is not None, "checked by submit"
-        self._stream.wait_stream(current_stream(self._stream.device))
         with on_stream(self._stream):
             job()
             return self._stream.record_event()
+
+
+def _on(stream: Any, job: Callable[[], None]) -> Callable[[], None]:
+    """Return the job on a stream."""
+
+    def run() -> None:
+        with on_stream(stream):
+            job()
+
+    return run
 
 
 def _run_jobs(jobs: queue.SimpleQueue[tuple[PendingExchange, Callable[[], None]] | None]) -> None:

@@ -31,15 +31,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.parallel.compression.buffer_codec import CompressionLoss, sum_of_squares
 from paceline.parallel.compression.codecs import RawCodec
-from paceline.parallel.compression.compressed_allreduce import (
-    UNWEIGHTED,
-    AllToAllReduce,
-    CompressionLoss,
-    PacketHeader,
-)
+from paceline.parallel.compression.compressed_allreduce import AllToAllReduce
 from paceline.parallel.compression.exchange_thread import ExchangeThread, PendingExchange
+from paceline.parallel.compression.packet_header import UNWEIGHTED, PacketHeader
 from paceline.parallel.gradient_collectives import Comm
+from paceline.world.accelerator import host_buffer
 
 __all__ = ["TAGS", "LowRankFactors", "PowerSGDAllReduce", "as_matrix", "worth_factoring"]
 
@@ -99,7 +97,7 @@ class LowRankFactors:
         q_numels = [columns * kept for (_, columns), kept in zip(sizes, ranks, strict=True)]
         generator = torch.Generator().manual_seed(seed)
         first = torch.rand(sum(q_numels), generator=generator).mul_(2).sub_(1)
-        self._first = first.to(device)
+        self._first = _copied(first, torch.device(device))
         self.q = self._first.clone()
         self.p = torch.zeros(sum(p_numels), dtype=torch.float32, device=device)
         parts = zip(self.p.split(p_numels), self.q.split(q_numels), ranks, strict=True)
@@ -169,6 +167,7 @@ class PowerSGDAllReduce:
         raw = RawCodec(torch.float32)
         self._sum_p = AllToAllReduce(comm, self._p, raw, exchange_thread, tag=tag)
         self._sum_q = AllToAllReduce(comm, self._q, raw, exchange_thread, tag=tag + 2)
+        exchange_thread.keep(self._given, self.factors.p, self.factors.q)
         self._tag = tag + 4
         self._pending: PendingExchange | None = None
         self._measure = False
@@ -176,7 +175,10 @@ class PowerSGDAllReduce:
         gathered = (comm.size - 1) * self._p.nbytes // comm.size
         self.sent_nbytes = self._sum_p.sent_nbytes + gathered + self._sum_q.sent_nbytes
         self.loss = CompressionLoss()
-        self.headers: list[PacketHeader] = []
+
+    @property
+    def headers(self) -> list[PacketHeader]:
+        return self._sum_p.headers
 
     def launch(self, header: PacketHeader = UNWEIGHTED, *, measure: bool = False) -> None:
         assert self._pending is None, "the previous reduction was not waited for"
@@ -189,12 +191,13 @@ class PowerSGDAllReduce:
             self._given.mul_(header.weight)
         p = self.factors.project(self._views(self._given))
         self._p[: p.numel()].copy_(p)
-        self._sum_p.launch(PacketHeader(1.0, header.flags, header.inner_lr))
+        self._sum_p.launch(
+            header if header is UNWEIGHTED else PacketHeader(1.0, header.flags, header.inner_lr)
+        )
         self._pending = self._exchange_thread.submit(self._start_second_sum)
 
     def _start_second_sum(self) -> None:
         self._sum_p.wait()
-        self.headers = self._sum_p.headers
         factors, given = self.factors, self._views(self._given)
         p, q = factors.p, factors.q
         p.copy_(self._p[: p.numel()])
@@ -217,12 +220,13 @@ class PowerSGDAllReduce:
 
     def _subtract_sent(self) -> None:
         """Leave in the residual what is not sent; where that is not finite, nothing."""
-        given = float(torch.linalg.vector_norm(self._given)) ** 2 if self._measure else 0.0
+        given = sum_of_squares(self._given) if self._measure else 0.0
         sent = torch.zeros_like(self._given)
         self.factors.reconstruct(self._views(sent))
         self._given.sub_(sent)
-        left = float(torch.linalg.vector_norm(self._given)) ** 2
-        if not left < float("inf"):
+        on_host = self._given.device.type == "cpu"
+        left = sum_of_squares(self._given) if self._measure or on_host else 0.0
+        if not on_host or not left < float("inf"):
             self._given.nan_to_num_(0.0, 0.0, 0.0)
         if self._measure:
             self.loss = CompressionLoss(left, given)
@@ -240,6 +244,12 @@ class PowerSGDAllReduce:
         wide = torch.zeros_like(self._flat, dtype=torch.float32)
         self.factors.reconstruct(self._views(wide))
         self._flat.copy_(wide)
+
+
+def _copied(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of values of the host on `device`, for which the host does not wait."""
+    staged = host_buffer(values.shape, values.dtype, device).copy_(values)
+    return staged.to(device, non_blocking=True)
 
 
 def _padded(packed: Tensor, ranks: int) -> Tensor:

@@ -13,6 +13,10 @@ come first. Sorting everything would be slow. A sample gives a threshold that so
 et al., arXiv 1712.01887, section 4.4); the k-th largest is found exactly among those. If fewer than k exceed it, all
 numbers are searched. Magnitudes are compared by their bits, which order them, with infinity and NaN as the largest:
 those are always sent, and decompress to what they were. Their error is 0.
+
+On an accelerator the host knows neither how many numbers exceed a threshold nor what a packet's header says, unless it
+waits. So there the k largest of unique keys are taken, magnitude first, then the index from the end; gaps are decoded
+by sums and a scatter of fixed size; and k follows from the codec. The packets are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.parallel.compression.blockwise import CHUNK, align_up, packet_view
+from paceline.parallel.compression.blockwise import CHUNK, align_up, packet_view, weighted_rows
 
 __all__ = ["TopKCodec", "density_at", "largest_indices"]
 
@@ -79,15 +83,17 @@ class TopKCodec:
 
     @torch.inference_mode()
     def compress(self, values: Tensor, packet: Tensor, error: Tensor | None = None) -> None:
-        numel, k = len(values), self.count(len(values))
+        numel = values.shape[-1]
+        k = self.count(numel)
         packet.zero_()
-        packet_view(packet, 0, 2, torch.int64).copy_(torch.tensor([numel, k]))
+        for number, value in enumerate((numel, k)):
+            packet_view(packet, 8 * number, 1, torch.int64).fill_(value)
         if error is not None and error.data_ptr() != values.data_ptr():
             error.copy_(values)
         if not numel:
             return
         indices = largest_indices(values, k)
-        chosen = values[indices]
+        chosen = values.gather(-1, indices)
         halves = packet_view(packet, _HEADER, k, torch.float16)
         scale = packet_view(packet, 16, 1, torch.float32)
         _to_halves(chosen, scale, halves)
@@ -96,25 +102,38 @@ class TopKCodec:
         )
         if error is not None:
             rest = torch.sub(chosen, halves * scale)
-            error[indices] = rest
+            error.scatter_(-1, indices, rest)
             if rest.device.type != "cpu" or not math.isfinite(rest.sum()):
                 error.nan_to_num_(0.0, 0.0, 0.0)
 
     @torch.inference_mode()
     def decompress(self, packet: Tensor, into: Tensor) -> None:
-        indices, values = self.entries(packet)
+        indices, values = self.entries(packet, into.shape[-1])
         into.zero_()
-        into.index_copy_(0, indices, values)
+        into.scatter_(-1, indices, values)
 
     @torch.inference_mode()
     def add(self, packet: Tensor, onto: Tensor, weight: float = 1.0) -> None:
-        indices, values = self.entries(packet)
+        indices, values = self.entries(packet, len(onto))
         # Indices are distinct, so the order doesn't matter.
         onto.scatter_add_(0, indices, values.mul_(weight))
 
-    def entries(self, packet: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices (int64, ascending) and the float32 values of a packet."""
-        numel, k = packet_view(packet, 0, 2, torch.int64).tolist()
+    @torch.inference_mode()
+    def add_rows(self, packets: Tensor, onto: Tensor, weights: Tensor | None) -> None:
+        indices, values = self.entries(packets, len(onto))
+        for places, numbers in zip(indices, weighted_rows(values, weights), strict=True):
+            onto.scatter_add_(0, places, numbers)
+
+    def entries(self, packet: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return the indices (int64, ascending) and the float32 values of a packet, or of the packets in some rows.
+
+        Args:
+            packet: […, bytes]; its header is read on a CPU only, elsewhere it is this codec's.
+            numel: how many numbers it stands for.
+        """
+        k = self.count(numel)
+        if packet.device.type == "cpu" and packet.dim() == 1:
+            numel, k = packet_view(packet, 0, 2, torch.int64).tolist()
         values = packet_view(packet, _HEADER, k, torch.float16) * packet_view(packet, 16, 1, torch.float32)
         gaps = packet_view(packet, _HEADER + align_up(2 * k), _gap_count(numel, k), torch.int16)
         return _read_gaps(gaps, k), values
@@ -149,16 +168,29 @@ def density_at(step: int, keep: float, warmup_steps: int) -> float:
 
 
 def largest_indices(values: Tensor, k: int) -> Tensor:
-    """Return the ascending indices of the k largest |values| (1-D float32, 1 ≤ k ≤ numel); see [Note: selection]."""
-    if values.device.type != "cpu":
-        bits = values.view(torch.int32).bitwise_and(_MAGNITUDE_BITS)
-        return _select(bits, k, bits.topk(k, sorted=False).values.min())
+    """Return the ascending indices of the k largest |values|; see [Note: selection].
+
+    Args:
+        values: float32, [n] or [rows, n].
+        k: how many, 1 to n.
+    """
+    if values.device.type != "cpu" or values.dim() > 1:
+        return _largest_by_key(values, k)
     indices = _candidates(values, k)
     bits = values.view(torch.int32)
     bits = (bits if indices is None else bits[indices]).bitwise_and(_MAGNITUDE_BITS)
     least = np.partition(bits.numpy(), len(bits) - k)[len(bits) - k]
     chosen = _select(bits, k, torch.tensor(least))
     return chosen if indices is None else indices[chosen]
+
+
+def _largest_by_key(values: Tensor, k: int) -> Tensor:
+    """Return what `largest_indices` does, with tensors of known size only."""
+    last = values.shape[-1] - 1
+    keys = values.view(torch.int32).bitwise_and(_MAGNITUDE_BITS).to(torch.int64).bitwise_left_shift_(32)
+    keys.bitwise_or_(torch.arange(last, -1, -1, device=values.device))
+    largest = keys.topk(k, -1, sorted=False).values
+    return largest.bitwise_and_(0xFFFF_FFFF).neg_().add_(last).sort(-1).values
 
 
 def _candidates(values: Tensor, k: int) -> Tensor | None:
@@ -191,7 +223,7 @@ def _select(bits: Tensor, k: int, least: Tensor) -> Tensor:
 def _to_halves(values: Tensor, scale: Tensor, halves: Tensor) -> None:
     """Write values as float16, and the power of two that scales the largest finite one below 2¹⁵."""
     size = values.abs()
-    torch.amax(torch.where(size.isfinite(), size, 0.0), 0, keepdim=True, out=scale)
+    torch.amax(torch.where(size.isfinite(), size, 0.0), -1, keepdim=True, out=scale)
     scale.clamp_(min=2.0**-112).view(torch.int32).bitwise_and_(0x7F80_0000)
     scale.mul_(2.0**-14)
     halves.copy_(values * scale.reciprocal())
@@ -203,16 +235,22 @@ def _gap_count(numel: int, k: int) -> int:
 
 def _write_gaps(indices: Tensor, gaps: Tensor) -> None:
     """Write ascending indices as gaps into zeroed memory."""
-    steps = indices.diff(prepend=indices.new_tensor([-1]))
+    steps = indices.diff(dim=-1, prepend=indices.new_full((*indices.shape[:-1], 1), -1))
     extra = (steps - 1) // _MAX_GAP
-    places = torch.arange(len(indices), device=indices.device) + extra.cumsum(0)
-    gaps[places] = (steps - extra * _MAX_GAP).to(torch.int16)  # the bits of a uint16
+    places = extra.cumsum(-1).add_(torch.arange(indices.shape[-1], device=indices.device))
+    gaps.scatter_(-1, places, (steps - extra * _MAX_GAP).to(torch.int16))  # the bits of a uint16
 
 
 def _read_gaps(gaps: Tensor, k: int) -> Tensor:
     """Return the k indices that gaps encode."""
     steps = gaps.to(torch.int64).bitwise_and_(0xFFFF)
-    if steps.device.type == "cpu" and bool(steps[:k].all()):  # no gap beyond 65 535
-        return steps[:k].cumsum(0).sub_(1)
-    where = torch.where(steps == 0, _MAX_GAP, steps).cumsum(0).sub_(1)
-    return where[steps != 0]
+    on_host = steps.device.type == "cpu" and steps.dim() == 1
+    if gaps.shape[-1] == k or (on_host and bool(steps[:k].all())):  # no gap beyond 65 535
+        return steps[..., :k].cumsum(-1).sub_(1)
+    ends = torch.where(steps == 0, _MAX_GAP, steps).cumsum(-1).sub_(1)
+    if on_host:
+        return ends[steps != 0]
+    # One more than k: where gaps without a number go.
+    places = torch.where(steps == 0, k, (steps != 0).cumsum(-1) - 1)
+    indices = ends.new_zeros(*ends.shape[:-1], k + 1)
+    return indices.scatter_(-1, places, ends)[..., :k]

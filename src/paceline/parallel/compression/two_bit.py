@@ -25,7 +25,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DamagedEnvelope
-from paceline.parallel.compression.blockwise import CHUNK, align_up, packet_view
+from paceline.parallel.compression.blockwise import (
+    CHUNK,
+    add_in_order,
+    align_up,
+    packet_view,
+    weighted_rows,
+)
 
 __all__ = ["TwoBitCodec"]
 
@@ -58,13 +64,15 @@ class _Rows:
         return 4, -(-self.kept // _CODES_PER_BYTE), 3 * -(-self.kept // 2) if self.is_sparse else 0
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the blocks of a buffer, [rows, length]."""
-        return flat[self.begin : self.begin + self.rows * self.length].view(self.rows, self.length)
+        """Return the blocks of a buffer (or of each of some rows), […, rows, length]."""
+        whole = flat[..., self.begin : self.begin + self.rows * self.length]
+        return whole.view(*flat.shape[:-1], self.rows, self.length)
 
     def parts(self, packet: Tensor) -> list[Tensor]:
-        """Return magnitudes [rows, 2] (the bits of bfloat16), codes [rows, bytes] and indices [rows, bytes]."""
+        """Return magnitudes […, rows, 2] (the bits of bfloat16), codes and indices […, rows, bytes]."""
+        lead = packet.shape[:-1]
         views = [
-            packet_view(packet, start, self.rows * width, torch.uint8).view(self.rows, width)
+            packet_view(packet, start, self.rows * width, torch.uint8).view(*lead, self.rows, width)
             for start, width in zip(self.starts, self.widths, strict=True)
         ]
         return [views[0].view(torch.int16), *views[1:]]
@@ -90,15 +98,14 @@ class TwoBitCodec:
     @torch.inference_mode()
     def compress(self, values: Tensor, packet: Tensor, error: Tensor | None = None) -> None:
         packet.zero_()
-        for rows in self._layout(len(values))[0]:
+        for rows in self._layout(values.shape[-1])[0]:
             given = rows.of(values)
             rest = None if error is None else rows.of(error)
             step = _chunk_rows(rows, values)
-            parts = [part.split(step) for part in rows.parts(packet)]
-            for at, (magnitudes, codes, indices) in enumerate(zip(*parts, strict=True)):
-                here = slice(at * step, at * step + len(codes))
-                left = None if rest is None else rest[here]
-                _compress(given[here], rows.kept, magnitudes, codes, indices, left)
+            blocks = [each.split(step, -2) for each in (given, given if rest is None else rest)]
+            parts = [part.split(step, -2) for part in rows.parts(packet)]
+            for chunk, left, magnitudes, codes, indices in zip(*blocks, *parts, strict=True):
+                _compress(chunk, rows.kept, magnitudes, codes, indices, None if rest is None else left)
 
     @torch.inference_mode()
     def decompress(self, packet: Tensor, into: Tensor) -> None:
@@ -111,7 +118,7 @@ class TwoBitCodec:
             if indices is None:
                 chunk.copy_(numbers)
             else:
-                chunk.zero_().scatter_(1, indices, numbers)
+                chunk.zero_().scatter_(-1, indices, numbers)
 
     @torch.inference_mode()
     def add(self, packet: Tensor, onto: Tensor, weight: float = 1.0) -> None:
@@ -120,6 +127,16 @@ class TwoBitCodec:
                 chunk.add_(numbers, alpha=weight)
             else:
                 chunk.scatter_add_(1, indices, numbers.mul_(weight))
+
+    @torch.inference_mode()
+    def add_rows(self, packets: Tensor, onto: Tensor, weights: Tensor | None) -> None:
+        for chunk, numbers, indices in self._decoded(packets, onto.expand(len(packets), -1)):
+            place = chunk[0]  # the same for all rows
+            if indices is None:
+                add_in_order(numbers, place, weights)
+                continue
+            for row, places in zip(weighted_rows(numbers, weights), indices, strict=True):
+                place.scatter_add_(1, places, row)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -146,11 +163,11 @@ class TwoBitCodec:
         return [replace(block, starts=tuple(starts[n::count])) for n, block in enumerate(blocks)], at
 
     def _decoded(self, packet: Tensor, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield some blocks of `like` [rows, length], their numbers, and the places of those if not all are sent."""
-        for rows in self._layout(len(like))[0]:
+        """Yield some blocks of `like` […, rows, length], their numbers, and the places of those if not all are sent."""
+        for rows in self._layout(like.shape[-1])[0]:
             step = _chunk_rows(rows, like)
-            blocks = rows.of(like).split(step)
-            parts = [part.split(step) for part in rows.parts(packet)]
+            blocks = rows.of(like).split(step, -2)
+            parts = [part.split(step, -2) for part in rows.parts(packet)]
             for chunk, magnitudes, codes, indices in zip(blocks, *parts, strict=True):
                 numbers = _numbers(magnitudes, _unpack_codes(codes, rows.kept))
                 yield chunk, numbers, _read_indices(indices, rows) if rows.is_sparse else None
@@ -165,9 +182,9 @@ def _compress(
 ) -> None:
     """Fill the parts of some blocks, and the error, which may be the blocks themselves."""
     chosen, places = blocks, None
-    if kept < blocks.shape[1]:
-        places = blocks.abs().topk(kept, 1, sorted=False).indices.sort(1).values
-        chosen = blocks.gather(1, places)
+    if kept < blocks.shape[-1]:
+        places = blocks.abs().topk(kept, -1, sorted=False).indices.sort(-1).values
+        chosen = blocks.gather(-1, places)
         _write_indices(places, indices)
     large = _write_magnitudes(chosen, magnitudes)
     both = large.to(torch.uint8).add_(chosen < 0, alpha=_SIGN)
@@ -180,68 +197,68 @@ def _compress(
     else:
         if error.data_ptr() != blocks.data_ptr():
             error.copy_(blocks)
-        error.scatter_(1, places, rest)
+        error.scatter_(-1, places, rest)
     if rest.device.type != "cpu" or not bool(rest.isfinite().all()):
         error.nan_to_num_(0.0, 0.0, 0.0)  # of a block that has one, all numbers sent are NaN
 
 
 def _write_magnitudes(chosen: Tensor, magnitudes: Tensor) -> Tensor:
     """Write the two magnitudes of each block, and return which numbers have the larger one."""
-    largest = chosen.abs().amax(1, keepdim=True)
+    largest = chosen.abs().amax(-1, keepdim=True)
     unit = chosen.abs().div_(largest.clamp(min=_LEAST_SCALE))  # sums of these don't overflow
-    total, count = unit.sum(1, keepdim=True), unit.shape[1]
+    total, count = unit.sum(-1, keepdim=True), unit.shape[-1]
     border = total / count
     large, low, high = unit, border, border
     for _ in range(_SPLITS):
         large = unit > border
-        above, number = (unit * large).sum(1, keepdim=True), large.sum(1, keepdim=True)
+        above, number = (unit * large).sum(-1, keepdim=True), large.sum(-1, keepdim=True)
         low = (total - above) / (count - number).clamp(min=1)
         high = torch.where(number > 0, above / number.clamp(min=1), low)
         border = (low + high) / 2
-    both = torch.cat([low, high], 1).mul_(largest).add_(largest - largest)  # NaN where one is not finite
+    both = torch.cat([low, high], -1).mul_(largest).add_(largest - largest)  # NaN where one is not finite
     magnitudes.copy_(both.view(torch.int32).bitwise_right_shift_(16))
     return large
 
 
 def _numbers(magnitudes: Tensor, codes: Tensor) -> Tensor:
-    """Return the float32 numbers of codes [rows, kept]."""
+    """Return the float32 numbers of codes […, kept]."""
     both = magnitudes.view(torch.bfloat16).to(torch.float32)
-    return torch.cat([both, -both], 1).gather(1, codes.to(torch.int64))
+    return torch.cat([both, -both], -1).gather(-1, codes.to(torch.int64))
 
 
 def _pack_codes(codes: Tensor, into: Tensor) -> None:
-    """Write codes [rows, kept] four to a byte; the last byte of a row may hold fewer."""
-    short = -codes.shape[1] % _CODES_PER_BYTE
+    """Write codes […, kept] four to a byte; the last byte of a block may hold fewer."""
+    short = -codes.shape[-1] % _CODES_PER_BYTE
     whole = torch.nn.functional.pad(codes, (0, short)) if short else codes
-    quarters = whole.view(len(codes), -1, _CODES_PER_BYTE)
-    into.copy_(quarters[:, :, 0])
+    quarters = whole.view(*codes.shape[:-1], -1, _CODES_PER_BYTE)
+    into.copy_(quarters[..., 0])
     for place in range(1, _CODES_PER_BYTE):
-        into.bitwise_or_(quarters[:, :, place] << 2 * place)
+        into.bitwise_or_(quarters[..., place] << 2 * place)
 
 
 def _unpack_codes(packed: Tensor, kept: int) -> Tensor:
-    """Return codes [rows, kept]."""
-    quarters = torch.stack([(packed >> 2 * place) & 3 for place in range(_CODES_PER_BYTE)], 2)
-    return quarters.view(len(packed), -1)[:, :kept]
+    """Return codes […, kept]."""
+    quarters = torch.stack([(packed >> 2 * place) & 3 for place in range(_CODES_PER_BYTE)], -1)
+    return quarters.flatten(-2)[..., :kept]
 
 
 def _write_indices(places: Tensor, into: Tensor) -> None:
-    """Write indices [rows, kept] below 4096 as 12 bits each, two to three bytes."""
-    odd = places.shape[1] % 2
-    pairs = (torch.nn.functional.pad(places, (0, 1)) if odd else places).view(len(places), -1, 2)
-    first, second = pairs.unbind(2)
+    """Write indices […, kept] below 4096 as 12 bits each, two to three bytes."""
+    odd = places.shape[-1] % 2
+    pairs = torch.nn.functional.pad(places, (0, 1)) if odd else places
+    first, second = pairs.view(*places.shape[:-1], -1, 2).unbind(-1)
     thirds = [first & 255, first >> 8 | (second & 15) << 4, second >> 4]
-    into.copy_(torch.stack(thirds, 2).view(len(places), -1))
+    into.copy_(torch.stack(thirds, -1).flatten(-2))
 
 
 def _read_indices(packed: Tensor, rows: _Rows) -> Tensor:
-    """Return indices [rows, kept], int64."""
-    low, both, high = packed.to(torch.int64).view(len(packed), -1, 3).unbind(2)
-    pairs = torch.stack([low | (both & 15) << 8, both >> 4 | high << 4], 2)
-    places = pairs.view(len(packed), -1)[:, : rows.kept]
+    """Return indices […, kept], int64."""
+    low, both, high = packed.to(torch.int64).view(*packed.shape[:-1], -1, 3).unbind(-1)
+    pairs = torch.stack([low | (both & 15) << 8, both >> 4 | high << 4], -1)
+    places = pairs.flatten(-2)[..., : rows.kept]
     if places.device.type == "cpu":
-        ordered = bool((places.diff(dim=1) > 0).all())
-        if not ordered or int(places[:, -1].max()) >= rows.length:
+        ordered = bool((places.diff(dim=-1) > 0).all())
+        if not ordered or int(places[..., -1].max()) >= rows.length:
             raise DamagedEnvelope(
                 f"indices of the largest numbers are not ascending and below {rows.length}", part="payload"
             )

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.compression.codecs import Codec, RawCodec
-from paceline.parallel.compression.compressed_allreduce import AllToAllReduce, PacketHeader
+from paceline.parallel.compression.compressed_allreduce import AllToAllReduce
 from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.parallel.compression.exchange_thread import ExchangeThread
+from paceline.parallel.compression.packet_header import PacketHeader
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.local_sgd.outer_optimizers import OuterOptimizer
 
