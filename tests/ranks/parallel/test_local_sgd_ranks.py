@@ -82,10 +82,10 @@ def test_states_become_the_mean_over_ranks_and_steps_the_most_of_them(pool):
             assert steps[of_vector_and_number] == 3.0
 
 
-def poisoned(rank, size, victim):
+def poisoned(rank, size, victim, delay):
     model = paceline.DataParallel(network(), sync="bucketed")
     optim = adamw(model)
-    with paceline.DiLoCo(model, optim, every=4, compression=None) as loop:
+    with paceline.DiLoCo(model, optim, every=4, delay=delay, compression=None) as loop:
         for step in range(1, 13):
             take_step(model, optim, rank, step)
             if rank == victim and step == 6:
@@ -94,8 +94,10 @@ def poisoned(rank, size, victim):
     return flat(model), loop.rejected
 
 
-def test_a_pseudo_gradient_that_is_not_finite_is_left_out_and_its_rank_named(pool):
-    results = pool(3).run(poisoned, 1)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_pseudo_gradient_that_is_not_finite_is_left_out_and_its_rank_named(pool, delay):
+    """Its rank is well again after the merge, although it had trained on between sending and merging."""
+    results = pool(3).run(poisoned, 1, delay)
     assert bool(same([params for params, _ in results]).isfinite().all())
     assert [rejected for _, rejected in results] == [{1: 1}] * 3
 

@@ -7,14 +7,16 @@
 computed is lost. The *delta rule* keeps it: w ← α·w + (1 − α)·(θ' + (w − w_sent)). Without a delay it changes nothing.
 
 A rank whose pseudo-gradient is not finite has weight 0 and takes θ'; all ranks know which one it was.
+
+On an accelerator whose collectives are ordered on a stream, the host waits for nothing: the weight, and whether it is
+0, are scalars of the device, and the merge masks what a CPU would skip. The host reads the result later.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import IntFlag
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,83 +24,15 @@ from torch import Tensor, nn
 
 from paceline.parallel.compression.codecs import Codec, RawCodec
 from paceline.parallel.compression.compressed_allreduce import AllToAllReduce
-from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.parallel.compression.exchange_thread import ExchangeThread
-from paceline.parallel.compression.packet_header import PacketHeader
+from paceline.parallel.compression.packet_header import PacketHeader, header_row
 from paceline.parallel.gradient_collectives import Comm
+from paceline.parallel.local_sgd.fragment_layout import FragmentLayout
 from paceline.parallel.local_sgd.outer_optimizers import OuterOptimizer
+from paceline.parallel.local_sgd.sync_result import CopiedResult, DeviceResult, RankFlag, SyncResult
+from paceline.world.accelerator import has_streams
 
-__all__ = ["ModelFragment", "SyncResult"]
-
-_ALIGN = 16
-"""Pieces are multiples of this many numbers per rank, so that views of other dtypes are aligned."""
-
-
-class RankFlag(IntFlag):
-    """Flags in the packet header of a rank."""
-
-    REJECTED = 1
-    """Its pseudo-gradient was not finite."""
-    FINISHED = 2
-    """It makes no more local steps."""
-    CHANGED = 4
-    """Its model or optimizer is no longer the one that is synchronised, so nothing can be merged."""
-
-
-@dataclass(frozen=True)
-class SyncResult:
-    """What all ranks know about one synchronisation.
-
-    Attributes:
-        counts: whether any rank had a contribution.
-        rejected: ranks whose pseudo-gradient was not finite.
-        finished: whether every rank has made its last local step.
-        inner_lr: mean learning rate of the local optimizers, by the ranks' weights.
-        changed: ranks whose model or optimizer is no longer the one that is synchronised.
-    """
-
-    counts: bool
-    rejected: tuple[int, ...]
-    finished: bool
-    inner_lr: float
-    changed: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, headers: Sequence[PacketHeader]) -> SyncResult:
-        """Return the result that the headers of all ranks give."""
-        total = sum(header.weight for header in headers)
-        return cls(
-            total > 0,
-            tuple(rank for rank, header in enumerate(headers) if header.flags & RankFlag.REJECTED),
-            all(header.flags & RankFlag.FINISHED for header in headers),
-            sum(header.weight * header.inner_lr for header in headers) / total if total else 0.0,
-            tuple(rank for rank, header in enumerate(headers) if header.flags & RankFlag.CHANGED),
-        )
-
-
-@dataclass(frozen=True)
-class _ParamSlot:
-    """Position of a parameter, or of an averaged buffer, in the flat buffers."""
-
-    name: str
-    param: Tensor
-    start: int
-    shape: torch.Size
-    """Its shape when this was created; `param` may have been given other data since."""
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Return its part of `flat`, in its shape."""
-        return flat[self.start : self.start + self.shape.numel()].view(self.shape)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Numbers of the flat buffers that are compressed and sent together."""
-
-    start: int
-    stop: int
-    codec: Codec
-    feedback: ErrorFeedback | None
+__all__ = ["ModelFragment"]
 
 
 class ModelFragment:
@@ -116,6 +50,10 @@ class ModelFragment:
         outer: the outer optimizer.
         delta_rule: merge by the delta rule.
         piece_numel: numbers per piece: while one is on the wire, the next is compressed.
+
+    Attributes:
+        pending: a mean is being computed, or was not merged yet.
+        rejected: whether this rank's latest pseudo-gradient was not finite; on an accelerator a flag there.
     """
 
     def __init__(
@@ -139,11 +77,12 @@ class ModelFragment:
         raw = RawCodec(dtype)
         plain = [pair for pair in named if codec is None or pair[0] in exempt]
         compressed = [pair for pair in named if codec is not None and pair[0] not in exempt]
-        self._slots: list[_ParamSlot] = []
-        self._pieces: list[_Piece] = []
-        end = self._lay_out(compressed, 0, codec or raw, piece_numel, feedback, decay)
-        self._split = end = self._lay_out(plain, end, raw, piece_numel)
-        end = self._lay_out(averaged, end, raw, piece_numel)
+        layout = FragmentLayout(comm.size, piece_numel)
+        layout.append(compressed, codec or raw, feedback=feedback, decay=decay)
+        layout.append(plain, raw)
+        self._split = layout.end
+        layout.append(averaged, raw)
+        self._slots, self._pieces, end = layout.slots, layout.pieces, layout.end
         self._trained = len(named)
         self.theta = torch.zeros(end, dtype=dtype, device=device)
         self.momentum = torch.zeros_like(self.theta) if outer.has_momentum else None
@@ -161,34 +100,16 @@ class ModelFragment:
             for each in self._pieces
             if comm.size > 1
         ]
-        self._header = PacketHeader()
+        self._on_device = has_streams(device) and (comm.size == 1 or comm.stream_ordered)
+        self._header: PacketHeader | Tensor = PacketHeader()
+        self._finite = torch.ones(len(self._slots), dtype=torch.bool, device=device)
         self._result: SyncResult | None = None
+        self._copied: CopiedResult | None = None
+        self._changed = False
+        self._bad: list[str] = []
+        self.rejected: bool | Tensor = False
         self.pending = False
         self.reset_shared()
-
-    def _lay_out(
-        self,
-        named: Sequence[tuple[str, Tensor]],
-        start: int,
-        codec: Codec,
-        piece_numel: int,
-        feedback: bool = False,
-        decay: float = 1.0,
-    ) -> int:
-        """Append slots and pieces of parameters from `start` on; return their end."""
-        end = start
-        for name, param in named:
-            self._slots.append(_ParamSlot(name, param, end, param.shape))
-            end += param.numel()
-        unit = self._comm.size * _ALIGN
-        end = start + -(-(end - start) // unit) * unit
-        step = max(unit, piece_numel // unit * unit)
-        for begin in range(start, end, step):
-            stop = min(begin + step, end)
-            device = named[0][1].device
-            residual = ErrorFeedback(codec, stop - begin, device, decay=decay) if feedback else None
-            self._pieces.append(_Piece(begin, stop, codec, residual))
-        return end
 
     @property
     def sent_nbytes(self) -> int:
@@ -247,12 +168,19 @@ class ModelFragment:
     # ------------------------------------------------------------------ send and merge
 
     @torch.no_grad()
-    def send(self, weight: float, inner_lr: float, *, finished: bool = False, changed: bool = False) -> bool:
-        """Start the exchange of what was learnt since the last one; return whether it is finite.
+    def send(
+        self,
+        weight: float | Tensor,
+        inner_lr: float | Tensor,
+        *,
+        finished: bool = False,
+        changed: bool = False,
+    ) -> None:
+        """Start the exchange of what was learnt since the last one.
 
         Args:
-            weight: of this rank: its samples, or steps.
-            inner_lr: learning rate of its optimizer.
+            weight: of this rank: its samples, or steps; on an accelerator it may be a scalar there.
+            inner_lr: learning rate of its optimizer; as `weight`.
             finished: this rank makes no more local steps.
             changed: the parameters are not to be read, see `RankFlag.CHANGED`.
         """
@@ -262,57 +190,137 @@ class ModelFragment:
             torch.sub(slot.of(self.theta), slot.param, out=slot.of(self._flat))
             if self._sent is not None:
                 slot.of(self._sent).copy_(slot.param)
-        # A norm may overflow although no number is infinite, so then look at every number.
-        finite = math.isfinite(torch.linalg.vector_norm(self._flat)) or bool(torch.isfinite(self._flat).all())
         flags = RankFlag.FINISHED if finished else RankFlag(0)
         if changed:
             weight, flags = 0.0, flags | RankFlag.CHANGED
-        if not finite:
-            weight, flags = 0.0, flags | RankFlag.REJECTED
-            self._flat.zero_()  # or error feedback would keep it
-        self._header = PacketHeader(weight, flags, inner_lr)
+        self._changed, self._bad = changed, []
+        make = self._header_on_device if self._on_device else self._header_on_host
+        self._header = make(weight, flags, inner_lr)
         for reduce in self._reduces:
             reduce.launch(self._header)
         self._result = None
         self.pending = True
-        return finite
 
-    def wait(self) -> SyncResult:
-        """Block until the mean is there; may be called again before `merge`."""
+    def _header_on_host(
+        self, weight: float | Tensor, flags: RankFlag, inner_lr: float | Tensor
+    ) -> PacketHeader:
+        """Return the header of what is sent, which is zero unless it is finite, or error feedback would keep it."""
+        # A norm may overflow although no number is infinite, so then look at every number.
+        finite = math.isfinite(torch.linalg.vector_norm(self._flat)) or bool(torch.isfinite(self._flat).all())
+        self.rejected = not finite
+        if not finite:
+            weight, flags = 0.0, flags | RankFlag.REJECTED
+            self._bad = [slot.name for slot in self._slots if not slot.of(self._flat).isfinite().all()]
+            self._flat.zero_()
+        return PacketHeader(float(weight), flags, float(inner_lr))
+
+    def _header_on_device(self, weight: float | Tensor, flags: RankFlag, inner_lr: float | Tensor) -> Tensor:
+        """Do as `_header_on_host`, without reading the device."""
+        largest = torch.stack(torch._foreach_norm([slot.of(self._flat) for slot in self._slots], math.inf))
+        self._finite = largest.isfinite()
+        self.rejected = ~self._finite.all()
+        self._flat.masked_fill_(self.rejected, 0.0)
+        row = header_row(self.theta.device, weight, flags, inner_lr)
+        row[0].masked_fill_(self.rejected, 0.0)
+        row[1].add_(self.rejected, alpha=int(RankFlag.REJECTED))
+        return row
+
+    def wait(self, *, read: bool = True) -> SyncResult | None:
+        """Block until the mean is there (on an accelerator: order the current stream behind it).
+
+        May be called again before `merge`.
+
+        Args:
+            read: on an accelerator, wait for the device and return the result. Otherwise the merge takes it from the
+                device, and `read_result` returns it afterwards.
+        """
         if self._result is None:
             for reduce in self._reduces:
                 reduce.wait()
-            self._result = SyncResult.of(self._reduces[0].headers if self._reduces else [self._header])
+            if not self._on_device:
+                own = self._header
+                assert isinstance(own, PacketHeader), "made on the host"
+                self._result = SyncResult.of(self._reduces[0].headers if self._reduces else [own])
+            elif read:
+                self._copy_result()
+                self._result = self.read_result()
         return self._result
 
     @torch.no_grad()
-    def merge(self, outer: OuterOptimizer, mix: float = 0.0) -> SyncResult:
-        """Wait for the mean and merge it into θ and the parameters.
+    def merge(self, outer: OuterOptimizer, mix: float = 0.0) -> None:
+        """Merge the mean into θ and the parameters, after `wait`.
 
         Args:
             outer: the outer optimizer.
             mix: α, the share of local parameters that stays.
         """
-        result = self.wait()
+        result = self._result
+        if result is None:
+            self._copy_result()
+            result = DeviceResult.of(self._header_rows())
         self.pending, self._result = False, None
-        if result.counts:
-            split, momentum = self._split, self.momentum if outer.has_momentum else None
-            part = None if momentum is None else momentum[:split]
-            outer.update(self.theta[:split], self._flat[:split], part, result.inner_lr)
-            self.theta[split:].sub_(self._flat[split:])
-        rejected = self._comm.rank in result.rejected
-        if self.find_change():
-            # Changed since it was sent: the next send reports it to all ranks, and nothing fits until then.
-            return result
+        self._update_shared(outer, result)
+        if self._changed or self.find_change():
+            # Nothing fits: all ranks raise once they have read the headers, of this exchange or of the next.
+            return
         for slot in self._slots:
             new, param = slot.of(self.theta), slot.param
-            if self._sent is not None and not rejected:
+            own = new
+            if self._sent is not None:
                 # In this order it is exactly θ' if nothing was learnt.
-                new = (param - slot.of(self._sent)).add_(new)
-            if mix and not rejected:
-                new = torch.lerp(new, param.to(new.dtype), mix)
-            param.copy_(new)
+                own = (param - slot.of(self._sent)).add_(new)
+            if mix:
+                own = torch.lerp(own, param.to(own.dtype), mix)
+            if own is not new and self.rejected is not False:
+                own = new if self.rejected is True else torch.where(self.rejected, new, own)
+            param.copy_(own)
+
+    @torch.no_grad()
+    def take_shared(self) -> None:
+        """Set the parameters to θ, unless they no longer fit."""
+        if not self.find_change():
+            for slot in self._slots:
+                slot.param.copy_(slot.of(self.theta))
+
+    def _update_shared(self, outer: OuterOptimizer, result: SyncResult | DeviceResult) -> None:
+        """Change θ and the outer momentum, unless no rank had a contribution."""
+        if result.counts is False:
+            return
+        split, momentum = self._split, self.momentum if outer.has_momentum else None
+        changed = [self.theta[:split], *([] if momentum is None else [momentum[:split]])]
+        # Without a contribution the mean is 0; but an outer momentum would move θ.
+        before = [each.clone() for each in changed] if isinstance(result.counts, Tensor) else []
+        outer.update(
+            changed[0], self._flat[:split], None if momentum is None else changed[1], result.inner_lr
+        )
+        for each, kept in zip(changed, before, strict=False):
+            each.copy_(torch.where(result.counts, each, kept))  # type: ignore[arg-type]
+        self.theta[split:].sub_(self._flat[split:])
+
+    # ------------------------------------------------------------------ results that the host reads later
+
+    def _header_rows(self) -> Tensor:
+        """Return the headers of all ranks on the device, [ranks, 4]."""
+        if self._reduces:
+            return self._reduces[0].header_rows
+        assert isinstance(self._header, Tensor), "made on the device"
+        return self._header.view(1, -1)
+
+    def _copy_result(self) -> None:
+        self._copied = CopiedResult(self._header_rows(), self._finite)
+
+    def read_result(self) -> SyncResult:
+        """Return what the latest synchronisation on an accelerator brought; waits until it has come."""
+        assert self._copied is not None, "something was merged"
+        result, finite = self._copied.read()
+        self._copied = None
+        self._bad = [slot.name for slot, fine in zip(self._slots, finite, strict=True) if not fine]
         return result
+
+    @property
+    def bad_names(self) -> list[str]:
+        """Parameters and buffers that made this rank's latest pseudo-gradient not finite, as far as the host knows."""
+        return self._bad
 
     # ------------------------------------------------------------------ state
 
@@ -323,6 +331,7 @@ class ModelFragment:
             state["momentum"] = self.by_name(self.momentum)
         if self.pending:
             result = self.wait()
+            assert result is not None, "read"
             state["mean"] = self.by_name(self._flat)
             state["arrival"] = asdict(result)
         return state
@@ -359,6 +368,7 @@ class ModelFragment:
             _fill(self.by_name(self._flat), state["mean"])
             rejected = tuple(state["arrival"]["rejected"]) if own is not None else ()
             self._result = SyncResult(**{**state["arrival"], "rejected": rejected})
+            self.rejected = self._comm.rank in rejected
             if self._sent is not None:
                 _fill(self.by_name(self._sent), state["theta"] if own is None else own["sent"])
         if own is not None and "left out" in own:

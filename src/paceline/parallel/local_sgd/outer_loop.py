@@ -12,48 +12,48 @@ depends on exchanges, not on a rank's own steps: the end of the warm-up; and eac
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline._core.step_state import step_state
-from paceline.errors import SyncError, UsageError
+from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
 from paceline.parallel.engine.model_checks import model_signature
-from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.gradient_collectives import Comm, broadcast_tensors
-from paceline.parallel.local_sgd.model_fragment import ModelFragment, SyncResult
+from paceline.parallel.local_sgd.merge_results import MergeResults
+from paceline.parallel.local_sgd.model_fragment import ModelFragment
 from paceline.parallel.local_sgd.optimizer_state_averaging import (
     average_state_before_next_step,
     cancel_state_averaging,
 )
 from paceline.parallel.local_sgd.outer_optimizers import Averaging, OuterOptimizer
+from paceline.parallel.local_sgd.sync_result import SyncResult
 from paceline.parallel.local_sgd.sync_schedule import (
     SyncSchedule,
     check_synchronisable,
     layers_of,
     split_into_fragments,
 )
-from paceline.parallel.sharding.zero import ShardedOptimizer
+from paceline.parallel.local_sgd.synchronised_model import (
+    find_change,
+    local_engine,
+    refuse_changes,
+)
 from paceline.profiling import trace_file
-from paceline.world.control_collectives import gather_texts, verify_same
+from paceline.world.control_collectives import verify_same
 
 __all__ = ["OuterLoop"]
-
-log = logging.getLogger("paceline.parallel")
-
-_CHANGE_REMEDY = "change model and optimizer first, then create this one for them"
 
 
 class OuterLoop:
@@ -75,7 +75,6 @@ class OuterLoop:
     Attributes:
         steps: local steps of this rank so far.
         syncs: fragments merged so far.
-        rejected: per rank, how often its pseudo-gradient was not finite.
         sent_nbytes: bytes this rank has sent so far, network headers excluded.
         exposed_seconds: time so far in which this rank only waited for exchanges.
     """
@@ -110,10 +109,9 @@ class OuterLoop:
         self.compression = Compression.of(compression)
         self.steps, self.syncs, self.sent_nbytes = 0, 0, 0
         self.exposed_seconds = 0.0
-        self.rejected: dict[int, int] = {}
         self._model, self._optimizer = model, optimizer
         self._comm = Comm(group)
-        self._engine = _local_engine(model, self._comm)
+        self._engine = local_engine(model, self._comm)
         self.module = model.module if isinstance(model, DataParallel) else model
         settings = [
             f"{name}: {schedule}, {outer}, {warmup=}, {mix=}, {keep_local_steps=}",
@@ -122,7 +120,7 @@ class OuterLoop:
         ]
         verify_same(settings, name, self._comm.group, remedy="pass the same on every rank")
         self._fragments = self._make_fragments(piece_mib)
-        self._change = ""  # found on this rank at the latest send
+        self._results = MergeResults(name, self._comm, optimizer, self._fragments)
         self._refuse_changes()
         # Of this rank, since each fragment was sent; on its device while a GradScaler decides which count.
         self._samples: list[float | Tensor] = [0.0] * schedule.fragments
@@ -158,6 +156,10 @@ class OuterLoop:
             for number, part in enumerate(parts)
         ]
 
+    def _refuse_changes(self) -> None:
+        change = find_change(self.module, self._optimizer, self._fragments)
+        refuse_changes(type(self).__name__, change, self._comm)
+
     # ------------------------------------------------------------------ the block
 
     def __enter__(self) -> Self:
@@ -185,6 +187,7 @@ class OuterLoop:
             for fragment in self._fragments:
                 fragment.reset_shared()
         self._resumed = False
+        self._results.forget_unread()
         self._hook = self._optimizer.register_step_post_hook(_step_hook(weakref.ref(self)))
         return self
 
@@ -213,10 +216,11 @@ class OuterLoop:
         samples = self._model.samples if isinstance(self._model, DataParallel) and counted else 1.0
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is not None:
-            # Set by a GradScaler whose optimizer itself skips the update; read only when a fragment is sent.
+            # Set by a GradScaler whose optimizer itself skips the update; on an accelerator it stays there.
             samples = (found_inf == 0) * samples
         self._samples = [before + samples for before in self._samples]
         self._block_steps += 1
+        self._read_results()
         if self._pending and self._pending[0] == self.schedule.fragment_due_at(self._block_steps):
             self._merge()
         sent = self.schedule.fragment_sent_at(self._block_steps)
@@ -230,122 +234,71 @@ class OuterLoop:
 
     def _send(self, number: int, *, finished: bool = False) -> None:
         fragment = self._fragments[number]
-        weight, self._samples[number] = float(self._samples[number]), 0.0
+        weight, self._samples[number] = self._samples[number], 0.0
         started = time.perf_counter()
-        lr = float(self._optimizer.param_groups[0]["lr"])
-        self._change = self._find_change()
-        if finished and not self._block_steps and not self._change and fragment.has_moved:
-            self._change = (
-                "the parameters have changed, but the optimizer made no step; is another one in use?"
-            )
-        if not fragment.send(weight, lr, finished=finished, changed=bool(self._change)):
-            self._reset_optimizer(fragment)
+        change = find_change(self.module, self._optimizer, self._fragments)
+        if finished and not self._block_steps and not change and fragment.has_moved:
+            change = "the parameters have changed, but the optimizer made no step; is another one in use?"
+        self._results.change = change
+        lr = self._optimizer.param_groups[0]["lr"]
+        fragment.send(weight, lr, finished=finished, changed=bool(change))
         self.sent_nbytes += fragment.sent_nbytes
         self._next = (number + 1) % self.schedule.fragments
         self._pending.append(number)
         trace_file.add("send", started, time.perf_counter() - started, step=self.steps, fragment=number)
 
-    def _merge(self, *, finished: bool = False) -> SyncResult:
-        """Merge the pending fragment that was sent first; if this rank is finished, without any local share."""
+    def _merge(self, *, read: bool = False, finished: bool = False) -> SyncResult | None:
+        """Merge the pending fragment that was sent first.
+
+        Args:
+            read: return the result, for which the host waits. Otherwise it may be None: it is read after the next step.
+            finished: this rank is finished, so merge without any local share.
+        """
         number = self._pending.popleft()
+        fragment = self._fragments[number]
         started = time.perf_counter()
         step_state.enter_phase("exchange")
         with step_state.waiting_for_peers():
-            arrived = self._fragments[number].wait()
+            result = fragment.wait(read=read)
         self.exposed_seconds += time.perf_counter() - started
-        if arrived.changed:
-            self._raise_changed(arrived.changed)
-        # At the end it is as the time before.
-        turn = self.syncs - (self.schedule.fragments if arrived.finished else 0)
+        if result is not None:
+            self._results.raise_if_changed(result, self.steps)
+        # At the end it is as the time before. A result that is not known is not the end.
+        turn = self.syncs - (self.schedule.fragments if result is not None and result.finished else 0)
         warm = self.schedule.merge_step(turn) >= self.warmup
-        result = self._fragments[number].merge(
-            self.outer if warm else Averaging(), 0.0 if finished else self.mix
-        )
+        fragment.merge(self.outer if warm else Averaging(), 0.0 if finished else self.mix)
         # Steps since the send count in the next one as far as they are kept.
-        if self._comm.rank in result.rejected:
-            self._samples[number] = 0.0
-        elif not self.keep_local_steps:
-            self._samples[number] *= self.mix
+        self._samples[number] *= 1.0 if self.keep_local_steps else self.mix
         step_state.enter_phase("outside")
         trace_file.add("merge", started, time.perf_counter() - started, step=self.steps, fragment=number)
         self.syncs += 1
-        for rank in result.rejected:
-            self.rejected[rank] = self.rejected.get(rank, 0) + 1
-        if result.rejected and self._comm.rank == 0:
-            log.warning(
-                "step %d: the pseudo-gradient of rank %s is NaN or infinite and was left out",
-                self.steps,
-                ", ".join(map(str, result.rejected)),
-            )
+        if result is None:
+            self._results.read_later(number, self.steps)
+        elif self._results.note(result, number, self.steps):
+            self._samples[number] = 0.0
         return result
 
-    def _find_change(self) -> str:
-        """Return what in the model or the optimizer is no longer as it was when this was created; else nothing.
-
-        Buffers that were replaced are averaged from now on.
-        """
-        params = dict(self.module.named_parameters())
-        present = {id(param) for param in params.values()}
-        known = {id(param): name for fragment in self._fragments for name, param in fragment.params}
-        for param_id, name in known.items():
-            if param_id not in present:
-                return f"parameter {name!r} is no longer one of the model: it was replaced or removed"
-        for name, param in params.items():
-            if param.requires_grad and id(param) not in known:
-                return f"parameter {name!r} is not synchronised: it was added or unfrozen later"
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) not in present:
-                    shape = list(param.shape)
-                    return f"the optimizer holds a parameter of shape {shape} that is none of the model's"
-        buffers = dict(self.module.named_buffers())
-        for fragment in self._fragments:
-            if change := fragment.find_change():
-                return change
-            for name in fragment.take_up_buffers(buffers):
-                # Others are caches of the module's own.
-                if name in self.module.state_dict():
-                    return f"buffer {name!r} was removed or has another shape"
-        return ""
-
-    def _refuse_changes(self) -> None:
-        """Raise on all ranks if one of them has a model or optimizer that can't be synchronised; collective."""
-        for rank, change in enumerate(gather_texts(self._find_change(), self._comm.group)):
-            if change:
-                raise UsageError(f"{type(self).__name__}: {change}", rank=rank, remedy=_CHANGE_REMEDY)
-
-    def _raise_changed(self, ranks: tuple[int, ...]) -> NoReturn:
-        mine = self._comm.rank in ranks
-        raise SyncError(
-            f"{type(self).__name__}: {self._change if mine else 'its model or optimizer has changed'}",
-            rank=self._comm.rank if mine else ranks[0],
-            step=self.steps,
-            remedy=_CHANGE_REMEDY,
-        )
-
-    def _reset_optimizer(self, fragment: ModelFragment) -> None:
-        """Log which parameters of this rank are not finite, and drop the optimizer state computed from them."""
-        bad = [name for name, param in fragment.params if not torch.isfinite(param).all()]
-        log.warning(
-            "rank %d, step %d: %s is NaN or infinite; this rank takes the other ranks' parameters",
-            self._comm.rank,
-            self.steps,
-            ", ".join(map(repr, bad[:3])) + (", …" if len(bad) > 3 else ""),
-        )
-        if isinstance(self._optimizer, ShardedOptimizer):
-            self._optimizer.forget_state()
-        for _, param in fragment.params:
-            self._optimizer.state.pop(param, None)
+    def _read_results(self) -> None:
+        """Read what earlier merges on an accelerator brought; see [Note: results of an accelerator]."""
+        for number in self._results.read():
+            self._samples[number] = 0.0
 
     def _finish(self) -> None:
         """Take part until all ranks are finished; see [Note: unequal numbers of steps]."""
+        self._read_results()
         while self._pending:
-            self._merge()
+            self._merge(read=True)
         agreed = 0
         while agreed < self.schedule.fragments:
             self._send(self._next, finished=True)
-            agreed = agreed + 1 if self._merge(finished=True).finished else 0
+            result = self._merge(read=True, finished=True)
+            agreed = agreed + 1 if result is not None and result.finished else 0
         self._block_steps, self._next = 0, self.schedule.first_sent
+
+    @property
+    def rejected(self) -> dict[int, int]:
+        """Per rank, how often its pseudo-gradient was not finite."""
+        return self._results.rejected
 
     @property
     def round_nbytes(self) -> int:
@@ -391,6 +344,7 @@ class OuterLoop:
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Return the state of this rank: its parameters and its inner optimizer's state, among others."""
+        self._read_results()
         return {
             "steps": self.steps,
             "lap": self._block_steps,
@@ -431,35 +385,6 @@ class OuterLoop:
             if self._engine is not None:
                 self._engine.weights.reference = own["reference"]
         self._resumed = True
-
-
-def _local_engine(model: nn.Module, comm: Comm) -> Reducer | None:
-    """Return the engine that must not synchronise gradients in the block; None if there is none over these ranks.
-
-    Raises:
-        UsageError: it shares some ranks besides this one with `comm`, but not all; or it shards.
-    """
-    if not isinstance(model, DataParallel) or model.comm.size == 1:
-        return None
-    inner, outer = model.comm.ranks, comm.ranks
-    if len(inner & outer) == 1:
-        return None
-    if inner != outer:
-        raise UsageError(
-            f"the model synchronises gradients among ranks {sorted(inner)}, this one parameters among {sorted(outer)}",
-            remedy="give the group of the ranks that have the same position in each of the model's groups",
-        )
-    if model.engine.tuner is not None:
-        raise UsageError(
-            "sync='auto' searches for the fastest way to synchronise gradients, which are not synchronised here",
-            remedy="use 'bucketed'",
-        )
-    if model.engine.splits_gradients:
-        raise UsageError(
-            f"sync={model.plan.name!r} leaves each rank a part of the gradient, so no rank can train locally",
-            remedy="use 'bucketed'; or shard within a group of ranks, and synchronise these groups: group=",
-        )
-    return model.engine
 
 
 def _step_hook(loop: weakref.ref[OuterLoop]) -> Any:

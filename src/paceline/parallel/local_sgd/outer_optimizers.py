@@ -27,14 +27,16 @@ class OuterOptimizer(ABC):
         return False
 
     @abstractmethod
-    def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
+    def update(
+        self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float | Tensor
+    ) -> None:
         """Change `theta` (and `momentum`) in place.
 
         Args:
             theta: shared parameters, 1-D.
             gradient: the mean pseudo-gradient; may be overwritten.
             momentum: the momentum buffer, initially zero; None without momentum.
-            inner_lr: learning rate of the local optimizer.
+            inner_lr: learning rate of the local optimizer; on an accelerator a scalar there.
         """
 
 
@@ -42,7 +44,9 @@ class OuterOptimizer(ABC):
 class Averaging(OuterOptimizer):
     """θ ← θ − g, the mean of the ranks' parameters (local SGD, arXiv 1805.09767)."""
 
-    def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
+    def update(
+        self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float | Tensor
+    ) -> None:
         theta.sub_(gradient)
 
 
@@ -65,7 +69,9 @@ class Nesterov(OuterOptimizer):
     def has_momentum(self) -> bool:
         return self.momentum > 0
 
-    def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
+    def update(
+        self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float | Tensor
+    ) -> None:
         if momentum is not None:
             momentum.mul_(self.momentum).add_(gradient)
             gradient.add_(momentum, alpha=self.momentum)
@@ -91,13 +97,28 @@ class SlowMomentum(OuterOptimizer):
     def has_momentum(self) -> bool:
         return True
 
-    def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
+    def update(
+        self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float | Tensor
+    ) -> None:
         assert momentum is not None, "it has momentum"
+        if not isinstance(inner_lr, float | int):
+            self._update_on_device(theta, gradient, momentum, inner_lr)
+            return
         if inner_lr == 0:
             theta.sub_(gradient)  # the limit for a vanishing rate: nothing was learnt, nothing is kept
             return
         momentum.mul_(self.momentum).add_(gradient, alpha=1 / inner_lr)
         theta.sub_(momentum, alpha=self.lr * inner_lr)
+
+    def _update_on_device(self, theta: Tensor, gradient: Tensor, momentum: Tensor, inner_lr: Tensor) -> None:
+        """Do the same, without the host reading γ."""
+        moves = inner_lr != 0
+        rate = inner_lr.masked_fill(~moves, 1.0)
+        kept, still = momentum.clone(), theta - gradient
+        momentum.mul_(self.momentum).addcmul_(gradient, (1 / rate).to(theta.dtype))
+        theta.addcmul_(momentum, (-self.lr * rate).to(theta.dtype))
+        momentum.copy_(momentum.where(moves, kept))
+        theta.copy_(theta.where(moves, still))
 
 
 def _check(prefix: str, lr: object, momentum: object) -> None:
