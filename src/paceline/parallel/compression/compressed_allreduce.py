@@ -107,7 +107,7 @@ class AllToAllReduce:
         self._outgoing = torch.zeros(rows, dtype=torch.uint8, device=device)
         self._incoming = torch.zeros(rows, dtype=torch.uint8, device=device)
         self._sums = torch.zeros(0 if scatter else comm.size, self._body, dtype=torch.uint8, device=device)
-        exchange_thread.keep(*self._buffer.memory, self._incoming, self._sums)
+        exchange_thread.keep(*self._buffer.memory, self._outgoing, self._incoming, self._sums)
         self.header_rows = _header_columns(self._incoming)
         self._written: PacketHeader | Tensor | None = None
         self._tag = comm.reserve_tags(2) if tag is None else tag

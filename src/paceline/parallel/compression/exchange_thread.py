@@ -62,7 +62,8 @@ class ExchangeThread:
         """Hand out no tensor's memory again, once it is freed, before the jobs queued until then are done."""
         if self._stream is not None:
             for tensor in memory:
-                tensor.record_stream(self._stream)
+                if tensor.numel():
+                    tensor.record_stream(self._stream)
 
     def submit(self, job: Callable[[], None]) -> PendingExchange:
         """Run `job` after those submitted before; returns at once.

@@ -26,7 +26,7 @@ CODECS = {
 }
 NUMELS = [16, 1000, 4096 + 300]
 BAD = [math.nan, math.inf, -math.inf]
-codecs = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
+codecs = pytest.mark.parametrize("name", CODECS)
 
 
 def some_rows(rows, numel, bad=False):
@@ -60,8 +60,8 @@ def same_bits(one, other):
 @codecs
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
-def test_packets_errors_and_numbers_are_the_cpu_s(make, numel, bad):
-    codec, values = make(), some_rows(3, numel, bad)
+def test_packets_errors_and_numbers_are_the_cpu_s(name, numel, bad):
+    codec, values = CODECS[name](), some_rows(3, numel, bad)
     expected = one_by_one(codec, values)
     wide = torch.full((4, codec.nbytes(numel) + 32), 0xA5, dtype=torch.uint8)
     with simulated_device(seed=numel) as simulator:
@@ -83,8 +83,8 @@ def test_packets_errors_and_numbers_are_the_cpu_s(make, numel, bad):
 @codecs
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("weights", [None, [3.0, 0.0, 0.7], [1.0, 1.0, 0.0]])
-def test_sums_are_the_cpu_s_and_weight_0_adds_nothing(make, numel, weights):
-    codec, values = make(), some_rows(3, numel)
+def test_sums_are_the_cpu_s_and_weight_0_adds_nothing(name, numel, weights):
+    codec, values = CODECS[name](), some_rows(3, numel)
     given = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     given[::5] = -0.0
     if weights is not None:
