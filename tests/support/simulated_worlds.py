@@ -34,4 +34,5 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether tensors are equal to the bit; of a NaN, sign and payload don't matter."""
     if one.is_floating_point():
         one, other = (torch.where(each.isnan(), torch.nan, each) for each in (one, other))
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    one, other = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(one, other)

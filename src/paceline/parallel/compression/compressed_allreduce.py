@@ -13,7 +13,7 @@ residual serves both: a rank compresses the parts of others before the swap, and
 [Note: sparse sums] The sum of sparse packets has other indices than each packet, and would have to be thinned once
 more. So `AllGatherReduce` sends every packet to all ranks, and each rank adds up all of them in rank order.
 
-[Note: on a device] Where calls are ordered on a stream (`Comm.stream_ordered`) the host waits for nothing. Headers stay
+[Note: on a device] Where calls are ordered on a stream of an accelerator the host waits for nothing. Headers stay
 on the device: weights are scalars there, and what has weight 0 is masked instead of skipped. The packets for all peers
 are made in two calls. The arithmetic is that of a CPU, in the same order.
 """
@@ -32,6 +32,7 @@ from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.parallel.compression.exchange_thread import ExchangeThread, PendingExchange
 from paceline.parallel.compression.packet_header import HEADER_NBYTES, UNWEIGHTED, PacketHeader
 from paceline.parallel.gradient_collectives import Comm, PendingCollective
+from paceline.world.accelerator import has_streams
 
 __all__ = ["AllGatherReduce", "AllToAllReduce", "CompressedReduce"]
 
@@ -98,6 +99,7 @@ class AllToAllReduce:
         tag: int | None = None,
     ) -> None:
         self._comm, self._exchange_thread = comm, exchange_thread
+        self._on_device = comm.stream_ordered and has_streams(flat.device)
         self._mean, self._scatter = mean, scatter
         self._buffer = BufferCodec(flat, codec, feedback)
         self._part = flat.numel() // comm.size
@@ -139,7 +141,7 @@ class AllToAllReduce:
             self.header_rows[self._comm.rank].copy_(row)
             self._written = header
         expected = [] if self._scatter else self._comm.post_row_receives(self._sums, self._tag + 1)
-        if self._comm.stream_ordered:
+        if self._on_device:
             swapping = self._swap_on_device(header)
             self._pending = self._exchange_thread.submit(
                 lambda: self._reduce_on_device(swapping, weighted=header is not UNWEIGHTED)
@@ -228,7 +230,7 @@ class AllToAllReduce:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            if self._comm.stream_ordered:
+            if self._on_device:
                 self._buffer.unpack(self._sums, *self._span(0, self._comm.size))
             else:
                 for rank in range(self._comm.size):
@@ -253,6 +255,7 @@ class AllGatherReduce:
         self, comm: Comm, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, tag: int
     ) -> None:
         self._comm, self._buffer = comm, BufferCodec(flat, codec, feedback)
+        self._on_device = comm.stream_ordered and has_streams(flat.device)
         self._body = codec.nbytes(flat.numel())
         device = flat.device if comm.stream_ordered else torch.device("cpu")
         self._rows = torch.zeros(comm.size, self._body + HEADER_NBYTES, dtype=torch.uint8, device=device)
@@ -287,7 +290,7 @@ class AllGatherReduce:
         self._gathering = None
         buffer, numel = self._buffer, self._buffer.flat.numel()
         buffer.wide.zero_()
-        if self._comm.stream_ordered:  # see [Note: on a device]
+        if self._on_device:  # see [Note: on a device]
             headers = _header_columns(self._rows)
             self._headers = None if self._weighted else [UNWEIGHTED] * self._comm.size
             weights = headers[:, 0] if self._weighted else None

@@ -49,13 +49,13 @@ class ExchangeThread:
 
     Args:
         device: of the data.
-        on_stream: use a stream of the device instead of a thread.
+        on_stream: use a stream of the device, if it has any, instead of a thread.
     """
 
     def __init__(self, device: torch.device, *, on_stream: bool = False) -> None:
         self._device = device
-        self._stream = make_stream(device) if on_stream else None
-        self._jobs: queue.SimpleQueue[tuple[PendingExchange, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._stream = make_stream(device) if on_stream and has_streams(device) else None
+        self._jobs: queue.SimpleQueue[tuple[PendingExchange, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def keep(self, *memory: Tensor) -> None:
@@ -65,14 +65,14 @@ class ExchangeThread:
                 if tensor.numel():
                     tensor.record_stream(self._stream)
 
-    def submit(self, job: Callable[[], None]) -> PendingExchange:
+    def submit(self, job: Callable[[], Any]) -> PendingExchange:
         """Run `job` after those submitted before; returns at once.
 
         A job begins by waiting for a collective that was launched before; in a thread it uses the caller's stream.
         """
         pending = PendingExchange()
         if self._stream is not None:
-            pending.run(lambda: self._queue_on_stream(job))
+            pending.run(_on(self._stream, job))
             return pending
         if has_streams(self._device):
             job = _on(current_stream(self._device), job)
@@ -85,25 +85,19 @@ class ExchangeThread:
         self._jobs.put((pending, job))
         return pending
 
-    def _queue_on_stream(self, job: Callable[[], None]) -> Any:
-        """Queue the job behind those before; return the event of its end."""
-        assert self._stream is not None, "checked by submit"
-        with on_stream(self._stream):
-            job()
-            return self._stream.record_event()
 
+def _on(stream: Any, job: Callable[[], None]) -> Callable[[], Any]:
+    """Return the job on a stream; it returns the event of its end."""
 
-def _on(stream: Any, job: Callable[[], None]) -> Callable[[], None]:
-    """Return the job on a stream."""
-
-    def run() -> None:
+    def run() -> Any:
         with on_stream(stream):
             job()
+            return stream.record_event()
 
     return run
 
 
-def _run_jobs(jobs: queue.SimpleQueue[tuple[PendingExchange, Callable[[], None]] | None]) -> None:
+def _run_jobs(jobs: queue.SimpleQueue[tuple[PendingExchange, Callable[[], Any]] | None]) -> None:
     """Run jobs until None comes; keeps no reference to the last one while waiting for the next."""
     torch.set_grad_enabled(False)
     while (submitted := jobs.get()) is not None:
