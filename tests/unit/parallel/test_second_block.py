@@ -22,10 +22,10 @@ def test_fragments_keep_their_delay_in_a_second_block(monkeypatch):
         sent[number] = loop.steps
         send(number, finished=finished)
 
-    def note_merge(*, finished=False):
+    def note_merge(*, read=False, finished=False):
         if loop.steps < 20 and not finished:
             delays.append(loop.steps - sent[loop._pending[0]])
-        return merge(finished=finished)
+        return merge(read=read, finished=finished)
 
     monkeypatch.setattr(loop, "_send", note_send)
     monkeypatch.setattr(loop, "_merge", note_merge)
