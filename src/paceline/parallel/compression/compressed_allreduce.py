@@ -266,6 +266,7 @@ class AllGatherReduce:
         self.loss = CompressionLoss()
         self._headers: list[PacketHeader] | None = []
         self._weighted = False
+        self._written: PacketHeader | None = None
 
     @property
     def headers(self) -> list[PacketHeader]:
@@ -280,7 +281,9 @@ class AllGatherReduce:
         expected = self._comm.post_row_receives(self._rows, self._tag)
         own = self._rows[self._comm.rank]
         self._buffer.pack(0, self._buffer.flat.numel(), own[: self._body])
-        _header_columns(self._rows)[self._comm.rank].copy_(header.row(own.device))
+        if header is not self._written:
+            _header_columns(self._rows)[self._comm.rank].copy_(header.row(own.device))
+            self._written = header
         self._gathering = self._comm.all_gather_rows(self._rows, expected, self._tag)
 
     def wait(self) -> None:

@@ -100,3 +100,23 @@ def test_a_world_of_one_merges_without_waiting(outer, weight, bad):
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
         assert one.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
+def test_a_pending_mean_is_saved_and_merged_after_loading(bad):
+    outer = SlowMomentum()
+    *_, expected = merged("cpu", outer, 3.0, bad)
+    with simulated_device():
+        merging = merged("sim", outer, 3.0, bad)
+        next(merging)
+        saved = next(merging)  # the second exchange is pending
+        state, own = saved.state(), saved.rank_state()
+        fresh = next(merged("sim", outer, 3.0, bad=False))
+        fresh.load(state, own)
+        result = fresh.wait(read=False)
+        assert result is not None, "it was read when it was saved"
+        assert result.rejected == ((0,) if bad else ())
+        fresh.merge(outer, 0.25)
+        found = [fresh.theta, fresh.momentum, dict(fresh.params)["w"].detach()]
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other.cpu())
