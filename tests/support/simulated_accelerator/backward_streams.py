@@ -1,8 +1,8 @@
 """Which stream a backward pass queues its operations on: each node's that of its forward operation.
 
-torch's engine orders streams in C++, where the simulated ones are not known. As on CUDA, the first node's stream waits
-for that of the caller, a node's stream for those of nodes before, and at the end the caller's stream for all. Between
-nodes this waits for more than CUDA does: for everything the pass queued before, in whatever branch.
+torch's engine orders streams in C++, where the simulated ones are not known. So the same is done here, as on CUDA: the
+streams of nodes wait for that of the caller; a node's stream waits for the streams of the gradients that it reads; at
+the end, the caller's stream waits for all. A leaf's hooks run on the stream of its gradient.
 """
 
 from __future__ import annotations
@@ -15,23 +15,14 @@ import torch
 from torch import Tensor
 
 from simulated_accelerator import simulator as simulation
-from simulated_accelerator.memory import allocation_of
+from simulated_accelerator.memory import Allocation, allocation_of
+from simulated_accelerator.queues import Marker
 
-__all__ = ["backward_stream", "in_backward", "note_forward", "ordered_backward_passes", "record_gradients"]
+__all__ = ["BackwardPass", "note_forward", "ordered_backward_passes", "running_pass"]
 
 _ACCUMULATE_GRAD = 2**64 - 1  # sequence number of nodes that accumulate into leaves
 _current_node = torch._C._current_autograd_node  # type: ignore[attr-defined]
 _next_number = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
-
-
-class BackwardPass:
-    """A pass under way: the stream of its caller, and the one it used last."""
-
-    def __init__(self, caller: int) -> None:
-        self.caller = self.last = caller
-
-
-_passes: list[BackwardPass] = []  # the innermost last
 _forward: dict[int, int] = {}  # streams other than the default one, by the sequence number of nodes
 
 
@@ -41,41 +32,85 @@ def note_forward(number: int) -> None:
         _forward[_next_number() - 1] = number
 
 
-def backward_stream() -> int:
-    """Return the current stream of a thread that has set none: a node's in a backward pass."""
-    if not _passes:
-        return 0
-    now, node = _passes[-1], _current_node()
-    if node is None:
-        number = now.caller  # callbacks at the end
-    else:
-        sequence = node._sequence_nr()
-        number = now.last if sequence == _ACCUMULATE_GRAD else _forward.get(sequence, 0)
-    _switch(now, number)
-    return number
+class BackwardPass:
+    """A pass under way, that began on stream `caller`."""
+
+    def __init__(self, caller: int) -> None:
+        self._caller = self._last = caller
+        self._queues = simulation.active().queues
+        self._start = self._queues.mark(caller)
+        self._used = {caller}
+        self._in_leaf = False
+        self._node: Any = None
+        self._ends: list[Marker] = []  # of the nodes before
+
+    def stream(self) -> int:
+        """Return the current stream of the node that runs."""
+        node = _current_node()
+        if _forward and node is not self._node:
+            self._node = node
+            self._ends.append(self._queues.mark(self._last))
+        if node is None:  # callbacks at the end
+            self._in_leaf = False
+            self.finish()
+            number = self._caller
+        else:
+            sequence = node._sequence_nr()
+            self._in_leaf = sequence == _ACCUMULATE_GRAD
+            number = self._stream_of_leaf(node) if self._in_leaf else _forward.get(sequence, 0)
+        if number not in self._used:
+            self._used.add(number)
+            self._queues.wait_for(number, self._start)
+        self._last = number
+        return number
+
+    def _stream_of_leaf(self, node: Any) -> int:
+        grad = node.variable.grad
+        if grad is None or grad.is_cpu:
+            return self._last
+        allocation = allocation_of(grad)
+        return allocation.stream if allocation.of_pass is self else self._last
+
+    def own(self, allocation: Allocation) -> None:
+        """Note that memory was allocated by a node of this pass."""
+        allocation.of_pass, allocation.node = self, len(self._ends)
+
+    def read(self, number: int, values: Iterable[Any], hook: bool) -> None:
+        """Let stream `number` wait for the gradients among `values` that are of other streams, and keep them.
+
+        Args:
+            number: the stream.
+            values: arguments of an operation.
+            hook: whether Python code calls it: that of leaves has to wait for the gradients of other leaves itself.
+        """
+        if len(self._used) == 1 or (hook and self._in_leaf):
+            return
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.is_cpu:
+                    continue
+                allocation = allocation_of(value)
+                of_other = allocation.stream != number and number not in allocation.used_on
+                if allocation.of_pass is self and of_other:
+                    ended = allocation.node < len(self._ends)
+                    marker = self._ends[allocation.node] if ended else self._queues.mark(allocation.stream)
+                    self._queues.wait_for(number, marker)
+                    allocation.used_on.add(number)
+            elif isinstance(value, (list, tuple)):
+                self.read(number, value, hook)
+
+    def finish(self) -> None:
+        """Let the caller's stream wait for all others."""
+        for number in self._used - {self._caller}:
+            self._queues.wait_for(self._caller, self._queues.mark(number))
 
 
-def _switch(now: BackwardPass, number: int) -> None:
-    if number != now.last:
-        queues = simulation.active().queues
-        queues.wait_for(number, queues.mark(now.last))
-        now.last = number
+_passes: list[BackwardPass] = []  # the innermost last
 
 
-def in_backward() -> bool:
-    """Return whether a backward pass is under way that uses several streams."""
-    return bool(_passes and _forward)
-
-
-def record_gradients(number: int, values: Iterable[Any]) -> None:
-    """Note that stream `number` reads memory allocated in a backward pass, as torch's engine does for gradients."""
-    for value in values:
-        if isinstance(value, Tensor) and not value.is_cpu:
-            allocation = allocation_of(value)
-            if allocation.of_backward and allocation.stream != number:
-                allocation.used_on.add(number)
-        elif isinstance(value, (list, tuple)):
-            record_gradients(number, value)
+def running_pass() -> BackwardPass | None:
+    """Return the pass under way, if there is one."""
+    return _passes[-1] if _passes else None
 
 
 @contextlib.contextmanager
@@ -96,7 +131,7 @@ def ordered_backward_passes(current_number: Callable[[], int]) -> Iterator[None]
             )
             raise RuntimeError(message) from error
         finally:
-            _switch(now, now.caller)
+            now.finish()
             _passes.remove(now)
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]

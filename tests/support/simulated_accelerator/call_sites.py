@@ -8,7 +8,7 @@ from types import CodeType
 
 import torch
 
-__all__ = ["call_site", "paceline_site"]
+__all__ = ["call_site", "is_called_by_python", "paceline_site"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -40,6 +40,18 @@ def call_site() -> str:
             return f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return _outside_python()
+
+
+def is_called_by_python() -> bool:
+    """Return whether Python code outside of torch and of the simulator is in the call's stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        kind = _kinds.get(code)
+        if (_kind(code) if kind is None else kind) != _LIBRARY:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def paceline_site() -> str:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from simulated_accelerator import memory
 from simulated_accelerator import simulator as simulation
-from simulated_accelerator.backward_streams import in_backward, note_forward, record_gradients
-from simulated_accelerator.call_sites import call_site
+from simulated_accelerator.backward_streams import note_forward
+from simulated_accelerator.call_sites import call_site, is_called_by_python
 from simulated_accelerator.host_memory import is_pinned, pin
 from simulated_accelerator.memory import twin_of
 from simulated_accelerator.output_layouts import output_layouts
 from simulated_accelerator.queues import Launch
-from simulated_accelerator.streams import current_number
+from simulated_accelerator.streams import current_number, engine_pass
 
 __all__ = ["register"]
 
@@ -131,8 +131,9 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     number = current_number()
     if number:
         note_forward(number)
-    if in_backward():
-        record_gradients(number, (*args, *kwargs.values()))
+    now = engine_pass()
+    if now is not None:
+        now.read(number, (*args, *kwargs.values()), is_called_by_python())
     if operation.in_place:
         writes = operation.written_arguments(twins, named)
         queues.put(number, Launch(call, twins, named, call_site(), writes))
@@ -178,7 +179,9 @@ def _allocate(
     now, number = simulation.active(), current_number()
     now.queues.hand_out(number)
     tensor, allocation = memory.new_tensor(size, stride, dtype, number, now)
-    allocation.of_backward = in_backward()
+    engine = engine_pass()
+    if engine is not None:
+        engine.own(allocation)
     if now.queues.only_busy(number) and len(now.queues.all) == 1:
         memory.poison(allocation.twin)
     else:
@@ -276,7 +279,9 @@ def empty_strided(
 def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy within the device, or from or to the host."""
     now, number = simulation.active(), current_number()
-    queues = now.queues
+    queues, engine = now.queues, engine_pass()
+    if engine is not None:
+        engine.read(number, (source, target), is_called_by_python())
     if target.is_cpu:
         _copy_to_host(source, target, non_blocking)
     elif source.is_cpu:

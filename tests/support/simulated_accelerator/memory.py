@@ -74,7 +74,8 @@ class Allocation:
     Attributes:
         twin: the CPU tensor that has the bytes, flat.
         stream: number of the stream it was allocated on.
-        of_backward: whether it was allocated in a backward pass that uses several streams.
+        node: number of the node in that pass.
+        of_pass: the backward pass that allocated it, if one did.
         used_on: numbers of the streams named by ``record_stream``.
         owner: the simulator it was allocated in.
     """
@@ -82,8 +83,9 @@ class Allocation:
     __slots__ = (
         "end",
         "managed",
+        "node",
         "numbers",
-        "of_backward",
+        "of_pass",
         "owner",
         "pointer",
         "stream",
@@ -96,7 +98,8 @@ class Allocation:
         self.twin, self.stream, self.owner = twin, stream, owner
         self.pointer = twin.data_ptr()
         self.used_on: set[int] = set()
-        self.of_backward = False
+        self.of_pass: Any = None
+        self.node = 0
         self.views: dict[Any, Tensor] = {}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from simulated_accelerator import simulator as simulation
-from simulated_accelerator.backward_streams import backward_stream
+from simulated_accelerator.backward_streams import BackwardPass, running_pass
 from simulated_accelerator.queues import Marker
 
 __all__ = ["Event", "Stream", "current_stream", "default_stream", "stream", "synchronize"]
@@ -24,7 +24,15 @@ _DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[at
 def current_number() -> int:
     """Return the number of this thread's current stream."""
     number = getattr(_current, "number", None)
-    return backward_stream() if number is None else number
+    if number is not None:
+        return number
+    now = running_pass()
+    return 0 if now is None else now.stream()
+
+
+def engine_pass() -> BackwardPass | None:
+    """Return the backward pass that this thread works for, unless the program chose a stream here."""
+    return running_pass() if getattr(_current, "number", None) is None else None
 
 
 def start_on_default_stream() -> None:

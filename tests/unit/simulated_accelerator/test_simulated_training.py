@@ -134,6 +134,41 @@ def test_backward_runs_on_the_streams_of_forward():
         assert gradient_of_two_streams(seed) == ([32.0] * 3, [True, True])
 
 
+def copy_of_another_leafs_gradient(seed, waits):
+    """Return whether the hook of a leaf on one stream copies the gradient of a leaf on another one rightly."""
+    with simulated_device(seed):
+        device = torch.get_device_module("sim")
+        main, side = device.current_stream(), device.Stream()
+        x = torch.ones(8, device="sim")
+        left, right = (torch.full((8,), value, device="sim", requires_grad=True) for value in (2.0, 3.0))
+        copied, streams = torch.zeros(8, device="sim"), []
+
+        def left_is_ready(leaf):
+            streams.append(device.current_stream())
+            if waits:
+                main.wait_stream(side)
+            with torch.no_grad():
+                copied.copy_(right.grad)
+            right.grad.record_stream(main)
+
+        right.register_post_accumulate_grad_hook(lambda leaf: streams.append(device.current_stream()))
+        left.register_post_accumulate_grad_hook(left_is_ready)
+        y = x * left  # its gradient comes last: its node was made first
+        side.wait_stream(main)
+        with device.stream(side):
+            z = (x * right).exp().log()
+        main.wait_stream(side)
+        z.record_stream(main)
+        (y + z).sum().backward()
+        assert streams == [side, main]
+        return torch.allclose(copied.cpu(), torch.ones(8))
+
+
+def test_a_hook_that_does_not_wait_for_another_stream_is_found():
+    assert all(copy_of_another_leafs_gradient(seed, waits=True) for seed in range(20))
+    assert not all(copy_of_another_leafs_gradient(seed, waits=False) for seed in range(20))
+
+
 def test_inference_mode_is_that_of_the_call():
     for seed in range(10):
         with simulated_device(seed):
