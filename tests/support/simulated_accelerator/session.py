@@ -8,9 +8,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from simulated_accelerator import device_module, kernels, process_group
+from simulated_accelerator import device_module, kernels
 from simulated_accelerator import simulator as simulation
 from simulated_accelerator.backward_streams import ordered_backward_passes
+from simulated_accelerator.group import process_group
 from simulated_accelerator.host_memory import page_locked_memory
 from simulated_accelerator.simulator import Simulator
 from simulated_accelerator.storage_resizing import resizable_storages

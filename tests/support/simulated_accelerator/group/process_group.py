@@ -13,10 +13,10 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from simulated_accelerator import simulator as simulation
 from simulated_accelerator.call_sites import call_site
-from simulated_accelerator.collective_calls import CollectiveCalls
-from simulated_accelerator.collective_work import Collective, CollectiveWork, flat_twin
+from simulated_accelerator.group.collective_calls import CollectiveCalls
+from simulated_accelerator.group.collective_work import Collective, CollectiveWork, flat_twin
+from simulated_accelerator.group.rank_exchange import RankExchange, bytes_of
 from simulated_accelerator.queues import Launch, Marker, Waiting
-from simulated_accelerator.rank_exchange import RankExchange, bytes_of
 from simulated_accelerator.streams import Stream, current_number
 
 __all__ = ["BACKEND", "SimulatedProcessGroup", "register"]

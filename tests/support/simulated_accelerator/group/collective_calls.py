@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simulated_accelerator.collective_work import CollectiveWork, flat_twin
-from simulated_accelerator.reductions import check_reduction, reduce
+from simulated_accelerator.group.collective_work import CollectiveWork, flat_twin
+from simulated_accelerator.group.reductions import check_reduction, reduce
 
 __all__ = ["CollectiveCalls"]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from simulated_accelerator import memory
 from simulated_accelerator import simulator as simulation
+from simulated_accelerator.group.rank_exchange import Exchange, RankExchange, bytes_of
 from simulated_accelerator.memory import twin_of
 from simulated_accelerator.queues import Marker
-from simulated_accelerator.rank_exchange import Exchange, RankExchange, bytes_of
 from simulated_accelerator.streams import Stream, current_number
 
 __all__ = ["Collective", "CollectiveWork", "flat_twin"]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simulated_accelerator.shared_streams import SharedStreams
+from simulated_accelerator.group.shared_streams import SharedStreams
 
 __all__ = ["Exchange", "RankExchange", "bytes_of"]
 
