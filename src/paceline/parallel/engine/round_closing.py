@@ -127,7 +127,7 @@ class RoundClosing(GradientState):
         digest, on_device = digest_of(self._changes), None
         if is_check_round(self.step, self.replica_check_every):
             params = [param for _, param in self._replicated()]
-            if has_streams(place.device) and all(param.device == place.device for param in params):
+            if params and has_streams(place.device) and all(each.device == place.device for each in params):
                 on_device = digest_on_device(params)
             else:
                 digest ^= digest_of_all(params) & 0xFFFF
