@@ -55,7 +55,13 @@ def collect_contents(objects: NamedObjects, rank: int, ranks: int, *, epoch: int
 
     Raises:
         UsageError: an object's state contains values that can't be saved.
+        SyncError: the latest update of a model was wrong, which a GPU reports late.
     """
+    engines = {
+        name: model.engine for name, model in objects.models.items() if isinstance(model, DataParallel)
+    }
+    for engine in engines.values():
+        engine.settle()
     files: dict[str, dict[str, Tensor]] = {}
     weights: dict[str, StoredWeights] = {}
     extra: dict[str, Any] = {}
@@ -72,9 +78,6 @@ def collect_contents(objects: NamedObjects, rank: int, ranks: int, *, epoch: int
         weights[name], extra[name] = StoredWeights(names, part.aliases), part.extra
         if rank < part.parts:
             files[names[rank]] = dict(part.tensors)
-    engines = {
-        name: model.engine for name, model in objects.models.items() if isinstance(model, DataParallel)
-    }
     state: dict[str, Any] = {
         "optimizers": {
             name: optimizer_state(optimizer, objects.param_names, rank, ranks)
@@ -94,7 +97,7 @@ def collect_contents(objects: NamedObjects, rank: int, ranks: int, *, epoch: int
         state["others"] = {name: each.state_dict() for name, each in objects.others.items()}
         state["extra"], state["epoch"] = extra, epoch
         state["engines"] = {
-            name: {"step": engine.step, "reference": engine.weights.reference}
+            name: {"step": engine.step, "reference": float(engine.weights.reference)}
             for name, engine in engines.items()
         }
     packed, tensors = pack(state)
@@ -134,7 +137,7 @@ def restore_contents(found: ResumePoint, objects: NamedObjects, rank: int, ranks
             saved = first["engines"][name]
             model.engine.step, model.engine.weights.reference = saved["step"], saved["reference"]
             model.engine.residuals.load([state.get("compressed", {}).get(name, {}) for state in states])
-            model.engine.replicas_differ = False
+            model.engine.replicas_differ, model.engine.failure = False, ""
         if first["extra"][name]:
             unwrap(model).load_state_dict(first["extra"][name], strict=False)
     for name, optimizer in objects.optimizers.items():

@@ -63,6 +63,9 @@ class DataParallel(torch.nn.Module):
             alone would keep every unit's lower-precision copy from forward to backward, which is the whole model again.
         units: for ``"full-shard"``, the submodules that are gathered one at a time; None: the members of every
             ``ModuleList`` with at least 100,000 parameters.
+        find_unused_parameters: on GPUs, which parameters get a gradient (on any rank) may differ from step to step, so
+            every step waits for the device to report it. False: if they were the same in the first steps, they have to
+            stay the same; else an error, one step later. On CPUs they may always differ.
 
     Raises:
         UsageError: an unknown strategy, no bare module, parameters that can't be synchronised (sparse gradients), a
@@ -86,6 +89,7 @@ class DataParallel(torch.nn.Module):
         reduce_dtype: torch.dtype | None = None,
         gather_dtype: torch.dtype | None = None,
         units: list[torch.nn.Module] | None = None,
+        find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
         fault_injection.arm_from_environment()
@@ -118,6 +122,7 @@ class DataParallel(torch.nn.Module):
             self.engine: Reducer = FSDPEngine(module, comm, plan, reduce_dtype, units, gather_dtype)
         else:
             self.engine = _reducer_of(module, comm, plan, reduce_dtype)
+        self.engine.usage_varies = find_unused_parameters
         if tuned and comm.size > 1:
             self.engine.tuner = Tuner(self.engine)
         unsynchronised_step_guard.register_engine(self.engine)
@@ -155,6 +160,7 @@ class DataParallel(torch.nn.Module):
         made.engine.step = self.engine.step
         made.engine.launch_queue.hook = self.engine.launch_queue.hook
         made.engine.replica_check_every = self.engine.replica_check_every
+        made.engine.usage_varies = self.engine.usage_varies
         unsynchronised_step_guard.register_engine(made.engine)
         return made
 
@@ -179,6 +185,8 @@ class DataParallel(torch.nn.Module):
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         engine = self.engine
         engine.recover()
+        if not torch.is_grad_enabled():  # an evaluation
+            engine.check_latest()
         step_state.begin_phase(engine.step, "forward")
         if fault_injection.armed:
             fault_injection.begin_step(engine.step)
@@ -334,7 +342,7 @@ class DataParallel(torch.nn.Module):
     @property
     def samples(self) -> float:
         """Samples of all ranks behind the latest gradient, 0 without ``samples=``; a GPU is waited for."""
-        self.engine.settle()
+        self.engine.check_latest()
         return self.engine.weights.total
 
     def compressed_buckets(self) -> list[CompressionStats]:

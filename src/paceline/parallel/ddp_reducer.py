@@ -58,6 +58,7 @@ class DDPReducer:
     ) -> None:
         self._engine, self._parameters = engine, parameters
         self._may_stay_unused = find_unused_parameters or static_graph
+        engine.usage_varies |= find_unused_parameters
         self.iterations = 0
         self.sample_rate = _SAMPLE_RATE
         self.log_error: Callable[[str], None] = lambda text: None
@@ -122,6 +123,7 @@ class DDPReducer:
     def _set_forward_pass_work_handle(self, work: dist.Work, divide_by_initial_world_size: bool) -> None:
         """Set how ranks without a batch count, and what shows that all others know of this forward."""
         self._engine.weights.counts_joined = divide_by_initial_world_size
+        self._engine.usage_varies = True  # ranks may join in any round
         self._joining = work
 
     def _install_post_backward_futures(self, futures: list[torch.futures.Future[Any]]) -> None:

@@ -113,6 +113,7 @@ class Reducer(RoundClosing):
 
     def whole(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of the parameters; every rank has them whole."""
+        self.check_latest()
         return [param.detach().clone() for param in params]
 
     def trains(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -235,10 +236,8 @@ class Reducer(RoundClosing):
                 step=self.step,
                 remedy="load a checkpoint before training goes on",
             )
-        if self._failure:
-            raise SyncError(
-                self._failure, rank=self.comm.rank, step=self.step, remedy="resume from the last checkpoint"
-            )
+        if not self.local_only:
+            self.refuse_after_failure()
         step_state.begin_phase(self.step, "backward")
         self.comm.note_step(self.step)
         self.launch_queue.wait_all()  # the result of the last round, if it was not used

@@ -6,7 +6,9 @@ Where the buckets are on an accelerator whose collectives run on streams, the st
 
 from __future__ import annotations
 
+import logging
 import os
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -43,6 +45,18 @@ _READ_IN_TIME = (
 )
 
 
+log = logging.getLogger("paceline.parallel")
+
+
+def _report_unread(unread: list[DeferredStatus], rank: int, ranks: int) -> None:
+    """Log an error of the latest round, which no further round has raised, when its engine ends."""
+    for deferred in unread:
+        try:
+            deferred.read(ranks).raise_for_status(rank, deferred.step)
+        except SyncError as error:
+            log.error("the last update was wrong: %s", error)
+
+
 class RoundClosing(GradientState):
     """Exchanges the round status of a list of parameters and draws the conclusions.
 
@@ -52,6 +66,7 @@ class RoundClosing(GradientState):
     Attributes:
         local_only: whether this rank trains as in a world of one; see `Reducer.set_local_only`.
         replica_check_every: rounds between two comparisons of the parameters of all ranks; 0: none.
+        failure: of a round, known after its update; else empty. Until a checkpoint is loaded, no backward begins.
         usage_varies: which parameters are used may change from step to step, so every status is read in time.
     """
 
@@ -77,9 +92,10 @@ class RoundClosing(GradientState):
         self.usage_varies = False
         self._changes: dict[str, str] = {}  # of the model on this rank, in the present round
         self._status_memory: StatusMemory | None = None
-        self._deferred: DeferredStatus | None = None
+        self._unread: list[DeferredStatus] = []  # the status of the latest round, while it is on its way
+        weakref.finalize(self, _report_unread, self._unread, comm.rank, comm.size)
         self._read_alike = 0  # rounds in a row that were read in time and used the same parameters
-        self._failure = ""  # of a round, known after its update
+        self.failure = ""
 
     @property
     def splits_gradients(self) -> bool:
@@ -196,9 +212,15 @@ class RoundClosing(GradientState):
         assert known is not None, "rounds before were read in time"
         summed = self.launch_queue.status_on_device(weights.averaged)
         total, valid = round_status.totals(summed, self.comm.size, weights.status)
+        own = isinstance(weights.samples, torch.Tensor) or weights.samples > 0
         factor = weights.end_round_on_device(total, valid)
-        self._deferred = memory.defer(summed, self.step - 1, known.used, self._changes)
+        self._unread.append(memory.defer(summed, self.step - 1, known.used, self._changes))
         if failed:  # this rank's own exception is being raised
+            self.drop()
+            return
+        if weights.counted and not own and self._unread[-1].read(self.comm.size).total == 0:
+            self._unread.clear()  # no rank has samples, and all read that in time
+            weights.total = 0.0
             self.drop()
             return
         self._scale(factor)
@@ -213,39 +235,59 @@ class RoundClosing(GradientState):
         Raises:
             BackwardFailed, SyncError, MismatchError: as `finish`, for the step of that round.
         """
-        deferred, self._deferred = self._deferred, None
-        if deferred is None:
+        self.refuse_after_failure()
+        if not self._unread:
             return
+        deferred = self._unread.pop()
         summary = deferred.read(self.comm.size)
         self._changes = dict(deferred.changes)
         self.weights.total = summary.total
         try:
             self._judge(summary, deferred.step)
-            if self.weights.counted and summary.total == 0:
-                raise SyncError(
-                    "no rank had samples", rank=self.comm.rank, step=deferred.step, remedy=_READ_IN_TIME
-                )
-            changed = [
-                name
-                for (name, _), now, before in zip(self._reported(), summary.used, deferred.used, strict=True)
-                if now != before
-            ]
-            if summary.late or changed:
-                names = ", ".join(map(repr, changed[:3])) or "some"
-                raise SyncError(
-                    f"other parameters than in the steps before got a gradient: {names}",
-                    rank=self.comm.rank,
-                    step=deferred.step,
-                    remedy=_READ_IN_TIME,
-                )
+            self._refuse_surprise(summary, deferred)
         except (SyncError, MismatchError) as error:
-            self._failure = f"the update of step {deferred.step} was wrong: {error.args[0]}".partition("\n")[
-                0
-            ]
+            self.failure = f"the update of step {deferred.step} was wrong: {str(error).splitlines()[0]}"
             self._local = False
             self.drop()
             raise
         self.summary = summary
+
+    def refuse_after_failure(self) -> None:
+        """Raise if an update was wrong."""
+        if self.failure:
+            remedy = "resume from the last checkpoint"
+            raise SyncError(self.failure, rank=self.comm.rank, step=self.step, remedy=remedy)
+
+    def check_latest(self) -> None:
+        """Raise if the latest round, whose status is on its way, has no result; one rank may call this alone.
+
+        Raises:
+            BackwardFailed, SyncError: as `settle`, which raises it again, with the names of what differs.
+        """
+        if not self._unread:
+            return
+        deferred = self._unread[-1]
+        summary = deferred.read(self.comm.size)
+        self.weights.total = summary.total
+        summary.raise_for_status(self.comm.rank, deferred.step)
+        self._refuse_surprise(summary, deferred)
+
+    def _refuse_surprise(self, summary: RoundSummary, deferred: DeferredStatus) -> None:
+        """Raise if the engine went by something else than the status of a round says."""
+        names = [name for name, _ in self._reported()]
+        changed = [
+            name
+            for name, now, before in zip(names, summary.used, deferred.used, strict=True)
+            if now != before
+        ]
+        if changed or summary.late:
+            found = f"{', '.join(map(repr, changed[:3]))}" if changed else "a parameter that came late"
+            raise SyncError(
+                f"the parameters that got a gradient are others than in the steps before: {found}",
+                rank=self.comm.rank,
+                step=deferred.step,
+                remedy=_READ_IN_TIME,
+            )
 
     def _judge(self, summary: RoundSummary, step: int) -> None:
         """Raise if the round has no result or ranks differ; all ranks call this."""
