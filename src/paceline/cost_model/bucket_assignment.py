@@ -9,6 +9,9 @@ __all__ = ["plan_buckets", "update_parts"]
 _PART_NBYTES = 4 << 20
 """Gradients that a sharded optimizer updates together: enough to outweigh the fixed cost of an optimizer's step."""
 
+_ACCELERATOR_PARTS = 4
+"""Parts on an accelerator, where every part costs the host the launches of an optimizer's step."""
+
 
 def plan_buckets(
     order: Iterable[int], nbytes: Sequence[int], kinds: Sequence[object], cap: float | Sequence[float]
@@ -46,17 +49,20 @@ def plan_buckets(
     return full + list(filling.values())
 
 
-def update_parts(nbytes: Iterable[float]) -> list[list[int]]:
+def update_parts(nbytes: Sequence[float], *, accelerator: bool = False) -> list[list[int]]:
     """Group buckets that a sharded optimizer updates together: runs of at least 4 MiB, as updates have a fixed cost.
+
+    On an accelerator there are about four runs, so that the first ones are gathered while the last ones are updated.
 
     Example:
         >>> update_parts([3 << 20, 3 << 20, 5 << 20, 1 << 20])
         [[0, 1], [2], [3]]
     """
+    least = max(_PART_NBYTES, sum(nbytes) / _ACCELERATOR_PARTS if accelerator else 0)
     parts: list[list[int]] = [[]]
     held = 0.0
     for index, each in enumerate(nbytes):
-        if held >= _PART_NBYTES:
+        if held >= least:
             parts.append([])
             held = 0.0
         parts[-1].append(index)

@@ -133,7 +133,7 @@ def _backward(program: StepProgram, sizes: list[int], full: list[float]) -> list
 def _sharded_update(program: StepProgram, sizes: list[int], keys: list[int]) -> None:
     """Add the update of a sharded optimizer: per part wait, update the shard, send it; then wait for all parts."""
     step, ranks, gathers = program.costs.step, program.costs.ranks, []
-    for part in update_parts(sizes):
+    for part in update_parts(sizes, accelerator=step.device != "cpu"):
         for index in part:
             program.wait(keys[index], "exposed")
         program.compute(step.update_seconds(sum(sizes[index] for index in part) / ranks), "optimizer")

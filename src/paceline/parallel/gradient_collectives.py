@@ -144,6 +144,7 @@ class Comm:
         self.size = 1 if alone else dist.get_world_size(self.group)
         self.backend = "none" if alone else backend_name(self.group)
         self._in_place_parts = self.scatters_in_place(self.backend)
+        self._queues = queues_on_streams(self.backend)
         self._held: set[dist.Work] = set()
         if self.group is not None:  # see [Note: abandoned messages]
             self._held = _pending_works.setdefault(self.group, set())
@@ -166,13 +167,16 @@ class Comm:
 
     @property
     def stream_ordered(self) -> bool:
-        """Whether calls run on a stream in the order in which they were made (NCCL, XCCL)."""
-        return queues_on_streams(self.backend)
+        """Whether calls run on a stream in the order in which they were made (NCCL, XCCL), for data of accelerators."""
+        return self._queues
 
-    @property
-    def divides_before_sum(self) -> bool:
-        """Whether a mean may divide each rank's numbers before they are added (NCCL), not their sum."""
-        return queues_on_streams(self.backend)
+    def queues(self, tensor: torch.Tensor) -> bool:
+        """Return whether calls with `tensor` run on a stream. A group may serve the CPU as well, by another backend."""
+        return self._queues and tensor.device.type != "cpu"
+
+    def divides_before_sum(self, tensor: torch.Tensor) -> bool:
+        """Return whether a mean of `tensor` may divide each rank's numbers before they are added, as NCCL does."""
+        return self.queues(tensor)
 
     @property
     def peers(self) -> list[int]:
@@ -287,7 +291,7 @@ class Comm:
 
     def post_row_receives(self, rows: torch.Tensor, tag: int) -> list[dist.Work]:
         """Post the receives of every other rank's row of `rows` [ranks, …]; none if calls are stream-ordered."""
-        return [] if self.stream_ordered else [self._receive(rows[peer], peer, tag) for peer in self.peers]
+        return [] if self.queues(rows) else [self._receive(rows[peer], peer, tag) for peer in self.peers]
 
     def all_gather_rows(self, rows: torch.Tensor, posted: list[dist.Work], tag: int) -> PendingCollective:
         """Start sending this rank's row of `rows` to all others, whose rows arrive in the same tensor.
@@ -300,7 +304,7 @@ class Comm:
             tag: reserved for these rows.
         """
         own = rows[self.rank]
-        if self.stream_ordered:
+        if self.queues(rows):
             work = _all_gather(rows.view(-1), own.view(-1), group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
         works = [*posted, *(self._send(own, peer, tag) for peer in self.peers)]
@@ -317,7 +321,7 @@ class Comm:
             fill: writes a rank's row right before it is sent.
             tag: reserved for these rows; messages are matched by it, as in `all_gather_rows`.
         """
-        if self.stream_ordered:
+        if self.queues(rows):
             for peer in self.peers:
                 fill(peer)
             work = dist.all_to_all_single(into, rows, group=self.group, async_op=True)

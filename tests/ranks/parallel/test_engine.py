@@ -214,7 +214,7 @@ def means_divide_first():
 
     with (
         mock.patch.object(dist, "all_reduce", divided),
-        mock.patch.object(Comm, "divides_before_sum", True),
+        mock.patch.object(Comm, "divides_before_sum", return_value=True),
     ):
         yield
 

@@ -376,7 +376,7 @@ def counts(optim):
     ]
 
 
-def one_inner_optimizer_each(nbytes):
+def one_inner_optimizer_each(nbytes, **_):
     return [[index] for index in range(len(nbytes))]
 
 

@@ -45,8 +45,10 @@ def agree_order(comm: Comm, slots: Sequence[GradSlot], firings: Sequence[int]) -
     return order
 
 
-def return_freed_memory() -> None:
-    """Make glibc return freed memory to the system, so that gradients moved into a bucket do not count twice."""
+def return_freed_memory(device: torch.device) -> None:
+    """Make glibc return freed memory of the CPU, so that what moves into a bucket does not count twice."""
+    if device.type != "cpu":
+        return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -109,13 +111,13 @@ def build_buckets(
             allocate=comm.allocate,
         )
         if compression is not None and compressed:
-            thread = thread or ExchangeThread(device, on_stream=comm.stream_ordered)
+            thread = thread or ExchangeThread(device, on_stream=comm.queues(bucket.flat))
             bucket.compressed = CompressedBucket(bucket, compression, comm, thread, sharded=sharded)
         bucket.adopt_gradients()
-        return_freed_memory()
+        return_freed_memory(device)
         if sharded:
             bucket.adopt_parameters()
-            return_freed_memory()
+            return_freed_memory(device)
         buckets.append(bucket)
     if not inside:
         device = slots[0].param.device if slots else group_device(comm.group)

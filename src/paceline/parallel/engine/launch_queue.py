@@ -167,7 +167,7 @@ class LaunchQueue:
 
         Ranks that call for a sum by mistake would then read another status than those that call for a mean.
         """
-        return bucket.status.numel() > 0 and self.comm.divides_before_sum
+        return bucket.status.numel() > 0 and self.comm.divides_before_sum(bucket.flat)
 
     def _launch(self, bucket: Bucket, mean: bool) -> None:
         started = time.perf_counter()

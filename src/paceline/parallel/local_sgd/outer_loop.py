@@ -51,6 +51,7 @@ from paceline.parallel.local_sgd.synchronised_model import (
     refuse_changes,
 )
 from paceline.profiling import trace_file
+from paceline.world.accelerator import has_streams
 from paceline.world.control_collectives import verify_same
 
 __all__ = ["OuterLoop"]
@@ -138,7 +139,7 @@ class OuterLoop:
         parts = split_into_fragments(layers_of(self.module), self.schedule.fragments)
         buffers = [(name, each) for name, each in self.module.named_buffers() if each.is_floating_point()]
         device = next(iter(named.values())).device
-        exchange_thread = ExchangeThread(device, on_stream=self._comm.stream_ordered)
+        exchange_thread = ExchangeThread(device, on_stream=self._comm.stream_ordered and has_streams(device))
         return [
             ModelFragment(
                 [(name, named[name]) for name in part],

@@ -45,6 +45,7 @@ from paceline.parallel.sharding.optimizer_probe import (
     takes_arguments,
 )
 from paceline.parallel.sharding.optimizer_resharding import Shards, StateOf
+from paceline.world.accelerator import has_streams
 
 __all__ = ["ShardedOptimizer"]
 
@@ -318,7 +319,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         full = [bucket for bucket in reducer.buckets if bucket.slots]
         rank, size = reducer.comm.rank, reducer.comm.size
         probe, built, problem = self._probe, [], ""
-        for members in update_parts([bucket.flat.nbytes for bucket in full]):
+        sizes = [bucket.flat.nbytes for bucket in full]
+        for members in update_parts(sizes, accelerator=has_streams(reducer.device)):
             buckets = [full[index] for index in members]
             pieces: list[tuple[ShardPiece, torch.nn.Parameter]] = []
             held: dict[int, list[torch.nn.Parameter]] = {}

@@ -37,6 +37,7 @@ from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 from paceline.parallel.tuning.candidates import CallCost, CandidateRace, candidate_plans
 from paceline.parallel.tuning.tuning_cache import TuningCache, TuningResult
+from paceline.world.accelerator import synchronize
 from paceline.world.control_collectives import gather_rows
 
 __all__ = ["DEFAULT", "Tuner", "max_over_ranks", "measure_call_cost"]
@@ -78,8 +79,7 @@ def _seconds(comm: Comm, nbytes: int, device: torch.device) -> float:
     flat = comm.allocate(nbytes // 4, torch.float32, device).zero_()
     started = time.perf_counter()
     comm.all_reduce(flat).wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return max_over_ranks([time.perf_counter() - started], comm)[0]
 
 

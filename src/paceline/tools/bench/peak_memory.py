@@ -59,7 +59,7 @@ class PeakMemory:
             memory.reset_peak_memory_stats(self._device)
             self._before = memory.memory_allocated(self._device)
         else:
-            return_freed_memory()
+            return_freed_memory(torch.device("cpu"))
             _reset_resident_peak()
             self._before = resident_nbytes()
         return self

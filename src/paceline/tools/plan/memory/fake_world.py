@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.errors import UsageError
 from paceline.parallel.engine import round_status
 from paceline.parallel.gradient_collectives import Comm
+from paceline.world.group_devices import queues_on_streams
 
 __all__ = ["FakeComm", "fake_process_group"]
 
@@ -34,6 +35,7 @@ class FakeComm(Comm):
         super().__init__()
         self.backend = backend
         self._in_place_parts = self.scatters_in_place(backend)
+        self._queues = queues_on_streams(backend)
         self._mesh = super().mesh("cpu")
         self._written: Sequence[float] = ()
 
