@@ -20,6 +20,7 @@ when their bucket is full. Adding to a zeroed view would pass over memory twice 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
+from operator import attrgetter
 from sys import getrefcount
 from typing import Any, cast
 
@@ -34,8 +35,7 @@ __all__ = ["ALIGN", "SMALL_NBYTES", "Allocate", "Bucket"]
 ALIGN = 16
 """Views start at multiples of this many elements (64 bytes of float32: a cache line)."""
 
-_UNSHARED = 4
-"""``sys.getrefcount(slot.view)`` while the slot, its bucket and a loop variable alone hold the view."""
+_NONE, _get_grad = id(None), attrgetter("grad")
 
 SMALL_NBYTES = 1 << 16
 """Smaller gradients are copied together; see [Note: taking gradients over]."""
@@ -126,6 +126,9 @@ class Bucket:
             slot.bucket, slot.position = self, position
             slot.make_view()
             slot.upcast = not slot.param.is_complex() and slot.param.dtype != dtype
+        self._unshared = max(
+            map(getrefcount, self.views), default=0
+        )  # references to a view that nobody else holds
         self.upcast = any(slot.upcast for slot in slots)
         self.classify()
 
@@ -170,11 +173,16 @@ class Bucket:
                 if (slot.param.dtype, slot.param.shape) != kind or slot.param.device != device
             ]
         for slot in self.slots:
-            slot.fired, slot.used, slot.needs_zero = 0, False, True
+            slot.fired = 0
+            slot.used = False
+        for slot in self.others:
+            slot.needs_zero = True
         moved = list(map(torch.Tensor.data_ptr, self.views)) != self.addresses
-        if moved or any([getrefcount(view) > _UNSHARED for view in self.views]):
+        if moved or max(map(getrefcount, self.views), default=0) > self._unshared:
             for slot in self.slots:
-                if slot.index not in kept and (moved or getrefcount(slot.view) > _UNSHARED - 1):
+                if slot.index not in kept and (
+                    moved or max(map(getrefcount, [slot.view])) > self._unshared + 1
+                ):
                     slot.leave_view()
 
     def collect(self, *, complete: bool = True) -> bool:
@@ -191,8 +199,10 @@ class Bucket:
                 slot.return_to_bucket()
         for slot in self.converted:
             slot.param.grad, slot.needs_zero = None, True
-        grads = [param.grad for param in self._small_params]
-        absent = [slot for slot, grad in zip(self.small, grads, strict=True) if grad is None]
+        grads = list(map(_get_grad, self._small_params))
+        absent = []
+        if _NONE in map(id, grads):
+            absent = [slot for slot, grad in zip(self.small, grads, strict=True) if grad is None]
         absent += [slot for slot in self.others if slot.needs_zero]
         if not complete and (absent or (self._kept and not all(slot.fired for slot in self.small))):
             return False
@@ -208,10 +218,11 @@ class Bucket:
 
     def _copy_small(self, grads: list[torch.Tensor | None], *, all_outside: bool) -> None:
         """Copy the gradients of the small slots to their views, and attach these."""
-        slots = self.small
+        slots, params = self.small, self._small_params
         if not all_outside:
             outside = [at for at, grad in enumerate(grads) if grad is not None and grad is not slots[at].view]
             slots, grads = [slots[at] for at in outside], [grads[at] for at in outside]
+            params = [slot.param for slot in slots]
         if not slots:
             return
         views, found = [slot.view for slot in slots], cast("list[torch.Tensor]", grads)
@@ -223,8 +234,9 @@ class Bucket:
                     raise
                 torch._foreach_copy_(views, list(map(dense, found)))
         self._keep_until_copied(found)
-        for slot, view in zip(slots, views, strict=True):
-            slot.param.grad = view
+        for param, view in zip(params, views, strict=True):
+            param.grad = view
+        for slot in slots:
             slot.fired = slot.fired or 1
 
     def note_writer(self) -> None:
