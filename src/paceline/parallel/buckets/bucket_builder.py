@@ -18,6 +18,8 @@ from paceline.world.group_devices import group_device
 
 __all__ = ["agree_order", "build_buckets", "return_freed_memory"]
 
+_CPU = torch.device("cpu")
+
 _COMPRESSED_UNIT = 64
 """Each rank's part of a compressed bucket is a multiple of this many elements."""
 
@@ -61,6 +63,7 @@ def build_buckets(
     comm: Comm,
     *,
     status_length: int,
+    status_device: torch.device = _CPU,
     sharded: bool,
     reduce_dtype: torch.dtype | None,
     hooked: bool = False,
@@ -76,6 +79,7 @@ def build_buckets(
         plan: bucket size and compression.
         comm: the ranks.
         status_length: numbers of the round status.
+        status_device: where it goes if there are no parameters and the group serves that.
         sharded: buckets are reduce-scattered.
         reduce_dtype: of gradients of bf16 and fp16 parameters; None: their own.
         hooked: a communication hook reduces them, and expects one gradient right behind the other.
@@ -120,6 +124,6 @@ def build_buckets(
             return_freed_memory(device)
         buckets.append(bucket)
     if not inside:
-        device = slots[0].param.device if slots else group_device(comm.group)
+        device = slots[0].param.device if slots else group_device(comm.group, status_device)
         buckets.append(Bucket.for_status(len(grouped), device, status_length, comm.allocate))
     return buckets

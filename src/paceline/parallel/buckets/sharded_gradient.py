@@ -60,10 +60,12 @@ class GradientShards:
         if norms is None:
             grads = self.grads()
             device = next((grad.device for grad in grads.values()), torch.device("cpu"))
-            mine = torch.zeros(self._count, dtype=torch.float64, device=device)
-            if grads:
-                found = [torch.linalg.vector_norm(grad, norm_type) for grad in grads.values()]
-                mine[list(grads)] = torch.stack([each.to(device, torch.float64) for each in found])
+            nothing = torch.zeros((), dtype=torch.float64, device=device)
+            found = {
+                at: torch.linalg.vector_norm(grad, norm_type).to(device, torch.float64)
+                for at, grad in grads.items()
+            }
+            mine = torch.stack([found.get(at, nothing) for at in range(self._count)])
             norms = self._norms[norm_type] = self._comm.combine_norms(mine, norm_type)
         return norms[index]
 

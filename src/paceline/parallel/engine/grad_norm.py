@@ -11,12 +11,13 @@ import math
 
 import torch
 
+from paceline.parallel.engine.loss_weights import multiply_by
 from paceline.parallel.engine.reducer import Reducer
 
 __all__ = ["clip_global_norm_", "global_norm", "note_norm"]
 
 _BLOCK = 1 << 16
-"""Elements converted to float64 at a time, so that they stay in the cache."""
+"""Elements that a CPU converts to float64 at a time, so that they stay in its cache."""
 
 
 def clip_global_norm_(engine: Reducer, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -28,8 +29,11 @@ def clip_global_norm_(engine: Reducer, max_norm: float, norm_type: float) -> tor
     norm = _global(engine, shards, wholes, norm_type)
     if engine.finite_check is not None:
         note_norm(engine, norm)
-    if grads := shards + wholes:
-        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    grads, factor = shards + wholes, torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if engine.device.type != "cpu":  # there a factor of another dtype takes a kernel per gradient
+        multiply_by(grads, factor)
+    elif grads:
+        torch._foreach_mul_(grads, factor)
     return norm
 
 
@@ -41,11 +45,14 @@ def global_norm(engine: Reducer, norm_type: float = 2.0) -> torch.Tensor:
 def note_norm(engine: Reducer, norm: torch.Tensor) -> None:
     """Record the norm for the finite check; if it is not finite, all ranks inspect the gradient before it is clipped.
 
-    Ranks that measure peaks know already; see [Note: without peaks] in `gradient_finite_check`.
+    Ranks that measure peaks know already; see [Note: without peaks] in `gradient_finite_check`. So does an accelerator
+    that has inspected the result.
     """
     finite_check = engine.finite_check
     assert finite_check is not None, "a finite check is installed"
     finite_check.norm = norm
+    if finite_check.present is not None:
+        return
     if not finite_check.measures and engine.non_finite is None and not math.isfinite(norm):
         engine.inspect_result(() if engine.local_only else finite_check.ranks_with_bad_loss(engine.comm))
 
@@ -73,13 +80,17 @@ def _norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> 
 
 def _precise_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the norm in float64; see [Note: one norm for all plans]."""
+    blocks = [
+        block
+        for grad in grads
+        if grad.numel()
+        for block in (grad.reshape(-1).split(_BLOCK) if grad.device.type == "cpu" else [grad])
+    ]
     parts = [
         torch.linalg.vector_norm(
-            part, norm_type, dtype=torch.complex128 if part.is_complex() else torch.float64
+            block, norm_type, dtype=torch.complex128 if block.is_complex() else torch.float64
         )
-        for grad in grads
-        for part in grad.reshape(-1).split(_BLOCK)
-        if part.numel()
+        for block in blocks
     ]
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)

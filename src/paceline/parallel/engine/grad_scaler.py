@@ -12,9 +12,10 @@ fused optimizers alike, is private to torch and replaced here. Under a torch ver
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from paceline.parallel.gradient_collectives import Comm
 
-__all__ = ["ScaledEngine", "install"]
+__all__ = ["ScaledEngine", "hand_on_scale", "install", "skips_on_device"]
 
 _METHOD = "_unscale_grads_"
 
@@ -46,6 +47,47 @@ class ScaledEngine(Protocol):
     def local_grads_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's parts of the gradients of some of the model's parameters."""
         ...
+
+
+def skips_on_device(
+    optimizer: torch.optim.Optimizer, updates: Callable[[torch.Tensor], bool] | None = None
+) -> bool:
+    """Return whether ``step()`` changes nothing where ``optimizer.found_inf`` is 1, without the host reading that.
+
+    This is torch's protocol between scalers and fused optimizers. Before the first update it is not safe: fused SGD
+    would take over a momentum that was never written.
+
+    Args:
+        optimizer: any.
+        updates: returns whether the next step updates a parameter; None: if it has a gradient.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    for group in optimizer.param_groups:
+        if not group.get("fused", True):
+            return False
+        if group.get("momentum", 1):
+            first = next(
+                (p for p in group["params"] if (updates(p) if updates else p.grad is not None)), None
+            )
+            if first is not None and not optimizer.state.get(first):
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def hand_on_scale(outer: torch.optim.Optimizer, inner: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """In a with-block, let `inner` optimizers have what a scaler has set on `outer`."""
+    names = [name for name in ("grad_scale", "found_inf") if getattr(outer, name, None) is not None]
+    for name in names:
+        for each in inner:
+            setattr(each, name, getattr(outer, name))
+    try:
+        yield
+    finally:
+        for name in names:
+            for each in inner:
+                delattr(each, name)
 
 
 def install(engines_ready_to_step: Callable[[torch.optim.Optimizer], Sequence[ScaledEngine]]) -> None:

@@ -211,6 +211,7 @@ class GradientState:
             self.plan,
             self.comm,
             status_length=vector_length(self.comm.size, len(self._used_flags())),
+            status_device=self.device if self.comm.stream_ordered else torch.device("cpu"),
             sharded=self.sharded,
             reduce_dtype=self.reduce_dtype,
             hooked=self.launch_queue.hook is not None,

@@ -43,7 +43,7 @@ def multiply_by(tensors: Sequence[Tensor], factor: Factor) -> None:
         torch._foreach_mul_(same, factor.to(device, dtype))
     for each in tensors:
         if each.dtype.itemsize < 4:  # with a dimension, the factor is not rounded to this dtype first
-            each.mul_(factor.to(each.device, torch.float32).view(1))
+            (each if each.dim() else each.view(1)).mul_(factor.to(each.device, torch.float32).view(1))
 
 
 class LossWeights:

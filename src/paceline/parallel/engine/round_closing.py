@@ -10,6 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,12 @@ from paceline.errors import MismatchError, ReplicasDiverged, SyncError
 from paceline.parallel.engine import round_status
 from paceline.parallel.engine.deferred_status import DeferredStatus, StatusMemory
 from paceline.parallel.engine.grad_hooks import GradHooks
-from paceline.parallel.engine.gradient_finite_check import find_non_finite, non_finite_ranks, surely_finite
+from paceline.parallel.engine.gradient_finite_check import (
+    NonFiniteReport,
+    find_non_finite,
+    non_finite_ranks,
+    surely_finite,
+)
 from paceline.parallel.engine.gradient_state import GradientState, describe
 from paceline.parallel.engine.model_changes import HARMLESS, ModelWatch, digest_of, raise_for_changes
 from paceline.parallel.engine.round_status import RoundSummary, Status
@@ -166,7 +172,6 @@ class RoundClosing(GradientState):
             and has_streams(self.buckets[-1].status.device)
             and not self.usage_varies
             and self.tuner is None
-            and self.finite_check is None
             and all(slot.expected == 1 for slot in self.slots)
         )
 
@@ -217,6 +222,7 @@ class RoundClosing(GradientState):
         self._unread.append(memory.defer(summed, self.step - 1, known.used, self._changes))
         if failed:  # this rank's own exception is being raised
             self.drop()
+            self._inspect_on_device()
             return
         if weights.counted and not own and self._unread[-1].read(self.comm.size).total == 0:
             self._unread.clear()  # no rank has samples, and all read that in time
@@ -228,6 +234,7 @@ class RoundClosing(GradientState):
         if self.sparse is not None:
             self.sparse.reduce(self.launch_queue.hook, len(self.buckets), factor)
         self._reduced = True
+        self._inspect_on_device()
 
     def settle(self) -> None:
         """Read the status of the latest round, if it is on its way; all ranks call this.
@@ -236,6 +243,7 @@ class RoundClosing(GradientState):
             BackwardFailed, SyncError, MismatchError: as `finish`, for the step of that round.
         """
         self.refuse_after_failure()
+        self.settle_result()
         if not self._unread:
             return
         deferred = self._unread.pop()
@@ -324,7 +332,10 @@ class RoundClosing(GradientState):
         self._reduced, self.summary = True, summary
         if self.finite_check is not None:
             self.finite_check.norm = None
-            if self.finite_check.measures and self.non_finite is None:
+            if (self.local_only or self.comm.size == 1) and has_streams(self.device):
+                self.settle_result()
+                self._inspect_on_device((self.comm.rank,))
+            elif self.finite_check.measures and self.non_finite is None:
                 self._check_finite(summary, float(factor))
         if self.tuner is not None and not self.local_only:
             self.tuner.round_ended()
@@ -354,6 +365,28 @@ class RoundClosing(GradientState):
         assert self.finite_check is not None, "a finite check is installed"
         if summary.late or not surely_finite(summary.peaks, factor, self.finite_check.largest):
             self.inspect_result(non_finite_ranks(summary.peaks))
+
+    def _inspect_on_device(self, ranks: tuple[int, ...] | None = None) -> None:
+        """Inspect the result on the device, if a check is installed; all ranks call this, also without a result."""
+        if self.finite_check is not None:
+            comm = self.comm if self.splits_gradients else None
+            self.finite_check.inspect(self.parts_by_name(), self.device, comm, self.step - 1, ranks)
+
+    def unread_report(self) -> NonFiniteReport | None:
+        """Return the report on the result that is on its way to the host; one rank may call this alone."""
+        assert self.finite_check is not None, "a finite check is installed"
+        late, report = self.finite_check.unread, self.finite_check.read()
+        if report is None or late is None or late.ranks is not None:
+            return report
+        return replace(report, ranks=non_finite_ranks(self._unread[-1].read(self.comm.size).peaks))
+
+    def settle_result(self) -> None:
+        """Read what was found on the device; if the gradients are still there, `non_finite` is the report."""
+        check = self.finite_check
+        if check is not None and check.unread is not None:
+            report = self.unread_report()
+            if check.settle(report):
+                self.non_finite = report
 
     def inspect_result(self, ranks: tuple[int, ...]) -> None:
         """Set `non_finite` by inspecting every parameter's gradient; all ranks call this.

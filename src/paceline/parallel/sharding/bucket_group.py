@@ -18,6 +18,7 @@ import torch
 
 from paceline.parallel.buckets.bucket import Bucket
 from paceline.parallel.buckets.grad_slot import ShardPiece
+from paceline.parallel.engine.grad_scaler import skips_on_device
 
 __all__ = ["BucketGroup", "copied", "on_device", "saved_options", "take_over", "zero_with_grad"]
 
@@ -60,6 +61,13 @@ class BucketGroup:
         """Return the state of a piece's parameter."""
         assert self.optimizer is not None, "there are pieces"
         return self.optimizer.state[param]
+
+    def skips_on_device(self) -> bool:
+        """Return whether the optimizer skips an update by a flag on the device; see `grad_scaler`."""
+        if self.optimizer is None:
+            return True
+        used = {id(param) for piece, param in self.pieces if piece.slot.used}
+        return skips_on_device(self.optimizer, lambda param: id(param) in used)
 
     def update(
         self, options: Sequence[Mapping[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]

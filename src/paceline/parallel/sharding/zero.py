@@ -26,6 +26,7 @@ from paceline._core.step_state import step_state
 from paceline.cost_model.bucket_assignment import update_parts
 from paceline.errors import UsageError
 from paceline.parallel.buckets.grad_slot import ShardPiece, storage_numel
+from paceline.parallel.engine.grad_scaler import hand_on_scale, skips_on_device
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.unsynchronised_step_guard import ConsumesShards
 from paceline.parallel.sharding import optimizer_resharding
@@ -132,6 +133,20 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         return not self._probe.refusal
 
     @property
+    def skips_on_device(self) -> bool:
+        """Whether ``step()`` changes nothing where ``found_inf`` is 1, without the host reading it; not on CPUs."""
+        if self._engine.device.type == "cpu":
+            return False
+        if self._whole is not None:
+            return skips_on_device(self._whole)
+        return bool(self._groups) and all(group.skips_on_device() for group in self._groups)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """As `skips_on_device`, for scalers."""
+        return self.skips_on_device
+
+    @property
     def _probe(self) -> OptimizerProbe:
         """What trying the optimizer with the options of every group has shown."""
         return reduce(or_, map(self._probe_of, self.param_groups))
@@ -206,7 +221,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         """
         self._consolidated = None
         if self._whole is not None:
-            result = self._whole.step(**kwargs) if closure is None else self._whole.step(closure, **kwargs)
+            with hand_on_scale(self, [self._whole]):
+                result = (
+                    self._whole.step(**kwargs) if closure is None else self._whole.step(closure, **kwargs)
+                )
             if self._engine.tuner is not None:
                 self._engine.drop()  # as when sharded: a program must not depend on the chosen plan
             return result
@@ -221,7 +239,9 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if reducer.has_buckets:  # otherwise no backward has run: nothing to update
             if self._needs_arguments:
                 self._try_with(kwargs)
-            self._update(reducer, () if closure is None else (lambda: result,), kwargs)
+            inner = [group.optimizer for group in self._groups if group.optimizer is not None]
+            with hand_on_scale(self, inner):
+                self._update(reducer, () if closure is None else (lambda: result,), kwargs)
         return result
 
     def _try_with(self, arguments: dict[str, Any]) -> None:
