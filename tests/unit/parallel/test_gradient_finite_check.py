@@ -13,6 +13,7 @@ from paceline.parallel.engine import round_status
 from paceline.parallel.engine.gradient_finite_check import (
     FiniteCheck,
     NonFiniteReport,
+    non_finite_flags,
     peak_of,
     surely_finite,
 )
@@ -46,6 +47,29 @@ def test_large_numbers_are_no_infinities(dtype):
     tensor = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
     assert math.isfinite(peak_of(tensor))
     assert peak_of(tensor) >= torch.finfo(dtype).max * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_flags_show_the_parameters_that_are_not_finite(dtype, bad):
+    cpu = torch.device("cpu")
+    real = dtype.to_real() if dtype.is_complex else dtype
+    largest = torch.full((5,), torch.finfo(real).max, dtype=dtype)
+    if dtype.is_complex:
+        largest = torch.complex(largest.real, largest.real)  # whose magnitude overflows
+    damaged = torch.ones(3, 2, dtype=dtype)
+    damaged[1, 1] = bad
+    parts = {
+        "largest": [largest],
+        "damaged": [damaged],
+        "unused": [],
+        "second part": [torch.ones(2, dtype=dtype), damaged.T],
+        "empty": [torch.ones(0, dtype=dtype)],
+        "other dtype": [torch.tensor(1e300, dtype=torch.float64)],
+        "scalar": [torch.tensor(bad, dtype=dtype)],
+    }
+    assert non_finite_flags(parts, cpu).tolist() == [0, 1, 0, 1, 0, 0, 1]
+    assert non_finite_flags({"unused": []}, cpu).tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -281,4 +281,4 @@ def non_finite_flags(parts: Mapping[str, Sequence[torch.Tensor]], device: torch.
         for (place, _), norm in zip(of_dtype, found, strict=True):
             norms[place] = torch.maximum(norms[place], norm.to(device)) if place in norms else norm.to(device)
     rows = [norms.get(place, nothing) for place in range(len(parts))]
-    return torch.isfinite(torch.stack(rows)).logical_not().to(torch.float64)
+    return torch.isfinite(torch.stack(rows)).logical_not().to(torch.float32)
