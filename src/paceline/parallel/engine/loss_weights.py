@@ -32,9 +32,13 @@ Factor = float | Tensor
 def multiply_by(tensors: Sequence[Tensor], factor: Factor) -> None:
     """Multiply tensors in place, with the same rounding wherever the factor is."""
     if not isinstance(factor, Tensor):
-        if len(tensors) == 1 and factor != 1.0:
-            tensors[0].mul_(factor)
-        elif tensors and factor != 1.0:
+        if factor == 1.0:
+            return
+        # for several tensors of 16 bits on a CPU, torch rounds the factor to their dtype
+        if len(tensors) == 1 or any([each.dtype.itemsize < 4 for each in tensors]):
+            for each in tensors:
+                each.mul_(factor)
+        elif tensors:
             torch._foreach_mul_(list(tensors), factor)
         return
     wide = [each for each in tensors if each.dtype.itemsize >= 4]
