@@ -89,6 +89,23 @@ def test_a_backward_that_fails_on_one_rank_ends_the_run_on_all_one_step_late(sim
         assert f"the update of step {LATE_FROM} was wrong" in found[2][2]
 
 
+def a_rank_of_a_sharded_model_fails(rank, size, path):
+    with simulated_world(rank, size, path, "sim:simccl"):
+        model, _ = trained("sim", LATE_FROM, "sharded")
+        loss = model(torch.ones(4, 4, device="sim")).square().mean()
+        first = raised(model.backward, Boom.apply(loss) if rank == 1 else loss, samples=4)
+        return first, raised(model.backward, loss, samples=4) if rank == 1 else None
+
+
+def test_a_rank_of_a_sharded_model_that_failed_goes_no_further(simulated_pool, tmp_path):
+    path = str(tmp_path / "store")
+    first, second = simulated_pool(2).run(a_rank_of_a_sharded_model_fails, path, world=False)
+    assert first == (None, None)
+    assert second[0] == ("ValueError", None, "boom")
+    assert second[1][0] == SyncError.__name__
+    assert f"backward failed on this rank in step {LATE_FROM}" in second[1][2]
+
+
 def ranks_mix_calls(rank, size, path):
     with simulated_world(rank, size, path, "sim:simccl"):
         model, optim = trained("sim", LATE_FROM)

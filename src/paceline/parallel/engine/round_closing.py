@@ -172,6 +172,7 @@ class RoundClosing(GradientState):
             and has_streams(self.buckets[-1].status.device)
             and not self.usage_varies
             and self.tuner is None
+            and self.sparse is None  # whose rows are counted on the host
             and all(slot.expected == 1 for slot in self.slots)
         )
 
@@ -220,9 +221,11 @@ class RoundClosing(GradientState):
         own = isinstance(weights.samples, torch.Tensor) or weights.samples > 0
         factor = weights.end_round_on_device(total, valid)
         self._unread.append(memory.defer(summed, self.step - 1, known.used, self._changes))
-        if failed:  # this rank's own exception is being raised
+        if failed:  # this rank's own exception is being raised; the others know nothing of it yet
             self.drop()
             self._inspect_on_device()
+            if self.splits_gradients:  # they gather this rank's part of an update that it does not make
+                self.failure = f"backward failed on this rank in step {self.step - 1}, and the others went on"
             return
         if weights.counted and not own and self._unread[-1].read(self.comm.size).total == 0:
             self._unread.clear()  # no rank has samples, and all read that in time
@@ -231,8 +234,6 @@ class RoundClosing(GradientState):
             return
         self._scale(factor)
         self._attach_result(known)
-        if self.sparse is not None:
-            self.sparse.reduce(self.launch_queue.hook, len(self.buckets), factor)
         self._reduced = True
         self._inspect_on_device()
 
