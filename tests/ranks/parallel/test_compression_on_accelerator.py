@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -14,10 +11,9 @@ import torch
 from paceline import Compression
 from paceline.parallel.compression import codecs
 from paceline.parallel.compression.compressed_bucket import CompressedBucket
-from paceline.parallel.compression.exchange_thread import ExchangeThread, PendingExchange
+from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.compression.stochastic_rounding import RoundingBits
 from paceline.parallel.gradient_collectives import Comm
-from rank_pool import RankError
 from simulated_worlds import same_bits, simulated_world
 
 COMPRESSIONS = {
@@ -212,93 +208,3 @@ def test_stochastic_rounding_does_not_wait_either(simulated_pool, tmp_path):
         assert waits == []
         assert result == other
         assert 0 < error < 0.02
-
-
-# ---------------------------------------------------------------------- every wait is needed
-
-
-def unordered(method):
-    """Let nothing be ordered behind the collectives that a method of `Comm` starts on the device."""
-    original = getattr(Comm, method)
-
-    def call(comm, *args):
-        pending = original(comm, *args)
-        if comm.stream_ordered:
-            pending.wait = lambda: None
-        return pending
-
-    return mock.patch.object(Comm, method, call)
-
-
-def without_the_end_of_the_second_half():
-    original = PendingExchange.wait
-    return mock.patch.object(
-        PendingExchange, "wait", lambda pending: None if pending.result() is not None else original(pending)
-    )
-
-
-DELETED: dict[str, tuple[Callable[[], AbstractContextManager], str, bool]] = {
-    "wait for the packets of peers": (lambda: unordered("all_to_all_rows"), "int8", False),
-    "wait for the packets of sums": (lambda: unordered("all_gather_rows"), "int8", False),
-    "wait for sparse packets": (lambda: unordered("all_gather_rows"), "topk", False),
-    "wait for one P": (lambda: unordered("all_gather_rows"), "powersgd", False),
-    "wait for the end of the second half": (without_the_end_of_the_second_half, "int8", True),
-}
-
-
-def without(rank, size, path, seed, what):
-    delete, name, sharded = DELETED[what]
-    with simulated_world(rank, size, path, seed) as simulator, delete():
-        return reduce_on_both(simulator, COMPRESSIONS[name], sharded)[1]
-
-
-def seen(pool, path, function, *args):
-    """Return whether one of some orders of execution shows an error."""
-    for seed in range(6):
-        try:
-            wrong = any(pool(2).run(function, path, seed, *args, world=False))
-        except RankError as error:
-            if "DeviceError" not in str(error):
-                raise
-            wrong = True
-        if wrong:
-            return True
-    return False
-
-
-@pytest.mark.parametrize("what", DELETED)
-def test_a_wait_that_is_deleted_shows(simulated_pool, tmp_path, what):
-    assert seen(simulated_pool, str(tmp_path / "store"), without, what)
-
-
-def keep_nothing(thread, *memory):
-    """Stand for `ExchangeThread.keep`; a mock would keep its arguments."""
-
-
-def given_up(rank, size, path, seed, name, kept):
-    """Rank 0 gives up its model under way; return what is wrong on the others, which had its packets already."""
-    forget = nullcontext() if kept else mock.patch.object(ExchangeThread, "keep", keep_nothing)
-    with simulated_world(rank, size, path, seed) as simulator, forget:
-        host = made("cpu", OnHost(), COMPRESSIONS[name], sharded=False)
-        ours = made("sim", OnStream(), COMPRESSIONS[name], sharded=False)
-        given = gradients(rank, host, bad=False)[0]
-        host.grads.copy_(given)
-        host.compressed.launch(1, mean=True)
-        host.compressed.wait()
-        ours.grads.copy_(given.to("sim"))
-        simulator.run_all()
-        ours.compressed.launch(1, mean=True)
-        if rank == 0:
-            del ours
-            gc.collect()
-            torch.ones(8, device="sim")
-            simulator.run_all()
-            return []
-        ours.compressed.wait()
-        return [] if same_bits(host.flat, ours.flat.cpu()) else ["sum"]
-
-
-@pytest.mark.parametrize("name", ["int8", "powersgd"])
-def test_memory_of_a_round_that_was_given_up_is_used_until_its_end(simulated_pool, tmp_path, name):
-    assert not seen(simulated_pool, str(tmp_path / "kept"), given_up, name, True)
-    assert seen(simulated_pool, str(tmp_path / "forgotten"), given_up, name, False)

@@ -116,28 +116,44 @@ class Queues:
     """
 
     def __init__(self, seed: int, late: bool) -> None:
-        self.random = random.Random(seed)
-        self.late = late
         self.lock = threading.RLock()
-        self.all: dict[int, Queue] = {}
         self.under_way: dict[object, tuple[str, Sequence[Tensor]]] = {}
         self.step = 0
         self.failure: DeviceError | None = None
-        self._tick_rate = self.random.choice((0.0, 0.02, 0.1, 0.4))
-        self._tick_length = self.random.choice((1, 3, 10))
+        self.kept_failures: list[DeviceError] | None = None
         self._busy: dict[int, Queue] = {}
         self._free: dict[int, list[tuple[Tensor, list[Marker]]]] = {}  # by stream
         self._running = False
         self._puts = self._puts_seen = 0
         self._background: threading.Thread | None = None
         self._ended = threading.Event()
-        self.queue(0)
+        self.restart(seed, late)
+
+    def restart(self, seed: int, late: bool = True, hold_back: int | None = None) -> None:
+        """Begin another order, that of `seed`; nothing may be queued.
+
+        Args:
+            seed: of the order.
+            late: False runs everything at the call.
+            hold_back: let one stream run only while the host waits and nothing else can run: the n-th that is used,
+                where the default stream is number 0.
+        """
+        with self.lock:
+            self.random = random.Random(seed)
+            self.late = late
+            self.all: dict[int, Queue] = {}
+            self._held_back = hold_back
+            self._tick_rate = self.random.choice((0.0, 0.02, 0.1, 0.4))
+            self._tick_length = self.random.choice((1, 3, 10))
+            self.queue(0)
 
     def queue(self, number: int) -> Queue:
         """Return the queue of stream `number`, made when first asked for."""
         found = self.all.get(number)
         if found is None:
-            found = self.all[number] = Queue(number, 10 ** self.random.uniform(-2, 0))
+            found = Queue(number, 10 ** self.random.uniform(-2, 0))
+            found.last = len(self.all) == self._held_back
+            self.all[number] = found
         return found
 
     def run_last(self, number: int) -> None:
@@ -238,7 +254,9 @@ class Queues:
             self._run(done, idle=True)
             failure, self.failure = self.failure, None
         if failure is not None:
-            raise failure
+            if self.kept_failures is None:
+                raise failure
+            self.kept_failures.append(failure)
 
     def everything_ran(self) -> bool:
         """Return whether no stream has anything to do."""

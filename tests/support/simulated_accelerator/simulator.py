@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from simulated_accelerator import memory
 from simulated_accelerator.call_sites import paceline_site
 from simulated_accelerator.host_waits import HostWait
-from simulated_accelerator.queues import Marker, Queues
+from simulated_accelerator.queues import DeviceError, Marker, Queues
 
 __all__ = ["Simulator", "active", "enter", "is_active", "leave"]
 
@@ -39,6 +40,19 @@ class Simulator:
         """Begin the next step of the program."""
         self.queues.step += 1
 
+    def restart(self, seed: int, *, late: bool = True, hold_back: int | None = None) -> None:
+        """Run all that is queued, then begin another order of execution; process groups stay.
+
+        Args:
+            seed: of the order.
+            late: False runs everything at the call.
+            hold_back: number of a stream, in the order of their use, to treat as `hold_back` does.
+        """
+        self.run_all()
+        self.seed, self.random_seeds = seed, 0
+        self.queues.restart(seed, late, hold_back)
+        self.synchronisations.clear()
+
     def hold_back(self, stream: object) -> None:
         """Run `stream` only while the host waits and nothing else can run."""
         self.queues.run_last(stream.stream_id)  # type: ignore[attr-defined]
@@ -59,6 +73,21 @@ class Simulator:
             DeviceError: a queued operation failed.
         """
         self.queues.finish(self.queues.everything_ran)
+
+    @contextlib.contextmanager
+    def keeping_failures(self) -> Iterator[list[DeviceError]]:
+        """Go on where the device failed, so that ranks stay in step; at the end, all that is queued runs.
+
+        Yields:
+            a list to which failures of the device are appended.
+        """
+        found: list[DeviceError] = []
+        self.queues.kept_failures = found
+        try:
+            yield found
+            self.run_all()
+        finally:
+            self.queues.kept_failures = None
 
     def live_bytes(self) -> int:
         """Return the bytes of all storages allocated in this simulation that are still referenced."""

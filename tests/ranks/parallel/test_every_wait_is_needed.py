@@ -1,0 +1,140 @@
+"""Mutation test: if a call that orders streams is deleted from the engine, some scene gives other bits or fails."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import rank_pool
+from deleted_waits import find_waits, without
+from rank_pool import RankError
+from simulated_worlds import same_bits, simulated_world
+from training_scenes import SCENES, Place
+
+NO_EFFECT = {
+    "compression/compressed_allreduce.py: AllToAllReduce._reduce: swapping.wait()": "the host reduces there, over gloo",
+    "compression/powersgd.py: PowerSGDAllReduce.wait: pending.wait()": "the second sum ends later on the same stream; "
+    "over gloo this waits until a thread has launched it",
+    "ddp.py: DistributedDataParallel._delayed_all_reduce_hook: work.wait()": "the round status, which is waited for, "
+    "follows on the group's stream; gloo has none",
+    "ddp_reducer.py: DDPReducer.forward_done: self._joining.wait()": "no rank that sends this message reads it",
+    "ddp_reducer.py: DDPReducer._await_futures: torch.futures.wait_all(self._futures)": "torch orders the streams in "
+    "C++, where simulated ones are not known",
+    "engine/gradient_state.py: GradientState.change_plan: self.launch_queue.wait_all()": "callers have waited",
+    "engine/gradient_state.py: GradientState.drop: self.launch_queue.wait_all()": "the next backward waits before it "
+    "writes; over gloo, peers may need this rank's messages before the group ends",
+    "engine/launch_queue.py: LaunchQueue.launch_rest: self.wait_for(bucket)": "without overlap, calls are one by one; "
+    "the results are waited for later too",
+    "engine/round_closing.py: RoundClosing._keep_late: self._late.keep(slot)": "takes a gradient, orders nothing",
+    "engine/sparse_gradients.py: SparseGradients._launch: work.wait()": "NCCL reduces no sparse tensors; over gloo",
+    "sharding/fsdp.py: _P2PAllGather.__call__: self._comm.all_gather(output_tensor).wait()": "over gloo only",
+    "sharding/fsdp.py: _P2PReduceScatter.__call__: self._comm.reduce_scatter(input_tensor, output_tensor).wait()": (
+        "over gloo only"
+    ),
+    "tuning/tuner.py: _seconds: comm.all_reduce(flat).wait()": "measures time; the numbers are not used",
+    "tuning/tuner.py: _seconds: torch.cuda.synchronize(device)": "measures time; the numbers are not used",
+}
+"""Calls whose deletion can't show on an accelerator, and why."""
+
+LIKELY = {
+    "buckets/": ["two streams"],
+    "comm_hook": ["hook"],
+    "AllGatherReduce.wait": ["topk"],
+    "AllToAllReduce.wait: pending": ["sharded, int8"],
+    "PendingExchange": ["sharded, int8"],
+    "compressed_bucket": ["flat, powersgd"],
+    "PowerSGDAllReduce._start": ["flat, powersgd"],
+    "PowerSGDAllReduce.wait": ["flat, powersgd"],
+    "powersgd": ["given up, powersgd"],
+    "compression/": ["given up, int8"],
+    "deferred_status": ["flat"],
+    "late": ["late gradients"],
+    "Late": ["late gradients"],
+    "_pieces_of": ["sharded, clipped by torch"],
+    "local_grads_of": ["GradScaler"],
+    "local_grads": ["sharded, accumulated, clipped"],
+    "parts_by_name": ["guarded"],
+    "Reducer.begin": ["sharded, kept"],
+    "engine/": ["bucketed"],
+    "gradient_collectives": ["naive"],
+    "ModelFragment.state": ["DiLoCo, saved"],
+    "local_sgd/": ["local SGD, delayed"],
+    "optimizer_resharding": ["sharded, clipped by torch"],
+    "sharding/": ["sharded"],
+}
+"""Scenes that are likely to show a missing call, by a part of its name; the first part that fits."""
+
+HELD_BACK = (1, 0, 2, 3)
+"""Streams to hold back, in the order of their use: 0 is the default one, 1 often that of collectives."""
+
+RANDOM = 2
+"""Random orders after those."""
+
+MISTAKES = (AttributeError, TypeError, NameError, LookupError, ImportError)
+"""Exceptions that do not show that a wait is missing, but that a call can't be deleted this way."""
+
+
+def scenes_for(wait):
+    """Return all scenes, the likely ones for a call first."""
+    first = next((scenes for part, scenes in LIKELY.items() if part in wait.name), [])
+    return [*first, *(scene for scene in SCENES if scene not in first)]
+
+
+def orders(scenes):
+    """Yield scenes with the stream to hold back and a seed."""
+    for scene in scenes:
+        yield from ((scene, stream, 7) for stream in HELD_BACK)
+        yield from ((scene, None, seed) for seed in range(RANDOM))
+
+
+def shows(place, simulator, host, expected, wait):
+    """Return the scene and order that show that a wait is missing, or an empty text."""
+    for scene, stream, seed in orders(scenes_for(wait)):
+        if scene not in expected:
+            expected[scene] = SCENES[scene](Place(place.rank, place.size, "cpu", host))
+        simulator.restart(seed * place.size + place.rank, hold_back=stream)
+        with simulator.keeping_failures() as failures, without(wait):
+            found = SCENES[scene](place)
+        wrong = torch.tensor(
+            bool(failures) or not all(map(same_bits, found, expected[scene])), dtype=torch.int32
+        )
+        dist.all_reduce(wrong, group=host)
+        if wrong:
+            return f"{scene}, {'a random order' if stream is None else f'stream {stream} held back'}, seed {seed}"
+    return ""
+
+
+def look_for(rank, size, path, number, waits):
+    """Write to a file, line by line, what shows that each call is missing."""
+    with simulated_world(rank, size, path, number) as simulator, open(f"{path}.{rank}", "a") as file:
+        host, expected = dist.new_group(backend="gloo"), {}
+        place = Place(rank, size, "sim", dist.group.WORLD)
+        for wait in waits:
+            print(shows(place, simulator, host, expected, wait), file=file, flush=True)
+
+
+def look_for_all(pool, folder, waits):
+    """Return what shows that each call is missing; ranks that raise are replaced."""
+    written, found = folder / "found.0", []
+    while len(found) < len(waits):
+        try:
+            pool(2).run(
+                look_for, str(folder / "found"), len(found), waits[len(found) :], world=False, timeout=100
+            )
+        except RankError as error:
+            if error.cause is None or isinstance(error.cause, MISTAKES):
+                raise
+            with written.open("a") as file:
+                print(f"{type(error.cause).__name__}: {error.cause}".splitlines()[0], file=file)
+        found = written.read_text().splitlines()
+    return dict(zip([wait.name for wait in waits], found, strict=True))
+
+
+def test_every_wait_is_needed(simulated_pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_pool, "GRACE_SECONDS", 0.5)  # the other rank waits for one that has raised
+    waits = find_waits()
+    assert NO_EFFECT.keys() <= {wait.name for wait in waits}
+    found = look_for_all(simulated_pool, tmp_path, [wait for wait in waits if wait.name not in NO_EFFECT])
+    for name, how in found.items():
+        print(f"{name}\n    {how or 'NOTHING SHOWS'}")
+    assert [name for name, how in found.items() if not how] == []

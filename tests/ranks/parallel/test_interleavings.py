@@ -1,0 +1,81 @@
+"""Whole training steps in random orders of execution on simulated accelerators: every order gives the same bits.
+
+`PACELINE_INTERLEAVINGS=1000` runs a thousand orders, which take minutes; a scene and a seed reproduce one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from simulated_worlds import same_bits, simulated_world
+from training_scenes import SCENES, Place
+
+COUNT = int(os.environ.get("PACELINE_INTERLEAVINGS", "0"))
+"""Orders on two ranks; 0: one per scene."""
+
+ON_THREE_RANKS = [
+    "naive",
+    "bucketed",
+    "sharded",
+    "sharded, clipped by torch",
+    "full-shard",
+    "two streams, int8",
+    "unused",
+    "late gradients",
+    "int4",
+    "topk",
+    "powersgd",
+    "local SGD, int8",
+]
+
+
+def held_back(seed):
+    """Return the number of the stream that runs as late as possible, or None: half of all orders have one."""
+    return seed % 8 if seed % 8 < 4 else None
+
+
+def differing(rank, size, path, scenes, orders, on_cpu):
+    """Return the scenes and seeds whose results are not those of the CPU (over gloo), or of the order of the calls."""
+    found, expected = [], {}
+    with simulated_world(rank, size, path, 0) as simulator:
+        host = dist.new_group(backend="gloo")
+        place = Place(rank, size, "sim", dist.group.WORLD)
+        for number in range(orders):
+            turn, scene = number // len(scenes), scenes[number % len(scenes)]
+            seed = turn + number % len(scenes)  # scenes begin at different ones
+            try:
+                if scene not in expected:
+                    simulator.restart(0, late=False)
+                    expected[scene] = SCENES[scene](Place(rank, size, "cpu", host) if on_cpu else place)
+                simulator.restart(seed * size + rank, hold_back=held_back(seed))
+                if not all(map(same_bits, SCENES[scene](place), expected[scene])):
+                    found.append((scene, seed))
+            except Exception as error:
+                error.add_note(f"in scene {scene!r} with seed {seed}")
+                raise
+    return found
+
+
+def test_every_order_gives_the_bits_of_the_cpu(simulated_pool, tmp_path):
+    orders = COUNT or len(SCENES)
+    found = simulated_pool(2).run(
+        differing, str(tmp_path / "store"), list(SCENES), orders, True, world=False, timeout=60 + 2 * orders
+    )
+    assert found == [[], []]
+
+
+def test_every_order_gives_the_same_bits_on_three_ranks(simulated_pool, tmp_path):
+    """The CPU's sums over three ranks are rounded in another order."""
+    orders = COUNT // 4 or len(ON_THREE_RANKS)
+    found = simulated_pool(3).run(
+        differing,
+        str(tmp_path / "store"),
+        ON_THREE_RANKS,
+        orders,
+        False,
+        world=False,
+        timeout=60 + 2 * orders,
+    )
+    assert found == [[], [], []]
