@@ -321,7 +321,8 @@ class DataParallel(torch.nn.Module):
         Raises:
             UsageError: `hook` can't be called, or gradients are compressed, reduced by FSDP2 or the strategy is
                 ``"auto"``.
-            SyncError: there is a hook already, or gradients wait to be synchronised.
+            SyncError: there is a hook already, gradients wait to be synchronised, or the first backward with a sharded
+                optimizer is over.
         """
         self.engine.register_comm_hook(state, hook)
 

@@ -286,6 +286,25 @@ def test_a_hook_is_called_once_per_bucket_and_round(pool):
     assert pool(2).run(accumulated) == [[0], [0]]
 
 
+def steps_in_shards(rank, size, registers):
+    """Return the parameters after two steps, before and after which a hook is refused."""
+    model, optim = wrapped("sharded")
+    for step in range(2):
+        loss_on(model, rank, step).backward()
+        for update in (optim.step, optim.zero_grad):
+            if registers:
+                with pytest.raises(SyncError, match="after the first backward with a sharded optimizer"):
+                    model.register_comm_hook(None, averaging)
+            update()
+    return model.whole_parameters()
+
+
+def test_a_hook_is_refused_once_the_optimizer_holds_shards(pool):
+    """It would go on with buckets that are no longer the model's."""
+    refused, plain = (pool(2).run(steps_in_shards, each) for each in (True, False))
+    assert max_difference(refused[0], plain[0]) == 0.0
+
+
 def refused(rank, size, sync):
     model = paceline.DataParallel(model_zoo.build("Plain"), sync=sync)
     model.register_comm_hook(None, averaging)

@@ -149,7 +149,7 @@ class Reducer(RoundClosing):
         """Reduce every bucket by ``hook(state, bucket)`` from now on; see `comm_hook`. All ranks call this.
 
         Raises:
-            SyncError: there is one already, or gradients wait for a round.
+            SyncError: there is one already, gradients wait for a round, or a sharded optimizer has the buckets.
             UsageError: `hook` can't be called, or the plan compresses, is tuned or reduces gradients itself.
         """
         if not callable(hook):
@@ -164,11 +164,16 @@ class Reducer(RoundClosing):
                 rank=self.comm.rank,
                 remedy='use a strategy that leaves the reduction to the engine, such as "bucketed"',
             )
-        if self.launch_queue.hook is not None or self.unsynced:
+        problem = ""
+        if self.launch_queue.hook is not None:
+            problem = "register_comm_hook or register_builtin_comm_hook can only be called once."
+        elif self.unsynced:
+            problem = "register_comm_hook while gradients of this rank wait to be synchronised"
+        elif self.sharded and self.has_buckets:  # the optimizer updates parameters in these buckets
+            problem = "register_comm_hook after the first backward with a sharded optimizer"
+        if problem:
             raise SyncError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once."
-                if self.launch_queue.hook is not None
-                else "register_comm_hook while gradients of this rank wait to be synchronised",
+                problem,
                 rank=self.comm.rank,
                 step=self.step,
                 remedy="register the hook right after wrapping the model",
