@@ -341,7 +341,7 @@ SCENES: dict[str, Callable[[Place], list[Tensor]]] = {
     "local SGD, int8": Outer("LocalSGD", {"every": 2, "fragments": 2, "delay": 0, "compression": "int8"}),
     "local SGD, delayed": Outer("LocalSGD", {"every": 2, "delay": 1, "mix": 0.3, "compression": None}),
     "DiLoCo, saved": Outer("DiLoCo", {"every": 3, "delay": 2, "compression": "topk-int2"}, saved_at=4),
-    "DiLoCo, rejected": Outer("DiLoCo", {"every": 2, "warmup": 3}),
+    "DiLoCo, warm-up": Outer("DiLoCo", {"every": 2, "warmup": 3}),
     "given up, int8": partial(given_up, compression="int8"),
     "given up, powersgd": partial(given_up, compression="powersgd"),
     "GradScaler": scaled,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-import rank_pool
 from deleted_waits import find_waits, without
-from rank_pool import RankError
 from simulated_worlds import same_bits, simulated_world
 from training_scenes import SCENES, Place
 
@@ -20,7 +18,6 @@ NO_EFFECT = {
     "ddp_reducer.py: DDPReducer.forward_done: self._joining.wait()": "no rank that sends this message reads it",
     "ddp_reducer.py: DDPReducer._await_futures: torch.futures.wait_all(self._futures)": "torch orders the streams in "
     "C++, where simulated ones are not known",
-    "engine/gradient_state.py: GradientState.change_plan: self.launch_queue.wait_all()": "callers have waited",
     "engine/gradient_state.py: GradientState.drop: self.launch_queue.wait_all()": "the next backward waits before it "
     "writes; over gloo, peers may need this rank's messages before the group ends",
     "engine/launch_queue.py: LaunchQueue.launch_rest: self.wait_for(bucket)": "without overlap, calls are one by one; "
@@ -32,7 +29,7 @@ NO_EFFECT = {
         "over gloo only"
     ),
     "tuning/tuner.py: _seconds: comm.all_reduce(flat).wait()": "measures time; the numbers are not used",
-    "tuning/tuner.py: _seconds: torch.cuda.synchronize(device)": "measures time; the numbers are not used",
+    "tuning/tuner.py: _seconds: synchronize(device)": "measures time; the numbers are not used",
 }
 """Calls whose deletion can't show on an accelerator, and why."""
 
@@ -87,17 +84,19 @@ def orders(scenes):
         yield from ((scene, None, seed) for seed in range(RANDOM))
 
 
-def shows(place, simulator, host, expected, wait):
+_expected = {}  # by scene, in a rank's process
+
+
+def shows(place, simulator, host, wait):
     """Return the scene and order that show that a wait is missing, or an empty text."""
     for scene, stream, seed in orders(scenes_for(wait)):
-        if scene not in expected:
-            expected[scene] = SCENES[scene](Place(place.rank, place.size, "cpu", host))
+        if scene not in _expected:
+            _expected[scene] = SCENES[scene](Place(place.rank, place.size, "cpu", host))
         simulator.restart(seed * place.size + place.rank, hold_back=stream)
         with simulator.keeping_failures() as failures, without(wait):
             found = SCENES[scene](place)
-        wrong = torch.tensor(
-            bool(failures) or not all(map(same_bits, found, expected[scene])), dtype=torch.int32
-        )
+        same = all(map(same_bits, found, _expected[scene]))
+        wrong = torch.tensor(bool(failures) or not same, dtype=torch.int32)
         dist.all_reduce(wrong, group=host)
         if wrong:
             return f"{scene}, {'a random order' if stream is None else f'stream {stream} held back'}, seed {seed}"
@@ -105,36 +104,29 @@ def shows(place, simulator, host, expected, wait):
 
 
 def look_for(rank, size, path, number, waits):
-    """Write to a file, line by line, what shows that each call is missing."""
-    with simulated_world(rank, size, path, number) as simulator, open(f"{path}.{rank}", "a") as file:
-        host, expected = dist.new_group(backend="gloo"), {}
-        place = Place(rank, size, "sim", dist.group.WORLD)
-        for wait in waits:
-            print(shows(place, simulator, host, expected, wait), file=file, flush=True)
+    """Return what shows that each call is missing, until a rank raises: its world can't be used any more."""
+    found = []
+    try:
+        with simulated_world(rank, size, path, number) as simulator:
+            host = dist.new_group(backend="gloo")
+            place = Place(rank, size, "sim", dist.group.WORLD)
+            for wait in waits:
+                how = shows(place, simulator, host, wait)
+                found.append(how)
+    except MISTAKES:
+        raise
+    except Exception as error:  # noqa: BLE001 — which one depends on what was read
+        found.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    return found
 
 
-def look_for_all(pool, folder, waits):
-    """Return what shows that each call is missing; ranks that raise are replaced."""
-    written, found = folder / "found.0", []
-    while len(found) < len(waits):
-        try:
-            pool(2).run(
-                look_for, str(folder / "found"), len(found), waits[len(found) :], world=False, timeout=100
-            )
-        except RankError as error:
-            if error.cause is None or isinstance(error.cause, MISTAKES):
-                raise
-            with written.open("a") as file:
-                print(f"{type(error.cause).__name__}: {error.cause}".splitlines()[0], file=file)
-        found = written.read_text().splitlines()
-    return dict(zip([wait.name for wait in waits], found, strict=True))
-
-
-def test_every_wait_is_needed(simulated_pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_pool, "GRACE_SECONDS", 0.5)  # the other rank waits for one that has raised
+def test_every_wait_is_needed(simulated_pool, tmp_path):
     waits = find_waits()
     assert NO_EFFECT.keys() <= {wait.name for wait in waits}
-    found = look_for_all(simulated_pool, tmp_path, [wait for wait in waits if wait.name not in NO_EFFECT])
-    for name, how in found.items():
-        print(f"{name}\n    {how or 'NOTHING SHOWS'}")
-    assert [name for name, how in found.items() if not how] == []
+    waits, found = [wait for wait in waits if wait.name not in NO_EFFECT], []
+    while len(found) < len(waits):
+        case = (look_for, str(tmp_path / "store"), len(found), waits[len(found) :])
+        found += simulated_pool(2).run(*case, world=False, timeout=100)[0]
+    for wait, how in zip(waits, found, strict=True):
+        print(f"{wait.name}\n    {how or 'NOTHING SHOWS'}")
+    assert [wait.name for wait, how in zip(waits, found, strict=True) if not how] == []

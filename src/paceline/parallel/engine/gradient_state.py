@@ -221,12 +221,11 @@ class GradientState:
     def change_plan(self, plan: Sync) -> None:
         """Rebuild the buckets between two steps; kept gradients move along. All ranks call this.
 
-        Changing from or to a plan that shards requires that no gradients are kept. Plans that compress can't change,
-        since their buckets hold residuals.
+        Changing from or to a plan that shards requires that no gradients are kept, so no result is in flight. Plans
+        that compress can't change, since their buckets hold residuals.
         """
         assert self.has_buckets, "there are buckets"
         assert not self._local, "no gradient waits for a round"
-        self.launch_queue.wait_all()
         kept = [slot.param.grad is not None for slot in self.slots]
         for slot, has in zip(self.slots, kept, strict=True):
             slot.unbucketed = slot.view if has and slot.upcast else None
