@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -249,23 +248,29 @@ def delayed(place: Place) -> list[Tensor]:
     return on_cpu(list(net.parameters()))
 
 
-def guarded(place: Place) -> list[Tensor]:
-    """Train under a guard that skips steps whose gradient is not finite, as it is on one rank in one step."""
+def guarded(place: Place, sync: str | Sync, model: Callable[[], nn.Module] = layers) -> list[Tensor]:
+    """Train under a guard that skips steps whose gradient is not finite, as it is in two steps on one rank."""
     torch.manual_seed(3)
-    model = paceline.DataParallel(layers().to(place.device), sync="sharded", group=place.group)
-    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
-    guard = paceline.NonFiniteGuard(model, optim, action="skip")
+    net = model().to(place.device)
+    side = place.side_stream()
+    if isinstance(net, TwoStreams):
+        net.side = side
+    wrapped = paceline.DataParallel(net, sync=sync, group=place.group)
+    optim = paceline.ShardedOptimizer(wrapped, torch.optim.AdamW, lr=0.02)
+    guard = paceline.NonFiniteGuard(wrapped, optim, action="skip")
     generator = torch.Generator().manual_seed(place.rank)
-    for step in range(STEPS):
+    for step in range(STEPS + 1):
         x = torch.randn(5, WIDTH, generator=generator).to(place.device)
-        loss = model(x).square().mean()
-        (loss * torch.inf if step == 2 and place.rank == 0 else loss).backward()
-        with warnings.catch_warnings(action="ignore"):
-            optim.step()
+        loss = wrapped(x).square().mean()
+        (loss * torch.inf if step in (1, 5) and place.rank == 0 else loss).backward()
+        if side is not None:
+            with torch.get_device_module(place.device).stream(side):
+                torch.zeros(8, device=place.device)  # may get memory that was used in backward
+        optim.step()
         optim.zero_grad()
-    assert guard.latest is not None, "one gradient is not finite"
-    reported = torch.tensor([len(guard.latest.names), *guard.latest.ranks])
-    return on_cpu([*model.whole_parameters(), reported])
+    assert guard.latest is not None, "two gradients are not finite"
+    reported = torch.tensor([guard.skipped, guard.latest.step, len(guard.latest.names), *guard.latest.ranks])
+    return on_cpu([*wrapped.whole_parameters(), reported])
 
 
 def given_up(place: Place, compression: str) -> list[Tensor]:
@@ -346,5 +351,6 @@ SCENES: dict[str, Callable[[Place], list[Tensor]]] = {
     "given up, powersgd": partial(given_up, compression="powersgd"),
     "GradScaler": scaled,
     "delayed parameters": delayed,
-    "guarded": guarded,
+    "guarded": partial(guarded, sync="sharded"),
+    "two streams, guarded": partial(guarded, sync=SMALL_BUCKETS, model=TwoStreams),
 }

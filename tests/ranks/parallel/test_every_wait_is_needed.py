@@ -51,6 +51,7 @@ LIKELY = {
     "local_grads_of": ["GradScaler"],
     "local_grads": ["sharded, accumulated, clipped"],
     "parts_by_name": ["guarded"],
+    "FiniteCheck": ["two streams, guarded", "guarded"],
     "Reducer.begin": ["sharded, kept"],
     "engine/": ["bucketed"],
     "gradient_collectives": ["naive"],
@@ -65,23 +66,19 @@ HELD_BACK = (1, 0, 2, 3)
 """Streams to hold back, in the order of their use: 0 is the default one, 1 often that of collectives."""
 
 RANDOM = 2
-"""Random orders after those."""
+"""Orders of likely scenes after those."""
 
 MISTAKES = (AttributeError, TypeError, NameError, LookupError, ImportError)
 """Exceptions that do not show that a wait is missing, but that a call can't be deleted this way."""
 
 
-def scenes_for(wait):
-    """Return all scenes, the likely ones for a call first."""
-    first = next((scenes for part, scenes in LIKELY.items() if part in wait.name), [])
-    return [*first, *(scene for scene in SCENES if scene not in first)]
-
-
-def orders(scenes):
-    """Yield scenes with the stream to hold back and a seed."""
-    for scene in scenes:
+def attempts(wait):
+    """Yield scenes with the stream to hold back and a seed; the scenes that are likely for a call in many orders."""
+    likely = next((scenes for part, scenes in LIKELY.items() if part in wait.name), [])
+    for scene in likely:
         yield from ((scene, stream, 7) for stream in HELD_BACK)
         yield from ((scene, None, seed) for seed in range(RANDOM))
+    yield from ((scene, HELD_BACK[0], 7) for scene in SCENES if scene not in likely)
 
 
 _expected = {}  # by scene, in a rank's process
@@ -89,7 +86,7 @@ _expected = {}  # by scene, in a rank's process
 
 def shows(place, simulator, host, wait):
     """Return the scene and order that show that a wait is missing, or an empty text."""
-    for scene, stream, seed in orders(scenes_for(wait)):
+    for scene, stream, seed in attempts(wait):
         if scene not in _expected:
             _expected[scene] = SCENES[scene](Place(place.rank, place.size, "cpu", host))
         simulator.restart(seed * place.size + place.rank, hold_back=stream)

@@ -40,7 +40,7 @@ class BackwardPass:
         self._queues = simulation.active().queues
         self._start = self._queues.mark(caller)
         self._used = {caller}
-        self._in_leaf = False
+        self._for_itself = False  # Python code now keeps and waits for gradients of other streams itself
         self._node: Any = None
         self._ends: list[Marker] = []  # of the nodes before
 
@@ -51,13 +51,13 @@ class BackwardPass:
             self._node = node
             self._ends.append(self._queues.mark(self._last))
         if node is None:  # callbacks at the end
-            self._in_leaf = False
+            self._for_itself = True
             self.finish()
             number = self._caller
         else:
             sequence = node._sequence_nr()
-            self._in_leaf = sequence == _ACCUMULATE_GRAD
-            number = self._stream_of_leaf(node) if self._in_leaf else _forward.get(sequence, 0)
+            self._for_itself = sequence == _ACCUMULATE_GRAD
+            number = self._stream_of_leaf(node) if self._for_itself else _forward.get(sequence, 0)
         if number not in self._used:
             self._used.add(number)
             self._queues.wait_for(number, self._start)
@@ -81,9 +81,10 @@ class BackwardPass:
         Args:
             number: the stream.
             values: arguments of an operation.
-            hook: whether Python code calls it: that of leaves has to wait for the gradients of other leaves itself.
+            hook: whether Python code calls it: hooks of leaves, and callbacks at the end, have to wait for gradients
+                and keep their memory themselves.
         """
-        if len(self._used) == 1 or (hook and self._in_leaf):
+        if len(self._used) == 1 or (hook and self._for_itself):
             return
         for value in values:
             if isinstance(value, Tensor):
