@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from datetime import timedelta
+from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 
-from simulated_accelerator import Simulator, simulated_device
+from simulated_accelerator import Simulator, simulated_world
 
-__all__ = ["same_bits", "simulated_world"]
+__all__ = ["same_bits", "world_beside_cpus"]
 
 
-@contextlib.contextmanager
-def simulated_world(
-    rank: int, size: int, path: str, seed: int, backend: str = "cpu:gloo,sim:simccl"
-) -> Iterator[Simulator]:
-    """A world with a simulated device per rank, each with its own order of execution; the host has gloo."""
-    limit = timedelta(seconds=30)
-    with simulated_device(seed * size + rank) as simulator:
-        method = f"file://{path}-{seed}"
-        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=limit)
-        try:
-            yield simulator
-            simulator.run_all()
-        finally:
-            dist.destroy_process_group()
+def world_beside_cpus(rank: int, size: int, path: str, seed: int) -> AbstractContextManager[Simulator]:
+    """A world with a simulated device per rank, in an order of execution by `seed`; the host has gloo."""
+    return simulated_world(rank, size, f"{path}-{seed}", "cpu:gloo,sim:simccl", seed=seed, timeout=30.0)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

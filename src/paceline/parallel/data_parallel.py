@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -22,6 +21,7 @@ from paceline.parallel.ddp import DistributedDataParallel
 from paceline.parallel.engine import unsynchronised_step_guard
 from paceline.parallel.engine.grad_norm import clip_global_norm_
 from paceline.parallel.engine.launch_queue import SyncTimings
+from paceline.parallel.engine.loss_weights import check_loss
 from paceline.parallel.engine.model_checks import (
     check_dtypes,
     check_no_cuda_graphs,
@@ -112,7 +112,8 @@ class DataParallel(torch.nn.Module):
             check_no_cuda_graphs(module, sync)
         strategy = "auto" if tuned else str(plan)
         facts = model_signature(
-            module, f"{strategy}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}"
+            module,
+            f"{strategy}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}, {find_unused_parameters=}",
         )
         verify_same(facts, "the model", comm.group, remedy=_SAME_MODEL)
         broadcast_tensors(comm, [*module.parameters(), *module.buffers()])
@@ -222,7 +223,7 @@ class DataParallel(torch.nn.Module):
             BackwardFailed: another rank raised in its backward; no rank has a gradient.
             SyncError: ranks mixed calls with and without samples, or another rank is gone.
         """
-        self._check_arguments(loss, samples)
+        check_loss(loss, samples, self.comm.rank, self.engine.step)
         weight, counted = None, 0.0 if samples is None else float(samples)
         if loss is not None:
             if samples:
@@ -246,21 +247,6 @@ class DataParallel(torch.nn.Module):
                 self.engine.finish(failed=True)
             raise
         self.engine.finish()
-
-    def _check_arguments(self, loss: torch.Tensor | None, samples: float | None) -> None:
-        if loss is None and samples != 0:
-            message, remedy = f"backward(None, samples={samples!r})", "a rank without a loss passes samples=0"
-        elif loss is not None and not isinstance(loss, torch.Tensor):
-            message = f"the loss is a {type(loss).__name__}, not a tensor"
-            remedy = "pass the tensor that the model computed"
-        elif loss is not None and loss.numel() != 1:
-            message = f"loss has shape {list(loss.shape)}, not one number"
-            remedy = "take its mean over this rank's samples"
-        elif samples is not None and (not math.isfinite(samples) or samples < 0):
-            message, remedy = f"samples={samples!r}", "pass the number of samples, 0 or more"
-        else:
-            return
-        raise UsageError(message, rank=self.comm.rank, step=self.engine.step, remedy=remedy)
 
     # ------------------------------------------------------------------ accumulation, clipping, timings
 

@@ -14,7 +14,7 @@ from paceline.parallel.compression.compressed_bucket import CompressedBucket
 from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.compression.stochastic_rounding import RoundingBits
 from paceline.parallel.gradient_collectives import Comm
-from simulated_worlds import same_bits, simulated_world
+from simulated_worlds import same_bits, world_beside_cpus
 
 COMPRESSIONS = {
     "bf16": Compression("bf16"),
@@ -146,7 +146,7 @@ def cpu(tensors):
 
 def all_cases(rank, size, path, seed):
     """Return per case what `reduce_on_both` returns."""
-    with simulated_world(rank, size, path, seed) as simulator:
+    with world_beside_cpus(rank, size, path, seed) as simulator:
         found = {case: reduce_on_both(simulator, COMPRESSIONS[case[0]], case[1], bad=True) for case in CASES}
         found["bf16 gradients"] = reduce_on_both(
             simulator, COMPRESSIONS["int8"], sharded=False, dtype=torch.bfloat16
@@ -164,7 +164,7 @@ def test_results_are_the_cpu_s_and_the_host_never_waits(simulated_pool, tmp_path
 
 def over_gloo(rank, size, path, seed):
     """Return per case what differs where a group of the host moves the device's data."""
-    with simulated_world(rank, size, path, seed) as simulator:
+    with world_beside_cpus(rank, size, path, seed) as simulator:
         return [
             reduce_on_both(simulator, COMPRESSIONS[name], sharded, ranks=OnHost)[1]
             for name, sharded in [("int8", False), ("int4", True), ("topk", False), ("powersgd", False)]
@@ -186,7 +186,7 @@ class OneGenerator(RoundingBits):
 
 def rounded_at_random(rank, size, path, seed):
     """Return where the host waited, and the result and the relative error of two roundings."""
-    with simulated_world(rank, size, path, seed) as simulator:
+    with world_beside_cpus(rank, size, path, seed) as simulator:
         found = []
         for name in ("bf16", "int8"):
             with mock.patch.object(codecs, "make_rounding_bits", lambda *kind: OneGenerator(*kind[1:])):

@@ -292,6 +292,33 @@ def test_a_step_in_which_no_rank_has_samples_changes_nothing(pool, sync):
     assert pool(2).run(no_rank_has_samples, sync) == [(0.0, 0.0)] * 2
 
 
+class ScalesSome(torch.nn.Module):
+    """Has a scalar, which FSDP2 can't shard, and uses it for positive batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.scale = torch.nn.Linear(4, 2), torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        out = self.head(x)
+        return out * self.scale if x.sum() > 0 else out
+
+
+def unused_but_repeated(rank, size):
+    model = paceline.DataParallel(ScalesSome(), sync="full-shard")
+    model.backward(model(torch.ones(3, 4)).sum(), samples=3)
+    model.zero_grad()
+    if rank == 0:
+        model.backward(model(-torch.ones(3, 4)).sum(), samples=3)
+    else:  # repeats its latest forward, which used the scalar
+        model.backward(None, samples=0)
+    return model.module.scale.grad
+
+
+def test_a_rank_without_data_uses_no_parameter_that_no_other_uses(pool):
+    assert pool(2).run(unused_but_repeated) == [None, None]
+
+
 def passes_over_gradients(rank, size):
     """Count multiplications in place in one backward: with the total of the last one, and with another."""
     model, optim = wrapped("flat")

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from deleted_waits import find_waits, without
-from simulated_worlds import same_bits, simulated_world
+from simulated_worlds import same_bits, world_beside_cpus
 from training_scenes import SCENES, Place
 
 NO_EFFECT = {
@@ -104,7 +104,7 @@ def look_for(rank, size, path, number, waits):
     """Return what shows that each call is missing, until a rank raises: its world can't be used any more."""
     found = []
     try:
-        with simulated_world(rank, size, path, number) as simulator:
+        with world_beside_cpus(rank, size, path, number) as simulator:
             host = dist.new_group(backend="gloo")
             place = Place(rank, size, "sim", dist.group.WORLD)
             for wait in waits:

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from simulated_worlds import same_bits, simulated_world
+from simulated_worlds import same_bits, world_beside_cpus
 from training_scenes import SCENES, Place
 
 COUNT = int(os.environ.get("PACELINE_INTERLEAVINGS", "0"))
@@ -37,7 +37,7 @@ def held_back(seed):
 def differing(rank, size, path, scenes, orders, on_cpu):
     """Return the scenes and seeds whose results are not those of the CPU (over gloo), or of the order of the calls."""
     found, expected = [], {}
-    with simulated_world(rank, size, path, 0) as simulator:
+    with world_beside_cpus(rank, size, path, 0) as simulator:
         host = dist.new_group(backend="gloo")
         place = Place(rank, size, "sim", dist.group.WORLD)
         for number in range(orders):
@@ -84,7 +84,7 @@ def test_every_order_gives_the_same_bits_on_three_ranks(simulated_pool, tmp_path
 
 def differing_on_the_cpu(rank, size, path, scenes):
     """Return the scenes that give other bits on the CPU where the same group serves an accelerator too."""
-    with simulated_world(rank, size, path, 0):
+    with world_beside_cpus(rank, size, path, 0):
         groups = dist.group.WORLD, dist.new_group(backend="gloo")
         results = [[SCENES[scene](Place(rank, size, "cpu", group)) for scene in scenes] for group in groups]
     return [scene for scene, *pair in zip(scenes, *results, strict=True) if not all(map(same_bits, *pair))]

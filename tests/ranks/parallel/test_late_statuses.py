@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import model_zoo
 import paceline
 from paceline.errors import BackwardFailed, ReplicasDiverged, SyncError
 from simulated_accelerator import simulated_world
@@ -27,16 +28,6 @@ class TwoHeads(nn.Module):
 
     def forward(self, x, both=True):
         return self.first(x) + self.second(x) if both else self.first(x)
-
-
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("boom")
 
 
 def trained(device, steps, sync="bucketed", **options):
@@ -71,7 +62,9 @@ def raised(action, *args, **kwargs):
 def a_rank_fails(rank, size, path):
     with simulated_world(rank, size, path, "sim:simccl"):
         model, optim = trained("sim", LATE_FROM)
-        fails = [lambda loss: model.backward(Boom.apply(loss), samples=4)] if rank == 1 else [None]
+        fails = (
+            [lambda loss: model.backward(model_zoo.Explode.apply(loss), samples=4)] if rank == 1 else [None]
+        )
         return [
             raised(step, model, optim, call=fails[0]),
             raised(step, model, optim),
@@ -82,7 +75,7 @@ def a_rank_fails(rank, size, path):
 def test_a_backward_that_fails_on_one_rank_ends_the_run_on_all_one_step_late(simulated_pool, tmp_path):
     first, second = simulated_pool(2).run(a_rank_fails, str(tmp_path / "store"), world=False)
     assert first[0] is None
-    assert second[0] == ("ValueError", None, "boom")
+    assert second[0] == ("FloatingPointError", None, "injected")
     for found in (first, second):
         assert found[1][:2] == (BackwardFailed.__name__, LATE_FROM)
         assert found[2][0] == SyncError.__name__
@@ -93,7 +86,7 @@ def a_rank_of_a_sharded_model_fails(rank, size, path):
     with simulated_world(rank, size, path, "sim:simccl"):
         model, _ = trained("sim", LATE_FROM, "sharded")
         loss = model(torch.ones(4, 4, device="sim")).square().mean()
-        first = raised(model.backward, Boom.apply(loss) if rank == 1 else loss, samples=4)
+        first = raised(model.backward, model_zoo.Explode.apply(loss) if rank == 1 else loss, samples=4)
         return first, raised(model.backward, loss, samples=4) if rank == 1 else None
 
 
@@ -101,7 +94,7 @@ def test_a_rank_of_a_sharded_model_that_failed_goes_no_further(simulated_pool, t
     path = str(tmp_path / "store")
     first, second = simulated_pool(2).run(a_rank_of_a_sharded_model_fails, path, world=False)
     assert first == (None, None)
-    assert second[0] == ("ValueError", None, "boom")
+    assert second[0] == ("FloatingPointError", None, "injected")
     assert second[1][0] == SyncError.__name__
     assert f"backward failed on this rank in step {LATE_FROM}" in second[1][2]
 
@@ -203,7 +196,7 @@ def fail_at_last(rank, how, folder):
     """Let the last step fail, and return what is raised by something else than a step."""
     model, optim = trained("sim", LATE_FROM)
     checkpoint = paceline.Checkpoint(folder, model, optim)
-    call = (lambda loss: model.backward(Boom.apply(loss), samples=4)) if rank == 1 else None
+    call = (lambda loss: model.backward(model_zoo.Explode.apply(loss), samples=4)) if rank == 1 else None
     raised(step, model, optim, call=call)
     if how == "saved":
         return raised(checkpoint.save)

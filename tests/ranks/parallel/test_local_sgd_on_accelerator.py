@@ -13,7 +13,7 @@ import paceline
 from paceline.errors import SyncError
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.local_sgd import outer_loop
-from simulated_worlds import same_bits, simulated_world
+from simulated_worlds import same_bits, world_beside_cpus
 
 KINDS = {
     "averages": ("LocalSGD", {"every": 3, "compression": None}),
@@ -92,7 +92,7 @@ def trained(rank, device, kind, options, *, steps=STEPS, before=None, simulator=
 def on_both(rank, size, path, seed, kinds):
     """Train on the CPU and on the device; return per kind where the host waited, and what differs."""
     found = {}
-    with simulated_world(rank, size, path, seed) as simulator:
+    with world_beside_cpus(rank, size, path, seed) as simulator:
         for name in kinds:
             kind, options = KINDS[name]
             steps = STEPS - (2 * rank if name == "slowmo" else 0)  # one rank makes fewer
@@ -142,7 +142,7 @@ def poisoned(rank, size, path, seed, options, victims):
                 model[0].weight[0, 0] = torch.nan
 
     messages = Messages()
-    with simulated_world(rank, size, path, seed) as simulator:
+    with world_beside_cpus(rank, size, path, seed) as simulator:
         ours, waits, loop = trained(
             rank, "sim", "DiLoCo", options, steps=11, before=before, simulator=simulator
         )
@@ -184,7 +184,7 @@ def changed(rank, size, path, seed):
         if rank == 1 and step == 4:
             model[-1] = nn.Linear(40, 4, device="sim")
 
-    with simulated_world(rank, size, path, seed) as simulator:
+    with world_beside_cpus(rank, size, path, seed) as simulator:
         try:
             trained(rank, "sim", "LocalSGD", {"every": 3}, before=before, simulator=simulator)
         except SyncError as error:

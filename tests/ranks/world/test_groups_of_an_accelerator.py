@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -26,7 +25,7 @@ from paceline.world.control_collectives import (
     verify_same,
 )
 from paceline.world.value_collectives import broadcast_value, gather_values
-from simulated_accelerator import simulated_device
+from simulated_accelerator import simulated_device, simulated_world
 
 STEPS = 3
 
@@ -35,14 +34,8 @@ STEPS = 3
 def world(rank, size, path, backend):
     """A world of simulated devices; without a backend's name torch makes one for the device alone."""
     default = mock.patch.dict(dist.Backend.default_device_backend_map, {"sim": "simccl"})
-    with simulated_device(rank) as simulator, default:
-        method, limit = f"file://{path}", timedelta(seconds=20)
-        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=limit)
-        try:
-            yield simulator
-            simulator.run_all()
-        finally:
-            dist.destroy_process_group()
+    with default, simulated_world(rank, size, path, backend) as simulator:
+        yield simulator
 
 
 def control_messages(rank, size, path, backend):

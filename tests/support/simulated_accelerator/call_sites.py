@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -32,26 +32,24 @@ contextlib_path = os.path.join(os.path.dirname(os.__file__), "contextlib.py")
 
 def call_site() -> str:
     """Return "file:line" of the innermost frame outside of torch and of the simulator."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        kind = _kinds.get(code)
-        if (_kind(code) if kind is None else kind) != _LIBRARY:
-            return f"{code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return _outside_python()
+    frame = _caller()
+    return _outside_python() if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def is_called_by_python() -> bool:
     """Return whether Python code outside of torch and of the simulator is in the call's stack."""
-    frame = sys._getframe(1)
+    return _caller() is not None
+
+
+def _caller() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         kind = _kinds.get(code)
         if (_kind(code) if kind is None else kind) != _LIBRARY:
-            return True
+            return frame
         frame = frame.f_back
-    return False
+    return None
 
 
 def paceline_site() -> str:

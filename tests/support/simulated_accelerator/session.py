@@ -53,7 +53,13 @@ def simulated_device(seed: int = 0, late: bool = True) -> Iterator[Simulator]:
 
 @contextlib.contextmanager
 def simulated_world(
-    rank: int, size: int, path: str, backend: str = "sim:simccl", *, seed: int = 0, timeout: float = 20.0
+    rank: int,
+    size: int,
+    path: str,
+    backend: str | None = "sim:simccl",
+    *,
+    seed: int = 0,
+    timeout: float = 20.0,
 ) -> Iterator[Simulator]:
     """Make a simulated device, with an order of execution of its own, and the process group of all ranks.
 
@@ -61,7 +67,7 @@ def simulated_world(
         rank: this rank.
         size: number of ranks.
         path: file where the ranks meet, which does not exist yet.
-        backend: "sim:simccl", or "cpu:gloo,sim:simccl" with a group for tensors of the host.
+        backend: "sim:simccl"; None: torch's choice; or "cpu:gloo,sim:simccl" with a group for tensors of the host.
         seed: of the orders of all ranks.
         timeout: seconds to wait for other ranks.
     """

@@ -1,8 +1,7 @@
 """Contiguous gradient buffers, and where each parameter's gradient lies in them.
 
-`paceline.cost_model.bucket_assignment.plan_buckets` assigns parameters to buckets; `Bucket` holds the memory. The
-gradient of a parameter is a view into its bucket: backward writes where the collective reads, so nothing is packed or
-unpacked.
+`paceline.cost_model.bucket_assignment.plan_buckets` assigns parameters to buckets; `Bucket` holds the memory. A new
+gradient is copied into its bucket; after the round ``param.grad`` is a view into it, so nothing is unpacked.
 
     flat   | grad 0 | grad 1 |..pad..| grad 2 | round status or padding |
              └ slots[0].view
@@ -126,9 +125,7 @@ class Bucket:
             slot.bucket, slot.position = self, position
             slot.make_view()
             slot.upcast = not slot.param.is_complex() and slot.param.dtype != dtype
-        self._unshared = max(
-            map(getrefcount, self.views), default=0
-        )  # references to a view that nobody else holds
+        self._unshared = max(map(getrefcount, self.views), default=0)  # while nobody else holds a view
         self.upcast = any(slot.upcast for slot in slots)
         self.classify()
 
@@ -146,16 +143,13 @@ class Bucket:
 
     def classify(self) -> None:
         """Divide the slots into small ones and others, by the number of times that each is expected to be ready."""
-        small = [
-            slot
-            for slot in self.slots
-            if slot.expected == 1 and not slot.upcast and slot.view.nbytes < SMALL_NBYTES
-        ]
-        self.small, self.last_small = small, small[-1] if small else None
-        self._small_params = [slot.param for slot in small]
-        self.others = (
-            [slot for slot in self.slots if slot not in small] if len(small) < len(self.slots) else []
-        )
+        self.small: list[GradSlot] = []
+        self.others: list[GradSlot] = []
+        for slot in self.slots:
+            slot.small = slot.expected == 1 and not slot.upcast and slot.view.nbytes < SMALL_NBYTES
+            (self.small if slot.small else self.others).append(slot)
+        self.last_small = self.small[-1] if self.small else None
+        self._small_params = [slot.param for slot in self.small]
 
     def begin_backward(self, kept: Collection[int]) -> None:
         """Prepare for a backward that adds to the gradients of the slots `kept` and computes the others anew."""
@@ -178,11 +172,10 @@ class Bucket:
         for slot in self.others:
             slot.needs_zero = True
         moved = list(map(torch.Tensor.data_ptr, self.views)) != self.addresses
-        if moved or max(map(getrefcount, self.views), default=0) > self._unshared:
-            for slot in self.slots:
-                if slot.index not in kept and (
-                    moved or max(map(getrefcount, [slot.view])) > self._unshared + 1
-                ):
+        held = list(map(getrefcount, self.views))
+        if moved or max(held, default=0) > self._unshared:
+            for slot, references in zip(self.slots, held, strict=True):
+                if slot.index not in kept and (moved or references > self._unshared):
                     slot.leave_view()
 
     def collect(self, *, complete: bool = True) -> bool:

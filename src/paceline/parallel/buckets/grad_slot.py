@@ -60,6 +60,7 @@ class GradSlot:
         numel: number of elements in `bucket.flat`.
         view: the gradient in the bucket, with the parameter's shape and strides.
         position: index in `bucket.slots`.
+        small: its gradient is copied along with those of other small slots; see `Bucket`.
         upcast: the bucket has another dtype than the parameter, so gradients are added to it.
         needs_zero: the view holds a dropped gradient: it is overwritten, or zeroed right before it is sent.
         unbucketed: the gradient in the reduction's dtype before buckets exist; None where that is the parameter's.
@@ -77,6 +78,7 @@ class GradSlot:
     start: int = 0
     numel: int = 0
     position: int = 0
+    small: bool = False
     upcast: bool = False
     needs_zero: bool = False
     unbucketed: torch.Tensor | None = None

@@ -14,17 +14,21 @@ hooks fire several times, in torch's join context and under ``sync="auto"``, eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from paceline.errors import SyncError
 from paceline.parallel.engine import round_status
 from paceline.parallel.engine.round_status import RoundSummary
 from paceline.world.accelerator import current_stream, host_buffer
 
-__all__ = ["DeferredStatus", "StatusMemory"]
+__all__ = ["DeferredStatus", "StatusMemory", "report_unread"]
+
+log = logging.getLogger("paceline.parallel")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,15 @@ class DeferredStatus:
         if not self.copied.query():
             self.copied.synchronize()
         return round_status.decode(self.numbers.tolist(), ranks)
+
+
+def report_unread(unread: Sequence[DeferredStatus], rank: int, ranks: int) -> None:
+    """Log an error of the latest round, which no further round has raised, when its engine ends."""
+    for deferred in unread:
+        try:
+            deferred.read(ranks).raise_for_status(rank, deferred.step)
+        except SyncError as error:
+            log.error("the last update was wrong: %s", error)
 
 
 class StatusMemory:

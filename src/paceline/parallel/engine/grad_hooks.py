@@ -72,12 +72,11 @@ class GradHooks:
                 hooks[handle.id] = self._hook_of(slot)
 
     def _hook_of(self, slot: GradSlot) -> Callable[[torch.Tensor], None]:
-        if slot not in slot.bucket.small:
+        if not slot.small:
             return _reporting_hook(self._engine, slot.index, self._after)
         report = _reporting_hook(self._engine, slot.index, self._small)
-        return (
-            report if slot is slot.bucket.last_small else _skipping_hook(slot.bucket, report, self.watching)
-        )
+        last = slot is slot.bucket.last_small
+        return report if last else _skipping_hook(slot.bucket, report, self.watching)
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

@@ -20,12 +20,39 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.errors import UsageError
 from paceline.parallel.engine.round_status import RoundSummary, Status
 
-__all__ = ["Factor", "LossWeights", "multiply_by"]
+__all__ = ["Factor", "LossWeights", "check_loss", "multiply_by"]
 
 Factor = float | Tensor
 """A number, or one on the device: a scalar of float64; see [Note: on the device]."""
+
+
+def check_loss(loss: Tensor | None, samples: float | None, rank: int, step: int) -> None:
+    """Raise for a loss that is not one number, or a number of samples that does not belong to it.
+
+    Args:
+        loss: the mean over `samples`; None on a rank that has none.
+        samples: 0 or more; None: ranks count equally.
+        rank, step: for the message.
+
+    Raises:
+        UsageError: names what was passed.
+    """
+    if loss is None and samples != 0:
+        message, remedy = f"backward(None, samples={samples!r})", "a rank without a loss passes samples=0"
+    elif loss is not None and not isinstance(loss, Tensor):
+        message = f"the loss is a {type(loss).__name__}, not a tensor"
+        remedy = "pass the tensor that the model computed"
+    elif loss is not None and loss.numel() != 1:
+        message = f"loss has shape {list(loss.shape)}, not one number"
+        remedy = "take its mean over this rank's samples"
+    elif samples is not None and (not math.isfinite(samples) or samples < 0):
+        message, remedy = f"samples={samples!r}", "pass the number of samples, 0 or more"
+    else:
+        return
+    raise UsageError(message, rank=rank, step=step, remedy=remedy)
 
 
 @torch.no_grad()

@@ -3,15 +3,14 @@
 A *round* is one synchronised backward. Every rank launches the same collectives in the same order and closes the round
 with the round status, whatever happened on it in between, so ranks never drift apart.
 
-    begin     attach the gradients as views into the buckets
-    (hooks)   before autograd adds to a gradient: zero its view if zero_grad() dropped it
-              after a parameter's gradient is complete: count it; launch full buckets, in bucket order
-    finish    write the round status, launch the other buckets, read the status, fix the weights; wait for all buckets,
-              or if sharded for each bucket where it is used
+    begin     attach gradients that were kept as views into the buckets
+    (hooks)   copy new gradients into their buckets; launch full buckets, in bucket order
+    finish    write the round status, launch the other buckets, read the status (on a GPU one step late), fix the
+              weights; wait for all buckets, or if sharded for each bucket where it is used
 
 [Note: the first round] Which gradient is ready when, and how often its hook fires, is learnt from the first backward.
 Until then gradients stay where autograd puts them. At the end of that backward all ranks adopt rank 0's order, the
-buckets are built, and the gradients move in. They do not move in later steps.
+buckets are built, and the gradients move in.
 
 [Note: late gradients] A launched bucket is being reduced, so nothing may write to it. Its parameters therefore lose
 their views at launch (``param.grad = None``). If autograd still adds a gradient (a parameter shared by re-entrant

@@ -6,7 +6,6 @@ Where the buckets are on an accelerator whose collectives run on streams, the st
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import MismatchError, ReplicasDiverged, SyncError
 from paceline.parallel.engine import round_status
-from paceline.parallel.engine.deferred_status import DeferredStatus, StatusMemory
+from paceline.parallel.engine.deferred_status import DeferredStatus, StatusMemory, report_unread
 from paceline.parallel.engine.grad_hooks import GradHooks
 from paceline.parallel.engine.gradient_finite_check import (
     NonFiniteReport,
@@ -49,18 +48,6 @@ _READ_ALIKE = 2
 _READ_IN_TIME = (
     "resume from the last checkpoint, with find_unused_parameters=True: then no status is read late"
 )
-
-
-log = logging.getLogger("paceline.parallel")
-
-
-def _report_unread(unread: list[DeferredStatus], rank: int, ranks: int) -> None:
-    """Log an error of the latest round, which no further round has raised, when its engine ends."""
-    for deferred in unread:
-        try:
-            deferred.read(ranks).raise_for_status(rank, deferred.step)
-        except SyncError as error:
-            log.error("the last update was wrong: %s", error)
 
 
 class RoundClosing(GradientState):
@@ -99,7 +86,8 @@ class RoundClosing(GradientState):
         self._changes: dict[str, str] = {}  # of the model on this rank, in the present round
         self._status_memory: StatusMemory | None = None
         self._unread: list[DeferredStatus] = []  # the status of the latest round, while it is on its way
-        weakref.finalize(self, _report_unread, self._unread, comm.rank, comm.size)
+        weakref.finalize(self, report_unread, self._unread, comm.rank, comm.size)
+        self._fire_once = True  # every hook fires once in a backward
         self._read_alike = 0  # rounds in a row that were read in time and used the same parameters
         self.failure = ""
 
@@ -115,6 +103,7 @@ class RoundClosing(GradientState):
     def _build_buckets(self) -> None:
         super()._build_buckets()
         self._status_memory = StatusMemory(self.buckets[-1].status)
+        self._fire_once = all(slot.expected == 1 for slot in self.slots)
 
     # ------------------------------------------------------------------ exchange
 
@@ -135,6 +124,7 @@ class RoundClosing(GradientState):
             self.launch_queue.wait_all()
         if summary.late:
             self._late.reduce(self.slots, self.comm, self.device, mean=weights.averaged)
+            self._fire_once = False
             for bucket in self.buckets:
                 bucket.classify()
             self.hooks.skip_small(self.slots)
@@ -173,7 +163,7 @@ class RoundClosing(GradientState):
             and not self.usage_varies
             and self.tuner is None
             and self.sparse is None  # whose rows are counted on the host
-            and all(slot.expected == 1 for slot in self.slots)
+            and self._fire_once
         )
 
     def _keep_late(self) -> None:
@@ -283,20 +273,21 @@ class RoundClosing(GradientState):
 
     def _refuse_surprise(self, summary: RoundSummary, deferred: DeferredStatus) -> None:
         """Raise if the engine went by something else than the status of a round says."""
+        if summary.used == deferred.used and not summary.late:
+            return
         names = [name for name, _ in self._reported()]
         changed = [
             name
             for name, now, before in zip(names, summary.used, deferred.used, strict=True)
             if now != before
         ]
-        if changed or summary.late:
-            found = f"{', '.join(map(repr, changed[:3]))}" if changed else "a parameter that came late"
-            raise SyncError(
-                f"the parameters that got a gradient are others than in the steps before: {found}",
-                rank=self.comm.rank,
-                step=deferred.step,
-                remedy=_READ_IN_TIME,
-            )
+        found = ", ".join(map(repr, changed[:3])) or "a parameter that came late"
+        raise SyncError(
+            f"the parameters that got a gradient are others than in the steps before: {found}",
+            rank=self.comm.rank,
+            step=deferred.step,
+            remedy=_READ_IN_TIME,
+        )
 
     def _judge(self, summary: RoundSummary, step: int) -> None:
         """Raise if the round has no result or ranks differ; all ranks call this."""

@@ -262,6 +262,8 @@ class FSDPEngine(Reducer):
         self._shard_used.update(used)
         for slot in self.slots:
             slot.fired = 0
+            if not slot.used:
+                slot.param.grad, slot.needs_zero = None, True
         for buffer, before in buffers:
             buffer.copy_(before)
 
