@@ -1,10 +1,11 @@
 """What synchronising costs on many small parameters, where the engine's work per parameter decides.
 
     python benchmarks/small-parameters/small_parameters.py run
+    python benchmarks/small-parameters/small_parameters.py run --gpu
     python benchmarks/small-parameters/small_parameters.py table
 
-Two ranks on one thread each; in every round each kind of model takes a turn of several steps. The cost is the time of a
-step less that of the same step without synchronisation.
+Two ranks on one thread each, with ``--gpu`` on one card; in every round each kind of model takes a turn of several
+steps. The cost is the time of a step less that of the same step without synchronisation.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typer import Option
 
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
-from bench_harness.ranks import tuned_ddp
+from bench_harness.ranks import on_one_gpu, tuned_ddp
 from bench_harness.turns import alternating, ratio_of, take_turns
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.ddp import DistributedDataParallel
@@ -53,17 +54,18 @@ class ManyParameters(nn.Module):
 def run(
     parameters: Annotated[int, Option(min=1, help="Number of parameters.")] = 1000,
     rounds: Annotated[int, Option(min=1, help="Turns of each kind.")] = 40,
+    gpu: Annotated[bool, Option("--gpu", help="Both ranks on one GPU, over NCCL.")] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Measure all kinds of models on both backends."""
-    path = bench.output(json_file, "small-parameters")
+    """Measure all kinds of models on both backends of the CPU, or on a GPU."""
+    path = bench.output(json_file, "small-parameters-gpu" if gpu else "small-parameters")
     settings = {"parameters": parameters, "numel": NUMEL, "rounds": rounds, "steps_in_a_turn": 10}
     cases = [
         {
             "backend": each,
             "seconds": bench.start_ranks(settings | {"backend": each}, 2, turns=rounds, title=each),
         }
-        for each in BACKENDS
+        for each in (["nccl"] if gpu else BACKENDS)
     ]
     bench.write(path, "small-parameters", settings, cases=cases)
 
@@ -71,16 +73,16 @@ def run(
 @bench.rank
 def rank(job: dict[str, Any]) -> dict[str, list[float]] | None:
     """Return the seconds of a step of each kind by round, means over ranks."""
-    world = init(job["backend"])
+    world = on_one_gpu() if job["backend"] == "nccl" else init(job["backend"])
     torch.set_num_threads(1)
-    nets = [ManyParameters(job["parameters"]) for _ in range(4)]
+    nets = [ManyParameters(job["parameters"]).to(world.device) for _ in range(4)]
     models: dict[str, nn.Module] = {
         "without": nets[0],
         "torch DDP": tuned_ddp(nets[1], 25),
         "DataParallel": DataParallel(nets[2]),
         "DistributedDataParallel": DistributedDataParallel(nets[3], forward_sync_buffers=False),
     }
-    x, steps = torch.ones(NUMEL), job["steps_in_a_turn"]
+    x, steps = torch.ones(NUMEL, device=world.device), job["steps_in_a_turn"]
 
     def turn(model: nn.Module) -> float:
         dist.barrier()
@@ -89,6 +91,8 @@ def rank(job: dict[str, Any]) -> dict[str, list[float]] | None:
             model(x).backward()
             for param in model.parameters():
                 param.grad = None
+        if x.is_cuda:
+            torch.cuda.synchronize()
         return (time.perf_counter() - started) / steps
 
     turns = {name: lambda model=model: turn(model) for name, model in models.items()}

@@ -1,4 +1,4 @@
-"""Program of two ranks on one card over gloo, or on two over NCCL: ``two_ranks.py BACKEND DEVICE OUT.json``.
+"""Program of two ranks on one card, or over NCCL on two: ``two_ranks.py BACKEND DEVICE OUT.json``.
 
 Writes, for every case, the difference from one process on both ranks' batches, or the error. DEVICE
 is the same for both ranks (``cuda:0``), or ``cuda``: each its own. (With ``cpu`` the cases without graphs run too.)
@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import on_device as on
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import paceline
+from bench_harness.ranks import on_one_gpu
+from paceline.parallel.gradient_collectives import Comm
+from paceline.world.control_collectives import gather_texts
 
-STEPS = 5
+STEPS = 10
+"""From the fifth on, statuses are read one step late over NCCL."""
+
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded")
 if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.13 has it
     STRATEGIES += ("full-shard",)
@@ -102,11 +109,73 @@ def captured_backward(rank: int, device: str) -> str:
     return message
 
 
+def compiled(rank: int, device: str) -> float:
+    """Train a compiled module."""
+    net = on.build("Plain", device)
+    model = paceline.DataParallel(torch.compile(net))
+    train(model, rank, device)
+    return gap(model, "Plain", device)
+
+
+def mixed_precision(rank: int, device: str) -> float:
+    """Train in float16 with a scaler whose first steps overflow, both ranks on the same batches."""
+
+    def trained(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+        model = wrap(on.build("Plain", device).float())
+        optim = torch.optim.AdamW(model.parameters(), lr=on.RATE)
+        scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=2.0**40)
+        for step in range(3 * STEPS):
+            inputs, targets = (each.float() for each in on.batch(step, [0], device))
+            with torch.autocast(torch.device(device).type, torch.float16):
+                loss = on.loss_of(model, inputs, targets)
+            scaler.scale(loss).backward()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+        assert scaler.get_scale() < 2.0**40
+        return list(model.parameters())
+
+    return on.max_difference(trained(paceline.DataParallel), trained(lambda net: net))
+
+
+def collectives(rank: int, device: str) -> float:
+    """Return the largest difference of any collective's result from the one by hand."""
+    comm = Comm()
+    mine, both = (
+        torch.arange(8, dtype=torch.float64, device=device) + 10 * each for each in (rank, torch.tensor(0.5))
+    )
+    rows = torch.arange(2.0, dtype=torch.float64, device=device)[:, None] + 10 * torch.tensor([rank])
+    half = slice(4 * rank, 4 * rank + 4)
+    summed, scattered, gathered, received = mine.clone(), mine.clone(), mine.clone(), torch.zeros_like(rows)
+    comm.all_reduce(summed, mean=True).wait()
+    comm.reduce_scatter(scattered, mean=True).wait()
+    comm.all_gather(gathered).wait()
+    comm.all_to_all_rows(rows, received, lambda peer: None, comm.reserve_tags(1)).wait()
+    sent = mine.clone()
+    comm.broadcast(sent, 1)
+    other = 1 - rank
+    found = [summed, scattered[half], gathered, received[other], sent, *comm.gather_values(mine)]
+    parts = torch.cat([torch.arange(4.0), torch.arange(4.0, 8.0) + 10]).to(mine)
+    crossed = torch.tensor([rank + 10.0 * other]).to(mine)
+    ranges = [torch.arange(8.0).to(mine) + 10 * each for each in range(2)]
+    assert comm.largest(rank, torch.device(device)) == 1
+    assert gather_texts(f"rank {rank}") == ["rank 0", "rank 1"]
+    return on.max_difference(found, [both, both[half], parts, crossed, ranges[1], *ranges])
+
+
+def start(backend: str, device: str) -> paceline.World:
+    """Initialize the world."""
+    return on_one_gpu() if (backend, device) == ("nccl", "cuda:0") else paceline.init(backend, device=device)
+
+
 def main(backend: str, device: str, out: str) -> None:
     """Do all of it."""
-    world = paceline.init(backend, device=device)
+    world = start(backend, device)
     here = world.device
     found: dict[str, float | str] = dict(strategies(world.rank, here))
+    found["compiled"] = compiled(world.rank, here)
+    found["mixed precision"] = mixed_precision(world.rank, here)
+    found["collectives"] = collectives(world.rank, here)
     if here != "cpu":
         found["a stream of the program"] = on_a_stream_of_the_program(world.rank, here)
         found["module in a graph"] = module_in_a_graph(world.rank, here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,20 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.testing.netlab.lab_network import InterfaceBytes, parse_traffic
+from paceline.world import World, init
 
-__all__ = ["gather", "interface_bytes", "tuned_ddp"]
+__all__ = ["gather", "interface_bytes", "on_one_gpu", "tuned_ddp"]
+
+
+def on_one_gpu() -> World:
+    """Initialize a world over NCCL whose ranks are all on one card of this machine.
+
+    NCCL refuses two ranks of a host on one card, so every rank names a host of its own. They talk over loopback
+    sockets, and the card runs the ranks' kernels in turns.
+    """
+    os.environ |= {"NCCL_HOSTID": f"host-of-rank-{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo"}
+    os.environ |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
+    return init("nccl", device="cuda:0")
 
 
 def gather(value: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError, unknown
 from paceline.parallel.gradient_collectives import Comm
+from paceline.tools.plan.memory.cuda_operators import cuda_operators
 from paceline.tools.plan.memory.fake_world import FakeComm, fake_process_group
 from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
 from paceline.tools.plan.memory.memory_timeline import MemoryTimeline
@@ -145,7 +146,8 @@ def predict_memory(
         warnings.simplefilter("ignore")
         with fake_process_group(setting.ranks) if setting.ranks > 1 else nullcontext():
             comm = FakeComm(setting.backend) if setting.ranks > 1 else Comm()
-            with _traceable(subject, setting, tracer), _FakeTensorMode(), tracer:
+            operators = cuda_operators() if setting.device == "cuda" else nullcontext()
+            with _traceable(subject, setting, tracer), _FakeTensorMode(), tracer, operators:
                 train_subject(subject, _shortened(setting), comm, tracer, steps)
     return MemoryPrediction(
         setting=setting,
