@@ -80,7 +80,7 @@ def rank(job: dict[str, Any]) -> dict[str, list[float]] | None:
         "without": nets[0],
         "torch DDP": tuned_ddp(nets[1], 25),
         "DataParallel": DataParallel(nets[2]),
-        "DistributedDataParallel": DistributedDataParallel(nets[3], forward_sync_buffers=False),
+        "DistributedDataParallel": DistributedDataParallel(nets[3], broadcast_buffers=False),
     }
     x, steps = torch.ones(NUMEL, device=world.device), job["steps_in_a_turn"]
 

@@ -141,10 +141,12 @@ def mixed_precision(rank: int, device: str) -> float:
 def collectives(rank: int, device: str) -> float:
     """Return the largest difference of any collective's result from the one by hand."""
     comm = Comm()
-    mine, both = (
-        torch.arange(8, dtype=torch.float64, device=device) + 10 * each for each in (rank, torch.tensor(0.5))
+    numbers = torch.arange(8, dtype=torch.float64, device=device)
+    mine, both = numbers + 10 * rank, numbers + 5
+    rows = (
+        torch.arange(2.0, dtype=torch.float64, device=device if comm.stream_ordered else "cpu")[:, None]
+        + 10 * rank
     )
-    rows = torch.arange(2.0, dtype=torch.float64, device=device)[:, None] + 10 * torch.tensor([rank])
     half = slice(4 * rank, 4 * rank + 4)
     summed, scattered, gathered, received = mine.clone(), mine.clone(), mine.clone(), torch.zeros_like(rows)
     comm.all_reduce(summed, mean=True).wait()
@@ -155,12 +157,11 @@ def collectives(rank: int, device: str) -> float:
     comm.broadcast(sent, 1)
     other = 1 - rank
     found = [summed, scattered[half], gathered, received[other], sent, *comm.gather_values(mine)]
-    parts = torch.cat([torch.arange(4.0), torch.arange(4.0, 8.0) + 10]).to(mine)
-    crossed = torch.tensor([rank + 10.0 * other]).to(mine)
-    ranges = [torch.arange(8.0).to(mine) + 10 * each for each in range(2)]
+    parts = torch.cat([numbers[:4], numbers[4:] + 10])
+    crossed = torch.full_like(received[other], rank + 10.0 * other)
     assert comm.largest(rank, torch.device(device)) == 1
     assert gather_texts(f"rank {rank}") == ["rank 0", "rank 1"]
-    return on.max_difference(found, [both, both[half], parts, crossed, ranges[1], *ranges])
+    return on.max_difference(found, [both, both[half], parts, crossed, numbers + 10, numbers, numbers + 10])
 
 
 def start(backend: str, device: str) -> paceline.World:
