@@ -5,7 +5,8 @@
     python benchmarks/small-parameters/small_parameters.py table
 
 Two ranks on one thread each, with ``--gpu`` on one card; in every round each kind of model takes a turn of several
-steps. The cost is the time of a step less that of the same step without synchronisation.
+steps. The cost is the time of a step less that of the same step without synchronisation; a rank's own part of it is
+what its threads compute meanwhile, without waiting for the other rank.
 """
 
 from __future__ import annotations
@@ -32,10 +33,27 @@ from paceline.world.control_collectives import sum_over_ranks
 NUMEL = 64
 """Elements of a parameter."""
 
-BACKENDS = ("gloo", "paceline")
+CLOCKS = {"seconds": time.perf_counter, "own_seconds": time.process_time}
+WITHOUT, DDP = "without", "torch DDP"
 OURS = ("DataParallel", "DistributedDataParallel")
 
 bench = Benchmark(__file__)
+
+
+class SumOfProducts(torch.autograd.Function):
+    """The sum of ``(weight * x).sum()`` over all weights, in a few operators, so that other costs stand out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """Return a scalar."""
+        ctx.save_for_backward(x)
+        return (torch.stack(weights) @ x).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return a tensor of its own for each weight."""
+        (x,) = ctx.saved_tensors
+        return None, *torch._foreach_mul([x] * (len(ctx.needs_input_grad) - 1), grads[0])
 
 
 class ManyParameters(nn.Module):
@@ -47,7 +65,7 @@ class ManyParameters(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a scalar."""
-        return torch.stack([(weight * x).sum() for weight in self.weights]).sum()
+        return SumOfProducts.apply(x, *self.weights)
 
 
 @bench.run
@@ -59,76 +77,93 @@ def run(
 ) -> None:
     """Measure all kinds of models on both backends of the CPU, or on a GPU."""
     path = bench.output(json_file, "small-parameters-gpu" if gpu else "small-parameters")
-    settings = {"parameters": parameters, "numel": NUMEL, "rounds": rounds, "steps_in_a_turn": 10}
-    cases = [
-        {
-            "backend": each,
-            "seconds": bench.start_ranks(settings | {"backend": each}, 2, turns=rounds, title=each),
-        }
-        for each in (["nccl"] if gpu else BACKENDS)
-    ]
-    bench.write(path, "small-parameters", settings, cases=cases)
+    settings = {"parameters": parameters, "numel": NUMEL, "rounds": rounds, "steps_in_a_turn": 20}
+    backends = ["nccl"] if gpu else ["gloo", "paceline"]
+    found = bench.start_ranks(settings | {"backends": backends}, 2, turns=rounds)
+    bench.write(path, "small-parameters", settings, backends=backends, **found)
 
 
 @bench.rank
-def rank(job: dict[str, Any]) -> dict[str, list[float]] | None:
-    """Return the seconds of a step of each kind by round, means over ranks."""
-    world = on_one_gpu() if job["backend"] == "nccl" else init(job["backend"])
+def rank(job: dict[str, Any]) -> dict[str, dict[str, list[float]]] | None:
+    """Return the seconds of a step by clock, kind and round, means over ranks."""
     torch.set_num_threads(1)
-    nets = [ManyParameters(job["parameters"]).to(world.device) for _ in range(4)]
-    models: dict[str, nn.Module] = {
-        "without": nets[0],
-        "torch DDP": tuned_ddp(nets[1], 25),
-        "DataParallel": DataParallel(nets[2]),
-        "DistributedDataParallel": DistributedDataParallel(nets[3], broadcast_buffers=False),
-    }
+    *others, main = job["backends"]
+    world = on_one_gpu() if main == "nccl" else init(main)
+    groups = {name: dist.new_group(backend=name) for name in others} | {main: dist.group.WORLD}
+
+    def net() -> nn.Module:
+        return ManyParameters(job["parameters"]).to(world.device)
+
+    models = {WITHOUT: net()}
+    for name, group in groups.items():
+        ours = {"process_group": group, "broadcast_buffers": False}
+        models[kind(name, DDP)] = tuned_ddp(net(), 25, group)
+        models[kind(name, OURS[0])] = DataParallel(net(), group=group)
+        models[kind(name, OURS[1])] = DistributedDataParallel(net(), **ours)
     x, steps = torch.ones(NUMEL, device=world.device), job["steps_in_a_turn"]
 
-    def turn(model: nn.Module) -> float:
+    def turn(model: nn.Module) -> list[float]:
         dist.barrier()
-        started = time.perf_counter()
+        started = [clock() for clock in CLOCKS.values()]
         for _ in range(steps):
             model(x).backward()
             for param in model.parameters():
                 param.grad = None
         if x.is_cuda:
             torch.cuda.synchronize()
-        return (time.perf_counter() - started) / steps
+        return [(clock() - start) / steps for clock, start in zip(CLOCKS.values(), started, strict=True)]
 
     turns = {name: lambda model=model: turn(model) for name, model in models.items()}
     times = take_turns(turns, job["rounds"], bench.tick, warm_up=2, order=alternating)
     mean = sum_over_ranks(torch.tensor(list(times.values()), dtype=torch.float64)) / world.size
     shutdown()
-    return dict(zip(times, mean.tolist(), strict=True)) if world.rank == 0 else None
+    if world.rank != 0:
+        return None
+    by_clock = mean.permute(2, 0, 1).tolist()
+    return {name: dict(zip(times, each, strict=True)) for name, each in zip(CLOCKS, by_clock, strict=True)}
 
 
-def rows(case: dict[str, Any]) -> list[list[str]]:
-    """Return the cells of a backend's models."""
-    seconds = case["seconds"]
-    cost = {
-        name: [own - bare for own, bare in zip(times, seconds["without"], strict=True)]
+def kind(backend: str, model: str) -> str:
+    """Return the name of a model on a backend."""
+    return f"{model} over {backend}"
+
+
+def costs(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the cost of synchronising by kind and round."""
+    return {
+        name: [own - bare for own, bare in zip(times, seconds[WITHOUT], strict=True)]
         for name, times in seconds.items()
     }
-    return [
-        [
-            case["backend"],
-            name,
-            f"{1e3 * median(seconds[name]):.2f}",
-            f"{1e3 * median(cost[name]):.2f}",
-            f"{ratio_of(cost[name], cost['torch DDP']):.3f}" if name in OURS else "",
-        ]
-        for name in seconds
-    ]
+
+
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """Return the cells of all kinds of models."""
+    backends, step = result["backends"], result["seconds"]
+    clocks = [costs(result[name]) for name in CLOCKS if name in result]
+    references = [kind(backend, DDP) for backend in backends]
+    cells = []
+    for backend in backends:
+        for name in (kind(backend, model) for model in (DDP, *OURS)):
+            times = [f"{1e3 * median(each[name]):.2f}" for each in (step, *clocks)]
+            ratios = [
+                "" if name == other else f"{ratio_of(cost[name], cost[other]):.2f}"
+                for cost in clocks
+                for other in references
+            ]
+            cells.append([name, *times, *ratios])
+    return cells
 
 
 @bench.tables
 def tables() -> dict[str, str]:
     """Return a table for each result."""
-    titles = ["backend", "model", "step, ms", "cost of synchronising, ms", "÷ torch DDP"]
-    return {
-        name: table(titles, [row for case in result["cases"] for row in rows(case)], words=2)
-        for name, result in bench.find("small-parameters*").items()
-    }
+    found = {}
+    for name, result in bench.find("small-parameters*").items():
+        own = ["own part, ms"] if "own_seconds" in result else []
+        over = [f"÷ DDP over {each}" for each in result["backends"]]
+        titles = ["model", "step, ms", "cost, ms", *own, *over, *(f"own {each}" for each in over if own)]
+        found[name] = table(titles, rows(result), words=1)
+    return found
 
 
 if __name__ == "__main__":

@@ -6,16 +6,37 @@ import contextlib
 import random
 import socket
 
-__all__ = ["enter", "enter_as", "fail_to_enter", "free_port", "torchrun_variables", "ways_to_meet"]
+from paceline.world.key_value_store import _implied_port
+
+__all__ = [
+    "enter",
+    "enter_as",
+    "fail_to_enter",
+    "free_port",
+    "is_free",
+    "slurm_job",
+    "torchrun_variables",
+    "ways_to_meet",
+]
 
 
 def free_port():
     """Return a port below the system's ephemeral range, so that no other process gets it meanwhile."""
-    while True:
-        port = random.randrange(10_000, 20_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    return next(filter(is_free, iter(lambda: random.randrange(10_000, 20_000), None)))
+
+
+def is_free(port):
+    """Return whether a server can listen at this port."""
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
+
+
+def slurm_job():
+    """Return the number of a Slurm job whose step 0 meets at a free port."""
+    jobs = iter(lambda: random.randrange(1, 10**6), None)
+    return next(job for job in jobs if is_free(_implied_port({"SLURM_JOB_ID": str(job)}, "Slurm")))
 
 
 def torchrun_variables(size):

@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import math
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -395,7 +396,7 @@ class Comm:
             place: where the collective reads it.
             staging: memory of the host, like `place`, that no copy reads any more.
         """
-        mine = torch.tensor(numbers, dtype=staging.dtype)
+        mine = torch.frombuffer(array("d", numbers), dtype=torch.float64)
         place.copy_(mine if place.device.type == "cpu" else staging.copy_(mine), non_blocking=True)
 
     def read_status(self, summed: torch.Tensor) -> list[float]:

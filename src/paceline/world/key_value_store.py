@@ -316,8 +316,11 @@ def _implied_host(
 
 
 def _implied_port(env: Mapping[str, str], launcher: str) -> int | None:
-    """Return a port that all tasks of a Slurm step agree on and other steps rarely share; torch's for MPI."""
+    """Return a port that all tasks of a Slurm step agree on and other steps rarely share; torch's for MPI.
+
+    It is below 32768, where Linux begins to give ports to connections.
+    """
     job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "0")
     if launcher == "Slurm" and job.isdecimal():
-        return 20000 + (int(job) * 31 + (int(step) if step.isdecimal() else 0)) % 20000
+        return 20000 + (int(job) * 31 + (int(step) if step.isdecimal() else 0)) % 12000
     return _TORCH_PORT if launcher in ("MPICH", "Open MPI") else None

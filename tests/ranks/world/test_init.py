@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import WorldError
 from rank_pool import RankError
-from world_entry import enter, enter_as, free_port, ways_to_meet
+from world_entry import enter, enter_as, free_port, slurm_job, ways_to_meet
 
 
 def enter_repeatedly(rank, size, arguments, times):
@@ -191,7 +191,7 @@ def test_launchers_variables_are_enough(pool, launcher):
 
 
 def test_a_slurm_step_on_one_node_needs_no_master(pool):
-    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+    job = {"SLURM_JOB_ID": str(slurm_job()), "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
     env = [variables_of("Slurm", rank, 2) | job for rank in range(2)]
     assert [total for _, total in pool(2).run(enter, world=False, env=env)] == [3.0, 3.0]
 

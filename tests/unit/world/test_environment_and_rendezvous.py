@@ -85,7 +85,7 @@ def without(env, *names):
         (AGENT | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, place(3, 4, 1, 2, 1, 2, "tcp://pc1:4000", "torchrun")),
         (AGENT | SLURM, place(3, 4, 1, 2, 1, 2, "env://", "torchrun")),
         (AGENT | OPEN_MPI, place(3, 4, 1, 2, 1, 2, "env://", "torchrun")),
-        (SLURM, place(2, 4, 0, None, 1, 2, f"tcp://gpu07:{20000 + 1234 * 31 % 20000}", "Slurm")),
+        (SLURM, place(2, 4, 0, None, 1, 2, f"tcp://gpu07:{20000 + 1234 * 31 % 12000}", "Slurm")),
         (SLURM | MASTER, place(2, 4, 0, None, 1, 2, "tcp://pc1:4000", "Slurm")),
         (SLURM | MASTER | {"WORLD_SIZE": "4"}, place(2, 4, 0, None, 1, 2, "tcp://pc1:4000", "Slurm")),
         (SLURM | PLAIN | {"RANK": "2"}, place(2, 4, None, None, None, None, "tcp://pc1:4000", "torchrun")),

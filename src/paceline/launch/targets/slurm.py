@@ -34,7 +34,7 @@ __all__ = [
     "watch_job",
 ]
 
-_FIRST_PORT, _PORTS = 20000, 20000
+_FIRST_PORT, _PORTS = 20000, 12000  # below those that Linux gives to connections
 _POLL_SECONDS = 1.0
 _ANSWER_SECONDS = 60.0  # a controller that restarts or is busy may take so long to answer
 _TRIES = 30

@@ -117,7 +117,7 @@ class Bucket:
         self._seen: list[int] = []  # where the parameters were in the latest backward
         self._kinds = [(slot.param.dtype, slot.param.shape) for slot in slots]
         self.converted: list[GradSlot] = []
-        self.attached = self._kept = False
+        self.attached = self._kept = self._copied = False
         self.writers: set[Any] | None = set() if has_streams(device) else None
         self._writer_key = current_stream_key(device)
         self._writer_keys: set[Hashable] = set()
@@ -154,7 +154,7 @@ class Bucket:
     def begin_backward(self, kept: Collection[int]) -> None:
         """Prepare for a backward that adds to the gradients of the slots `kept` and computes the others anew."""
         self.pending, self.launched, self.ready = len(self.others) + bool(self.small), False, None
-        self.attached, self._kept = False, bool(kept)
+        self.attached, self._kept, self._copied = False, bool(kept), False
         if self.writers is not None:
             self.writers.clear()
             self._writer_keys.clear()
@@ -187,7 +187,8 @@ class Bucket:
         Returns:
             Whether every parameter has a gradient.
         """
-        if list(map(torch.Tensor.data_ptr, self.views)) != self.addresses:
+        attachable = self._kept or self._copied or self.others  # otherwise no parameter has a view yet
+        if attachable and list(map(torch.Tensor.data_ptr, self.views)) != self.addresses:
             for slot in self.slots:
                 slot.return_to_bucket()
         for slot in self.converted:
@@ -226,6 +227,7 @@ class Bucket:
                 if not any(grad.is_sparse for grad in found):
                     raise
                 torch._foreach_copy_(views, list(map(dense, found)))
+        self._copied = True
         self._keep_until_copied(found)
         for param, view in zip(params, views, strict=True):
             param.grad = view

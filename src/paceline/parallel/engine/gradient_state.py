@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 
 import torch
 
@@ -34,7 +35,7 @@ from paceline.world.accelerator import has_streams, is_capturing
 __all__ = ["GradientState", "describe"]
 
 
-_NONE, _get_grad = {id(None)}, attrgetter("grad")
+_get_grad, _get_fired = attrgetter("grad"), attrgetter("fired")
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -275,10 +276,8 @@ class GradientState:
         """Return the slots whose gradients were not dropped by zero_grad()."""
         if self.sharded and self._reduced:  # a sharded result is not in param.grad
             return {slot.index for slot in self.slots if slot.used}
-        grads = list(map(_get_grad, self._params))
-        if set(map(id, grads)) <= _NONE:  # as a rule, and much faster
-            return set()
-        return {index for index, grad in enumerate(grads) if grad is not None}
+        kept = map(is_not, map(_get_grad, self._params), repeat(None))
+        return {index for index, has in enumerate(kept) if has}
 
     def _kept_elsewhere(self) -> bool:
         """Return whether gradients outside the slots were kept."""
@@ -378,6 +377,8 @@ class GradientState:
 
     def _used_flags(self) -> list[float]:
         """Return, per parameter, whether this rank has a gradient; see `round_status`."""
+        if 0 not in map(_get_fired, self.slots):  # as a rule
+            return [1.0] * len(self.slots)
         return [1.0 if slot.fired else KEPT if slot.used else 0.0 for slot in self.slots]
 
     def _scale(self, factor: Factor) -> None:

@@ -252,8 +252,8 @@ class LaunchQueue:
 
     def read_status(self, mean: bool) -> list[float]:
         """Return the round status, summed over ranks; `mean` as in `launch_rest`."""
-        scale = self._status_scale(mean)
-        return [value * scale for value in self.comm.read_status(self.buckets[-1].status)]
+        scale, numbers = self._status_scale(mean), self.comm.read_status(self.buckets[-1].status)
+        return numbers if scale == 1 else [value * scale for value in numbers]
 
     def status_on_device(self, mean: bool) -> torch.Tensor:
         """Return the round status, summed over ranks, as float64 numbers where it is."""

@@ -150,7 +150,7 @@ def encode(
     high = struct.unpack("f", struct.pack("f", samples))[0]
     columns[rank], columns[ranks + rank] = high, samples - high
     columns[2 * ranks + rank] = float(status + _DIGEST_UNIT * digest)
-    return [*columns, float(late), *map(float, used)]
+    return [*columns, float(late), *used]
 
 
 def split_samples(place: torch.Tensor, rank: int, ranks: int, samples: torch.Tensor) -> None:
@@ -194,7 +194,7 @@ def decode(summed: Sequence[float], ranks: int) -> RoundSummary:
         digests=tuple(digest for digest, _ in coded),
         peaks=tuple(summed[3 * ranks : 4 * ranks]),
         late=round(summed[4 * ranks]),
-        used=tuple(value > 0 for value in flags),
+        used=tuple(map((0.0).__lt__, flags)),
         flags=flags,
     )
 
