@@ -109,7 +109,7 @@ FEW = ["int8", "streaming diloco", "slowmo"]
     ("seed", "kinds"),
     [
         (0, FEW),
-        *(pytest.param(seed, list(KINDS), marks=pytest.mark.thorough) for seed in range(1, 7)),
+        *(pytest.param(seed, list(KINDS), marks=pytest.mark.thorough) for seed in (1, 4)),
     ],
 )
 def test_parameters_are_the_cpu_s_and_the_host_never_waits_in_a_step(simulated_pool, tmp_path, seed, kinds):
