@@ -22,7 +22,7 @@ def test_training_survives_faults_of_workers_and_hub(tmp_path: Path) -> None:
         Fault(22.0, "cut", 1, 5.0),
     ]
     with Lab(3, "200Mbit/s") as lab:
-        run_with_faults(lab, tmp_path, 48.0, faults, corrupted=0.05)
+        run_with_faults(lab, tmp_path, 38.0, faults, corrupted=0.05)
     found = count_losses(tmp_path, 2)
     assert (found["lost"], found["twice"], found["gaps"]) == (0, 0, 0)
     assert found["acknowledged"] > 10
