@@ -1,4 +1,4 @@
-"""What ranks of several measurements do: gather values, count their host's traffic, wrap a model in torch DDP."""
+"""What ranks of several measurements do: share a GPU, gather values, count traffic, wrap a model in torch DDP."""
 
 from __future__ import annotations
 

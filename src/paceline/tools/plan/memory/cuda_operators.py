@@ -1,7 +1,8 @@
 """Functions that consist of other operators on CUDA than on the CPU, where predictions are traced.
 
 `torch.nn.functional.rms_norm` and `scaled_dot_product_attention` select operators by the type of the device. What the
-CPU's keep for backward differs: a normalised copy of every input; in float32 the result of attention twice.
+CPU's keep for backward differs: a normalised copy of every input; in float32 the result of attention twice. Only calls
+through `torch.nn.functional` are seen, as those of torch's own modules are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, axes: int) -> Tensor:
-        one_per_row = x.new_empty([*x.shape[: x.dim() - axes], *[1] * axes], dtype=torch.float32)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        one_per_row = x.new_empty([*x.shape[: x.dim() - axes], *[1] * axes], dtype=dtype)
         ctx.save_for_backward(x, weight, one_per_row)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
