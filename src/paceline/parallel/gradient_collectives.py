@@ -162,6 +162,16 @@ class Comm:
         return self._in_place_parts or flat.device.type != "cpu"
 
     @property
+    def shards(self) -> int:
+        """The number of parts into which `reduce_scatter` cuts a buffer."""
+        return self.size
+
+    @property
+    def shard(self) -> int:
+        """This rank's part in `reduce_scatter` and `all_gather`."""
+        return self.rank
+
+    @property
     def ranks(self) -> frozenset[int]:
         """The members' ranks in the default group."""
         return frozenset([0] if self.group is None else dist.get_process_group_ranks(self.group))

@@ -96,7 +96,6 @@ def build_buckets(
         for slot, dtype, whole in zip(slots, dtypes, sent_whole, strict=True)
     ]
     grouped = plan_buckets(order, sizes, kinds, plan.bucket_nbytes)
-    ranks = comm.size
     countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
     inside = countable and not sharded and not hooked and sent_whole[grouped[-1][0]]
     thread = None
@@ -109,7 +108,7 @@ def build_buckets(
             dtypes[members[0]],
             device,
             tail=status_length if inside and index == len(grouped) - 1 else 0,
-            shards=ranks if sharded or compressed else 1,
+            shards=comm.shards if sharded or compressed else 1,
             unit=_COMPRESSED_UNIT if compressed else ALIGN,
             align=1 if hooked else ALIGN,
             allocate=comm.allocate,

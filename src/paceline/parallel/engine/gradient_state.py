@@ -163,7 +163,7 @@ class GradientState:
             piece
             for bucket in self.buckets
             if bucket.slots
-            for piece in bucket.pieces(self.comm.rank, self.comm.size)
+            for piece in bucket.pieces(self.comm.shard, self.comm.shards)
         ]
 
     def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

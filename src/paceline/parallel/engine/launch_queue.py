@@ -265,7 +265,7 @@ class LaunchQueue:
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         """Return start and stop of this rank's part of the result: its shard, or the whole bucket."""
-        return bucket.span(self.comm.rank, self.comm.size) if self.sharded else bucket.span(0, 1)
+        return bucket.span(self.comm.shard, self.comm.shards) if self.sharded else bucket.span(0, 1)
 
     def owned_ranges(self) -> Sequence[tuple[Bucket, int, int]]:
         """Return (bucket, start, stop) of every part of the result that this rank holds."""

@@ -264,7 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             self._expected = [reducer.comm.post_part_receives(flat) for flat in flats]
         exposed, gathering = 0.0, []
         recorder = step_state.recorder_of(reducer.comm)
-        others = (reducer.comm.size - 1) / reducer.comm.size
+        others = (reducer.comm.shards - 1) / reducer.comm.shards
         expected = iter(self._expected)
         options = [group_options(group) for group in self.param_groups]
         for group in groups:
@@ -337,14 +337,14 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         """
         group_of = {id(param): at for at, group in enumerate(self.param_groups) for param in group["params"]}
         full = [bucket for bucket in reducer.buckets if bucket.slots]
-        rank, size = reducer.comm.rank, reducer.comm.size
+        shard, shards = reducer.comm.shard, reducer.comm.shards
         probe, built, problem = self._probe, [], ""
         sizes = [bucket.flat.nbytes for bucket in full]
         for members in update_parts(sizes, accelerator=has_streams(reducer.device)):
             buckets = [full[index] for index in members]
             pieces: list[tuple[ShardPiece, torch.nn.Parameter]] = []
             held: dict[int, list[torch.nn.Parameter]] = {}
-            for piece in (p for bucket in buckets for p in bucket.pieces(rank, size)):
+            for piece in (p for bucket in buckets for p in bucket.pieces(shard, shards)):
                 at = group_of.get(id(piece.slot.param))
                 if at is not None:
                     pieces.append((piece, torch.nn.Parameter(piece.data)))
