@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paceline.parallel.local_sgd.local_sgd import DiLoCo as DiLoCo
     from paceline.parallel.local_sgd.local_sgd import LocalSGD as LocalSGD
     from paceline.parallel.local_sgd.local_sgd import SlowMo as SlowMo
+    from paceline.parallel.sharding.matrix_parameters import matrix_parameters as matrix_parameters
     from paceline.parallel.sharding.zero import ShardedOptimizer as ShardedOptimizer
     from paceline.parallel.strategy import Sync as Sync
     from paceline.profiling.profiler import Profiler as Profiler
@@ -71,6 +72,7 @@ _HOME = {
     "import_weights": "paceline.checkpoint.weights_export",
     "init": "paceline.world",
     "launch_notebook": "paceline.launch.process.notebook_launcher",
+    "matrix_parameters": "paceline.parallel.sharding.matrix_parameters",
     "shutdown": "paceline.world",
 }
 
@@ -98,6 +100,7 @@ __all__ = [
     "import_weights",
     "init",
     "launch_notebook",
+    "matrix_parameters",
     "shutdown",
 ]
 

@@ -159,6 +159,45 @@ def dropped_in_even_steps(model: Any, optim: Any, step: int) -> bool:
     return step % 2 == 1
 
 
+def averaged_beside(model: Any, optim: Any, step: int) -> bool:
+    """Update, then average the parameters on another stream, which is ordered behind the step only."""
+    optim.step()
+    params = [param.detach() for param in model.parameters()]
+    if not hasattr(model, "averages"):
+        model.averages = [param.clone() for param in params]
+    device = params[0].device
+    with contextlib.ExitStack() as stack:
+        if device.type != "cpu":
+            streams = torch.get_device_module(device)
+            now, side = streams.current_stream(), streams.Stream()
+            side.wait_stream(now)
+            stack.callback(now.wait_stream, side)
+            stack.enter_context(streams.stream(side))
+        torch._foreach_lerp_(model.averages, params, 0.3)
+    optim.zero_grad()
+    return False
+
+
+def averages(model: Any, optim: Any) -> list[Tensor]:
+    """Return what `averaged_beside` has averaged."""
+    return model.averages
+
+
+def read_unseen(model: Any, optim: Any, step: int) -> bool:
+    """Update, and read the parameters where torch's functions are not watched."""
+    optim.step()
+    optim.zero_grad()
+    model.wait_for_parameters()
+    with torch._C.DisableTorchFunction():
+        model.seen = [param.detach().clone() for param in model.parameters()]
+    return False
+
+
+def seen(model: Any, optim: Any) -> list[Tensor]:
+    """Return what `read_unseen` has read."""
+    return model.seen
+
+
 def gathered_state(model: Any, optim: Any) -> list[Tensor]:
     """Return the optimizer's state, whole."""
     optim.consolidate_state_dict()
@@ -310,6 +349,8 @@ SCENES: dict[str, Callable[[Place], list[Tensor]]] = {
     "sharded, clipped by torch": Training(sync="sharded", call="equal", clip="torch", finish=gathered_state),
     "sharded, kept": Training(sync="sharded", after=kept_in_even_steps),
     "sharded, dropped": Training(sync="sharded", after=dropped_in_even_steps),
+    "sharded, averaged beside": Training(sync="sharded", after=averaged_beside, finish=averages),
+    "sharded, read unseen": Training(sync="sharded", after=read_unseen, finish=seen),
     "full-shard": Training(sync="full-shard"),
     "full-shard, accumulated, clipped": Training(sync="full-shard", call="equal", backwards=2, clip="model"),
     "two streams": TWO_STREAMS(sync=SMALL_BUCKETS),

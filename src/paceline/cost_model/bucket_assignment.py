@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["plan_buckets", "update_parts"]
+__all__ = ["deal_to_owners", "join_uneven", "plan_buckets", "update_parts"]
 
 _PART_NBYTES = 4 << 20
 """Gradients that a sharded optimizer updates together: enough to outweigh the fixed cost of an optimizer's step."""
+
+_MOST_PADDING = 1 / 8
+"""Share of a bucket of whole parameters that may be padding, if other parameters can join it."""
 
 _ACCELERATOR_PARTS = 4
 """Parts on an accelerator, where every part costs the host the launches of an optimizer's step."""
@@ -33,11 +36,13 @@ def plan_buckets(
         [[2, 1], [0]]
     """
     caps = list(cap) if isinstance(cap, Sequence) else [cap]
+    position: dict[int, int] = {}
     filling: dict[object, list[int]] = {}
     held: dict[object, int] = {}
     closed: dict[object, int] = {}
     full: list[list[int]] = []
     for index in order:
+        position[index] = len(position)
         kind = kinds[index]
         if kind not in filling:
             filling[kind], held[kind] = [], 0
@@ -46,7 +51,7 @@ def plan_buckets(
         if held[kind] >= caps[min(closed.get(kind, 0), len(caps) - 1)]:
             full.append(filling.pop(kind))
             closed[kind] = closed.get(kind, 0) + 1
-    return full + list(filling.values())
+    return sorted([*full, *filling.values()], key=lambda members: position[members[-1]])
 
 
 def update_parts(nbytes: Sequence[float], *, accelerator: bool = False) -> list[list[int]]:
@@ -68,3 +73,69 @@ def update_parts(nbytes: Sequence[float], *, accelerator: bool = False) -> list[
         parts[-1].append(index)
         held += each
     return parts
+
+
+def deal_to_owners(nbytes: Sequence[float], costs: Sequence[float], loads: list[float]) -> list[int]:
+    """Return the owner of each parameter of a bucket: the largest first, each to the owner with the least bytes.
+
+    The owners' parts of a bucket have equal lengths, so bytes decide how much of it is padding. Among owners with equal
+    bytes, the one with the lowest cost so far is chosen.
+
+    Args:
+        nbytes: bytes of each parameter.
+        costs: cost of each parameter's update, in any unit.
+        loads: cost that each owner has from other buckets; the costs of this one are added.
+
+    Example:
+        >>> deal_to_owners([4, 4, 3, 1], [4, 4, 3, 1], loads=[0, 0])
+        [0, 1, 0, 1]
+    """
+    held = [0.0] * len(loads)
+    owners = [0] * len(nbytes)
+    for index in sorted(range(len(nbytes)), key=lambda index: (-nbytes[index], -costs[index], index)):
+        owner = min(range(len(loads)), key=lambda each: (held[each], loads[each], each))
+        owners[index] = owner
+        held[owner] += nbytes[index]
+        loads[owner] += costs[index]
+    return owners
+
+
+def join_uneven(
+    buckets: Sequence[list[int]], nbytes: Sequence[float], whole: Sequence[object], parts: int
+) -> list[list[int]]:
+    """Join buckets of whole parameters, in their order, until at most 1/8 of each is padding.
+
+    Args:
+        buckets: parameter indices of each bucket, in the order in which they fill.
+        nbytes: bytes of each parameter, by index.
+        whole: kind of each parameter, by index, if it has one owner; None: it may be cut.
+        parts: number of owners.
+
+    Example:
+        >>> join_uneven([[0], [1], [2]], [4, 4, 1], ["f", "f", None], parts=2)
+        [[0, 1], [2]]
+    """
+    filled = {bucket[-1]: at for at, bucket in enumerate(buckets)}
+    joined: list[list[int]] = []
+    waiting: dict[object, list[int]] = {}
+    latest: dict[object, list[int]] = {}
+    for bucket in buckets:
+        kind = whole[bucket[0]]
+        if kind is None:
+            joined.append(list(bucket))
+            continue
+        members = waiting.pop(kind, []) + bucket
+        sizes = [nbytes[index] for index in members]
+        held = [0.0] * parts
+        for size, owner in zip(sizes, deal_to_owners(sizes, sizes, [0.0] * parts), strict=True):
+            held[owner] += size
+        if parts * max(held) - sum(sizes) > _MOST_PADDING * parts * max(held):
+            waiting[kind] = members
+        else:
+            joined.append(members)
+            latest[kind] = members
+    for kind, members in waiting.items():  # the last ones of a kind join those before, if there are any
+        if kind in latest:
+            joined.remove(latest[kind])
+        joined.append(latest.get(kind, []) + members)
+    return sorted(joined, key=lambda members: filled[members[-1]])

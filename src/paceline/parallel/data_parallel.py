@@ -188,6 +188,7 @@ class DataParallel(torch.nn.Module):
         engine.recover()
         if not torch.is_grad_enabled():  # an evaluation
             engine.check_latest()
+        engine.parameter_gather.before_forward()
         step_state.begin_phase(engine.step, "forward")
         if fault_injection.armed:
             fault_injection.begin_step(engine.step)
@@ -197,9 +198,10 @@ class DataParallel(torch.nn.Module):
     @torch.compiler.disable()
     def _after_forward(self, outputs: Any, call: object) -> None:
         step_state.enter_phase("outside")
+        engine = self.engine
+        engine.parameter_gather.end_if_over()
         if not torch.is_grad_enabled():
             return
-        engine = self.engine
         for tensor in pytree.tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:  # a hook on a leaf would stay
                 tensor.register_hook(lambda _grad: engine.backward_reached(call))
@@ -336,6 +338,14 @@ class DataParallel(torch.nn.Module):
         """Return bytes and error of each compressed bucket; empty before the first step."""
         compressed = [bucket.compressed for bucket in self.engine.buckets]
         return [each.stats() for each in compressed if each is not None]
+
+    def wait_for_parameters(self) -> None:
+        """Wait for parameters that a sharded optimizer's ``step()`` has left in flight.
+
+        This thread needs no call: torch's functions wait where they use a parameter. Call it before another thread, or
+        code that bypasses torch's functions, reads parameters.
+        """
+        self.engine.parameter_gather.wait_all()
 
     def whole_parameters(self) -> list[torch.Tensor]:
         """Return copies of all parameters, whole on every rank, in registration order (each once).

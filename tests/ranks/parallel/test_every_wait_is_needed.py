@@ -22,12 +22,18 @@ NO_EFFECT = {
     "writes; over gloo, peers may need this rank's messages before the group ends",
     "engine/launch_queue.py: LaunchQueue.launch_rest: self.wait_for(bucket)": "without overlap, calls are one by one; "
     "the results are waited for later too",
+    "engine/parameter_gather.py: ParameterGather.before_forward: self.wait_all()": "no scene compiles",
+    "engine/parameter_gather.py: ParameterGather.leave_in_flight: self.wait_all()": "no scene compiles or scripts",
+    "engine/reducer.py: Reducer.begin: self.parameter_gather.wait_all()": "what a backward uses, its forward has "
+    "waited for; it bounds how long a gather is in flight",
     "engine/round_closing.py: RoundClosing._keep_late: self._late.keep(slot)": "takes a gradient, orders nothing",
     "engine/sparse_gradients.py: SparseGradients._launch: work.wait()": "NCCL reduces no sparse tensors; over gloo",
     "sharding/fsdp.py: _P2PAllGather.__call__: self._comm.all_gather(output_tensor).wait()": "over gloo only",
     "sharding/fsdp.py: _P2PReduceScatter.__call__: self._comm.reduce_scatter(input_tensor, output_tensor).wait()": (
         "over gloo only"
     ),
+    "sharding/zero.py: ShardedOptimizer._update_shards: gather.wait_for(flats)": "a second step without a backward, "
+    "which changes no parameter",
     "tuning/tuner.py: _seconds: comm.all_reduce(flat).wait()": "measures time; the numbers are not used",
     "tuning/tuner.py: _seconds: synchronize(device)": "measures time; the numbers are not used",
 }
@@ -53,6 +59,8 @@ LIKELY = {
     "parts_by_name": ["guarded"],
     "FiniteCheck": ["two streams, guarded", "guarded"],
     "Reducer.begin": ["sharded, kept"],
+    "wait_for_parameters": ["sharded, read unseen"],
+    "parameter_gather": ["sharded, averaged beside", "sharded"],
     "engine/": ["bucketed"],
     "gradient_collectives": ["naive"],
     "ModelFragment.state": ["DiLoCo, saved"],

@@ -54,9 +54,10 @@ def test_options_of_the_group_count():
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_optimizers_of_matrices_are_refused(name):
+def test_optimizers_of_matrices_need_whole_parameters(name):
     if hasattr(torch.optim, name):
-        assert "not elementwise" in probe(getattr(torch.optim, name), lr=1e-3).refusal
+        found = probe(getattr(torch.optim, name), lr=1e-3)
+        assert (found.refusal, found.whole) == ("", True)
 
 
 def test_an_optimizer_that_fails_anyway_is_refused_with_its_own_words():
@@ -210,20 +211,23 @@ class BlockwiseAdam(torch.optim.Optimizer):
 REFUSED = [
     (ClippedSGD, "not elementwise"),
     (ProjectedSGD, "not elementwise"),
-    (ClippedToItself, "not elementwise"),
-    (CountsSmallUpdates, "'small' of its state depends on all elements"),
     (PreconditionedLater, "its state holds 'preconditioner', a Preconditioner"),
     (EstimatedDistance, "groups hold numbers that depend on all elements"),
-    (RowAdam, "'rows' of its state depends on all elements"),
-    (SeveralMomenta, "its state holds 'momenta', a list"),
-    (BlockwiseAdam, "not elementwise"),
 ]
+OF_WHOLE_PARAMETERS = [ClippedToItself, CountsSmallUpdates, RowAdam, SeveralMomenta, BlockwiseAdam]
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-4, 0.1])
 @pytest.mark.parametrize(("kind", "reason"), REFUSED)
-def test_optimizers_that_look_at_more_than_one_element_are_refused(kind, reason, rate):
+def test_optimizers_that_look_at_more_than_one_parameter_are_refused(kind, reason, rate):
     assert reason in probe(kind, lr=rate).refusal
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-4, 0.1])
+@pytest.mark.parametrize("kind", OF_WHOLE_PARAMETERS)
+def test_optimizers_that_look_at_one_whole_parameter_are_known(kind, rate):
+    found = probe(kind, lr=rate)
+    assert (found.refusal, found.whole) == ("", True)
 
 
 def test_a_switch_at_a_larger_size_shows_in_the_states():

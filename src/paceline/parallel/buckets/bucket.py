@@ -6,6 +6,11 @@ gradient is copied into its bucket; after the round ``param.grad`` is a view int
     flat   | grad 0 | grad 1 |..pad..| grad 2 | round status or padding |
              └ slots[0].view
 
+Parameters that have an owner each lie in their owner's part, whole; parts have equal lengths.
+
+    flat   | grad 0 | grad 2 |..pad..| grad 1 | grad 3 |..pad..|
+           └ part of rank 0          └ part of rank 1
+
 [Note: streams] On a GPU, autograd accumulates a gradient, and runs its hooks, on the stream on which forward used the
 parameter. A collective waits only for the stream that launches it, which is that of the last gradient. Where a model
 computes on several streams, that stream therefore waits for the others first. A launch after backward needs no wait:
@@ -47,6 +52,36 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def _place(slots: Sequence[GradSlot], start: int, align: int) -> int:
+    """Place slots one behind the other from `start` on; return where they end."""
+    for slot in slots:
+        slot.start, slot.numel = start, storage_numel(slot.param)
+        start = _round_up(start + slot.numel, align)
+    return start
+
+
+def _place_at_owners(
+    slots: Sequence[GradSlot], owners: Sequence[int], shards: int, unit: int, align: int
+) -> int:
+    """Place every slot in the part of its owner; return the length of all parts."""
+    parts = [
+        [slot for slot, owner in zip(slots, owners, strict=True) if owner == part] for part in range(shards)
+    ]
+    length = _round_up(max([1, *(_place(part, 0, align) for part in parts)]), unit)
+    for number, part in enumerate(parts):
+        _place(part, number * length, align)
+    return shards * length
+
+
+def _gaps(slots: Sequence[GradSlot], total: int) -> list[tuple[int, int]]:
+    """Return start and stop of what lies between, before and behind slots."""
+    gaps, end = [], 0
+    for slot in sorted(slots, key=attrgetter("start")):
+        gaps.append((end, slot.start))
+        end = slot.start + slot.numel
+    return [(start, stop) for start, stop in [*gaps, (end, total)] if start < stop]
+
+
 class Bucket:
     """A contiguous gradient buffer and, with a sharded optimizer, the parameters' buffer of the same layout.
 
@@ -60,6 +95,7 @@ class Bucket:
         unit: each part is a multiple of this many elements.
         align: gradients start at multiples of this many elements.
         allocate: allocates the buffer.
+        owners: part that each slot lies in, whole; None: slots lie one behind the other, across parts.
 
     Attributes:
         flat: the whole buffer.
@@ -76,6 +112,7 @@ class Bucket:
         upcast: it has another dtype than the parameters.
         converted: slots whose parameters have another dtype, shape or device than when the bucket was built.
         launched: its collective was launched in this round.
+        whole: every parameter lies in the part of its owner.
         ready: when the last gradient of the latest backward was complete; set while a timeline is recorded.
         compressed: reduces it in compressed packets; None: uncompressed.
         writers: on an accelerator, the streams that wrote gradients into it; see [Note: streams].
@@ -93,6 +130,7 @@ class Bucket:
         unit: int = ALIGN,
         align: int = ALIGN,
         allocate: Allocate,
+        owners: Sequence[int] | None = None,
     ) -> None:
         self.index, self.slots = index, slots
         self._allocate = allocate
@@ -100,13 +138,13 @@ class Bucket:
         self.launched = False
         self.ready: float | None = None
         self.compressed: CompressedBucket | None = None
-        used = 0
-        for slot in slots:
-            slot.start, slot.numel = used, storage_numel(slot.param)
-            used = _round_up(used + slot.numel, align)
-        total = _round_up(max(used + tail, 1), shards * (unit if shards > 1 else 1))
-        self._gaps = [(slot.start + slot.numel, _round_up(slot.start + slot.numel, align)) for slot in slots]
-        self._gaps.append((used, total))
+        self.whole = owners is not None
+        if owners is not None:
+            used = total = _place_at_owners(slots, owners, shards, unit, align)
+        else:
+            used = _place(slots, 0, align)
+            total = _round_up(max(used + tail, 1), shards * (unit if shards > 1 else 1))
+        self._gaps = _gaps(slots, total)
         self.flat = self._empty(dtype, total, device)
         self.grads, self.status = self.flat[:used], self.flat[used : used + tail]
         self.params: torch.Tensor | None = None
@@ -280,7 +318,8 @@ class Bucket:
     @property
     def moved(self) -> list[GradSlot]:
         """Slots whose parameters the program has moved out of the buffer since `adopt_parameters`."""
-        now = list(map(torch.Tensor.data_ptr, self.members))
+        with torch._C.DisableTorchFunction():  # or this would wait for what is gathered (`parameter_gather`)
+            now = list(map(torch.Tensor.data_ptr, self.members))
         if now == self._addresses:
             return []
         return [

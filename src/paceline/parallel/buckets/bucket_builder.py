@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.cost_model.bucket_assignment import plan_buckets
+from paceline.cost_model.bucket_assignment import deal_to_owners, join_uneven, plan_buckets
 from paceline.parallel.buckets.bucket import ALIGN, Bucket
 from paceline.parallel.buckets.grad_slot import GradSlot, storage_dtype, storage_numel
 from paceline.parallel.compression.compressed_bucket import CompressedBucket
@@ -89,19 +89,25 @@ def build_buckets(
     """
     dtypes = [storage_dtype(slot.param, reduce_dtype) for slot in slots]
     sizes = [storage_numel(slot.param) * dtype.itemsize for slot, dtype in zip(slots, dtypes, strict=True)]
+    costs = [slot.update_cost if sharded else None for slot in slots]
     compression = plan.compression_config
     sent_whole = [compression is None or compression.exempts(slot.name, slot.param) for slot in slots]
     kinds = [
-        (slot.param.device, dtype, slot.param.dtype, whole)
-        for slot, dtype, whole in zip(slots, dtypes, sent_whole, strict=True)
+        (slot.param.device, dtype, slot.param.dtype, whole, sharded and slot.consumer, cost is None)
+        for slot, dtype, whole, cost in zip(slots, dtypes, sent_whole, costs, strict=True)
     ]
     grouped = plan_buckets(order, sizes, kinds, plan.bucket_nbytes)
+    owned = [None if cost is None else kind for cost, kind in zip(costs, kinds, strict=True)]
+    grouped = join_uneven(grouped, sizes, owned, comm.shards)
+    loads = [0.0] * comm.shards
     countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
     inside = countable and not sharded and not hooked and sent_whole[grouped[-1][0]]
     thread = None
     buckets = []
     for index, members in enumerate(grouped):
         device, compressed = slots[members[0]].param.device, not sent_whole[members[0]]
+        here = [cost for cost in (costs[member] for member in members) if cost is not None]
+        owners = deal_to_owners([sizes[member] for member in members], here, loads) if here else None
         bucket = Bucket(
             index,
             [slots[member] for member in members],
@@ -112,6 +118,7 @@ def build_buckets(
             unit=_COMPRESSED_UNIT if compressed else ALIGN,
             align=1 if hooked else ALIGN,
             allocate=comm.allocate,
+            owners=owners,
         )
         if compression is not None and compressed:
             thread = thread or ExchangeThread(device, on_stream=comm.queues(bucket.flat))

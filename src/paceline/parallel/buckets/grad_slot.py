@@ -67,6 +67,8 @@ class GradSlot:
         stand_in: `param.grad` while every rank holds a shard of the gradient.
         added: what autograd has added to `stand_in`.
         converted: the engine's list of slots whose parameters have another dtype, shape or device than their buckets.
+        consumer: number of the optimizer that updates it; buckets don't mix them.
+        update_cost: cost of its update by one rank, which then owns it, in any unit; None: it may be cut.
     """
 
     index: int
@@ -85,6 +87,8 @@ class GradSlot:
     stand_in: torch.Tensor | None = field(default=None, repr=False)
     added: torch.Tensor | None = field(default=None, repr=False)
     converted: list[GradSlot] = field(default_factory=list, repr=False)
+    consumer: int = 0
+    update_cost: float | None = None
     bucket: SlotBucket = field(init=False, repr=False)
     view: torch.Tensor = field(init=False, repr=False)
 

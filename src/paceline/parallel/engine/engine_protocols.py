@@ -44,11 +44,11 @@ class ReshardableOptimizer(Protocol):
         """Return whether `optimizer` is this one or the inner one that it updates with."""
         ...
 
-    def gather_state(self) -> dict[str, dict[str, Any]]:
+    def gather_state(self) -> dict[str, list[dict[str, Any]]]:
         """Return the whole state of every parameter; all ranks call this."""
         ...
 
-    def resume_state(self, state_of: dict[str, dict[str, Any]]) -> None:
+    def resume_state(self, state: dict[str, list[dict[str, Any]]]) -> None:
         """Continue from a gathered state in the engine's present layout."""
         ...
 

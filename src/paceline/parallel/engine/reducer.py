@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -35,7 +36,9 @@ from paceline.parallel.buckets.grad_slot import GradSlot, SlotBucket, storage_dt
 from paceline.parallel.buckets.sharded_gradient import ShardedGradient
 from paceline.parallel.comm_hook import CommHook
 from paceline.parallel.engine.grad_hooks import GradHooks, accumulates_nothing
+from paceline.parallel.engine.gradient_consumers import GradientConsumers
 from paceline.parallel.engine.loss_weights import Factor, LossWeights
+from paceline.parallel.engine.parameter_gather import ParameterGather
 from paceline.parallel.engine.round_closing import RoundClosing
 from paceline.parallel.engine.round_status import RoundSummary, Status, missing_samples_error
 from paceline.parallel.engine.sparse_gradients import SparseGradients
@@ -65,6 +68,8 @@ class Reducer(RoundClosing):
         follows_torch: whether what torch's DistributedDataParallel allows is a warning where it is an error otherwise.
         replicas_differ: whether parameters may differ between ranks, since an exception ended local training.
         hooks: of the parameters.
+        consumers: the optimizers that update shards.
+        parameter_gather: what they have updated and not yet received.
     """
 
     def __init__(
@@ -87,6 +92,11 @@ class Reducer(RoundClosing):
         self._will_sync = False  # the present backward closes with a round
         self._firings: list[int] = []  # of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen, *sparse]}
+        self.consumers = GradientConsumers(self.slots)
+        note_waiting = weakref.WeakMethod(self.note_waiting)
+        self.parameter_gather = ParameterGather(
+            comm, module, lambda seconds: (note := note_waiting()) and note(seconds)
+        )
         self.hooks = GradHooks(self, self.slots, Reducer.after_accumulate, Reducer.after_small)
         if sparse:
             self.sparse = SparseGradients(sparse, comm)
@@ -244,6 +254,7 @@ class Reducer(RoundClosing):
             self.refuse_after_failure()
         step_state.begin_phase(self.step, "backward")
         self.comm.note_step(self.step)
+        self.parameter_gather.wait_all()
         self.launch_queue.wait_all()  # the result of the last round, if it was not used
         self.apply_pending_plan()
         kept = self._kept_slots()
@@ -270,6 +281,13 @@ class Reducer(RoundClosing):
         self.launch_queue.begin_round(self.step)
         if self.has_buckets and not kept and step_state.recorder is None and self.ready_times is None:
             self.hooks.watching.clear()
+
+    def consume(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients that `optimizer` has used; all of them, unless another one has still to use some."""
+        for slot in self.consumers.slots_of(optimizer):
+            slot.param.grad, slot.unbucketed, slot.used, slot.fired = None, None, False, 0
+        if not self.consumers.others_wait(optimizer):
+            self.drop()
 
     def _build_buckets(self) -> None:
         super()._build_buckets()

@@ -1,7 +1,9 @@
-"""Tries an optimizer: whether it is elementwise, so that it may update parts of parameters, and what its state holds.
+"""Tries an optimizer: may it update parts of parameters, or whole parameters on different ranks, or neither?
 
-A matrix is updated by one optimizer, and its two unequal parts, flattened, by one each, as the ranks do it. Afterwards
-the numbers, the options of the groups and the shapes of the states must agree. The gradients are made to reveal updates
+It is *elementwise* if it may update parts: a matrix is updated by one optimizer, and its two unequal parts, flattened,
+by one each, as the ranks do it. Afterwards the numbers, the options of the groups and the shapes of the states must
+agree. Otherwise it may still update each parameter by itself: two matrices are updated by one optimizer together, and
+by one each, and again everything must agree. The gradients are made to reveal updates
 that depend on more than one element: some have elements of very different size (norms and clipping), some are nearly
 orthogonal to every row of the parameter (AdamP's projection), the others have a common direction (D-Adaptation). The
 matrix is large enough for optimizers that treat parameters by size (8-bit Adam, from 4096 elements on); a switch at a
@@ -27,6 +29,7 @@ __all__ = ["OptimizerProbe", "check_options", "group_options", "probe_optimizer"
 
 _STEPS = 8
 _SHAPE = (64, 66)
+_OTHER_SHAPE = (48, 40)
 _FIRST_PART = 1000
 """Elements of the first part; it ends inside a row."""
 
@@ -53,7 +56,8 @@ class OptimizerProbe:
     """What trying an optimizer has shown.
 
     Attributes:
-        refusal: why it can't update parts of parameters; "" if it can.
+        refusal: why ranks can't update different parameters, or parts of them; "" if they can.
+        whole: it needs whole parameters; False: it is elementwise.
         failed: a step with a whole parameter raised; it may need arguments.
         elementwise: names of the state's entries that have one value per element.
         changes_groups: a step changes what its groups hold.
@@ -61,6 +65,7 @@ class OptimizerProbe:
     """
 
     refusal: str = ""
+    whole: bool = False
     failed: bool = False
     elementwise: frozenset[str] = frozenset()
     changes_groups: bool = False
@@ -70,6 +75,7 @@ class OptimizerProbe:
         """Return what is true for parameters of either of two kinds."""
         return OptimizerProbe(
             self.refusal or other.refusal,
+            self.whole or other.whole,
             self.failed or other.failed,
             self.elementwise | other.elementwise,
             self.changes_groups or other.changes_groups,
@@ -111,17 +117,18 @@ def takes_arguments(optimizer: type[torch.optim.Optimizer]) -> bool:
 
 
 class _Trial:
-    """One parameter with an optimizer of its own."""
+    """Parameters, as a rule one, with an optimizer of their own."""
 
     def __init__(
         self,
         optimizer: type[torch.optim.Optimizer],
         options: Mapping[str, Any],
         group: Mapping[str, Any],
-        start: Tensor,
+        *starts: Tensor,
     ) -> None:
-        self.param = torch.nn.Parameter(start.clone())
-        self.optimizer = optimizer([self.param], **options)
+        self.params = [torch.nn.Parameter(start.clone()) for start in starts]
+        self.param = self.params[0]
+        self.optimizer = optimizer(self.params, **options)
         self.group.update(copy.deepcopy(group_options(group)))
         rate = self.group.get("lr")
         if isinstance(rate, Tensor):
@@ -139,10 +146,12 @@ class _Trial:
         return self.optimizer.state[self.param]
 
     def step(self, grad: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Update with `grad`, and return the parameter, flattened."""
-        self.param.grad = grad.reshape(self.param.shape).clone()
+        """Update with `grad`, flattened or not, and return the parameters, flattened."""
+        sizes = [param.numel() for param in self.params]
+        for param, own in zip(self.params, grad.flatten().split(sizes), strict=True):
+            param.grad = own.reshape(param.shape).clone()
         self.optimizer.step(**copy.deepcopy(dict(arguments)))
-        return self.param.detach().flatten().clone()
+        return torch.cat([param.detach().flatten() for param in self.params])
 
 
 def probe_optimizer(
@@ -152,7 +161,7 @@ def probe_optimizer(
     device: torch.device,
     arguments: Mapping[str, Any],
 ) -> OptimizerProbe:
-    """Try `optimizer` on a whole parameter and on parts of it.
+    """Try `optimizer` on a whole parameter and on parts of it, then on two parameters together and on each by itself.
 
     Args:
         optimizer: the class.
@@ -161,6 +170,23 @@ def probe_optimizer(
         device: of the parameters.
         arguments: of its ``step``.
     """
+    found = _try_parts(optimizer, options, group, device, arguments)
+    if not found.refusal or found.failed:
+        return found
+    together = _try_two(optimizer, options, group, device, arguments)
+    if together.refusal and together.refusal != found.refusal:
+        return OptimizerProbe(f"{found.refusal}; {together.refusal}")
+    return together
+
+
+def _try_parts(
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    device: torch.device,
+    arguments: Mapping[str, Any],
+) -> OptimizerProbe:
+    """Try `optimizer` on a whole parameter and on parts of it."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator).to(device)
     sizes = [_FIRST_PART, start.numel() - _FIRST_PART]
@@ -181,9 +207,45 @@ def probe_optimizer(
                 return OptimizerProbe("it is not elementwise")
     except Exception as error:  # noqa: BLE001 - as above
         return OptimizerProbe(f"it is not elementwise: with a part, a trial raised {_describe(error)}")
-    if not all(_same_numbers(whole.group, part.group) for part in parts):
+    if not all(_same_numbers(group_options(whole.group), group_options(part.group)) for part in parts):
         return OptimizerProbe("it is not elementwise: its groups hold numbers that depend on all elements")
     return _compare_states(whole, parts)
+
+
+def _try_two(
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    device: torch.device,
+    arguments: Mapping[str, Any],
+) -> OptimizerProbe:
+    """Try `optimizer` on two parameters together, and on each by itself."""
+    generator = torch.Generator().manual_seed(1)
+    starts = [torch.randn(shape, generator=generator).to(device) for shape in (_SHAPE, _OTHER_SHAPE)]
+    try:
+        both = _Trial(optimizer, options, group, *starts)
+        single = [_Trial(optimizer, options, group, start) for start in starts]
+        for number in range(_STEPS):
+            grads = [_revealing_grad(number, param.detach(), generator) for param in both.params]
+            grads[1] *= 100.0  # what is added up over both would show in the smaller one
+            expected = both.step(torch.cat([grad.flatten() for grad in grads]), arguments)
+            found = torch.cat([one.step(grad, arguments) for one, grad in zip(single, grads, strict=True)])
+            if not torch.allclose(found, expected, rtol=0.0, atol=_TOLERANCE * expected.abs().max().item()):
+                return OptimizerProbe("the update of a parameter depends on others")
+    except Exception as error:  # noqa: BLE001 - as above
+        return OptimizerProbe(f"a trial with two parameters raised {_describe(error)}")
+    if not all(_same_numbers(group_options(both.group), group_options(one.group)) for one in single):
+        return OptimizerProbe("its groups hold numbers that depend on all parameters")
+    for key, value in both.state.items():
+        if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in pytree.tree_leaves(value)):
+            return OptimizerProbe(f"its state holds {key!r}, a {type(value).__name__}")
+    changes_groups = both.group_before != repr(group_options(both.group))
+    elementwise = frozenset(
+        key
+        for key, value in both.state.items()
+        if isinstance(value, Tensor) and value.shape == both.param.shape
+    )
+    return OptimizerProbe(whole=True, elementwise=elementwise, changes_groups=changes_groups)
 
 
 def _revealing_grad(step: int, param: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,9 +1,10 @@
 """Moves optimizer state between layouts: gathered from the shards of all ranks, or cut into other shards.
 
-Between layouts the state of a parameter is a dictionary: per-element tensors, flattened in the parameter's storage
-order, and entries of the whole parameter, such as ``step``. A shard is ``{"start", "stop", "state"}``: the state of the
-elements from `start` up to `stop`. Which entries are per-element is found by trying the optimizer (`optimizer_probe`);
-those that it does not know are judged by their shape.
+Between layouts the state of a parameter is a list of shards: ``{"start", "stop", "state"}``, the state of the elements
+from `start` up to `stop`. That is a dictionary of per-element tensors, flattened in the parameter's storage order, and
+entries that belong to all these elements, such as ``step`` or the factors of a preconditioner. Which entries are
+per-element is found by trying the optimizer (`optimizer_probe`); those that it does not know are judged by their
+shape.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
 from paceline.parallel.buckets.bucket import Bucket
-from paceline.parallel.buckets.grad_slot import ShardPiece, shaped_as, storage_numel
+from paceline.parallel.buckets.grad_slot import shaped_as, storage_numel
 from paceline.parallel.gradient_collectives import Comm
+from paceline.parallel.sharding.update_units import UpdateUnit
 
 __all__ = [
     "Shards",
-    "StateOf",
     "flatten_state",
+    "gather_owned",
     "gather_state",
     "merge_shards",
     "sharded_like",
@@ -36,9 +38,6 @@ __all__ = [
 
 Shards = dict[str, list[dict[str, Any]]]
 """Shards by parameter name."""
-
-StateOf = dict[str, dict[str, Any]]
-"""State by parameter name, then by its own name: ``state["head.weight"]["exp_avg"]``."""
 
 
 def flatten_state(state: Mapping[str, Any], param: Tensor, elementwise: Collection[str]) -> dict[str, Any]:
@@ -78,52 +77,77 @@ def unflatten_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def gather_state(
-    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]],
+    units: Sequence[tuple[UpdateUnit, Mapping[str, Any]]],
     buckets: Sequence[Bucket],
     comm: Comm,
     elementwise: Collection[str],
     *,
     to: int | None = None,
-) -> StateOf:
-    """Return the whole state of every parameter; a collective.
+) -> Shards:
+    """Return the whole state of every parameter, from flat parts; a collective.
 
     Args:
-        held: this rank's pieces of the parameters, each with its state.
+        units: this rank's parts of the parameters, each with its state.
         buckets: of the parameters.
         comm: the ranks.
         elementwise: names of the per-element entries.
         to: the only rank that needs the result; others return none of the per-element entries. None: all.
     """
-    whole, dtype_of = _gather_entries(held, comm, elementwise)
+    whole, dtype_of = _gather_entries(units, comm, elementwise)
     for bucket in buckets:
-        for key in sorted({key for slot in bucket.slots for key in dtype_of.get(slot.name, {})}):
+        slot_of = {slot.name: slot for slot in bucket.slots}
+        for key in sorted({key for name in slot_of for key in dtype_of.get(name, {})}):
             slots = [slot for slot in bucket.slots if key in dtype_of.get(slot.name, {})]
             dtype = dtype_of[slots[0].name][key]
             flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
-            for piece, state in held:
-                if piece.slot.bucket is bucket and key in state:
-                    first = piece.slot.start + piece.start
-                    flat[first : first + piece.stop - piece.start] = state[key]
+            for unit, state in units:
+                if key in state and (slot := slot_of.get(unit.name)) is not None:
+                    flat[slot.start + unit.start : slot.start + unit.stop] = state[key]
             comm.all_gather(flat).wait()
             for slot in slots if to in (None, comm.rank) else []:
                 whole[slot.name][key] = flat[slot.start : slot.start + slot.numel].clone()
-    return whole
+    stops = {slot.name: slot.numel for bucket in buckets for slot in bucket.slots}
+    return {
+        name: [{"start": 0, "stop": stops[name], "state": state}] for name, state in whole.items() if state
+    }
+
+
+def gather_owned(mine: Shards, comm: Comm, *, to: int | None = None) -> Shards:
+    """Return the shards of all ranks, which hold whole blocks; a collective.
+
+    Args:
+        mine: this rank's.
+        comm: the ranks.
+        to: the only rank that needs the result; others return an empty one. None: all.
+    """
+    rows = comm.gather_values([[name, part["start"]] for name, parts in mine.items() for part in parts])
+    owner_of: dict[tuple[str, int], int] = {}
+    for rank, row in enumerate(rows):
+        for name, start in row:
+            owner_of.setdefault((name, start), rank)
+    found: Shards = {}
+    for (name, start), owner in owner_of.items():
+        part = next((part for part in mine.get(name, []) if part["start"] == start), None)
+        sent = comm.broadcast_value(part if owner == comm.rank else None, owner)
+        if to in (None, comm.rank):
+            found.setdefault(name, []).append(sent)
+    return found
 
 
 def _gather_entries(
-    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]], comm: Comm, elementwise: Collection[str]
-) -> tuple[StateOf, dict[str, dict[str, torch.dtype]]]:
+    units: Sequence[tuple[UpdateUnit, Mapping[str, Any]]], comm: Comm, elementwise: Collection[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.dtype]]]:
     """Return the entries of whole parameters, and the dtypes of the per-element ones, from all ranks."""
-    entries: StateOf = {}
+    entries: dict[str, dict[str, Any]] = {}
     dtypes: dict[str, dict[str, torch.dtype]] = {}
-    for piece, state in held:
+    for unit, state in units:
         for key, value in state.items():
-            if _is_per_element(key, value, piece.stop - piece.start, elementwise):
-                dtypes.setdefault(piece.slot.name, {})[key] = value.dtype
+            if _is_per_element(key, value, unit.stop - unit.start, elementwise):
+                dtypes.setdefault(unit.name, {})[key] = value.dtype
             else:
                 kept = value.cpu() if isinstance(value, Tensor) else value
-                entries.setdefault(piece.slot.name, {})[key] = kept
-    whole: StateOf = {}
+                entries.setdefault(unit.name, {})[key] = kept
+    whole: dict[str, dict[str, Any]] = {}
     dtype_of: dict[str, dict[str, torch.dtype]] = {}
     names = {
         name: {key: str(dtype).removeprefix("torch.") for key, dtype in of.items()}
@@ -184,13 +208,27 @@ def slice_state(
                 whole = state.setdefault(key, value.new_zeros(stop - start))
                 whole[low - start : high - start] = value[low - shard["start"] : high - shard["start"]]
             else:  # an entry of the whole parameter, such as the step count
-                state[key] = value.clone() if isinstance(value, Tensor) else value
+                _check_range(name, key, value, shard, (start, stop))
+                state[key] = pytree.tree_map_only(Tensor, Tensor.clone, value)
     if any(shard["state"] for shard in shards) and covered < stop - start:
         raise UsageError(
             f"the state of parameter {name!r} covers {covered} of {stop - start} elements",
             remedy="load the shards of all ranks that wrote the state",
         )
     return state
+
+
+def _check_range(
+    name: str, key: str, value: object, shard: Mapping[str, Any], wanted: tuple[int, int]
+) -> None:
+    """Raise for an entry of more than one number that belongs to other elements than `wanted`."""
+    many = any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in pytree.tree_leaves(value))
+    if many and (shard["start"], shard["stop"]) != wanted:
+        raise UsageError(
+            f"the state's {key!r} of parameter {name!r} belongs to its elements {shard['start']} to {shard['stop']}, "
+            f"and the optimizer updates {wanted[0]} to {wanted[1]} together",
+            remedy="split parameters as in the run that wrote the state",
+        )
 
 
 def with_whole_tensors(state: dict[str, Any]) -> dict[str, Any]:

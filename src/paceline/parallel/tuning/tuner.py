@@ -14,9 +14,9 @@ the parameters are the same to the bit.
 backward; never in forward, which one rank may run alone to evaluate. The step during which it changes pays for moving,
 so it does not count.
 
-[Note: sharding] Plans that shard the optimizer are tried only if a single `ShardedOptimizer` updates the model. Its
-state then moves from layout to layout. Programs need no change, except that gradients are gone after ``step()``, as
-with ``"sharded"``.
+[Note: sharding] Plans that shard the optimizer are tried only if `ShardedOptimizer`s update the model, each other
+parameters. Their state then moves from layout to layout. Programs need no change, except that gradients are gone after
+``step()``, as with ``"sharded"``.
 """
 
 from __future__ import annotations
@@ -115,6 +115,10 @@ class Tuner:
         assert engine is not None, "the engine makes the call"
         return engine
 
+    @property
+    def _attached(self) -> list[ReshardableOptimizer]:
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
     # ------------------------------------------------------------------ called by the engine and the optimizer
 
     def attach(self, optimizer: ReshardableOptimizer) -> None:
@@ -123,8 +127,7 @@ class Tuner:
 
     def optimizer_stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that `optimizer` is about to update this model."""
-        attached = [reference() for reference in self._optimizers]
-        self._others |= not any(each is not None and each.includes(optimizer) for each in attached)
+        self._others |= not any(each.includes(optimizer) for each in self._attached)
 
     def round_ended(self) -> None:
         """Record the duration of a step, and decide on the next plan; all ranks call this after every round."""
@@ -148,11 +151,12 @@ class Tuner:
         if "optimizer" not in (engine.plan.shard, self.target.shard):
             engine.change_plan(self.target)
             return
-        (optimizer,) = (reference() for reference in self._optimizers)
-        if optimizer is not None and optimizer.movable and engine.empty:
-            state = optimizer.gather_state()
+        optimizers = self._attached
+        if optimizers and engine.empty and all(optimizer.movable for optimizer in optimizers):
+            states = [optimizer.gather_state() for optimizer in optimizers]
             engine.change_plan(self.target)
-            optimizer.resume_state(state)
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.resume_state(state)
 
     # ------------------------------------------------------------------ the search
 
@@ -208,10 +212,10 @@ class Tuner:
 
     def _may_shard(self) -> bool:
         """Return whether plans that shard the optimizer can be tried; see [Note: sharding]."""
-        attached = [reference() for reference in self._optimizers]
-        if len(attached) != 1 or self._others:
+        attached = self._attached
+        if not attached or self._others or not self._engine.consumers.disjoint:
             return False
-        return attached[0] is not None and attached[0].can_shard
+        return all(each.can_shard for each in attached)
 
     # ------------------------------------------------------------------ results
 
