@@ -437,6 +437,11 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             shards.setdefault(piece.slot.name, []).append(shard)
         return shards
 
+    @property
+    def replica(self) -> int:
+        """Which of the copies of its shards this rank holds; of those of one shard, number 0 writes checkpoints."""
+        return self._engine.comm.replica
+
     def _pieces_with_state(self) -> list[tuple[ShardPiece, dict[str, Any]]]:
         return [(piece, group.state_of(param)) for group in self._groups for piece, param in group.pieces]
 
