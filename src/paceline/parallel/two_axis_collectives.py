@@ -68,15 +68,23 @@ class TwoAxisComm(Comm):
         shard_axis: the ranks that hold the parts of one replica.
 
     Raises:
-        UsageError: this process is not in the mesh, or its groups do not fit.
+        UsageError: a row of the mesh is not in ascending order, as torch's groups are.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
+        rows, place = mesh.mesh.tolist(), mesh.get_coordinate()
+        assert place is not None, "this process is in the mesh"
+        if any(row != sorted(row) for row in rows):
+            raise UsageError(
+                f"the rows of the device mesh {rows} are not in ascending order, as torch numbers the ranks of a group: "
+                "replicas would hold different parts",
+                remedy=f"pass a mesh of {[sorted(row) for row in rows]}",
+            )
         super().__init__(group_of_mesh(mesh))
         self._ranks = mesh.mesh.clone()
         self._replicate_group = mesh.get_group(0)
         self._shard_axis = Comm(mesh.get_group(1))
-        self._replica = mesh.get_local_rank(0)
+        self._replica = place[0]
         self._thread: ExchangeThread | None = None
 
     @cached_property

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from paceline.errors import UsageError, unknown
 from paceline.parallel.gradient_collectives import Comm
@@ -68,6 +68,10 @@ class FSDPOptions:
         if not isinstance(self.offload_policy, OffloadPolicy):
             policies = "torch.distributed.fsdp.CPUOffloadPolicy() or OffloadPolicy()"
             raise _refusal("offload_policy", self.offload_policy, f"pass {policies}")
+        pinned = isinstance(self.offload_policy, CPUOffloadPolicy) and self.offload_policy.pin_memory
+        if pinned and not torch.accelerator.is_available():
+            remedy = "without an accelerator pass CPUOffloadPolicy(pin_memory=False)"
+            raise _refusal("offload_policy", self.offload_policy, remedy)
         dtype = self.output_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise _refusal(
