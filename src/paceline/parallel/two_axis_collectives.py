@@ -76,8 +76,8 @@ class TwoAxisComm(Comm):
         assert place is not None, "this process is in the mesh"
         if any(row != sorted(row) for row in rows):
             raise UsageError(
-                f"the rows of the device mesh {rows} are not in ascending order, as torch numbers the ranks of a group: "
-                "replicas would hold different parts",
+                f"the rows of the device mesh {rows} are not in ascending order, in which torch numbers the ranks of a "
+                "group: replicas would hold different parts",
                 remedy=f"pass a mesh of {[sorted(row) for row in rows]}",
             )
         super().__init__(group_of_mesh(mesh))

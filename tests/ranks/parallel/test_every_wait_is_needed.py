@@ -30,8 +30,8 @@ NO_EFFECT = {
     ),
     "two_axis_collectives.py: TwoAxisComm.reduce_scatter: self._thread.keep(flat)": "the stream of the second stage "
     "computes with the memory for means of 16-bit floats only; the collectives keep it otherwise",
-    "two_axis_collectives.py: _TwoStages.wait: self._launched.wait()": "the second stage ends later on the same stream; "
-    "over gloo this waits until a thread has launched it",
+    "two_axis_collectives.py: _TwoStages.wait: self._launched.wait()": "the second stage ends later on the same "
+    "stream; over gloo this waits until a thread has launched it",
     "tuning/tuner.py: _seconds: comm.all_reduce(flat).wait()": "measures time; the numbers are not used",
     "tuning/tuner.py: _seconds: synchronize(device)": "measures time; the numbers are not used",
 }

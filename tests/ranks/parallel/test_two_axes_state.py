@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,8 +117,8 @@ def carried_over(rank, size, sync):
     model, optim = built(sync, size)
     train(model, optim, rank, size, range(2))
     other, loaded = built(sync, size)
-    other.load_state_dict(model.state_dict())
-    loaded.load_state_dict(optim.state_dict())
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    loaded.load_state_dict(copy.deepcopy(optim.state_dict()))
     train(model, optim, rank, size, range(2, 4))
     train(other, loaded, rank, size, range(2, 4))
     return max_difference(model.whole_parameters(), other.whole_parameters())
