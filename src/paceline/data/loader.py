@@ -64,7 +64,8 @@ class Loader:
         redeal_every: with ``shares="measured"``, steps between two updates of the shares; None: between epochs.
         stream: of an iterable dataset: ``"own"``: every rank reads its own stream, split beforehand; ``"whole"``: all
             ranks read the same one, and each keeps its blocks.
-        group: process group of the ranks, or the data axis of a device mesh; None: all.
+        group: process group of the ranks, or the data axis of a device mesh; None: all. Of a mesh of two axes, all
+            its ranks.
 
     Raises:
         UsageError: an argument is invalid, the dataset is empty, or the shares do not match the ranks.

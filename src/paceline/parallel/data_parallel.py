@@ -67,8 +67,8 @@ class DataParallel(torch.nn.Module):
             alone would keep every unit's lower-precision copy from forward to backward, which is the whole model again.
         units: for ``"full-shard"``, the submodules that are gathered one at a time; None: the members of every
             ``ModuleList`` with at least 100,000 parameters.
-        fsdp_options: for ``"full-shard"``, options of FSDP2 by name, see `FSDPOptions`: ``reshard_after_forward``,
-            ``offload_policy``, ``forward_prefetch``, ``backward_prefetch`` … None: torch's defaults.
+        fsdp_options: for ``"full-shard"``, options of FSDP2 by name: ``reshard_after_forward``, ``offload_policy``,
+            ``forward_prefetch`` …, see `paceline.parallel.sharding.fsdp_options`. None: torch's defaults.
         find_unused_parameters: on GPUs, which parameters get a gradient (on any rank) may differ from step to step, so
             every step waits for the device to report it. False: if they were the same in the first steps, they have to
             stay the same; else an error, one step later. On CPUs they may always differ.

@@ -385,13 +385,13 @@ class Comm:
 
     def combine_norms(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Return the p-norm over all ranks' parts in float64, from the p-norm `norm` of this rank's part."""
-        total = norm.to(torch.float64)
+        total = norm.to(group_device(self.group, norm.device), torch.float64)
         op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
         if norm_type != math.inf:
             total = total**norm_type
         with _peer_errors(), step_state.waiting_for_peers():
             dist.all_reduce(total, op=op, group=self.group)
-        return total if norm_type == math.inf else total ** (1 / norm_type)
+        return (total if norm_type == math.inf else total ** (1 / norm_type)).to(norm.device)
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Copy `flat` from the group's rank `source` to all ranks."""
