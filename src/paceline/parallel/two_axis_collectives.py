@@ -9,14 +9,15 @@ part instead of most of the buffer.
 
 [Note: the second stage] Backward does not wait for the first stage of a bucket. A thread waits for it and launches the
 second, one bucket after the other (on a GPU with NCCL: a stream). So the order of calls on the replicate axis is that
-of the buckets, on all ranks. The program may use the mesh's own group at the same time, from its own thread: the second
-stage therefore has a separate group of the same ranks.
+of the buckets, on all ranks; models on one mesh share the thread. The program may use the mesh's own group at the same
+time, from its own thread: the second stage therefore has a separate group of the same ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ from paceline.parallel.strategy import Sync
 from paceline.world.mesh_groups import check_mesh, group_of_mesh, separate_group
 
 __all__ = ["TwoAxisComm", "comm_of"]
+
+_threads: WeakKeyDictionary[dist.ProcessGroup, ExchangeThread] = WeakKeyDictionary()
+"""What launches the second stages on a group."""
 
 
 def comm_of(group: dist.ProcessGroup | DeviceMesh | Comm | None, plan: Sync | None) -> Comm:
@@ -85,7 +89,6 @@ class TwoAxisComm(Comm):
         self._replicate_group = mesh.get_group(0)
         self._shard_axis = Comm(mesh.get_group(1))
         self._replica = place[0]
-        self._thread: ExchangeThread | None = None
 
     @cached_property
     def _replicas(self) -> Comm:
@@ -154,10 +157,12 @@ class TwoAxisComm(Comm):
         first = self._shard_axis.reduce_scatter(flat, into, mean=mean)
         result = flat.chunk(self.shards)[self.shard] if into is None else into
         replicas = self._replicas
-        if self._thread is None:
-            self._thread = ExchangeThread(flat.device, on_stream=self.queues(flat))
-        self._thread.keep(flat)
-        return _TwoStages(self._thread, first, lambda: replicas.all_reduce(result, mean=mean))
+        assert replicas.group is not None, "a mesh has groups"
+        thread = _threads.get(replicas.group)
+        if thread is None:
+            thread = _threads[replicas.group] = ExchangeThread(flat.device, on_stream=self.queues(flat))
+        thread.keep(flat)
+        return _TwoStages(thread, first, lambda: replicas.all_reduce(result, mean=mean))
 
     def post_part_receives(self, flat: torch.Tensor) -> list[dist.Work]:
         """Post the receives of an `all_gather` of `flat` early."""

@@ -28,7 +28,7 @@ NO_EFFECT = {
     "sharding/fsdp.py: _P2PReduceScatter.__call__: self._comm.reduce_scatter(input_tensor, output_tensor).wait()": (
         "over gloo only"
     ),
-    "two_axis_collectives.py: TwoAxisComm.reduce_scatter: self._thread.keep(flat)": "the stream of the second stage "
+    "two_axis_collectives.py: TwoAxisComm.reduce_scatter: thread.keep(flat)": "the stream of the second stage "
     "computes with the memory for means of 16-bit floats only; the collectives keep it otherwise",
     "two_axis_collectives.py: _TwoStages.wait: self._launched.wait()": "the second stage ends later on the same "
     "stream; over gloo this waits until a thread has launched it",

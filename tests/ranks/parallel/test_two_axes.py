@@ -234,6 +234,31 @@ def test_the_program_may_use_the_groups_of_the_mesh(pool, backend):
     ]
 
 
+def two_models(rank, size):
+    """Train two models on one mesh, with both gradients on their way at the same time; give one up in between."""
+    case, gaps = CASES[0], []
+    pairs = [build(sync=PER_PARAMETER, group=mesh_of(2, 2)) for _ in range(2)]
+    for step in range(4):
+        x, y = batches(SHARES, 10 * step)[rank]
+        for model, _ in pairs:
+            case.backward(model, x, y)
+        given_up, _ = build(sync=PER_PARAMETER, group=mesh_of(2, 2))
+        case.backward(given_up, x, y)
+        del given_up
+        for model, optim in reversed(pairs):
+            model.clip_grad_norm_(0.3)
+            optim.step()
+            optim.zero_grad()
+    expected = case.one_process(range(4))[0]
+    gaps += [max_difference(model.whole_parameters(), expected) for model, _ in pairs]
+    return max(gaps)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_models_on_one_mesh_do_not_mix(pool, backend):
+    assert max(pool(4, backend).run(two_models)) <= TOLERANCE
+
+
 def mean_hook(state, bucket):
     dist.all_reduce(bucket.buffer())
     return bucket.buffer().div_(dist.get_world_size())
