@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 import paceline
@@ -31,6 +33,9 @@ STEPS = 6
 
 KIB = 2.0**-10
 """Of a MiB."""
+
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,18 @@ class Place:
         """Return a stream beside the current one; None on the CPU."""
         return None if self.device == "cpu" else torch.get_device_module(self.device).Stream()
 
+    def mesh(self, shape: tuple[int, int]) -> DeviceMesh:
+        """Return the ranks as a mesh of two axes, the same one for all scenes of a world."""
+        known = _meshes.setdefault(self.group, {})
+        if shape not in known:
+            ranks, backend = torch.arange(self.size).view(shape), dist.get_backend_config(self.group)
+            rows = [dist.new_group(row.tolist(), backend=backend) for row in ranks]
+            columns = [dist.new_group(column.tolist(), backend=backend) for column in ranks.T]
+            row, column = divmod(self.rank, shape[1])
+            groups, names = [columns[column], rows[row]], ("replicate", "shard")
+            known[shape] = DeviceMesh.from_group(groups, self.device, ranks, mesh_dim_names=names)
+        return known[shape]
+
 
 def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [each.detach().cpu().clone() for each in tensors]
@@ -72,6 +89,7 @@ class Training:
         dtype: of the parameters.
         optimizer: class and options.
         options: of `DataParallel`.
+        axes: replicas and shards, if the ranks are a mesh.
         hook: registers a communication hook.
         after: called with model, optimizer and step after each step's backwards; returns whether to update.
         finish: called with model and optimizer at the end; returns more tensors to compare.
@@ -86,6 +104,7 @@ class Training:
     dtype: torch.dtype = torch.float32
     optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]] = (torch.optim.AdamW, {"lr": 0.02})
     options: dict[str, Any] = field(default_factory=dict)
+    axes: tuple[int, int] | None = None
     hook: Callable[[Any, Any], Any] | None = None
     after: Callable[[Any, Any, int], bool] | None = None
     finish: Callable[[Any, Any], Sequence[Tensor]] | None = None
@@ -95,7 +114,8 @@ class Training:
         net = self.model().to(self.dtype).to(place.device)
         if isinstance(net, TwoStreams):
             net.side = place.side_stream()
-        model = paceline.DataParallel(net, sync=self.sync, group=place.group, **self.options)
+        group = place.group if self.axes is None else place.mesh(self.axes)
+        model = paceline.DataParallel(net, sync=self.sync, group=group, **self.options)
         kind, options = self.optimizer
         optim = paceline.ShardedOptimizer(model, kind, **options)
         if self.hook is not None:
@@ -351,6 +371,10 @@ SCENES: dict[str, Callable[[Place], list[Tensor]]] = {
     "sharded, dropped": Training(sync="sharded", after=dropped_in_even_steps),
     "sharded, averaged beside": Training(sync="sharded", after=averaged_beside, finish=averages),
     "sharded, read unseen": Training(sync="sharded", after=read_unseen, finish=seen),
+    "two axes": Training(
+        sync=Sync(bucket_mib=2.5 * KIB, shard="optimizer"), axes=(2, 1), empty=True, clip="model"
+    ),
+    "two axes, full-shard": Training(sync="full-shard", axes=(2, 1), backwards=2),
     "full-shard": Training(sync="full-shard"),
     "full-shard, accumulated, clipped": Training(sync="full-shard", call="equal", backwards=2, clip="model"),
     "two streams": TWO_STREAMS(sync=SMALL_BUCKETS),

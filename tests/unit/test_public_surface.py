@@ -39,6 +39,7 @@ NEEDS_TORCH = {
     "paceline.world.accelerator",
     "paceline.world.control_collectives",
     "paceline.world.group_devices",
+    "paceline.world.mesh_groups",
     "paceline.world.plain_values",
     "paceline.world.value_collectives",
     "paceline.world.store.authenticated_store",

@@ -141,7 +141,7 @@ def restore_contents(found: ResumePoint, objects: NamedObjects, rank: int, ranks
         if first["extra"][name]:
             unwrap(model).load_state_dict(first["extra"][name], strict=False)
     for name, optimizer in objects.optimizers.items():
-        load_optimizer(optimizer, groups[name], pieces[name], objects.param_names, rank)
+        load_optimizer(optimizer, groups[name], pieces[name], objects.param_names)
     for name, other in objects.others.items():  # last: their states may set those of model and optimizer
         _load_other(name, other, states, rank, ranks)
     if rank < len(states):

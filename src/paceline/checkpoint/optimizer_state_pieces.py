@@ -7,6 +7,7 @@ strategy. Elements are counted in the order in which the parameter is stored, a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,8 @@ def optimizer_state(
     shards = _shards(optimizer)
     if shards is None:
         pieces = _pieces(optimizer, param_names, rank, ranks)
+    elif isinstance(optimizer, ShardedOptimizer) and optimizer.replica:
+        pieces = []
     else:
         names = _names_by_slot(group_names)
         pieces = [
@@ -84,7 +87,6 @@ def load_optimizer(
     groups: Sequence[Mapping[str, Any]],
     pieces: Iterable[Piece],
     param_names: Mapping[int, str],
-    rank: int,
 ) -> None:
     """Load the options of `groups`, and the state in the `pieces` of all ranks.
 
@@ -113,7 +115,7 @@ def load_optimizer(
         for param in group["params"]:
             name = param_names[id(param)]
             if name in pieces_of:
-                packed["state"][index] = _join(name, param, pieces_of[name], rank)
+                packed["state"][index] = _join(name, param, pieces_of[name])
             index += 1
     optimizer.load_state_dict(packed)
 
@@ -149,8 +151,8 @@ def _pieces(
     sizes = [0 if isinstance(param, DTensor) else param.numel() for param in params]
     pieces: list[Piece] = []
     for index, (param, owner) in enumerate(zip(params, partition_by_size(sizes, ranks), strict=True)):
-        start, stop = _own_rows(param, rank) if isinstance(param, DTensor) else (0, storage_numel(param))
-        mine = isinstance(param, DTensor) or owner == rank
+        start, stop = _own_rows(param) if isinstance(param, DTensor) else (0, storage_numel(param))
+        mine = _is_first_replica(param) if isinstance(param, DTensor) else owner == rank
         if mine and start < stop and states.get(index):
             state = {key: _flatten(key, value, param) for key, value in states[index].items()}
             pieces.append((param_names[id(param)], start, stop, state))
@@ -171,11 +173,17 @@ def partition_by_size(sizes: Sequence[int], parts: int) -> list[int]:
     return owners
 
 
-def _own_rows(param: DTensor, rank: int) -> tuple[int, int]:
-    """Return start and stop of this rank's rows of a sharded parameter, in elements."""
-    rows, row_numel = param.shape[0], param[0].numel() if param.dim() > 1 else 1
-    first = min(rows, rank * -(-rows // param.device_mesh.size()))
+def _own_rows(param: DTensor) -> tuple[int, int]:
+    """Return start and stop of this rank's rows of a sharded parameter, in elements; the mesh's last axis shards."""
+    mesh = param.device_mesh
+    rows, row_numel = param.shape[0], math.prod(param.shape[1:])
+    first = min(rows, mesh.get_local_rank(mesh.ndim - 1) * -(-rows // mesh.shape[-1]))
     return first * row_numel, first * row_numel + param.to_local().numel()
+
+
+def _is_first_replica(param: DTensor) -> bool:
+    """Return whether this rank is the first of those with the same rows."""
+    return all(param.device_mesh.get_local_rank(axis) == 0 for axis in range(param.device_mesh.ndim - 1))
 
 
 def _flatten(key: str, value: Any, param: Tensor) -> Any:
@@ -189,7 +197,7 @@ def _flatten(key: str, value: Any, param: Tensor) -> Any:
     return flatten_state({key: value}, param, [key])[key]
 
 
-def _join(name: str, param: Tensor, pieces: Iterable[Piece], rank: int) -> dict[str, Any]:
+def _join(name: str, param: Tensor, pieces: Iterable[Piece]) -> dict[str, Any]:
     """Return the state of `param` from all its pieces; of a sharded parameter this rank's rows."""
     joined: dict[str, Any] = {}
     covered, numel = 0, storage_numel(param)
@@ -211,15 +219,15 @@ def _join(name: str, param: Tensor, pieces: Iterable[Piece], rank: int) -> dict[
             remedy="resume with the model and the optimizer that the checkpoint was written with",
         )
     if isinstance(param, DTensor):
-        return {key: _shard_rows(param, value, rank) for key, value in joined.items()}
+        return {key: _shard_rows(param, value) for key, value in joined.items()}
     return unflatten_state(joined, param)
 
 
-def _shard_rows(param: DTensor, whole: Any, rank: int) -> Any:
+def _shard_rows(param: DTensor, whole: Any) -> Any:
     """Return this rank's rows of a flattened tensor as a DTensor like `param`; other values unchanged."""
     if not isinstance(whole, Tensor) or whole.dim() == 0:
         return whole
-    start, stop = _own_rows(param, rank)
+    start, stop = _own_rows(param)
     local = whole[start:stop].view(param.to_local().shape).to(param.device)
     return DTensor.from_local(
         local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()

@@ -22,6 +22,7 @@ from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import UnevenPolicy, check_batching
 from paceline.errors import UsageError, unknown
 from paceline.world.control_collectives import rank_and_size, verify_same
+from paceline.world.mesh_groups import group_of_mesh
 
 __all__ = ["Loader"]
 
@@ -63,7 +64,8 @@ class Loader:
         redeal_every: with ``shares="measured"``, steps between two updates of the shares; None: between epochs.
         stream: of an iterable dataset: ``"own"``: every rank reads its own stream, split beforehand; ``"whole"``: all
             ranks read the same one, and each keeps its blocks.
-        group: process group of the ranks, or the data axis of a device mesh; None: all.
+        group: process group of the ranks, or the data axis of a device mesh; None: all. Of a mesh of two axes, all
+            its ranks.
 
     Raises:
         UsageError: an argument is invalid, the dataset is empty, or the shares do not match the ranks.
@@ -99,7 +101,7 @@ class Loader:
         group: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         self.dataset, self.uneven = dataset, uneven
-        self.group = group.get_group() if isinstance(group, DeviceMesh) else group
+        self.group = group_of_mesh(group) if isinstance(group, DeviceMesh) else group
         self._place = rank_and_size(self.group)
         if self._place[0] < 0:
             raise UsageError(

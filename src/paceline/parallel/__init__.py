@@ -6,6 +6,7 @@ ddp_reducer.py           stand-ins for the C++ objects behind torch's class
 strategy.py              `Sync`: how gradients are synchronised, and the strategies by name
 comm_hook.py             communication hooks: functions of the program that reduce a bucket
 gradient_collectives.py  all-reduce, reduce-scatter and all-gather over any process group
+two_axis_collectives.py  the same on a mesh whose first axis replicates and whose second shards
 replica_digests.py       digests of parameters, and which ranks' differ
 engine/                  the reducer: hooks, buckets, launch queue, round status, step guard
 sharding/                ZeRO-1 (`ShardedOptimizer`) and PyTorch FSDP2

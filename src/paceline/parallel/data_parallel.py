@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -25,6 +25,7 @@ from paceline.parallel.engine.loss_weights import check_loss
 from paceline.parallel.engine.model_checks import (
     check_dtypes,
     check_no_cuda_graphs,
+    check_no_dtensors,
     check_not_sharded,
     check_parameters,
     model_signature,
@@ -33,8 +34,10 @@ from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import Status, missing_samples_error
 from paceline.parallel.gradient_collectives import Comm, broadcast_tensors
 from paceline.parallel.sharding.fsdp import FSDPEngine
+from paceline.parallel.sharding.fsdp_options import FSDPOptions, check_gathers
 from paceline.parallel.strategy import Sync
 from paceline.parallel.tuning.tuner import DEFAULT, Tuner
+from paceline.parallel.two_axis_collectives import comm_of
 from paceline.testing import fault_injection
 from paceline.world.control_collectives import verify_same
 
@@ -55,7 +58,8 @@ class DataParallel(torch.nn.Module):
         sync: a strategy's name or alias (see `Sync.of`), a `Sync`, which may also compress gradients, or ``"auto"``,
             which finds the fastest exact strategy during training, see `paceline.parallel.tuning.tuner`.
         group: the ranks to synchronise with: a process group, the data axis of a device mesh or a `Comm`; None: all.
-            Without a process group, a world of one.
+            Without a process group, a world of one. A mesh of two axes replicates along the first and shards along the
+            second; where nothing is sharded, and with ``"auto"``, all its ranks together count as one axis.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced, for example
             ``torch.float32``; None: the parameters' own.
         gather_dtype: for ``"full-shard"``, the dtype in which units are gathered and computed, and their gradients
@@ -63,15 +67,18 @@ class DataParallel(torch.nn.Module):
             alone would keep every unit's lower-precision copy from forward to backward, which is the whole model again.
         units: for ``"full-shard"``, the submodules that are gathered one at a time; None: the members of every
             ``ModuleList`` with at least 100,000 parameters.
+        fsdp_options: for ``"full-shard"``, options of FSDP2 by name: ``reshard_after_forward``, ``offload_policy``,
+            ``forward_prefetch`` …, see `paceline.parallel.sharding.fsdp_options`. None: torch's defaults.
         find_unused_parameters: on GPUs, which parameters get a gradient (on any rank) may differ from step to step, so
             every step waits for the device to report it. False: if they were the same in the first steps, they have to
             stay the same; else an error, one step later. On CPUs they may always differ.
 
     Raises:
         UsageError: an unknown strategy, no bare module, parameters that can't be synchronised (sparse gradients), a
-            dtype that is not floating-point, `gather_dtype` where nothing is gathered, a CUDA graph of a model whose
-            parameters would move, or parameters that FSDP2 or another `DataParallel` of other parameters has. If the
-            module was wrapped before, that wrapper must not be used any more.
+            dtype that is not floating-point, `gather_dtype` or `fsdp_options` where nothing is gathered, a CUDA graph
+            of a model whose parameters would move, DTensors, or parameters that FSDP2 or another `DataParallel` of
+            other parameters has; a mesh of three axes, or without this process. If the module was wrapped before, that
+            wrapper must not be used any more.
         MismatchError: ranks hold different models; names the first parameter and the ranks.
 
     Example:
@@ -89,6 +96,7 @@ class DataParallel(torch.nn.Module):
         reduce_dtype: torch.dtype | None = None,
         gather_dtype: torch.dtype | None = None,
         units: list[torch.nn.Module] | None = None,
+        fsdp_options: Mapping[str, Any] | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
@@ -96,31 +104,28 @@ class DataParallel(torch.nn.Module):
         tuned = sync == "auto"
         plan = DEFAULT if tuned else Sync.of(sync)
         check_dtypes(reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
-        if gather_dtype is not None and plan.shard != "parameters":
-            raise UsageError(
-                f"gather_dtype={gather_dtype} with {sync!r}, which gathers no parameters",
-                remedy='use sync="full-shard", or autocast',
-            )
+        check_gathers(plan, sync, gather_dtype, fsdp_options)
         if not isinstance(module, torch.nn.Module) or isinstance(module, DataParallel):
             raise UsageError(f"DataParallel({type(module).__name__})", remedy="pass the bare torch.nn.Module")
         check_parameters(module, plan.compression_config)
         check_not_sharded(module)
-        if isinstance(group, DeviceMesh):
-            group = group.get_group()
-        comm = group if isinstance(group, Comm) else Comm(group)
+        check_no_dtensors(module)
+        comm = comm_of(group, None if tuned else plan)
+        options = FSDPOptions.of(fsdp_options, comm)
         if comm.size > 1 and (tuned or plan.shard != "none"):
             check_no_cuda_graphs(module, sync)
         strategy = "auto" if tuned else str(plan)
         facts = model_signature(
             module,
-            f"{strategy}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}, {find_unused_parameters=}",
+            f"{strategy}, {comm.layout}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}, "
+            f"{find_unused_parameters=}, {options}",
         )
         verify_same(facts, "the model", comm.group, remedy=_SAME_MODEL)
         broadcast_tensors(comm, [*module.parameters(), *module.buffers()])
         self.module = module
         self.comm = comm
         if plan.shard == "parameters" and comm.size > 1:
-            self.engine: Reducer = FSDPEngine(module, comm, plan, reduce_dtype, units, gather_dtype)
+            self.engine: Reducer = FSDPEngine(module, comm, plan, reduce_dtype, units, gather_dtype, options)
         else:
             self.engine = _reducer_of(module, comm, plan, reduce_dtype)
         self.engine.usage_varies = find_unused_parameters

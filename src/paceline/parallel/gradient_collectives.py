@@ -172,6 +172,26 @@ class Comm:
         return self.rank
 
     @property
+    def replica(self) -> int:
+        """Which of the copies of its part this rank holds; 0: there is only one, or it is the first."""
+        return 0
+
+    @property
+    def shard_axis(self) -> Comm:
+        """The ranks that hold the parts of one whole."""
+        return self
+
+    @property
+    def scatter_share(self) -> float:
+        """The share of a buffer that this rank sends in `reduce_scatter`."""
+        return (self.size - 1) / self.size
+
+    @property
+    def layout(self) -> str:
+        """How the ranks are arranged, for a message."""
+        return f"{self.size} ranks"
+
+    @property
     def ranks(self) -> frozenset[int]:
         """The members' ranks in the default group."""
         return frozenset([0] if self.group is None else dist.get_process_group_ranks(self.group))
@@ -217,8 +237,11 @@ class Comm:
         or of an earlier world.
         """
         assert self.group is not None, "a world of one has no mesh"
-        name = _mesh_names.setdefault(self.group, f"data-{next(_mesh_numbers)}")
-        return DeviceMesh.from_group(self.group, device, mesh_dim_names=(name,))
+        return DeviceMesh.from_group(self.group, device, mesh_dim_names=self._mesh_names())
+
+    def _mesh_names(self) -> tuple[str]:
+        assert self.group is not None, "a world of one has no mesh"
+        return (_mesh_names.setdefault(self.group, f"data-{next(_mesh_numbers)}"),)
 
     def note_step(self, step: int) -> None:
         """Set the step that a rank's error messages name, where the group supports that."""
@@ -270,9 +293,10 @@ class Comm:
         works += [self._send(parts[peer], peer, self._tag_reduce_scatter) for peer in peers]
 
         def add_received() -> None:
-            torch.add(own, received[0], out=result)
-            for row in received[1:]:
-                result.add_(row)
+            if not peers:
+                result.copy_(own)
+            for number, row in enumerate(received):
+                torch.add(result if number else own, row, out=result)
             if mean:
                 result.div_(self.size)
 
@@ -361,13 +385,13 @@ class Comm:
 
     def combine_norms(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Return the p-norm over all ranks' parts in float64, from the p-norm `norm` of this rank's part."""
-        total = norm.to(torch.float64)
+        total = norm.to(group_device(self.group, norm.device), torch.float64)
         op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
         if norm_type != math.inf:
             total = total**norm_type
         with _peer_errors(), step_state.waiting_for_peers():
             dist.all_reduce(total, op=op, group=self.group)
-        return total if norm_type == math.inf else total ** (1 / norm_type)
+        return (total if norm_type == math.inf else total ** (1 / norm_type)).to(norm.device)
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Copy `flat` from the group's rank `source` to all ranks."""

@@ -34,6 +34,10 @@ NO_EFFECT = {
     ),
     "sharding/zero.py: ShardedOptimizer._update_shards: gather.wait_for(flats)": "a second step without a backward, "
     "which changes no parameter",
+    "two_axis_collectives.py: TwoAxisComm.reduce_scatter: thread.keep(flat)": "the stream of the second stage "
+    "computes with the memory for means of 16-bit floats only; the collectives keep it otherwise",
+    "two_axis_collectives.py: _TwoStages.wait: self._launched.wait()": "the second stage ends later on the same "
+    "stream; over gloo this waits until a thread has launched it",
     "tuning/tuner.py: _seconds: comm.all_reduce(flat).wait()": "measures time; the numbers are not used",
     "tuning/tuner.py: _seconds: synchronize(device)": "measures time; the numbers are not used",
 }
@@ -45,6 +49,7 @@ LIKELY = {
     "AllGatherReduce.wait": ["topk"],
     "AllToAllReduce.wait: pending": ["sharded, int8"],
     "PendingExchange": ["sharded, int8"],
+    "two_axis": ["two axes"],
     "compressed_bucket": ["flat, powersgd"],
     "PowerSGDAllReduce._start": ["flat, powersgd"],
     "PowerSGDAllReduce.wait": ["flat, powersgd"],

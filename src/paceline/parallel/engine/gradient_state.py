@@ -2,7 +2,7 @@
 
 [Note: carried gradients] A gradient that was reduced and not dropped by zero_grad() must count once in the next round,
 not once per rank. So one rank carries it into that round and the others start from zero; when sharded, each rank
-carries its shard.
+carries its shard, and of several replicas of a shard the first one does.
 """
 
 from __future__ import annotations
@@ -327,7 +327,10 @@ class GradientState:
             for bucket, low, high in self.launch_queue.owned_ranges():
                 bucket.flat[:low].zero_()
                 bucket.flat[high:].zero_()
-                multiply_by([bucket.flat[low:high]], factor)
+                if self.comm.replica == 0:
+                    multiply_by([bucket.flat[low:high]], factor)
+                else:
+                    bucket.flat[low:high].zero_()
         elif not self.weights.averaged and self._results():  # an average of the result is the result
             multiply_by(self._results(), factor if self.weights.carries_result else 0.0)
 

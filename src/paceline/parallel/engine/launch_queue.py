@@ -175,10 +175,11 @@ class LaunchQueue:
             self.moments.launched = started
         bucket.launched = True
         self._in_flight[bucket.index] = self._send(bucket, mean), started
-        compressed, others = bucket.compressed, (self.comm.size - 1) / self.comm.size
+        compressed, ranks = bucket.compressed, self.comm.size
         nbytes = bucket.flat.nbytes if compressed is None else compressed.payload_nbytes
-        passes = 1 if bucket.slots and self.sharded else 2
-        sent = passes * others * bucket.flat.nbytes if compressed is None else compressed.sent_nbytes
+        scatters = bucket.slots and self.sharded
+        share = self.comm.scatter_share if scatters else 2 * (ranks - 1) / ranks
+        sent = share * bucket.flat.nbytes if compressed is None else compressed.sent_nbytes
         if (recorder := step_state.recorder_of(self.comm)) is not None:
             recorder.launched("reduce", bucket.index, nbytes, sent, bucket.ready, started)
         self.timings.calls += 1 if compressed is None else compressed.calls

@@ -6,11 +6,19 @@ from collections.abc import Collection
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
 
-__all__ = ["check_dtypes", "check_no_cuda_graphs", "check_not_sharded", "check_parameters", "model_signature"]
+__all__ = [
+    "check_dtypes",
+    "check_no_cuda_graphs",
+    "check_no_dtensors",
+    "check_not_sharded",
+    "check_parameters",
+    "model_signature",
+]
 
 
 def model_signature(module: torch.nn.Module, plan: object, ignored: Collection[str] = ()) -> list[str]:
@@ -73,6 +81,22 @@ def check_not_sharded(module: torch.nn.Module) -> None:
                 else "the module is sharded by FSDP2 already",
                 remedy="build the model anew, and wrap it once",
             )
+
+
+def check_no_dtensors(module: torch.nn.Module) -> None:
+    """Raise if a parameter or buffer of `module` is a DTensor, as tensor parallelism makes them, by its name."""
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in named:
+            if isinstance(tensor, DTensor):
+                mesh, placements = tensor.device_mesh, ", ".join(map(str, tensor.placements))
+                axes = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
+                raise UsageError(
+                    f"{kind} {name!r} is a DTensor with placements ({placements}) on the mesh of ranks "
+                    f"{mesh.mesh.tolist()} ({', '.join(axes)}); norms and checks of its parts need that mesh, and "
+                    "DataParallel knows the data axis only",
+                    remedy="wrap the model without parallelize_module, or shard it with torch's fully_shard along the "
+                    "data axis of the same mesh and train it without DataParallel",
+                )
 
 
 def check_no_cuda_graphs(module: torch.nn.Module, sync: object) -> None:

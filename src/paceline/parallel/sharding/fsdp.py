@@ -39,6 +39,7 @@ from paceline.parallel.engine.loss_weights import Factor, multiply_by
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import RoundSummary, Status
 from paceline.parallel.gradient_collectives import Comm
+from paceline.parallel.sharding.fsdp_options import FSDPOptions
 from paceline.parallel.strategy import Sync
 
 __all__ = ["FSDPEngine", "default_units"]
@@ -71,6 +72,7 @@ class FSDPEngine(Reducer):
         reduce_dtype: dtype of FSDP2's reduce-scatter; None: that of the parameters.
         units: submodules gathered one at a time; None: `default_units`.
         gather_dtype: dtype of gathered parameters; None: their own.
+        options: of FSDP2; None: torch's defaults.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class FSDPEngine(Reducer):
         reduce_dtype: torch.dtype | None,
         units: Sequence[torch.nn.Module] | None,
         gather_dtype: torch.dtype | None = None,
+        options: FSDPOptions | None = None,
     ) -> None:
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise UsageError(
@@ -92,7 +95,8 @@ class FSDPEngine(Reducer):
         whole = _unshardable(module)
         # Weakly, so that each is freed once it is sharded.
         self._replaced = {id(p): weakref.ref(p) for p in module.parameters() if p not in whole}
-        self._shard(comm, MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype), whole)
+        options = options or FSDPOptions()
+        self._shard(comm, options.policy(gather_dtype, reduce_dtype), whole, options)
         named = list(module.named_parameters())
         trained = [(name, param) for name, param in named if param.requires_grad]
         frozen = [(name, param) for name, param in named if not param.requires_grad]
@@ -109,18 +113,26 @@ class FSDPEngine(Reducer):
         self._inputs_shared = False  # every rank has seen inputs
         self._began_alike = False  # every rank ran the first forward
 
-    def _shard(self, comm: Comm, policy: MixedPrecisionPolicy, whole: set[torch.nn.Parameter]) -> None:
+    def _shard(
+        self,
+        comm: Comm,
+        policy: MixedPrecisionPolicy,
+        whole: set[torch.nn.Parameter],
+        options: FSDPOptions,
+    ) -> None:
         device = next((p.device.type for p in self.module.parameters()), "cpu")
         mesh = comm.mesh(device)
         for part in [*self.units, self.module]:
-            fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
+            fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole, **options.arguments())
+        units = [unit for unit in self.units if isinstance(unit, FSDPModule) and unit is not self.module]
+        options.set_prefetch(self._root(), units)
         for part in self._fsdp_modules():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             part.set_reduce_scatter_unused_params(True, recurse=False)
             if comm.backend == "gloo" and device == "cpu":
-                part.set_custom_reduce_scatter(_P2PReduceScatter(comm))
-                part.set_custom_all_gather(_P2PAllGather(comm))
+                part.set_custom_reduce_scatter(_P2PReduceScatter(comm.shard_axis))
+                part.set_custom_all_gather(_P2PAllGather(comm.shard_axis))
 
     def _fsdp_modules(self) -> Iterator[FSDPModule]:
         for child in self.module.modules():
@@ -414,7 +426,9 @@ class _P2PAllGather(_OverComm, DefaultAllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill `output_tensor` with all ranks' `input_tensor`, which may be its own part of it."""
-        if output_tensor.nbytes < _P2P_NBYTES:
+        if (
+            output_tensor.nbytes < _P2P_NBYTES or group != self._comm.group
+        ):  # `reshard_after_forward` made others
             return super().__call__(output_tensor, input_tensor, group, async_op)
         own = output_tensor.chunk(self._comm.size)[self._comm.rank]
         if own.data_ptr() != input_tensor.data_ptr():

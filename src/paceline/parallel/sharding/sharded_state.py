@@ -161,7 +161,7 @@ class ShardedState(torch.optim.Optimizer):
         shards: Shards = {}
         comm = self._engine.comm
         for number, (unit, state) in enumerate(self._units_with_state()):
-            if share and unit.replicated and number % comm.size != comm.rank:
+            if share and unit.replicated and number % comm.shards != comm.shard:
                 continue
             shard = {"start": unit.start, "stop": unit.stop, "state": state}
             shards.setdefault(unit.name, []).append(shard)

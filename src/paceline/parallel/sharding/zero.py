@@ -486,6 +486,11 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
         super().zero_grad(set_to_none)
 
     @property
+    def replica(self) -> int:
+        """Which of the copies of its shards this rank holds; of those of one shard, number 0 writes checkpoints."""
+        return self._engine.comm.replica
+
+    @property
     def movable(self) -> bool:
         """Whether the state can move to another layout now: not before loaded shards were used."""
         return super().movable and not self._expected
