@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.parallel.buckets.grad_slot import GradSlot
 
 __all__ = ["GradientConsumers"]
@@ -23,6 +25,7 @@ class GradientConsumers:
     def __init__(self, slots: Sequence[GradSlot]) -> None:
         self._slots = {id(slot.param): slot for slot in slots}
         self._held: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()
+        self._latest: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 
     def fits_buckets(self, costs: Mapping[int, float | None]) -> bool:
         """Return whether existing buckets have each of these parameters whole where it has a cost."""
@@ -43,12 +46,29 @@ class GradientConsumers:
             built: there are buckets, which stay as they are.
         """
         self._held[optimizer] = set(costs)
+        self._latest.update(dict.fromkeys(costs, weakref.ref(optimizer)))
         slots = [self._slots[key] for key in costs if key in self._slots]
         if built or not slots:
             return
         number = min(slot.index for slot in slots)
         for slot in slots:
             slot.consumer, slot.update_cost = number, costs[id(slot.param)]
+
+    def check(self, optimizer: torch.optim.Optimizer, *, rank: int, step: int) -> None:
+        """Raise if an optimizer that was built later has taken over a parameter of `optimizer`.
+
+        Raises:
+            UsageError: names the first such parameter.
+        """
+        for key in self._held.get(optimizer, set()):
+            latest = self._latest[key]()
+            if latest is not None and latest is not optimizer and key in self._slots:
+                raise UsageError(
+                    f"parameter {self._slots[key].name!r} is updated by two ShardedOptimizers",
+                    rank=rank,
+                    step=step,
+                    remedy="pass each parameter to one of them, and use the one that was built last",
+                )
 
     def slots_of(self, optimizer: torch.optim.Optimizer) -> list[GradSlot]:
         """Return the parameters that `optimizer` updates."""

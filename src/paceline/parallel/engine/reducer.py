@@ -267,6 +267,7 @@ class Reducer(RoundClosing):
                 step=self.step,
                 remedy="call zero_grad() between them, or use the same call for every backward",
             )
+        self._refuse_partly_dropped(kept, status)
         self._in_backward, self._will_sync, self.weights.status = True, self.sync_enabled, status
         if self.has_buckets:
             self._attach(kept)
@@ -281,6 +282,24 @@ class Reducer(RoundClosing):
         self.launch_queue.begin_round(self.step)
         if self.has_buckets and not kept and step_state.recorder is None and self.ready_times is None:
             self.hooks.watching.clear()
+
+    def _refuse_partly_dropped(self, kept: set[int], status: Status) -> None:
+        """Raise if some gradients of a round were dropped and others kept, which would be means over other samples."""
+        if not (kept and self._reduced and status is Status.SAMPLES and self.summary is not None):
+            return
+        dropped = [
+            slot.name
+            for slot, used in zip(self.slots, self.summary.used, strict=False)
+            if used and slot.index not in kept
+        ]
+        if dropped:
+            raise SyncError(
+                f"backward(samples=) after some gradients were dropped ({dropped[0]!r}, …) and others kept "
+                f"({self.slots[min(kept)].name!r}, …), so one number of samples does not fit both",
+                rank=self.comm.rank,
+                step=self.step,
+                remedy="step and zero all optimizers of a model together, or use backward(loss) without samples",
+            )
 
     def consume(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the gradients that `optimizer` has used; all of them, unless another one has still to use some."""

@@ -69,11 +69,12 @@ def _ids_of_other_layers(model: torch.nn.Module) -> set[int]:
     embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag)]
     entries = {module.num_embeddings for module in embeddings}
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    norms = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm)
     outside = [
         module
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in _HEADS
-        or isinstance(module, torch.nn.modules.conv._ConvNd | torch.nn.modules.batchnorm._NormBase)
+        or isinstance(module, (torch.nn.modules.conv._ConvNd, *norms))
         or (linear and module is linear[-1] and linear[-1].out_features in entries)
     ]
     found = {id(param) for module in embeddings for param in module.parameters(recurse=False)}

@@ -29,7 +29,7 @@ from paceline.errors import UsageError
 from paceline.parallel.engine.grad_scaler import hand_on_scale, skips_on_device
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.unsynchronised_step_guard import ConsumesShards
-from paceline.parallel.sharding.blocks import Split, resolve_split, update_cost
+from paceline.parallel.sharding.blocks import Block, Split, resolve_split, update_cost
 from paceline.parallel.sharding.optimizer_probe import (
     check_options,
     group_options,
@@ -127,10 +127,12 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
         self._exchanges: list[OwnerExchange] = []
         self._expected: list[list[dist.Work]] = []  # receives of the other shards, posted before the update
         self._needs_arguments = False  # a trial without them failed
+        self._registered = False
         defaults = check_options(optimizer, options)
         given = params if params is not None else [p for p in model.parameters() if p.requires_grad]
         super().__init__(cast(Any, given), defaults)
         self._check_split(split)
+        self._check_accepted(self.param_groups)
         self._register()
         self._choose_layout()
         if self._engine.tuner is not None:
@@ -189,6 +191,37 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
                 remedy="build all optimizers of a model before its first backward",
             )
         engine.consumers.assign(self, costs, built=engine.has_buckets)
+        self._registered = True
+
+    def _check_accepted(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise for the first block that the optimizer rejects, such as a bias with Muon; tried without memory."""
+        for group in groups:
+            blocks = self._blocks_of(group)
+            if self._rejection(blocks, group) is None:
+                continue
+            for block in blocks:
+                if (rejection := self._rejection([block], group)) is not None:
+                    raise UsageError(
+                        f"{self._class.__name__} rejects parameter {block.name!r}, shape {list(block.like.shape)}: "
+                        f"{rejection}",
+                        rank=self._engine.comm.rank,
+                        remedy="pass params=, for example those of paceline.matrix_parameters(model), and split= for "
+                        "parameters that are several matrices",
+                    )
+
+    def _rejection(self, blocks: Sequence[Block], group: Mapping[str, Any]) -> str | None:
+        """Return what the optimizer's constructor says about the shapes of blocks; None: it accepts them."""
+        options = {
+            **copied(group_options(group)),
+            "params": [torch.nn.Parameter(each.like) for each in blocks],
+        }
+        try:
+            self._class([options], **self._options)
+        except ValueError as error:
+            return str(error)
+        except Exception:  # noqa: BLE001 - it has other objections to parameters without memory
+            return None
+        return None
 
     def _choose_layout(self) -> None:
         """Update the parameters by an optimizer of torch's where nothing else is needed."""
@@ -220,13 +253,15 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
             super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
+            if self._registered:  # not from torch's constructor
+                self._check_accepted(self.param_groups[-1:])
+                self._register()
         except UsageError:
             del self.param_groups[-1]
             raise
-        if self._groups:  # the next step builds them anew
-            self._loaded, self._groups = self._gather() if self._updates_in_place else self.shards() or {}, []
-        if self._engine.consumers.slots_of(self):  # not from torch's constructor
-            self._register()
+        if self._groups:  # the next step builds them anew, and may deal matrices to other owners
+            own = self.shards() or {} if self._reducer is not None else self._gather()
+            self._loaded, self._groups, self._exchanges = own, [], []
         self._consolidated = None
 
     def _check_held(self, group: Mapping[str, Any]) -> None:
@@ -268,6 +303,7 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
             The closure's result, or None.
         """
         self._consolidated = None
+        self._engine.consumers.check(self, rank=self._engine.comm.rank, step=self._engine.step)
         if self._plain is not None:
             with hand_on_scale(self, [self._plain]):
                 result = (
