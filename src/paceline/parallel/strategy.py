@@ -1,20 +1,21 @@
 """How gradients are synchronised: `Sync`, and the strategies that have names.
 
-| name         | alias   | bucket_mib | overlap | shard      | description                                             |
-|--------------|---------|-----------:|---------|------------|---------------------------------------------------------|
-| `naive`      |         |          0 | no      | none       | one all-reduce per parameter, after backward            |
-| `flat`       |         |          ∞ | no      | none       | one all-reduce of everything, after backward            |
-| `overlap`    |         |          0 | yes     | none       | one all-reduce per parameter, as soon as it is ready    |
-| `bucketed`   | `ddp`   |         25 | yes     | none       | one all-reduce per bucket, as soon as it is full        |
-| `sharded`    | `zero1` |         25 | yes     | optimizer  | ZeRO-1: reduce-scatter per bucket, each updates its 1/N |
-| `full-shard` | `fsdp`  |          – | yes     | parameters | PyTorch FSDP2: 1/N of parameters, gradients and state   |
+| name                | alias   | bucket_mib | overlap | shard      | description                                             |
+|---------------------|---------|-----------:|---------|------------|---------------------------------------------------------|
+| `naive`             |         |          0 | no      | none       | one all-reduce per parameter, after backward            |
+| `flat`              |         |          ∞ | no      | none       | one all-reduce of everything, after backward            |
+| `overlap`           |         |          0 | yes     | none       | one all-reduce per parameter, as soon as it is ready    |
+| `bucketed`          | `ddp`   |         25 | yes     | none       | one all-reduce per bucket, as soon as it is full        |
+| `sharded`           | `zero1` |         25 | yes     | optimizer  | ZeRO-1: reduce-scatter per bucket, each updates its 1/N |
+| `sharded-gradients` | `zero2` |         25 | yes     | gradients  | ZeRO-2: as before, and 1/N of the gradients stays       |
+| `full-shard`        | `fsdp`  |          – | yes     | parameters | PyTorch FSDP2: 1/N of parameters, gradients and state   |
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from paceline._core.units import MIB
 from paceline.errors import UsageError, unknown
@@ -22,7 +23,9 @@ from paceline.parallel.compression.compression_config import Compression
 
 __all__ = ["ALIASES", "STRATEGIES", "Shard", "Sync"]
 
-Shard = Literal["none", "optimizer", "parameters"]
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
+
+_NAME_OF_SHARD = {"optimizer": "sharded", "gradients": "sharded-gradients", "parameters": "full-shard"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,9 @@ class Sync:
             ``math.inf``: a single bucket.
         overlap: launch buckets during backward rather than after it.
         shard: what each rank keeps only 1/N of: ``"none"``, the ``"optimizer"`` state (ZeRO-1,
-            arXiv 1910.02054 §5.1) or also the ``"parameters"`` (PyTorch FSDP2).
+            arXiv 1910.02054 §5.1), also the ``"gradients"`` (ZeRO-2, §5.2: a bucket's memory is freed once it is
+            reduced; gradients that are accumulated over several backwards stay whole until then) or also the
+            ``"parameters"`` (PyTorch FSDP2).
         compression: of gradients: a name such as ``"int8"``, a `Compression`, or None. Not with FSDP2, which reduces
             its gradients itself.
 
@@ -61,8 +66,8 @@ class Sync:
             )
         if not isinstance(self.overlap, bool):
             raise UsageError(f"overlap={self.overlap!r}", remedy="give True or False")
-        if self.shard not in ("none", "optimizer", "parameters"):
-            raise unknown("shard", self.shard, ["none", "optimizer", "parameters"])
+        if self.shard not in get_args(Shard):
+            raise unknown("shard", self.shard, get_args(Shard))
         object.__setattr__(self, "compression", Compression.of(self.compression))
         if self.compression is not None and self.shard == "parameters":
             raise UsageError(
@@ -81,7 +86,7 @@ class Sync:
 
         Args:
             sync: ``"naive"``, ``"flat"``, ``"overlap"``, ``"bucketed"`` (or ``"ddp"``), ``"sharded"`` (or ``"zero1"``),
-                ``"full-shard"`` (or ``"fsdp"``), or a `Sync`.
+                ``"sharded-gradients"`` (or ``"zero2"``), ``"full-shard"`` (or ``"fsdp"``), or a `Sync`.
 
         Raises:
             UsageError: no strategy has that name (the nearest one is suggested), or it is ``"auto"``, which searches
@@ -107,10 +112,15 @@ class Sync:
     def name(self) -> str:
         """The strategy's name."""
         if self.shard != "none":
-            return "sharded" if self.shard == "optimizer" else "full-shard"
+            return _NAME_OF_SHARD[self.shard]
         if self.bucket_mib == 0:
             return "overlap" if self.overlap else "naive"
         return "bucketed" if self.overlap else "flat"
+
+    @property
+    def shards_buckets(self) -> bool:
+        """Whether buckets are reduce-scattered, so that each rank updates its part."""
+        return self.shard in ("optimizer", "gradients")
 
     @property
     def label(self) -> str:
@@ -132,6 +142,12 @@ STRATEGIES: dict[str, Sync] = {
     "overlap": Sync(bucket_mib=0),
     "bucketed": Sync(),
     "sharded": Sync(shard="optimizer"),
+    "sharded-gradients": Sync(shard="gradients"),
     "full-shard": Sync(shard="parameters"),
 }
-ALIASES: dict[str, str] = {"ddp": "bucketed", "zero1": "sharded", "fsdp": "full-shard"}
+ALIASES: dict[str, str] = {
+    "ddp": "bucketed",
+    "zero1": "sharded",
+    "zero2": "sharded-gradients",
+    "fsdp": "full-shard",
+}

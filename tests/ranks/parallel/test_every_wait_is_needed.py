@@ -20,6 +20,8 @@ NO_EFFECT = {
     "C++, where simulated ones are not known",
     "engine/gradient_state.py: GradientState.drop: self.launch_queue.wait_all()": "the next backward waits before it "
     "writes; over gloo, peers may need this rank's messages before the group ends",
+    "engine/launch_queue.py: LaunchQueue._free_before: self.wait_for(self.buckets[index])": "frees memory earlier; the "
+    "results are waited for later too",
     "engine/launch_queue.py: LaunchQueue.launch_rest: self.wait_for(bucket)": "without overlap, calls are one by one; "
     "the results are waited for later too",
     "engine/parameter_gather.py: ParameterGather.before_forward: self.wait_all()": "no scene compiles",

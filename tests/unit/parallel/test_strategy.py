@@ -14,7 +14,7 @@ from paceline.parallel.sharding.fsdp import FSDPEngine, FSDPModule
 from paceline.parallel.strategy import ALIASES, STRATEGIES, Sync
 from paceline.tools.train.train_settings import TrainSettings
 
-CANONICAL = {"ddp": "bucketed", "zero1": "sharded", "fsdp": "full-shard"}
+CANONICAL = {"ddp": "bucketed", "zero1": "sharded", "zero2": "sharded-gradients", "fsdp": "full-shard"}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -46,10 +46,10 @@ def test_train_takes_an_alias_and_keeps_the_canonical_name(alias, name):
     assert f'"strategy": "{name}"' in settings.to_json()
 
 
-@pytest.mark.parametrize(("given", "meant"), [("fsdp2", "fsdp"), ("zero", "zero1"), ("bukketed", "bucketed")])
+@pytest.mark.parametrize(("given", "meant"), [("fsdp2", "fsdp"), ("zero", "zero2"), ("bukketed", "bucketed")])
 def test_an_unknown_name_lists_the_valid_ones_and_suggests_the_nearest(given, meant):
     with pytest.raises(
-        UsageError, match=f"(?s)unknown strategy '{given}'.*auto, ddp, zero1, fsdp.*'{meant}'"
+        UsageError, match=f"(?s)unknown strategy '{given}'.*auto, ddp, zero1, zero2, fsdp.*'{meant}'"
     ):
         Sync.of(given)
 

@@ -96,6 +96,7 @@ class Bucket:
         align: gradients start at multiples of this many elements.
         allocate: allocates the buffer.
         owners: part that each slot lies in, whole; None: slots lie one behind the other, across parts.
+        own: this rank's part and the number of parts, if the buffer's memory is freed once it is reduced.
 
     Attributes:
         flat: the whole buffer.
@@ -113,6 +114,8 @@ class Bucket:
         converted: slots whose parameters have another dtype, shape or device than when the bucket was built.
         launched: its collective was launched in this round.
         whole: every parameter lies in the part of its owner.
+        own: if the buffer's memory is freed once it is reduced, this rank's part of the result; else None.
+        released: that memory is freed at present.
         ready: when the last gradient of the latest backward was complete; set while a timeline is recorded.
         compressed: reduces it in compressed packets; None: uncompressed.
         writers: on an accelerator, the streams that wrote gradients into it; see [Note: streams].
@@ -131,6 +134,7 @@ class Bucket:
         align: int = ALIGN,
         allocate: Allocate,
         owners: Sequence[int] | None = None,
+        own: tuple[int, int] | None = None,
     ) -> None:
         self.index, self.slots = index, slots
         self._allocate = allocate
@@ -145,6 +149,12 @@ class Bucket:
             used = _place(slots, 0, align)
             total = _round_up(max(used + tail, 1), shards * (unit if shards > 1 else 1))
         self._gaps = _gaps(slots, total)
+        self.released = False
+        self.own: torch.Tensor | None = None
+        if own is not None:
+            self._allocate = lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
+            self._own_span = self.span_of(total, *own)
+            self.own = torch.zeros(total // own[1], dtype=dtype, device=device)
         self.flat = self._empty(dtype, total, device)
         self.grads, self.status = self.flat[:used], self.flat[used : used + tail]
         self.params: torch.Tensor | None = None
@@ -193,6 +203,8 @@ class Bucket:
         """Prepare for a backward that adds to the gradients of the slots `kept` and computes the others anew."""
         self.pending, self.launched, self.ready = len(self.others) + bool(self.small), False, None
         self.attached, self._kept, self._copied = False, bool(kept), False
+        if self.released and any(slot.index in kept for slot in self.slots):
+            self.hold()
         if self.writers is not None:
             self.writers.clear()
             self._writer_keys.clear()
@@ -209,6 +221,8 @@ class Bucket:
             slot.used = False
         for slot in self.others:
             slot.needs_zero = True
+        if self.released:
+            return
         moved = list(map(torch.Tensor.data_ptr, self.views)) != self.addresses
         held = list(map(getrefcount, self.views))
         if moved or max(held, default=0) > self._unshared:
@@ -225,6 +239,7 @@ class Bucket:
         Returns:
             Whether every parameter has a gradient.
         """
+        self.hold()
         attachable = self._kept or self._copied or self.others  # otherwise no parameter has a view yet
         if attachable and list(map(torch.Tensor.data_ptr, self.views)) != self.addresses:
             for slot in self.slots:
@@ -328,8 +343,41 @@ class Bucket:
 
     def span(self, rank: int, shards: int) -> tuple[int, int]:
         """Return the first and one-past-last element of `rank`'s shard."""
-        length = self.flat.numel() // shards
+        return self.span_of(self.flat.numel(), rank, shards)
+
+    @staticmethod
+    def span_of(numel: int, rank: int, shards: int) -> tuple[int, int]:
+        """Return the first and one-past-last element of a rank's part of a buffer."""
+        length = numel // shards
         return rank * length, (rank + 1) * length
+
+    def result(self, low: int, high: int) -> torch.Tensor:
+        """Return the reduced elements from `low` up to `high`, all of them in this rank's part if only that is kept."""
+        if self.own is None:
+            return self.flat[low:high]
+        first = self._own_span[0]
+        return self.own[low - first : high - first]
+
+    def keep_own(self) -> None:
+        """Keep this rank's part of the result and free the buffer, if that is the plan."""
+        if self.own is None or self.released:
+            return
+        low, high = self._own_span
+        self.own.copy_(self.flat[low:high])
+        self.flat.untyped_storage().resize_(0)
+        self.released = True
+
+    def hold(self) -> None:
+        """Have memory for the whole buffer again, with this rank's part of the result in its place."""
+        if not self.released:
+            return
+        assert self.own is not None, "only its memory is freed"
+        self.flat.untyped_storage().resize_(self.flat.nbytes)
+        self.released = False
+        for start, stop in self._gaps:
+            self.flat[start:stop].zero_()
+        self.flat[slice(*self._own_span)].copy_(self.own)
+        self.addresses = list(map(torch.Tensor.data_ptr, self.views))
 
     def pieces(self, rank: int, shards: int) -> list[ShardPiece]:
         """Return the parts of parameters that lie in `rank`'s shard (after `adopt_parameters`)."""
@@ -340,7 +388,6 @@ class Bucket:
             first, last = max(low, slot.start), min(high, slot.start + slot.numel)
             if first < last:
                 at = slice(first, last)
-                found.append(
-                    ShardPiece(slot, first - slot.start, last - slot.start, self.params[at], self.flat[at])
-                )
+                grad = self.result(first, last)
+                found.append(ShardPiece(slot, first - slot.start, last - slot.start, self.params[at], grad))
         return found

@@ -119,6 +119,7 @@ def build_buckets(
             align=1 if hooked else ALIGN,
             allocate=comm.allocate,
             owners=owners,
+            own=(comm.shard, comm.shards) if sharded and plan.shard == "gradients" else None,
         )
         if compression is not None and compressed:
             thread = thread or ExchangeThread(device, on_stream=comm.queues(bucket.flat))

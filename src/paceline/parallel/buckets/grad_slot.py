@@ -22,6 +22,7 @@ class SlotBucket(Protocol):
     ready: float | None
     small: list[GradSlot]
     last_small: GradSlot | None
+    released: bool
     writers: set[Any] | None
 
     def adopt_parameters(self) -> None:
@@ -30,6 +31,10 @@ class SlotBucket(Protocol):
 
     def note_writer(self) -> None:
         """Record that autograd has written a gradient on the current stream."""
+        ...
+
+    def hold(self) -> None:
+        """Have memory for the whole buffer again."""
         ...
 
 

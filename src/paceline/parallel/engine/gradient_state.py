@@ -90,7 +90,7 @@ class GradientState:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.comm, self.plan, self.reduce_dtype = comm, plan, reduce_dtype
-        self.sharded = plan.shard == "optimizer" and comm.size > 1
+        self.sharded = plan.shards_buckets and comm.size > 1
         self._converted: list[GradSlot] = []
         self.slots = [
             GradSlot(index, name, param, converted=self._converted)
@@ -199,7 +199,7 @@ class GradientState:
     def _results(self) -> list[torch.Tensor]:
         """Return the memory of this rank's part of the result."""
         if self.has_buckets:
-            return [bucket.flat[low:high] for bucket, low, high in self.launch_queue.owned_ranges()]
+            return [bucket.result(low, high) for bucket, low, high in self.launch_queue.owned_ranges()]
         held = (slot.param.grad if slot.unbucketed is None else slot.unbucketed for slot in self.slots)
         return [grad for grad in held if grad is not None]
 
@@ -231,7 +231,7 @@ class GradientState:
         for slot, has in zip(self.slots, kept, strict=True):
             slot.unbucketed = slot.view if has and slot.upcast else None
         self.plan, self.launch_queue.buckets = plan, []
-        before, self.sharded = self.sharded, plan.shard == "optimizer" and self.comm.size > 1
+        before, self.sharded = self.sharded, plan.shards_buckets and self.comm.size > 1
         self.launch_queue.sharded = self.sharded
         if before and not self.sharded:
             # out of the buffers, whose memory may be shared, and slower to compute with

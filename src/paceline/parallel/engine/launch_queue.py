@@ -86,7 +86,7 @@ class LaunchQueue:
 
     def begin_round(self, step: int) -> None:
         """Begin round `step`: nothing is launched yet."""
-        self._next, self.step = 0, step
+        self._next, self.step, self._factor = 0, step, 1.0
         self.moments.began, self.moments.launched = time.perf_counter(), 0.0
         self.timings = SyncTimings()
         if (recorder := step_state.recorder_of(self.comm)) is not None and self.buckets:
@@ -135,6 +135,13 @@ class LaunchQueue:
                 finite_check.record_peak(bucket.grads)
             self._launch(bucket, mean)
             self._next += 1
+            if bucket.own is not None:
+                self._free_before(bucket)
+
+    def _free_before(self, bucket: Bucket) -> None:
+        """Wait for all buckets but `bucket` and the one before, so that their memory is freed."""
+        for index in [index for index in self._in_flight if index < bucket.index - 1]:
+            self.wait_for(self.buckets[index])
 
     def complete_rest(self, finite_check: FiniteCheck | None) -> None:
         """Complete the buckets that are not launched yet; `finite_check` measures what is sent."""
@@ -213,6 +220,7 @@ class LaunchQueue:
         step_state.begin_wait(bucket.index)
         pending.wait()
         step_state.end_wait()
+        bucket.keep_own()
         self._scale(bucket)
         now = time.perf_counter()
         if (recorder := step_state.recorder_of(self.comm)) is not None:
@@ -247,7 +255,7 @@ class LaunchQueue:
         if not bucket.slots or (not isinstance(self._factor, torch.Tensor) and self._factor == 1.0):
             return
         low, high = self.owned_range(bucket)
-        multiply_by([bucket.flat[low:high]], self._factor)
+        multiply_by([bucket.result(low, high)], self._factor)
         if bucket.compressed is not None and bucket.launched:
             bucket.compressed.rescale(self._factor)
 

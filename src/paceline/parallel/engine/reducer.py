@@ -345,6 +345,8 @@ class Reducer(RoundClosing):
         if bucket.launched:
             self._late.keep(slot)
             return
+        if bucket.released:
+            bucket.hold()
         if grad is not slot.view:
             self._move_in(slot)
         if bucket.writers is not None:

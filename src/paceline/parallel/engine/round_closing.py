@@ -123,7 +123,11 @@ class RoundClosing(GradientState):
         if summary.late or not self.sharded:  # a sharded result is waited for where it is used
             self.launch_queue.wait_all()
         if summary.late:
+            for bucket in self.buckets:
+                bucket.hold()
             self._late.reduce(self.slots, self.comm, self.device, mean=weights.averaged)
+            for bucket in self.buckets:
+                bucket.keep_own()
             self._fire_once = False
             for bucket in self.buckets:
                 bucket.classify()
