@@ -1,0 +1,273 @@
+"""Optimizers of whole matrices (Muon, SOAP, LARS, Adafactor …) on any number of ranks, with every strategy."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import model_zoo
+import paceline
+from matrix_cases import ADAMW, batches, one_process, optimizers, step_on_ranks, update, wrapped
+from matrix_models import build_matrices
+from matrix_optimizers import PER_PARAMETER, GloballyClippedSGD
+from model_zoo import max_difference
+from paceline.errors import UsageError
+from paceline.tools.bench.step.comm_traffic import count_traffic
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import GptSize
+
+TOLERANCE = 1e-11
+STRATEGIES = ["bucketed", "sharded", "full-shard"]
+SMALL_BUCKETS = paceline.Sync(2**-11, shard="optimizer")
+SHARES = {1: [10], 2: [4, 16], 3: [10, 4, 6], 4: [10, 10, 4, 16]}
+EMPTY = {1: [10], 2: [0, 16], 3: [10, 0, 6], 4: [10, 10, 0, 16]}
+WAYS = {
+    "equal": (1, None),
+    "accumulated": (3, None),
+    "clipped": (1, "model"),
+    "clipped by torch": (3, "torch"),
+}
+"""Micro-steps of a step, and whose clipping is called."""
+
+# ------------------------------------------------------------------ equal to one process
+
+
+def differences(rank, size, sync, cases):
+    """Return, per case, the largest difference of any parameter from one process on the whole batches."""
+    found = {}
+    for case in cases:
+        name, kind, way, has_empty = case
+        accumulate, clip = WAYS[way]
+        data = batches(range(3), (EMPTY if has_empty else SHARES)[size], accumulate)
+        model, optims = wrapped(name, sync, kind)
+        for micro_steps in data:
+            step_on_ranks(model, optims, micro_steps, rank, clip)
+        found[case] = max_difference(model.whole_parameters(), one_process(name, kind, data, clip))
+    return found
+
+
+def check(pool, ranks, sync, cases, backend="paceline"):
+    for found in pool(ranks, backend).run(differences, sync, cases, timeout=200):
+        assert {case: gap for case, gap in found.items() if not gap <= TOLERANCE} == {}
+        assert len(found) == len(cases)
+
+
+FEW = [
+    ("Unequal", "Muon", "equal", False),
+    ("Fused", "Muon", "accumulated", True),
+    ("Experts", "Muon", "clipped", False),
+    ("Single", "Soap", "clipped by torch", True),
+    ("Unequal", "Lars", "equal", True),
+    ("Fused", "FactoredRms", "accumulated", False),
+    ("Unequal", "Adafactor", "clipped", False),
+]
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "paceline"), (3, "gloo")])
+@pytest.mark.parametrize("sync", [*STRATEGIES, SMALL_BUCKETS], ids=str)
+def test_equal_to_one_process(pool, sync, ranks, backend):
+    check(pool, ranks, sync, FEW, backend)
+
+
+ALL = list(itertools.product(("Unequal", "Single", "Fused", "Separate", "Experts"), PER_PARAMETER, WAYS))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("ranks", "backend"), [(1, "gloo"), (2, "gloo"), (3, "paceline"), (4, "paceline"), (4, "gloo")]
+)
+@pytest.mark.parametrize("sync", ["sharded", "full-shard", SMALL_BUCKETS], ids=str)
+def test_every_optimizer_and_model_in_every_way(pool, sync, ranks, backend):
+    """Each (model, optimizer, way) occurs on some number of ranks; all models and optimizers occur on each."""
+    some = ALL[ranks - 1 :: 4] if ranks > 1 else ALL[::3]
+    check(pool, ranks, sync, [(*case, at % 2 == 1) for at, case in enumerate(some)], backend)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sync", ["naive", "flat", "overlap", "bucketed", "auto"])
+def test_strategies_without_shards(pool, sync):
+    check(pool, 2, sync, FEW)
+
+
+def fused_and_separate(rank, size, sync):
+    """Train with one matrix for query, key and value, split in three, and with three matrices."""
+    data = batches(range(3), SHARES[size])
+    made = [wrapped(name, sync) for name in ("Fused", "Separate")]
+    for micro_steps in data:
+        for model, optims in made:
+            step_on_ranks(model, optims, micro_steps, rank)
+    fused, separate = (
+        dict(
+            zip(
+                [name for name, _ in build_matrices(name).named_parameters()],
+                model.whole_parameters(),
+                strict=True,
+            )
+        )
+        for name, (model, _) in zip(("Fused", "Separate"), made, strict=True)
+    )
+    three = torch.cat([separate.pop(f"each.{at}.weight") for at in range(3)])
+    whole = fused.pop("qkv.weight")
+    return max_difference([whole, *fused.values()], [three, *separate.values()])
+
+
+@pytest.mark.parametrize("sync", STRATEGIES)
+def test_a_split_matrix_is_updated_as_separate_ones(pool, sync):
+    assert max(pool(2).run(fused_and_separate, sync)) <= TOLERANCE
+
+
+def blocks_of_given_sizes(rank, size, sync):
+    data = batches(range(3), SHARES[size])
+    split = {"*up.weight": [4, 30, 6], "*wide.weight": 48}
+    model = paceline.DataParallel(build_matrices("Unequal"), sync=sync)
+    optims = optimizers(model, "Soap", split)
+    for micro_steps in data:
+        step_on_ranks(model, optims, micro_steps, rank)
+    return max_difference(model.whole_parameters(), one_process("Unequal", "Soap", data, split=split))
+
+
+@pytest.mark.parametrize("sync", STRATEGIES)
+def test_blocks_may_be_unequal_or_single_rows(pool, sync):
+    assert max(pool(3).run(blocks_of_given_sizes, sync)) <= TOLERANCE
+
+
+# ------------------------------------------------------------------ to the bit
+
+SMALL = GptSize("bits", d_model=96, d_ff=384, layers=2, heads=4, vocabulary=256, context=32)
+
+
+def beside_ddp(rank, size, sync, kind):
+    """Train a GPT beside torch DDP; return whether all parameters have the same bits after each step.
+
+    DDP divides each rank's gradient by the number of ranks and sums, Paceline sums and divides: with a power of two
+    that is the same, as no number of this training is so small that it loses digits.
+    """
+    torch.manual_seed(5)
+    nets = [GPT(SMALL), GPT(SMALL)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    model, ddp = paceline.DataParallel(nets[0], sync=sync), DistributedDataParallel(nets[1])
+    matrices, rest = paceline.matrix_parameters(nets[1])
+    cls, options = PER_PARAMETER[kind]
+    theirs = [
+        cls([param for _, param in matrices], **options),
+        torch.optim.AdamW([param for _, param in rest], **ADAMW),
+    ]
+    ours, same = optimizers(model, kind), []
+    drawn = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        tokens = torch.randint(256, (2, 33), generator=drawn)
+        for net, optims in ((model, ours), (ddp, theirs)):
+            token_loss(net(tokens[:, :-1]), tokens[:, 1:]).backward()
+            update(optims)
+        pairs = zip(model.whole_parameters(), ddp.parameters(), strict=True)
+        same.append(all(torch.equal(mine, other) for mine, other in pairs))
+    return same
+
+
+@pytest.mark.parametrize("sync", [*STRATEGIES, paceline.Sync(0.1, shard="optimizer")], ids=str)
+def test_the_same_bits_as_ddp_with_muon(pool, sync):
+    assert pool(2, "paceline").run(beside_ddp, sync, "Muon") == [[True] * 4] * 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", PER_PARAMETER)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_same_bits_as_ddp_with_every_optimizer(pool, ranks, kind):
+    assert pool(ranks, "paceline").run(beside_ddp, "sharded", kind) == [[True] * 4] * ranks
+
+
+# ------------------------------------------------------------------ collectives of a step
+
+
+def collectives(rank, size, layers, bucket_mib):
+    """Return the collectives of a step in the steady state, and the number of buckets."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(layers)], torch.nn.Linear(16, 1))
+    model = paceline.DataParallel(net, sync=paceline.Sync(bucket_mib, shard="optimizer"))
+    matrices = [(name, param) for name, param in model.named_parameters() if param.shape == (16, 16)]
+    rest = [(name, param) for name, param in model.named_parameters() if param.shape != (16, 16)]
+    optims = [
+        paceline.ShardedOptimizer(model, torch.optim.Muon, params=matrices, lr=0.01),
+        paceline.ShardedOptimizer(model, torch.optim.AdamW, params=rest, lr=0.01),
+    ]
+
+    def step():
+        model.backward(model(torch.ones(2, 16)).square().mean())
+        update(optims)
+
+    for _ in range(3):
+        step()
+    counted = count_traffic(step, size)
+    return counted.calls, len(model.engine.bucket_plan())
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_two_collectives_for_each_bucket_however_many_matrices_it_has(pool, backend):
+    """A reduce-scatter and an all-gather of each bucket, and one all-reduce of the status of the round."""
+    found = {}
+    for layers, bucket_mib in [(2, 25), (20, 25), (20, 2**-8)]:
+        for calls, buckets in pool(2, backend).run(collectives, layers, bucket_mib):
+            assert calls == 2 * buckets + 1
+            found[layers, bucket_mib] = buckets
+    assert found[2, 25] == found[20, 25] <= 2  # one for the matrices and one for the rest, or both in one
+    assert found[20, 2**-8] > 4
+
+
+# ------------------------------------------------------------------ wrong use
+
+
+def refused(rank, size, sync):
+    model = paceline.DataParallel(build_matrices("Fused"), sync=sync)
+    matrices, rest = paceline.matrix_parameters(model)
+
+    def muon(**options):
+        return paceline.ShardedOptimizer(model, torch.optim.Muon, params=matrices, lr=0.02, **options)
+
+    with pytest.raises(UsageError, match=r"(?s)'\*\.qkw\.weight'.*qkv\.weight"):
+        muon(split={"*.qkw.weight": 3})
+    with pytest.raises(UsageError, match=r"(?s)qkv\.weight.*24.*5"):
+        muon(split={"*qkv.weight": 5})
+    with pytest.raises(UsageError, match=r"(?s)qkv\.weight.*8, 8, 9.*24"):
+        muon(split={"*qkv.weight": [8, 8, 9]})
+    with pytest.raises(UsageError, match="matrix_parameters"):
+        paceline.ShardedOptimizer(model, torch.optim.Muon, lr=0.02)
+    kept = muon()
+    with pytest.raises(UsageError, match=r"weight.*(two|another|already)"):
+        muon()
+    return len(kept.param_groups), len(rest)
+
+
+@pytest.mark.parametrize("sync", STRATEGIES)
+def test_wrong_arguments_are_named(pool, sync):
+    pool(2).run(refused, sync)
+
+
+def one_that_reads_all_gradients(rank, size, sync):
+    model = paceline.DataParallel(build_matrices("Unequal"), sync=sync)
+    matrices, _ = paceline.matrix_parameters(model)
+    with pytest.raises(UsageError, match=r"(?s)GloballyClippedSGD.*model\.clip_grad_norm_"):
+        paceline.ShardedOptimizer(model, GloballyClippedSGD, params=matrices, lr=0.1)
+
+
+@pytest.mark.parametrize("sync", ["sharded", "full-shard"])
+def test_an_optimizer_whose_update_reads_other_parameters_is_refused(pool, sync):
+    pool(2).run(one_that_reads_all_gradients, sync)
+
+
+def without_ranks():
+    data = batches(range(3), SHARES[1])
+    gaps = {}
+    for name, kind in [("Fused", "Muon"), ("Experts", "Muon"), ("Unequal", "Soap")]:
+        model, optims = wrapped(name, "sharded", kind)
+        for micro_steps in data:
+            step_on_ranks(model, optims, micro_steps, 0)
+        gaps[name] = max_difference(model.whole_parameters(), one_process(name, kind, data))
+    return gaps
+
+
+def test_a_world_of_one():
+    assert max(without_ranks().values()) <= TOLERANCE
+    assert model_zoo.WIDTH == 6
