@@ -61,8 +61,8 @@ def merged(states):
 
 
 def moved(rank, size, name, kind, first, second, before, after, how):
-    """Train 3 steps on `before` ranks with strategy `first`, 3 more on `after` with `second`; compare with one process."""
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in {before, after}}
+    """Train 3 steps on `before` ranks with strategy `first`, 3 more on `after` with `second`, and in one process."""
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in sorted({before, after})}
     states = weights = None
     if rank < before:
         model, optims = wrapped(name, first, kind, groups[before])
