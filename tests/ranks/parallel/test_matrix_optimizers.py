@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import model_zoo
 import paceline
 from matrix_cases import ADAMW, batches, one_process, optimizers, step_on_ranks, update, wrapped
 from matrix_models import build_matrices
 from matrix_optimizers import PER_PARAMETER, GloballyClippedSGD
-from model_zoo import max_difference
+from model_zoo import loss_of, max_difference
 from paceline.errors import UsageError
 from paceline.tools.bench.step.comm_traffic import count_traffic
 from paceline.tools.models.gpt import GPT, token_loss
@@ -201,7 +200,7 @@ def collectives(rank, size, layers, bucket_mib):
     for _ in range(3):
         step()
     counted = count_traffic(step, size)
-    return counted.calls, len(model.engine.bucket_plan())
+    return counted.calls, sum(1 for _, names in model.engine.bucket_plan() if names)  # the last is the status
 
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
@@ -228,33 +227,78 @@ def refused(rank, size, sync):
 
     with pytest.raises(UsageError, match=r"(?s)'\*\.qkw\.weight'.*qkv\.weight"):
         muon(split={"*.qkw.weight": 3})
-    with pytest.raises(UsageError, match=r"(?s)qkv\.weight.*24.*5"):
+    with pytest.raises(UsageError, match=r"(?s)'qkv\.weight', shape \[24, 8\], into 5 equal blocks.*24 rows"):
         muon(split={"*qkv.weight": 5})
-    with pytest.raises(UsageError, match=r"(?s)qkv\.weight.*8, 8, 9.*24"):
+    with pytest.raises(UsageError, match=r"(?s)'qkv\.weight', shape \[24, 8\].*\[8, 8, 9\] rows.*24 rows"):
         muon(split={"*qkv.weight": [8, 8, 9]})
-    with pytest.raises(UsageError, match="matrix_parameters"):
-        paceline.ShardedOptimizer(model, torch.optim.Muon, lr=0.02)
-    kept = muon()
-    with pytest.raises(UsageError, match=r"weight.*(two|another|already)"):
-        muon()
-    return len(kept.param_groups), len(rest)
+    with pytest.raises(UsageError, match=r"(?s)AdamW, which is elementwise.*whole matrices"):
+        paceline.ShardedOptimizer(model, torch.optim.AdamW, params=rest, split={"*": 2})
+    for optim in (muon(split={"qkv.weight": 3}), paceline.ShardedOptimizer(model, torch.optim.AdamW, rest)):
+        model.backward(loss_of(model, "", *batches([0], SHARES[size])[0][0][rank]))
+        optim.step()
 
 
 @pytest.mark.parametrize("sync", STRATEGIES)
-def test_wrong_arguments_are_named(pool, sync):
+def test_a_split_that_does_not_fit_is_refused(pool, sync):
     pool(2).run(refused, sync)
 
 
+def muon_for_everything(rank, size, sync):
+    model = paceline.DataParallel(build_matrices("Fused"), sync=sync)
+    with pytest.raises(UsageError, match=r"(?s)Muon only supports 2D.*matrix_parameters"):
+        paceline.ShardedOptimizer(model, torch.optim.Muon, lr=0.02)
+
+
+@pytest.mark.parametrize("sync", STRATEGIES)
+def test_parameters_that_the_optimizer_rejects_are_named_before_the_first_step(pool, sync):
+    pool(2).run(muon_for_everything, sync)
+
+
+def update_one_parameter_twice(model, batch):
+    matrices, rest = paceline.matrix_parameters(model)
+    optims = [
+        paceline.ShardedOptimizer(model, torch.optim.Muon, params=matrices, lr=0.02),
+        paceline.ShardedOptimizer(model, torch.optim.AdamW, params=[*matrices[1:2], *rest], lr=0.02),
+    ]
+    model.backward(loss_of(model, "", *batch))
+    update(optims)
+
+
+def one_parameter_twice(rank, size, sync):
+    """Build two optimizers that share a parameter: refused at once, or when both would update it."""
+    model = paceline.DataParallel(build_matrices("Fused"), sync=sync)
+    with pytest.raises(UsageError, match=r"'qkv\.weight'.*optimizer"):
+        update_one_parameter_twice(model, batches([0], SHARES[size])[0][0][rank])
+
+
+@pytest.mark.parametrize("sync", STRATEGIES)
+def test_a_parameter_of_two_optimizers_is_named(pool, sync):
+    pool(2).run(one_parameter_twice, sync)
+
+
 def one_that_reads_all_gradients(rank, size, sync):
+    """Refuse it where parameters have owners; elsewhere every rank has all of them."""
     model = paceline.DataParallel(build_matrices("Unequal"), sync=sync)
     matrices, _ = paceline.matrix_parameters(model)
-    with pytest.raises(UsageError, match=r"(?s)GloballyClippedSGD.*model\.clip_grad_norm_"):
-        paceline.ShardedOptimizer(model, GloballyClippedSGD, params=matrices, lr=0.1)
+    if sync == "sharded":
+        with pytest.raises(UsageError, match=r"GloballyClippedSGD can't .*depends on others"):
+            paceline.ShardedOptimizer(model, GloballyClippedSGD, params=matrices, lr=0.1)
+        return 0.0
+    optim = paceline.ShardedOptimizer(model, GloballyClippedSGD, params=matrices, lr=0.1)
+    net = build_matrices("Unequal")
+    plain = GloballyClippedSGD([param for _, param in paceline.matrix_parameters(net)[0]], lr=0.1)
+    for micro_steps in batches(range(2), SHARES[size]):
+        step_on_ranks(model, [optim], micro_steps, rank)
+        model.zero_grad()
+        loss_of(net, "", *map(torch.cat, zip(*micro_steps[0], strict=True))).backward()
+        plain.step()
+        net.zero_grad()
+    return max_difference(model.whole_parameters(), net.parameters())
 
 
-@pytest.mark.parametrize("sync", ["sharded", "full-shard"])
-def test_an_optimizer_whose_update_reads_other_parameters_is_refused(pool, sync):
-    pool(2).run(one_that_reads_all_gradients, sync)
+@pytest.mark.parametrize("sync", STRATEGIES)
+def test_an_optimizer_whose_update_reads_other_parameters_is_refused_where_sharded(pool, sync):
+    assert max(pool(2).run(one_that_reads_all_gradients, sync)) <= TOLERANCE
 
 
 def without_ranks():
@@ -270,4 +314,3 @@ def without_ranks():
 
 def test_a_world_of_one():
     assert max(without_ranks().values()) <= TOLERANCE
-    assert model_zoo.WIDTH == 6
