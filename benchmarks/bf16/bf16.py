@@ -41,13 +41,13 @@ from paceline.world import World, init, shutdown
 FLOAT32, MASTERS, STOCHASTIC, PLAIN = (
     "float32",
     "bf16, float32 copies",
-    "bf16, stochastic rounding",
+    "bf16, float32 copies, stochastic rounding",
     "bf16",
 )
 OPTIONS: dict[str, dict[str, Any]] = {
     FLOAT32: {},
     MASTERS: {"master_dtype": torch.float32},
-    STOCHASTIC: {"stochastic_rounding": True},
+    STOCHASTIC: {"master_dtype": torch.float32, "stochastic_rounding": True},
     PLAIN: {},
 }
 """What `ShardedOptimizer` is given for each way to train."""
