@@ -96,7 +96,39 @@ class Experts(nn.Module):
         return self.head(x + hidden @ self.back)
 
 
-MATRIX_MODELS = {kind.__name__: kind for kind in (Unequal, Single, Fused, Separate, Experts)}
+class Sometimes(nn.Module):
+    """A matrix that only some samples use: on some ranks only, in some steps not at all; another one is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, 8)
+        self.branch = nn.Linear(8, 8)
+        self.never = nn.Linear(8, 4)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden, chosen = torch.tanh(self.enter(x)), x[:, 0] > 1.5
+        if chosen.any():
+            hidden = hidden.masked_scatter(chosen[:, None], torch.tanh(self.branch(hidden[chosen])))
+        return self.head(hidden)
+
+
+class Transposed(nn.Module):
+    """Matrices whose columns are contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Parameter(torch.randn(9, WIDTH).t() / 3)
+        self.middle = nn.Parameter(torch.randn(5, 9).t() / 3)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(torch.tanh(x @ self.enter) @ self.middle))
+
+
+MATRIX_MODELS = {
+    kind.__name__: kind for kind in (Unequal, Single, Fused, Separate, Experts, Sometimes, Transposed)
+}
 SPLITS = {"Fused": {"*qkv.weight": 3}, "Experts": {"*experts": 4}}
 """Options `split` that make sense for a model; Muon needs that of Experts."""
 

@@ -155,8 +155,9 @@ class SplitByHand:
     @torch.no_grad()
     def step(self):
         for param, sizes, copies in self._blocks:
-            for copy, block in zip(copies, param.grad.split(sizes), strict=True):
-                copy.grad = self._matrix(block, param.ndim).clone()
+            grads = [None] * len(copies) if param.grad is None else param.grad.split(sizes)
+            for copy, block in zip(copies, grads, strict=True):
+                copy.grad = None if block is None else self._matrix(block, param.ndim).clone()
         self.inner.step()
         for param, sizes, copies in self._blocks:
             for copy, block in zip(copies, param.split(sizes), strict=True):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from matrix_cases import ADAMW, batches, one_process, optimizers, step_on_ranks, update, wrapped
-from matrix_models import build_matrices
+from matrix_models import MATRIX_MODELS, build_matrices
 from matrix_optimizers import PER_PARAMETER, GloballyClippedSGD
 from model_zoo import loss_of, max_difference
 from paceline.errors import UsageError
@@ -62,6 +62,8 @@ FEW = [
     ("Unequal", "Lars", "equal", True),
     ("Fused", "FactoredRms", "accumulated", False),
     ("Unequal", "Adafactor", "clipped", False),
+    ("Sometimes", "Muon", "accumulated", False),
+    ("Transposed", "Soap", "equal", True),
 ]
 
 
@@ -71,7 +73,7 @@ def test_equal_to_one_process(pool, sync, ranks, backend):
     check(pool, ranks, sync, FEW, backend)
 
 
-ALL = list(itertools.product(("Unequal", "Single", "Fused", "Separate", "Experts"), PER_PARAMETER, WAYS))
+ALL = list(itertools.product(MATRIX_MODELS, PER_PARAMETER, WAYS))
 
 
 @pytest.mark.thorough

@@ -84,6 +84,12 @@ def test_convolutions_are_left_to_the_elementwise_optimizer():
     assert set(matrices) <= {"4.weight"}
 
 
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_gains_with_two_dimensions_are_no_matrices(kind):
+    matrices, _ = names(nn.Sequential(nn.Linear(4, 4), kind((4, 4))))
+    assert matrices == ["0.weight"]
+
+
 def test_frozen_parameters_are_in_neither():
     net = build_matrices("Unequal")
     net.up.weight.requires_grad_(False)
