@@ -105,8 +105,16 @@ def test_a_state_moves(pool, move):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 3), (2, 3), (3, 2)])
-@pytest.mark.parametrize("how", ["consolidated", "shards"])
+@pytest.mark.parametrize(
+    ("before", "after", "how"),
+    [
+        (4, 1, "consolidated"),
+        (1, 3, "consolidated"),
+        (2, 3, "shards"),
+        (3, 2, "consolidated"),
+        (4, 1, "shards"),
+    ],
+)
 def test_a_sharded_state_moves_to_any_number_of_ranks(pool, before, after, how):
     for name, kind in [
         ("Fused", "Muon"),
