@@ -56,6 +56,44 @@ def wrapped(rank: int, device: str, guarded: bool = False, **options: object) ->
     return step
 
 
+def with_muon(rank: int, device: str, **options: object) -> Step:
+    """Return a step of Muon on hidden matrices and AdamW on the rest."""
+    model = paceline.DataParallel(on.build("Plain", device).float(), **options)
+    matrices, rest = paceline.matrix_parameters(model)
+    muon = paceline.ShardedOptimizer(model, torch.optim.Muon, matrices, lr=on.RATE)
+    adamw = paceline.ShardedOptimizer(model, torch.optim.AdamW, rest, lr=on.RATE, fused=True)
+    inputs, targets = (each.float() for each in on.batch(0, [rank], device))
+
+    def step(number: int) -> None:
+        model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
+        for optim in (muon, adamw):
+            optim.step()
+            optim.zero_grad()
+
+    return step
+
+
+def with_masters(rank: int, device: str, **options: object) -> Step:
+    """Return a step of a bfloat16 model whose optimizer updates float32 copies."""
+    model = paceline.DataParallel(on.build("Plain", device).bfloat16(), **options)
+    optim = paceline.ShardedOptimizer(
+        model,
+        torch.optim.AdamW,
+        lr=on.RATE,
+        fused=True,
+        master_dtype=torch.float32,
+        stochastic_rounding=True,
+    )
+    inputs, targets = (each.bfloat16() for each in on.batch(0, [rank], device))
+
+    def step(number: int) -> None:
+        model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
+        optim.step()
+        optim.zero_grad()
+
+    return step
+
+
 def local(rank: int, device: str, name: str) -> Step:
     """Return a step of a bare model that is averaged every few steps."""
     model = on.build("Plain", device).float()
@@ -146,6 +184,10 @@ def main(device: str, out: str) -> None:
         for name, compression in COMPRESSIONS.items():
             sync = paceline.Sync(compression=compression, shard=shard)
             cases[f"{name}, shard {shard}"] = wrapped(world.rank, world.device, sync=sync)
+    cases["Muon"] = with_muon(world.rank, world.device, sync="sharded")
+    cases["Muon, zero2"] = with_muon(world.rank, world.device, sync="zero2")
+    cases["masters"] = with_masters(world.rank, world.device, sync="sharded")
+    cases["masters, bucketed"] = with_masters(world.rank, world.device, sync="bucketed")
     cases |= {name: local(world.rank, world.device, name) for name in LOOPS}
     found: dict[str, object] = {name: waits(step) for name, step in cases.items()}
     found["failure"] = failure(world.rank, world.device)

@@ -55,6 +55,34 @@ def strategies(rank: int, device: str) -> dict[str, float]:
     return found
 
 
+def matrix_optimizers(rank: int, device: str) -> dict[str, float]:
+    """Train with Muon on hidden matrices and AdamW on the rest; one process has the same optimizers."""
+    reference = on.build("Plain", device)
+    matrices, rest = paceline.matrix_parameters(reference)
+    plain = [torch.optim.Muon(matrices, lr=on.RATE), torch.optim.AdamW(rest, lr=on.RATE)]
+    for step in range(STEPS):
+        inputs, targets = on.batch(step, [0, 1], device)
+        on.loss_of(reference, inputs, targets).backward()
+        for optim in plain:
+            optim.step()
+            optim.zero_grad()
+    found = {}
+    for sync in ("bucketed", *STRATEGIES[4:], "zero2"):
+        model = paceline.DataParallel(on.build("Plain", device), sync=sync)
+        matrices, rest = paceline.matrix_parameters(model)
+        optims = [
+            paceline.ShardedOptimizer(model, torch.optim.Muon, matrices, lr=on.RATE),
+            paceline.ShardedOptimizer(model, torch.optim.AdamW, rest, lr=on.RATE),
+        ]
+        for step in range(STEPS):
+            model.backward(on.loss_of(model, *on.batch(step, [rank], device)), samples=on.SAMPLES)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        found[f"Muon, {sync}"] = on.max_difference(model.whole_parameters(), list(reference.parameters()))
+    return found
+
+
 def on_a_stream_of_the_program(rank: int, device: str) -> float:
     """Train on a stream that is not the default one."""
     stream = torch.cuda.Stream(device)
@@ -174,6 +202,7 @@ def main(backend: str, device: str, out: str) -> None:
     world = start(backend, device)
     here = world.device
     found: dict[str, float | str] = dict(strategies(world.rank, here))
+    found |= matrix_optimizers(world.rank, here)
     found["compiled"] = compiled(world.rank, here)
     found["mixed precision"] = mixed_precision(world.rank, here)
     found["collectives"] = collectives(world.rank, here)

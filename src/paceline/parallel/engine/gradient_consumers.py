@@ -64,7 +64,7 @@ class GradientConsumers:
             latest = self._latest[key]()
             if latest is not None and latest is not optimizer and key in self._slots:
                 raise UsageError(
-                    f"parameter {self._slots[key].name!r} is updated by two ShardedOptimizers",
+                    f"parameter {self._slots[key].name!r} is updated by two optimizers",
                     rank=rank,
                     step=step,
                     remedy="pass each parameter to one of them, and use the one that was built last",
