@@ -38,7 +38,7 @@ __all__ = [
 _IMMUTABLE = (int, float, complex, str, bytes, tuple, type(None))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UpdateGroup:
     """Units that are updated together, and the buckets that they are shards of.
 

@@ -356,7 +356,8 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
     def _update_shards(self, reducer: Reducer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Per group: wait for the sums, update the own part, send it; the other ranks' parts are left in flight.
 
-        Buckets fill in backward's order, so the last ones hold what the next forward uses first: they are sent first.
+        Buckets fill in backward's order, so the last one holds what the next forward uses first: it is sent first. While
+        it is still being reduced, others are updated, and sent in their turn.
         """
         moved = reducer.readopt_parameters()
         groups, gather = self._groups[::-1], reducer.parameter_gather
@@ -367,14 +368,20 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
         gather.wait_for(flats)
         if not self._expected:  # else posted by an update that raised
             self._expected = [reducer.comm.post_part_receives(flat) for flat in flats]
+        first = groups[-1:] if self._probe.whole else groups[:0:-1]  # an update of matrices takes longer than a sum
+        waiting = [group for group in groups if group not in first]
         exposed = 0.0
         recorder = step_state.recorder_of(reducer.comm)
         others = (reducer.comm.shards - 1) / reducer.comm.shards
         expected = iter(self._expected)
         options = [group_options(group) for group in self.param_groups]
-        for group in groups:
+        for group in first:
             exposed += sum(reducer.launch_queue.wait_for(bucket) for bucket in group.buckets)
             group.update(options, args, kwargs)
+        for group in groups:
+            if group in waiting:
+                exposed += sum(reducer.launch_queue.wait_for(bucket) for bucket in group.buckets)
+                group.update(options, args, kwargs)
             for flat in group.flats():
                 launched = time.perf_counter()
                 pending = reducer.comm.all_gather(flat, next(expected))
