@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline._core.step_state import step_state
 from paceline.errors import PacelineError, SyncError, UsageError
+from paceline.parallel.part_exchange import PartSum
 from paceline.world.group_devices import backend_name, group_device, queues_on_streams
 from paceline.world.value_collectives import broadcast_value, gather_values
 
@@ -262,21 +263,14 @@ class Comm:
             op = self._operation(flat, mean)
             work = _reduce_scatter(result, flat, op=op, group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
-        peers = self.peers
-        received = own.new_empty(len(peers), own.numel())
-        works = [
-            self._receive(received[row], peer, self._tag_reduce_scatter) for row, peer in enumerate(peers)
-        ]
-        works += [self._send(parts[peer], peer, self._tag_reduce_scatter) for peer in peers]
-
-        def add_received() -> None:
-            torch.add(own, received[0], out=result)
-            for row in received[1:]:
-                result.add_(row)
-            if mean:
-                result.div_(self.size)
-
-        return PendingCollective(works, add_received, self._held)
+        peers, tag = self.peers, self._tag_reduce_scatter
+        total = PartSum(own, result, len(peers))
+        works = []
+        for source, peer in enumerate(peers):
+            works += total.receive(source, lambda piece, peer=peer: self._receive(piece, peer, tag))
+        for peer in peers:
+            works += total.send(parts[peer], lambda piece, peer=peer: self._send(piece, peer, tag))
+        return PendingCollective(works, lambda: total.add(self.size if mean else 1), self._held)
 
     def post_part_receives(self, flat: torch.Tensor) -> list[dist.Work]:
         """Post the receives of an `all_gather` of `flat` early, which saves its senders a round trip."""
