@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline._core.step_state import step_state
 from paceline.errors import PacelineError, SyncError, UsageError
+from paceline.parallel.part_exchange import LOW_PRECISION, PartSum
 from paceline.world.group_devices import backend_name, group_device, queues_on_streams
 from paceline.world.value_collectives import broadcast_value, gather_values
 
@@ -281,26 +282,24 @@ class Comm:
         parts = flat.chunk(self.size)
         own = parts[self.rank]
         result = own if into is None else into
+        if self._queues and flat.dtype in LOW_PRECISION and self.size > 2:  # which would round every partial sum
+            rows = torch.empty_like(flat)
+            work = dist.all_to_all_single(rows, flat, group=self.group, async_op=True)
+            others = [row for rank, row in enumerate(rows.chunk(self.size)) if rank != self.rank]
+            total = PartSum(own, result, received=others)
+            return PendingCollective([work], lambda: total.add(self.size if mean else 1))
         if self._by_backend(flat):
             op = self._operation(flat, mean)
             work = _reduce_scatter(result, flat, op=op, group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
-        peers = self.peers
-        received = own.new_empty(len(peers), own.numel())
-        works = [
-            self._receive(received[row], peer, self._tag_reduce_scatter) for row, peer in enumerate(peers)
-        ]
-        works += [self._send(parts[peer], peer, self._tag_reduce_scatter) for peer in peers]
-
-        def add_received() -> None:
-            if not peers:
-                result.copy_(own)
-            for number, row in enumerate(received):
-                torch.add(result if number else own, row, out=result)
-            if mean:
-                result.div_(self.size)
-
-        return PendingCollective(works, add_received, self._held)
+        peers, tag = self.peers, self._tag_reduce_scatter
+        total = PartSum(own, result, len(peers))
+        works = []
+        for source, peer in enumerate(peers):
+            works += total.receive(source, lambda piece, peer=peer: self._receive(piece, peer, tag))
+        for peer in peers:
+            works += total.send(parts[peer], lambda piece, peer=peer: self._send(piece, peer, tag))
+        return PendingCollective(works, lambda: total.add(self.size if mean else 1), self._held)
 
     def post_part_receives(self, flat: torch.Tensor) -> list[dist.Work]:
         """Post the receives of an `all_gather` of `flat` early, which saves its senders a round trip."""

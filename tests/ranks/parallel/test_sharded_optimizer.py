@@ -37,6 +37,20 @@ def build(kind, group=None, sync="sharded", **options):
     return model, paceline.ShardedOptimizer(model, kind, **options)
 
 
+def trims(rank, size):
+    with mock.patch("paceline.parallel.engine.reducer.return_freed_memory") as trim:
+        model, optim = build(torch.optim.AdamW, lr=0.02)
+        counts = []
+        for step in range(3):
+            train(model, optim, rank, [step])
+            counts.append(trim.call_count)
+    return counts
+
+
+def test_what_the_first_step_has_freed_is_returned_once_at_the_next_forward(pool):
+    assert pool(2).run(trims) == [[0, 1, 1]] * 2
+
+
 def state_numel(rank, size):
     model, optim = build(torch.optim.AdamW, **ADAMW)
     train(model, optim, rank, range(2))

@@ -29,7 +29,7 @@ import torch
 
 from paceline._core.format import format_bytes
 
-__all__ = ["Arena", "FreeList", "Segment", "arena"]
+__all__ = ["Arena", "FreeList", "Segment", "arena", "received_segments"]
 
 _HUGE_PAGE_NBYTES = 2 << 20
 """Segments are multiples of a huge page."""
@@ -117,6 +117,7 @@ class Segment:
         finally:
             os.close(fd)
         segment.fd = -1
+        received_segments.add(segment)
         return segment
 
     def bytes_at(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
@@ -183,6 +184,16 @@ class Arena:
         needed = tensor.numel() * tensor.element_size() if nbytes is None else nbytes
         return (segment, address - start) if address + needed <= end else None
 
+    def release_free_pages(self) -> None:
+        """Return the pages of free memory to the system."""
+        with self._lock:
+            self._reclaim()
+            for segment, free_list in zip(self.segments, self._free_lists, strict=True):
+                for offset, length, dirty in list(free_list.spans):
+                    if dirty:
+                        segment.release_pages(offset, length)
+                        free_list.mark_clean(offset, length)
+
     def retire(self, segment: int, offset: int) -> None:
         """Never reuse the memory of the tensor at `offset`: another process may write to it at any time."""
         with self._lock:
@@ -230,6 +241,9 @@ class Arena:
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
+
+received_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+"""Memory of other processes that is mapped here."""
 
 arena = Arena()
 """The arena of this process, shared by all its groups."""

@@ -31,7 +31,7 @@ import torch
 
 from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import SyncError, UsageError
-from paceline.parallel.buckets.bucket_builder import agree_order
+from paceline.parallel.buckets.bucket_builder import agree_order, return_freed_memory
 from paceline.parallel.buckets.grad_slot import GradSlot, SlotBucket, storage_dtype
 from paceline.parallel.buckets.sharded_gradient import ShardedGradient
 from paceline.parallel.comm_hook import CommHook
@@ -91,6 +91,7 @@ class Reducer(RoundClosing):
         self._in_backward = False
         self._will_sync = False  # the present backward closes with a round
         self._firings: list[int] = []  # of the first backward
+        self._buckets_new = False  # no forward has begun since they were built
         self._ids = {id(param) for _, param in [*named, *frozen, *sparse]}
         self.consumers = GradientConsumers(self.slots)
         note_waiting = weakref.WeakMethod(self.note_waiting)
@@ -196,6 +197,9 @@ class Reducer(RoundClosing):
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Prepare for a forward, which one rank may run alone; the result is passed to `backward_reached`."""
+        if self._buckets_new:  # the first round has kept more at a time than those that follow
+            self._buckets_new = False
+            return_freed_memory(self.device)
 
     def apply_pending_plan(self, *, if_empty: bool = False) -> None:
         """Switch to the plan that the tuner has decided on; all ranks call this, in backward and after a step."""
@@ -310,6 +314,7 @@ class Reducer(RoundClosing):
 
     def _build_buckets(self) -> None:
         super()._build_buckets()
+        self._buckets_new = True
         self.hooks.skip_small(self.slots)
 
     def run_joined_round(self) -> None:

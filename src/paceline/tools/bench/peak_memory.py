@@ -3,8 +3,12 @@
 [Note: resident peak] On the CPU, Linux keeps the peak of a process's resident memory (``VmHWM``) and resets it when 5
 is written to ``/proc/self/clear_refs``. Where that is not allowed, the peak since the process started stands in, which
 is right if nothing before was larger: measure in a fresh process. Memory freed earlier is first returned to the system
-(glibc), or the block could use it without a trace. The kernel's counts lag by some pages per core: 0.3 MiB were found
-missing on two cores.
+(glibc, the arena), or the block could use it without a trace. The kernel's counts lag by some pages per core: 0.3 MiB
+were found missing on two cores.
+
+[Note: shared memory] Linux counts a page that several ranks map in each of them, so their sum is more than the machine
+holds. Here it counts in the rank that allocated it. The kernel keeps no such peak: what is mapped of others when a
+part of the block begins (`PeakMemory.begin_part`), and still at its end, is taken off the resident peak of that part.
 
 [Note: reported allocations] The profiler records every allocation and free of ``c10``'s CPU allocator, those inside
 kernels too (c10/core/CPUAllocator.cpp, `ProfiledCPUMemoryReporter`). Memory that libraries take from the C library
@@ -17,6 +21,7 @@ after its own; `unreported_nbytes` says how much that is.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import resource
 import sys
@@ -29,16 +34,19 @@ import torch
 from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import FakeTensor
 
+from paceline.backends.shm.shared_arena import arena, received_segments
 from paceline.parallel.buckets.bucket_builder import return_freed_memory
 from paceline.tools.plan.memory.tensor_tracer import plain_tensors
 
-__all__ = ["CpuAllocations", "MemoryChange", "PeakMemory", "resident_nbytes"]
+__all__ = ["CpuAllocations", "MemoryChange", "PeakMemory", "borrowed_nbytes", "resident_nbytes"]
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_MAPPINGS = Path("/proc/self/smaps")
 
 
 class PeakMemory:
-    """Measures its block: `nbytes` is the peak inside it less the memory before it; see [Note: resident peak].
+    """Measures its block: `nbytes` is the peak inside it less the memory before it; see [Note: resident peak] and
+    [Note: shared memory].
 
     On an accelerator it is the peak of torch's caching allocator.
 
@@ -60,23 +68,56 @@ class PeakMemory:
             self._before = memory.memory_allocated(self._device)
         else:
             return_freed_memory(torch.device("cpu"))
-            _reset_resident_peak()
-            self._before = resident_nbytes()
+            arena.release_free_pages()
+            borrowed = borrowed_nbytes()
+            self._before = resident_nbytes() - borrowed
+            self._begin()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._device != "cpu":
             peak = torch.get_device_module(self._device).max_memory_allocated(self._device)
+            self.nbytes = max(0, peak - self._before)
         else:
-            peak = _read_status("VmHWM")
-        self.nbytes = max(0, peak - self._before)
+            self._end()
+
+    def begin_part(self) -> None:
+        """Begin the next part of the block, as before and after what maps memory of other ranks."""
+        if self._device == "cpu":
+            self._end()
+            self._begin()
+
+    def _begin(self) -> None:
+        self._borrowed = borrowed_nbytes() if _reset_resident_peak() else 0
+
+    def _end(self) -> None:
+        borrowed = min(self._borrowed, borrowed_nbytes())
+        self.nbytes = max(self.nbytes, _read_status("VmHWM") - borrowed - self._before)
 
 
-def _reset_resident_peak() -> None:
+def _reset_resident_peak() -> bool:
+    """Reset the peak, and return whether that was possible."""
     try:
         _RESET.write_text("5")
     except OSError:
-        return
+        return False
+    return True
+
+
+def borrowed_nbytes() -> int:
+    """Return the resident memory that this process shares with another rank, which allocated it."""
+    starts = {segment.address for segment in received_segments}
+    if not starts:
+        return 0
+    found, counts = 0, False
+    with contextlib.suppress(OSError), _MAPPINGS.open() as lines:
+        for line in lines:
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                counts = int(name.partition("-")[0], 16) in starts
+            elif counts and name == "Rss:":
+                found += int(rest.split()[0]) * 1024
+    return found
 
 
 def resident_nbytes() -> int:

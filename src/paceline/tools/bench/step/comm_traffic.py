@@ -6,7 +6,7 @@ Both are observed from outside, so Paceline and torch are counted by the same ru
   where a dispatch mode sees it with its tensors; a paceline group counts its own calls. The payload of a call is the
   larger of its input and output in that rank's memory: the whole tensor of an all-reduce, the whole input of a
   reduce-scatter, the whole output of an all-gather. N-1 sends with as many receives count as the one collective among
-  N ranks that they implement, with N times the message as payload.
+  N ranks that they implement, with N times the message as payload. Of a collective in pieces, each piece counts.
 - *Time*: the profiler, and a paceline group itself, record each call from launch to completion. Calls overlap, so the
   time in which at least one was pending is returned.
 

@@ -11,8 +11,9 @@
   that is not timed. `ms_per_call`: the time in which any collective was pending on the rank that waited least for the
   others, measured by the profiler in five more untimed steps, divided by `calls`. See
   `paceline.tools.bench.step.comm_traffic`.
-- `peak_mib`: the largest rank's peak memory for model, optimizer and three steps, beyond that of its process before,
-  in fresh processes per strategy. See `paceline.tools.bench.peak_memory`.
+- `peak_mib`: the largest rank's peak memory for model, optimizer and three steps, in fresh processes per strategy,
+  beyond that of its process after two steps of the model `tiny`, trained in the same way. Memory that ranks share
+  counts in the one that allocated it. See `paceline.tools.bench.peak_memory`.
 - `drift`: ‖a − b‖ / ‖b‖ between the row's parameters and those of torch DDP with its default buckets, after five steps
   from the same seed, the largest of all ranks. `exact`: whether that is at most 1e-4 (float32).
 """

@@ -171,11 +171,12 @@ def _comm_seconds(trainer: StrategyTrainer, batch: TokenBatch, device: str) -> f
 def _peak_memory(
     world: World, settings: StepSettings, size: GptSize, variant: StrategyVariant
 ) -> dict[str, Any]:
-    """Return the bytes that training needs beyond those of the process; the largest rank's."""
+    """Return the bytes that training needs beyond those of the process; the largest rank's.
+
+    The process has trained a tiny model in the same way, so code is loaded and libraries have their buffers.
+    """
     torch_group = _torch_group(world)
-    warm = build_trainer(
-        StrategyVariant("ddp", 1.0), gpt_size("tiny"), world.device, settings.seed, torch_group
-    )
+    warm = build_trainer(variant, gpt_size("tiny"), world.device, settings.seed, torch_group)
     for batch in (random_batch(gpt_size("tiny"), 1, 8, seed, world.device) for seed in range(2)):
         run_step(warm, batch)
     del warm
@@ -183,7 +184,9 @@ def _peak_memory(
     batches = _batches(world, settings, size)[:3]
     with PeakMemory(world.device) as peak:
         trainer = build_trainer(variant, size, world.device, settings.seed, torch_group)
+        trainer.optimizer.register_step_pre_hook(lambda *_: peak.begin_part())
         for batch in batches:
+            peak.begin_part()
             run_step(trainer, batch)
     largest = torch.tensor([peak.nbytes], dtype=torch.float64, device=world.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
