@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 import paceline
 from paceline import Compression, Sync
 from paceline.parallel.engine.reducer import Reducer
+from paceline.parallel.sharding import zero
 from scene_models import WIDTH, Repeated, TwoStreams, Unused, layers
 
 __all__ = ["SCENES", "Place"]
@@ -177,6 +178,14 @@ def dropped_in_even_steps(model: Any, optim: Any, step: int) -> bool:
     if step % 2 == 0:
         optim.zero_grad()
     return step % 2 == 1
+
+
+def in_parts(place: Place) -> list[Tensor]:
+    """Train with an update for each bucket."""
+    with mock.patch.object(
+        zero, "update_parts", lambda sizes, accelerator: [[at] for at in range(len(sizes))]
+    ):
+        return Training(sync=Sync(bucket_mib=2.5 * KIB, shard="optimizer"), empty=True)(place)
 
 
 def averaged_beside(model: Any, optim: Any, step: int) -> bool:
@@ -369,6 +378,7 @@ SCENES: dict[str, Callable[[Place], list[Tensor]]] = {
     "sharded, clipped by torch": Training(sync="sharded", call="equal", clip="torch", finish=gathered_state),
     "sharded, kept": Training(sync="sharded", after=kept_in_even_steps),
     "sharded, dropped": Training(sync="sharded", after=dropped_in_even_steps),
+    "sharded, in parts": in_parts,
     "sharded, averaged beside": Training(sync="sharded", after=averaged_beside, finish=averages),
     "sharded, read unseen": Training(sync="sharded", after=read_unseen, finish=seen),
     "two axes": Training(

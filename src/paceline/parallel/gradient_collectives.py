@@ -282,12 +282,15 @@ class Comm:
         parts = flat.chunk(self.size)
         own = parts[self.rank]
         result = own if into is None else into
-        if self._queues and flat.dtype in LOW_PRECISION and self.size > 2:  # which would round every partial sum
+        if (
+            self._queues and flat.dtype in LOW_PRECISION and self.size > 2
+        ):  # which would round every partial sum
             rows = torch.empty_like(flat)
             work = dist.all_to_all_single(rows, flat, group=self.group, async_op=True)
             others = [row for rank, row in enumerate(rows.chunk(self.size)) if rank != self.rank]
             total = PartSum(own, result, received=others)
-            return PendingCollective([work], lambda: total.add(self.size if mean else 1))
+            works = [work] if work is not None else []
+            return PendingCollective(works, lambda: total.add(self.size if mean else 1))
         if self._by_backend(flat):
             op = self._operation(flat, mean)
             work = _reduce_scatter(result, flat, op=op, group=self.group, async_op=True)

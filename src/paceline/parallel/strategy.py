@@ -1,14 +1,14 @@
 """How gradients are synchronised: `Sync`, and the strategies that have names.
 
-| name                | alias   | bucket_mib | overlap | shard      | description                                             |
-|---------------------|---------|-----------:|---------|------------|---------------------------------------------------------|
-| `naive`             |         |          0 | no      | none       | one all-reduce per parameter, after backward            |
-| `flat`              |         |          ∞ | no      | none       | one all-reduce of everything, after backward            |
-| `overlap`           |         |          0 | yes     | none       | one all-reduce per parameter, as soon as it is ready    |
-| `bucketed`          | `ddp`   |         25 | yes     | none       | one all-reduce per bucket, as soon as it is full        |
-| `sharded`           | `zero1` |         25 | yes     | optimizer  | ZeRO-1: reduce-scatter per bucket, each updates its 1/N |
-| `sharded-gradients` | `zero2` |         25 | yes     | gradients  | ZeRO-2: as before, and 1/N of the gradients stays       |
-| `full-shard`        | `fsdp`  |          – | yes     | parameters | PyTorch FSDP2: 1/N of parameters, gradients and state   |
+| name                | alias   | bucket_mib | overlap | shard      | description                                      |
+|---------------------|---------|-----------:|---------|------------|--------------------------------------------------|
+| `naive`             |         |          0 | no      | none       | one all-reduce per parameter, after backward     |
+| `flat`              |         |          ∞ | no      | none       | one all-reduce of everything, after backward     |
+| `overlap`           |         |          0 | yes     | none       | one all-reduce per parameter, once it is ready   |
+| `bucketed`          | `ddp`   |         25 | yes     | none       | one all-reduce per bucket, once it is full       |
+| `sharded`           | `zero1` |         25 | yes     | optimizer  | ZeRO-1: reduce-scatter, each updates its 1/N     |
+| `sharded-gradients` | `zero2` |         25 | yes     | gradients  | ZeRO-2: as before, and 1/N of gradients stays    |
+| `full-shard`        | `fsdp`  |          – | yes     | parameters | PyTorch FSDP2: 1/N of parameters, too            |
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ LIKELY = {
     "parts_by_name": ["guarded"],
     "FiniteCheck": ["two streams, guarded", "guarded"],
     "Reducer.begin": ["sharded, kept"],
+    "_update_shards": ["sharded, in parts"],
     "wait_for_parameters": ["sharded, read unseen"],
     "parameter_gather": ["sharded, averaged beside", "sharded"],
     "engine/": ["bucketed"],

@@ -26,7 +26,8 @@ def _filled(total, sources, parts):
 def test_sums_have_the_bits_of_whole_parts_in_order(numel, dtype, in_place):
     draw = torch.Generator().manual_seed(numel)
     own, *others = (torch.randn(numel, generator=draw).to(dtype) for _ in range(4))
-    expected = ((own + others[0]) + others[1] + others[2]) / 4
+    first, second, third = (other.float() for other in others)
+    expected = ((((own.float() + first) + second) + third) / 4).to(dtype)
     result = own if in_place else torch.empty_like(own)
     total = PartSum(own, result, 3)
     _filled(total, 3, others)

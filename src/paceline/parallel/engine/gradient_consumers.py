@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from paceline.errors import UsageError
 from paceline.parallel.buckets.grad_slot import GradSlot
 
 __all__ = ["GradientConsumers"]
@@ -54,21 +53,13 @@ class GradientConsumers:
         for slot in slots:
             slot.consumer, slot.update_cost = number, costs[id(slot.param)]
 
-    def check(self, optimizer: torch.optim.Optimizer, *, rank: int, step: int) -> None:
-        """Raise if an optimizer that was built later has taken over a parameter of `optimizer`.
-
-        Raises:
-            UsageError: names the first such parameter.
-        """
+    def taken_over(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Return the id of a parameter of `optimizer` that belongs to one that was built later; None: there is none."""
         for key in self._held.get(optimizer, set()):
             latest = self._latest[key]()
-            if latest is not None and latest is not optimizer and key in self._slots:
-                raise UsageError(
-                    f"parameter {self._slots[key].name!r} is updated by two optimizers",
-                    rank=rank,
-                    step=step,
-                    remedy="pass each parameter to one of them, and use the one that was built last",
-                )
+            if latest is not None and latest is not optimizer:
+                return key
+        return None
 
     def slots_of(self, optimizer: torch.optim.Optimizer) -> list[GradSlot]:
         """Return the parameters that `optimizer` updates."""

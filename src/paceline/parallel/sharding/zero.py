@@ -303,7 +303,7 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
             The closure's result, or None.
         """
         self._consolidated = None
-        self._engine.consumers.check(self, rank=self._engine.comm.rank, step=self._engine.step)
+        self._refuse_taken_over()
         if self._plain is not None:
             with hand_on_scale(self, [self._plain]):
                 result = (
@@ -332,6 +332,18 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
                     self._update_here(args, kwargs)
         return result
 
+    def _refuse_taken_over(self) -> None:
+        """Raise if an optimizer that was built later updates one of the parameters, too."""
+        taken = self._engine.consumers.taken_over(self)
+        if taken is not None:
+            name = next(name for name, param in self._engine.named_parameters() if id(param) == taken)
+            raise UsageError(
+                f"parameter {name!r} is updated by two optimizers",
+                rank=self._engine.comm.rank,
+                step=self._engine.step,
+                remedy="pass each parameter to one of them, and use the one that was built last",
+            )
+
     def _try_with(self, arguments: dict[str, Any]) -> None:
         """Try the optimizer again, with arguments of its ``step``; all ranks find the same."""
         self._step_arguments = arguments
@@ -356,8 +368,8 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
     def _update_shards(self, reducer: Reducer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Per group: wait for the sums, update the own part, send it; the other ranks' parts are left in flight.
 
-        Buckets fill in backward's order, so the last one holds what the next forward uses first: it is sent first. While
-        it is still being reduced, others are updated, and sent in their turn.
+        Buckets fill in backward's order, so the last one holds what the next forward uses first: it is sent first.
+        While it is still being reduced, others are updated, and sent in their turn.
         """
         moved = reducer.readopt_parameters()
         groups, gather = self._groups[::-1], reducer.parameter_gather
@@ -368,7 +380,7 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
         gather.wait_for(flats)
         if not self._expected:  # else posted by an update that raised
             self._expected = [reducer.comm.post_part_receives(flat) for flat in flats]
-        first = groups[-1:] if self._probe.whole else groups[:0:-1]  # an update of matrices takes longer than a sum
+        first = groups[-1:] if self._probe.whole else groups[:0:-1]  # a matrix takes longer than the last sum
         waiting = [group for group in groups if group not in first]
         exposed = 0.0
         recorder = step_state.recorder_of(reducer.comm)

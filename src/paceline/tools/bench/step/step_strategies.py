@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 NO_SYNC = "no-sync"
-PACELINE_STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded", "full-shard")
+PACELINE_STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded", "sharded-gradients", "full-shard")
 DDP_STRATEGIES = ("ddp", "ddp-static")
 DDP_PACELINE = "ddp-paceline"
 AUTO = "auto"
@@ -52,7 +52,7 @@ STRATEGY_TITLES = {name: name for name in PACELINE_STRATEGIES} | {
     "ddp-zero": "torch DDP + ZeRO",
     "fully-shard": "torch fully_shard",
 }
-_HAS_BUCKETS = ("bucketed", "sharded", "ddp", "ddp-static", DDP_PACELINE, "ddp-zero")
+_HAS_BUCKETS = ("bucketed", "sharded", "sharded-gradients", "ddp", "ddp-static", DDP_PACELINE, "ddp-zero")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _peer(strategy: str, bucket_mib: float | None, whole: float) -> StrategyVari
             return StrategyVariant("ddp", 0)
         case "flat":
             return StrategyVariant("ddp", whole)
-        case "sharded":
+        case "sharded" | "sharded-gradients":
             return StrategyVariant("ddp-zero", bucket_mib)
         case "full-shard":
             return StrategyVariant("fully-shard")
