@@ -11,7 +11,6 @@ its own dtype.
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 import torch
@@ -36,7 +35,7 @@ from paceline.tools.report.charts.chart_style import (
 )
 from paceline.tools.train.lr_schedule import cosine_lr
 from paceline.tools.train.training_job import held_out_loss
-from paceline.world import World, init, shutdown
+from paceline.world import init, shutdown
 
 FLOAT32, MASTERS, STOCHASTIC, PLAIN = (
     "float32",
@@ -90,7 +89,7 @@ def run(
 
 @bench.rank
 def rank(job: dict[str, Any]) -> list[dict[str, float]] | None:
-    """Return the curve of a training: step, held-out loss, and the seconds of training until then."""
+    """Return the curve of a training: steps and held-out losses."""
     world = init("paceline")
     way, steps = job["way"], job["steps"]
     torch.manual_seed(job["seed"])
@@ -102,10 +101,8 @@ def rank(job: dict[str, Any]) -> list[dict[str, float]] | None:
     corpus, place = load_corpus(None), {"rank": world.rank, "size": world.size}
     batches = TrainingWindows(corpus.train, BATCH, CONTEXT, seed=job["seed"], **place)
     held_out = HeldOutWindows(corpus.held_out, 16, CONTEXT, limit=HELD_OUT, **place)
-    points = [point(0, model, held_out, world, 0.0)]
-    seconds = 0.0
+    points = [{"step": 0, "loss": held_out_loss(model, held_out, world)}]
     for step in range(steps):
-        started = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = cosine_lr(step, steps=steps, warmup=max(1, steps // 20), peak=LR)
         batch = batches.at(step)
@@ -113,18 +110,10 @@ def rank(job: dict[str, Any]) -> list[dict[str, float]] | None:
         model.clip_grad_norm_(CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        seconds += time.perf_counter() - started
         if (step + 1) % EVERY == 0 or step + 1 == steps:
-            points.append(point(step + 1, model, held_out, world, seconds))
+            points.append({"step": step + 1, "loss": held_out_loss(model, held_out, world)})
     shutdown()
     return points if world.rank == 0 else None
-
-
-def point(
-    step: int, model: nn.Module, held_out: HeldOutWindows, world: World, seconds: float
-) -> dict[str, float]:
-    """Return a point of the curve; a collective."""
-    return {"step": step, "seconds": seconds, "loss": held_out_loss(model, held_out, world)}
 
 
 # ---------------------------------------------------------------------- results
@@ -143,16 +132,14 @@ def tables() -> dict[str, str]:
     for way in result["curves"]:
         losses = last_losses(result, way)
         excess = [100 * (loss / other - 1) for loss, other in zip(losses, base, strict=True)]
-        per_step = [1e3 * curve[-1]["seconds"] / curve[-1]["step"] for curve in result["curves"][way]]
         rows.append(
             [
                 way,
                 ", ".join(f"{loss:.4f}" for loss in losses),
                 "" if way == FLOAT32 else ", ".join(f"{each:+.2f} %" for each in excess),
-                ", ".join(f"{each:.0f}" for each in per_step),
             ]
         )
-    return {"bf16": table(["parameters", "held-out loss", "beside float32", "step, ms"], rows)}
+    return {"bf16": table(["parameters", "held-out loss", "beside float32"], rows)}
 
 
 @bench.charts
