@@ -102,6 +102,7 @@ MEANINGS = {  # the kind of value (metavar), and the words with which the help o
     "log-dir": ("FOLDER", "Folder for restarts"),
     "lr": ("X", "Learning rate"),
     "margin": ("X", "Population: share behind the best"),
+    "master-weights": ("TYPE", "Copies of bf16 parameters"),
     "matrix-sizes": ("N", "Matrix sizes"),
     "max-micro-batch-size": ("N", "Most samples of a rank's micro-batch"),
     "max-restarts": ("N", "Failures to recover from"),

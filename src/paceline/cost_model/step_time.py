@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from paceline.cost_model.backward_simulation import BestBucket, best_bucket
 from paceline.cost_model.step_costs import StepCosts
@@ -79,22 +80,27 @@ def predict_step(costs: StepCosts, strategy: StepStrategy, *, calls: float = 1.0
             calls_slow=price.contention.calls_slow,
         )
 
+    def duration(timeline: SimulatedStep) -> float:
+        return timeline.end - timeline.spans[program.earlier][0]
+
     timeline, spread, error = simulated(), costs.spread, 1.0 + price.error
     of_phase: dict[str, float] = defaultdict(float)
-    for step, (began, ended) in zip(program.steps, timeline.spans, strict=True):
+    spans = zip(program.steps, timeline.spans, strict=True)
+    for step, (began, ended) in islice(spans, program.earlier, None):
         of_phase[step.phase] += ended - began
+    sent = timeline.calls[program.earlier_calls :]
     forward, backward = costs.step.forward, costs.step.backward
     return StepTime(
         strategy=strategy,
         forward=forward,
         backward=backward,
-        exposed=timeline.end - forward - backward - of_phase["optimizer"],
+        exposed=duration(timeline) - forward - backward - of_phase["optimizer"],
         gather=of_phase["gather"],
         optimizer=of_phase["optimizer"],
-        low=simulated(1.0 / error, 1.0 - spread).end,
-        high=simulated(error, 1.0 + spread).end,
-        calls=len(timeline.calls),
-        nbytes=sum(call.nbytes for call in timeline.calls),
+        low=duration(simulated(1.0 / error, 1.0 - spread)),
+        high=duration(simulated(error, 1.0 + spread)),
+        calls=len(sent),
+        nbytes=sum(call.nbytes for call in sent),
         beyond="; ".join([*costs.notes, *program.beyond]) or None,
     )
 

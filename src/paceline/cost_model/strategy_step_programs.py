@@ -3,6 +3,10 @@
 They follow the engine: `paceline.parallel.engine.launch_queue` launches, `paceline.parallel.sharding.zero` updates part
 by part, FSDP2 gathers. Phases assign the time: forward, backward, exposed (idle or launching), optimizer, gather (idle
 until parameters arrive that other ranks updated).
+
+[Note: steady state] The parameters that a sharded step gathers arrive during the next step's forward. So its program
+begins with backward and update of the step before, which leave the gathers in flight as every step finds them: all of
+them have ended before the next backward.
 """
 
 from __future__ import annotations
@@ -28,13 +32,21 @@ class StepProgram:
         strategy: of the step.
         steps: of the rank.
         beyond: notes on calls that lie beyond the measurements, in order, each once.
+        earlier: number of `steps` that belong to the step before; see [Note: steady state].
+        earlier_calls: number of calls that they launch.
     """
 
     costs: StepCosts
     strategy: StepStrategy
     steps: list[Compute | Launch | Wait] = field(default_factory=list)
     beyond: dict[str, None] = field(default_factory=dict)
+    earlier: int = 0
+    earlier_calls: int = 0
     _calls: int = 0
+
+    def begin(self) -> None:
+        """Begin the step: all that was added belongs to the one before."""
+        self.earlier, self.earlier_calls = len(self.steps), self._calls
 
     def compute(self, seconds: float, phase: str) -> None:
         """Add computing."""
@@ -87,21 +99,43 @@ def step_program(costs: StepCosts, strategy: StepStrategy) -> StepProgram:
     if strategy.name == "full-shard":
         _full_shard(program)
         return program
-    program.compute(costs.step.forward, "forward")
     ready = [each.ready for each in costs.step.parameters]
     buckets = plan_buckets(
         range(len(ready)), [each.nbytes for each in ready], [each.kind for each in ready], strategy.caps
     )
     sizes = [sum(ready[index].nbytes for index in members) for members in buckets]
     full = [max(ready[index].seconds for index in members) for members in buckets]
-    keys = _backward(program, sizes, full)
     if strategy.name == "sharded":
-        _sharded_update(program, sizes, keys)
-    else:
-        for key in keys if strategy.overlaps else ():
-            program.wait(key, "exposed")
-        program.compute(costs.step.optimizer, "optimizer")
+        gathers = _sharded_update(program, sizes, _backward(program, sizes, full))
+        program.begin()
+        _forward(program, full, gathers)
+        _sharded_update(program, sizes, _backward(program, sizes, full))
+        return program
+    program.compute(costs.step.forward, "forward")
+    keys = _backward(program, sizes, full)
+    for key in keys if strategy.overlaps else ():
+        program.wait(key, "exposed")
+    program.compute(costs.step.optimizer, "optimizer")
     return program
+
+
+def _forward(program: StepProgram, full: list[float], gathers: dict[int, int]) -> None:
+    """Add forward, which waits for the gather of each bucket where it first uses a parameter of it.
+
+    Backward visits the layers in reverse: the bucket that is full last is used first.
+
+    Args:
+        program: to add to.
+        full: seconds from the beginning of backward until a bucket is full.
+        gathers: key of each bucket's gather.
+    """
+    step, now = program.costs.step, 0.0
+    for index in sorted(gathers, key=lambda index: -full[index]):
+        used = step.forward * max(0.0, 1 - full[index] / step.buffered)
+        program.compute(max(0.0, used - now), "forward")
+        now = max(now, used)
+        program.wait(gathers[index], "gather")
+    program.compute(step.forward - now, "forward")
 
 
 def _backward(program: StepProgram, sizes: list[int], full: list[float]) -> list[int]:
@@ -130,16 +164,18 @@ def _backward(program: StepProgram, sizes: list[int], full: list[float]) -> list
     return keys
 
 
-def _sharded_update(program: StepProgram, sizes: list[int], keys: list[int]) -> None:
-    """Add the update of a sharded optimizer: per part wait, update the shard, send it; then wait for all parts."""
-    step, ranks, gathers = program.costs.step, program.costs.ranks, []
-    for part in update_parts(sizes, accelerator=step.device != "cpu"):
+def _sharded_update(program: StepProgram, sizes: list[int], keys: list[int]) -> dict[int, int]:
+    """Add the update of a sharded optimizer; return the key of each bucket's gather.
+
+    Per part, the last buckets first, as the next forward uses them first: wait, update the shard, send it.
+    """
+    step, ranks, gathers = program.costs.step, program.costs.ranks, dict[int, int]()
+    for part in reversed(update_parts(sizes, accelerator=step.device != "cpu")):
         for index in part:
             program.wait(keys[index], "exposed")
         program.compute(step.update_seconds(sum(sizes[index] for index in part) / ranks), "optimizer")
-        gathers += [program.launch("all-gather", sizes[index], "optimizer") for index in part]
-    for key in gathers:
-        program.wait(key, "gather")
+        gathers |= {index: program.launch("all-gather", sizes[index], "optimizer") for index in part}
+    return gathers
 
 
 def _full_shard(program: StepProgram) -> None:

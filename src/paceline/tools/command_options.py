@@ -32,7 +32,7 @@ _SHARED = {  # by name without dashes: (metavar, meaning), the same in every com
     "rounds": ("N", "Number of rounds"),
     "lr": ("X", "Learning rate"),
     "seed": ("N", "Seed of all random numbers"),
-    "optimizer": ("NAME", "Optimizer: adamw, sgd, sgd-momentum, or package.module:Class"),
+    "optimizer": ("NAME", "Optimizer: adamw, muon, sgd, sgd-momentum, or package.module:Class"),
     "autocast": ("TYPE", "Mixed precision: off, bf16 or fp16"),
     "activation-checkpointing": (None, "Recompute activations in backward"),
     # synchronisation

@@ -51,31 +51,45 @@ class Ordered:
         self._tuner.target = next(self._plans)
 
 
+ADAMW = {"lr": 0.02, "weight_decay": 0.05, "fused": True}
+SGD = {"lr": 0.05, "momentum": 0.9}
+
+
+def optimizers_of(model, kind):
+    """Return the optimizers of a kind: one, or Muon on the hidden matrices and AdamW on the rest."""
+    if kind == "muon":
+        matrices, rest = paceline.matrix_parameters(model)
+        muon = paceline.ShardedOptimizer(model, torch.optim.Muon, matrices, lr=0.02)
+        return [muon, paceline.ShardedOptimizer(model, torch.optim.AdamW, rest, **ADAMW)]
+    cls, options = {"adamw": (torch.optim.AdamW, ADAMW), "sgd": (torch.optim.SGD, SGD)}[kind]
+    return [paceline.ShardedOptimizer(model, cls, **options)]
+
+
+def zero_grad(optims):
+    for optim in optims:
+        optim.zero_grad()
+
+
 def train(rank, name, kind, sync, plans=None, steps=9, *, dtype=torch.float64, sharded=True, late_zero=False):
     """Train on this rank's data; return the parameters, the optimizer's state, and the plans."""
     net = model_zoo.build(name).to(dtype)
     model = paceline.DataParallel(net, sync=sync)
     if plans is not None:
         model.engine.tuner = Ordered(model.engine, plans)
-    cls, options = {
-        "adamw": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.05, "fused": True}),
-        "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    }[kind]
-    optim = (
-        paceline.ShardedOptimizer(model, cls, **options) if sharded else cls(model.parameters(), **options)
-    )
+    optims = optimizers_of(model, kind) if sharded else [torch.optim.SGD(model.parameters(), **SGD)]
     data = torch.Generator().manual_seed(100 + rank)
     for _ in range(steps):
         x = torch.randn(4, model_zoo.WIDTH, generator=data, dtype=dtype)
         y = torch.randn(4, 1, generator=data, dtype=dtype)
         loss = model_zoo.loss_of(model, name, x, y)
         if late_zero:
-            optim.zero_grad()
+            zero_grad(optims)
         model.backward(loss, samples=4)
         model.clip_grad_norm_(0.1)
-        optim.step()
+        for optim in optims:
+            optim.step()
         if not late_zero:
-            optim.zero_grad()
+            zero_grad(optims)
     seen = [] if plans is None else model.engine.tuner.seen
     return [param.detach().clone() for param in model.module.parameters()], seen
 
@@ -99,8 +113,9 @@ def test_plans_that_change_before_every_step_leave_every_bit_as_it_is(pool, rank
         assert all(equal)
 
 
-def test_moving_between_plans_changes_nothing_in_float32(pool):
-    for equal in pool(2, "paceline").run(check_moving, "Plain", "adamw", torch.float32):
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_moving_between_plans_changes_nothing_in_float32(pool, kind):
+    for equal in pool(2, "paceline").run(check_moving, "Plain", kind, torch.float32):
         assert all(equal)
 
 
@@ -231,16 +246,12 @@ def kept_in(folder, ranks=2):
     return [{"XDG_CACHE_HOME": str(folder)}] * ranks
 
 
-def tuned(rank, steps, *, sharded=True, idle=None, accumulate=1, moments=None):
+def tuned(rank, steps, *, kind="adamw", sharded=True, idle=None, accumulate=1, moments=None):
     """Train a little model with sync="auto"; return the plan before every step and the messages."""
     torch.manual_seed(5)
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
     model = paceline.DataParallel(net, sync="auto")
-    optim = (
-        paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)
-        if sharded
-        else torch.optim.AdamW(model.parameters(), lr=1e-3)
-    )
+    optims = optimizers_of(model, kind) if sharded else [torch.optim.AdamW(model.parameters(), lr=1e-3)]
     plans = []
     for step in range(steps):
         plans.append(model.plan.label)
@@ -251,8 +262,9 @@ def tuned(rank, steps, *, sharded=True, idle=None, accumulate=1, moments=None):
                     model.backward(None, samples=0)
                 else:
                     model.backward(model(x).square().mean(), samples=2)
-        optim.step()
-        optim.zero_grad()
+        for optim in optims:
+            optim.step()
+        zero_grad(optims)
     return plans, model.tuning.sentences, model.tuning.settled, [p.detach().clone() for p in net.parameters()]
 
 
@@ -279,7 +291,7 @@ def test_all_ranks_settle_on_one_plan_within_40_steps(pool, ranks, backend, tmp_
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("options", [{"idle": 1}, {"accumulate": 2}, {"sharded": False}])
+@pytest.mark.parametrize("options", [{"idle": 1}, {"accumulate": 2}, {"sharded": False}, {"kind": "muon"}])
 def test_the_search_continues_with_uneven_and_accumulated_batches(pool, options, tmp_path):
     found = pool(2, "paceline").run(check_search, options, env=kept_in(tmp_path))
     plans, _, settled, params = found[0]

@@ -26,14 +26,20 @@ def start(argv, ranks, *, env):
             strategy="full-shard", ranks=2, batch=2, context=64, gather="bf16", optimizer="sgd-momentum"
         ),
         TrainingSetting(strategy="naive", ranks=3, batch=2, context=32, accumulate=2),
+        TrainingSetting(strategy="bucketed", ranks=2, batch=2, context=64, optimizer="muon"),
+        TrainingSetting(strategy="sharded", ranks=3, batch=1, context=16, optimizer="muon"),
+        TrainingSetting(strategy="full-shard", ranks=2, batch=1, context=16, optimizer="muon"),
+        TrainingSetting(strategy="sharded", ranks=2, context=16, dtype="bf16", master_weights="fp32"),
+        TrainingSetting(
+            strategy="full-shard", ranks=2, context=16, dtype="bf16", master_weights="fp32", optimizer="muon"
+        ),
     ],
     ids=lambda setting: setting.name,
 )
 def test_predicted_memory_equals_that_of_ranks(setting):
     found = check_prediction(resolve_subject("tiny"), setting, start)
-    assert abs(found.error) < 0.10
-    # Of a device that it fits, it does not run out.
-    assert found.measured.nbytes <= found.predicted_nbytes / 0.8
+    # Below 80 % of it, a device on which a training is said to fit would run out.
+    assert abs(found.error) < 0.02
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -102,20 +102,43 @@ def test_the_steps_parts_add_up_to_it_for_every_strategy():
 
 
 def test_sharded_updates_part_by_part_and_gathers():
-    program = step_program(COSTS, StepStrategy("sharded", 2)).steps
-    kinds = [(type(step), step.phase) for step in program]
+    whole = step_program(COSTS, StepStrategy("sharded", 2))
+    program = whole.steps[whole.earlier :]
     updates = [step for step in program if isinstance(step, Compute) and step.phase == "optimizer"]
-    assert len(updates) == 3  # parts of at least 4 MiB: two buckets of 2 MiB, and the rest
-    assert [step.seconds for step in updates] == pytest.approx([0.001 + 0.04, 0.001 + 0.04, 0.001 + 0.02])
+    assert len(updates) == 3  # parts of at least 4 MiB, the last first: one bucket of 2 MiB, then two each
+    assert [step.seconds for step in updates] == pytest.approx([0.001 + 0.02, 0.001 + 0.04, 0.001 + 0.04])
     gathers = [step for step in program if isinstance(step, Launch) and step.phase == "optimizer"]
     assert [step.nbytes for step in gathers] == [2 * MIB] * 5
+    assert program[-1] == gathers[-1], "the gathers are left in flight"
     reduces = [step for step in program if isinstance(step, Launch) and step.phase == "exposed"]
     assert len(reduces) == 6  # five buckets and the ledger
     assert reduces[-2].nbytes < MIB, "the ledger goes right before the last gradients"
     after = program[program.index(reduces[-1]) + 1]
     assert isinstance(after, Wait)
     assert after.key == reduces[-2].key, "only the ledger is waited for in backward"
-    assert kinds[-1] == (Wait, "gather")
+
+
+def test_forward_waits_for_the_gathers_of_the_step_before_where_it_uses_them():
+    whole = step_program(COSTS, StepStrategy("sharded", 2))
+    sent = [step.key for step in whole.steps[: whole.earlier] if isinstance(step, Launch)][-5:]
+    forward = whole.steps[whole.earlier :][:11]
+    waits = [step.key for step in forward if isinstance(step, Wait)]
+    # the last bucket is used first; within a part, buckets are sent in their order
+    assert waits == [sent[0], sent[2], sent[1], sent[4], sent[3]]
+    computes = [step.seconds for step in forward if isinstance(step, Compute)]
+    assert computes == pytest.approx([0, 0.1, 0.1, 0.1, 0.1, 0.1], abs=1e-12)
+
+
+def test_gathers_are_hidden_under_update_and_forward():
+    assert predict_step(COSTS, StepStrategy("sharded", 2)).gather == 0.0
+
+
+def test_gathers_that_take_longer_than_forward_are_exposed_by_hand():
+    slow = pick_step_costs(profile(call=0.4))
+    each = seconds("", 2 * MIB, call=0.4)
+    found = predict_step(slow, StepStrategy("sharded", 2))
+    # five in a row from the first update on, two more updates meanwhile; the last one is used 0.3 s into forward
+    assert found.gather == pytest.approx(5 * each - 2 * (0.001 + 0.04) - 0.3, rel=1e-6)
 
 
 def test_sharded_by_hand():

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
@@ -170,10 +171,11 @@ def probe_optimizer(
         device: of the parameters.
         arguments: of its ``step``.
     """
-    found = _try_parts(optimizer, options, group, device, arguments)
-    if not found.refusal or found.failed:
-        return found
-    together = _try_two(optimizer, options, group, device, arguments)
+    with unset_fake_temporarily():  # numbers are compared, also where the program's tensors have no memory
+        found = _try_parts(optimizer, options, group, device, arguments)
+        if not found.refusal or found.failed:
+            return found
+        together = _try_two(optimizer, options, group, device, arguments)
     if together.refusal and together.refusal != found.refusal:
         return OptimizerProbe(f"{found.refusal}; {together.refusal}")
     return together

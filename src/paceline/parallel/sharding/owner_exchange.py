@@ -90,6 +90,13 @@ class OwnerExchange:
             units.append(UpdateUnit(block.name, block.start, block.stop, data, grad, precision))
         return units
 
+    def owned_nbytes(self) -> list[int]:
+        """Return the bytes of the matrices of each rank."""
+        owned = [0] * self._size
+        for matrix in self._matrices:
+            owned[matrix.owner] += matrix.param.numel() * matrix.param.element_size()
+        return owned
+
     def release(self) -> None:
         """Free the assembled matrices, between steps."""
         for unit in self.units:

@@ -90,6 +90,12 @@ def test_views_of_earlier_tensors_are_not_counted():
     assert tracer.timeline().peak().nbytes == 256
 
 
+def test_tensors_on_the_meta_device_have_no_memory():
+    with FakeTensorMode(), TensorTracer() as tracer:
+        kept = torch.zeros(256), torch.zeros(256, device="meta")
+    assert tracer.timeline().peak().nbytes == kept[0].nbytes
+
+
 def test_a_storage_that_is_resized_is_followed():
     with TensorTracer() as tracer:
         x = torch.empty(256)
@@ -226,8 +232,9 @@ def test_batch_checkpointing_and_precision_matter():
     assert peak(optimizer="sgd") < usual
 
 
-def test_predicted_memory_equals_that_of_one_process():
-    setting = TrainingSetting(strategy="alone", ranks=1, batch=4, context=64)
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon"}, {"dtype": "bf16", "master_weights": "fp32"}])
+def test_predicted_memory_equals_that_of_one_process(changes):
+    setting = TrainingSetting(strategy="alone", ranks=1, batch=4, context=64, **changes)
     train_subject(resolve_subject("tiny"), setting, Comm(), SilentObserver())
     with CpuAllocations() as allocated:
         train_subject(resolve_subject("tiny"), setting, Comm(), SilentObserver())

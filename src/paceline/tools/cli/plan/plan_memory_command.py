@@ -50,6 +50,12 @@ def memory(
     accumulate: Annotated[int, shared("accumulate", panel=_TRAINING)] = 1,
     context: Annotated[int, shared("context", panel=_TRAINING)] = 128,
     optimizer: Annotated[str, shared("optimizer", panel=_TRAINING)] = "adamw",
+    dtype: Annotated[
+        str, shared("dtype", " of parameters: fp32 (as the model was built) or bf16", panel=_TRAINING)
+    ] = "fp32",
+    master_weights: Annotated[
+        str, own("TYPE", "Copies of bf16 parameters that are updated: off or fp32.", panel=_TRAINING)
+    ] = "off",
     autocast: Annotated[str, shared("autocast", panel=_TRAINING)] = "off",
     activation_checkpointing: Annotated[bool, shared("activation-checkpointing", panel=_TRAINING)] = False,
     world_size: Annotated[
@@ -108,9 +114,10 @@ def memory(
     capacity = parse_device_memory(hardware, device_memory)
     available = available_memory(device, capacity, cuda_context, data_memory)
     settings = _settings(
-        strategy, world_size, batch=micro_batch_size, context=context, optimizer=optimizer, autocast=autocast,
-        gather=gather, checkpointing=activation_checkpointing, accumulate=accumulate, bucket_mib=bucket_mib,
-        device=device, backend=backend or ("nccl" if device == "cuda" else "gloo"),
+        strategy, world_size, batch=micro_batch_size, context=context, optimizer=optimizer, dtype=dtype,
+        master_weights=master_weights, autocast=autocast, gather=gather, checkpointing=activation_checkpointing,
+        accumulate=accumulate, bucket_mib=bucket_mib, device=device,
+        backend=backend or ("nccl" if device == "cuda" else "gloo"),
     )  # fmt: skip
     writer_of = memory_files(json_file, out)
 

@@ -126,7 +126,7 @@ def predict_alternatives(
 
 def _changes(setting: TrainingSetting) -> Iterator[tuple[str, TrainingSetting]]:
     """Yield single changes that lower memory, each with its description."""
-    if setting.autocast == setting.gather == "off":
+    if setting.autocast == setting.gather == "off" and setting.dtype == "fp32":
         yield "bf16 autocast", replace(setting, autocast="bf16")
     if not setting.checkpointing:
         yield "checkpointing", replace(setting, checkpointing=True)

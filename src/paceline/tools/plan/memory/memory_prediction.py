@@ -24,17 +24,20 @@ from torch._subclasses.fake_tensor import (
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError, unknown
 from paceline.parallel.gradient_collectives import Comm
+from paceline.parallel.sharding.matrix_parameters import matrix_parameters
 from paceline.tools.plan.memory.cuda_operators import cuda_operators
 from paceline.tools.plan.memory.fake_world import FakeComm, fake_process_group
 from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
 from paceline.tools.plan.memory.memory_timeline import MemoryTimeline
 from paceline.tools.plan.memory.tensor_tracer import TensorTracer
-from paceline.tools.plan.memory.traced_training import STEPS, train_subject
+from paceline.tools.plan.memory.traced_training import MUON, STEPS, train_subject
 from paceline.tools.plan.memory.training_subject import TrainingSetting, TrainingSubject
 
 __all__ = ["MemoryPrediction", "States", "Untraceable", "predict_memory", "states_of"]
 
-_MOMENTS_OF_OPTIMIZER = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
+_MOMENTS_OF_OPTIMIZER = {"adamw": 2, "sgd-momentum": 1, "sgd": 0, MUON: 2}
+_MOMENTS_OF_MATRIX = 1  # with Muon
+_FP32_NBYTES = 4
 
 _SHARDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("alone", "naive", "flat", "overlap", "bucketed"), ()),
@@ -57,14 +60,24 @@ class States:
         return self.parameter_nbytes + self.gradient_nbytes + self.optimizer_nbytes
 
 
-def states_of(parameter_nbytes: int, strategy: str, ranks: int, optimizer: str = "adamw") -> States:
-    """Return the model states on a device.
+def states_of(
+    parameter_nbytes: int,
+    strategy: str,
+    ranks: int,
+    optimizer: str = "adamw",
+    *,
+    matrix_nbytes: int = 0,
+    master_nbytes: int = 0,
+) -> States:
+    """Return the model states on a device; where matrices have owners, the mean over devices.
 
     Args:
-        parameter_nbytes: of the whole model; gradients and optimizer state have the same type.
+        parameter_nbytes: of the whole model; gradients have the same type, and without masters optimizer state too.
         strategy: its name.
         ranks: devices.
-        optimizer: ``adamw``, ``sgd-momentum`` or ``sgd``.
+        optimizer: ``adamw``, ``sgd-momentum``, ``sgd`` or ``muon``.
+        matrix_nbytes: part of `parameter_nbytes` that Muon updates.
+        master_nbytes: of copies of all parameters that are updated in their place, in the type of the state; 0: none.
 
     Raises:
         UsageError: unknown strategy or optimizer.
@@ -81,9 +94,11 @@ def states_of(parameter_nbytes: int, strategy: str, ranks: int, optimizer: str =
     def share(kind: str) -> float:
         return parameter_nbytes / (ranks if kind in _SHARDED[strategy] else 1)
 
-    return States(
-        share("parameters"), share("gradients"), _MOMENTS_OF_OPTIMIZER[optimizer] * share("optimizer")
-    )
+    moments = float(_MOMENTS_OF_OPTIMIZER[optimizer])
+    if optimizer == MUON:
+        moments -= (moments - _MOMENTS_OF_MATRIX) * matrix_nbytes / parameter_nbytes
+    numbers = moments * (master_nbytes or parameter_nbytes) + master_nbytes
+    return States(share("parameters"), share("gradients"), numbers / parameter_nbytes * share("optimizer"))
 
 
 class Untraceable(UsageError):
@@ -123,32 +138,30 @@ class _ModelTracer(TensorTracer):
 
     parameters = 0
     parameter_nbytes = 0
+    matrix_nbytes = 0
 
     def model(self, module: torch.nn.Module) -> None:
         self.modules.name(module)
         every = list(module.parameters())
         self.parameters = sum(param.numel() for param in every)
         self.parameter_nbytes = sum(param.nbytes for param in every)
+        self.matrix_nbytes = sum(param.nbytes for _, param in matrix_parameters(module)[0])
 
 
 def predict_memory(
     subject: TrainingSubject, setting: TrainingSetting, steps: int = STEPS
 ) -> MemoryPrediction:
-    """Predict the memory of training `subject` on each rank.
+    """Predict the memory of training `subject` on each rank; where ranks differ, on the one that needs the most.
 
     Raises:
         Untraceable: shapes depend on values (``nonzero``, boolean masks); the message has the model states.
         UsageError: the subject builds no model.
     """
     began = time.perf_counter()
-    tracer = _ModelTracer(cpu_workspace if setting.device == "cpu" else None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with fake_process_group(setting.ranks) if setting.ranks > 1 else nullcontext():
-            comm = FakeComm(setting.backend) if setting.ranks > 1 else Comm()
-            operators = cuda_operators() if setting.device == "cuda" else nullcontext()
-            with _traceable(subject, setting, tracer), _FakeTensorMode(), tracer, operators:
-                train_subject(subject, _shortened(setting), comm, tracer, steps)
+    tracer, owned = _trace(subject, setting, steps, rank=0)
+    if owned and owned[0] < max(owned):  # the rank that owns the most takes more
+        other, _ = _trace(subject, setting, steps, rank=owned.index(max(owned)))
+        tracer = max(tracer, other, key=lambda each: each.timeline().steps().peak().nbytes)
     return MemoryPrediction(
         setting=setting,
         timeline=tracer.timeline(),
@@ -157,6 +170,20 @@ def predict_memory(
         value_reads=tracer.value_reads,
         seconds=time.perf_counter() - began,
     )
+
+
+def _trace(
+    subject: TrainingSubject, setting: TrainingSetting, steps: int, *, rank: int
+) -> tuple[_ModelTracer, list[int]]:
+    """Return the trace of a rank, and the bytes of the parameters that each rank owns; see `train_subject`."""
+    tracer = _ModelTracer(cpu_workspace if setting.device == "cpu" else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with fake_process_group(setting.ranks, rank) if setting.ranks > 1 else nullcontext():
+            comm = FakeComm(setting.backend) if setting.ranks > 1 else Comm()
+            operators = cuda_operators() if setting.device == "cuda" else nullcontext()
+            with _traceable(subject, setting, tracer), _FakeTensorMode(), tracer, operators:
+                return tracer, train_subject(subject, _shortened(setting), comm, tracer, steps)
 
 
 def _shortened(setting: TrainingSetting) -> TrainingSetting:
@@ -184,5 +211,12 @@ def _states_text(setting: TrainingSetting, tracer: _ModelTracer) -> str:
     """Return the model states as text; "" if the optimizer has no formula."""
     if not tracer.parameter_nbytes or ":" in setting.optimizer:
         return ""
-    states = states_of(tracer.parameter_nbytes, setting.strategy, setting.ranks, setting.optimizer)
+    states = states_of(
+        tracer.parameter_nbytes,
+        setting.strategy,
+        setting.ranks,
+        setting.optimizer,
+        matrix_nbytes=tracer.matrix_nbytes,
+        master_nbytes=_FP32_NBYTES * tracer.parameters if setting.master_weights == "fp32" else 0,
+    )
     return f"; parameters, gradients and optimizer state alone take {format_bytes(round(states.nbytes))} per device"

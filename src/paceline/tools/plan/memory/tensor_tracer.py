@@ -181,6 +181,8 @@ class TensorTracer(TorchDispatchMode):
         storage = plain.untyped_storage()
         if storage._cdata in self._of_storage or not storage.nbytes():
             return
+        if plain.device.type == "meta":  # has no memory in a real program either
+            return
         if any(storage._cdata == given for given in _storages(args)):
             return  # a view of what was there before the tracer
         yield self._allocated(storage, storage.nbytes(), self._purpose(func, args), str(func))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.gradient_collectives import Comm
+from paceline.parallel.sharding.matrix_parameters import matrix_parameters
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.parallel.strategy import STRATEGIES, Sync
 from paceline.tools.plan.memory.training_subject import (
@@ -24,7 +26,10 @@ from paceline.tools.plan.memory.training_subject import (
     import_named,
 )
 
-__all__ = ["STEPS", "SilentObserver", "TrainingObserver", "resolve_optimizer", "train_subject"]
+__all__ = ["MUON", "STEPS", "SilentObserver", "TrainingObserver", "resolve_optimizer", "train_subject"]
+
+MUON = "muon"
+"""Name of Muon on hidden matrices with AdamW on the rest, as `matrix_parameters` divides them."""
 
 STEPS = 2
 """The first step builds the buckets and the optimizer state; all later ones are alike."""
@@ -66,10 +71,10 @@ class SilentObserver:
 
 @dataclass(frozen=True)
 class _Trained:
-    """A wrapped model with its optimizer and backward function."""
+    """A wrapped model with its optimizers and backward function."""
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     backward: Callable[[Tensor], None]
 
 
@@ -79,7 +84,7 @@ def train_subject(
     comm: Comm,
     observer: TrainingObserver,
     steps: int = STEPS,
-) -> None:
+) -> list[int]:
     """Build the subject and train it for some steps.
 
     Args:
@@ -88,9 +93,12 @@ def train_subject(
         comm: of the ranks.
         observer: receives phases and the purpose of tensors.
         steps: optimizer steps.
+
+    Returns:
+        The bytes of the parameters that each rank owns; empty where the optimizers need no whole parameters.
     """
     observer.begin(0, "build")
-    built = subject.build(setting)
+    built = _in_dtype(subject.build(setting), setting)
     observer.model(built.module)
     _claim_states(observer, built.module)
     observer.begin(0, "wrap")
@@ -102,12 +110,31 @@ def train_subject(
         held = _micro_step(built, trained, setting, observer, step)
         _claim_gradients(observer, trained.model)
         observer.begin(step, "optimizer")
-        trained.optimizer.step()
-        trained.optimizer.zero_grad()
+        for optimizer in trained.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         _claim_states(observer, built.module)
-        _claim_optimizer_state(observer, trained.optimizer)
+        for optimizer in trained.optimizers:
+            _claim_optimizer_state(observer, optimizer)
         del held
     observer.end()
+    return _owned_nbytes(trained, comm.size)
+
+
+def _in_dtype(built: BuiltSubject, setting: TrainingSetting) -> BuiltSubject:
+    """Return the subject with its parameters and floating-point inputs in the setting's type."""
+    if setting.dtype == "fp32":
+        return built
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+    draw = built.draw
+    return replace(
+        built,
+        module=built.module.to(torch.bfloat16),
+        draw=lambda: pytree.tree_map_only(Tensor, cast, draw()),
+    )
 
 
 def _micro_step(
@@ -133,17 +160,35 @@ def _autocast(setting: TrainingSetting) -> AbstractContextManager[object]:
 
 
 def _wrapped(built: BuiltSubject, setting: TrainingSetting, comm: Comm) -> _Trained:
-    kind, options = resolve_optimizer(setting)
-    if setting.strategy == ALONE:
-        return _Trained(built.module, kind(built.module.parameters(), **options), Tensor.backward)
-    plan = STRATEGIES[setting.strategy]
+    plain = setting.strategy == ALONE and setting.master_weights == "off" and setting.optimizer != MUON
+    if plain:
+        kind, options = resolve_optimizer(setting)
+        return _Trained(built.module, [kind(built.module.parameters(), **options)], Tensor.backward)
+    plan = STRATEGIES["bucketed" if setting.strategy == ALONE else setting.strategy]
     if setting.bucket_mib is not None:
         plan = Sync(bucket_mib=setting.bucket_mib, overlap=plan.overlap, shard=plan.shard)
     gather_dtype = torch.bfloat16 if setting.gather == "bf16" else None
     model = DataParallel(built.module, sync=plan, group=comm, gather_dtype=gather_dtype)
     # A prediction's tensors hold no numbers that could be compared.
     model.engine.replica_check_every = 0
-    return _Trained(model, ShardedOptimizer(model, kind, **options), model.backward)
+    return _Trained(model, _optimizers(model, setting), model.backward)
+
+
+def _optimizers(model: DataParallel, setting: TrainingSetting) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a wrapped model: one, or Muon and AdamW."""
+    masters = {} if setting.master_weights == "off" else {"master_dtype": torch.float32}
+    kind, options = resolve_optimizer(setting)
+    if setting.optimizer != MUON:
+        return [ShardedOptimizer(model, kind, **masters, **options)]
+    matrices, rest = matrix_parameters(model)
+    experts = {name: param.shape[0] for name, param in matrices if param.dim() > 2}
+    optimizers = []
+    if matrices:
+        optimizers.append(ShardedOptimizer(model, kind, matrices, split=experts, **masters, **options))
+    if rest:
+        kind, options = resolve_optimizer(replace(setting, optimizer="adamw"))
+        optimizers.append(ShardedOptimizer(model, kind, rest, **masters, **options))
+    return list(optimizers)
 
 
 def resolve_optimizer(setting: TrainingSetting) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -160,6 +205,7 @@ def resolve_optimizer(setting: TrainingSetting) -> tuple[type[torch.optim.Optimi
         "adamw": (torch.optim.AdamW, {"lr": 1e-3, **at_once}),
         "sgd": (torch.optim.SGD, {"lr": 1e-3, **at_once}),
         "sgd-momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, **at_once}),
+        MUON: (torch.optim.Muon, {"lr": 1e-3}),
     }
     if setting.optimizer in known:
         return known[setting.optimizer]
@@ -186,9 +232,24 @@ def _claim_gradients(observer: TrainingObserver, model: torch.nn.Module) -> None
 
 
 def _claim_optimizer_state(observer: TrainingObserver, optimizer: torch.optim.Optimizer) -> None:
-    inner = [part.optimizer for part in getattr(optimizer, "_groups", [])]
-    for each in filter(None, [optimizer, *inner]):
+    groups = getattr(optimizer, "_groups", [])
+    for each in filter(None, [optimizer, *(group.optimizer for group in groups)]):
         for state in each.state.values():
             observer.claim(
                 "optimizer state", [value for value in state.values() if isinstance(value, Tensor)]
             )
+    masters = [unit.inner for group in groups for unit in group.units if unit.copied]
+    observer.claim("optimizer state", masters)
+
+
+def _owned_nbytes(trained: _Trained, ranks: int) -> list[int]:
+    """Return the bytes of the parameters that each rank owns, whole; empty if there are none."""
+    owned = [
+        exchange.owned_nbytes() for each in trained.optimizers for exchange in getattr(each, "_exchanges", [])
+    ]
+    engine = trained.model.engine if isinstance(trained.model, DataParallel) else None
+    for bucket in engine.buckets if isinstance(engine, Reducer) and engine.sharded else []:
+        if bucket.whole:
+            parts = (bucket.pieces(rank, ranks) for rank in range(ranks))
+            owned.append([sum(piece.data.nbytes for piece in part) for part in parts])
+    return [sum(of_rank) for of_rank in zip(*owned, strict=True)]

@@ -45,12 +45,13 @@ __all__ = [
 ]
 
 ALONE = "alone"
-"""Plain torch on one device, without Paceline."""
+"""One device, without other ranks: plain torch, with a `ShardedOptimizer` where torch has no such optimizer."""
 
 
 STRATEGY_NAMES = (ALONE, "naive", "flat", "overlap", "bucketed", "sharded", "full-shard")
 BACKENDS = ("gloo", "nccl", "paceline")
 _AUTOCASTS = ("off", "bf16", "fp16")
+_DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,10 @@ class TrainingSetting:
         ranks: devices, each with its own batch.
         batch: samples of a device's micro-batch.
         context: tokens of a sample, for models that read tokens.
-        optimizer: ``adamw``, ``sgd``, ``sgd-momentum``, or the import path of an optimizer's class.
+        optimizer: ``adamw``, ``sgd``, ``sgd-momentum``, ``muon`` (AdamW for what is no hidden matrix), or the import
+            path of an optimizer's class.
+        dtype: of the model and its inputs: ``fp32``, as it was built, or ``bf16``.
+        master_weights: ``off`` or ``fp32``: the type of copies of 16-bit parameters that are updated in their place.
         autocast: ``off``, ``bf16`` or ``fp16``.
         gather: ``off`` or ``bf16``: the type in which full-shard gathers parameters and computes.
         checkpointing: recompute the members of every ``ModuleList`` or ``Sequential`` in backward.
@@ -80,6 +84,8 @@ class TrainingSetting:
     batch: int = 1
     context: int = 128
     optimizer: str = "adamw"
+    dtype: str = "fp32"
+    master_weights: str = "off"
     autocast: str = "off"
     gather: str = "off"
     checkpointing: bool = False
@@ -92,6 +98,8 @@ class TrainingSetting:
         for kind, given, valid in (
             ("strategy", self.strategy, STRATEGY_NAMES),
             ("backend", self.backend, BACKENDS),
+            ("dtype", self.dtype, _DTYPES),
+            ("master_weights", self.master_weights, ("off", "fp32")),
             ("autocast", self.autocast, _AUTOCASTS),
             ("gather", self.gather, ("off", "bf16")),
             ("device", self.device, ("cpu", "cuda")),
@@ -114,6 +122,8 @@ class TrainingSetting:
     def name(self) -> str:
         """The setting as text."""
         parts = [self.strategy, f"{self.ranks} device{'s' if self.ranks > 1 else ''}", self.optimizer]
+        parts += [] if self.dtype == "fp32" else [self.dtype]
+        parts += [] if self.master_weights == "off" else [f"{self.master_weights} master weights"]
         parts += [] if self.autocast == "off" else [f"{self.autocast} autocast"]
         parts += [] if self.gather == "off" else [f"gathered in {self.gather}"]
         parts += ["checkpointing"] if self.checkpointing else []
@@ -238,7 +248,7 @@ def _linear_subject(setting: TrainingSetting) -> BuiltSubject:
     module = _Linears(16384, 53248, 126)
     if setting.checkpointing:
         _recompute_members(module)
-    low = "bf16" if setting.gather == "bf16" else setting.autocast
+    low = "bf16" if "bf16" in (setting.gather, setting.dtype) else setting.autocast
     dtype = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[low]
     shape = (setting.batch, setting.context, 16384)
     return BuiltSubject(
