@@ -10,12 +10,17 @@ thread, with the arguments. An argument counts by its memory, so views and alias
 be seen (tensor subclasses, the wrappers of ``torch.func``) waits for all gathers.
 
 [Note: who does not] Where torch's functions may be bypassed nothing is left in flight: with scripted modules in the
-model, and in a process in which ``torch.compile`` was called. Other threads are not seen: a program that reads
-parameters in one calls ``model.wait_for_parameters()`` before it starts it.
+model, and in a process with scripted functions or in which ``torch.compile`` was called. A compilation that begins
+later waits for everything first. Other threads are not seen, and neither are functions of extension modules, methods of
+process groups, or NumPy arrays and storages that were taken before: a program that passes parameters there calls
+``model.wait_for_parameters()`` first.
 
 [Note: modes] Modes are left in reverse order, and this one ends at any time. So it goes to the bottom of the stack of
 modes, where no other one's end can meet it. While it is being called it is not on the stack: then it stays, without
 effect, until a forward or a step ends.
+
+[Note: deleted models] A program may drop the wrapper and go on with the bare module, or with its parameters. So a watch
+keeps its gathers until all were waited for, or until the module is gone and another model is wrapped.
 
 [Note: streams] On an accelerator waiting orders one stream behind the gather. So the streams that were ordered are
 noted, others are ordered where they meet a function, and the watch goes on until the gathers have ended.
@@ -23,16 +28,17 @@ noted, others are ordered where they meet a function, and the watch goes on unti
 
 from __future__ import annotations
 
-import bisect
 import sys
 import time
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
@@ -43,11 +49,8 @@ from paceline.world.accelerator import current_stream, current_stream_key, has_s
 
 __all__ = ["ParameterGather"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors whose memory can be seen."""
-
 _ATTRIBUTES = ("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "layout", "ndim")
-_METHODS = ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous", "__hash__")
+_METHODS = ("size", "dim", "numel", "stride", "is_floating_point", "is_contiguous", "__hash__")
 
 _READ_NOTHING = frozenset(
     [
@@ -56,7 +59,12 @@ _READ_NOTHING = frozenset(
         *(getattr(Tensor, name) for name in _METHODS),
     ]
 )
-"""Functions that concern a parameter but not its values, as loops over parameters call them."""
+"""Functions that concern a parameter but not its values, as loops over parameters call them.
+
+``is_complex`` is not one of them: torch.distributed calls it, and nothing else, before it sends or receives a tensor.
+"""
+
+_address_of = Tensor.data_ptr
 
 
 @dataclass(eq=False)
@@ -68,14 +76,14 @@ class _Flight:
         pending: the collective.
         number: among the gathers of its step.
         low: address of the first byte, 0 if `flat` has no memory.
-        high: one past the last byte.
+        error: why waiting failed; `flat` is not usable then.
     """
 
     flat: Tensor
     pending: InFlight
     number: int
     low: int = 0
-    high: int = 0
+    error: Exception | None = None
 
 
 class ParameterGather:
@@ -90,13 +98,13 @@ class ParameterGather:
     def __init__(
         self, comm: Comm, module: torch.nn.Module | None, note_waiting: Callable[[float], None]
     ) -> None:
-        self._comm, self._module, self._note_waiting = comm, module, note_waiting
-        self._flights: list[_Flight] = []  # once they are left in flight, by address
-        self._lows: list[int] = []
-        self._highs: list[int] = []
+        self._comm, self._note_waiting = comm, note_waiting
+        self._module = None if module is None else weakref.ref(module)
+        self._flights: list[_Flight] = []  # by address
+        self._bounds: list[int] = []  # of each flight: the first byte, one past the last
         self._launched = 0  # since the last time that none was in flight
-        self._watch = _Watch(weakref.ref(self))
-        _drop_from_stack(None)  # watches of models that are gone
+        self._watch = _Watch(None)
+        _drop_idle(orphaned=True)
         self._home: Any = None  # the stream of the step, on an accelerator
         self._key: Callable[[], Hashable] = lambda: None
         self._ordered: set[Hashable] = set()  # streams that wait for every gather
@@ -104,18 +112,25 @@ class ParameterGather:
 
     def add(self, flat: Tensor, pending: InFlight) -> None:
         """Take over a gather that fills `flat`; call `leave_in_flight` once all are launched."""
-        flight = _Flight(flat, pending, self._launched)
+        flight, high = _Flight(flat, pending, self._launched), 0
         if type(flat) is Tensor:
             with torch._C.DisableTorchFunction():
                 flight.low = flat.data_ptr()
-                flight.high = flight.low + flat.nbytes
-        self._flights.append(flight)
+                high = flight.low + flat.nbytes
+        at = bisect_right(self._bounds, flight.low)
+        self._bounds[at:at] = (flight.low, high)
+        self._flights.insert(at >> 1, flight)
         self._launched += 1
 
     @property
     def launched(self) -> int:
         """Number of gathers launched since the last time that none was in flight."""
         return self._launched
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the model is gone."""
+        return self._module is not None and self._module() is None
 
     def wait_for(self, flats: Sequence[Tensor]) -> None:
         """Wait for the gathers that fill one of `flats`."""
@@ -125,26 +140,32 @@ class ParameterGather:
 
     def leave_in_flight(self) -> None:
         """Wait where parameters are used, from now on; at once where that can't be seen."""
-        if not self._flights:
-            return
-        if not self._can_watch():
+        if not self.watch():
             self.wait_all()
-            return
-        self._flights.sort(key=lambda flight: flight.low)
-        self._note_ranges()
+
+    def watch(self) -> bool:
+        """Wait where parameters are used, from now on; return False if that can't be seen."""
+        if not self._flights:
+            return True
+        if not self._can_watch():
+            return False
         device = self._flights[0].flat.device
         if has_streams(device):
             self._home, self._key = current_stream(device), current_stream_key(device)
             self._ordered, self._end = {self._key()}, None
+        self._watch.gather = None  # it may be in another thread, or one that is being called
+        self._watch = _Watch(self)
         self._watch.begin()
+        return True
 
     def _can_watch(self) -> bool:
         """Return whether every use of the parameters will be seen; see [Note: who does not]."""
+        module = None if self._module is None else self._module()
         return (
-            self._module is not None
+            module is not None
             and all(flight.low for flight in self._flights)
-            and not _compiles()
-            and not any(isinstance(part, torch.jit.ScriptModule) for part in self._module.modules())
+            and not _compilation.may_happen()
+            and not _has_scripts(module)
         )
 
     def wait_all(self) -> None:
@@ -156,127 +177,171 @@ class ParameterGather:
         """Watch no longer if no gather is in flight."""
         if not self._flights and (self._end is None or self._end.query()):
             self._home, self._end = None, None
-            self._watch.end()
+            self._watch.gather = None
+            _drop_idle()
 
-    def before_forward(self) -> None:
-        """Wait for all gathers if the forward may be compiled."""
-        if self._flights and _compiles():
-            self.wait_all()
+    def finish(self) -> None:
+        """Wait until all gathers have ended, on an accelerator too, and watch no longer."""
+        self.wait_all()
+        if self._end is not None:
+            self._end.synchronize()
+            self.end_if_over()
 
-    def before(self, function: object, args: Iterable[Any], kwargs: dict[str, Any] | None) -> None:
+    def before(self, args: Iterable[Any], kwargs: dict[str, Any] | None) -> None:
         """Wait for the gathers whose parameters are among the arguments of a function."""
-        if self._home is not None and self._key() not in self._ordered:
+        if self._home is not None:
             self._order_stream()
-        if self._flights and function not in _READ_NOTHING:
+        if self._flights:
             self._await_used(args)
             if kwargs:
                 self._await_used(kwargs.values())
 
     def _order_stream(self) -> None:
         """Order the current stream behind all gathers; see [Note: streams]."""
-        now = current_stream(self._home.device)
-        with on_stream(self._home):
-            self._wait_for(list(self._flights))
-        now.wait_stream(self._home)
-        self._ordered.add(self._key())
+        if self._key() not in self._ordered:
+            now = current_stream(self._home.device)
+            with on_stream(self._home):
+                self._wait_for(list(self._flights))
+            now.wait_stream(self._home)
+            self._ordered.add(self._key())
+        if self.orphaned:  # this alone frees the memory
+            self._wait_for([flight for flight in self._flights if _has_ended(flight.pending)])
+            self.end_if_over()
 
     def _await_used(self, values: Iterable[Any]) -> None:
         for value in values:
-            if isinstance(value, Tensor):
-                self._await_tensor(value)
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                try:
+                    address = _address_of(value)
+                except RuntimeError:  # no memory of its own
+                    address = 0
+                at = bisect_right(self._bounds, address)
+                if at & 1:
+                    self._wait_for([self._flights[at >> 1]])
+                elif not address and value.numel():
+                    self._wait_for(list(self._flights))
             elif isinstance(value, list | tuple):
                 self._await_used(value)
-
-    def _await_tensor(self, tensor: Tensor) -> None:
-        try:
-            address = tensor.data_ptr() if type(tensor) in _PLAIN else -1
-        except RuntimeError:  # no memory of its own
-            address = -1
-        if address < 0:
-            self._wait_for(list(self._flights))
-            return
-        at = bisect.bisect_right(self._lows, address) - 1
-        if at >= 0 and address < self._highs[at]:
-            self._wait_for([self._flights[at]])
+            elif isinstance(value, dict):
+                self._await_used(value.values())
+            elif isinstance(value, Tensor):
+                self._wait_for(list(self._flights))
 
     def _wait_for(self, flights: list[_Flight]) -> None:
         if not flights:
             return
         started = time.perf_counter()
-        recorder = step_state.recorder_of(self._comm)
         step_state.begin_wait()
-        for flight in flights:
-            self._flights.remove(flight)
-            self._note_ranges()
-            self._launched = self._launched if self._flights else 0
+        try:
+            for flight in flights:
+                self._wait(flight)
+        finally:
+            step_state.end_wait()
+            self._note_waiting(time.perf_counter() - started)
+        if not self._flights:
+            self._launched = 0
+            if self._home is None:
+                self._watch.gather = None
+            else:
+                self._end = self._home.record_event()
+
+    def _wait(self, flight: _Flight) -> None:
+        if flight.error is not None:
+            raise flight.error.with_traceback(None)
+        try:
             with torch._C.DisableTorchFunction():
                 flight.pending.wait()
-            if recorder is not None:
-                recorder.completed("gather", flight.number, flight.pending.ended, time.perf_counter())
-        step_state.end_wait()
-        if self._home is not None and not self._flights:
-            self._end = self._home.record_event()
-        self._note_waiting(time.perf_counter() - started)
-
-    def _note_ranges(self) -> None:
-        self._lows = [flight.low for flight in self._flights]
-        self._highs = [flight.high for flight in self._flights]
+        except Exception as error:
+            flight.error = error
+            raise
+        at = self._flights.index(flight)
+        del self._flights[at], self._bounds[2 * at : 2 * at + 2]
+        if (recorder := step_state.recorder_of(self._comm)) is not None:
+            recorder.completed("gather", flight.number, flight.pending.ended, time.perf_counter())
 
 
-def _compiles() -> bool:
-    """Return whether ``torch.compile`` was called in this process, as far as torch says."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:
-        return False
-    backends = getattr(dynamo, "cached_backends", None)
-    return backends is None or any(backend is not None for backend in backends.values())
+def _has_ended(pending: InFlight) -> bool:
+    pending.poll()
+    return pending.ended is not None
+
+
+def _has_scripts(module: torch.nn.Module) -> bool:
+    """Return whether TorchScript may run the model, or functions that are given its parameters."""
+    unit = getattr(torch.jit._state, "_python_cu", None)
+    return (
+        unit is None
+        or bool(unit.get_functions())
+        or any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
+    )
+
+
+class _Compilation:
+    """Whether this process compiles, as far as torch says."""
+
+    def __init__(self) -> None:
+        self._seen = False
+
+    def may_happen(self) -> bool:
+        """Return whether ``torch.compile`` was called; otherwise the first compilation will be noticed."""
+        dynamo = sys.modules.get("torch._dynamo")
+        backends = getattr(getattr(dynamo, "eval_frame", None), "cached_backends", None)
+        callbacks = getattr(getattr(dynamo, "callback_handler", None), "start_callbacks", None)
+        if backends is None or callbacks is None or any(backend is not None for backend in backends.values()):
+            self._seen = True
+        elif self._begins not in callbacks:  # torch._dynamo.reset() forgets them
+            callbacks.append(self._begins)
+        return self._seen
+
+    def _begins(self, *_: object) -> None:
+        """Wait for all that this thread watches: no mode may be on the stack that the compiler sees."""
+        self._seen = True
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if isinstance(mode, _Watch) and mode.gather is not None:
+                mode.gather.finish()
+
+
+_compilation = _Compilation()
 
 
 class _Watch(TorchFunctionMode):
-    """Calls a `ParameterGather` before each of torch's functions; see the notes on who sees a parameter and modes."""
+    """Calls a `ParameterGather` before each of torch's functions; see the notes on who sees a parameter and modes.
 
-    def __init__(self, gather: weakref.ref[ParameterGather]) -> None:
+    Args:
+        gather: what it calls; None: it is idle.
+    """
+
+    def __init__(self, gather: ParameterGather | None) -> None:
         super().__init__()
-        self._gather = gather
-        self._on_stack = False
+        self.gather = gather
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Wait for the parameters among the arguments, and call the function."""
-        gather = self._gather()
-        if gather is not None:
-            gather.before(func, args, kwargs)
+        gather = self.gather
+        if gather is not None and func not in _READ_NOTHING:
+            gather.before(args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def begin(self) -> None:
-        """Watch from now on."""
-        if not self._on_stack:
-            above = _pop_all()
-            device = above.pop() if above and isinstance(above[-1], DeviceContext) else None
-            for mode in (device, self, *reversed(above)):
-                if mode is not None:
-                    _push_mode(mode)
-            self._on_stack = True
-
-    def end(self) -> None:
-        """Watch no longer, unless this runs inside a function that is being watched."""
-        if self._on_stack:
-            self._on_stack = not _drop_from_stack(self)
-
-    @property
-    def orphaned(self) -> bool:
-        """Whether its model is gone."""
-        return self._gather() is None
+        """Watch this thread's functions from now on."""
+        _drop_idle()
+        above = _pop_all()
+        bottom: list[TorchFunctionMode] = []
+        if above and isinstance(above[-1], DeviceContext) and hasattr(above[-1], "old_device"):
+            bottom.append(above.pop())  # of set_default_device; that of `with torch.device(…)` is as any other mode
+        for mode in (*bottom, self, *reversed(above)):
+            _push_mode(mode)
 
 
-def _drop_from_stack(watch: _Watch | None) -> bool:
-    """Remove `watch`, and those of models that are gone, from the stack of modes; return whether it was there."""
+def _drop_idle(*, orphaned: bool = False) -> None:
+    """Remove idle watches from this thread's stack of modes, and with `orphaned` those of models that are gone."""
     modes = _pop_all()
-    kept = [mode for mode in modes if mode is not watch and not (isinstance(mode, _Watch) and mode.orphaned)]
-    for mode in reversed(kept):
-        _push_mode(mode)
-    return any(mode is watch for mode in modes)
+    for mode in reversed(modes):
+        gather = mode.gather if isinstance(mode, _Watch) else None
+        if not isinstance(mode, _Watch) or (gather is not None and not (orphaned and gather.orphaned)):
+            _push_mode(mode)
 
 
 def _pop_all() -> list[TorchFunctionMode]:

@@ -327,7 +327,11 @@ class ShardedOptimizer(ShardedState, ConsumesShards):
             args = () if closure is None else (lambda: result,)
             with hand_on_scale(self, inner), torch.no_grad():
                 if self._reducer is not None:
-                    self._update_shards(self._reducer, args, kwargs)
+                    try:
+                        self._update_shards(self._reducer, args, kwargs)
+                    except BaseException:  # what was launched is in flight, and may be used
+                        self._reducer.parameter_gather.watch()
+                        raise
                 else:
                     self._update_here(args, kwargs)
         return result
