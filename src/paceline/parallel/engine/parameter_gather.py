@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import _state as jit_state
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
@@ -268,7 +269,7 @@ def _has_ended(pending: InFlight) -> bool:
 
 def _has_scripts(module: torch.nn.Module) -> bool:
     """Return whether TorchScript may run the model, or functions that are given its parameters."""
-    unit = getattr(torch.jit._state, "_python_cu", None)
+    unit = getattr(jit_state, "_python_cu", None)
     return (
         unit is None
         or bool(unit.get_functions())
@@ -329,8 +330,9 @@ class _Watch(TorchFunctionMode):
         _drop_idle()
         above = _pop_all()
         bottom: list[TorchFunctionMode] = []
+        # that of set_default_device; the one of `with torch.device(…)` is like any other mode
         if above and isinstance(above[-1], DeviceContext) and hasattr(above[-1], "old_device"):
-            bottom.append(above.pop())  # of set_default_device; that of `with torch.device(…)` is as any other mode
+            bottom.append(above.pop())
         for mode in (*bottom, self, *reversed(above)):
             _push_mode(mode)
 
