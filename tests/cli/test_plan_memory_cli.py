@@ -72,6 +72,12 @@ def test_strategies_and_devices_side_by_side(run):
         assert row in rows
 
 
+def test_muon_and_masters_are_named_in_the_answer(run):
+    options = ("--optimizer", "muon", "--dtype", "bf16", "--master-weights", "fp32")
+    printed = run("--model", "tiny", "--world-size", "2", "--strategy", "sharded", *options).stdout
+    assert "sharded, 2 devices, muon, bf16, fp32 master weights" in printed.splitlines()[0]
+
+
 @pytest.mark.parametrize("named", [("plannable:build",), ("plannable:Net", "--inputs", "1x16")])
 def test_a_users_model(run, named):
     printed = run("--model", named[0], *named[1:], "--device", "cpu").stdout
@@ -115,6 +121,7 @@ def test_verify_prints_predicted_and_measured(run, tmp_path):
         (["--device", "h100"], "a GPU by name is --hardware h100"),
         (["--strategy", "buckted"], "did you mean 'bucketed'"),
         (["--optimizer", "adam"], "is not an optimizer"),
+        (["--master-weights", "bf16"], "valid: off, fp32"),
         (["--device-memory", "much"], "is no size"),
         (["--json", "absent/all.json"], "no such folder"),
     ],

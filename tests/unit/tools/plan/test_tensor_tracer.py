@@ -323,6 +323,8 @@ def test_shapes_that_depend_on_values_are_refused():
         {"strategy": "alone", "ranks": 2},
         {"autocast": "int8"},
         {"device": "tpu"},
+        {"dtype": "fp8"},
+        {"master_weights": "bf16"},
         {"bucket_mib": 0},
         {"strategy": "bucketed", "gather": "bf16"},
         {"context": 0},
