@@ -8,8 +8,12 @@ from __future__ import annotations
 import copy
 import ctypes
 import io
+import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from unittest import mock
 
 import numpy as np
@@ -25,7 +29,7 @@ from torch.overrides import TorchFunctionMode, _len_torch_function_stack
 from torch.utils.checkpoint import checkpoint
 
 import paceline
-from paceline.errors import SyncError, UsageError
+from paceline.errors import PacelineError
 from paceline.parallel.engine import parameter_gather
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.sharding import zero
@@ -68,7 +72,7 @@ def held_back():
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(Comm, "all_gather", all_gather))
         # An earlier case of this process may have compiled.
-        patches.enter_context(mock.patch.object(parameter_gather._compiled, "may_run", lambda: False))
+        patches.enter_context(mock.patch.object(parameter_gather._compiled, "may_run", return_value=False))
         yield launched
 
 
@@ -369,17 +373,13 @@ def test_what_is_written_after_a_step_stays(pool):
 # ---------------------------------------------------------------- training
 
 
-class Counting(TorchFunctionMode):
-    """A mode of the program that looks at what it is given."""
+class Looking(TorchFunctionMode):
+    """A mode of the program that looks at what comes out."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        assert not (
-            type(found) is torch.Tensor
-            and found.device.type == "cpu"
-            and found.is_floating_point()
-            and found.isnan().any()
-        )
+        if type(found) is torch.Tensor and found.device.type == "cpu" and found.is_floating_point():
+            assert not found.isnan().any()
         return found
 
 
@@ -407,18 +407,18 @@ def compared(rank, size):
         one_step(model, optim, rank)
 
     def with_modes(model, optim):
-        with Counting(), torch.device("cpu"):
+        with Looking(), torch.device("cpu"):
             one_step(model, optim, rank)
 
     def mode_left_between(model, optim):
-        mode = Counting()
+        mode = Looking()
         mode.__enter__()
         one_step(model, optim, rank)
         mode.__exit__(None, None, None)
 
     variants = {
         "plain": {},
-        "a mode around": {"modes": Counting},
+        "a mode around": {"modes": Looking},
         "a device around": {"modes": lambda: torch.device("cpu")},
         "modes in a step": {"before": with_modes},
         "a mode is left after the step": {"before": mode_left_between},
@@ -488,9 +488,9 @@ def failing_forward(rank, size):
     with held_back() as launched:
         model, optim = wrapped(Small())
         one_step(model, optim, rank)
-        with mock.patch.object(model.module.last, "forward", side_effect=ArithmeticError):
-            with pytest.raises(ArithmeticError):
-                model(X)
+        broken = mock.patch.object(model.module.last, "forward", side_effect=ArithmeticError)
+        with broken, pytest.raises(ArithmeticError):
+            model(X)
         assert pending(launched) == 2
         one_step(model, optim, rank)
         assert model(X).isfinite().all()
@@ -593,7 +593,25 @@ def checkpointed(rank, size, folder):
         assert all(torch.equal(a, b) for a, b in zip(other.parameters(), expected, strict=True))
 
 
-SCENES = [with_closure, failing_forward, failing_update, scaled, guarded, deleted]
+def test_a_checkpoint_right_after_a_step_has_whole_parameters(pool, tmp_path):
+    pool(2).run(checkpointed, str(tmp_path))
+
+
+def in_another_thread(rank, size):
+    with held_back() as launched, ThreadPoolExecutor(1) as thread:
+        model, optim = wrapped(Small())
+        one_step(model, optim, rank)
+        model.wait_for_parameters()
+        assert pending(launched) == 0
+        assert thread.submit(model.module, X).result().isfinite().all()
+        thread.submit(one_step, model, optim, rank).result()  # a step in a thread, then one in this
+        one_step(model, optim, rank)
+        assert model(X).isfinite().all()
+        assert _len_torch_function_stack() == 0
+        assert thread.submit(lambda: model(X).isfinite().all()).result()
+
+
+SCENES = [with_closure, failing_forward, failing_update, scaled, guarded, deleted, in_another_thread]
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
@@ -601,8 +619,41 @@ def test_in_flight(pool, scene):
     pool(2).run(scene)
 
 
-def test_a_checkpoint_right_after_a_step_has_whole_parameters(pool, tmp_path):
-    pool(2).run(checkpointed, str(tmp_path))
+def lost_rank(report, rank, size, folder, backend):
+    """Rank 1 ends in its update, before it has sent its part."""
+    init = f"file://{folder}/world"
+    dist.init_process_group(backend, init, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    model, optim = wrapped(Small())
+    one_step(model, optim, rank)
+    optim.register_step_pre_hook(lambda *_: os._exit(3) if rank == 1 else None)
+    started = time.monotonic()
+    errors = []
+    for use in (lambda: one_step(model, optim, rank), lambda: model(X), lambda: saved(model.state_dict())):
+        try:
+            use()
+        except PacelineError as error:
+            errors.append((type(error).__name__, str(error).partition("\n")[0]))
+    report((errors, time.monotonic() - started))
+    os._exit(0)  # without a farewell to the lost rank
+
+
+def lost_rank_scene(fork, folder, backend):
+    ranks = [fork(lost_rank, rank, 2, folder, backend) for rank in range(2)]
+    found = ranks[0].receive()
+    assert ranks[1].wait() == 3
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_a_rank_that_ends_with_gathers_in_flight_is_an_error_at_every_use(killable, backend):
+    errors, seconds = killable.run_ranks(lost_rank_scene, backend)
+    kind, text = {
+        "gloo": ("SyncError", "another rank ended or stopped answering"),
+        "paceline": ("PeerLost", "rank 1 on host"),
+    }[backend]
+    assert [name for name, _ in errors] == [kind] * 2  # the step itself has nothing to wait for
+    assert all(text in message for _, message in errors)
+    assert seconds < 20
 
 
 def compiled(rank, size, backend):

@@ -11,9 +11,9 @@ be seen (tensor subclasses, the wrappers of ``torch.func``) waits for all gather
 
 [Note: who does not] Where torch's functions may be bypassed nothing is left in flight: with scripted modules in the
 model, and in a process with scripted functions or in which ``torch.compile`` was called. A compilation that begins
-later waits for everything first. Other threads are not seen, and neither are functions of extension modules, methods of
-process groups, or NumPy arrays and storages that were taken before: a program that passes parameters there calls
-``model.wait_for_parameters()`` first.
+later waits for everything first. Other threads are not seen, but for the wrapped model's forward, which waits for
+everything there. Neither are functions of extension modules, methods of process groups, or NumPy arrays and storages
+that were taken before: a program that passes parameters there calls ``model.wait_for_parameters()`` first.
 
 [Note: modes] Modes are left in reverse order, and this one ends at any time. So it goes to the bottom of the stack of
 modes, where no other one's end can meet it. While it is being called it is not on the stack: then it stays, without
@@ -29,6 +29,7 @@ noted, others are ordered where they meet a function, and the watch goes on unti
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from bisect import bisect_right
@@ -124,7 +125,7 @@ class ParameterGather:
         self._flights: list[_Flight] = []  # by address
         self._bounds: list[int] = []  # of each flight: the first byte, one past the last
         self._launched = 0  # since the last time that none was in flight
-        self._watch = _Watch(None)
+        self._watch, self._thread = _Watch(None), 0
         _drop_idle(orphaned=True)
         self._home: Any = None  # the stream of the step, on an accelerator
         self._key: Callable[[], Hashable] = lambda: None
@@ -175,7 +176,7 @@ class ParameterGather:
             self._home, self._key = current_stream(device), current_stream_key(device)
             self._ordered, self._end = {self._key()}, None
         self._watch.gather = None  # it may be in another thread, or one that is being called
-        self._watch = _Watch(self)
+        self._watch, self._thread = _Watch(self), threading.get_ident()
         self._watch.begin()
         return True
 
@@ -207,6 +208,11 @@ class ParameterGather:
         if self._end is not None:
             self._end.synchronize()
             self.end_if_over()
+
+    def before_forward(self) -> None:
+        """Wait for all gathers if the step was in another thread, whose functions alone are watched."""
+        if self._flights and threading.get_ident() != self._thread:
+            self.wait_all()
 
     def before(self, values: Iterable[Any]) -> None:
         """Wait for the gathers whose parameters are among the arguments of a function."""
