@@ -315,7 +315,7 @@ class _CompiledCode:
 
     def scripts_may_run(self, module: torch.nn.Module) -> bool:
         """Return whether the model has modules of TorchScript, or the program functions."""
-        unit = getattr(torch.jit._state, "_python_cu", None)
+        unit = getattr(sys.modules.get("torch.jit._state"), "_python_cu", None)
         if unit is None:
             return True
         functions = unit.get_functions()
