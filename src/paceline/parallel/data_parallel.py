@@ -193,6 +193,7 @@ class DataParallel(torch.nn.Module):
         engine.recover()
         if not torch.is_grad_enabled():  # an evaluation
             engine.check_latest()
+        engine.parameter_gather.before_forward()
         step_state.begin_phase(engine.step, "forward")
         if fault_injection.armed:
             fault_injection.begin_step(engine.step)

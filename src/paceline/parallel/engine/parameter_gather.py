@@ -11,9 +11,9 @@ be seen (tensor subclasses, the wrappers of ``torch.func``) waits for all gather
 
 [Note: who does not] Where torch's functions may be bypassed nothing is left in flight: with scripted modules in the
 model, and in a process with scripted functions or in which ``torch.compile`` was called. A compilation that begins
-later waits for everything first. Other threads are not seen, and neither are functions of extension modules, methods of
-process groups, or NumPy arrays and storages that were taken before: a program that passes parameters there calls
-``model.wait_for_parameters()`` first.
+later waits for everything first. Other threads are not seen, but for the wrapped model's forward, which waits for
+everything there. Neither are functions of extension modules, methods of process groups, or NumPy arrays and storages
+that were taken before: a program that passes parameters there calls ``model.wait_for_parameters()`` first.
 
 [Note: modes] Modes are left in reverse order, and this one ends at any time. So it goes to the bottom of the stack of
 modes, where no other one's end can meet it. While it is being called it is not on the stack: then it stays, without
@@ -29,6 +29,7 @@ noted, others are ordered where they meet a function, and the watch goes on unti
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from bisect import bisect_right
@@ -38,7 +39,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.jit import _state as jit_state
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
@@ -50,8 +50,29 @@ from paceline.world.accelerator import current_stream, current_stream_key, has_s
 
 __all__ = ["ParameterGather"]
 
-_ATTRIBUTES = ("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "layout", "ndim")
-_METHODS = ("size", "dim", "numel", "stride", "is_floating_point", "is_contiguous", "__hash__")
+_ATTRIBUTES = (
+    "grad",
+    "requires_grad",
+    "shape",
+    "dtype",
+    "device",
+    "is_leaf",
+    "grad_fn",
+    "layout",
+    "ndim",
+    "nbytes",
+)
+_METHODS = (
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "element_size",
+    "stride",
+    "is_floating_point",
+    "is_contiguous",
+    "__hash__",
+)
 
 _READ_NOTHING = frozenset(
     [
@@ -104,7 +125,7 @@ class ParameterGather:
         self._flights: list[_Flight] = []  # by address
         self._bounds: list[int] = []  # of each flight: the first byte, one past the last
         self._launched = 0  # since the last time that none was in flight
-        self._watch = _Watch(None)
+        self._watch, self._thread = _Watch(None), 0
         _drop_idle(orphaned=True)
         self._home: Any = None  # the stream of the step, on an accelerator
         self._key: Callable[[], Hashable] = lambda: None
@@ -155,7 +176,7 @@ class ParameterGather:
             self._home, self._key = current_stream(device), current_stream_key(device)
             self._ordered, self._end = {self._key()}, None
         self._watch.gather = None  # it may be in another thread, or one that is being called
-        self._watch = _Watch(self)
+        self._watch, self._thread = _Watch(self), threading.get_ident()
         self._watch.begin()
         return True
 
@@ -165,8 +186,8 @@ class ParameterGather:
         return (
             module is not None
             and all(flight.low for flight in self._flights)
-            and not _compilation.may_happen()
-            and not _has_scripts(module)
+            and not _compiled.may_run()
+            and not _compiled.scripts_may_run(module)
         )
 
     def wait_all(self) -> None:
@@ -188,14 +209,34 @@ class ParameterGather:
             self._end.synchronize()
             self.end_if_over()
 
-    def before(self, args: Iterable[Any], kwargs: dict[str, Any] | None) -> None:
+    def before_forward(self) -> None:
+        """Wait for all gathers if the step was in another thread, whose functions alone are watched."""
+        if self._flights and threading.get_ident() != self._thread:
+            self.wait_all()
+
+    def before(self, values: Iterable[Any]) -> None:
         """Wait for the gathers whose parameters are among the arguments of a function."""
         if self._home is not None:
             self._order_stream()
-        if self._flights:
-            self._await_used(args)
-            if kwargs:
-                self._await_used(kwargs.values())
+        bounds = self._bounds
+        for value in values:
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                try:
+                    address = _address_of(value)
+                except RuntimeError:  # no memory of its own
+                    address = 0
+                at = bisect_right(bounds, address)
+                if at & 1:
+                    self._wait_for([self._flights[at >> 1]])
+                elif not address and value.numel():
+                    self._wait_for(list(self._flights))
+            elif isinstance(value, list | tuple):
+                self.before(value)
+            elif isinstance(value, dict):
+                self.before(value.values())
+            elif isinstance(value, Tensor):
+                self._wait_for(list(self._flights))
 
     def _order_stream(self) -> None:
         """Order the current stream behind all gathers; see [Note: streams]."""
@@ -208,26 +249,6 @@ class ParameterGather:
         if self.orphaned:  # this alone frees the memory
             self._wait_for([flight for flight in self._flights if _has_ended(flight.pending)])
             self.end_if_over()
-
-    def _await_used(self, values: Iterable[Any]) -> None:
-        for value in values:
-            kind = type(value)
-            if kind is Tensor or kind is Parameter:
-                try:
-                    address = _address_of(value)
-                except RuntimeError:  # no memory of its own
-                    address = 0
-                at = bisect_right(self._bounds, address)
-                if at & 1:
-                    self._wait_for([self._flights[at >> 1]])
-                elif not address and value.numel():
-                    self._wait_for(list(self._flights))
-            elif isinstance(value, list | tuple):
-                self._await_used(value)
-            elif isinstance(value, dict):
-                self._await_used(value.values())
-            elif isinstance(value, Tensor):
-                self._wait_for(list(self._flights))
 
     def _wait_for(self, flights: list[_Flight]) -> None:
         if not flights:
@@ -267,23 +288,14 @@ def _has_ended(pending: InFlight) -> bool:
     return pending.ended is not None
 
 
-def _has_scripts(module: torch.nn.Module) -> bool:
-    """Return whether TorchScript may run the model, or functions that are given its parameters."""
-    unit = getattr(jit_state, "_python_cu", None)
-    return (
-        unit is None
-        or bool(unit.get_functions())
-        or any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
-    )
-
-
-class _Compilation:
-    """Whether this process compiles, as far as torch says."""
+class _CompiledCode:
+    """What this process has compiled, as far as torch says; it bypasses torch's functions."""
 
     def __init__(self) -> None:
         self._seen = False
+        self._known_scripts = 0  # all of them torch's own
 
-    def may_happen(self) -> bool:
+    def may_run(self) -> bool:
         """Return whether ``torch.compile`` was called; otherwise the first compilation will be noticed."""
         dynamo = sys.modules.get("torch._dynamo")
         backends = getattr(getattr(dynamo, "eval_frame", None), "cached_backends", None)
@@ -301,8 +313,20 @@ class _Compilation:
             if isinstance(mode, _Watch) and mode.gather is not None:
                 mode.gather.finish()
 
+    def scripts_may_run(self, module: torch.nn.Module) -> bool:
+        """Return whether the model has modules of TorchScript, or the program functions."""
+        unit = getattr(sys.modules.get("torch.jit._state"), "_python_cu", None)
+        if unit is None:
+            return True
+        functions = unit.get_functions()
+        if len(functions) > self._known_scripts:
+            if not all(each.qualified_name.startswith("__torch__.torch.") for each in functions):
+                return True
+            self._known_scripts = len(functions)
+        return any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
 
-_compilation = _Compilation()
+
+_compiled = _CompiledCode()
 
 
 class _Watch(TorchFunctionMode):
@@ -322,7 +346,9 @@ class _Watch(TorchFunctionMode):
         """Wait for the parameters among the arguments, and call the function."""
         gather = self.gather
         if gather is not None and func not in _READ_NOTHING:
-            gather.before(args, kwargs)
+            gather.before(args)
+            if kwargs:
+                gather.before(kwargs.values())
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def begin(self) -> None:
