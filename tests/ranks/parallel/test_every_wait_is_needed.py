@@ -24,7 +24,9 @@ NO_EFFECT = {
     "results are waited for later too",
     "engine/launch_queue.py: LaunchQueue.launch_rest: self.wait_for(bucket)": "without overlap, calls are one by one; "
     "the results are waited for later too",
-    "engine/parameter_gather.py: ParameterGather.before_forward: self.wait_all()": "no scene compiles",
+    "engine/parameter_gather.py: ParameterGather.before_forward: self.wait_all()": "no scene has several threads",
+    "engine/parameter_gather.py: ParameterGather.finish: self._end.synchronize()": "no scene compiles",
+    "engine/parameter_gather.py: ParameterGather.finish: self.wait_all()": "no scene compiles",
     "engine/parameter_gather.py: ParameterGather.leave_in_flight: self.wait_all()": "no scene compiles or scripts",
     "engine/reducer.py: Reducer.begin: self.parameter_gather.wait_all()": "what a backward uses, its forward has "
     "waited for; it bounds how long a gather is in flight",

@@ -83,7 +83,7 @@ _READ_NOTHING = frozenset(
 )
 """Functions that concern a parameter but not its values, as loops over parameters call them.
 
-``is_complex`` is not one of them: torch.distributed calls it, and nothing else, before it sends or receives a tensor.
+``is_complex`` is not one of them: before torch 2.13 it is all that the functions of torch.distributed call.
 """
 
 _address_of = Tensor.data_ptr
