@@ -28,7 +28,7 @@ __all__ = [
 STATES = {
     **dict.fromkeys(("naive", "flat", "overlap", "bucketed"), (0, 16)),
     "sharded": (8, 8),
-    "zero2": (12, 4),
+    "sharded-gradients": (12, 4),
     "full-shard": (16, 0),
 }
 """Per strategy, bytes per parameter that are divided among devices and that are replicated; Adam in float32."""
