@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -268,19 +269,26 @@ def test_in_flight(pool, scene):
 
 
 def lost_rank(report, rank, size, folder, backend):
-    """Rank 1 ends in its update, before it has sent its part."""
-    init = f"file://{folder}/world"
+    """Rank 1 ends in its update, before it sends its part, and after the step of rank 0."""
+    init, stepped = f"file://{folder}/world", Path(folder) / "stepped"
     dist.init_process_group(backend, init, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     model, optim = wrapped(Small())
     one_step(model, optim, rank)
-    optim.register_step_pre_hook(lambda *_: os._exit(3) if rank == 1 else None)
-    started = time.monotonic()
-    errors = []
-    for use in (lambda: one_step(model, optim, rank), lambda: model(X), lambda: saved(model.state_dict())):
-        try:
+
+    def end(*_):
+        while not stepped.exists():
+            time.sleep(0.01)
+        os._exit(3)
+
+    if rank == 1:
+        optim.register_step_pre_hook(end)
+    one_step(model, optim, rank)
+    stepped.touch()
+    started, errors = time.monotonic(), []
+    for use in (lambda: model(X), lambda: saved(model.state_dict())):
+        with pytest.raises(PacelineError) as raised:
             use()
-        except PacelineError as error:
-            errors.append((type(error).__name__, str(error).partition("\n")[0]))
+        errors.append((type(raised.value).__name__, str(raised.value)))
     report((errors, time.monotonic() - started))
     os._exit(0)  # without a farewell to the lost rank
 
@@ -299,7 +307,7 @@ def test_a_rank_that_ends_with_gathers_in_flight_is_an_error_at_every_use(killab
         "gloo": ("SyncError", "another rank ended or stopped answering"),
         "paceline": ("PeerLost", "rank 1 on host"),
     }[backend]
-    assert [name for name, _ in errors] == [kind] * 2  # the step itself has nothing to wait for
+    assert [name for name, _ in errors] == [kind] * 2
     assert all(text in message for _, message in errors)
     assert seconds < 20
 
