@@ -276,7 +276,8 @@ def lost_rank(report, rank, size, folder, backend):
     one_step(model, optim, rank)
 
     def end(*_):
-        while not stepped.exists():
+        deadline = time.monotonic() + 20
+        while not stepped.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         os._exit(3)
 

@@ -19,7 +19,10 @@ _kinds: dict[CodeType, int] = {}
 
 def _kind(code: CodeType) -> int:
     path = code.co_filename
-    if path.startswith((_HERE, _TORCH, "<")) or path == contextlib_path:
+    passes_on = (
+        path == contextlib_path or code.co_name == "__torch_function__"
+    )  # a mode, on behalf of its caller
+    if path.startswith((_HERE, _TORCH, "<")) or passes_on:
         kind = _LIBRARY
     else:
         kind = _OURS if _PACELINE in path else _CALLER
