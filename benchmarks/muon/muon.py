@@ -30,7 +30,6 @@ from paceline.parallel.data_parallel import DataParallel
 from paceline.tools.bench.peak_memory import PeakMemory
 from paceline.tools.bench.step.comm_traffic import count_traffic
 from paceline.tools.bench.step.strategy_trainers import random_batch
-from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt import token_loss
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.models.token_windows import TokenBatch
@@ -59,23 +58,26 @@ bench = Benchmark(__file__)
 
 @bench.run
 def run(
-    rounds: Annotated[int, Option(min=1, help="Turns of each contestant with mini.")] = 20,
-    rounds_44m: Annotated[int, Option(min=1, help="Turns of each contestant with 44m.")] = 10,
-    json_file: JsonOption = None,
+    model: Annotated[str | None, Option(help="mini or 44m; default: both, one after the other.")] = None,
+    rounds: Annotated[int, Option(min=1, help="Turns of each contestant.")] = 20,
 ) -> None:
-    """Measure steps, collectives and memory of all contestants with both models."""
-    path = bench.output(json_file, "muon")
-    rounds_of = {"mini": rounds, "44m": rounds_44m}
-    models: dict[str, Any] = {}
-    for size, facts in SIZES.items():
-        job = {"size": size, "kinds": facts["kinds"], "rounds": rounds_of[size], "steps": facts["steps"]}
-        models[size] = bench.start_ranks(job | {"memory": False}, 2) | {"steps": facts["steps"]}
-        models[size]["peak_nbytes"] = {
+    """Measure steps, collectives and memory of all contestants."""
+    for size in SIZES if model is None else [model]:
+        facts = SIZES[size]
+        path = bench.output(None, f"muon-{size}")
+        job = {"size": size, "kinds": facts["kinds"], "rounds": rounds, "steps": facts["steps"]}
+        found = bench.start_ranks(job | {"memory": False}, 2, turns=rounds * len(facts["kinds"]), title=size)
+        found["peak_nbytes"] = {
             kind: bench.start_ranks({"size": size, "kinds": [kind], "memory": True}, 2)
             for kind in facts["kinds"]
         }
-    settings = {"rounds": rounds_of, "batch_size": BATCH_SIZE, "context": CONTEXT}
-    bench.write(path, "muon", settings, models=models)
+        settings = {"rounds": rounds, "steps": facts["steps"], "batch_size": BATCH_SIZE, "context": CONTEXT}
+        bench.write(path, "muon", settings, model=size, **found)
+
+
+def results() -> dict[str, Any]:
+    """Return what was measured, by model."""
+    return {size: bench.read(f"muon-{size}") for size in SIZES}
 
 
 # ---------------------------------------------------------------------- ranks
@@ -108,6 +110,12 @@ def run_step(contestant: Contestant, batch: TokenBatch) -> list[float]:
     return [forward, backward, seconds_of(contestant.update)]
 
 
+def finish(contestant: Contestant) -> None:
+    """Wait for what a step leaves under way, which would go on in the turn of another."""
+    if isinstance(contestant.model, DataParallel):
+        contestant.model.wait_for_parameters()
+
+
 def compare(
     made: dict[str, Contestant], batch: TokenBatch, rounds: int, steps: int, world: World
 ) -> dict[str, Any]:
@@ -118,16 +126,22 @@ def compare(
     for contestant in made.values():
         for _ in range(WARM_UP):
             run_step(contestant, batch)
+        finish(contestant)
     reference = parameters(made[DDP])
     drift = {
         kind: float((parameters(contestant) - reference).norm() / reference.norm())
         for kind, contestant in made.items()
     }
     calls = {kind: collectives(contestant, batch, world) for kind, contestant in made.items()}
+    calls[OURS_ON_GLOO] = calls[
+        OURS_ON_PACELINE
+    ]  # the same, but over gloo each is sent in pieces, which count too
 
     def turn(contestant: Contestant) -> list[float]:
         dist.barrier()
-        each = gather([run_step(contestant, batch) for _ in range(1 + steps)][1:])
+        measured = [run_step(contestant, batch) for _ in range(1 + steps)][1:]
+        finish(contestant)
+        each = gather(measured)
         slowest = [max((parts[at] for parts in each), key=sum) for at in range(steps)]
         return [median(phases) for phases in zip(*slowest, strict=True)] + [median(map(sum, slowest))]
 
@@ -152,14 +166,16 @@ def collectives(contestant: Contestant, batch: TokenBatch, world: World) -> floa
         with CommDebugMode() as counted:
             run_step(contestant, batch)
         return counted.get_total_counts()
-    return count_traffic(lambda: run_step(contestant, batch), world.size).calls
+    traffic = count_traffic(lambda: run_step(contestant, batch), world.size)
+    finish(contestant)
+    return traffic.calls
 
 
 def peak_nbytes(
     kind: str, size: str, batch: TokenBatch, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], world: World
 ) -> float:
     """Return the bytes that building and three steps need beyond those of the process; the largest rank's."""
-    warm = build(DDP, "tiny", *groups)
+    warm = build(kind, "tiny", *groups)
     for seed in range(2):
         run_step(warm, random_batch(gpt_size("tiny"), 1, 8, seed, world.device))
     del warm
@@ -167,7 +183,9 @@ def peak_nbytes(
     dist.barrier()
     with PeakMemory(world.device) as peak:
         contestant = build(kind, size, *groups)
+        contestant.optimizers[0].register_step_pre_hook(lambda *_: peak.begin_part())
         for _ in range(3):
+            peak.begin_part()
             run_step(contestant, batch)
     return max(gather(float(peak.nbytes)))
 
@@ -197,33 +215,29 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
 @bench.tables
 def tables() -> dict[str, str]:
     """Return a table for each model, and what the parameters differ by."""
-    result = bench.read("muon")
+    models = results()
     titles = ["contestant", "step, ms", *PHASES, f"÷ {OURS_ON_GLOO}", f"÷ {OURS_ON_PACELINE}"]
     titles += ["collectives", "peak, MiB"]
-    blocks = {f"muon-{size}": table(titles, rows(found)) for size, found in result["models"].items()}
+    blocks = {f"muon-{size}": table(titles, rows(found)) for size, found in models.items()}
     drifts = [
         [
             kind,
-            *(
-                f"{found['drift'][kind]:.0e}" if kind in found["drift"] else ""
-                for found in result["models"].values()
-            ),
+            *(f"{found['drift'][kind]:.0g}" if kind in found["drift"] else "" for found in models.values()),
         ]
         for kind in KINDS
     ]
-    return blocks | {"muon-drift": table(["contestant", *result["models"]], drifts)}
+    return blocks | {"muon-drift": table(["contestant", *models], drifts)}
 
 
 @bench.charts
 def charts() -> dict[str, Chart]:
     """Return the chart of both models."""
-    return {"muon.png": draw(bench.read("muon"))}
+    return {"muon.png": draw(results())}
 
 
 @in_paceline_style
-def draw(result: dict[str, Any]) -> Chart:
+def draw(models: dict[str, Any]) -> Chart:
     """Return the phases of a step as bars, a panel for each model."""
-    models = result["models"]
     figure, panels = stacked_panels(10, 6.4, [len(found["seconds"]) for found in models.values()])
     for axes, (size, found) in zip(panels, models.items(), strict=True):
         steps = steps_of(found)
@@ -235,11 +249,11 @@ def draw(result: dict[str, Any]) -> Chart:
                 left += length
             text = f" {1e3 * median(steps[kind]):.0f} ms"
             if kind in (DDP, ZERO, FSDP):
-                text += f", {ratio_of(steps[kind], steps[OURS_ON_PACELINE]).median:.2f}× ours"
+                text += f", {ratio_of(steps[kind], steps[OURS_ON_PACELINE]).median:.2f}× sharded, paceline"
             axes.text(left, at, text, va="center", fontsize=10)
         axes.set_yticks(range(len(steps)), list(steps))
         axes.invert_yaxis()
-        axes.margins(x=0.18)
+        axes.margins(x=0.25)
         axes.set_xlim(left=0)
         axes.set_xlabel("milliseconds")
         set_title(axes, f"A step of {size}, 2 ranks: Muon on the hidden matrices, AdamW on the rest")

@@ -79,7 +79,8 @@ def deal_to_owners(nbytes: Sequence[float], costs: Sequence[float], loads: list[
     """Return the owner of each parameter of a bucket: the largest first, each to the owner with the least bytes.
 
     The owners' parts of a bucket have equal lengths, so bytes decide how much of it is padding. Among owners with equal
-    bytes, the one with the lowest cost so far is chosen.
+    bytes, the one with the lowest cost so far is chosen, then the one that was chosen last: so no owner gets all tall
+    matrices of layers that have a tall and a wide one of the same size, which take different times.
 
     Args:
         nbytes: bytes of each parameter.
@@ -88,12 +89,14 @@ def deal_to_owners(nbytes: Sequence[float], costs: Sequence[float], loads: list[
 
     Example:
         >>> deal_to_owners([4, 4, 3, 1], [4, 4, 3, 1], loads=[0, 0])
-        [0, 1, 0, 1]
+        [0, 1, 1, 0]
     """
-    held = [0.0] * len(loads)
+    held, chosen = [0.0] * len(loads), [0] * len(loads)
     owners = [0] * len(nbytes)
-    for index in sorted(range(len(nbytes)), key=lambda index: (-nbytes[index], -costs[index], index)):
-        owner = min(range(len(loads)), key=lambda each: (held[each], loads[each], each))
+    largest_first = sorted(range(len(nbytes)), key=lambda index: (-nbytes[index], -costs[index], index))
+    for turn, index in enumerate(largest_first, 1):
+        owner = min(range(len(loads)), key=lambda each: (held[each], loads[each], -chosen[each], each))
+        chosen[owner] = turn
         owners[index] = owner
         held[owner] += nbytes[index]
         loads[owner] += costs[index]

@@ -14,10 +14,12 @@ __all__ = ["ELEMENT_NBYTES", "STRATEGIES", "StepStrategy", "standard_strategies"
 ELEMENT_NBYTES = {"none": 4.0, "bf16": 2.0, "int8": 260 / 256, "int4": 132 / 256}
 """Bytes per gradient element, scales included: a block of 256 elements has one scale of 4 bytes."""
 
-STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded", "full-shard", "ddp")
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded", "sharded-gradients", "full-shard", "ddp")
 """Paceline's, as `paceline.parallel.strategy.STRATEGIES` names them, and torch's DistributedDataParallel."""
 
-_BUCKETED = ("bucketed", "sharded", "ddp")
+_ZERO = ("sharded", "sharded-gradients")
+_COMPRESSIBLE = ("bucketed", *_ZERO)
+_BUCKETED = (*_COMPRESSIBLE, "ddp")
 _DDP_FIRST_MIB, _DDP_MIB = 1.0, 25.0
 
 
@@ -54,10 +56,10 @@ class StepStrategy:
             )
         if self.bucket_mib is not None and self.name not in _BUCKETED:
             raise UsageError(f"{self.name} has no bucket size", remedy=f"valid for {', '.join(_BUCKETED)}")
-        if self.compression != "none" and self.name not in ("bucketed", "sharded"):
+        if self.compression != "none" and self.name not in _COMPRESSIBLE:
             raise UsageError(
                 f"{self.name} with {self.compression}: only compressed buckets can be predicted",
-                remedy="use bucketed or sharded",
+                remedy=f"use {' or '.join(_COMPRESSIBLE)}",
             )
 
     @property
@@ -79,7 +81,17 @@ class StepStrategy:
     @property
     def shards_update(self) -> bool:
         """Whether each rank updates only its shard of the parameters."""
-        return self.name in ("sharded", "full-shard")
+        return self.reduce_scatters or self.name == "full-shard"
+
+    @property
+    def reduce_scatters(self) -> bool:
+        """Whether buckets are reduce-scattered, and parameters gathered in the next forward."""
+        return self.name in _ZERO
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether all but the two latest buckets are waited for during backward, to be freed."""
+        return self.name == "sharded-gradients"
 
     @property
     def is_torch_ddp(self) -> bool:

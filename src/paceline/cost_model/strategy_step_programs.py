@@ -62,7 +62,7 @@ class StepProgram:
 
     def reduce(self, nbytes: float) -> int:
         """Add the call that reduces a bucket and return its key."""
-        sharded = self.strategy.name == "sharded"
+        sharded = self.strategy.reduce_scatters
         if self.strategy.compression == "none":
             return self.launch("reduce-scatter" if sharded else "all-reduce", nbytes, "exposed")
         packed = nbytes * ELEMENT_NBYTES[self.strategy.compression] / ELEMENT_NBYTES["none"]
@@ -105,7 +105,7 @@ def step_program(costs: StepCosts, strategy: StepStrategy) -> StepProgram:
     )
     sizes = [sum(ready[index].nbytes for index in members) for members in buckets]
     full = [max(ready[index].seconds for index in members) for members in buckets]
-    if strategy.name == "sharded":
+    if strategy.reduce_scatters:
         gathers = _sharded_update(program, sizes, _backward(program, sizes, full))
         program.begin()
         _forward(program, full, gathers)
@@ -151,7 +151,7 @@ def _backward(program: StepProgram, sizes: list[int], full: list[float]) -> list
         launched = whole if at_end or not strategy.overlaps else seconds
         program.compute(max(0.0, launched - now), "backward")
         now = max(now, launched)
-        if at_end and strategy.name == "sharded":
+        if at_end and strategy.reduce_scatters:
             status_nbytes = _STATUS_NBYTES * len(program.costs.step.parameters)
             status = program.launch("all-gather", status_nbytes, "exposed")
             keys.append(program.reduce(nbytes))
@@ -160,6 +160,8 @@ def _backward(program: StepProgram, sizes: list[int], full: list[float]) -> list
         keys.append(program.reduce(nbytes))
         if not strategy.overlaps:
             program.wait(keys[-1], "exposed")
+        elif strategy.frees_gradients and number > 1:
+            program.wait(keys[number - 2], "exposed")
     program.compute(max(0.0, whole - now), "backward")
     return keys
 
@@ -167,13 +169,16 @@ def _backward(program: StepProgram, sizes: list[int], full: list[float]) -> list
 def _sharded_update(program: StepProgram, sizes: list[int], keys: list[int]) -> dict[int, int]:
     """Add the update of a sharded optimizer; return the key of each bucket's gather.
 
-    Per part, the last buckets first, as the next forward uses them first: wait, update the shard, send it.
+    The last part, which the next forward uses first, is sent first. While its gradients are reduced, the others are
+    updated.
     """
     step, ranks, gathers = program.costs.step, program.costs.ranks, dict[int, int]()
-    for part in reversed(update_parts(sizes, accelerator=step.device != "cpu")):
+    parts = update_parts(sizes, accelerator=step.device != "cpu")
+    for part in parts:
         for index in part:
             program.wait(keys[index], "exposed")
         program.compute(step.update_seconds(sum(sizes[index] for index in part) / ranks), "optimizer")
+    for part in reversed(parts):
         gathers |= {index: program.launch("all-gather", sizes[index], "optimizer") for index in part}
     return gathers
 

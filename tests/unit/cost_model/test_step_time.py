@@ -34,7 +34,7 @@ def test_predicted_strategies_have_the_names_of_the_engines():
     from paceline.parallel.strategy import Sync
 
     assert set(STRATEGIES) - {"ddp"} == set(ENGINES)
-    for name in ("naive", "flat", "overlap", "bucketed", "sharded"):
+    for name in ("naive", "flat", "overlap", "bucketed", "sharded", "sharded-gradients"):
         assert StepStrategy(name).caps == Sync.of(name).bucket_nbytes
         assert StepStrategy(name).overlaps == Sync.of(name).overlap
 
@@ -105,8 +105,8 @@ def test_sharded_updates_part_by_part_and_gathers():
     whole = step_program(COSTS, StepStrategy("sharded", 2))
     program = whole.steps[whole.earlier :]
     updates = [step for step in program if isinstance(step, Compute) and step.phase == "optimizer"]
-    assert len(updates) == 3  # parts of at least 4 MiB, the last first: one bucket of 2 MiB, then two each
-    assert [step.seconds for step in updates] == pytest.approx([0.001 + 0.02, 0.001 + 0.04, 0.001 + 0.04])
+    assert len(updates) == 3  # parts of at least 4 MiB: two buckets of 2 MiB each, then the last one
+    assert [step.seconds for step in updates] == pytest.approx([0.001 + 0.04, 0.001 + 0.04, 0.001 + 0.02])
     gathers = [step for step in program if isinstance(step, Launch) and step.phase == "optimizer"]
     assert [step.nbytes for step in gathers] == [2 * MIB] * 5
     assert program[-1] == gathers[-1], "the gathers are left in flight"
@@ -116,6 +116,18 @@ def test_sharded_updates_part_by_part_and_gathers():
     after = program[program.index(reduces[-1]) + 1]
     assert isinstance(after, Wait)
     assert after.key == reduces[-2].key, "only the ledger is waited for in backward"
+
+
+def test_gradients_are_freed_when_the_second_bucket_after_them_is_launched():
+    whole = step_program(COSTS, StepStrategy("sharded-gradients", 2))
+    program = whole.steps[whole.earlier :]
+    calls = [step for step in program if isinstance(step, Launch | Wait) and step.phase == "exposed"]
+    launched = [step.key for step in calls if isinstance(step, Launch)]
+    for earlier, latest in ((0, 2), (1, 3)):
+        after = calls[calls.index(next(step for step in calls if step.key == launched[latest])) + 1]
+        assert after == Wait(launched[earlier], "exposed")
+    sharded = predict_step(COSTS, StepStrategy("sharded", 2))
+    assert predict_step(COSTS, StepStrategy("sharded-gradients", 2)).seconds == pytest.approx(sharded.seconds)
 
 
 def test_forward_waits_for_the_gathers_of_the_step_before_where_it_uses_them():
@@ -129,16 +141,17 @@ def test_forward_waits_for_the_gathers_of_the_step_before_where_it_uses_them():
     assert computes == pytest.approx([0, 0.1, 0.1, 0.1, 0.1, 0.1], abs=1e-12)
 
 
-def test_gathers_are_hidden_under_update_and_forward():
-    assert predict_step(COSTS, StepStrategy("sharded", 2)).gather == 0.0
+def test_gathers_are_hidden_under_forward_but_for_the_one_it_uses_first():
+    found = predict_step(COSTS, StepStrategy("sharded", 2))
+    assert found.gather == pytest.approx(seconds("", 2 * MIB))
 
 
 def test_gathers_that_take_longer_than_forward_are_exposed_by_hand():
     slow = pick_step_costs(profile(call=0.4))
     each = seconds("", 2 * MIB, call=0.4)
     found = predict_step(slow, StepStrategy("sharded", 2))
-    # five in a row from the first update on, two more updates meanwhile; the last one is used 0.3 s into forward
-    assert found.gather == pytest.approx(5 * each - 2 * (0.001 + 0.04) - 0.3, rel=1e-6)
+    # five in a row after the last update; the last one is used 0.3 s into forward
+    assert found.gather == pytest.approx(5 * each - 0.3, rel=1e-6)
 
 
 def test_sharded_by_hand():

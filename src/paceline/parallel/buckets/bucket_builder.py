@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 
 import torch
 
+from paceline._core.format import format_bytes
 from paceline.cost_model.bucket_assignment import deal_to_owners, join_uneven, plan_buckets
 from paceline.parallel.buckets.bucket import ALIGN, Bucket
 from paceline.parallel.buckets.grad_slot import GradSlot, storage_dtype, storage_numel
@@ -18,10 +20,15 @@ from paceline.world.group_devices import group_device
 
 __all__ = ["agree_order", "build_buckets", "return_freed_memory"]
 
+log = logging.getLogger("paceline.parallel")
+
 _CPU = torch.device("cpu")
 
 _COMPRESSED_UNIT = 64
 """Each rank's part of a compressed bucket is a multiple of this many elements."""
+
+_PADDING_NBYTES = 16 << 20
+"""Padding that is worth a warning."""
 
 
 def agree_order(comm: Comm, slots: Sequence[GradSlot], firings: Sequence[int]) -> list[int]:
@@ -54,6 +61,23 @@ def return_freed_memory(device: torch.device) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _warn_of_padding(buckets: Sequence[Bucket], comm: Comm) -> None:
+    """Warn on rank 0 where whole parameters among many ranks take more than twice their memory."""
+    owned = [bucket for bucket in buckets if bucket.whole]
+    held = sum(bucket.flat.nbytes for bucket in owned)
+    needed = sum(slot.numel * bucket.flat.itemsize for bucket in owned for slot in bucket.slots)
+    if comm.rank == 0 and held - needed > max(needed, _PADDING_NBYTES):
+        log.warning(
+            "%d ranks own %d whole parameters, too few to divide them evenly: on each rank their gradients take %s, of "
+            "which %s are padding, and the parameters as much; shard among fewer ranks by a device mesh [replicas, "
+            "shards]: DataParallel(..., group=mesh)",
+            comm.shards,
+            sum(len(bucket.slots) for bucket in owned),
+            format_bytes(held),
+            format_bytes(held - needed),
+        )
 
 
 def build_buckets(
@@ -130,6 +154,7 @@ def build_buckets(
             bucket.adopt_parameters()
             return_freed_memory(device)
         buckets.append(bucket)
+    _warn_of_padding(buckets, comm)
     if not inside:
         device = slots[0].param.device if slots else group_device(comm.group, status_device)
         buckets.append(Bucket.for_status(len(grouped), device, status_length, comm.allocate))

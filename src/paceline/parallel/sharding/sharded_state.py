@@ -46,7 +46,7 @@ class ShardedState(torch.optim.Optimizer):
         self._step_arguments: dict[str, Any] = {}  # of the trials
         super().__init__(params, defaults)
 
-    # ------------------------------------------------------------------ implemented by ShardedOptimizer
+    # ------------------------------------------------------------------ implemented by ShardedLayout
 
     def _choose_layout(self) -> None:
         raise NotImplementedError

@@ -30,7 +30,7 @@ AUTO = "auto"
 _AT_LEAST_ONE = ("micro_batch_size", "steps", "accumulate", "log_every")
 _AT_LEAST_ZERO = ("seed", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens", "max_restarts")
 _OPTIONAL_COUNTS = ("ranks", "nproc_per_node", "min_ranks", "context", "threads", "vocabulary")
-_STRATEGIES_WITH_BUCKETS = ("bucketed", "sharded")
+_STRATEGIES_WITH_BUCKETS = ("bucketed", "sharded", "sharded-gradients")
 _NEED_EVERY = ("outer", "outer_lr", "outer_momentum", "fragments", "delay", "outer_warmup_steps")
 _TRAINING, _SYNCHRONISATION, _LOCAL_SGD, _PROCESSES = "Training", "Synchronisation", "Local SGD", "Processes"
 RUN_PANEL = "Run folder"
@@ -237,7 +237,7 @@ class TrainSettings:
         if self.strategy not in _STRATEGIES_WITH_BUCKETS:
             raise UsageError(
                 f"bucket_mib={self.bucket_mib!r} with strategy={self.strategy!r}, which has no bucket size",
-                remedy=f"leave it out, or use {' or '.join(_STRATEGIES_WITH_BUCKETS)}",
+                remedy=f"leave it out, or use {', '.join(_STRATEGIES_WITH_BUCKETS)}",
             )
         return replace(plan, bucket_mib=float(self.bucket_mib))
 

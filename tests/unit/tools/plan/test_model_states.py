@@ -59,7 +59,7 @@ def held_after_backward(found):
 @pytest.mark.sweep
 @pytest.mark.parametrize("masters", ["off", "fp32"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "sgd", "muon"])
-@pytest.mark.parametrize("strategy", ["flat", "sharded", "full-shard"])
+@pytest.mark.parametrize("strategy", ["flat", "sharded", "sharded-gradients", "full-shard"])
 def test_traced_states_equal_the_formula(strategy, optimizer, masters):
     setting = TrainingSetting(
         strategy=strategy,
@@ -82,6 +82,21 @@ def test_traced_states_equal_the_formula(strategy, optimizer, masters):
     assert held["parameters"] == pytest.approx(states.parameter_nbytes, rel=0.02)
     assert sum(held[name] for name in OF_GRADIENTS) == pytest.approx(states.gradient_nbytes, rel=0.03)
     assert held["optimizer state"] == pytest.approx(states.optimizer_nbytes, rel=0.02, abs=1000)
+
+
+def test_more_ranks_than_matrices_can_fill_are_warned_of(caplog):
+    def warnings_of(ranks):
+        caplog.clear()
+        predict_memory(
+            resolve_subject("mini"),
+            TrainingSetting(strategy="sharded", ranks=ranks, context=16, optimizer="muon"),
+        )
+        return caplog.messages
+
+    assert not warnings_of(4)
+    (warning,) = warnings_of(64)
+    assert "64 ranks own 16 whole parameters" in warning
+    assert "64 MiB, of which 52 MiB are padding" in warning
 
 
 SIZES = (160, 64, 144, 36, 85)  # the matrices are dealt 10240 + 3060 to rank 0, 9216 + 5184 to rank 1

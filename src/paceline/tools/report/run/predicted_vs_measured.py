@@ -18,6 +18,9 @@ from paceline.tools.report.run.run_summary import RunSummary
 __all__ = ["compare_with_prediction", "predict_run_step"]
 
 
+_BUCKETED = ("bucketed", "sharded", "sharded-gradients")
+
+
 def compare_with_prediction(profile: Path, facts: Mapping[str, object], summary: RunSummary) -> PageTable:
     """Return the table of predicted and measured parts of a step.
 
@@ -71,7 +74,7 @@ def predict_run_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
         profile, name, ranks=ranks, batch=batch, backend=backend if isinstance(backend, str) else None
     )
     compression = settings.get("compression") or "none"
-    bucket = float(size) if isinstance(size, int | float) and strategy in ("bucketed", "sharded") else None
+    bucket = float(size) if isinstance(size, int | float) and strategy in _BUCKETED else None
     return predict_step(costs, StepStrategy(strategy, bucket, str(compression)))
 
 
