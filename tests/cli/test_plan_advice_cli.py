@@ -81,8 +81,8 @@ def test_the_fit_needs_no_profile(call, tmp_path):
 @pytest.mark.thorough
 def test_a_micro_batch_is_at_most_as_given_and_as_fits(call, tmp_path):
     measured, output = tmp_path / "profile.json", tmp_path / "plan.json"
-    profile(models=(model(name="mini"),)).save(measured)
-    options = ("--model", "mini", "--world-size", "2", "--device-memory", "1200MiB", "--profile", measured)
+    profile(models=(model(name="tiny"),)).save(measured)
+    options = ("--model", "tiny", "--world-size", "2", "--device-memory", "1200MiB", "--profile", measured)
     for micro in (2, 4000):
         code, out, err = call(*options, "--max-micro-batch-size", micro, "--json", output)
         assert code == 0, err
