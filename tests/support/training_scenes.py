@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 import paceline
 from paceline import Compression, Sync
 from paceline.parallel.engine.reducer import Reducer
-from paceline.parallel.sharding import zero
+from paceline.parallel.sharding import sharded_layout
 from scene_models import WIDTH, Repeated, TwoStreams, Unused, layers
 
 __all__ = ["SCENES", "Place"]
@@ -183,7 +183,7 @@ def dropped_in_even_steps(model: Any, optim: Any, step: int) -> bool:
 def in_parts(place: Place) -> list[Tensor]:
     """Train with an update for each bucket."""
     with mock.patch.object(
-        zero, "update_parts", lambda sizes, accelerator: [[at] for at in range(len(sizes))]
+        sharded_layout, "update_parts", lambda sizes, accelerator: [[at] for at in range(len(sizes))]
     ):
         return Training(sync=Sync(bucket_mib=2.5 * KIB, shard="optimizer"), empty=True)(place)
 

@@ -14,7 +14,7 @@ import paceline
 from model_zoo import max_difference
 from paceline.errors import SyncError, UsageError
 from paceline.parallel.gradient_collectives import Comm
-from paceline.parallel.sharding import zero
+from paceline.parallel.sharding import sharded_layout
 from paceline.parallel.strategy import STRATEGIES
 
 ADAMW = {"lr": 0.02, "weight_decay": 0.05}
@@ -395,7 +395,9 @@ def one_inner_optimizer_each(nbytes, **_):
 
 
 def count_in_groups(rank, size, several):
-    with mock.patch.object(zero, "update_parts", one_inner_optimizer_each if several else zero.update_parts):
+    with mock.patch.object(
+        sharded_layout, "update_parts", one_inner_optimizer_each if several else sharded_layout.update_parts
+    ):
         model, optim = grouped(CountingSGD, EACH_PARAMETER if several else "sharded", lr=0.1)
         reference, plain = grouped(CountingSGD, "naive", lr=0.1)
         rate = torch.optim.lr_scheduler.ExponentialLR(optim, 0.9)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _len_torch_function_stack
 import paceline
 from held_back_gathers import EACH_PARAMETER, WIDTH, Small, X, held_back, one_step, pending, saved, wrapped
 from paceline.errors import PacelineError
-from paceline.parallel.sharding import zero
+from paceline.parallel.sharding import sharded_layout
 
 
 class Looking(TorchFunctionMode):
@@ -157,7 +157,7 @@ class Failing(torch.optim.Muon):
 
 def failing_update(rank, size):
     """The update of one part raises on all ranks; the parts that were sent are awaited where they are used."""
-    with held_back() as launched, mock.patch.object(zero, "update_parts", _each_by_itself):
+    with held_back() as launched, mock.patch.object(sharded_layout, "update_parts", _each_by_itself):
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]  # three buckets of two matrices
         model = paceline.DataParallel(nn.Sequential(*layers), sync=EACH_PARAMETER)
         optim = paceline.ShardedOptimizer(model, Failing, lr=0.1)

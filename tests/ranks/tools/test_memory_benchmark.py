@@ -29,9 +29,7 @@ def start(argv, ranks, *, env):
         TrainingSetting(strategy="bucketed", ranks=2, batch=2, context=64, optimizer="muon"),
         TrainingSetting(strategy="sharded", ranks=3, batch=1, context=16, optimizer="muon"),
         TrainingSetting(strategy="full-shard", ranks=2, batch=1, context=16, optimizer="muon"),
-        TrainingSetting(
-            strategy="sharded-gradients", ranks=2, context=16, dtype="bf16", master_weights="fp32"
-        ),
+        TrainingSetting(strategy="sharded", ranks=2, context=16, dtype="bf16", master_weights="fp32"),
         TrainingSetting(
             strategy="full-shard", ranks=2, context=16, dtype="bf16", master_weights="fp32", optimizer="muon"
         ),

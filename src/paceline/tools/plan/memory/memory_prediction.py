@@ -42,7 +42,6 @@ _FP32_NBYTES = 4
 _SHARDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("alone", "naive", "flat", "overlap", "bucketed"), ()),
     "sharded": ("optimizer",),
-    "sharded-gradients": ("gradients", "optimizer"),
     "full-shard": ("parameters", "gradients", "optimizer"),
 }
 

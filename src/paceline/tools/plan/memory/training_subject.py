@@ -48,7 +48,7 @@ ALONE = "alone"
 """One device, without other ranks: plain torch, with a `ShardedOptimizer` where torch has no such optimizer."""
 
 
-STRATEGY_NAMES = (ALONE, "naive", "flat", "overlap", "bucketed", "sharded", "sharded-gradients", "full-shard")
+STRATEGY_NAMES = (ALONE, "naive", "flat", "overlap", "bucketed", "sharded", "full-shard")
 BACKENDS = ("gloo", "nccl", "paceline")
 _AUTOCASTS = ("off", "bf16", "fp16")
 _DTYPES = ("fp32", "bf16")
