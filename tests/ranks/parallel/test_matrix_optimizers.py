@@ -82,13 +82,8 @@ ALL = list(itertools.product(MATRIX_MODELS, PER_PARAMETER, WAYS))
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "gloo"), (2, "gloo"), (3, "paceline"), (4, "gloo")])
 @pytest.mark.parametrize("sync", ["sharded", "full-shard", SMALL_BUCKETS], ids=str)
 def test_every_optimizer_and_model_in_every_way(pool, sync, ranks, backend):
-    """Each (model, optimizer, way) occurs on some number of ranks; all models and optimizers occur on each.
-
-    The cases of "sharded" are divided among usual and small buckets.
-    """
+    """Each (model, optimizer, way) occurs on some number of ranks; all models and optimizers occur on each."""
     some = ALL[ranks - 1 :: 4] if ranks > 1 else ALL[::3]
-    if sync != "full-shard":
-        some = some[sync == SMALL_BUCKETS :: 2]
     check(pool, ranks, sync, [(*case, at % 2 == 1) for at, case in enumerate(some)], backend)
 
 

@@ -137,7 +137,7 @@ def _changes(setting: TrainingSetting) -> Iterator[tuple[str, TrainingSetting]]:
             replace(setting, batch=half, accumulate=2 * setting.accumulate),
         )
         yield "a micro-batch of 1", replace(setting, batch=1, accumulate=setting.batch * setting.accumulate)
-    if "shard" not in setting.strategy and setting.ranks > 1:
+    if setting.strategy not in ("sharded", "full-shard") and setting.ranks > 1:
         yield "sharded", replace(setting, strategy="sharded")
 
 

@@ -17,7 +17,6 @@ from paceline.tools.report.run.run_summary import RunSummary
 
 __all__ = ["compare_with_prediction", "predict_run_step"]
 
-
 _BUCKETED = ("bucketed", "sharded", "sharded-gradients")
 
 
