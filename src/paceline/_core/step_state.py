@@ -13,7 +13,7 @@ and its log count from 1, and call this step ``step + 1``.)
 `WaitCounters` connects the loader and the engine of a process. The engine counts the seconds in which this rank only
 waited for others: in a synchronous step all ranks need the same time and the fast ones spend it waiting, so the loader
 subtracts them to learn a rank's speed. The loader sets the number of samples of the latest batch: a batch without
-samples must not count as if it were full.
+samples must not count as if it were full. With virtual ranks it also sets which leaf the batch is of.
 """
 
 from __future__ import annotations
@@ -185,11 +185,14 @@ class WaitCounters:
         waited_seconds: time in which this rank waited for others, since the process began.
         waits: how often that was counted.
         samples: of the loader's batch in training; None: no loader is in use.
+        leaf: with virtual ranks (their number, the one that this batch is of, and the seed of the random numbers that
+            all ranks have in common after this step); None: without.
     """
 
     waited_seconds: float = 0.0
     waits: int = 0
     samples: float | None = None
+    leaf: tuple[int, int, int] | None = None
 
     def add(self, seconds: float) -> None:
         """Count `seconds` in which this rank waited."""

@@ -1,18 +1,23 @@
-"""torch's DataLoader for both kinds of datasets: its options, seeds of workers, and errors that name the batch."""
+"""torch's DataLoader for both kinds of datasets: its options, seeds of workers, and errors that name the batch.
+
+With virtual ranks, a batch's random numbers must not depend on the process that fetches it: its seed travels with its
+indices (`KeyedDataset`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from paceline._core.keyed_random import derive_key
+from paceline.data.leaf_random import seed_generators
 from paceline.errors import DataError
 
-__all__ = ["BatchFetcher", "LoaderOptions"]
+__all__ = ["BatchFetcher", "KeyedDataset", "KeyedIndices", "LoaderOptions", "PrepareWorker"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,46 @@ class LoaderOptions:
     multiprocessing_context: Any
     prefetch_factor: int | None
     persistent_workers: bool
+
+
+class KeyedIndices(NamedTuple):
+    """Indices of a batch's samples, and the seed with which they are fetched."""
+
+    seed: int
+    indices: list[int]
+
+
+class KeyedDataset(Dataset[Any]):
+    """A map-style dataset that is read with `KeyedIndices`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, batch: KeyedIndices) -> list[Any]:
+        """Return the samples; called by torch's DataLoader, which collates them next."""
+        seed_generators(batch.seed)
+        at_once: Callable[[list[int]], list[Any]] | None = getattr(self.dataset, "__getitems__", None)
+        if at_once:
+            return at_once(batch.indices)
+        return [self.dataset[index] for index in batch.indices]
+
+
+@dataclass(frozen=True)
+class PrepareWorker:
+    """Makes the user's dataset visible in ``get_worker_info()``, then calls the user's `worker_init_fn`."""
+
+    worker_init_fn: Callable[[int], None] | None
+    wrapper: type
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        if info is not None and isinstance(info.dataset, self.wrapper):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
 
 
 class BatchFetcher:
@@ -45,26 +90,31 @@ class BatchFetcher:
         self._generator = torch.Generator()
         self._loader = DataLoader(dataset, **vars(options), generator=self._generator, **more)
 
-    def run(self, epoch: tuple[int, ...], step: int, contents: Callable[[int], str]) -> Iterator[Any]:
+    def run(
+        self, epoch: tuple[int, ...], step: int, describe: Callable[[int], tuple[int, str]]
+    ) -> Iterator[Any]:
         """Yield batches from that of `step` on.
 
         Args:
             epoch: its number, then how often its samples were redistributed.
             step: of the first batch; with `epoch`, the seed and the rank it seeds the workers.
-            contents: lists the samples in the batch of a step, for messages.
+            describe: returns for the batch with this number, counted from 0, its step and a list of its samples, for
+                messages.
 
         Raises:
             DataError: the dataset, the collate function or a worker raised; names rank, epoch, batch, samples.
         """
         self._generator.manual_seed(derive_key(self._seed, *epoch, step, self._rank, 5) >> 1)
+        number = 0
         try:
             for batch in self._loader:
                 yield batch
-                step += 1
+                number += 1
         except Exception as error:
             if self._loader.num_workers:  # the traceback would keep torch's iterator and all workers alive
                 error.__traceback__ = None
-            raise self._error(error, f"batch {step} of epoch {epoch[0]}", contents(step)) from error
+            at, contents = describe(number)
+            raise self._error(error, f"batch {at} of epoch {epoch[0]}", contents) from error
 
     def _error(self, error: Exception, batch: str, contents: str) -> DataError:
         if self._loader.num_workers and _is_worker_exit(error):  # at which sample is not known

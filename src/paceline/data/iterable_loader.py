@@ -3,34 +3,39 @@
 [Note: one step ahead] Before a batch is served, the next one is fetched, and announced: one gather of a few numbers,
 which overlaps with the user's computation. So when a rank requests the next batch, it knows whether all, some or no
 ranks have one, and no rank waits for one that does not continue.
+
+With virtual ranks each of these is such a rank: a process fetches and announces the batches of all that it serves.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
+from paceline._core.keyed_random import derive_key
 from paceline.data.batch_sample_count import with_samples
-from paceline.data.dataloader_workers import BatchFetcher, LoaderOptions
+from paceline.data.dataloader_workers import BatchFetcher, LoaderOptions, PrepareWorker
 from paceline.data.iterable_loader_state import StreamState
 from paceline.data.iterable_sharding import (
     CollateStream,
-    PrepareWorker,
     RankReader,
     RankStream,
     StreamBatch,
     StreamLayer,
 )
+from paceline.data.leaf_random import LeafPlace
+from paceline.data.leaf_streams import CollateLeaves, LeafBatches, LeafStream
+from paceline.data.rank_place import RankPlace
 from paceline.data.sampling.block_dispatch import DispatchScheme
 from paceline.data.sampling.rank_shares import RankShares
+from paceline.data.stream_announcements import FAILED, Announcement, announce, read_announcements
 from paceline.errors import DataError, UnevenData, UsageError
-from paceline.world.control_collectives import PendingRows, gather_rows_async
 from paceline.world.value_collectives import broadcast_value
 
 __all__ = ["IterableLoader", "StreamSettings"]
@@ -57,25 +62,13 @@ class StreamSettings:
     uneven: str
 
 
-class Announcement(NamedTuple):
-    """A rank's next batch: whether it has one, its worker and number of samples, and `StreamBatch.first`."""
-
-    has: int = 0  # 1, 0, or FAILED
-    worker: int = 0
-    samples: int = 0
-    first: int = 0
-
-
-FAILED = -1
-
-
 class IterableLoader:
-    """Serves one rank's batches of an iterable dataset.
+    """Serves the batches of one rank, or of its virtual ranks, of an iterable dataset.
 
     Args:
         dataset: iterable.
         settings: assignment and batches.
-        place: (rank, ranks) of this process.
+        place: the ranks that this process serves.
         group: the ranks.
         options: of torch's DataLoader.
     """
@@ -84,22 +77,26 @@ class IterableLoader:
         self,
         dataset: Any,
         settings: StreamSettings,
-        place: tuple[int, int],
+        place: RankPlace,
         group: ProcessGroup | None,
         options: LoaderOptions,
     ) -> None:
         self.dataset, self.settings, self.group = dataset, settings, group
-        self.rank, self.ranks = place
+        self.place, self.rank, self.ranks = place, place.rank, place.ranks
         self.epoch = self.step = 0
         self._options = options
-        self._fetcher: tuple[list[StreamLayer], BatchFetcher] | None = None
+        self._fetcher: tuple[list[StreamLayer], range, BatchFetcher] | None = None
+        self._fetched_step = 0  # of the batches that are being fetched
+        self._epoch_read = torch.zeros((), dtype=torch.int64)
+        if place.virtual_ranks is not None and options.num_workers:
+            self._epoch_read.share_memory_()  # workers that persist read it anew
         self._started = self._over = self._epoch_set = False
         self._layers = [self._new_layer()]
-        self._fetcher_for(self._layers)  # so that torch's DataLoader refuses invalid options now
+        self._fetcher_for(self._layers, place.own)  # so that torch's DataLoader refuses invalid options now
 
     def _new_layer(self) -> StreamLayer:
         settings = self.settings
-        taken = tuple({} for _ in range(self.ranks))
+        taken = tuple({} for _ in range(self.place.served))
         return StreamLayer(settings.shares, settings.block, settings.scheme, settings.seed, taken)
 
     # ------------------------------------------------------------------ position
@@ -125,7 +122,8 @@ class IterableLoader:
             if self.settings.shares is None
             else "one stream, divided among all"
         )
-        return f"{streams} ({self.ranks} ranks): {_EFFECTS[self.settings.uneven]}"
+        ranks = f"{self.ranks} ranks" if self.place.virtual_ranks is None else self.place
+        return f"{streams} ({ranks}): {_EFFECTS[self.settings.uneven]}"
 
     @property
     def lossless(self) -> bool:
@@ -136,6 +134,7 @@ class IterableLoader:
         """Return what must be the same on all ranks before an epoch starts."""
         return [
             f"{self.settings}",
+            f"virtual_ranks={self.place.virtual_ranks}",
             f"num_workers={self._options.num_workers}",
             f"epoch {self.epoch}, step {self.step}",
             f"position {json.dumps(self.state())}",
@@ -197,75 +196,108 @@ class IterableLoader:
 
     # ------------------------------------------------------------------ batches
 
-    def batches(self) -> Iterator[Any]:
-        """Yield the rest of the epoch; see [Note: one step ahead]."""
+    def batches(self) -> Iterator[tuple[Any, LeafPlace | None]]:
+        """Yield the rest of the epoch, see [Note: one step ahead]; with virtual ranks, each batch with its place."""
         self._started, self._epoch_set = True, False
         if self._over:
             return
-        fetched, repeated = self._fetch(self._layers), self._repeat(self._layers[:-1])
+        own, self._fetched_step = self.place.own, self.step
+        next_of = self._open(self._layers)
+        repeated = {rank: self._repeat(rank, self._layers[:-1]) for rank in own}
         failed: list[DataError] = []  # of this rank; a list, since its traceback would hold a variable
-        batch = _next(fetched, failed)
-        pending = self._announce(batch, failed)
-        placeholder, first_step = None, True
+        upcoming = [_next(next_of, rank, failed) for rank in own]
+        pending = announce(upcoming, self.place, self.group, failed=bool(failed))
+        placeholders, first_step = [None] * len(own), True
         while True:
-            ranks = [Announcement(*(int(each) for each in row.tolist())) for row in pending.wait()]
+            announced = read_announcements(pending, self.place)
             if failed:
                 raise failed.pop()
-            self._raise_failed(ranks)
-            if not self._continues(ranks):
+            self._raise_failed(announced)
+            with self.place.naming_virtual_ranks():
+                continues = self._continues(announced)
+            if not continues:
                 self._over = True
                 return
             if first_step:
-                self._check_first_samples(ranks)
-                placeholder, first_step = self._broadcast_placeholder(batch, ranks), False
-            served, batch = batch, None
-            if served is not None:
-                placeholder = served.batch
-                batch = _next(fetched, failed)
-            elif self.settings.uneven == "pad":
-                served = _next(repeated, failed)
-            pending = self._announce(batch, failed)
-            self._count(ranks)
-            if served is None:
-                yield with_samples(placeholder, 0)
-            else:
-                yield with_samples(served.batch, served.samples)
+                self._check_first_samples(announced)
+                placeholders = [self._broadcast_placeholder(upcoming, announced)] * len(own)
+                first_step = False
+            served, self._fetched_step = upcoming, self.step + 1
+            placeholders = [
+                old if new is None else new.batch for old, new in zip(placeholders, served, strict=True)
+            ]
+            upcoming = [
+                None if each is None else _next(next_of, rank, failed)
+                for rank, each in zip(own, served, strict=True)
+            ]
+            if self.settings.uneven == "pad":
+                served = [
+                    _next(lambda rank: next(repeated[rank], None), rank, failed) if each is None else each
+                    for rank, each in zip(own, served, strict=True)
+                ]
+            pending = announce(upcoming, self.place, self.group, failed=bool(failed))
+            yield from self._serve(served, placeholders, announced)
 
-    def _fetch(self, layers: list[StreamLayer]) -> Iterator[StreamBatch]:
-        """Yield this rank's batches after `layers`, as counted now."""
-        return self._fetcher_for(layers).run((self.epoch,), self.step, lambda _step: "")
+    def _serve(
+        self, served: list[StreamBatch | None], placeholders: list[Any], announced: list[Announcement]
+    ) -> Iterator[tuple[Any, LeafPlace | None]]:
+        """Yield the batches of a step, which counts with the last one."""
+        step, own, virtual = self.step, self.place.own, self.place.virtual_ranks is not None
+        for rank, found, placeholder in zip(own, served, placeholders, strict=True):
+            last = rank == own[-1]
+            if last:
+                self._count(announced)
+            batch, samples = (placeholder, 0) if found is None else (found.batch, found.samples)
+            place = LeafPlace(self.settings.seed, self.epoch, step, rank) if virtual else None
+            yield with_samples(batch, samples, last if virtual else None), place
 
-    def _fetcher_for(self, layers: list[StreamLayer]) -> BatchFetcher:
-        layers = [layer.copy() for layer in layers]
-        if self._fetcher is None or self._fetcher[0] != layers:
-            options = replace(
-                self._options,
-                collate_fn=CollateStream(self._options.collate_fn),
-                worker_init_fn=PrepareWorker(self._options.worker_init_fn),
-            )
-            stream = RankStream(self.dataset, RankReader(self.rank, layers))
-            more = {"batch_size": self.settings.batch_size, "drop_last": self.settings.uneven == "drop"}
-            self._fetcher = layers, BatchFetcher(stream, options, self.rank, self.settings.seed, **more)
-        return self._fetcher[1]
+    def _open(self, layers: list[StreamLayer]) -> Callable[[int], StreamBatch | None]:
+        """Return a function that returns the next batch of a rank that this process serves; None at its end."""
+        fetched = self._fetch(layers, self.place.own)
+        if self.place.virtual_ranks is None:
+            return lambda _rank: next(fetched, None)
+        workers = max(1, self._options.num_workers)
+        return LeafBatches(fetched, self.place.own, workers, layers[-1], self.settings.batch_size).next_of
 
-    def _repeat(self, before: list[StreamLayer]) -> Iterator[StreamBatch]:
-        """Yield this rank's batches of the present layer from the first, again and again; none if it has none."""
+    def _fetch(self, layers: list[StreamLayer], own: range) -> Iterator[StreamBatch]:
+        """Yield the batches of the ranks `own` after `layers`, as counted now."""
+        first, virtual = self.step, self.place.virtual_ranks is not None
+        self._epoch_read.fill_(derive_key(self.epoch) >> 1)  # of any size
+        return self._fetcher_for(layers, own).run(
+            (self.epoch,), first, lambda number: (self._fetched_step if virtual else first + number, "")
+        )
+
+    def _fetcher_for(self, layers: list[StreamLayer], own: range) -> BatchFetcher:
+        layers, settings, wrapper = [layer.copy() for layer in layers], self.settings, RankStream
+        if self._fetcher is not None and self._fetcher[:2] == (layers, own):
+            return self._fetcher[2]
+        collate: Callable[[Any], Any] = CollateStream(self._options.collate_fn)
+        more: dict[str, Any] = {"batch_size": settings.batch_size, "drop_last": settings.uneven == "drop"}
+        stream: RankStream | LeafStream = RankStream(self.dataset, RankReader(self.rank, layers))
+        if self.place.virtual_ranks is not None:
+            stream = LeafStream(self.dataset, layers, own, seed=settings.seed, epoch=self._epoch_read, **more)
+            collate, more, wrapper = CollateLeaves(self._options.collate_fn), {"batch_size": None}, LeafStream
+        options = replace(
+            self._options,
+            collate_fn=collate,
+            worker_init_fn=PrepareWorker(self._options.worker_init_fn, wrapper),
+        )
+        self._fetcher = layers, own, BatchFetcher(stream, options, self.rank, settings.seed, **more)
+        return self._fetcher[2]
+
+    def _repeat(self, rank: int, before: list[StreamLayer]) -> Iterator[StreamBatch]:
+        """Yield a rank's batches of the present layer from the first, again and again; none if it has none."""
         while True:
             some = False
-            for batch in self._fetch([*before, self._new_layer()]):
-                some = True
-                yield batch
+            for batch in self._fetch([*before, self._new_layer()], range(rank, rank + 1)):
+                if batch.samples:  # not the mark of the end
+                    some = True
+                    yield batch
             if not some:
                 return
 
-    def _announce(self, batch: StreamBatch | None, failed: list[DataError]) -> PendingRows:
-        own = Announcement() if batch is None else Announcement(1, batch.worker, batch.samples, batch.first)
-        if failed:
-            own = Announcement(FAILED)
-        return gather_rows_async(torch.tensor(own, dtype=torch.int64), self.group)
-
     def _raise_failed(self, ranks: list[Announcement]) -> None:
-        failed = [rank for rank, each in enumerate(ranks) if each.has == FAILED]
+        failed = [self.place.server(served) for served, each in enumerate(ranks) if each.has == FAILED]
         if failed:
             raise DataError(
                 f"rank {failed[0]} could not load its batch {self.step} of epoch {self.epoch}",
@@ -302,18 +334,21 @@ class IterableLoader:
                 "with stream='whole' every rank must read the same samples in the same order"
             )
 
-    def _broadcast_placeholder(self, batch: StreamBatch | None, ranks: list[Announcement]) -> Any:
-        """Return another rank's batch for ranks without one in the first step; all ranks take part."""
+    def _broadcast_placeholder(self, batches: list[StreamBatch | None], ranks: list[Announcement]) -> Any:
+        """Return the first batch of all for ranks without one in the first step; all ranks take part."""
         if all(each.has for each in ranks):
             return None
-        source = next(rank for rank, each in enumerate(ranks) if each.has)
+        first = next(served for served, each in enumerate(ranks) if each.has)
+        source, own = self.place.server(first), self.place.own
+        batch = batches[first - own.start] if first in own else None
         try:
             return broadcast_value(None if batch is None else batch.batch, source, self.group)
         except UsageError as error:
             dry = [rank for rank, each in enumerate(ranks) if not each.has]
             reason = str(error).partition("\n")[0]
+            kind = "rank" if self.place.virtual_ranks is None else "virtual rank"
             raise DataError(
-                f"rank {dry[0]} has no sample, and a placeholder batch can't be sent to it: {reason}",
+                f"{kind} {dry[0]} has no sample, and a placeholder batch can't be sent to it: {reason}",
                 rank=source,
                 remedy="let collate_fn return tensors, numbers, texts, and lists, dicts, named tuples or dataclasses "
                 "of them; or give every rank a sample",
@@ -328,9 +363,13 @@ class IterableLoader:
                 taken[each.worker] = taken.get(each.worker, 0) + each.samples
 
 
-def _next(fetched: Iterator[StreamBatch], failed: list[DataError]) -> StreamBatch | None:
+def _next(
+    next_of: Callable[[int], StreamBatch | None], rank: int, failed: list[DataError]
+) -> StreamBatch | None:
+    if failed:
+        return None
     try:
-        return next(fetched, None)
+        return next_of(rank)
     except DataError as error:
         failed.append(error)
         return None

@@ -25,7 +25,6 @@ from paceline.data.sampling.rank_shares import RankShares, TurnOrder
 
 __all__ = [
     "CollateStream",
-    "PrepareWorker",
     "RankReader",
     "RankStream",
     "StreamBatch",
@@ -34,6 +33,8 @@ __all__ = [
 ]
 
 _CHUNK = 1024
+
+USED = -1  # a sample that some rank has used before
 
 
 @dataclass(frozen=True)
@@ -78,33 +79,33 @@ class StreamLayer:
 
 @dataclass
 class RankReader:
-    """Selects the samples of its streams that a rank uses.
+    """Finds out which samples of its streams a rank uses.
 
     Attributes:
-        rank: this rank.
+        rank: this rank; if all read the same stream, it does not matter.
         layers: earlier assignments; the last one is the present one.
     """
 
     rank: int
     layers: list[StreamLayer]
 
-    def selector(self, worker: int) -> Callable[[], bool]:
-        """Return a function that returns for each next sample of a worker's stream whether to keep it."""
+    def users(self, worker: int) -> Callable[[], int]:
+        """Return a function that returns the rank that uses each next sample of a worker's stream, or `USED`."""
         last = len(self.layers) - 1
         owners = [layer.owners(self.rank) for layer in self.layers]
         taken = [[of_worker.get(worker, 0) for of_worker in layer.taken] for layer in self.layers]
 
-        def keep_next() -> bool:
+        def user_of_next() -> int:
             for index, left in enumerate(taken):
                 owner = next(owners[index])
                 if left[owner]:
                     left[owner] -= 1
-                    return False  # used before
+                    return USED
                 if index == last:
-                    return owner == self.rank
+                    return owner
             raise AssertionError("there is always a present layer")
 
-        return keep_next
+        return user_of_next
 
 
 class RankStream(IterableDataset):
@@ -119,11 +120,11 @@ class RankStream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[int, int, Any]]:
         info = get_worker_info()
         worker = info.id if info is not None else 0
-        keep_next, first = self.reader.selector(worker), None
+        user_of_next, first = self.reader.users(worker), None
         for sample in self.dataset:
             if first is None:
                 first = sample_checksum(sample)
-            if keep_next():
+            if user_of_next() == self.reader.rank:
                 yield worker, first, sample
 
 
@@ -159,12 +160,14 @@ class StreamBatch:
         first: see `RankStream`.
         samples: number of samples.
         batch: result of the collate function.
+        leaf: the virtual rank that it is for; None: there are none, or this marks the end of the worker's stream.
     """
 
     worker: int
     first: int
     samples: int
     batch: Any
+    leaf: int | None = None
 
     def pin_memory(self) -> StreamBatch:
         """Return the same with its batch in pinned memory."""
@@ -183,17 +186,3 @@ class CollateStream:
         worker, first, _ = read[0]
         collate = self.collate_fn or default_collate
         return StreamBatch(worker, first, len(read), collate([sample for _, _, sample in read]))
-
-
-@dataclass(frozen=True)
-class PrepareWorker:
-    """Makes the user's dataset visible in ``get_worker_info()``, then calls the user's `worker_init_fn`."""
-
-    worker_init_fn: Callable[[int], None] | None
-
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, RankStream):
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker)

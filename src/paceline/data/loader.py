@@ -13,13 +13,23 @@ from torch.utils.data import IterableDataset
 from paceline._core.step_state import step_state, wait_counters
 from paceline.data.dataloader_workers import LoaderOptions
 from paceline.data.iterable_loader import IterableLoader, StreamSettings
+from paceline.data.leaf_random import LeafPlace, between_steps_seed, seed_generators, seed_leaf
+from paceline.data.loader_arguments import (
+    NEEDS_LENGTH,
+    Dealing,
+    check_stream,
+    check_virtual,
+    length_of,
+    measured_shares,
+    stream_shares,
+)
 from paceline.data.map_loader import MapLoader
 from paceline.data.map_loader_state import DispatchSettings
 from paceline.data.measured_shares import MeasuredShares
+from paceline.data.rank_place import RankPlace
 from paceline.data.resumable_batch_indices import SampleOrder, ShuffleMode
-from paceline.data.sampling.block_dispatch import DispatchScheme, dispatch_blocks
-from paceline.data.sampling.rank_shares import RankShares
-from paceline.data.sampling.uneven_policies import UnevenPolicy, check_batching
+from paceline.data.sampling.block_dispatch import DispatchScheme
+from paceline.data.sampling.uneven_policies import UnevenPolicy
 from paceline.errors import UsageError, unknown
 from paceline.world.control_collectives import rank_and_size, verify_same
 from paceline.world.mesh_groups import group_of_mesh
@@ -30,7 +40,6 @@ log = logging.getLogger("paceline.data")
 
 _SHUFFLE_MODES: dict[Any, ShuffleMode] = {True: "samples", False: "none", "blocks": "blocks"}
 _SAME_DATA = "give every rank the same whole dataset, the same arguments and the same state"
-_NEEDS_LENGTH = "that needs a dataset with a length; use a map-style one, or leave it out"
 
 
 class Loader:
@@ -42,6 +51,12 @@ class Loader:
     gets a placeholder batch with ``samples == 0``: ``model.backward(loss, samples=batch.samples)`` is exact all the
     same.
 
+    With `virtual_ranks` the same training run can use any number of ranks: samples are assigned to virtual ranks, and
+    in each step a rank gets a batch for every one that it computes. The last of them has ``batch.ends_step`` True;
+    without virtual ranks, all have. While it serves, such a loader owns the process's global random number generators:
+    it seeds them for every batch, so that dropout and augmentation don't depend on the number of ranks or workers
+    either. Lengths and positions count steps. A position taken between two batches of a step is that before the step.
+
     At the start of every epoch the ranks compare what they are about to serve, with one small gather.
 
     Args:
@@ -49,8 +64,8 @@ class Loader:
         batch_size: samples of a rank's full batch; with ``uneven="rebalance"`` the mean over ranks.
         dispatch: ``"round_robin"`` assigns blocks in turns, ``"random"`` draws, ``"shares"`` takes turns by shares.
         block: consecutive samples that are assigned together.
-        shares: of each rank, with sum 1; None: equal ones; ``"measured"``: in proportion to each rank's throughput,
-            measured while training, with batch sizes in proportion.
+        shares: of each rank (with virtual ranks: of each of these), with sum 1; None: equal ones; ``"measured"``: in
+            proportion to each rank's throughput, measured while training, with batch sizes in proportion.
         uneven: policy for ranks with unequal amounts of data. ``"join"``: ranks that run out take part without data;
             ``"rebalance"``: batch sizes in proportion to each rank's data; both use every sample once.
             ``"truncate"`` ends when the first rank runs out, ``"drop"`` with its last full batch, ``"pad"``
@@ -64,11 +79,14 @@ class Loader:
         redeal_every: with ``shares="measured"``, steps between two updates of the shares; None: between epochs.
         stream: of an iterable dataset: ``"own"``: every rank reads its own stream, split beforehand; ``"whole"``: all
             ranks read the same one, and each keeps its blocks.
+        virtual_ranks: ranks to which samples are assigned, whatever the number of real ranks, which is at most that;
+            each real rank computes consecutive ones. None: the real ranks themselves.
         group: process group of the ranks, or the data axis of a device mesh; None: all. Of a mesh of two axes, all
             its ranks.
 
     Raises:
-        UsageError: an argument is invalid, the dataset is empty, or the shares do not match the ranks.
+        UsageError: an argument is invalid, the dataset is empty, the shares do not match the ranks, or there are fewer
+            virtual ranks than ranks.
         UnevenData: the policy is ``"error"``, and ranks have unequal numbers of batches.
 
     Example:
@@ -98,12 +116,13 @@ class Loader:
         persistent_workers: bool = False,
         redeal_every: int | None = None,
         stream: Literal["own", "whole"] | None = None,
+        virtual_ranks: int | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> None:
-        self.dataset, self.uneven = dataset, uneven
+        self.dataset, self.uneven, self.virtual_ranks = dataset, uneven, virtual_ranks
         self.group = group_of_mesh(group) if isinstance(group, DeviceMesh) else group
-        self._place = rank_and_size(self.group)
-        if self._place[0] < 0:
+        rank, ranks = rank_and_size(self.group)
+        if rank < 0:
             raise UsageError(
                 "this process is not in the group", remedy="create the Loader on its members only"
             )
@@ -111,8 +130,9 @@ class Loader:
             raise unknown("shuffle", shuffle, ["True", "False", "'blocks'"])
         if not isinstance(seed, int):
             raise UsageError(f"seed={seed!r}", remedy="pass a whole number, the same on every rank")
-        measured = _measured_shares(shares, uneven, redeal_every)
-        fixed = RankShares.equal(self._place[1]) if isinstance(shares, str) else shares
+        self._place = RankPlace(rank, ranks, virtual_ranks)
+        if virtual_ranks is not None:
+            check_virtual(shares, redeal_every)
         options = LoaderOptions(
             num_workers=num_workers,
             collate_fn=collate_fn,
@@ -123,38 +143,67 @@ class Loader:
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
         )
+        dealing = Dealing(dispatch, block, shares, uneven, seed, batch_size)
+        measured = measured_shares(shares, uneven, redeal_every)
         self._source: MapLoader | IterableLoader
-        if isinstance(dataset, IterableDataset):
-            if measured is not None or shuffle == "blocks":
-                option = "shares='measured'" if measured is not None else "shuffle='blocks'"
-                raise UsageError(f"{option} with an iterable dataset", remedy=_NEEDS_LENGTH)
-            _check_stream(stream, dispatch, block, fixed, batch_size=batch_size, uneven=uneven)
-            divided = (
-                _stream_shares(dispatch, block, fixed, uneven, self._place[1]) if stream == "whole" else None
-            )
-            settings = StreamSettings(
-                shares=divided, block=block, scheme=dispatch, seed=seed, batch_size=batch_size, uneven=uneven
-            )
-            self._source = IterableLoader(dataset, settings, self._place, self.group, options)
-        else:
-            if stream is not None:
-                raise UsageError(f"stream={stream!r} with a map-style dataset", remedy="leave stream out")
-            samples = _length_of(dataset)
-            first = dispatch_blocks(
-                samples, self._place[1], block=block, scheme=dispatch, shares=fixed, seed=seed
-            )
-            policy: UnevenPolicy = uneven if measured is None else "rebalance"
-            self._source = MapLoader(
-                dataset,
-                SampleOrder(samples, _SHUFFLE_MODES[shuffle], block if shuffle == "blocks" else 1, seed),
-                DispatchSettings(first.shares, block, dispatch, batch_size, policy),
-                place=self._place,
-                group=self.group,
-                options=options,
-                measured=measured,
-            )
+        with self._place.naming_virtual_ranks():
+            if isinstance(dataset, IterableDataset):
+                self._source = self._open_stream(dealing, measured, stream, shuffle, options)
+            else:
+                self._source = self._open_map(dealing, measured, stream, shuffle, options)
         self._iteration = 0
         self._logged = False
+
+    def _open_stream(
+        self,
+        dealing: Dealing,
+        measured: MeasuredShares | None,
+        stream: Literal["own", "whole"] | None,
+        shuffle: bool | Literal["blocks"],
+        options: LoaderOptions,
+    ) -> IterableLoader:
+        if measured is not None or shuffle == "blocks":
+            option = "shares='measured'" if measured is not None else "shuffle='blocks'"
+            raise UsageError(f"{option} with an iterable dataset", remedy=NEEDS_LENGTH)
+        check_stream(stream, dealing, self._place)
+        settings = StreamSettings(
+            shares=stream_shares(dealing, self._place.served) if stream == "whole" else None,
+            block=dealing.block,
+            scheme=dealing.scheme,
+            seed=dealing.seed,
+            batch_size=dealing.batch_size,
+            uneven=dealing.uneven,
+        )
+        return IterableLoader(self.dataset, settings, self._place, self.group, options)
+
+    def _open_map(
+        self,
+        dealing: Dealing,
+        measured: MeasuredShares | None,
+        stream: Literal["own", "whole"] | None,
+        shuffle: bool | Literal["blocks"],
+        options: LoaderOptions,
+    ) -> MapLoader:
+        if stream is not None:
+            raise UsageError(f"stream={stream!r} with a map-style dataset", remedy="leave stream out")
+        samples = length_of(self.dataset)
+        block, mode = dealing.block, _SHUFFLE_MODES[shuffle]
+        policy: UnevenPolicy = dealing.uneven if measured is None else "rebalance"
+        return MapLoader(
+            self.dataset,
+            SampleOrder(samples, mode, block if shuffle == "blocks" else 1, dealing.seed),
+            DispatchSettings(
+                dealing.shares_of(samples, self._place.served),
+                block,
+                dealing.scheme,
+                dealing.batch_size,
+                policy,
+            ),
+            place=self._place,
+            group=self.group,
+            options=options,
+            measured=measured,
+        )
 
     # ------------------------------------------------------------------ batches
 
@@ -164,17 +213,18 @@ class Loader:
         Raises:
             MismatchError: ranks are about to serve different data; names the first difference and the ranks.
         """
-        if rank_and_size(self.group) != self._place:
+        if rank_and_size(self.group) != (self._place.rank, self._place.ranks):
             raise UsageError(
-                f"this loader was made for rank {self._place[0]} of {self._place[1]}; "
+                f"this loader was made for rank {self._place.rank} of {self._place.ranks}; "
                 f"this process is now rank {rank_and_size(self.group)[0]} of {rank_and_size(self.group)[1]}",
                 remedy="call paceline.init() before creating a Loader",
             )
         self._iteration += 1
-        self._source.begin()
-        if self._place[1] > 1:  # on one rank, listing the facts would cost more than everything else here
+        with self._place.naming_virtual_ranks():
+            self._source.begin()
+        if self._place.ranks > 1:  # on one rank, listing the facts would cost more than everything else here
             verify_same(self._source.facts(), "the loader", self.group, remedy=_SAME_DATA)
-        if self._place[0] == 0 and not self._logged:
+        if self._place.rank == 0 and not self._logged:
             log.log(logging.INFO if self._source.lossless else logging.WARNING, "%s", self)
         self._logged = True
         return self._serve(self._iteration)
@@ -183,26 +233,39 @@ class Loader:
         try:
             self._check_iteration(iteration)
             step_state.enter_phase("data")
-            for batch in self._source.batches():
+            for batch, place in self._source.batches():
                 wait_counters.samples = batch.samples
+                common = self._begin_leaf(place)
+                ends_step = common is not None and batch.ends_step
                 step_state.enter_phase("outside")
                 yield batch
                 step_state.enter_phase("data")
                 self._check_iteration(iteration)
+                if common is not None and ends_step:
+                    seed_generators(common)
             step_state.enter_phase("outside")
         finally:
-            wait_counters.samples = None
+            wait_counters.samples = wait_counters.leaf = None
+
+    def _begin_leaf(self, place: LeafPlace | None) -> int | None:
+        """Seed the generators for a leaf; return the seed of what follows its step. Without virtual ranks: None."""
+        if place is None or self.virtual_ranks is None:
+            return None
+        common = between_steps_seed(place.seed, place.epoch, place.step, place.redistributions)
+        wait_counters.leaf = self.virtual_ranks, place.leaf, common
+        seed_leaf(*place)
+        return common
 
     def _check_iteration(self, iteration: int) -> None:
         if iteration != self._iteration:
             raise UsageError(
                 "another iteration of this loader started before this one ended, or its position was changed",
-                rank=self._place[0],
+                rank=self._place.rank,
                 remedy="create a Loader for each of two loops that run at the same time; leave a loop before loading",
             )
 
     def __len__(self) -> int:
-        """Return the steps of the present epoch, the same on all ranks.
+        """Return the steps of the present epoch, the same on all ranks; with virtual ranks a step has more batches.
 
         Raises:
             TypeError: the dataset is iterable.
@@ -211,7 +274,7 @@ class Loader:
 
     @property
     def steps_left(self) -> int | None:
-        """Steps of the present epoch after the latest batch; None if the dataset is iterable."""
+        """Steps of the present epoch that have not ended with the latest batch; None if the dataset is iterable."""
         return self._source.steps_left
 
     def __str__(self) -> str:
@@ -236,10 +299,15 @@ class Loader:
         if not isinstance(epoch, int) or epoch < 0:
             raise UsageError(f"epoch {epoch!r}", remedy="epochs are counted from 0")
         self._iteration += 1
-        self._source.set_epoch(epoch)
+        with self._place.naming_virtual_ranks():
+            self._source.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain JSON; the same on all ranks, after any batch."""
+        """Return the position as plain JSON, after any batch; the same on all ranks that have ended the same steps.
+
+        With virtual ranks, a step counts when this rank's last batch of it was served. The position does not depend on
+        the number of real ranks, and can be loaded at another one.
+        """
         return self._source.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -251,71 +319,5 @@ class Loader:
             UsageError: the state is of another dataset, seed or order, or is invalid.
         """
         self._iteration += 1
-        self._source.load(state)
-
-
-def _measured_shares(shares: object, uneven: str, every: int | None) -> MeasuredShares | None:
-    if isinstance(shares, str) and shares != "measured":
-        raise unknown("shares", shares, ["measured"])
-    if shares != "measured":
-        if every is not None:
-            raise UsageError(f"redeal_every={every!r} without shares='measured'", remedy="leave it out")
-        return None
-    if uneven not in ("join", "rebalance"):
-        raise UsageError(
-            f"shares='measured' with uneven={uneven!r}",
-            remedy="measured shares need batch sizes in proportion: leave uneven out, or use 'rebalance'",
-        )
-    if every is not None and (not isinstance(every, int) or every < 1):
-        raise UsageError(f"redeal_every={every!r}", remedy="pass a number of steps, 1 or more, or None")
-    return MeasuredShares(every)
-
-
-def _length_of(dataset: Any) -> int:
-    try:
-        samples = len(dataset)
-    except TypeError as error:
-        raise UsageError(
-            f"a dataset of type {type(dataset).__qualname__} has no length",
-            remedy="pass one with __len__ and __getitem__, or a torch.utils.data.IterableDataset",
-        ) from error
-    if samples < 1:
-        raise UsageError("the dataset is empty", remedy="pass one with at least one sample")
-    return samples
-
-
-def _check_stream(
-    stream: str | None, dispatch: str, block: int, shares: object, *, batch_size: int, uneven: str
-) -> None:
-    """Raise for options that need a length, or that have no effect if each rank reads its own stream."""
-    if stream not in (None, "own", "whole"):
-        raise unknown("stream", stream, ["own", "whole"])
-    check_batching(batch_size, uneven)
-    if uneven == "rebalance":
-        raise UsageError("uneven='rebalance' with an iterable dataset", remedy=_NEEDS_LENGTH)
-    given = {"dispatch": dispatch != "round_robin", "block": block != 1, "shares": shares is not None}
-    for name, is_given in given.items():
-        if is_given and stream != "whole":
-            raise UsageError(
-                f"{name} with an iterable dataset of which every rank reads its own stream",
-                remedy="let the loader divide one stream that all ranks read (stream='whole'), or leave it out",
-            )
-
-
-def _stream_shares(
-    dispatch: DispatchScheme,
-    block: int,
-    shares: Sequence[float] | RankShares | None,
-    uneven: UnevenPolicy,
-    ranks: int,
-) -> RankShares:
-    """Return the shares of a stream that all ranks read."""
-    found = dispatch_blocks(0, ranks, block=block, scheme=dispatch, shares=shares).shares
-    if uneven in ("truncate", "drop", "pad") and 0 in found.parts:
-        rank = found.parts.index(0)
-        raise UsageError(
-            f"the share of rank {rank} is 0, and uneven={uneven!r} requires samples on every rank",
-            rank=rank,
-            remedy="use uneven='join', or a share above 0",
-        )
-    return found
+        with self._place.naming_virtual_ranks():
+            self._source.load(state)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -16,10 +17,18 @@ from torch.utils.data import Sampler
 
 from paceline._core.step_state import wait_counters
 from paceline.data.batch_sample_count import with_samples
-from paceline.data.dataloader_workers import BatchFetcher, LoaderOptions
+from paceline.data.dataloader_workers import (
+    BatchFetcher,
+    KeyedDataset,
+    KeyedIndices,
+    LoaderOptions,
+    PrepareWorker,
+)
+from paceline.data.leaf_random import LeafPlace, fetch_seed
 from paceline.data.map_loader_state import DispatchSettings, LoaderPosition
 from paceline.data.measured_shares import MeasuredShares
-from paceline.data.resumable_batch_indices import SampleOrder
+from paceline.data.rank_place import RankPlace
+from paceline.data.resumable_batch_indices import EpochPlan, SampleOrder
 from paceline.errors import DataError, UsageError
 
 __all__ = ["MapLoader"]
@@ -30,44 +39,65 @@ _CHUNK = 16384  # samples whose indices are computed at once
 _PLACEHOLDER_SAMPLES = 2  # of a batch without own samples: one alone is too few for BatchNorm
 
 
-class BatchIndices(Sampler[list[int]]):
-    """Yields the indices of the samples in each batch of a rank, from a position to the end of its epoch.
+class BatchIndices(Sampler[Any]):
+    """Yields the indices of the samples in each batch of a process, from a position to the end of its epoch.
+
+    With virtual ranks a step has a batch for each of the process's own, as `KeyedIndices`.
 
     Attributes:
         position: from which to start.
         sizes: number of samples in each batch that was fetched and not served yet.
     """
 
-    def __init__(self, rank: int, position: LoaderPosition) -> None:
-        self._rank, self.position = rank, position
+    def __init__(self, place: RankPlace, position: LoaderPosition) -> None:
+        self._place, self.position = place, position
         self.sizes: deque[int] = deque()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[int] | KeyedIndices]:
         epoch, step = self.position.epoch, self.position.step
-        portions, rank = epoch.portions, self._rank
+        portions, own = epoch.portions, self._place.own
         placeholder = list(range(min(_PLACEHOLDER_SAMPLES, epoch.order.samples)))
-        at_once = max(1, _CHUNK // portions.batch_size)
+        at_once = max(1, _CHUNK // (portions.batch_size * len(own)))
         self.sizes.clear()
         while step < portions.steps:
             end = min(step + at_once, portions.steps)
-            first, *ends = portions.edges(rank, step, end)
-            indices, low = epoch.samples(rank, first, ends[-1]).tolist(), 0
-            for each in ends:
-                high = each - first
-                self.sizes.append(high - low)
-                yield indices[low:high] or placeholder
-                low = high
+            of_ranks = [self._cut(rank, step, end) for rank in own]
+            for at in range(step, end):
+                for rank, batches in zip(own, of_ranks, strict=True):
+                    indices = next(batches)
+                    self.sizes.append(len(indices))
+                    yield self._keyed(indices or placeholder, at, rank)
             step = end
+
+    def _cut(self, rank: int, step: int, end: int) -> Iterator[list[int]]:
+        """Yield the batches of a rank from `step` to before `end`."""
+        epoch = self.position.epoch
+        first, *ends = epoch.portions.edges(rank, step, end)
+        indices, low = epoch.samples(rank, first, ends[-1]).tolist(), 0
+        for each in ends:
+            high = each - first
+            yield indices[low:high]
+            low = high
+
+    def _keyed(self, indices: list[int], step: int, rank: int) -> list[int] | KeyedIndices:
+        if self._place.virtual_ranks is None:
+            return indices
+        return KeyedIndices(fetch_seed(*leaf_place(self.position.epoch, step, rank)), indices)
+
+
+def leaf_place(epoch: EpochPlan, step: int, leaf: int) -> LeafPlace:
+    """Return the place of a leaf in a step of `epoch`."""
+    return LeafPlace(epoch.order.seed, epoch.order.epoch, step, leaf, len(epoch.layers))
 
 
 class MapLoader:
-    """Serves one rank's batches of a map-style dataset.
+    """Serves the batches of one rank, or of its virtual ranks, of a map-style dataset.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``.
         order: of its samples in the first epoch.
         settings: assignment and batches.
-        place: (rank, ranks) of this process.
+        place: the ranks that this process serves.
         group: the ranks.
         options: of torch's DataLoader.
         measured: derives shares from throughput; None: they are fixed.
@@ -79,19 +109,22 @@ class MapLoader:
         order: SampleOrder,
         settings: DispatchSettings,
         *,
-        place: tuple[int, int],
+        place: RankPlace,
         group: ProcessGroup | None,
         options: LoaderOptions,
         measured: MeasuredShares | None,
     ) -> None:
         self.dataset, self.group, self.measured = dataset, group, measured
-        self.rank, self.ranks = place
+        self.place, self.rank, self.ranks = place, place.rank, place.ranks
         self.settings = settings
         self.position = LoaderPosition.start(order, settings)
         self._started = False  # an iteration from this position
         self._epoch_set = False  # explicitly, though it may have no batches left
         self._earlier_steps = 0  # of this epoch, before its samples were redistributed
-        self._indices = BatchIndices(self.rank, self.position)
+        self._indices = BatchIndices(place, self.position)
+        if place.virtual_ranks is not None:
+            dataset = KeyedDataset(dataset)
+            options = replace(options, worker_init_fn=PrepareWorker(options.worker_init_fn, KeyedDataset))
         self._fetcher = BatchFetcher(dataset, options, self.rank, order.seed, batch_sampler=self._indices)
 
     # ------------------------------------------------------------------ position
@@ -126,7 +159,8 @@ class MapLoader:
         """Return one sentence on the use of the data in this epoch."""
         epoch = self.position.epoch
         shares = "" if len(set(epoch.dispatch.shares.parts)) == 1 else f", shares {epoch.dispatch.shares}"
-        return f"{epoch.dispatch.samples} samples to {self.ranks} ranks{shares}: {epoch.portions.describe()}"
+        ranks = f"{self.ranks} ranks" if self.place.virtual_ranks is None else self.place
+        return f"{epoch.dispatch.samples} samples to {ranks}{shares}: {epoch.portions.describe()}"
 
     @property
     def lossless(self) -> bool:
@@ -143,6 +177,7 @@ class MapLoader:
             f"seed={state['seed']}, shuffle={state['shuffle']!r}",
             f"batch_size={settings.batch_size}, uneven={settings.uneven!r}",
             f"dispatch={settings.scheme!r}, block={settings.block}, shares {settings.shares}",
+            f"virtual_ranks={self.place.virtual_ranks}",
             f"measured shares: {measured and f'redeal_every={measured.every}, speeds={measured.speeds}'}",
             f"epoch {state['epoch']}, step {state['step']}",
             f"position {json.dumps(state)}",
@@ -190,9 +225,9 @@ class MapLoader:
             if self.settings.uneven not in ("truncate", "drop"):
                 raise
             log.warning(
-                "the rest of epoch %d is too small for a step on %d ranks",
+                "the rest of epoch %d is too small for a step on %s",
                 found.epoch.order.epoch,
-                self.ranks,
+                self.place,
             )
             return LoaderPosition(found.epoch, found.epoch.portions.steps)
 
@@ -211,8 +246,8 @@ class MapLoader:
 
     # ------------------------------------------------------------------ batches
 
-    def batches(self) -> Iterator[Any]:
-        """Yield the rest of the epoch."""
+    def batches(self) -> Iterator[tuple[Any, LeafPlace | None]]:
+        """Yield the rest of the epoch: batches, with virtual ranks each with its leaf's place."""
         self._started, self._epoch_set = True, False
         samples, before = len(self.dataset), self.position.epoch.order.samples
         if samples != before:
@@ -223,20 +258,41 @@ class MapLoader:
             )
         self._update_shares()
         while self.position.remaining:
-            yield from self._batches_until_redistributed()
+            if self.place.virtual_ranks is None:
+                yield from self._batches_until_redistributed()
+            else:
+                yield from self._leaves()
 
-    def _batches_until_redistributed(self) -> Iterator[Any]:
-        epoch, first = self.position.epoch, self.position.step
+    def _fetch(self) -> Iterator[Any]:
+        """Yield the fetched batches of the rest of the epoch, as it is assigned now."""
+        epoch, first, own = self.position.epoch, self.position.step, self.place.own
         self._indices.position = self.position
-        measured, sizes, started, waited = self.measured, self._indices.sizes, 0.0, 0.0
+
+        def describe(number: int) -> tuple[int, str]:
+            step = first + number // len(own)
+            return step, self._list_samples(step, own[number % len(own)])
+
+        fetched = 0
+        for batch in self._fetcher.run((epoch.order.epoch, len(epoch.layers)), first, describe):
+            fetched += 1
+            yield batch
+        step, contents = describe(fetched)
+        if step < epoch.portions.steps:
+            raise DataError(
+                f"batch {step} of epoch {epoch.order.epoch} ended the iteration{contents}",
+                rank=self.rank,
+                remedy="let the dataset or collate_fn raise another exception than StopIteration",
+            )
+
+    def _batches_until_redistributed(self) -> Iterator[tuple[Any, None]]:
+        first, measured, sizes, started, waited = self._step, self.measured, self._indices.sizes, 0.0, 0.0
         every = measured.every if measured is not None else None
-        fetched = self._fetcher.run((epoch.order.epoch, len(epoch.layers)), first, self._list_samples)
         if measured is not None:
             started, waited = time.perf_counter(), wait_counters.waited_seconds
-        for step, batch in enumerate(fetched, first):
+        for step, batch in enumerate(self._fetch(), first):
             samples = sizes.popleft()
             self._step = step + 1
-            yield with_samples(batch, samples)
+            yield with_samples(batch, samples), None
             if measured is None:
                 continue
             if step > first:  # the first step includes one-time costs
@@ -245,19 +301,22 @@ class MapLoader:
             if every is not None and (step + 1) % every == 0 and self._update_shares():
                 return
             started, waited = time.perf_counter(), wait_counters.waited_seconds
-        if self._step < epoch.portions.steps:
-            contents = self._list_samples(self._step)
-            raise DataError(
-                f"batch {self._step} of epoch {epoch.order.epoch} ended the iteration{contents}",
-                rank=self.rank,
-                remedy="let the dataset or collate_fn raise another exception than StopIteration",
-            )
 
-    def _list_samples(self, step: int) -> str:
+    def _leaves(self) -> Iterator[tuple[Any, LeafPlace]]:
+        """Yield a batch for each own leaf of each step; the position changes with the last one of a step."""
+        epoch, step, own, fetched = self.position.epoch, self._step, self.place.own, self._fetch()
+        for leaf, batch in zip(cycle(own), fetched):
+            ends_step = leaf == own[-1]
+            step += ends_step
+            self._step = step
+            counted = with_samples(batch, self._indices.sizes.popleft(), ends_step)
+            yield counted, leaf_place(epoch, step - ends_step, leaf)
+
+    def _list_samples(self, step: int, rank: int) -> str:
         epoch = self.position.epoch
-        if not epoch.portions.size(self.rank, step):
+        if not epoch.portions.size(rank, step):
             return ""
-        samples = epoch.batch(self.rank, step).tolist()
+        samples = epoch.batch(rank, step).tolist()
         return f" (samples {', '.join(map(str, samples[:8]))}{', …' * (len(samples) > 8)})"
 
     def _update_shares(self) -> bool:

@@ -232,7 +232,8 @@ class _PreparedLoader(DataLoaderStateMixin):
         try:
             for batch in self.loader:
                 self.end_of_dataloader = self.loader.steps_left == 0
-                yield with_samples(send_to_device(batch, self._device), batch.samples)
+                moved = send_to_device(batch, self._device)
+                yield with_samples(moved, batch.samples, getattr(batch, "ends_step", None))
         finally:
             self.end()
 

@@ -241,10 +241,12 @@ class PacelineStrategy(DDPStrategy):
         return _StreamLoader(dataloader) if streams else dataloader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch, which keeps its ``.samples``."""
+        """Move a batch, which keeps its ``.samples`` and ``.ends_step``."""
         moved = super().batch_to_device(batch, device, dataloader_idx)
         samples = getattr(batch, "samples", None)
-        return moved if samples is None else with_samples(moved, samples)
+        if samples is None:
+            return moved
+        return with_samples(moved, samples, getattr(batch, "ends_step", None))
 
     # ------------------------------------------------------------------ step
 

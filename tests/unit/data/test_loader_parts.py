@@ -111,9 +111,9 @@ def test_tensors_and_objects_take_the_attribute_themselves():
 )
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
 def test_copies_and_pickles_keep_the_attribute(batch, way):
-    carried = with_samples(batch, 5)
+    carried = with_samples(batch, 5, ends_step=False)
     again = way(carried)
-    assert again.samples == 5
+    assert (again.samples, again.ends_step) == (5, False)
     assert type(again).__name__ == type(batch).__name__
     if not isinstance(batch, Plain):
         assert (
@@ -142,7 +142,7 @@ def test_pytrees_keep_the_attribute(batch):
     assert leaves
     assert all(leaf.dtype == torch.float64 for leaf in leaves)
     if type(batch) in (tuple, list, dict):
-        assert moved.samples == 5
+        assert (moved.samples, moved.ends_step) == (5, True)
 
 
 @pytest.mark.parametrize("batch", [np.ones(3), 3, "text", Frozen(1), torch.ones(2, 2).max(0), None, b"bytes"])
@@ -188,6 +188,19 @@ def test_a_batch_that_is_served_again_is_counted_again(batch):
     assert (first.samples, placeholder.samples) == (4, 0)
     assert with_samples(batch, 3).samples == 3
     assert type(placeholder) is type(batch)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [(1, 2), [1, 2], {"x": 1}, Pair(1, 2), Counted(1, 9), Plain(1), torch.ones(2)],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_batch_ends_a_step_unless_it_is_said_otherwise(batch):
+    assert with_samples(batch, 5).ends_step is True
+    for ends in (False, True):
+        for samples in (5, 0):
+            assert with_samples(batch, samples, ends).ends_step is ends
+    assert with_samples(batch, 5).ends_step is True, "also after it was served with virtual ranks"
 
 
 def test_a_placeholder_shares_the_tensors_memory():
