@@ -3,7 +3,7 @@
 draw(rng, number, size)     the call, its ranks and the kinds of memory; printed on failure
 prepare(call, rank, ...)    the tensors of one rank
 make(call, ...)             makes the call, on any backend
-expected(call, rank, ...)   the values of its results: reduced one rank after the other, in rank order
+expected(call, rank, ...)   the values of its results: reduced along the tree over the ranks
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from paceline._core.summation_tree import addition_order
 from paceline.backends.block_reduction import VALID_DTYPES
 
 SUMMING = (
@@ -157,11 +158,12 @@ def given(call: Call, rank: int) -> list[torch.Tensor]:
 
 
 def reduced(call: Call, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Return the inputs reduced one after the other: the naive version."""
+    """Return the inputs reduced pair by pair: the naive version."""
     wide = call.dtype in LOW and len(inputs) > 2 and call.reduction in ("SUM", "AVG", "PRODUCT")
-    total = inputs[0].float() if wide else inputs[0].clone()
-    for each in inputs[1:]:
-        total = COMBINE[call.reduction](total, each)
+    partial = [each.float() if wide else each.clone() for each in inputs]
+    for left, right in addition_order([range(rank, rank + 1) for rank in range(len(inputs))], len(inputs)):
+        partial[left] = COMBINE[call.reduction](partial[left], partial[right])
+    total = partial[0]
     if call.reduction == "AVG":
         (torch.view_as_real(total) if call.dtype.is_complex else total).div_(len(inputs))
     return total.to(call.dtype)

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 import paceline
 from paceline import Compression, Sync
+from paceline._core.summation_tree import leaves_of
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.sharding import sharded_layout
 from scene_models import WIDTH, Repeated, TwoStreams, Unused, layers
@@ -94,6 +95,7 @@ class Training:
         hook: registers a communication hook.
         after: called with model, optimizer and step after each step's backwards; returns whether to update.
         finish: called with model and optimizer at the end; returns more tensors to compare.
+        virtual_ranks: over which gradients are summed; each rank then has a backward for each of its own.
     """
 
     sync: str | Sync
@@ -109,6 +111,7 @@ class Training:
     hook: Callable[[Any, Any], Any] | None = None
     after: Callable[[Any, Any, int], bool] | None = None
     finish: Callable[[Any, Any], Sequence[Tensor]] | None = None
+    virtual_ranks: int | None = None
 
     def __call__(self, place: Place) -> list[Tensor]:
         torch.manual_seed(3)
@@ -116,7 +119,9 @@ class Training:
         if isinstance(net, TwoStreams):
             net.side = place.side_stream()
         group = place.group if self.axes is None else place.mesh(self.axes)
-        model = paceline.DataParallel(net, sync=self.sync, group=group, **self.options)
+        model = paceline.DataParallel(
+            net, sync=self.sync, group=group, virtual_ranks=self.virtual_ranks, **self.options
+        )
         kind, options = self.optimizer
         optim = paceline.ShardedOptimizer(model, kind, **options)
         if self.hook is not None:
@@ -140,7 +145,8 @@ class Training:
         if isinstance(net, Repeated):
             net.times = 1 + step + (place.rank if step == 3 else 0)
         for number, (x, y) in enumerate(self._batches(place, step)):
-            with model.accumulate() if number < self.backwards - 1 else contextlib.nullcontext():
+            accumulates = number < self.backwards - 1 and self.virtual_ranks is None
+            with model.accumulate() if accumulates else contextlib.nullcontext():
                 loss = (model(x) - y).square().mean() if len(x) else None
                 if self.call == "samples":
                     model.backward(loss, samples=len(x))
@@ -152,7 +158,10 @@ class Training:
 
     def _batches(self, place: Place, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(1000 * place.rank + step)
-        for number in range(self.backwards):
+        backwards = self.backwards
+        if self.virtual_ranks is not None:
+            backwards = len(leaves_of(place.rank, place.size, self.virtual_ranks))
+        for number in range(backwards):
             rows = 3 + 2 * place.rank + (step + number) % 3 if self.call == "samples" else 5
             if self.empty and step % (place.size + 1) == place.rank:
                 rows = 0
@@ -375,6 +384,8 @@ SCENES: dict[str, Callable[[Place], list[Tensor]]] = {
     "bucketed, equal, clipped": Training(sync=SMALL_BUCKETS, call="equal", clip="torch"),
     "sharded": Training(sync=Sync(bucket_mib=2.5 * KIB, shard="optimizer"), empty=True),
     "sharded, accumulated, clipped": Training(sync="sharded", backwards=2, clip="model"),
+    "virtual ranks": Training(sync=SMALL_BUCKETS, virtual_ranks=5, clip="model", empty=True),
+    "virtual ranks, sharded": Training(sync="sharded", virtual_ranks=5, clip="model"),
     "sharded, clipped by torch": Training(sync="sharded", call="equal", clip="torch", finish=gathered_state),
     "sharded, kept": Training(sync="sharded", after=kept_in_even_steps),
     "sharded, dropped": Training(sync="sharded", after=dropped_in_even_steps),

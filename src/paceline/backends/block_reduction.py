@@ -1,8 +1,8 @@
-"""Reduction of memory blocks in rank order: the arithmetic of a collective without its communication.
+"""Reduction of memory blocks along a fixed tree: the arithmetic of a collective without its communication.
 
-Every element is combined as ((x₀ ∘ x₁) ∘ x₂) ∘ … over the ranks, however the buffer was cut, so a result is equal to
-the bit for any bucket size, strategy and run. Sums of 16-bit floats of more than two ranks are accumulated in float32
-and rounded once.
+Every element is combined along the binary tree of `summation_tree` over the ranks, as (x₀ ∘ x₁) ∘ (x₂ ∘ x₃), however
+the buffer was cut, so a result is equal to the bit for any bucket size, strategy and run. Sums of 16-bit floats of more
+than two ranks are accumulated in float32 and rounded once.
 
 `reduce_into_all` writes the result into the slice of every rank, block by block, while the reduced block is in the
 core's cache. Sums and means of plain numbers use numpy there: a call costs a fraction of torch's, and its copies are
@@ -14,11 +14,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from paceline._core.summation_tree import split_point
 from paceline.errors import UsageError
 
 __all__ = [
@@ -34,6 +36,42 @@ __all__ = [
 
 BLOCK_NBYTES = 256 << 10
 """Size of the blocks that stay in a core's cache between being written and being read again."""
+
+
+_Block = TypeVar("_Block", torch.Tensor, np.ndarray)
+
+
+def _fold(
+    combine: Callable[..., object],
+    inputs: Sequence[_Block],
+    target: _Block,
+    own: int | None,
+    spare: Callable[[int], _Block],
+    depth: int = 0,
+) -> _Block:
+    """Combine blocks along the tree; return `target` with the result, or a single input itself.
+
+    Args:
+        combine: ``combine(a, b, out=c)``, by elements.
+        inputs: the blocks.
+        target: receives the result.
+        own: the input whose memory `target` may be; None: it is none of them.
+        spare: working memory by number.
+        depth: the first number that is free.
+    """
+    if len(inputs) == 1:
+        return inputs[0]
+    middle = split_point(range(len(inputs)))
+    if own is not None and own >= middle:
+        free = spare(depth) if middle > 1 else target
+        left = _fold(combine, inputs[:middle], free, None, spare, depth + 1)
+        right = _fold(combine, inputs[middle:], target, own - middle, spare, depth + 1)
+    else:
+        left = _fold(combine, inputs[:middle], target, own, spare, depth)
+        free = spare(depth) if len(inputs) - middle > 1 else target
+        right = _fold(combine, inputs[middle:], free, None, spare, depth + 1)
+    combine(left, right, out=target)
+    return target
 
 
 def _multiply_complex(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
@@ -71,16 +109,16 @@ VALID_DTYPES = {
 
 
 class Scratch:
-    """Reused working memory of one thread, a block per dtype."""
+    """Reused working memory of one thread, blocks per dtype."""
 
     def __init__(self) -> None:
-        self._blocks: dict[torch.dtype, torch.Tensor] = {}
+        self._blocks: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return `numel` uninitialised elements; the next call returns the same memory."""
-        block = self._blocks.get(dtype)
+    def take(self, numel: int, dtype: torch.dtype, number: int = 0) -> torch.Tensor:
+        """Return `numel` uninitialised elements; the next call with this number returns the same memory."""
+        block = self._blocks.get((dtype, number))
         if block is None or block.numel() < numel:
-            block = self._blocks[dtype] = torch.empty(numel, dtype=dtype)
+            block = self._blocks[dtype, number] = torch.empty(numel, dtype=dtype)
         return block[:numel]
 
 
@@ -114,18 +152,21 @@ class Reduction:
                 out.copy_(inputs[0])
         elif self.wide and len(inputs) > 2:
             total = scratch.take(out.numel(), torch.float32)
-            total.copy_(inputs[0])
-            for block in inputs[1:]:
-                self.combine(total, block, out=total)
+
+            def spare(number: int) -> torch.Tensor:
+                return scratch.take(out.numel(), torch.float32, number + 1)
+
+            _fold(self._combine_wide, inputs, total, None, spare)
             self.divide(total)
             out.copy_(total)
             return
         else:
-            total = inputs[0]
-            for index, block in enumerate(inputs[1:], 1):
-                target = out if index >= own else scratch.take(out.numel(), out.dtype)
-                total = self.combine(total, block, out=target)
+            _fold(self.combine, inputs, out, own, lambda number: scratch.take(out.numel(), out.dtype, number))
         self.divide(out)
+
+    def _combine_wide(self, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
+        """Combine blocks of 16-bit floats, or float32 results of that, in float32."""
+        self.combine(left if left.dtype == out.dtype else out.copy_(left), right, out=out)
 
     def divide(self, total: torch.Tensor) -> None:
         """Make a mean of its sum, in place. Complex numbers by parts: torch rounds their quotients more than once."""
@@ -201,13 +242,17 @@ def _sum_arrays(
     slices: Sequence[np.ndarray], own: int, divisor: int, before_writing: Callable[[], None]
 ) -> None:
     step = BLOCK_NBYTES // slices[0].itemsize
-    spare = np.empty(step if own > 1 else 0, slices[0].dtype)
+    spares: list[np.ndarray] = []
+
+    def spare(number: int) -> np.ndarray:
+        while number >= len(spares):
+            spares.append(np.empty(step, slices[0].dtype))
+        return spares[number][: len(mine)]
+
     for low in range(0, len(slices[0]), step):
         block = [each[low : low + step] for each in slices]
-        total, mine = block[0], block[own]
-        for index in range(1, len(block)):
-            place = mine if index >= own else spare[: len(mine)]  # until then, the own addend is needed
-            total = np.add(total, block[index], out=place)
+        mine = block[own]
+        _fold(np.add, block, mine, own, spare)
         if divisor > 1:
             np.divide(mine, divisor, out=mine)
         before_writing()

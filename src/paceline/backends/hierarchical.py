@@ -65,6 +65,8 @@ class HierarchicalCollectives:
         self._peers = {peer.rank: peer for host in hosts for peer in host}
         self._even = len({len(host) for host in hosts}) == 1
         self._is_leader = intra.index == 0
+        consecutive = [rank for ranks in self._ranks for rank in ranks] == list(range(len(self._peers)))
+        self.along_tree = self._even and consecutive and intra.size & (intra.size - 1) == 0
         even_only = {"reduce_scatter", "all_gather"} if self._even else set()
         self.ops = frozenset({"barrier", "all_reduce", "broadcast"} | even_only)
 

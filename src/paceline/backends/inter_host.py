@@ -1,7 +1,7 @@
 """Collectives between hosts: one rank of each host, point to point over gloo.
 
 For a reduce-scatter or an all-gather every host sends each other host its part and receives its own: (H−1)/H of the
-buffer out and in, as a ring, but summed in the order of the hosts. Long buffers are pipelined in parts: while one
+buffer out and in, as a ring, but summed along the tree over the hosts. Long buffers are pipelined in parts: while one
 part is gathered the next one is scattered, so the link is never idle.
 """
 
@@ -53,7 +53,7 @@ class InterHostCollectives:
         self._scratch = Scratch()
 
     def all_reduce(self, parts: Iterable[Tensor], reduction: Reduction) -> Iterator[Tensor]:
-        """Reduce tensors over the hosts, in place and in the order of the hosts; yield each when it is done.
+        """Reduce tensors over the hosts, in place, along the tree over them; yield each when it is done.
 
         Part k + 1 is taken from `parts`, and sent, before part k has arrived, so the caller's work on parts overlaps
         the transfer of others.

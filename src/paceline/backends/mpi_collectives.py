@@ -88,6 +88,7 @@ class MpiCollectives:
 
     shares_memory = False
     ops = frozenset(ALL_OPS)
+    along_tree = False
 
     def __init__(self, mpi: Any, comm: Any, world_ranks: Sequence[int], timeout: float) -> None:
         self._mpi, self._comm, self._world_ranks = mpi, comm, world_ranks

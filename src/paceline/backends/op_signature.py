@@ -129,11 +129,13 @@ class CollectiveOps(Protocol):
     Attributes:
         shares_memory: tensors of the arena are reduced in place.
         ops: the collectives that it runs.
+        along_tree: sums of all sizes are added along the tree of `summation_tree` over the ranks.
         timeout: seconds that a call waits for a rank.
     """
 
     shares_memory: bool
     ops: frozenset[str]
+    along_tree: bool
 
     @property
     def timeout(self) -> float: ...

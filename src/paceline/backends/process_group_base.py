@@ -101,6 +101,14 @@ class GroupBase(dist.ProcessGroup):
             )
         return arena.allocate(numel, dtype) if self._shares_memory() else torch.empty(numel, dtype=dtype)
 
+    @property
+    def sums_along_tree(self) -> bool:
+        """Whether sums of CPU tensors are added along the tree of `paceline._core.summation_tree` over the ranks.
+
+        So they are on one host, and over hosts with equal numbers of consecutive ranks that are powers of two.
+        """
+        return self._collectives is not None and self._collectives.along_tree
+
     def _shares_memory(self) -> bool:
         return self._collectives is not None and self._collectives.shares_memory
 

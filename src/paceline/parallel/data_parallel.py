@@ -14,6 +14,7 @@ from torch.nn.parallel import distributed as torch_ddp
 from torch.utils import _pytree as pytree
 
 from paceline._core.step_state import step_state, wait_counters
+from paceline._core.summation_tree import check_virtual_ranks
 from paceline.errors import SyncError, UsageError
 from paceline.parallel.comm_hook import GradBucket
 from paceline.parallel.compression.compressed_bucket import CompressionStats
@@ -38,6 +39,7 @@ from paceline.parallel.sharding.fsdp_options import FSDPOptions, check_gathers
 from paceline.parallel.strategy import Sync
 from paceline.parallel.tuning.tuner import DEFAULT, Tuner
 from paceline.parallel.two_axis_collectives import comm_of
+from paceline.parallel.virtual_ranks.virtual_reducer import VirtualRankReducer, check_virtual_plan
 from paceline.testing import fault_injection
 from paceline.world.control_collectives import verify_same
 
@@ -72,6 +74,9 @@ class DataParallel(torch.nn.Module):
         find_unused_parameters: on GPUs, which parameters get a gradient (on any rank) may differ from step to step, so
             every step waits for the device to report it. False: if they were the same in the first steps, they have to
             stay the same; else an error, one step later. On CPUs they may always differ.
+        virtual_ranks: backwards per step, over all ranks, for a result that is the same to the bit for any number of
+            ranks up to that; with a `Loader` of the same `virtual_ranks`, whose batches say when a step ends. None:
+            one backward per rank and step.
 
     Raises:
         UsageError: an unknown strategy, no bare module, parameters that can't be synchronised (sparse gradients), a
@@ -98,6 +103,7 @@ class DataParallel(torch.nn.Module):
         units: list[torch.nn.Module] | None = None,
         fsdp_options: Mapping[str, Any] | None = None,
         find_unused_parameters: bool = False,
+        virtual_ranks: int | None = None,
     ) -> None:
         super().__init__()
         fault_injection.arm_from_environment()
@@ -111,6 +117,9 @@ class DataParallel(torch.nn.Module):
         check_not_sharded(module)
         check_no_dtensors(module)
         comm = comm_of(group, None if tuned else plan)
+        if virtual_ranks is not None:
+            check_virtual_ranks(virtual_ranks, comm.size, rank=comm.rank)
+            check_virtual_plan(module, sync, plan, comm, reduce_dtype)
         options = FSDPOptions.of(fsdp_options, comm)
         if comm.size > 1 and (tuned or plan.shard != "none"):
             check_no_cuda_graphs(module, sync)
@@ -118,7 +127,7 @@ class DataParallel(torch.nn.Module):
         facts = model_signature(
             module,
             f"{strategy}, {comm.layout}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}, "
-            f"{find_unused_parameters=}, {options}",
+            f"{find_unused_parameters=}, {options}, {virtual_ranks=}",
         )
         verify_same(facts, "the model", comm.group, remedy=_SAME_MODEL)
         broadcast_tensors(comm, [*module.parameters(), *module.buffers()])
@@ -127,7 +136,7 @@ class DataParallel(torch.nn.Module):
         if plan.shard == "parameters" and comm.size > 1:
             self.engine: Reducer = FSDPEngine(module, comm, plan, reduce_dtype, units, gather_dtype, options)
         else:
-            self.engine = _reducer_of(module, comm, plan, reduce_dtype)
+            self.engine = _reducer_of(module, comm, plan, reduce_dtype, virtual_ranks)
         self.engine.usage_varies = find_unused_parameters
         if tuned and comm.size > 1:
             self.engine.tuner = Tuner(self.engine)
@@ -162,7 +171,9 @@ class DataParallel(torch.nn.Module):
         own = {key: value for key, value in self.__dict__.items() if key not in ("engine", "comm")}
         made.__dict__.update(copy.deepcopy(own, memo))
         made.comm = self.comm
-        made.engine = _reducer_of(made.module, self.comm, self.plan, self.engine.reduce_dtype)
+        made.engine = _reducer_of(
+            made.module, self.comm, self.plan, self.engine.reduce_dtype, self.engine.virtual_ranks
+        )
         made.engine.step = self.engine.step
         made.engine.launch_queue.hook = self.engine.launch_queue.hook
         made.engine.replica_check_every = self.engine.replica_check_every
@@ -364,10 +375,18 @@ class DataParallel(torch.nn.Module):
         return self.engine.bucket_plan()
 
 
-def _reducer_of(module: torch.nn.Module, comm: Comm, plan: Sync, reduce_dtype: torch.dtype | None) -> Reducer:
+def _reducer_of(
+    module: torch.nn.Module,
+    comm: Comm,
+    plan: Sync,
+    reduce_dtype: torch.dtype | None,
+    virtual_ranks: int | None,
+) -> Reducer:
     named = list(module.named_parameters())
     trained = [(name, param) for name, param in named if param.requires_grad]
     frozen = [(name, param) for name, param in named if not param.requires_grad]
+    if virtual_ranks is not None:
+        return VirtualRankReducer(trained, comm, plan, reduce_dtype, frozen, module, virtual_ranks)
     return Reducer(trained, comm, plan, reduce_dtype, frozen, module)
 
 

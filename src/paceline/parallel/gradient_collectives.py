@@ -130,6 +130,9 @@ class Comm:
     Args:
         group: the process group; None: the default group, or no communication if there is none.
 
+    Attributes:
+        pending: messages that are kept alive; see [Note: abandoned messages].
+
     Raises:
         UsageError: `group` is no process group, such as torch returns to ranks outside a new group.
     """
@@ -147,9 +150,9 @@ class Comm:
         self.backend = "none" if alone else backend_name(self.group)
         self._in_place_parts = self.scatters_in_place(self.backend)
         self._queues = queues_on_streams(self.backend)
-        self._held: set[dist.Work] = set()
+        self.pending: set[dist.Work] = set()
         if self.group is not None:  # see [Note: abandoned messages]
-            self._held = _pending_works.setdefault(self.group, set())
+            self.pending = _pending_works.setdefault(self.group, set())
             self._tag_reduce_scatter = self.reserve_tags(2)
             self._tag_all_gather = self._tag_reduce_scatter + 1
 
@@ -211,6 +214,11 @@ class Comm:
         return self.queues(tensor)
 
     @property
+    def sums_along_tree(self) -> bool:
+        """Whether the group adds along the tree of `paceline._core.summation_tree` over the ranks."""
+        return self.size == 1 or getattr(self.group, "sums_along_tree", False)
+
+    @property
     def peers(self) -> list[int]:
         """All other ranks, the next one first, so that no rank is everyone's first target."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
@@ -254,6 +262,8 @@ class Comm:
 
     def all_reduce(self, flat: torch.Tensor, *, mean: bool = False) -> PendingCollective:
         """Start summing (or averaging) `flat` over all ranks, in place."""
+        if self.size == 1:
+            return PendingCollective([])
         op = self._operation(flat, mean)
         lanes = _GLOO_LANES if self.backend == "gloo" and flat.nbytes >= _SPLIT_NBYTES else 1
         with _peer_errors():
@@ -299,10 +309,10 @@ class Comm:
         total = PartSum(own, result, len(peers))
         works = []
         for source, peer in enumerate(peers):
-            works += total.receive(source, lambda piece, peer=peer: self._receive(piece, peer, tag))
+            works += total.receive(source, lambda piece, peer=peer: self.receive(piece, peer, tag))
         for peer in peers:
-            works += total.send(parts[peer], lambda piece, peer=peer: self._send(piece, peer, tag))
-        return PendingCollective(works, lambda: total.add(self.size if mean else 1), self._held)
+            works += total.send(parts[peer], lambda piece, peer=peer: self.send(piece, peer, tag))
+        return PendingCollective(works, lambda: total.add(self.size if mean else 1), self.pending)
 
     def post_part_receives(self, flat: torch.Tensor) -> list[dist.Work]:
         """Post the receives of an `all_gather` of `flat` early, which saves its senders a round trip."""
@@ -328,7 +338,7 @@ class Comm:
 
     def post_row_receives(self, rows: torch.Tensor, tag: int) -> list[dist.Work]:
         """Post the receives of every other rank's row of `rows` [ranks, …]; none if calls are stream-ordered."""
-        return [] if self.queues(rows) else [self._receive(rows[peer], peer, tag) for peer in self.peers]
+        return [] if self.queues(rows) else [self.receive(rows[peer], peer, tag) for peer in self.peers]
 
     def all_gather_rows(self, rows: torch.Tensor, posted: list[dist.Work], tag: int) -> PendingCollective:
         """Start sending this rank's row of `rows` to all others, whose rows arrive in the same tensor.
@@ -344,8 +354,8 @@ class Comm:
         if self.queues(rows):
             work = _all_gather(rows.view(-1), own.view(-1), group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
-        works = [*posted, *(self._send(own, peer, tag) for peer in self.peers)]
-        return PendingCollective(works, held=self._held)
+        works = [*posted, *(self.send(own, peer, tag) for peer in self.peers)]
+        return PendingCollective(works, held=self.pending)
 
     def all_to_all_rows(
         self, rows: torch.Tensor, into: torch.Tensor, fill: Callable[[int], None], tag: int
@@ -366,21 +376,23 @@ class Comm:
         works = self.post_row_receives(into, tag)
         for peer in self.peers:
             fill(peer)
-            works.append(self._send(rows[peer], peer, tag))
-        return PendingCollective(works, held=self._held)
+            works.append(self.send(rows[peer], peer, tag))
+        return PendingCollective(works, held=self.pending)
 
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Start sending `tensor` to rank `peer`; `pending` keeps the message alive."""
         with _peer_errors():
             return self._hold(dist.isend(tensor, group=self.group, tag=tag, group_dst=peer))
 
-    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Start receiving `tensor` from rank `peer`; `pending` keeps the message alive."""
         with _peer_errors():
             return self._hold(dist.irecv(tensor, group=self.group, tag=tag, group_src=peer))
 
     def _hold(self, work: dist.Work | None) -> dist.Work:
         """Keep `work` alive; see [Note: abandoned messages]."""
         assert work is not None, "this rank belongs to the group"
-        self._held.add(work)
+        self.pending.add(work)
         return work
 
     # ------------------------------------------------------------------ blocking calls
@@ -409,6 +421,8 @@ class Comm:
 
     def largest(self, number: int, device: torch.device) -> int:
         """Return the largest `number` of any rank."""
+        if self.size == 1:
+            return number
         agreed = torch.tensor(number, dtype=torch.int64, device=group_device(self.group, device))
         with _peer_errors(), step_state.waiting_for_peers():
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)

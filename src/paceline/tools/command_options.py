@@ -27,6 +27,7 @@ _SHARED = {  # by name without dashes: (metavar, meaning), the same in every com
     "micro-batch-size": ("N", "Samples of a rank's micro-batch"),
     "global-batch-size": ("N", "Samples of the global batch, of all ranks"),
     "accumulate": ("N", "Micro-batches per optimizer step"),
+    "virtual-ranks": ("N", "Virtual ranks"),
     "steps": ("N", "Number of steps"),
     "step": ("TIME", "Time of a step without synchronisation"),
     "rounds": ("N", "Number of rounds"),

@@ -31,6 +31,8 @@ NO_EFFECT = {
     "engine/reducer.py: Reducer.begin: self.parameter_gather.wait_all()": "what a backward uses, its forward has "
     "waited for; it bounds how long a gather is in flight",
     "engine/round_closing.py: RoundClosing._keep_late: self._late.keep(slot)": "takes a gradient, orders nothing",
+    "virtual_ranks/virtual_reducer.py: VirtualRankReducer.finish: self._partial_sums.keep(self.buckets, "
+    "self._leaves[self._done])": "keeps partial sums, orders nothing",
     "engine/sparse_gradients.py: SparseGradients._launch: work.wait()": "NCCL reduces no sparse tensors; over gloo",
     "sharding/fsdp.py: _P2PAllGather.__call__: self._comm.all_gather(output_tensor).wait()": "over gloo only",
     "sharding/fsdp.py: _P2PReduceScatter.__call__: self._comm.reduce_scatter(input_tensor, output_tensor).wait()": (
@@ -71,6 +73,8 @@ LIKELY = {
     "_update_shards": ["sharded, in parts"],
     "wait_for_parameters": ["sharded, read unseen"],
     "parameter_gather": ["sharded, averaged beside", "sharded"],
+    "_norm_of_blocks": ["virtual ranks, sharded", "virtual ranks"],
+    "virtual_ranks/": ["virtual ranks", "virtual ranks, sharded"],
     "engine/": ["bucketed"],
     "gradient_collectives": ["naive"],
     "ModelFragment.state": ["DiLoCo, saved"],

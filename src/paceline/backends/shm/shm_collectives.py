@@ -47,6 +47,7 @@ class ShmCollectives(DataPaths):
 
     shares_memory = True
     ops = frozenset(ALL_OPS)
+    along_tree = True
 
     def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, spin: float) -> None:
         super().__init__(peers, control, timeout, spin)

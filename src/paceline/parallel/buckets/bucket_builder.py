@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +19,7 @@ from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
 from paceline.world.group_devices import group_device
 
-__all__ = ["agree_order", "build_buckets", "return_freed_memory"]
+__all__ = ["DEFAULT_LAYOUT", "Layout", "agree_order", "build_buckets", "return_freed_memory"]
 
 log = logging.getLogger("paceline.parallel")
 
@@ -29,6 +30,22 @@ _COMPRESSED_UNIT = 64
 
 _PADDING_NBYTES = 16 << 20
 """Padding that is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How gradients lie in buckets.
+
+    Attributes:
+        align: gradients and parts start at multiples of this many elements.
+        in_parts: buckets divide into a part per rank, also where they are all-reduced.
+    """
+
+    align: int = ALIGN
+    in_parts: bool = False
+
+
+DEFAULT_LAYOUT = Layout()
 
 
 def agree_order(comm: Comm, slots: Sequence[GradSlot], firings: Sequence[int]) -> list[int]:
@@ -91,6 +108,7 @@ def build_buckets(
     sharded: bool,
     reduce_dtype: torch.dtype | None,
     hooked: bool = False,
+    layout: Layout = DEFAULT_LAYOUT,
 ) -> list[Bucket]:
     """Build the buckets and move existing gradients (and, if sharded, the parameters) into them.
 
@@ -107,6 +125,7 @@ def build_buckets(
         sharded: buckets are reduce-scattered.
         reduce_dtype: of gradients of bf16 and fp16 parameters; None: their own.
         hooked: a communication hook reduces them, and expects one gradient right behind the other.
+        layout: of the buckets.
 
     Returns:
         The buckets in launch order; the last one holds the round status.
@@ -125,7 +144,8 @@ def build_buckets(
     grouped = join_uneven(grouped, sizes, owned, comm.shards)
     loads = [0.0] * comm.shards
     countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
-    inside = countable and not sharded and not hooked and sent_whole[grouped[-1][0]]
+    in_parts = sharded or layout.in_parts
+    inside = countable and not in_parts and not hooked and sent_whole[grouped[-1][0]]
     thread = None
     buckets = []
     for index, members in enumerate(grouped):
@@ -138,9 +158,9 @@ def build_buckets(
             dtypes[members[0]],
             device,
             tail=status_length if inside and index == len(grouped) - 1 else 0,
-            shards=comm.shards if sharded or compressed else 1,
-            unit=_COMPRESSED_UNIT if compressed else ALIGN,
-            align=1 if hooked else ALIGN,
+            shards=comm.shards if in_parts or compressed else 1,
+            unit=_COMPRESSED_UNIT if compressed else layout.align,
+            align=1 if hooked else layout.align,
             allocate=comm.allocate,
             owners=owners,
             own=(comm.shard, comm.shards) if sharded and plan.shard == "gradients" else None,

@@ -13,6 +13,7 @@ __all__ = ["GradSlot", "ShardPiece", "SlotBucket", "dense", "shaped_as", "storag
 class SlotBucket(Protocol):
     """The bucket of a slot, `paceline.parallel.buckets.bucket.Bucket`, as users of the slot see it."""
 
+    index: int
     flat: torch.Tensor
     views: list[torch.Tensor]
     addresses: list[int]

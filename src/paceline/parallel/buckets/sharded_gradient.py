@@ -31,12 +31,16 @@ class GradientShards:
         comm: the ranks.
         count: number of parameters.
         pieces: waits for the result and returns this rank's pieces.
+
+    Attributes:
+        norms_vary: a norm over shards is refused, since its last bits depend on the number of ranks.
     """
 
     def __init__(self, comm: Comm, count: int, pieces: Callable[[], Sequence[ShardPiece]]) -> None:
         self._comm, self._count, self._pieces = comm, count, pieces
         self._grads: dict[int, torch.Tensor] | None = None
         self._norms: dict[float, torch.Tensor] = {}
+        self.norms_vary = False
 
     def clear(self) -> None:
         """Forget what was computed, as gradients change."""
@@ -138,7 +142,7 @@ class ShardedGradient(torch.Tensor):
             return grad
         if name == "linalg_vector_norm" and len(args) <= 2 and not kwargs.get("keepdim"):
             norm_type = float(args[1]) if len(args) > 1 else 2.0
-            if norm_type > 0:
+            if norm_type > 0 and not grad._shards.norms_vary:
                 dtype = kwargs.get("dtype") or (torch.float64 if grad.dtype.itemsize >= 8 else torch.float32)
                 return grad._shards.norm(grad._slot.index, norm_type).to(dtype)
         raise _refusal(name, grad)

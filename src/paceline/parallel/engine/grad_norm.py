@@ -1,5 +1,9 @@
 """Norm of, and clipping by, the whole gradient, whichever ranks hold its parts.
 
+[Note: one norm for any number of ranks] With virtual ranks the norm may depend neither on the ranks nor on the buckets.
+There every gradient starts at a multiple of `NORM_BLOCK` elements, and so does every rank's part. The norms of these
+blocks are gathered, and their squares added in the order of the parameters.
+
 [Note: one norm for all plans] A sum over shards rounds differently than a sum over whole gradients. Where the plan may
 change from step to step (``sync="auto"``) that would change the last bits of parameters. There the norm is summed in
 float64 and rounded to float32, which hides the order of the sum.
@@ -13,8 +17,12 @@ import torch
 
 from paceline.parallel.engine.loss_weights import multiply_by
 from paceline.parallel.engine.reducer import Reducer
+from paceline.world.control_collectives import gather_rows
 
-__all__ = ["clip_global_norm_", "global_norm", "note_norm"]
+__all__ = ["NORM_BLOCK", "clip_global_norm_", "global_norm", "note_norm"]
+
+NORM_BLOCK = 256
+"""See [Note: one norm for any number of ranks]."""
 
 _BLOCK = 1 << 16
 """Elements that a CPU converts to float64 at a time, so that they stay in its cache."""
@@ -60,6 +68,8 @@ def note_norm(engine: Reducer, norm: torch.Tensor) -> None:
 def _global(
     engine: Reducer, shards: list[torch.Tensor], wholes: list[torch.Tensor], norm_type: float
 ) -> torch.Tensor:
+    if engine.virtual_ranks is not None:
+        return _norm_of_blocks(engine, norm_type)
     norm_of = _norm if engine.tuner is None else _precise_norm
     norm = norm_of(wholes, norm_type, engine.device)
     if engine.splits_gradients:
@@ -69,6 +79,40 @@ def _global(
         else:
             norm = (part**norm_type + norm**norm_type) ** (1 / norm_type)
     return norm if engine.tuner is None else norm.to(torch.float32)
+
+
+def _norm_of_blocks(engine: Reducer, norm_type: float) -> torch.Tensor:
+    """Return the norm that is the same to the bit on any ranks; see [Note: one norm for any number of ranks]."""
+    engine.note_waiting(engine.launch_queue.wait_all())
+    held = [bucket.grads for bucket in engine.buckets if bucket.slots]
+    if engine.sharded:
+        held = [bucket.result(low, high) for bucket, low, high in engine.launch_queue.owned_ranges()]
+    if not held:
+        return torch.zeros((), device=engine.device)
+    parts = [torch.linalg.vector_norm(flat.view(-1, NORM_BLOCK), norm_type, dim=1) for flat in held]
+    own = torch.cat([part.to(torch.float64) for part in parts])
+    rows = torch.stack(gather_rows(own, engine.comm.group)) if engine.sharded else own.unsqueeze(0)
+    norms = rows.view(-1)[_blocks_in_order(engine, [len(part) for part in parts])]
+    if norm_type == math.inf:
+        return norms.max().to(torch.float32)
+    return ((norms**norm_type).sum() ** (1 / norm_type)).to(torch.float32)
+
+
+def _blocks_in_order(engine: Reducer, lengths: list[int]) -> torch.Tensor:
+    """Return where the blocks of every parameter are in the gathered rows, in the order of the parameters.
+
+    Args:
+        engine: the reducer.
+        lengths: blocks of this rank's part of each bucket, as of every other rank's.
+    """
+    firsts = [sum(lengths[:index]) for index in range(len(lengths))]
+    places: list[int] = []
+    for slot in engine.slots:
+        bucket, first = slot.bucket, slot.start // NORM_BLOCK
+        for block in range(first, first - -slot.numel // NORM_BLOCK):
+            part, place = divmod(block, lengths[bucket.index])
+            places.append(part * sum(lengths) + firsts[bucket.index] + place)
+    return torch.tensor(places, dtype=torch.int64, device=engine.device)
 
 
 def _norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

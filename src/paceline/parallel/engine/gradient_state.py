@@ -17,7 +17,7 @@ import torch
 from paceline._core.step_state import wait_counters
 from paceline.errors import SyncError, UsageError
 from paceline.parallel.buckets.bucket import Bucket
-from paceline.parallel.buckets.bucket_builder import build_buckets
+from paceline.parallel.buckets.bucket_builder import DEFAULT_LAYOUT, build_buckets
 from paceline.parallel.buckets.grad_slot import GradSlot, ShardPiece, storage_numel
 from paceline.parallel.buckets.sharded_gradient import GradientShards, ShardedGradient
 from paceline.parallel.compression.compressed_bucket import ResidualState
@@ -80,6 +80,7 @@ class GradientState:
         inside_ddp: whether torch's DDP wraps the wrapped model too. Its hooks read and write gradients, so no bucket is
             launched before the end of backward, and shards are not exposed.
         retired: the model was wrapped again, so another engine synchronises its gradients.
+        layout: of the buckets.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class GradientState:
         self.summary: RoundSummary | None = None
         self.inside_ddp = False
         self.retired = False
+        self.layout = DEFAULT_LAYOUT
 
         self._local = False  # there are gradients of this rank that no round has seen
         self._reduced = False  # there is the result of a round
@@ -216,6 +218,7 @@ class GradientState:
             sharded=self.sharded,
             reduce_dtype=self.reduce_dtype,
             hooked=self.launch_queue.hook is not None,
+            layout=self.layout,
         )
         self.residuals.resume()
 

@@ -128,6 +128,7 @@ class LaunchQueue:
             bucket.await_writers()
             if not bucket.collect(complete=False):
                 break
+            self._collected(bucket)
             bucket.attached = False
             for param in bucket.members:
                 param.grad = None
@@ -138,6 +139,9 @@ class LaunchQueue:
             if bucket.own is not None:
                 self._free_before(bucket)
 
+    def _collected(self, bucket: Bucket) -> None:
+        """Complete the gradients of this backward in `bucket`, which is sent next."""
+
     def _free_before(self, bucket: Bucket) -> None:
         """Wait for all buckets but `bucket` and the one before, so that their memory is freed."""
         for index in [index for index in self._in_flight if index < bucket.index - 1]:
@@ -147,6 +151,7 @@ class LaunchQueue:
         """Complete the buckets that are not launched yet; `finite_check` measures what is sent."""
         for bucket in self.buckets[self._next :]:
             bucket.collect()
+            self._collected(bucket)
             if finite_check is not None and bucket.slots:
                 finite_check.record_peak(bucket.grads)
 

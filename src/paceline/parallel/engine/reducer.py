@@ -67,6 +67,7 @@ class Reducer(RoundClosing):
         sync_enabled: whether a backward that begins now synchronises; `accumulate()` turns it off.
         follows_torch: whether what torch's DistributedDataParallel allows is a warning where it is an error otherwise.
         replicas_differ: whether parameters may differ between ranks, since an exception ended local training.
+        virtual_ranks: over which gradients are summed in one order, whatever the number of ranks.
         hooks: of the parameters.
         consumers: the optimizers that update shards.
         parameter_gather: what they have updated and not yet received.
@@ -86,6 +87,7 @@ class Reducer(RoundClosing):
         self.sync_enabled = True
         self.follows_torch = False
         self.replicas_differ = False
+        self.virtual_ranks: int | None = None
 
         self._opening = threading.Lock()
         self._in_backward = False
@@ -317,6 +319,10 @@ class Reducer(RoundClosing):
         self._buckets_new = True
         self.hooks.skip_small(self.slots)
 
+    def _is_alone(self) -> bool:
+        """Return whether this rank's gradient is the result."""
+        return self.comm.size == 1 or self.local_only
+
     def run_joined_round(self) -> None:
         """Take part in a round without a batch. See `Status.JOINED`.
 
@@ -472,7 +478,7 @@ class Reducer(RoundClosing):
         summary: RoundSummary | None
         if self.local_only or not self.weights.agreed:
             self._collect()
-        if self.comm.size == 1 or self.local_only:
+        if self._is_alone():
             used = tuple(slot.used or slot.fired > 0 for slot in self.slots)
             summary = RoundSummary((float(self.weights.samples),), (status,), used)
         else:

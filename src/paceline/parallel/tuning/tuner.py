@@ -7,7 +7,7 @@
     watch    when steps get much slower or faster for long, the search starts again
 
 All decisions are made at the ends of rounds, from numbers that all ranks have, so all ranks change plan at the same
-step. A plan changes only when and in which pieces gradients are sent: on a backend that sums in rank order (paceline)
+step. A plan changes only when and in which pieces gradients are sent: on a backend that sums in one order (paceline)
 the parameters are the same to the bit.
 
 [Note: when a plan changes] At the end of ``step()`` if that leaves no gradients, otherwise at the beginning of the next

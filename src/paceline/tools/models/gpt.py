@@ -1,8 +1,8 @@
 """The reference GPT: bytes (or any tokens) in, logits out.
 
 Pre-norm blocks with RMSNorm (arXiv 1910.07467), rotary positions (arXiv 2104.09864), causal attention through
-``scaled_dot_product_attention`` and a GELU feed-forward layer of two matrices. No biases and no dropout: equal inputs
-give equal gradients, which comparisons of strategies require.
+``scaled_dot_product_attention`` and a GELU feed-forward layer of two matrices. No biases, and by default no dropout:
+equal inputs give equal gradients, which comparisons of strategies require.
 
 Shapes are written as ``[batch, context, …]``.
 """
@@ -72,8 +72,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each added to the residual stream."""
 
-    def __init__(self, size: GptSize) -> None:
+    def __init__(self, size: GptSize, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.attention_norm = nn.RMSNorm(size.d_model, eps=1e-6)
         self.attention = Attention(size)
         self.feed_forward_norm = nn.RMSNorm(size.d_model, eps=1e-6)
@@ -81,8 +82,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the residual stream ``[batch, context, d_model]`` after this layer."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        x = x + self._thinned(self.attention(self.attention_norm(x), cos, sin))
+        return x + self._thinned(self.feed_forward(self.feed_forward_norm(x)))
+
+    def _thinned(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
 class GPT(nn.Module):
@@ -92,6 +96,7 @@ class GPT(nn.Module):
         size: its shapes.
         tie: share the weights of embedding and head.
         recompute: keep only each block's input and run the block again in backward (activation checkpointing).
+        dropout: share of the outputs of each attention and feed-forward layer that is zeroed in training.
 
     Example:
         >>> from paceline.tools.models.gpt_sizes import gpt_size
@@ -102,11 +107,13 @@ class GPT(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, size: GptSize, *, tie: bool = False, recompute: bool = False) -> None:
+    def __init__(
+        self, size: GptSize, *, tie: bool = False, recompute: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.size, self.tied, self.recompute = size, tie, recompute
         self.embedding = nn.Embedding(size.vocabulary, size.d_model)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size, dropout) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.d_model, eps=1e-6)
         self.head = nn.Linear(size.d_model, size.vocabulary, bias=False)
         cos, sin = rotary_tables(size.context, size.d_head)

@@ -8,7 +8,7 @@ batch does not depend on the number of ranks, and resuming a job takes its step 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline._core.keyed_random import keyed_hash
+from paceline._core.summation_tree import leaves_of
 from paceline.errors import UsageError
 from paceline.tools.models.corpus import Tokens
 from paceline.tools.models.gpt import token_loss
@@ -74,6 +75,8 @@ class TrainingWindows:
         size: number of ranks.
         seed: selects the sequence of windows.
         windows: of the global batch; 0: one micro-batch per rank.
+        virtual_ranks: micro-batches of a step, whatever the number of ranks, each of which has consecutive ones; None:
+            ranks take turns.
 
     Raises:
         UsageError: `tokens` is shorter than one window.
@@ -94,18 +97,28 @@ class TrainingWindows:
     size: int = 1
     seed: int = 0
     windows: int = 0
+    virtual_ranks: int | None = None
 
     def __post_init__(self) -> None:
         _check_length(self.tokens, self.context)
 
     @property
+    def leaves(self) -> range:
+        """Virtual ranks of this rank; of real ranks, itself."""
+        if self.virtual_ranks is None:
+            return range(self.rank, self.rank + 1)
+        return leaves_of(self.rank, self.size, self.virtual_ranks)
+
+    @property
     def windows_per_step(self) -> int:
         """Windows of the global batch."""
-        return self.windows or self.batch * self.size
+        return self.windows or self.batch * (self.virtual_ranks or self.size)
 
     @property
     def rounds(self) -> int:
-        """Micro-batches of a step, the same number on every rank."""
+        """Micro-batches of a step on this rank: the same number on every rank, unless virtual ranks have them."""
+        if self.virtual_ranks is not None:
+            return len(self.leaves)
         return -(-self.windows_per_step // (self.batch * self.size))
 
     def at(self, step: int, micro: int = 0) -> TokenBatch:
@@ -113,7 +126,8 @@ class TrainingWindows:
 
         If no window is left for this rank, it holds one that does not count (``samples == 0``).
         """
-        low = min(self.windows_per_step, (micro * self.size + self.rank) * self.batch)
+        number = micro * self.size + self.rank if self.virtual_ranks is None else self.leaves[micro]
+        low = min(self.windows_per_step, number * self.batch)
         high = min(self.windows_per_step, low + self.batch)
         first = step * self.windows_per_step
         numbers = np.arange(first + low, first + high) if low < high else np.array([first])
@@ -133,6 +147,7 @@ class HeldOutWindows:
         rank: this rank.
         size: number of ranks.
         limit: the most windows used, evenly spread; 0: all.
+        virtual_ranks: between which windows are divided, whatever the number of ranks; None: between the ranks.
 
     Raises:
         UsageError: `tokens` is shorter than one window.
@@ -145,9 +160,22 @@ class HeldOutWindows:
     rank: int = 0
     size: int = 1
     limit: int = 0
+    virtual_ranks: int | None = None
 
     def __post_init__(self) -> None:
         _check_length(self.tokens, self.context)
+
+    def by_virtual_rank(self) -> list[HeldOutWindows]:
+        """Return the windows of each virtual rank of this rank; itself without."""
+        if self.virtual_ranks is None:
+            return [self]
+        leaves = leaves_of(self.rank, self.size, self.virtual_ranks)
+        return [replace(self, rank=leaf, size=self.virtual_ranks, virtual_ranks=None) for leaf in leaves]
+
+    @property
+    def most_parts(self) -> int:
+        """The largest number of parts that `by_virtual_rank` returns on any rank."""
+        return 1 if self.virtual_ranks is None else len(leaves_of(0, self.size, self.virtual_ranks))
 
     def starts(self) -> NDArray[np.int64]:
         """Return the starts of the windows of all ranks; they do not overlap."""

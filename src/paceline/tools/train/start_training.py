@@ -53,7 +53,7 @@ def _launch_ranks(settings: TrainSettings) -> None:
         raise UsageError(
             f"min_ranks={settings.min_ranks}, of {plural(ranks, 'rank')}", remedy=f"valid: 1 to {ranks}"
         )
-    threads = settings.threads or max(1, int(usable_cores() / ranks))
+    threads = settings.threads or max(1, int(usable_cores() / (settings.virtual_ranks or ranks)))
     if settings.device not in (None, "cpu"):
         for rank in range(ranks):
             choose_device(settings.device, None, rank, ranks)

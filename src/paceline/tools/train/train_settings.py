@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 from paceline._core.json_codec import decode, encode
+from paceline._core.summation_tree import check_virtual_ranks
 from paceline.errors import UsageError, unknown
 from paceline.integrations.loggers import LOGGER_NAMES, check_logger_names
 from paceline.parallel.compression.compression_config import COMPRESSIONS
@@ -29,7 +30,15 @@ ExistingRun = Literal["refuse", "resume", "overwrite"]
 AUTO = "auto"
 _AT_LEAST_ONE = ("micro_batch_size", "steps", "accumulate", "log_every")
 _AT_LEAST_ZERO = ("seed", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens", "max_restarts")
-_OPTIONAL_COUNTS = ("ranks", "nproc_per_node", "min_ranks", "context", "threads", "vocabulary")
+_OPTIONAL_COUNTS = (
+    "ranks",
+    "nproc_per_node",
+    "min_ranks",
+    "context",
+    "threads",
+    "vocabulary",
+    "virtual_ranks",
+)
 _STRATEGIES_WITH_BUCKETS = ("bucketed", "sharded", "sharded-gradients")
 _NEED_EVERY = ("outer", "outer_lr", "outer_momentum", "fragments", "delay", "outer_warmup_steps")
 _TRAINING, _SYNCHRONISATION, _LOCAL_SGD, _PROCESSES = "Training", "Synchronisation", "Local SGD", "Processes"
@@ -73,9 +82,16 @@ class TrainSettings:
     ] = None
     micro_batch_size: Annotated[int, shared("micro-batch-size", panel=_TRAINING)] = 16
     accumulate: Annotated[int, shared("accumulate", panel=_TRAINING)] = 1
+    virtual_ranks: Annotated[
+        int | None,
+        shared(
+            "virtual-ranks", ": micro-batches per step; equal bits on any number of ranks", panel=_TRAINING
+        ),
+    ] = None
     steps: Annotated[int, shared("steps", " of the optimizer", panel=_TRAINING)] = 600
     lr: Annotated[float, shared("lr", " at its peak", panel=_TRAINING)] = 2e-3
     clip: Annotated[float, own(None, "Maximum gradient norm; 0: no clipping.", panel=_TRAINING)] = 1.0
+    dropout: Annotated[float, own(None, "Share of activations to drop out.", panel=_TRAINING)] = 0.0
     seed: Annotated[int, shared("seed", ": of initial weights and data order", panel=_TRAINING)] = 0
     strategy: Annotated[
         str,
@@ -151,6 +167,10 @@ class TrainSettings:
                 _check_whole(name, getattr(self, name), 1)
         for name in ("lr", "weight_decay", "clip"):
             _check_real(name, getattr(self, name), positive=name == "lr")
+        _check_real("dropout", self.dropout, positive=False)
+        if self.dropout >= 1:
+            raise UsageError(f"dropout={self.dropout!r}, must be below 1")
+        self._check_virtual_ranks()
         if self.existing not in get_args(ExistingRun):
             raise unknown("existing", self.existing, get_args(ExistingRun))
         if self.device not in (None, *DEVICE_TYPES):
@@ -175,6 +195,27 @@ class TrainSettings:
         if (local_sgd := self.local_sgd) is not None:
             local_sgd.check_layers(size.layers)
         _ = self.plan
+
+    def _check_virtual_ranks(self) -> None:
+        if self.virtual_ranks is None:
+            return
+        others: dict[str, tuple[bool, str]] = {
+            "accumulate": (self.accumulate > 1, "virtual ranks accumulate already: raise --virtual-ranks"),
+            "every": (self.every is not None, "leave --every out: virtual ranks synchronise every step"),
+            "compression": (compression_or_none(self.compression) is not None, "leave --compression out"),
+            "strategy": (
+                self.is_auto or Sync.of(self.strategy).shard == "parameters",
+                "use naive, flat, overlap, bucketed, sharded or sharded-gradients",
+            ),
+        }
+        for name, (excluded, remedy) in others.items():
+            if excluded:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} with virtual_ranks={self.virtual_ranks!r}", remedy=remedy
+                )
+        for name in ("ranks", "nproc_per_node"):
+            if getattr(self, name) is not None:
+                check_virtual_ranks(self.virtual_ranks, getattr(self, name))
 
     @property
     def is_auto(self) -> bool:

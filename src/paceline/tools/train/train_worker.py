@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 
+from paceline._core.cpu_cores import usable_cores
 from paceline._core.format import format_bytes, format_count, format_seconds, plural
 from paceline.errors import CollectiveError, PacelineError, UsageError, WorldError
 from paceline.health.watchdog import Watchdog
@@ -78,8 +79,9 @@ def run_rank(settings: TrainSettings, *, command: Mapping[str, str] | None = Non
         command: given if the run folder is not prepared yet: facts that rank 0 writes into it once it is.
     """
     world = init(device=settings.device)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    if settings.threads or settings.virtual_ranks:
+        # with virtual ranks the same on any number of ranks: it may change the bits
+        torch.set_num_threads(settings.threads or max(1, int(usable_cores() / (settings.virtual_ranks or 1))))
     folder = RunFolder(settings.out)
     if command is not None:
         _prepare_folder(folder, settings, command, world)
@@ -235,7 +237,7 @@ def _sample(job: TrainingJob) -> str:
         return ""
     prompt = torch.tensor([job.corpus.encode(PROMPT)], device=job.world.device)
     generator = torch.Generator(job.world.device).manual_seed(job.settings.seed)
-    net = cast(GPT, job.model.module)
+    net = cast(GPT, job.model.module).eval()
     tokens = net.generate(prompt, job.settings.sample_tokens, TEMPERATURE, generator)
     return job.corpus.decode(tokens[0].tolist())
 

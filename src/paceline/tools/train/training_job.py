@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline._core.step_state import step_state
+from paceline._core.summation_tree import leaves_of
 from paceline.checkpoint.api import Checkpoint
 from paceline.integrations.loggers import LoggerGroup, make_loggers
 from paceline.parallel.data_parallel import DataParallel
@@ -27,7 +29,7 @@ from paceline.tools.train.run_folder import RunFolder
 from paceline.tools.train.traffic_counter import SentBytes, float32_gradient_nbytes, interface_nbytes
 from paceline.tools.train.train_settings import AUTO, TrainSettings
 from paceline.world import World
-from paceline.world.control_collectives import sum_over_ranks, verify_same
+from paceline.world.control_collectives import gather_rows, verify_same
 
 __all__ = ["TrainingJob", "build_job", "held_out_loss"]
 
@@ -93,6 +95,12 @@ class TrainingJob:
         self.sent_bytes.add(sent, float32_gradient_nbytes(self.parameters, self.world.size) if step else 0.0)
 
     @property
+    def most_micro_batches(self) -> int:
+        """Micro-batches of a step on the rank that has most."""
+        virtual = self.batches.virtual_ranks
+        return self.batches.rounds if virtual is None else len(leaves_of(0, self.world.size, virtual))
+
+    @property
     def step(self) -> int:
         """Number of updates so far."""
         return self.checkpoint.step
@@ -126,12 +134,20 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
     corpora.check_corpus(corpus, batch=settings.micro_batch_size, context=size.context, ranks=world.size)
     verify_same(_facts(settings, corpus), "the training", remedy="give every rank the same settings and data")
 
-    windows = settings.micro_batch_size * settings.accumulate * (settings.ranks or world.size)
+    parts = settings.virtual_ranks or settings.ranks or world.size
+    windows = settings.micro_batch_size * settings.accumulate * parts
     shard: dict[str, Any] = {"context": size.context, "rank": world.rank, "size": world.size}
 
     def batches_of(windows: int) -> TrainingWindows:
-        batch = min(settings.micro_batch_size, -(-windows // world.size))
-        return TrainingWindows(corpus.train, batch, seed=settings.seed, windows=windows, **shard)
+        batch = min(settings.micro_batch_size, -(-windows // (settings.virtual_ranks or world.size)))
+        return TrainingWindows(
+            corpus.train,
+            batch,
+            seed=settings.seed,
+            windows=windows,
+            virtual_ranks=settings.virtual_ranks,
+            **shard,
+        )
 
     choice = None
     if settings.is_auto:
@@ -140,7 +156,8 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
 
     torch.manual_seed(settings.seed)
     sync = AUTO if choice is not None and choice.sends_full_gradients else settings.plan
-    model = DataParallel(GPT(size).to(world.device), sync=sync)
+    net = GPT(size, dropout=settings.dropout).to(world.device)
+    model = DataParallel(net, sync=sync, virtual_ranks=settings.virtual_ranks)
     optimizer = _adamw(model, settings)
     folder = RunFolder(settings.out)
     local_sgd = settings.local_sgd
@@ -170,7 +187,11 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
         checkpoint=checkpoint,
         batches=batches_of(windows),
         held_out=HeldOutWindows(
-            corpus.held_out, settings.micro_batch_size, limit=settings.eval_windows, **shard
+            corpus.held_out,
+            settings.micro_batch_size,
+            limit=settings.eval_windows,
+            virtual_ranks=settings.virtual_ranks,
+            **shard,
         ),
         metrics=StepMetrics(folder.path),
         loggers=LoggerGroup(make_loggers(settings.log) if settings.log and world.rank == 0 else ()),
@@ -198,9 +219,15 @@ def _facts(settings: TrainSettings, corpus: Corpus) -> list[str]:
 def held_out_loss(model: nn.Module, held_out: HeldOutWindows, world: World) -> float:
     """Return the mean loss over the held-out windows of all ranks, in nats per token; collective.
 
-    Exact for any number of ranks: each rank sums over its own windows, then sums and counts are all-reduced.
+    Exact for any number of ranks: each rank sums over its own windows, or those of each of its virtual ranks; then all
+    sums are gathered and added exactly.
     """
     with step_state.running_task("eval"):
-        own = torch.tensor(summed_token_loss(model, held_out, world.device), dtype=torch.float64)
-        loss_sum, count = sum_over_ranks(own).tolist()
-    return loss_sum / count
+        training = model.training
+        model.eval()
+        parts = [summed_token_loss(model, part, world.device) for part in held_out.by_virtual_rank()]
+        model.train(training)
+        own = torch.zeros(held_out.most_parts, 2, dtype=torch.float64)
+        own[: len(parts)] = torch.tensor(parts, dtype=torch.float64)
+        rows = torch.cat(gather_rows(own))
+    return math.fsum(rows[:, 0].tolist()) / rows[:, 1].sum().item()

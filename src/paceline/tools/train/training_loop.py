@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from paceline._core.step_state import step_state
+from paceline.data.leaf_random import seed_between_steps, seed_leaf
 from paceline.errors import PacelineError
 from paceline.health.watchdog import Watchdog
 from paceline.profiling.profiler import time_metrics
@@ -37,7 +38,7 @@ class StepMeasurement:
     """Measurements of one optimizer step on this rank.
 
     Attributes:
-        loss_sum: Σ loss·samples, a scalar on the device.
+        losses: loss·samples of each micro-batch, scalars on the device.
         samples: number of windows.
         lr: learning rate of the update.
         grad_norm: norm of the global gradient before clipping; None: nothing is clipped.
@@ -45,7 +46,7 @@ class StepMeasurement:
         exposed_seconds: part of `seconds` in which this rank was blocked on communication.
     """
 
-    loss_sum: torch.Tensor
+    losses: list[torch.Tensor]
     samples: int
     lr: float
     grad_norm: torch.Tensor | None
@@ -117,16 +118,21 @@ def take_step(job: TrainingJob) -> StepMeasurement:
     for group in optimizer.param_groups:
         group["lr"] = lr
 
-    loss_sum, samples = torch.zeros((), device=job.world.device), 0
+    virtual = settings.virtual_ranks is not None
+    losses, samples = [], 0
     for micro in range(micro_batches):
         step_state.enter_phase("data")
         batch = job.batches.at(job.step, micro).to(job.world.device)
+        if virtual:
+            seed_leaf(settings.seed, 0, job.step, job.batches.leaves[micro])
         step_state.enter_phase("outside")
         loss = loss_of(model(batch.inputs), batch.targets)
-        with model.accumulate() if micro < micro_batches - 1 else nullcontext():
+        with model.accumulate() if micro < micro_batches - 1 and not virtual else nullcontext():
             model.backward(loss, samples=batch.samples)
-        loss_sum += loss.detach() * batch.samples
+        losses.append(loss.detach() * batch.samples)
         samples += batch.samples
+    if virtual:
+        seed_between_steps(settings.seed, 0, job.step)
 
     loop_exposed = -_loop_exposed_seconds(job)
     norm = model.clip_grad_norm_(settings.clip) if settings.clip else None
@@ -135,7 +141,7 @@ def take_step(job: TrainingJob) -> StepMeasurement:
     optimizer.zero_grad()
     job.count_bytes()
     return StepMeasurement(
-        loss_sum=loss_sum,
+        losses=losses,
         samples=samples,
         lr=lr,
         grad_norm=norm,
@@ -146,6 +152,11 @@ def take_step(job: TrainingJob) -> StepMeasurement:
 
 def _loop_exposed_seconds(job: TrainingJob) -> float:
     return 0.0 if job.loop is None else job.loop.exposed_seconds
+
+
+def _exact_sum(values: torch.Tensor) -> float:
+    """Return the sum, which does not depend on the order of the values; NaN if one is not finite."""
+    return math.fsum(values.flatten().tolist()) if values.isfinite().all() else math.nan
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -164,11 +175,13 @@ def _global_measurements(job: TrainingJob, measured: StepMeasurement) -> dict[st
     Raises:
         PacelineError: the loss is no longer finite.
     """
-    own = [float(measured.loss_sum), measured.samples, measured.seconds, measured.exposed_seconds]
-    rows = torch.stack(gather_rows(torch.tensor(own, dtype=torch.float64)))
-    seconds, exposed = rows[:, 2], rows[:, 3]
-    loss_sum, samples = rows[:, :2].sum(0).tolist()
-    loss = loss_sum / samples
+    own = torch.zeros(3 + job.most_micro_batches, dtype=torch.float64)
+    own[:3] = torch.tensor([measured.samples, measured.seconds, measured.exposed_seconds])
+    own[3 : 3 + len(measured.losses)] = torch.stack(measured.losses).cpu()
+    rows = torch.stack(gather_rows(own))
+    seconds, exposed = rows[:, 1], rows[:, 2]
+    samples = rows[:, 0].sum().item()
+    loss = _exact_sum(rows[:, 3:]) / samples
     if not math.isfinite(loss):
         raise _divergence(job, f"the loss is {loss}")
     visible = step_state.sees_waiting

@@ -60,10 +60,10 @@ class FakeComm(Comm):
         """Return the round status as if all ranks had written the same."""
         return round_status.replicated_sum(self._written, self.rank, self.size)
 
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         return FakeWork()
 
-    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         return FakeWork()
 
 
