@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from paceline._core.step_state import step_state, wait_counters
+from paceline._core.summation_tree import addition_order
+from paceline.data.batch_sample_count import with_samples
+from paceline.data.leaf_random import preserved_generators
 from paceline.data.loader import Loader
+from paceline.data.rank_place import RankPlace
 from paceline.data.sampling.uneven_policies import EXACT
 from paceline.errors import MismatchError, UsageError
-from paceline.world.control_collectives import gather_rows, verify_same
+from paceline.world.control_collectives import gather_rows, rank_and_size, verify_same
 
 __all__ = ["evaluate"]
 
@@ -24,6 +29,10 @@ def evaluate(model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any
     The model is in eval mode meanwhile, and computes no gradients. All ranks call this, and all call `measure` the
     same number of times: the forward pass of a sharded model has collectives. Results for placeholder batches
     (``batch.samples == 0``) are ignored. Sums are computed in float64.
+
+    If the loader has virtual ranks, sums are kept for each of these and added in a fixed order: the result is the same
+    to the bit on any number of ranks. The process's random number generators continue afterwards as if nothing had
+    been evaluated.
 
     Args:
         model: passed to `measure`; wrapped or not.
@@ -55,37 +64,83 @@ def evaluate(model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any
             f"evaluating with uneven={loader.uneven!r}, which does not use every sample once",
             remedy="use uneven='join' (the default) or 'rebalance'",
         )
-    training, samples = [module for module in model.modules() if module.training], wait_counters.samples
+    training = [module for module in model.modules() if module.training]
+    present = wait_counters.samples, wait_counters.leaf
+    place = RankPlace(*rank_and_size(loader.group), loader.virtual_ranks)
     model.eval()
-    sums = WeightedSums()
+    sums = WeightedSums(place.own)
     try:
-        with torch.no_grad(), step_state.running_task("eval"):
+        with torch.no_grad(), step_state.running_task("eval"), _generators_of(loader):
             for number, batch in enumerate(loader):
-                sums.add(number, measure(model, batch), batch.samples)
+                _measure(model, batch, measure, number, sums, place)
     finally:
         for module in training:
             module.training = True
-        wait_counters.samples = samples  # of the training step in which this is called
+        wait_counters.samples, wait_counters.leaf = present  # of the training step in which this is called
     sums.verify(loader.group)
-    own = torch.tensor([sums.by_name[name] for name in sums.names], dtype=torch.float64)
-    totals = torch.stack(gather_rows(own, loader.group)).sum(0).tolist()
+    totals = _add_up(sums, place, loader.group)
     means = {name: _mean(name, *total) for name, total in zip(sums.names, totals, strict=True)}
     return means if sums.named else means[""]
 
 
+def _generators_of(loader: Loader) -> AbstractContextManager[None]:
+    """Return a context that preserves the generators which a loader with virtual ranks seeds."""
+    return nullcontext() if loader.virtual_ranks is None else preserved_generators()
+
+
+def _measure(
+    model: nn.Module,
+    batch: Any,
+    measure: Callable[[Any, Any], Any],
+    number: int,
+    sums: WeightedSums,
+    place: RankPlace,
+) -> None:
+    """Add the measure of batch `number`.
+
+    After the last leaf of a step, a rank with fewer leaves than others measures a placeholder: as often as they do.
+    """
+    leaf = place.rank if wait_counters.leaf is None else wait_counters.leaf[1]
+    sums.add(number, measure(model, batch), batch.samples, leaf)
+    if place.virtual_ranks is not None and leaf == place.own[-1] and len(place.own) < place.most_own:
+        measure(model, with_samples(batch, 0))
+
+
+def _add_up(sums: WeightedSums, place: RankPlace, group: ProcessGroup | None) -> list[list[float]]:
+    """Return the sums over all ranks by name; with virtual ranks, added along the tree over these."""
+    own = sums.rows()
+    if place.virtual_ranks is None:
+        return torch.stack(gather_rows(own[0], group)).sum(0).tolist()
+    padded = own.new_zeros(place.most_own, *own.shape[1:])  # ranks have different numbers of them
+    padded[: len(own)] = own
+    rows = [
+        row
+        for rank, found in enumerate(gather_rows(padded, group))
+        for row in found[: len(place.own_of(rank))].cpu().unbind()
+    ]
+    leaves = [range(leaf, leaf + 1) for leaf in range(place.virtual_ranks)]
+    for into, other in addition_order(leaves, place.virtual_ranks):
+        rows[into] = rows[into] + rows[other]
+    return rows[0].tolist()
+
+
 class WeightedSums:
-    """Σ value·weight and Σ weight of one rank, by name.
+    """Σ value·weight and Σ weight by name, of each rank, real or virtual, that this process serves.
 
     Invalid results raise only after the last batch: until then other ranks wait for this one in every batch.
 
+    Args:
+        own: the ranks.
+
     Attributes:
-        by_name: (Σ value·weight, Σ weight); without names, of "".
+        by_name: (Σ value·weight, Σ weight) of each rank; without names, of "".
         named: whether `measure` returned names.
         error: of the first invalid result.
     """
 
-    def __init__(self) -> None:
-        self.by_name: dict[Any, list[float]] = {}
+    def __init__(self, own: range) -> None:
+        self._own = own
+        self.by_name: dict[Any, list[list[float]]] = {}
         self.named = False
         self.error: UsageError | None = None
 
@@ -94,10 +149,15 @@ class WeightedSums:
         """The names, in the same order on all ranks."""
         return sorted(self.by_name, key=str)
 
-    def add(self, number: int, found: Any, samples: float) -> None:
-        """Add the result of `measure` for batch `number` with this number of samples."""
+    def rows(self) -> Tensor:
+        """Return the sums, by rank and name."""
+        by_rank = [[self.by_name[name][index] for name in self.names] for index in range(len(self._own))]
+        return torch.tensor(by_rank, dtype=torch.float64)
+
+    def add(self, number: int, found: Any, samples: float, rank: int) -> None:
+        """Add the result of `measure` for batch `number` of a rank, with this number of samples."""
         try:
-            self._add(number, found, samples)
+            self._add(number, found, samples, self._own.index(rank))
         except UsageError as error:
             self.error = self.error or error
 
@@ -119,7 +179,7 @@ class WeightedSums:
         if not self.by_name and not self.named:
             raise UsageError("nothing was measured: there was no batch")
 
-    def _add(self, number: int, found: Any, samples: float) -> None:
+    def _add(self, number: int, found: Any, samples: float, index: int) -> None:
         self.named = isinstance(found, Mapping)
         results = dict(found) if isinstance(found, Mapping) else {"": found}
         if number and results.keys() != self.by_name.keys():
@@ -128,7 +188,7 @@ class WeightedSums:
                 remedy="return the same names for every batch",
             )
         for name, value in results.items():
-            sums = self.by_name.setdefault(name, [0.0, 0.0])
+            sums = self.by_name.setdefault(name, [[0.0, 0.0] for _ in self._own])[index]
             mean, weight = _parse_result(name, value, samples)
             if samples and weight:
                 sums[0] += mean * weight

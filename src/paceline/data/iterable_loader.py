@@ -133,8 +133,8 @@ class IterableLoader:
     def facts(self) -> list[str]:
         """Return what must be the same on all ranks before an epoch starts."""
         return [
-            f"{self.settings}",
             f"virtual_ranks={self.place.virtual_ranks}",
+            f"{self.settings}",
             f"num_workers={self._options.num_workers}",
             f"epoch {self.epoch}, step {self.step}",
             f"position {json.dumps(self.state())}",

@@ -173,11 +173,11 @@ class MapLoader:
         settings, state = self.settings, self.position.state()
         measured = self.measured
         return [
+            f"virtual_ranks={self.place.virtual_ranks}",
             f"{len(self.dataset)} samples",
             f"seed={state['seed']}, shuffle={state['shuffle']!r}",
             f"batch_size={settings.batch_size}, uneven={settings.uneven!r}",
             f"dispatch={settings.scheme!r}, block={settings.block}, shares {settings.shares}",
-            f"virtual_ranks={self.place.virtual_ranks}",
             f"measured shares: {measured and f'redeal_every={measured.every}, speeds={measured.speeds}'}",
             f"epoch {state['epoch']}, step {state['step']}",
             f"position {json.dumps(state)}",

@@ -178,3 +178,12 @@ def test_a_state_of_other_virtual_ranks_is_redistributed():
         again.load_state_dict(loader.state_dict())
         rest = [sample for batch in again if batch.samples for sample in batch.tolist()]
         assert sorted(taken + rest) == list(range(50))
+
+
+def test_a_leaf_gets_batches_of_the_workers_in_turns():
+    loader = paceline.Loader(Numbers(24), 2, virtual_ranks=2, stream="whole", num_workers=2)
+    workers = {0: [], 1: []}
+    for number, batch in enumerate(loader):
+        (worker,) = {sample % 2 for sample in batch.tolist()}
+        workers[number % 2].append(worker)
+    assert workers == {0: [0, 1] * 3, 1: [0, 1] * 3}
