@@ -7,7 +7,7 @@ manifest.states    per rank:
     compressed     per model: this rank's compression residuals
     own            per object with a `rank_state_dict`: this rank's, such as its local parameters
     others, extra, engines, epoch    of rank 0 only: states of all other objects; entries of a model's state_dict that
-                   are not tensors; counters and loss weights of its engine; completed epochs
+                   are not tensors; counters, loss weights and arithmetic of its engine; completed epochs
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from paceline.checkpoint.optimizer_state_pieces import check_optimizer, load_opt
 from paceline.errors import CheckpointError, UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
+from paceline.parallel.virtual_ranks.arithmetic_probe import warn_of_other_arithmetic
+from paceline.parallel.virtual_ranks.virtual_reducer import VirtualRankReducer
 from paceline.world.accelerator import find_accelerator, used_accelerator
 from paceline.world.plain_values import pack, unpack
 
@@ -98,6 +100,7 @@ def collect_contents(objects: NamedObjects, rank: int, ranks: int, *, epoch: int
         state["extra"], state["epoch"] = extra, epoch
         state["engines"] = {
             name: {"step": engine.step, "reference": float(engine.weights.reference)}
+            | ({"arithmetic": engine.arithmetic} if isinstance(engine, VirtualRankReducer) else {})
             for name, engine in engines.items()
         }
     packed, tensors = pack(state)
@@ -138,6 +141,8 @@ def restore_contents(found: ResumePoint, objects: NamedObjects, rank: int, ranks
             model.engine.step, model.engine.weights.reference = saved["step"], saved["reference"]
             model.engine.residuals.load([state.get("compressed", {}).get(name, {}) for state in states])
             model.engine.replicas_differ, model.engine.failure = False, ""
+            if isinstance(model.engine, VirtualRankReducer) and rank == 0:
+                warn_of_other_arithmetic(model.engine.arithmetic, saved.get("arithmetic", {}))
         if first["extra"][name]:
             unwrap(model).load_state_dict(first["extra"][name], strict=False)
     for name, optimizer in objects.optimizers.items():

@@ -33,6 +33,7 @@ from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import RoundSummary, Status
 from paceline.parallel.gradient_collectives import Comm
 from paceline.parallel.strategy import Sync
+from paceline.parallel.virtual_ranks.arithmetic_probe import compare_arithmetic
 from paceline.parallel.virtual_ranks.leaf_buffers import LeafBuffers
 from paceline.parallel.virtual_ranks.partial_sums import PartialSums
 from paceline.parallel.virtual_ranks.tree_sum import TreeSum
@@ -110,8 +111,8 @@ class VirtualRankReducer(Reducer):
         named, comm, plan, reduce_dtype, frozen, module: as for `Reducer`.
         virtual_ranks: backwards per step, at least one per rank.
 
-    Raises:
-        UsageError: gradients of 16 bits would be added, whose partial sums are rounded.
+    Attributes:
+        arithmetic: of this rank; see `arithmetic_probe`.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class VirtualRankReducer(Reducer):
         self.residuals = ResidualState(self.launch_queue)
         self.layout = Layout(align=NORM_BLOCK, in_parts=tree_sum.exchanges)
         self.weights = LossWeights(comm.rank, virtual_ranks)
+        self.arithmetic = compare_arithmetic(comm, self.device)
         self._buffers = LeafBuffers(module, comm, virtual_ranks)
         self._shards.norms_vary = True
         self._used: set[int] = set()  # slots with a gradient of a leaf that is done
@@ -269,14 +271,9 @@ class VirtualRankReducer(Reducer):
             self._buffers.end_leaf(self._leaf_samples())
         try:
             super().synchronise(failed)
-        except BaseException:
-            self._buffers.restore()
-            raise
         finally:
             self._done = 0
-        if failed:
-            self._buffers.restore()
-        else:
+        if not failed:
             self._buffers.average()
             if (served := wait_counters.leaf) is not None:
                 seed_generators(served[2])
@@ -307,6 +304,8 @@ class VirtualRankReducer(Reducer):
     def drop(self) -> None:
         """Discard all gradients, of this step's earlier leaves too."""
         super().drop()
+        if self._closing or self._done:
+            self._buffers.restore()
         self._buffers.end_step()
         self._partial_sums.clear()
         self._used.clear()
