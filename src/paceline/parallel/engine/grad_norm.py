@@ -91,14 +91,16 @@ def _norm_of_blocks(engine: Reducer, norm_type: float) -> torch.Tensor:
         return torch.zeros((), device=engine.device)
     parts = [torch.linalg.vector_norm(flat.view(-1, NORM_BLOCK), norm_type, dim=1) for flat in held]
     own = torch.cat([part.to(torch.float64) for part in parts])
-    rows = torch.stack(gather_rows(own, engine.comm.group)) if engine.sharded else own.unsqueeze(0)
-    norms = rows.view(-1)[_blocks_in_order(engine, [len(part) for part in parts])]
+    rows = torch.stack(gather_rows(own, engine.comm.group)) if engine.sharded else own
+    if engine.block_order is None:
+        engine.block_order = _block_order(engine, [len(part) for part in parts]).to(rows.device)
+    norms = rows.view(-1)[engine.block_order].to(engine.device)
     if norm_type == math.inf:
         return norms.max().to(torch.float32)
     return ((norms**norm_type).sum() ** (1 / norm_type)).to(torch.float32)
 
 
-def _blocks_in_order(engine: Reducer, lengths: list[int]) -> torch.Tensor:
+def _block_order(engine: Reducer, lengths: list[int]) -> torch.Tensor:
     """Return where the blocks of every parameter are in the gathered rows, in the order of the parameters.
 
     Args:
@@ -112,7 +114,7 @@ def _blocks_in_order(engine: Reducer, lengths: list[int]) -> torch.Tensor:
         for block in range(first, first - -slot.numel // NORM_BLOCK):
             part, place = divmod(block, lengths[bucket.index])
             places.append(part * sum(lengths) + firsts[bucket.index] + place)
-    return torch.tensor(places, dtype=torch.int64, device=engine.device)
+    return torch.tensor(places, dtype=torch.int64)
 
 
 def _norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

@@ -68,6 +68,7 @@ class Reducer(RoundClosing):
         follows_torch: whether what torch's DistributedDataParallel allows is a warning where it is an error otherwise.
         replicas_differ: whether parameters may differ between ranks, since an exception ended local training.
         virtual_ranks: over which gradients are summed in one order, whatever the number of ranks.
+        block_order: of the norms of blocks with virtual ranks, see `grad_norm`; None: not used yet.
         hooks: of the parameters.
         consumers: the optimizers that update shards.
         parameter_gather: what they have updated and not yet received.
@@ -88,6 +89,7 @@ class Reducer(RoundClosing):
         self.follows_torch = False
         self.replicas_differ = False
         self.virtual_ranks: int | None = None
+        self.block_order: torch.Tensor | None = None
 
         self._opening = threading.Lock()
         self._in_backward = False
@@ -316,7 +318,7 @@ class Reducer(RoundClosing):
 
     def _build_buckets(self) -> None:
         super()._build_buckets()
-        self._buckets_new = True
+        self._buckets_new, self.block_order = True, None
         self.hooks.skip_small(self.slots)
 
     def _is_alone(self) -> bool:
