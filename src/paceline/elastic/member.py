@@ -69,6 +69,7 @@ class Member:
         phase: what it does.
         holds: layouts of state that it holds, see `Report.holds`.
         leaving: whether it shall leave.
+        trained: whether the world of this view has formed.
         dead: processes that have ended, for certain.
         joiners: newcomers that are ready and in no view yet, see `Report.joiners`.
         unreachable: members that were unreachable in this view.
@@ -95,6 +96,7 @@ class Member:
     phase: Phase
     holds: tuple[int, ...] = ()
     leaving: bool = False
+    trained: bool = False
     dead: frozenset[str] = _NOBODY
     joiners: tuple[str, ...] = ()
     unreachable: frozenset[str] = _NOBODY
@@ -107,7 +109,7 @@ class Member:
     @classmethod
     def starting(cls, me: str, rules: Rules, view: View) -> Member:
         """Return a member of the first view, which trains."""
-        return cls(me, rules, view, "training", holds=(view.epoch,))
+        return cls(me, rules, view, "training", holds=(view.epoch,), trained=True)
 
     @classmethod
     def joining(cls, me: str, rules: Rules, view: View) -> Member:
@@ -200,6 +202,7 @@ class Member:
             event.stage,
             self.holds,
             self.leaving,
+            self.trained,
             event.finished and self.phase == "training",
             tuple(sorted(self.unreachable)),
             self.joiners,
@@ -234,6 +237,8 @@ class Member:
             return self, ()
         if view.ends and self.phase == "joining":
             return self._end(Leave(f"the run is over: {view.reason or 'all steps are trained'}"))
+        if view.ends and self.me in self.view.leaving and view.finished:
+            return self._end(Leave("left as requested"))
         if view.ends:
             return self._end(Finish() if view.finished else End(view.reason))
         if self.me in view.participants:
@@ -286,7 +291,7 @@ class Member:
             return self._end(Leave("left as requested"))
         if self.phase != "formed":
             return self, ()
-        return replace(self, phase="training", holds=(self.view.epoch,)), (Train(self.view),)
+        return replace(self, phase="training", holds=(self.view.epoch,), trained=True), (Train(self.view),)
 
     def _end(self, action: Action) -> Step:
         return replace(self, phase="gone"), (action,)

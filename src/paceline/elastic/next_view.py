@@ -1,7 +1,8 @@
 """The view that follows from the reports of a view's members: who stays, and how they come to the same state (pure).
 
 1. Everybody has reported, is dead or is unreachable.
-2. Of members that report to be unreachable for each other, the side that is larger stays.
+2. Of members that report to be unreachable for each other, the larger side stays. If the reports show no clear cut, as
+   some may not have noticed it yet, all stay for one more attempt.
 3. Who stays is a majority of those that are not certainly dead; exactly half counts with the lowest of their ranks.
 4. All joiners that are ready are admitted.
 5. Members that leave provide their state until the next world has formed.
@@ -16,6 +17,7 @@ The run ends well with a view too: when all members of a view have reported that
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from paceline.elastic.view import Evidence, Recovery, Removal, Report, Rules, View
@@ -54,7 +56,9 @@ def next_view(view: View, evidence: Evidence, rules: Rules) -> View | Literal["w
     alive = [member for member in view.participants if member not in evidence.dead]
     if any(member not in received and member not in evidence.unreachable for member in alive):
         return "wait"
-    present = mutually_reachable([member for member in alive if member in received], received)
+    present = [member for member in alive if member in received]
+    trained = any(received[member].trained for member in present)
+    present = mutually_reachable(present, received, patient=trained or view.attempt == 0)
     if not has_quorum([member for member in alive if member in view.members], present):
         return "no quorum"
     reports = {member: received[member] for member in present}
@@ -69,7 +73,9 @@ def next_view(view: View, evidence: Evidence, rules: Rules) -> View | Literal["w
             return _end(
                 view, f"{len(members)} of at least {rules.min_ranks} ranks are left, and none joined in time"
             )
-    return _view_of(view, members, reports, evidence.dead, view.slots + len(ready), rules)
+    following = _view_of(view, members, reports, evidence.dead, rules)
+    attempt = 0 if trained else view.attempt + 1
+    return replace(following, attempt=attempt, slots=view.slots + len(ready))
 
 
 def _end(view: View, reason: str, removed: tuple[Removal, ...] = ()) -> View:
@@ -78,7 +84,7 @@ def _end(view: View, reason: str, removed: tuple[Removal, ...] = ()) -> View:
 
 
 def _view_of(
-    view: View, members: Sequence[str], reports: _Reports, dead: Collection[str], slots: int, rules: Rules
+    view: View, members: Sequence[str], reports: _Reports, dead: Collection[str], rules: Rules
 ) -> View:
     """Return the next view with given members, and where they have their state from."""
     if not members:
@@ -100,7 +106,7 @@ def _view_of(
             return _end(view, f"{reason}, and there is no checkpoint", removed)
         recovery = Recovery("checkpoint", max(steps))
         reason += f": training goes on from the checkpoint of step {max(steps)}"
-    return View(view.epoch + 1, tuple(members), recovery, tuple(leaving), removed, slots, reason=reason)
+    return View(view.epoch + 1, tuple(members), recovery, tuple(leaving), removed, reason=reason)
 
 
 def has_quorum(alive: Sequence[str], present: Collection[str]) -> bool:
@@ -118,12 +124,17 @@ def has_quorum(alive: Sequence[str], present: Collection[str]) -> bool:
     return majority > 0 or (majority == 0 and bool(alive) and alive[0] in present)
 
 
-def mutually_reachable(members: Sequence[str], reports: _Reports) -> list[str]:
+def mutually_reachable(members: Sequence[str], reports: _Reports, *, patient: bool = False) -> list[str]:
     """Return the members that stay if those that can't reach each other must not be in one world.
 
     That counts only if both report it: one that has reported and ended since says nothing of others. The member with
     the most broken links is removed until none is broken. Among equals that is one that can't reach the lowest rank, so
     that of two halves the one with rank 0 stays.
+
+    Args:
+        members: that have reported, in rank order.
+        reports: of them.
+        patient: return all, unless none of those that stay can reach any of the others.
 
     Example:
         >>> cut = {"a": "cd", "b": "cd", "c": "ab", "d": "ab"}
@@ -139,6 +150,7 @@ def mutually_reachable(members: Sequence[str], reports: _Reports) -> list[str]:
         }
         for member in members
     }
+    links = {member: frozenset(others) for member, others in broken.items()}
     staying = list(members)
     while any(broken.values()):
         lowest = next(member for member in staying if broken[member])
@@ -149,7 +161,8 @@ def mutually_reachable(members: Sequence[str], reports: _Reports) -> list[str]:
         removed = staying.pop(worst)
         for other in broken.pop(removed):
             broken[other].discard(removed)
-    return staying
+    clear = all(links[one].issuperset(staying) for one in members if one not in staying)
+    return list(members) if patient and not clear else staying
 
 
 # ---------------------------------------------------------------- state

@@ -55,6 +55,7 @@ class Report:
         holds: epochs of the views whose layout of state it holds, at `step`; none: it holds no usable state. While the
             world of a view forms, members have the old layout, then both; replicated state is the same in any layout.
         leaving: whether it leaves the world.
+        trained: whether the world of the present view has formed, as it knows.
         finished: whether it has trained all steps.
         unreachable: members that have been unreachable for it.
         joiners: newcomers known to be ready, in the order of their slots from `View.slots` on.
@@ -67,6 +68,7 @@ class Report:
     stage: Stage = "computing"
     holds: tuple[int, ...] = ()
     leaving: bool = False
+    trained: bool = False
     finished: bool = False
     unreachable: tuple[str, ...] = ()
     joiners: tuple[str, ...] = ()
@@ -116,6 +118,7 @@ class View:
         leaving: former members that leave once the world has formed; until then they provide state.
         recovery: the state to go on with.
         removed: who was in the view before, and is neither a member nor `leaving`.
+        attempt: worlds in sequence before this one that never formed.
         slots: of the list of joiners, whose newcomers this or an earlier view has admitted, or who were dead.
         finished: whether the run ends well, as all members have trained all steps.
         reason: why it ends otherwise, or why it goes on from a checkpoint.
@@ -126,6 +129,7 @@ class View:
     recovery: Recovery
     leaving: tuple[str, ...] = ()
     removed: tuple[Removal, ...] = ()
+    attempt: Whole = 0
     slots: Whole = 0
     finished: bool = False
     reason: str = ""
