@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -23,7 +24,11 @@ from paceline.world.rendezvous import RankClaim, join_rendezvous, leave_rendezvo
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["World", "init", "shutdown"]
+__all__ = ["World", "form_world", "init", "leave_group", "shutdown"]
+
+
+JOINER_VARIABLE = "PACELINE_JOINER"
+"""Set in a process that joins a running world."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +132,8 @@ def init(
             device,
         )
         return _session.world
+    if os.environ.get(JOINER_VARIABLE):
+        return _wait_outside(device)
     place = read_environment(os.environ, init_method=init_method, rank=rank, size=size, local_rank=local_rank)
     if place.init_method is None and backend is None:
         chosen, _ = choose_device(device, backend, place.local_rank or 0, 1)
@@ -135,6 +142,14 @@ def init(
         world = _join(place, backend, device, timeout, alike)
     _session.world, _session.init_method = world, place.init_method
     return world
+
+
+def _wait_outside(device: str | None) -> World:
+    """Return the place of a newcomer, which is in no world until a running one admits it."""
+    place = read_environment(os.environ)
+    chosen, _ = choose_device(device, None, place.local_rank or 0, 1)
+    _session.world = World(rank=place.rank, size=place.size, local_rank=place.local_rank or 0, device=chosen)
+    return _session.world
 
 
 def shutdown() -> None:
@@ -152,6 +167,54 @@ def shutdown() -> None:
             dist.destroy_process_group()
             gc.collect()  # a group that FSDP2's cycles keep alive can end the process by SIGABRT at its exit
     _session.world, _session.init_method, _session.owns_group = None, None, False
+
+
+def form_world(store: Store, rank: int, size: int, timeout: float) -> World:
+    """Leave the process group of the present world, which may be broken, and form one of other ranks.
+
+    Args:
+        store: where exactly these ranks meet.
+        rank, size: of the new world.
+        timeout: seconds that collectives wait for a rank.
+
+    Raises:
+        RuntimeError: the others did not come, or the wait was ended.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from paceline.world.group_devices import queues_on_streams
+
+    before = _session.world
+    assert before is not None, "init has been called"
+    leave_group()
+    device = torch.device(before.device)
+    _, backend = choose_device(before.device, None if before.backend == "none" else before.backend, 0, 1)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if queues_on_streams(backend) else None,
+    )
+    _session.owns_group = True
+    _session.world = replace(before, rank=rank, size=size, backend=backend)
+    return _session.world
+
+
+def leave_group() -> None:
+    """Leave the process group at once, whatever is pending."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    for group in list(getattr(dist.distributed_c10d._world, "pg_map", ())):
+        with contextlib.suppress(Exception):  # of a broken group
+            group.abort()
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    gc.collect()
 
 
 def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout: float, alike: bool) -> World:

@@ -28,6 +28,7 @@ from paceline.parallel.engine.grad_scaler import hand_on_scale, skips_on_device
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.unsynchronised_step_guard import ConsumesShards
 from paceline.parallel.sharding.blocks import Split
+from paceline.parallel.sharding.optimizer_resharding import Shards
 from paceline.parallel.sharding.optimizer_probe import check_options, group_options
 from paceline.parallel.sharding.sharded_layout import ShardedLayout
 from paceline.parallel.sharding.update_groups import UpdateGroup, take_over
@@ -319,6 +320,19 @@ class ShardedOptimizer(ShardedLayout, ConsumesShards):
             f"{self._class.__name__} can't update parts of parameters: its state is not like that of small ones: ",
             remedy="use an elementwise optimizer (SGD, Adam, AdamW, RMSprop …) or another strategy",
         )
+
+    def rejoin(self, model: WrappedModel, state: Shards | None = None) -> None:
+        """Continue with a model that has rejoined; all ranks call this.
+
+        Args:
+            model: the model.
+            state: the whole state of every parameter; None: every rank has it.
+        """
+        state = self._gather() if state is None else state
+        self._engine, self._expected, self._exchanges = model.engine, [], []
+        self._registered = False
+        self._register()
+        self.resume_state(state)
 
     # ------------------------------------------------------------------ the rest
 

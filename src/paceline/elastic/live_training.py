@@ -1,0 +1,309 @@
+"""`Elastic`: training that goes on in the same processes when ranks die, leave or join."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from paceline.checkpoint.named_objects import NamedObjects
+from paceline.elastic.live_file import LEFT_EXIT_CODE, MEMBER_VARIABLE, LiveFile
+from paceline.elastic.member import Member
+from paceline.elastic.member_events import Abort, End, Finish, Formed, FormWorld, Leave, LeaveRequested, Stopped, Suspected, Train
+from paceline.elastic.membership import Membership, newest_view
+from paceline.elastic.next_view import first_view
+from paceline.elastic.store_link import AbortableStore, StoreLink
+from paceline.elastic.store_records import view_key, view_value
+from paceline.elastic.training_state import TrainingState
+from paceline.elastic.view import Rules, View
+from paceline.errors import PeerFailed, UsageError, WorldError
+from paceline.health.abort_collectives import abort_groups
+from paceline.health.watchdog import Watchdog, is_symptom
+from paceline.world.control_collectives import gather_texts, rank_and_size
+from paceline.world.session import JOINER_VARIABLE, World, form_world, leave_group
+from paceline.world.store.launched_store import has_launched_store, open_launched_store
+
+__all__ = ["Elastic"]
+
+log = logging.getLogger("paceline.elastic")
+
+
+class Elastic:
+    """Keeps a training run going in the same processes when ranks die, leave or join.
+
+    Under ``paceline run --recovery live`` (the default) or ``paceline train``; started otherwise, it changes nothing.
+    All ranks make it with the same objects, once these are built, and run every optimizer step inside `attempt`:
+
+        with paceline.Elastic(model, optimizer, scheduler) as elastic:
+            while elastic.step < 1000:
+                with elastic.attempt():
+                    ...                     # forward, backward, optimizer.step(), scheduler.step()
+
+    If another rank dies in an attempt, the others form a new world, bring each other to the same state, and the attempt
+    ends without an error; `step` says whether its step has been done. A replacement that the launcher starts builds the
+    same objects, gets their state from another rank, and joins between two steps. A rank that is requested to leave
+    (SIGTERM) leaves between two steps.
+
+    With virtual ranks the result has the same bits as that of an undisturbed run.
+
+    Args:
+        objects: models, optimizers, and others with ``state_dict()`` and ``load_state_dict()``: all that a step changes.
+        watchdog: to watch each new world with.
+        min_ranks: fewer ranks wait for others to join.
+        lost: seconds without a sign of life after which a rank counts as lost.
+        wait: seconds to wait for others to join.
+        timeout: seconds that collectives wait for a rank.
+        named: objects under given names.
+
+    Attributes:
+        step: optimizer steps done, of the whole world.
+        world: the present place of this rank.
+        recoveries: worlds that were formed since this was made.
+
+    Raises:
+        UsageError: a model is not wrapped, or its strategy can't recover live.
+    """
+
+    def __init__(
+        self,
+        *objects: Any,
+        watchdog: Watchdog | None = None,
+        min_ranks: int = 1,
+        lost: float = 5.0,
+        wait: float = 300.0,
+        timeout: float = 300.0,
+        step: int = 0,
+        **named: Any,
+    ) -> None:
+        found = NamedObjects.of(objects, named)
+        self._state = TrainingState(found)
+        self._optimizers = list(found.optimizers.values())
+        self._watchdog, self._timeout = watchdog, timeout
+        self._rules, self._lost, self._wait = Rules("replicated", min_ranks), lost, wait
+        self.step, self.recoveries = step, 0
+        self.world: World | None = None
+        self._stepped: set[int] = set()
+        self._membership: Membership | None = None
+        self._forming: AbortableStore | None = None
+        self._live_file = LiveFile.from_environment()
+        self._on_world: list[Callable[[World], None]] = []
+        self._previous_handler: Any = None
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.register_step_post_hook(lambda *_, number=number: self._stepped.add(number))
+
+    @property
+    def is_joiner(self) -> bool:
+        """Whether this process joins a running world."""
+        return bool(os.environ.get(JOINER_VARIABLE))
+
+    @property
+    def active(self) -> bool:
+        """Whether failures of other ranks are recovered from."""
+        return self._membership is not None
+
+    def on_world(self, function: Callable[[World], None]) -> None:
+        """Call a function with this rank's place in each new world."""
+        self._on_world.append(function)
+
+    # ------------------------------------------------------------------ begin and end
+
+    def __enter__(self) -> Self:
+        me = os.environ.get(MEMBER_VARIABLE, "")
+        if not (me and has_launched_store(os.environ)) or (not self.is_joiner and rank_and_size()[1] == 1):
+            return self
+        store = StoreLink(open_launched_store(os.environ, self._timeout))
+        if self.is_joiner:
+            member = Member.joining(me, self._rules, self._newest(store))
+        else:
+            view = first_view(gather_texts(me), self.step)
+            store.create(view_key(0), view_value(view))
+            member = Member.starting(me, self._rules, view)
+        self._membership = Membership(
+            store, member, lost=self._lost, wait=self._wait, on_abort=self._abort
+        )
+        self._membership.start()
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handler = signal.signal(signal.SIGTERM, self._request_leave)
+        if self.is_joiner:
+            self._membership.announce()
+            self._go_on()
+        else:
+            self._publish(member.view)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        membership = self._membership
+        if membership is None:
+            return
+        try:
+            if error is None:
+                self._finish(membership)
+        finally:
+            membership.close()
+            self._live_file.remove()
+            self._membership = None
+            if self._previous_handler is not None:
+                signal.signal(signal.SIGTERM, self._previous_handler)
+
+    def _newest(self, store: StoreLink) -> View:
+        end = time.monotonic() + self._wait
+        while (view := newest_view(store)) is None:
+            if time.monotonic() > end:
+                raise WorldError("there is no world to join", remedy="start the run without PACELINE_JOINER")
+            time.sleep(0.05)
+        return view
+
+    def _request_leave(self, number: int, frame: FrameType | None) -> None:
+        """Leave at the end of this step; a second signal ends the process at once."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._membership is not None:
+            threading.Thread(target=self._membership.feed, args=(LeaveRequested(),), daemon=True).start()
+
+    def _finish(self, membership: Membership) -> None:
+        """Wait until all ranks have trained all steps."""
+        while True:
+            membership.stopped(Stopped(self.step, finished=True))
+            action = membership.next_action()
+            if isinstance(action, Finish):
+                return
+            self._go_on(action)
+
+    # ------------------------------------------------------------------ attempts
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Run an optimizer step, or anything else that takes all ranks; a failure of another rank undoes it.
+
+        Afterwards `step` counts it if its update was applied.
+        """
+        membership = self._membership
+        self._stepped.clear()
+        if membership is None:
+            yield
+            self._count()
+            return
+        if membership.aborting or membership.member.wants_change:
+            membership.feed(Suspected())
+            self._recover(membership, None)
+        before = self._state.snapshot()
+        try:
+            yield
+        except BaseException as error:
+            if not (is_symptom(error) or isinstance(error, PeerFailed)):
+                raise
+            log.info("stopped by: %s", str(error).partition("\n")[0])
+            applied = self._count()
+            membership.feed(Suspected())
+            self._recover(membership, None if applied else before)
+            return
+        self._count()
+        if membership.aborting:
+            self._recover(membership, None)
+
+    def _count(self) -> bool:
+        """Count a step if its update was applied; return whether it was."""
+        if not self._stepped:
+            return False
+        if len(self._stepped) < len(self._optimizers):
+            raise WorldError(
+                f"a failure between the updates of {len(self._optimizers)} optimizers",
+                step=self.step,
+                remedy="call their step() one right after the other",
+            )
+        self.step += 1
+        return True
+
+    def _recover(self, membership: Membership, undo: Any) -> None:
+        """Stop, and go on in the next world."""
+        started = time.monotonic()
+        if undo is not None:
+            self._state.give_up(undo)
+        self._stepped.clear()
+        membership.stopped(Stopped(self.step))
+        self._go_on()
+        log.info("recovered in %.2f s", time.monotonic() - started)
+
+    def _go_on(self, action: Any = None) -> None:
+        """Carry out what the membership decides until this rank trains again."""
+        membership = self._membership
+        assert membership is not None, "it is active"
+        while True:
+            action = action or membership.next_action()
+            match action:
+                case FormWorld(view):
+                    try:
+                        self._form(view)
+                    except BaseException as error:
+                        if not (is_symptom(error) or isinstance(error, RuntimeError | WorldError)):
+                            raise
+                        log.info("the world of epoch %d can't be formed: %s", view.epoch, str(error).partition("\n")[0])
+                        membership.feed(Suspected())
+                    else:
+                        if not membership.aborting:
+                            membership.feed(Formed())
+                    if membership.aborting:
+                        membership.stopped(Stopped(self.step))
+                case Abort():
+                    membership.stopped(Stopped(self.step))
+                case Train(view):
+                    self.recoveries += 1
+                    self._publish(view)
+                    return
+                case Leave(reason):
+                    leave_group()
+                    if reason == "left as requested":
+                        raise SystemExit(LEFT_EXIT_CODE)
+                    raise WorldError(reason, step=self.step)
+                case End(reason):
+                    raise WorldError(f"the run can't go on: {reason}", step=self.step)
+                case Finish():
+                    return
+            action = None
+
+    def _publish(self, view: View) -> None:
+        self._live_file.write(view.epoch, list(view.members), self.step)
+
+    # ------------------------------------------------------------------ the next world
+
+    def _abort(self) -> None:
+        """Free the training thread from waits for other members."""
+        if self._forming is not None:
+            self._forming.abort()
+        abort_groups(PeerFailed("the world changes"))
+
+    def _form(self, view: View) -> None:
+        """Connect to the members of a view, and bring all to the same state."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+        me = os.environ[MEMBER_VARIABLE]
+        names = view.participants
+        store = AbortableStore(open_launched_store(os.environ, self._timeout), self._timeout)
+        self._forming = store
+        assert self._membership is not None, "it is active"
+        if self._membership.aborting:
+            raise WorldError("the world changed again")
+        self.world = form_world(
+            dist.PrefixStore(f"elastic/world/{view.epoch}", store), names.index(me), len(names), self._timeout
+        )
+        self._state.rejoin()
+        recovery = view.recovery
+        if recovery.receivers:
+            receives = me in recovery.receivers
+            self._state.send(names.index(recovery.source), receives=receives)
+        self._state.agree()
+        if self._watchdog is not None:
+            self._watchdog.reopen()
+        for function in self._on_world:
+            function(self.world)
+        self._forming, self.step = None, recovery.step
