@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import math
 import os
@@ -204,17 +205,21 @@ def form_world(store: Store, rank: int, size: int, timeout: float) -> World:
 
 
 def leave_group() -> None:
-    """Leave the process group at once, whatever is pending."""
+    """Leave the process group at once, whatever is pending.
+
+    Its objects stay in memory: the destructor of a broken gloo group joins threads that wait for Python's lock, which
+    the thread that destroys it holds.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return
     for group in list(getattr(dist.distributed_c10d._world, "pg_map", ())):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         with contextlib.suppress(Exception):  # of a broken group
             group.abort()
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
-    gc.collect()
 
 
 def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout: float, alike: bool) -> World:
