@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from paceline._core.job_key import JobKey
 from paceline.errors import PacelineError
@@ -125,6 +128,16 @@ class LiveJob:
         """Let ranks end well, and wait for the end of the job on this host."""
         self.order("exit 0", *names)
         self.wait()
+
+    def abandon(self) -> None:
+        """Kill ranks until no restart is left."""
+        while self._thread.is_alive():
+            for note in self.notes.glob("here-*"):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(int(note.read_text().partition("\n")[0]))
+                    if str(self.notes.parent) in " ".join(process.cmdline()):
+                        process.kill()
+            self._thread.join(0.1)
 
     def wait(self) -> None:
         """Wait for the end of the job on this host."""
