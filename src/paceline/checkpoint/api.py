@@ -35,7 +35,7 @@ from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
-from paceline.world.session import JOINER_VARIABLE
+from paceline.world.live_file import JOINER_VARIABLE
 
 __all__ = ["Checkpoint", "Resumed"]
 

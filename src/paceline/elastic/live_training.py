@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
 from paceline.checkpoint.named_objects import NamedObjects
-from paceline.elastic.live_file import LEFT_EXIT_CODE, MEMBER_VARIABLE, LiveFile
 from paceline.elastic.member import Member
 from paceline.elastic.member_events import (
     Abort,
@@ -40,7 +38,8 @@ from paceline.errors import MismatchError, PeerFailed, UsageError, WorldError
 from paceline.health.abort_collectives import abort_groups
 from paceline.health.watchdog import Watchdog, is_symptom
 from paceline.world.control_collectives import gather_texts, rank_and_size
-from paceline.world.session import JOINER_VARIABLE, World, form_world, leave_group
+from paceline.world.live_file import JOINER_VARIABLE, LEFT_EXIT_CODE, MEMBER_VARIABLE, LiveFile, LiveWorld
+from paceline.world.session import World, form_world, leave_group
 from paceline.world.store.launched_store import has_launched_store, open_launched_store
 
 __all__ = ["Elastic"]
@@ -114,7 +113,7 @@ class Elastic:
         self._stepped: set[int] = set()
         self._membership: Membership | None = None
         self._forming: AbortableStore | None = None
-        self._live_file = LiveFile.from_environment()
+        self._live_file = LiveFile.from_environment(os.environ)
         self._on_world: list[Callable[[World], None]] = []
         self._previous_handler: Any = None
         for number, optimizer in enumerate(self._optimizers):
@@ -173,7 +172,8 @@ class Elastic:
                 self._finish(membership)
         finally:
             membership.close()
-            self._live_file.remove()
+            if self._live_file is not None:
+                self._live_file.remove()
             self._membership = None
             if self._previous_handler is not None:
                 signal.signal(signal.SIGTERM, self._previous_handler)
@@ -296,7 +296,8 @@ class Elastic:
             action = None
 
     def _publish(self, view: View) -> None:
-        self._live_file.write(view.epoch, list(view.members), self.step)
+        if self._live_file is not None:
+            self._live_file.write(LiveWorld(view.epoch, view.members, self.step))
 
     # ------------------------------------------------------------------ the next world
 

@@ -19,6 +19,7 @@ from paceline.world.consistency_check import facts_of_this_process, find_mismatc
 from paceline.world.device_selection import check_backend, choose_device
 from paceline.world.environment import ProcessPlace, read_environment
 from paceline.world.key_value_store import open_store
+from paceline.world.live_file import JOINER_VARIABLE
 from paceline.world.mpi_world import broadcast_job_key, load_mpi
 from paceline.world.rendezvous import RankClaim, join_rendezvous, leave_rendezvous
 
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 __all__ = ["World", "form_world", "init", "leave_group", "shutdown"]
-
-
-JOINER_VARIABLE = "PACELINE_JOINER"
-"""Set in a process that joins a running world."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ from paceline.parallel.engine.grad_scaler import hand_on_scale, skips_on_device
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.unsynchronised_step_guard import ConsumesShards
 from paceline.parallel.sharding.blocks import Split
-from paceline.parallel.sharding.optimizer_resharding import Shards
 from paceline.parallel.sharding.optimizer_probe import check_options, group_options
+from paceline.parallel.sharding.optimizer_resharding import Shards
 from paceline.parallel.sharding.sharded_layout import ShardedLayout
 from paceline.parallel.sharding.update_groups import UpdateGroup, take_over
 from paceline.parallel.sharding.update_units import StatePrecision

@@ -132,7 +132,7 @@ class TrainSettings:
     max_restarts: Annotated[int, shared("max-restarts", ", at the last checkpoint", panel=_PROCESSES)] = 3
     recovery: Annotated[
         Recovery,
-        shared("recovery", ": live (survivors go on in place) or restart (of all ranks)", panel=_PROCESSES),
+        shared("recovery", panel=_PROCESSES),
     ] = "live"
     threads: Annotated[
         int | None, shared("threads", "; default its share of the cores", panel=_PROCESSES)

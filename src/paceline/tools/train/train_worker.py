@@ -29,8 +29,8 @@ from paceline.tools.train.training_job import TrainingJob, build_job
 from paceline.tools.train.training_loop import run_training
 from paceline.tools.train.training_progress import TrainingProgress
 from paceline.world import World, init, shutdown
-from paceline.world.session import JOINER_VARIABLE
 from paceline.world.control_collectives import sum_over_ranks
+from paceline.world.live_file import JOINER_VARIABLE
 
 __all__ = ["main", "run_rank"]
 
