@@ -68,6 +68,11 @@ def test_two_of_three_die(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+def test_two_of_four_die(strategy):
+    run(Scenario(strategy, 4, faults=("kill", "kill")), STATE_LOST)
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
 def test_with_a_checkpoint_two_deaths_lose_nothing(strategy):
     run(Scenario(strategy, 3, faults=("kill", "kill"), checkpoint=True))
 
@@ -126,7 +131,6 @@ def test_a_wrong_suspicion_removes_at_most_the_suspect(strategy):
 @pytest.mark.parametrize(
     ("scenario", "permitted"),
     [
-        (Scenario("", 4, faults=("kill", "kill")), (STATE_LOST,)),
         (Scenario("", 4, faults=("kill", "glitch")), (STATE_LOST,)),
         (Scenario("", 4, faults=("leave", "kill")), (LEFT,)),
         (Scenario("", 4, faults=("vanish", "vanish")), (STATE_LOST, MINORITY)),
