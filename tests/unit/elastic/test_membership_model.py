@@ -25,13 +25,19 @@ TOO_FEW = ("end: 1 of at least 2", "the run is over: 1 of at least 2")
 NEWCOMER_LEAVES = ("the run is over: all steps", "no world admitted")
 
 
-def run(scenario: Scenario, *permitted: str) -> tuple[int, int]:
-    """Explore a scenario in which processes finish, end by a fault, or end for a permitted reason."""
+def run(scenario: Scenario, *permitted: str) -> set[tuple[str, str]]:
+    """Explore a scenario in which processes finish, end by a fault, or end for a permitted reason.
+
+    Returns:
+        Processes, and how they may end.
+    """
+    ends: set[tuple[str, str]] = set()
     faults = {"kill": "killed", "vanish": "vanished", "cut": NO_STORE, "server": NO_STORE}
     expected = ("finished", *permitted, *(faults[one] for one in scenario.faults if one in faults))
 
     def wrong(state: State) -> str | None:
         for name, proc in zip(scenario.names, state.procs, strict=True):
+            ends.add((name, proc.status))
             cut_off = proc.status == NO_STORE and not proc.cut
             if not proc.status.startswith(expected) or cut_off:
                 return f"{name} ended: {proc.status}"
@@ -39,13 +45,15 @@ def run(scenario: Scenario, *permitted: str) -> tuple[int, int]:
             return "nobody finished"
         return None
 
-    return explore(scenario, wrong)
+    explore(scenario, wrong)
+    return ends
 
 
 @pytest.mark.parametrize("strategy", ["replicated", "sharded"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_without_faults_all_finish(strategy, ranks):
-    assert run(Scenario(strategy, ranks, steps=3))[1] == 1
+    ends = run(Scenario(strategy, ranks, steps=3))
+    assert ends == {(name, "finished") for name in "abcd"[:ranks]}
 
 
 @pytest.mark.parametrize("strategy", ["replicated", "sharded"])
@@ -84,14 +92,15 @@ def test_deaths_that_nobody_sees_need_a_majority(strategy):
 
 @pytest.mark.parametrize("strategy", ["replicated", "sharded"])
 def test_members_leave(strategy):
-    run(Scenario(strategy, 3, steps=3, faults=("leave", "leave")), LEFT)
+    ends = run(Scenario(strategy, 3, steps=3, faults=("leave", "leave")), LEFT)
+    assert {("a", LEFT), ("b", LEFT), ("c", LEFT)} <= ends
     run(Scenario(strategy, 2, steps=3, faults=("leave", "leave")), LEFT, "end: every member leaves")
     run(Scenario(strategy, 3, faults=("leave", "kill")), LEFT)
 
 
 @pytest.mark.parametrize("strategy", ["replicated", "sharded"])
 def test_a_newcomer_joins(strategy):
-    run(Scenario(strategy, 2, steps=4, joins=True), *NEWCOMER_LEAVES)
+    assert ("j", "finished") in run(Scenario(strategy, 2, steps=3, joins=True), *NEWCOMER_LEAVES)
     run(Scenario(strategy, 3, faults=("kill",), joins=True), *NEWCOMER_LEAVES)
     run(Scenario(strategy, 2, steps=3, faults=("leave",), joins=True), LEFT, *NEWCOMER_LEAVES)
 
