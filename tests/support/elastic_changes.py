@@ -43,7 +43,7 @@ class ChangeModel(RunModel):
             events += [tuple(map(Unreachable, (*known, *some))) for some in choices]
         broken = any(state.procs[self.index[each]].status != UP for each in needed) or found
         changing = len(state.views) > view.epoch + 1 or any(
-            report.epoch == view.epoch + 1 and not report.finished for report in self.reports(state)
+            report.epoch == view.epoch + 1 and not report.orderly for report in self.reports(state)
         )
         if changing or state.dead.intersection(needed) or (broken and member.phase == "training"):
             events.append((*map(Unreachable, known), Suspected()))

@@ -78,6 +78,13 @@ def test_the_last_report_begins_no_change_until_somebody_is_missed():
     assert feed(one, Died("c"))[1] == (WriteChange(1),)
 
 
+def test_a_planned_change_interrupts_nobody():
+    _, actions = feed(member(), LeaveRequested(), Stopped(4))
+    assert [type(each) for each in actions] == [WriteReport]
+    assert (actions[0].report.leaving, actions[0].report.orderly) == (True, True)
+    assert feed(member(), ReportSeen(actions[0].report))[1] == ()
+
+
 def test_wishes():
     assert not member().wants_change
     assert feed(member(), LeaveRequested())[0].wants_change

@@ -91,6 +91,11 @@ def test_members_leave_once_they_have_handed_over():
     assert follow(*(report(one, leaving=True) for one in "abcd")).reason == "every member leaves"
 
 
+def test_members_that_leave_do_not_vote():
+    view = replace(ABCD, members=("a", "b"), leaving=("c", "d"))
+    assert follow(report("b"), report("c"), report("d"), unreachable="a", view=view) == "no quorum"
+
+
 def test_all_ready_joiners_are_admitted_unless_dead():
     view = follow(*(report(one, joiners=("e", "f")) for one in "abcd"), joiners=("e", "f", "g"), dead="f")
     assert (view.members, view.slots) == (tuple("abcdeg"), 3)
