@@ -148,6 +148,7 @@ MEANINGS = {  # the kind of value (metavar), and the words with which the help o
     "quarantine": ("TIME", "Length of the first quarantine"),
     "quorum": ("N|PERCENT", "Live workers that must deliver before a merge"),
     "receive": ("POLICY", "Updates that workers merge, by score"),
+    "recovery": ("HOW", "After failures"),
     "rejoin": ("flag", "Restart when a host joins, or let it wait for a failure"),
     "rendezvous": ("HOST:PORT", "Rendezvous of several hosts, the same on each"),
     "restart-time": ("TIME", "Time from a failure until training resumes"),

@@ -50,6 +50,9 @@ def test_options_become_a_job(call, jobs, script, tmp_path):
     assert (job.hosts, job.ranks, job.min_ranks, job.min_hosts) == (3, 2, 4, 2)
     assert (str(job.address), job.max_restarts, job.rejoin, job.log_dir) == ("pc1:4000", 9, False, tmp_path)
     assert (job.timeouts.last_call, job.timeouts.join) == (8.0, 120.0)
+    assert job.recovery == "live"
+    call("--recovery", "restart", script)
+    assert jobs[1].recovery == "restart"
 
 
 def test_the_fewest_hosts_give_the_fewest_ranks(call, jobs, script):
@@ -87,6 +90,7 @@ def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
         (["--nnodes", 2, "--rendezvous", "pc1:x", "SCRIPT"], "'pc1:x' is not a rendezvous address"),
         (["--nnodes", 2, "--rendezvous", "no-such-host.invalid", "SCRIPT"], "does not resolve"),
         (["--wait", "soon", "SCRIPT"], "soon"),
+        (["--recovery", "alive", "SCRIPT"], "unknown recovery 'alive'; valid: live, restart"),
         (["--grace", "0s", "SCRIPT"], "--grace 0s: must be above 0"),
         (["--log-dir", "SCRIPT/logs", "SCRIPT"], "can't be written"),
         (["--serve", "127.0.0.1:4000", "SCRIPT"], "--serve runs no script"),

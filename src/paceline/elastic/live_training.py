@@ -12,29 +12,46 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
 from paceline.checkpoint.named_objects import NamedObjects
-from paceline.elastic.live_file import LEFT_EXIT_CODE, MEMBER_VARIABLE, LiveFile
 from paceline.elastic.member import Member
-from paceline.elastic.member_events import Abort, End, Finish, Formed, FormWorld, Leave, LeaveRequested, Stopped, Suspected, Train
+from paceline.elastic.member_events import (
+    Abort,
+    End,
+    Finish,
+    Formed,
+    FormWorld,
+    Leave,
+    LeaveRequested,
+    Stopped,
+    Suspected,
+    Train,
+)
 from paceline.elastic.membership import Membership, newest_view
 from paceline.elastic.next_view import first_view
 from paceline.elastic.store_link import AbortableStore, StoreLink
 from paceline.elastic.store_records import view_key, view_value
 from paceline.elastic.training_state import TrainingState
 from paceline.elastic.view import Rules, View
-from paceline.errors import PeerFailed, UsageError, WorldError
+from paceline.errors import MismatchError, PeerFailed, UsageError, WorldError
 from paceline.health.abort_collectives import abort_groups
 from paceline.health.watchdog import Watchdog, is_symptom
 from paceline.world.control_collectives import gather_texts, rank_and_size
-from paceline.world.session import JOINER_VARIABLE, World, form_world, leave_group
+from paceline.world.live_file import JOINER_VARIABLE, LEFT_EXIT_CODE, MEMBER_VARIABLE, LiveFile, LiveWorld
+from paceline.world.session import World, form_world, leave_group
 from paceline.world.store.launched_store import has_launched_store, open_launched_store
 
 __all__ = ["Elastic"]
 
 log = logging.getLogger("paceline.elastic")
+
+
+def _ends_forming(error: BaseException) -> bool:
+    """Return whether an error may be the consequence of a change of members while their world was formed."""
+    if isinstance(error, UsageError | MismatchError):
+        return False
+    return is_symptom(error) or isinstance(error, RuntimeError)
 
 
 class Elastic:
@@ -57,6 +74,7 @@ class Elastic:
 
     Args:
         objects: models, optimizers, and others with ``state_dict()`` and ``load_state_dict()``: all that a step changes.
+        active: False: failures are not recovered from.
         watchdog: to watch each new world with.
         min_ranks: fewer ranks wait for others to join.
         lost: seconds without a sign of life after which a rank counts as lost.
@@ -76,6 +94,7 @@ class Elastic:
     def __init__(
         self,
         *objects: Any,
+        active: bool = True,
         watchdog: Watchdog | None = None,
         min_ranks: int = 1,
         lost: float = 5.0,
@@ -87,14 +106,14 @@ class Elastic:
         found = NamedObjects.of(objects, named)
         self._state = TrainingState(found)
         self._optimizers = list(found.optimizers.values())
-        self._watchdog, self._timeout = watchdog, timeout
+        self._enabled, self._watchdog, self._timeout = active, watchdog, timeout
         self._rules, self._lost, self._wait = Rules("replicated", min_ranks), lost, wait
         self.step, self.recoveries = step, 0
         self.world: World | None = None
         self._stepped: set[int] = set()
         self._membership: Membership | None = None
         self._forming: AbortableStore | None = None
-        self._live_file = LiveFile.from_environment()
+        self._live_file = LiveFile.from_environment(os.environ)
         self._on_world: list[Callable[[World], None]] = []
         self._previous_handler: Any = None
         for number, optimizer in enumerate(self._optimizers):
@@ -110,6 +129,10 @@ class Elastic:
         """Whether failures of other ranks are recovered from."""
         return self._membership is not None
 
+    def add(self, name: str, other: Any) -> None:
+        """Add an object with ``state_dict()`` and ``load_state_dict()`` that a step changes."""
+        self._state.add(name, other)
+
     def on_world(self, function: Callable[[World], None]) -> None:
         """Call a function with this rank's place in each new world."""
         self._on_world.append(function)
@@ -117,7 +140,7 @@ class Elastic:
     # ------------------------------------------------------------------ begin and end
 
     def __enter__(self) -> Self:
-        me = os.environ.get(MEMBER_VARIABLE, "")
+        me = os.environ.get(MEMBER_VARIABLE, "") if self._enabled else ""
         if not (me and has_launched_store(os.environ)) or (not self.is_joiner and rank_and_size()[1] == 1):
             return self
         store = StoreLink(open_launched_store(os.environ, self._timeout))
@@ -127,9 +150,7 @@ class Elastic:
             view = first_view(gather_texts(me), self.step)
             store.create(view_key(0), view_value(view))
             member = Member.starting(me, self._rules, view)
-        self._membership = Membership(
-            store, member, lost=self._lost, wait=self._wait, on_abort=self._abort
-        )
+        self._membership = Membership(store, member, lost=self._lost, wait=self._wait, on_abort=self._abort)
         self._membership.start()
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._request_leave)
@@ -151,7 +172,8 @@ class Elastic:
                 self._finish(membership)
         finally:
             membership.close()
-            self._live_file.remove()
+            if self._live_file is not None:
+                self._live_file.remove()
             self._membership = None
             if self._previous_handler is not None:
                 signal.signal(signal.SIGTERM, self._previous_handler)
@@ -196,20 +218,18 @@ class Elastic:
         if membership.aborting or membership.member.wants_change:
             membership.feed(Suspected())
             self._recover(membership, None)
-        before = self._state.snapshot()
+        before, failed = self._state.snapshot(), False
         try:
             yield
         except BaseException as error:
             if not (is_symptom(error) or isinstance(error, PeerFailed)):
                 raise
-            log.info("stopped by: %s", str(error).partition("\n")[0])
-            applied = self._count()
+            failed = True
+        applied = self._count()
+        if failed:
             membership.feed(Suspected())
-            self._recover(membership, None if applied else before)
-            return
-        self._count()
-        if membership.aborting:
-            self._recover(membership, None)
+        if failed or membership.aborting:
+            self._recover(membership, before if failed and not applied else None)
 
     def _count(self) -> bool:
         """Count a step if its update was applied; return whether it was."""
@@ -245,9 +265,13 @@ class Elastic:
                     try:
                         self._form(view)
                     except BaseException as error:
-                        if not (is_symptom(error) or isinstance(error, RuntimeError | WorldError)):
+                        if not _ends_forming(error):
                             raise
-                        log.info("the world of epoch %d can't be formed: %s", view.epoch, str(error).partition("\n")[0])
+                        log.warning(
+                            "the world of epoch %d can't be formed: %s",
+                            view.epoch,
+                            str(error).partition("\n")[0],
+                        )
                         membership.feed(Suspected())
                     else:
                         if not membership.aborting:
@@ -272,7 +296,8 @@ class Elastic:
             action = None
 
     def _publish(self, view: View) -> None:
-        self._live_file.write(view.epoch, list(view.members), self.step)
+        if self._live_file is not None:
+            self._live_file.write(LiveWorld(view.epoch, view.members, self.step))
 
     # ------------------------------------------------------------------ the next world
 
@@ -303,7 +328,7 @@ class Elastic:
             self._state.send(names.index(recovery.source), receives=receives)
         self._state.agree()
         if self._watchdog is not None:
-            self._watchdog.reopen()
+            self._watchdog.rejoin()
         for function in self._on_world:
             function(self.world)
         self._forming, self.step = None, recovery.step

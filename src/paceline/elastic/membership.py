@@ -41,7 +41,15 @@ from paceline.elastic.member_events import (
     WriteReport,
 )
 from paceline.elastic.store_link import StoreLink
-from paceline.elastic.store_records import dead_key, event_of, joiner_key, records_of, view_key, view_value, watched_keys
+from paceline.elastic.store_records import (
+    dead_key,
+    event_of,
+    joiner_key,
+    records_of,
+    view_key,
+    view_value,
+    watched_keys,
+)
 from paceline.elastic.view import View
 from paceline.health.process_probe import LocalProcess, host_key, process_start_ticks
 

@@ -47,6 +47,10 @@ class TrainingState:
     def __init__(self, objects: NamedObjects) -> None:
         self._objects = objects
 
+    def add(self, name: str, other: Any) -> None:
+        """Add an object that is neither model nor optimizer."""
+        self._objects = self._objects.with_other(name, other)
+
     @property
     def models(self) -> dict[str, DataParallel]:
         """The wrapped models."""
@@ -67,9 +71,7 @@ class TrainingState:
             )
             for name, model in self.models.items()
         }
-        return StepSnapshot(
-            engines, {name: each.state_dict() for name, each in self._objects.others.items()}
-        )
+        return StepSnapshot(engines, {name: each.state_dict() for name, each in self._objects.others.items()})
 
     @torch.no_grad()
     def give_up(self, snapshot: StepSnapshot) -> None:
@@ -117,7 +119,8 @@ class TrainingState:
             "weights": {name: dict(part.tensors) for name, part in parts.items()},
             "extra": {name: dict(part.extra) for name, part in parts.items()},
             "optimizers": {
-                name: optimizer_state(optimizer, names, 0, 1) for name, optimizer in objects.optimizers.items()
+                name: optimizer_state(optimizer, names, 0, 1)
+                for name, optimizer in objects.optimizers.items()
             },
             "engines": {
                 name: [model.engine.step, float(model.engine.weights.reference), model.engine.weights.agreed]

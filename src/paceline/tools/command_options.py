@@ -15,6 +15,7 @@ _SHARED = {  # by name without dashes: (metavar, meaning), the same in every com
     "world-size": ("N", "Number of ranks in all"),
     "min-ranks": ("N", "Fewest ranks, over all hosts, to continue with after failures"),
     "max-restarts": ("N", "Failures to recover from"),
+    "recovery": ("HOW", "After failures: live (ranks that can recover in place go on) or restart (all start again)"),
     "threads": ("N", "Threads per rank"),
     "insecure": (None, "Accept everybody who can reach the address, in clear text"),
     "wait": ("TIME", "Longest wait for hosts or resources"),

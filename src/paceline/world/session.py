@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import math
 import os
@@ -18,6 +19,7 @@ from paceline.world.consistency_check import facts_of_this_process, find_mismatc
 from paceline.world.device_selection import check_backend, choose_device
 from paceline.world.environment import ProcessPlace, read_environment
 from paceline.world.key_value_store import open_store
+from paceline.world.live_file import JOINER_VARIABLE
 from paceline.world.mpi_world import broadcast_job_key, load_mpi
 from paceline.world.rendezvous import RankClaim, join_rendezvous, leave_rendezvous
 
@@ -25,10 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 __all__ = ["World", "form_world", "init", "leave_group", "shutdown"]
-
-
-JOINER_VARIABLE = "PACELINE_JOINER"
-"""Set in a process that joins a running world."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,17 +202,21 @@ def form_world(store: Store, rank: int, size: int, timeout: float) -> World:
 
 
 def leave_group() -> None:
-    """Leave the process group at once, whatever is pending."""
+    """Leave the process group at once, whatever is pending.
+
+    Its objects stay in memory: the destructor of a broken gloo group joins threads that wait for Python's lock, which
+    the thread that destroys it holds.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return
     for group in list(getattr(dist.distributed_c10d._world, "pg_map", ())):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         with contextlib.suppress(Exception):  # of a broken group
             group.abort()
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
-    gc.collect()
 
 
 def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout: float, alike: bool) -> World:

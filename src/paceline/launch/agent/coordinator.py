@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from paceline._core.child_process import ChildProcess
 from paceline._core.format import plural
@@ -13,6 +13,7 @@ from paceline.errors import MissingRanks, UsageError, WorldError
 from paceline.launch.agent.first_failure import RankFailure
 from paceline.launch.agent.job_messages import (
     AnyJobRequest,
+    DepartureResult,
     EndJob,
     FinishWorld,
     GetFailures,
@@ -23,7 +24,9 @@ from paceline.launch.agent.job_messages import (
     JoinWorld,
     LeaveJob,
     RegisterHost,
+    ReportDeparture,
     ReportFailure,
+    ReportLive,
     ReportProgress,
     WorldPlan,
 )
@@ -75,6 +78,7 @@ class Coordinator(ABC):
             first_call=limits.first_call,
             last_call=limits.last_call,
             join=limits.join,
+            rejoin=job.rejoin,
         )
         record: JobRecord = self._ask(RegisterHost(*self._head(), settings), JobRecord)
         differing = [
@@ -94,7 +98,7 @@ class Coordinator(ABC):
             )
 
     def join(self, me: HostMember, address: str, port: int) -> WorldPlan:
-        """Wait for the next world.
+        """Wait for the next world, or for admission to the one that runs.
 
         Args:
             me: this host and the ranks that it offers.
@@ -105,7 +109,8 @@ class Coordinator(ABC):
             JobEnded: the job has ended.
             JoinTimeout: too few hosts joined in time.
         """
-        result: JoinResult = self._ask(JoinWorld(*self._head(), me, address, port), JoinResult)
+        live = self._job.recovery == "live"
+        result: JoinResult = self._ask(JoinWorld(*self._head(), me, address, port, live), JoinResult)
         if result.outcome is not None:
             raise JobEnded(result.outcome)
         assert result.plan is not None, "a result is a plan or an outcome"
@@ -126,6 +131,23 @@ class Coordinator(ABC):
     def report_finished(self, world: int) -> int:
         """Record that all ranks of this host ended well, and return the number of such hosts."""
         return self._ask(FinishWorld(*self._head(), world), int | None) or 0
+
+    def report_live(self, world: int, *, live: bool, survivors: int, epoch: int) -> None:
+        """Report the state of this host's ranks, see `ReportLive`."""
+        self._ask(ReportLive(*self._head(), world, live, survivors, epoch))
+
+    def report_departure(
+        self,
+        world: int,
+        rank: str,
+        cause: Literal["failed", "left", "joiner"],
+        *,
+        survivors: int,
+        replace: bool,
+    ) -> DepartureResult:
+        """Report that a rank has ended while the others can recover, see `ReportDeparture`."""
+        request = ReportDeparture(*self._head(), world, rank, cause, survivors, replace)
+        return self._ask(request, DepartureResult)
 
     def end(self, outcome: JobOutcome) -> None:
         """End the job on all hosts, unless it has ended."""
@@ -167,7 +189,8 @@ class LocalCoordinator(Coordinator):
         return self._state.view(self._member)
 
     def wait(self, running: Sequence[ChildProcess], seconds: float) -> None:
-        wait_for_exit(running, seconds)
+        if any(one.exit_code() is None for one in running):
+            wait_for_exit(running, seconds)
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

@@ -5,27 +5,27 @@
 3. Before a world begins, the coordinator decides for all hosts why the last one ended (`restart_policy`).
 4. A host whose ranks have ended well waits for the others, and restarts with them if one of them fails.
 5. Watched ranks shut down gracefully, so that none takes another one's end for a failure.
+6. Ranks that can recover in place go on when others end, leave or join (`live_recovery`); no world begins for that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
 
 from paceline._core import graceful_shutdown
-from paceline._core.child_process import stop_processes
+from paceline._core.format import plural
 from paceline._core.job_key import JobKey
 from paceline._core.process_exit import signal_name
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.coordinator import Coordinator, JoinTimeout, LocalCoordinator, too_few_hosts
 from paceline.launch.agent.first_failure import RankFailure, is_secondary
-from paceline.launch.agent.job_messages import WorldPlan
-from paceline.launch.agent.job_server import serve_jobs, world_space
+from paceline.launch.agent.host_ranks import HostRank, HostRanks
+from paceline.launch.agent.job_server import serve_jobs
 from paceline.launch.agent.job_spec import JobSpec
+from paceline.launch.agent.live_recovery import LiveRecovery
 from paceline.launch.agent.remote_coordinator import RemoteCoordinator
 from paceline.launch.agent.rendezvous_address import (
     RendezvousAddress,
@@ -45,14 +45,7 @@ from paceline.launch.agent.restart_policy import (
     failed_outcome,
 )
 from paceline.launch.process.rank_output import RankLogs
-from paceline.launch.process.rank_process import (
-    RankProcess,
-    default_environment,
-    loopback_environment,
-    start_rank,
-    wait_for_exit,
-)
-from paceline.world.store.launched_store import file_store_variable, server_store_variable
+from paceline.launch.process.rank_process import wait_for_exit
 from paceline.world.store.request_client import ConnectionLost
 from paceline.world.store.request_server import RequestServer
 
@@ -61,6 +54,7 @@ __all__ = ["ElasticAgent", "run_host"]
 _POLL_SECONDS = 0.1
 _LEAVE_POLL_SECONDS = 0.05
 _IDLE_SECONDS = 5.0  # without any event
+_LIVE_POLL_SECONDS = 1.0  # the same, if the files of live ranks are to be seen
 _PROGRESS_SECONDS = 60.0  # ranks that ran so long made progress, unless the job defines it
 _LINGER_SECONDS = 5.0  # the server of the rendezvous lets the others read the outcome
 
@@ -93,14 +87,14 @@ class ElasticAgent:
         address: str,
         serving: bool,
     ) -> None:
-        self._job, self._coordinator, self._logs = job, coordinator, logs
-        self._key, self._address, self._serving = key, address, serving
+        self._job, self._coordinator = job, coordinator
+        self._address, self._serving = address, serving
         self._restart_log = RestartLog(job.log_dir)
         self._me = HostMember(socket.gethostname(), member, job.ranks)
-        self._running: list[RankProcess] = []
+        self._ranks = HostRanks(job, member, logs, key)
+        self._live = LiveRecovery(job, coordinator, self._ranks, logs, self._restart_log, key)
         self._world, self._started = -1, time.monotonic()
-        self._hosts, self._finished = 1, False
-        self._stop_reason: graceful_shutdown.Reason = "failed"
+        self._finished = False
 
     def run(self) -> None:
         """Start ranks, and restart them after each failure, until the job has ended."""
@@ -116,14 +110,18 @@ class ElasticAgent:
             self._leave(int(error.code or 0))
             raise
         finally:
-            stop_processes(self._running, self._job.timeouts.end)
+            self._ranks.terminate()
 
     def _start_world(self) -> None:
         """Repeat the rendezvous until a world can begin, and start this host's ranks of it."""
         while True:
             try:
                 plan = self._coordinator.join(self._me, self._address, free_port())
-                self._apply(plan.agreement)
+                self._world = plan.agreement.restart
+                if plan.joiner:
+                    log_line(f"this host joins the running world with {plural(self._me.ranks, 'rank')}")
+                else:
+                    self._apply(plan.agreement)
             except _RepeatRendezvous:
                 continue
             except JoinTimeout:
@@ -131,87 +129,24 @@ class ElasticAgent:
                     self._end_job(JobOutcome(1, str(too_few_hosts(self._job))))
                 raise
             break
-        self._hosts = len(plan.hosts)
-        self._start_ranks(plan)
-
-    def _start_ranks(self, plan: WorldPlan) -> None:
-        group = next(index for index, one in enumerate(plan.hosts) if one.member == self._me.member)
-        first = sum(one.ranks for one in plan.hosts[:group])
-        size, ranks = sum(one.ranks for one in plan.hosts), plan.hosts[group].ranks
-        shared = {
-            "GROUP_RANK": group,
-            "GROUP_WORLD_SIZE": len(plan.hosts),
-            "LOCAL_WORLD_SIZE": ranks,
-            "WORLD_SIZE": size,
-            "ROLE_WORLD_SIZE": size,
-            "MASTER_ADDR": plan.hosts[0].address,
-            "MASTER_PORT": plan.hosts[0].port,
-            "ROLE_NAME": "rank",
-            "TORCHELASTIC_RESTART_COUNT": self._world,
-            "TORCHELASTIC_MAX_RESTARTS": self._job.max_restarts,
-            "TORCHELASTIC_RUN_ID": self._job.name,
-            # Of a program that switches Paceline's store off, rank 0 serves torch's.
-            "TORCHELASTIC_USE_AGENT_STORE": False,
-        }
-        base = default_environment(ranks) | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-        if self._job.hosts == 1:
-            base |= loopback_environment()
-        base |= os.environ
-        base.pop("PACELINE_INIT_METHOD", None)  # of an outer launcher: it would override the store
-        base |= self._job.env
-        base |= self._store_variables(plan)
         self._started, self._finished = time.monotonic(), False
-        self._running = []
-        for local_rank in range(ranks):
-            rank = first + local_rank
-            shutdown_file = self._logs.shutdown_file(local_rank)
-            shutdown_file.unlink(missing_ok=True)
-            own = {
-                "RANK": rank,
-                "ROLE_RANK": rank,
-                "LOCAL_RANK": local_rank,
-                graceful_shutdown.VARIABLE: shutdown_file,
-            }
-            env = base | {name: str(value) for name, value in (shared | own).items()}
-            log = self._logs.path(rank, self._world)
-            self._running.append(start_rank(self._job.argv, env, rank, local_rank, log, follow=True))
-
-    def _store_variables(self, plan: WorldPlan) -> Mapping[str, str]:
-        """Return the variables with which ranks find their store, and the key that admits them."""
-        master = RendezvousAddress(plan.hosts[0].address, plan.hosts[0].port)
-        if self._job.address is None:
-            variables = file_store_variable(self._logs.store_file(self._world), str(master))
-        else:
-            space = world_space(self._job.name, self._world)
-            variables = server_store_variable(
-                self._job.address.host, self._job.address.port, space, str(master)
-            )
-        return variables | (self._key.environment() if self._key else {})
-
-    def _stop_ranks(self) -> None:
-        files = {one.rank: self._logs.shutdown_file(one.local_rank) for one in self._running}
-        for file in files.values():
-            graceful_shutdown.request_shutdown(file, self._stop_reason)
-        deadline = time.monotonic() + self._job.timeouts.graceful
-        while (left := deadline - time.monotonic()) > 0:
-            alive = [one for one in self._running if one.exit_code() is None]
-            if not any(graceful_shutdown.is_listening(files[one.rank]) for one in alive):
-                break
-            wait_for_exit(alive, min(left, _POLL_SECONDS))
-        stop_processes(self._running, self._job.timeouts.end)
+        self._ranks.start(plan)
+        self._live.begin(joiner=plan.joiner)
 
     def _poll(self) -> bool:
         """Wait for an event, handle it, and return whether the job has ended well."""
-        self._coordinator.wait(self._running, _IDLE_SECONDS)
-        codes = [one.exit_code() for one in self._running]
-        if any(codes):
+        if not self._ranks.failed():
+            seconds = _LIVE_POLL_SECONDS if self._live.enabled else _IDLE_SECONDS
+            self._coordinator.wait(self._ranks.processes, seconds)
+        if self._ranks.failed() and not self._live.handle_ended(self._me):
             self._report_failures()
             self._restart("failed")
             return False
-        if not self._finished and all(code == 0 for code in codes):
-            self._finished = True
-            if self._coordinator.report_finished(self._world) == self._hosts:
-                self._end_job(JobOutcome(0))
+        self._live.report()
+        ended_well = self._ranks.have_ended_well()
+        if ended_well and not self._finished:
+            self._coordinator.report_finished(self._world)
+        self._finished = ended_well
         view = self._coordinator.view()
         if view.outcome is not None:
             if view.outcome.code:
@@ -219,6 +154,7 @@ class ElasticAgent:
             return True
         if view.world < self._world:
             return False  # it is older than this world
+        self._live.log_changes(view, self._me)
         gone = not view.member or view.world > self._world  # the others continued without this host
         if gone or view.failed or view.lost:
             self._restart("failed")
@@ -228,49 +164,50 @@ class ElasticAgent:
 
     def _report_failures(self) -> None:
         """Report the failed ranks of this host; if all of them lost a peer, wait briefly for that peer's end."""
-        reported: set[int] = set()
+        self._report_unrecovered()
+        reported: set[HostRank] = set()
         deadline = time.monotonic() + self._job.timeouts.follow
         while True:
-            failed = [one for one in self._running if one.exit_code() and one.rank not in reported]
-            failed.sort(key=lambda one: (one.exit_code() or 0, one.rank))  # those ended by signals first
-            for one in failed:
-                reported.add(one.rank)
-                self._report_failure(one.tail(), one)
+            for one in self._ranks.failed():
+                if one not in reported:
+                    reported.add(one)
+                    self._coordinator.report_failure(self._world, one.failure(self._me))
             left = deadline - time.monotonic()
             if left <= 0 or not all(is_secondary(one) for one in self._coordinator.failures(self._world)):
                 return
-            if all(one.exit_code() is not None for one in self._running):
+            processes = self._ranks.processes
+            if all(one.exit_code() is not None for one in processes):
                 return
-            wait_for_exit(self._running, min(left, _POLL_SECONDS))
+            wait_for_exit(processes, min(left, _POLL_SECONDS))
 
-    def _report_failure(self, lines: tuple[str, ...], failed: RankProcess | None = None) -> None:
-        failure = RankFailure(
-            self._me.host,
-            self._me.member,
-            rank=failed and failed.rank,
-            local_rank=failed and failed.local_rank,
-            exit_code=failed and failed.exit_code(),
-            seconds=time.monotonic() - self._started,
-            lines=lines,
-        )
-        self._coordinator.report_failure(self._world, failure)
+    def _report_unrecovered(self) -> None:
+        """Report the ranks without which the others have tried to go on, in vain."""
+        for failure in self._live.unrecovered():
+            self._coordinator.report_failure(self._world, failure)
 
     def _leave(self, code: int) -> None:
-        """Report that this host was ended by a signal; the others continue, unless it serves the rendezvous."""
+        """End this host's ranks after a signal; the others continue, unless this host serves the rendezvous."""
         how = f"ended by {signal_name(code - 128)}"
         if self._serving:
             self._end_job(JobOutcome(code, f"{self._me.host}, which serves the rendezvous, was {how}"))
             return
-        if self._world >= 0:
-            with contextlib.suppress(ConnectionLost):
-                self._report_failure((how,))
+        if self._world < 0:
+            return
+        with contextlib.suppress(ConnectionLost):
+            if self._live.enabled and self._coordinator.view().live:
+                self._live.leave()
+                return
+            seconds = time.monotonic() - self._started
+            failure = RankFailure(self._me.host, self._me.member, seconds=seconds, lines=(how,))
+            self._coordinator.report_failure(self._world, failure)
 
     def _restart(self, reason: graceful_shutdown.Reason) -> None:
         """Stop this host's ranks, repeat the rendezvous, and start ranks again."""
-        self._stop_reason = reason
+        if reason == "failed":
+            self._report_unrecovered()
         if self._made_progress():
             self._coordinator.report_progress(self._world)
-        self._stop_ranks()
+        self._ranks.stop(reason)
         self._start_world()
 
     def _made_progress(self) -> bool:
@@ -280,7 +217,6 @@ class ElasticAgent:
 
     def _apply(self, agreement: WorldAgreement) -> None:
         """Log and carry out the agreement on the world that is about to begin."""
-        self._world = agreement.restart
         if agreement.restart:
             self._restart_log.write(agreement)
         if agreement.decision.action == "end":

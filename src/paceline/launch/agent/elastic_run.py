@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from paceline._core.child_process import sigterm_raises
 from paceline._core.job_key import KEY_FILE_VARIABLE, JobKey
@@ -36,6 +37,7 @@ def run_elastic(
     max_restarts: int = 3,
     min_ranks: int | None = None,
     progress: Callable[[], bool] | None = None,
+    recovery: Literal["live", "restart"] = "live",
 ) -> None:
     """Run ``python *argv`` as `ranks` processes of this host, restarted after failures, until all have ended well.
 
@@ -49,6 +51,9 @@ def run_elastic(
     The world keeps its size, unless the same rank fails twice in a row without progress: then it has one rank fewer,
     down to `min_ranks`; below that, the run ends.
 
+    Ranks that can recover in place (`paceline.world.live_file`) are neither ended nor restarted: those that ended are
+    replaced, each at the expense of one restart.
+
     Args:
         argv: arguments to this Python, such as ``["-m", "my.module", "--steps", "3"]``.
         ranks: number of processes, at least 1.
@@ -61,6 +66,7 @@ def run_elastic(
         progress: called in this process once after each failure, while ranks may still be running; returns whether
             the run made progress since the last call (or the start), such as a newer checkpoint. An exception ends
             the run. None: ranks that ran for a minute made progress.
+        recovery: ``"live"``: ranks that can recover in place go on when others end; ``"restart"``: all are restarted.
 
     Raises:
         RankFailed: the run does not continue; `rank` failed first, and `exit_code` is the exit code for this process.
@@ -78,6 +84,7 @@ def run_elastic(
         env=env or {},
         log_dir=None if log_dir is None else Path(log_dir),
         progress=progress,
+        recovery=recovery,
     )
     run_job(job)
 

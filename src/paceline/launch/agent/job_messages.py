@@ -6,7 +6,7 @@ A host is named by the id of its agent (``member``). Times are relative: seconds
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,7 @@ from paceline.launch.agent.restart_policy import HostMember, JobOutcome, WorldAg
 __all__ = [
     "JOB_SERVICE",
     "AnyJobRequest",
+    "DepartureResult",
     "EndJob",
     "FinishWorld",
     "GetFailures",
@@ -30,9 +31,12 @@ __all__ = [
     "LeaveJob",
     "PlannedHost",
     "RegisterHost",
+    "ReportDeparture",
     "ReportFailure",
+    "ReportLive",
     "ReportProgress",
     "WatchJob",
+    "WorldChange",
     "WorldPlan",
 ]
 
@@ -48,7 +52,11 @@ _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """Settings of a job that must be equal on every host, and its time limits in seconds (`JobTimeouts`)."""
+    """Settings of a job that must be equal on every host, and its time limits in seconds (`JobTimeouts`).
+
+    Attributes:
+        rejoin: whether a host may join a live world.
+    """
 
     hosts: _Count
     min_hosts: _Count
@@ -57,6 +65,7 @@ class JobSettings:
     first_call: NonNegative
     last_call: NonNegative
     join: NonNegative
+    rejoin: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,15 +81,45 @@ class PlannedHost:
 
 @dataclass(frozen=True, kw_only=True)
 class WorldPlan:
-    """A world that is about to begin.
+    """A world that is about to begin, or runs and is joined.
 
     Attributes:
-        agreement: of all hosts on how the job continues.
-        hosts: of the world, in the order of their ranks; the one that shrinks has its new number of ranks.
+        agreement: of all hosts on how the job continues; for a joiner, the one with which the world began.
+        hosts: of the world, in the order of their ranks; the one that shrinks has its new number of ranks. Hosts that
+            have left a running world keep their places, until others take them.
+        joiner: whether the host joins a running world.
     """
 
     agreement: WorldAgreement
     hosts: tuple[PlannedHost, ...]
+    joiner: bool = False
+
+
+@dataclass(frozen=True)
+class WorldChange:
+    """A host that left, was lost or joined while the ranks of the others went on.
+
+    Attributes:
+        number: of the change in its world, from 0.
+        host: name of the host.
+        member: id of its agent.
+        kind: ``"left"``, ``"lost"`` or ``"joined"``.
+        seconds: how long the world had been running.
+    """
+
+    number: Whole
+    host: _Host
+    member: _Member
+    kind: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DepartureResult:
+    """Whether the others go on after the end of a rank, and whether it may be replaced."""
+
+    goes_on: bool
+    replaces: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +137,8 @@ class JobView:
         joined: number of hosts that wait for the next world.
         present: number of connected hosts.
         member: whether the host that asks is still counted as present.
+        live: whether the ranks of all hosts of the latest world can recover in place.
+        changes: of the hosts of the latest world, while it ran; the latest ones.
     """
 
     news: int
@@ -110,6 +151,8 @@ class JobView:
     joined: int
     present: int
     member: bool
+    live: bool
+    changes: tuple[WorldChange, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +191,8 @@ class JoinWorld(JobRequest, tag="join"):
     host: HostMember
     address: _Host
     port: _Port
+    live: bool = False
+    """Whether its ranks can join a world that runs."""
 
 
 class WatchJob(JobRequest, tag="watch"):
@@ -183,6 +228,32 @@ class FinishWorld(JobRequest, tag="finished"):
     world: Whole
 
 
+class ReportLive(JobRequest, tag="live"):
+    """Report the state of this host's ranks."""
+
+    world: Whole
+    live: bool
+    """Whether all that run can recover in place; those that have yet to join don't count."""
+    survivors: Whole
+    """How many can."""
+    epoch: Whole
+    """The latest of their worlds, as they number them."""
+
+
+class ReportDeparture(JobRequest, tag="departure"):
+    """Report that a rank has ended, and that all others of this host can recover; returns a `DepartureResult`."""
+
+    world: Whole
+    rank: Annotated[str, Meta(max_length=255)]
+    """Id of its process (`paceline.world.live_file`)."""
+    cause: Literal["failed", "left", "joiner"]
+    """It failed, left in order, or ended before it joined the world."""
+    survivors: Whole
+    """Ranks of this host that can recover; if it left, those that have ended well too."""
+    replace: bool
+    """Whether the host wants to start another process in its place."""
+
+
 class EndJob(JobRequest, tag="end"):
     """End the job, unless it has ended."""
 
@@ -201,6 +272,8 @@ AnyJobRequest = (
     | GetFailures
     | ReportProgress
     | FinishWorld
+    | ReportLive
+    | ReportDeparture
     | EndJob
     | LeaveJob
 )

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from paceline._core.format import plural
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
 from paceline.launch.agent.rendezvous_address import RendezvousAddress
 
 __all__ = ["JobSpec", "JobTimeouts", "check_script"]
@@ -47,7 +48,8 @@ class JobSpec:
         max_restarts: number of failures after which it is restarted.
         address: of the rendezvous; None: a single host needs none.
         name: of the job, where one server serves several.
-        rejoin: restart the world when a host joins, rather than at the next failure.
+        rejoin: restart the world when a host joins, rather than at the next failure; a live world admits it at once.
+        recovery: ``"live"``: ranks that can recover in place go on when others end; ``"restart"``: all end and restart.
         env: variables to set in addition to those of this process.
         insecure: several hosts go without a job key.
         log_dir: folder for logs and ``restarts.jsonl``; None: logs are kept only to explain a failure.
@@ -67,6 +69,7 @@ class JobSpec:
     address: RendezvousAddress | None = None
     name: str = "run"
     rejoin: bool = True
+    recovery: Literal["live", "restart"] = "live"
     env: Mapping[str, str] = field(default_factory=dict)
     insecure: bool = False
     log_dir: Path | None = None
@@ -74,6 +77,8 @@ class JobSpec:
     timeouts: JobTimeouts = field(default_factory=JobTimeouts)
 
     def __post_init__(self) -> None:
+        if self.recovery not in ("live", "restart"):
+            raise unknown("recovery", self.recovery, ("live", "restart"))
         most = self.ranks * self.hosts
         for name, least in (("ranks", 1), ("hosts", 1), ("max_restarts", 0)):
             if getattr(self, name) < least:

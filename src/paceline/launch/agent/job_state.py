@@ -1,7 +1,8 @@
 """State of a job on its coordinator: which hosts are present, when a world begins, and how the job ends (pure).
 
 A job is a series of worlds, numbered from 0. A host registers, joins, runs its ranks, and joins again after a failure
-or when hosts have come or gone. It waits in one request, which is answered when something changes.
+or when hosts have come or gone. It waits in one request, which is answered when something changes. While the latest
+world is live (`running_world`), hosts come and go without a new one.
 
 A world begins when all hosts have joined; or when enough have, none of the last world still stops its ranks, and no
 further one has joined for a while (torch's "last call"). Whether a host is present is up to its connection: one that is
@@ -12,12 +13,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.launch.agent.first_failure import RankFailure
 from paceline.launch.agent.job_messages import (
     AnyJobRequest,
+    DepartureResult,
     EndJob,
     FinishWorld,
     GetFailures,
@@ -29,19 +30,15 @@ from paceline.launch.agent.job_messages import (
     LeaveJob,
     PlannedHost,
     RegisterHost,
+    ReportDeparture,
     ReportFailure,
+    ReportLive,
     ReportProgress,
     WatchJob,
     WorldPlan,
 )
-from paceline.launch.agent.restart_policy import (
-    HostMember,
-    JobOutcome,
-    PreviousWorld,
-    WorldRun,
-    agree_on_world,
-    failed_outcome,
-)
+from paceline.launch.agent.restart_policy import JobOutcome, WorldRun, agree_on_world, failed_outcome
+from paceline.launch.agent.running_world import RunningWorld
 
 __all__ = ["RECONNECT_SECONDS", "JobReply", "JobState"]
 
@@ -68,31 +65,12 @@ class _Host:
     member: str
     client: bytes
     join: JoinWorld | None = None
+    answered: JobReply | None = None  # its last join, which may come twice
     joined_at: float = 0.0
     order: int = 0
     watch: WatchJob | None = None
     watch_until: float = math.inf
     lost_at: float = math.inf
-
-
-@dataclass
-class _World:
-    """The latest world; before the first one, an empty one."""
-
-    number: int = -1
-    members: tuple[HostMember, ...] = ()
-    began: float = 0.0
-    failures: list[RankFailure] = field(default_factory=list)
-    progress: bool = False
-    finished: set[str] = field(default_factory=set)
-    lost: bool = False
-    ids: frozenset[str] = field(init=False)
-
-    def has(self, member: str) -> bool:
-        return member in self.ids
-
-    def __post_init__(self) -> None:
-        self.ids = frozenset(one.member for one in self.members)
 
 
 class JobState:
@@ -105,6 +83,7 @@ class JobState:
         ... )
         >>> state.handle(b"", RegisterHost(1, "run", "a", settings), 0.0)[0].error
         ''
+        >>> from paceline.launch.agent.restart_policy import HostMember
         >>> join = JoinWorld(2, "run", "a", HostMember("pc1", "a", 2), "127.0.0.1", 0)
         >>> state.handle(b"", join, 0.0)[0].result.plan.agreement.restart
         0
@@ -114,7 +93,8 @@ class JobState:
         self._settings: JobSettings | None = None
         self._hosts: dict[str, _Host] = {}
         self._member_of: dict[bytes, str] = {}
-        self._world = _World()
+        self._world = RunningWorld()
+        self._replaced = 0  # ranks, in earlier worlds
         self._past: tuple[WorldRun, ...] = ()
         self._outcome: JobOutcome | None = None
         self._busy: set[str] = (
@@ -181,6 +161,8 @@ class JobState:
             joined=sum(one.join is not None for one in hosts),
             present=sum(one.lost_at == math.inf for one in hosts),
             member=member in self._hosts,
+            live=world.is_live(),
+            changes=world.changes,
         )
 
     # ------------------------------------------------------------- requests
@@ -201,6 +183,9 @@ class JobState:
             return
         host = self._hosts.get(request.member) or self._add(request.member, client)
         self._connect(host, client)
+        if host.answered is not None and host.answered.id == request.id:
+            self._reply(client, request.id, host.answered.result)
+            return
         if host.join is None:
             host.joined_at, host.order = now, next(self._orders)
         if request.member in self._busy:
@@ -220,29 +205,51 @@ class JobState:
     def _report(self, client: bytes, request: AnyJobRequest, now: float) -> None:
         """Handle what a host reports; each report may come twice, if the connection broke in between."""
         world, result = self._world, None
+        current = getattr(request, "world", world.number) == world.number
         match request:
-            case ReportFailure(failure=failure) if request.world == world.number:
-                if failure not in world.failures and len(world.failures) < _MAX_FAILURES:
-                    world.failures.append(failure)
-                    self._news += 1
-            case ReportProgress() if request.world == world.number:
-                world.progress = True
-            case FinishWorld() if request.world == world.number:
-                self._news += not world.finished  # one news: hosts only need to know that the job may end
-                world.finished.add(request.member)
-                result = len(world.finished)
             case EndJob(outcome=outcome):
                 self._end(outcome)
             case LeaveJob() if request.member in self._hosts:
-                self._remove(self._hosts[request.member], now)
+                self._remove(self._hosts[request.member], now, left=True)
+            case ReportFailure() | ReportProgress() | FinishWorld() | ReportLive() | ReportDeparture():
+                if current and world.has(request.member):
+                    result = self._report_on_world(world, request)
+                elif isinstance(request, ReportDeparture):
+                    result = DepartureResult(goes_on=False, replaces=False)
         self._reply(client, request.id, result)
+
+    def _report_on_world(self, world: RunningWorld, request: AnyJobRequest) -> object:
+        """Handle what a host of the latest world reports about it, and return the result."""
+        was_live, result = world.is_live(), None
+        match request:
+            case ReportFailure(failure=failure):
+                if failure not in world.failures and len(world.failures) < _MAX_FAILURES:
+                    world.failures.append(failure)
+                    self._news += 1
+            case ReportProgress():
+                world.progress = True
+            case FinishWorld():
+                self._news += not world.finished  # one news: hosts only need to know that the job may end
+                world.finished.add(request.member)
+                result = len(world.finished)
+            case ReportLive():
+                world.report_live(request)
+            case ReportDeparture():
+                assert self._settings is not None, "a world has begun"
+                used = len(self._past) + self._replaced + world.replacements()
+                result = world.report_departure(request, self._settings.max_restarts - used)
+        self._news += was_live != world.is_live()
+        return result
 
     # ---------------------------------------------------------------- state
 
     def _settle(self, now: float) -> list[JobReply]:
         """Carry out what is due, and return all replies."""
         for host in [one for one in self._hosts.values() if one.lost_at <= now]:
-            self._remove(host, now)
+            self._remove(host, now, left=False)
+        if self._world.is_complete():
+            self._end(JobOutcome(0))
+        self._admit_joiners(now)
         for host in self._hosts.values():
             if host.join is not None and self._join_until(host) <= now:
                 self._reply(host.client, host.join.id, error="too few hosts joined in time", timeout=True)
@@ -285,31 +292,50 @@ class JobState:
             key=lambda each: (not last.has(each[0].member), each[0].order),
         )[: job.hosts]
         joined.sort(key=lambda each: (each[1].address, each[0].member))
-        before = None
-        if last.number >= 0:
-            before = PreviousWorld(last.members, tuple(last.failures), last.progress, now - last.began)
+        self._replaced += last.replacements()
         agreement, self._past = agree_on_world(
             last.number + 1,
-            before,
+            last.previous(now) if last.number >= 0 else None,
             [request.host for _, request in joined],
             self._past,
             min_ranks=job.min_ranks,
             max_restarts=job.max_restarts,
+            replaced=self._replaced,
         )
         planned = []
         for host, request in joined:
             ranks = request.host.ranks - (host.member == agreement.shrinks)
             planned.append(PlannedHost(request.host.host, host.member, ranks, request.address, request.port))
-        members = tuple(HostMember(one.host, one.member, one.ranks) for one in planned if one.ranks)
-        self._world = _World(last.number + 1, members, now)
-        self._busy = {one.member for one in members}
+        places = [one for one in planned if one.ranks]
+        self._world = RunningWorld(last.number + 1, places, agreement, now)
+        self._busy = set(self._world.members)
         plan = WorldPlan(agreement=agreement, hosts=tuple(planned))
-        for host, request in joined:
-            self._reply(host.client, request.id, JoinResult(plan=plan))
-            host.join = None
+        for host, _ in joined:
+            self._admit(host, plan)
         self._news += 1
         if agreement.decision.action == "end":
             self._end(failed_outcome(agreement))
+
+    def _admit_joiners(self, now: float) -> None:
+        """Let hosts that wait join the latest world while it runs, if it is live."""
+        job, world = self._settings, self._world
+        if job is None or not job.rejoin or self._outcome is not None:
+            return
+        waiting = [one for one in self._hosts.values() if one.join is not None]
+        for host in sorted(waiting, key=lambda one: one.order):
+            request = host.join
+            if request is None or len(world.members) >= job.hosts or not world.admits(request):
+                continue
+            self._admit(host, world.admit(request, now))
+            self._busy.add(host.member)
+            self._news += 1
+
+    def _admit(self, host: _Host, plan: WorldPlan) -> None:
+        """Send a host that waits its plan."""
+        assert host.join is not None, "it waits"
+        host.answered = JobReply(host.client, host.join.id, JoinResult(plan=plan))
+        self._replies.append(host.answered)
+        host.join = None
 
     def _end(self, outcome: JobOutcome) -> None:
         if self._outcome is not None:
@@ -346,11 +372,11 @@ class JobState:
         self._member_of[client] = host.member
         host.client, host.lost_at = client, math.inf
 
-    def _remove(self, host: _Host, now: float) -> None:
+    def _remove(self, host: _Host, now: float, *, left: bool) -> None:
         del self._hosts[host.member]
         self._member_of.pop(host.client, None)
         if self._world.has(host.member):
-            self._world.lost = True
+            self._world.drop(host.member, now, left=left)
             self._news += 1
         if host.member in self._busy:
             self._busy.remove(host.member)

@@ -130,7 +130,7 @@ class WorldAgreement:
 
 
 def decide_restart(
-    past: Sequence[WorldRun], ranks: int, *, min_ranks: int, max_restarts: int
+    past: Sequence[WorldRun], ranks: int, *, min_ranks: int, max_restarts: int, replaced: int = 0
 ) -> RestartDecision:
     """Return how a job continues, see [Note: repeated failures].
 
@@ -139,6 +139,7 @@ def decide_restart(
         ranks: ranks that are available now, without those of lost hosts.
         min_ranks: minimum world size.
         max_restarts: number of failures after which the job is restarted.
+        replaced: number of ranks that were replaced while their world ran; each counts as a restart.
 
     Example:
         >>> twice = [WorldRun("pc1/1", ranks=4, progress=False)] * 2
@@ -147,9 +148,8 @@ def decide_restart(
     """
     if past and past[-1].refused:
         return RestartDecision("end", "it was called wrongly, and would be again")
-    if len(past) > max_restarts:
-        times = f"restarted {plural(max_restarts, 'time')} already"
-        return RestartDecision("end", times if max_restarts else "restarts are disabled")
+    if len(past) + replaced > max_restarts:
+        return RestartDecision("end", _used_up(max_restarts, replaced))
     if ranks < min_ranks:
         return RestartDecision("end", f"{plural(ranks, 'rank')} left, at least {min_ranks} required")
     if not _is_stuck(past):
@@ -158,6 +158,16 @@ def decide_restart(
     if ranks - 1 < min_ranks:
         return RestartDecision("end", f"{why}, and at least {plural(min_ranks, 'rank')} required")
     return RestartDecision("fewer", why)
+
+
+def _used_up(max_restarts: int, replaced: int) -> str:
+    """Return why there are no more restarts."""
+    if not max_restarts:
+        return "restarts are disabled"
+    if not replaced:
+        return f"restarted {plural(max_restarts, 'time')} already"
+    restarts = f"restarted {plural(max_restarts - replaced, 'time')} and " if max_restarts > replaced else ""
+    return f"{restarts}replaced {plural(replaced, 'rank')} already"
 
 
 def _is_stuck(past: Sequence[WorldRun]) -> bool:
@@ -175,6 +185,7 @@ def agree_on_world(
     *,
     min_ranks: int,
     max_restarts: int,
+    replaced: int = 0,
 ) -> tuple[WorldAgreement, tuple[WorldRun, ...]]:
     """Return the agreement on the world that is about to begin, and `past` including the last world.
 
@@ -185,6 +196,7 @@ def agree_on_world(
         past: worlds that failures ended so far.
         min_ranks: as for `decide_restart`.
         max_restarts: as for `decide_restart`.
+        replaced: as for `decide_restart`.
     """
     present = {one.member for one in now}
     members = before.members if before else ()
@@ -198,7 +210,9 @@ def agree_on_world(
     if first and before:
         of_rank = first.rank is not None and first.member in present
         runs += (WorldRun(first.place, ranks_before, before.progress, of_rank, first.refused),)
-    decision = decide_restart(runs if first else (), ranks, min_ranks=min_ranks, max_restarts=max_restarts)
+    decision = decide_restart(
+        runs if first else (), ranks, min_ranks=min_ranks, max_restarts=max_restarts, replaced=replaced
+    )
     ends = decision.action == "end"
     shrinks = first.member if first and decision.action == "fewer" else ""
     leaves = any(one.member == shrinks and one.ranks == 1 for one in now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pty
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from paceline.errors import UsageError
+from paceline.world.live_file import dead_marker
 
 __all__ = ["RankLogs", "StderrTee", "check_log_dir", "last_lines"]
 
@@ -75,10 +77,10 @@ def check_log_dir(folder: Path | None) -> None:
 
 
 class RankLogs:
-    """Log and shutdown files of one host's ranks: in a private folder for the duration of a with-statement.
+    """Logs and other files of one host's ranks: in a private folder for the duration of a with-statement.
 
     Rank 0 writes to the terminal. Logs of the first start are ``rank<k>.log``, those after restart n
-    ``restart<n>/rank<k>.log``.
+    ``restart<n>/rank<k>.log``, and those of processes that joined the running world ``rank<k>.1.log`` and so on.
 
     Args:
         folder: for permanent logs; None: they are kept only to explain a failure.
@@ -100,15 +102,41 @@ class RankLogs:
         """Return the file that requests a rank's shutdown (`paceline._core.graceful_shutdown`)."""
         return self._private / f"leave{local_rank}"
 
+    def live_file(self, member: str) -> Path:
+        """Return the file by which a rank reports that it can recover in place (`paceline.world.live_file`)."""
+        return self._private / f"{member.replace('/', '-')}.live"
+
+    def mark_dead(self, member: str) -> None:
+        """Let the ranks of this host know that a process has ended."""
+        with contextlib.suppress(OSError):
+            dead_marker(self._private, member).touch()
+
+    def clear_marks(self) -> None:
+        """Remove what the ranks of an earlier world left; all of them have ended."""
+        for pattern in ("*.live", "*.live.part", "*.dead"):
+            for path in self._private.glob(pattern):
+                path.unlink(missing_ok=True)
+
     def store_file(self, restart: int) -> Path:
         """Return the file in which the ranks of a single host meet after a restart; others can't enter its folder."""
         return self._private / f"store{restart}"
 
-    def path(self, rank: int, restart: int) -> Path | None:
-        """Return the log file of a rank after a restart, None for the terminal; its folder is created."""
+    def path(self, rank: int, restart: int, *, joiner: bool = False) -> Path | None:
+        """Return the log file of a rank after a restart, None for the terminal; its folder is created.
+
+        Args:
+            rank: number in the world.
+            restart: number of the world.
+            joiner: whether the process joins the running world: its log gets the next free name.
+        """
         if rank == 0:
             return None
         base = self._folder or self._private
         folder = base / f"restart{restart}" if restart else base
         folder.mkdir(parents=True, exist_ok=True)
+        if joiner:
+            names = (folder / f"rank{rank}.{number}.log" for number in itertools.count(1))
+            return next(name for name in names if not name.exists())
+        for old in folder.glob(f"rank{rank}.*.log"):  # of an earlier job in this folder
+            old.unlink(missing_ok=True)
         return folder / f"rank{rank}.log"

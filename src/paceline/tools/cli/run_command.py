@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast
 
 import typer
 from typer import Argument
@@ -33,6 +33,7 @@ def run(
     min_ranks: Annotated[int | None, shared("min-ranks", "; default those of MIN hosts, or all")] = None,
     max_restarts: Annotated[int, shared("max-restarts")] = 3,
     rejoin: Annotated[bool, own(None, "Restart when a host joins, or let it wait for a failure.")] = True,
+    recovery: Annotated[str, shared("recovery")] = "live",
     log_dir: Annotated[
         Path | None, own("FOLDER", "Folder for restarts.jsonl and the output of ranks 1 and up.")
     ] = None,
@@ -84,6 +85,7 @@ def run(
         address=None if rendezvous is None else parse_rendezvous_address(rendezvous),
         name=name,
         rejoin=rejoin,
+        recovery=cast(Literal["live", "restart"], recovery),  # checked by JobSpec
         insecure=insecure,
         log_dir=log_dir,
         timeouts=JobTimeouts(

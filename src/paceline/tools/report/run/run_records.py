@@ -215,7 +215,9 @@ def _spans(path: Path, notes: list[str]) -> Iterator[TraceSpan]:
 
 
 def _restarts(path: Path, notes: list[str]) -> Iterator[RestartRecord]:
-    for record in _records(path, notes, needed=("restart", "ranks_before", "ranks_after")):
+    for record in _records(path, notes, needed=("restart",)):
+        if not all(isinstance(record.get(size), int) for size in ("ranks_before", "ranks_after")):
+            continue  # a departure: the other ranks trained on
         after = 0 if record.get("event") == "end" else int(_number(record, "ranks_after"))
         number, before = int(_number(record, "restart")), int(_number(record, "ranks_before"))
         yield RestartRecord(number, str(record.get("time", "")), _reason(record), before, after)
