@@ -178,6 +178,11 @@ class GradientState:
         ]
 
     @property
+    def has_result(self) -> bool:
+        """Whether there is the result of a round, and no newer gradient of this rank."""
+        return self._reduced and not self._local
+
+    @property
     def neighbours(self) -> NeighbourExchange | None:
         """The exchanges of ranks that keep copies of their neighbours' shards."""
         return self.launch_queue.neighbours

@@ -169,6 +169,11 @@ class CopyingUpdate(ShardedLayout):
         except Exception:  # noqa: BLE001 - the update is applied
             self._states_checked = True
 
+    @property
+    def divided(self) -> bool:
+        """Whether ranks hold different parts of the state, as from the first step on where there are shards."""
+        return self._reducer is not None and bool(self._groups)
+
     # ------------------------------------------------------------------ a step that others have not ended
 
     def end_step(self) -> None:
@@ -176,9 +181,8 @@ class CopyingUpdate(ShardedLayout):
         reducer = self._reducer
         if reducer is None or (neighbours := reducer.neighbours) is None or self.held is not None:
             return
-        if neighbours.is_decided(reducer.step) and any(
-            slot.used for slot in reducer.consumers.slots_of(self)
-        ):
+        decided = reducer.has_result and neighbours.is_decided(reducer.step)
+        if decided and any(slot.used for slot in reducer.consumers.slots_of(self)):
             neighbours.local = True
             self.step()
 
