@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from paceline.elastic.member_events import (
     FormWorld,
     Leave,
     LeaveRequested,
+    Replacing,
     Stopped,
     Suspected,
     Train,
@@ -73,7 +75,8 @@ class Elastic:
     With virtual ranks the result has the same bits as that of an undisturbed run.
 
     Args:
-        objects: models, optimizers, and others with ``state_dict()`` and ``load_state_dict()``: all that a step changes.
+        objects: models, optimizers, and others with ``state_dict()`` and ``load_state_dict()``: all that
+            a step changes.
         active: False: failures are not recovered from.
         watchdog: to watch each new world with.
         min_ranks: fewer ranks wait for others to join.
@@ -111,6 +114,7 @@ class Elastic:
         self.step, self.recoveries = step, 0
         self.world: World | None = None
         self._stepped: set[int] = set()
+        self._repeats, self._stopped_at = False, 0.0
         self._membership: Membership | None = None
         self._forming: AbortableStore | None = None
         self._live_file = LiveFile.from_environment(os.environ)
@@ -226,10 +230,11 @@ class Elastic:
                 raise
             failed = True
         applied = self._count()
+        self._repeats = failed and not applied
         if failed:
             membership.feed(Suspected())
         if failed or membership.aborting:
-            self._recover(membership, before if failed and not applied else None)
+            self._recover(membership, before if self._repeats else None)
 
     def _count(self) -> bool:
         """Count a step if its update was applied; return whether it was."""
@@ -246,13 +251,12 @@ class Elastic:
 
     def _recover(self, membership: Membership, undo: Any) -> None:
         """Stop, and go on in the next world."""
-        started = time.monotonic()
+        self._stopped_at = time.monotonic()
         if undo is not None:
             self._state.give_up(undo)
         self._stepped.clear()
         membership.stopped(Stopped(self.step))
         self._go_on()
-        log.info("recovered in %.2f s", time.monotonic() - started)
 
     def _go_on(self, action: Any = None) -> None:
         """Carry out what the membership decides until this rank trains again."""
@@ -296,8 +300,13 @@ class Elastic:
             action = None
 
     def _publish(self, view: View) -> None:
+        """Report the world to the launcher."""
+        seconds = time.monotonic() - self._stopped_at if self._stopped_at else 0.0
+        log.info("rank %d of %d from step %d, after %.2f s", *rank_and_size(), self.step, seconds)
         if self._live_file is not None:
-            self._live_file.write(LiveWorld(view.epoch, view.members, self.step))
+            self._live_file.write(
+                LiveWorld(view.epoch, view.members, self.step, self._repeats, round(seconds, 3))
+            )
 
     # ------------------------------------------------------------------ the next world
 
@@ -325,7 +334,8 @@ class Elastic:
         recovery = view.recovery
         if recovery.receivers:
             receives = me in recovery.receivers
-            self._state.send(names.index(recovery.source), receives=receives)
+            replacing = partial(self._membership.feed, Replacing())
+            self._state.send(names.index(recovery.source), replacing if receives else None)
         self._state.agree()
         if self._watchdog is not None:
             self._watchdog.rejoin()
