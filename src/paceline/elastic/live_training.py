@@ -327,6 +327,8 @@ class Elastic:
         assert self._membership is not None, "it is active"
         if self._membership.aborting:
             raise WorldError("the world changed again")
+        store.set(f"elastic/here/{view.epoch}/{me}", b"")
+        store.wait([f"elastic/here/{view.epoch}/{name}" for name in names])
         self.world = form_world(
             dist.PrefixStore(f"elastic/world/{view.epoch}", store), names.index(me), len(names), self._timeout
         )
