@@ -40,6 +40,7 @@ from paceline.errors import MismatchError, PeerFailed, UsageError, WorldError
 from paceline.health.abort_collectives import abort_groups
 from paceline.health.watchdog import Watchdog, is_symptom
 from paceline.world.control_collectives import gather_texts, rank_and_size
+from paceline.world.group_devices import backend_name
 from paceline.world.live_file import JOINER_VARIABLE, LEFT_EXIT_CODE, MEMBER_VARIABLE, LiveFile, LiveWorld
 from paceline.world.session import World, form_world, leave_group
 from paceline.world.store.launched_store import has_launched_store, open_launched_store
@@ -152,6 +153,7 @@ class Elastic:
             member = Member.joining(me, self._rules, self._newest(store))
         else:
             view = first_view(gather_texts(me), self.step)
+            store.create("backend", backend_name(None).encode())
             store.create(view_key(0), view_value(view))
             member = Member.starting(me, self._rules, view)
         self._membership = Membership(store, member, lost=self._lost, wait=self._wait, on_abort=self._abort)
@@ -176,7 +178,7 @@ class Elastic:
                 self._finish(membership)
         finally:
             membership.close()
-            if self._live_file is not None:
+            if error is None and self._live_file is not None:  # else this process ends: nobody waits for it
                 self._live_file.remove()
             self._membership = None
             if self._previous_handler is not None:
@@ -330,7 +332,11 @@ class Elastic:
         store.set(f"elastic/here/{view.epoch}/{me}", b"")
         store.wait([f"elastic/here/{view.epoch}/{name}" for name in names])
         self.world = form_world(
-            dist.PrefixStore(f"elastic/world/{view.epoch}", store), names.index(me), len(names), self._timeout
+            dist.PrefixStore(f"elastic/world/{view.epoch}", store),
+            names.index(me),
+            len(names),
+            store.get("elastic/backend").decode(),
+            self._timeout,
         )
         self._state.rejoin()
         recovery = view.recovery

@@ -171,12 +171,13 @@ def shutdown() -> None:
     _session.world, _session.init_method, _session.owns_group = None, None, False
 
 
-def form_world(store: Store, rank: int, size: int, timeout: float) -> World:
+def form_world(store: Store, rank: int, size: int, backend: str, timeout: float) -> World:
     """Leave the process group of the present world, which may be broken, and form one of other ranks.
 
     Args:
         store: where exactly these ranks meet.
         rank, size: of the new world.
+        backend: of its process group, as in the world before.
         timeout: seconds that collectives wait for a rank.
 
     Raises:
@@ -191,7 +192,6 @@ def form_world(store: Store, rank: int, size: int, timeout: float) -> World:
     assert before is not None, "init has been called"
     leave_group()
     device = torch.device(before.device)
-    _, backend = choose_device(before.device, None if before.backend == "none" else before.backend, 0, 1)
     dist.init_process_group(
         backend,
         store=store,
@@ -202,8 +202,8 @@ def form_world(store: Store, rank: int, size: int, timeout: float) -> World:
     )
     _set_timeout(timedelta(seconds=timeout))
     _session.owns_group = True
-    _session.world = replace(before, rank=rank, size=size, backend=backend)
-    return _session.world
+    _session.world = world = replace(before, rank=rank, size=size, backend=backend)
+    return world
 
 
 def _set_timeout(timeout: timedelta) -> None:
