@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,17 @@ import psutil
 
 from paceline._core.job_key import JobKey
 from paceline.errors import PacelineError
-from paceline.launch.agent.elastic_agent import run_host
+from paceline.launch.agent.elastic_run import run_job
 from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
-from paceline.launch.process.rank_output import RankLogs
 
-__all__ = ["LiveJob", "wait_until"]
+__all__ = ["LiveAgent", "LiveHost", "LiveJob", "wait_until"]
 
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from paceline.world.live_file import LEFT_EXIT_CODE, LiveFile, LiveWorld
 
-notes, rank = Path(os.environ["NOTES"]), os.environ["RANK"]
+notes, rank = Path(os.environ["NOTES"]), os.environ["LOCAL_RANK"]
 file = LiveFile.from_environment(os.environ)
 incarnation = os.environ.get("PACELINE_MEMBER", "none").rpartition("/")[2]
 name = f"{rank}.{incarnation}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
@@ -65,35 +66,23 @@ def wait_until(reached: Any, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-class LiveJob:
-    """Ranks of one host; each process is named ``rank.incarnation-world``.
+class LiveHost:
+    """Ranks of one host; each process is named ``rank.incarnation-world``, by its rank on this host.
 
     Args:
-        folder: for everything; several hosts have one each.
-        ranks: number of ranks.
-        options: of the job; `key` is the job's key.
+        folder: for the files of this host.
     """
 
-    def __init__(self, folder: Path, ranks: int, *, key: JobKey | None = None, **options: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         self.notes, self.logs = folder / "notes", folder / "logs"
         for path in (self.notes, self.logs):
             path.mkdir(parents=True)
-        (folder / "rank.py").write_text(PROGRAM)
-        env = {"NOTES": str(self.notes), "OMP_NUM_THREADS": "1"}
-        least = options.pop("min_ranks", ranks)
-        job = JobSpec([str(folder / "rank.py")], ranks, least, env=env, log_dir=self.logs, **options)
-        self.job = replace(job, timeouts=options.get("timeouts", JobTimeouts(end=1.0, follow=0.2)))
-        self.error: PacelineError | None = None
-        self._key, self._orders = key, 0
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._program, self._orders = folder / "rank.py", 0
+        self._program.write_text(PROGRAM)
 
-    def _run(self) -> None:
-        try:
-            with RankLogs(self.logs) as logs:
-                run_host(self.job, logs, self._key)
-        except PacelineError as error:
-            self.error = error
+    def runs(self) -> bool:
+        """Return whether the launcher runs."""
+        raise NotImplementedError
 
     def process(self, name: str) -> int:
         """Return the process id of a rank, once it is there."""
@@ -101,7 +90,7 @@ class LiveJob:
 
     def facts(self, name: str) -> dict[str, str]:
         """Return the variables of a rank, once it is there."""
-        wait_until(lambda: self.is_there(name) or not self._thread.is_alive())
+        wait_until(lambda: self.is_there(name) or not self.runs())
         names = ["PID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MEMBER", "JOINER", "STORE"]
         return dict(zip(names, (self.notes / f"here-{name}").read_text().split("\n"), strict=True))
 
@@ -131,21 +120,85 @@ class LiveJob:
 
     def abandon(self) -> None:
         """Kill ranks until no restart is left."""
-        while self._thread.is_alive():
+        while self.runs():
             for note in self.notes.glob("here-*"):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process = psutil.Process(int(note.read_text().partition("\n")[0]))
                     if str(self.notes.parent) in " ".join(process.cmdline()):
                         process.kill()
-            self._thread.join(0.1)
+            time.sleep(0.05)
 
     def wait(self) -> None:
         """Wait for the end of the job on this host."""
-        self._thread.join(60)
-        assert not self._thread.is_alive()
+        wait_until(lambda: not self.runs())
 
     def records(self, event: str) -> list[dict[str, Any]]:
         """Return the records of a kind in restarts.jsonl."""
         path = self.logs / "restarts.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [one for one in map(json.loads, lines) if one["event"] == event]
+
+
+class LiveJob(LiveHost):
+    """A job of one host, run by a thread of this process; `error` is how it ended.
+
+    Args:
+        folder: for the files of the job.
+        ranks: number of ranks.
+        options: of the job.
+    """
+
+    def __init__(self, folder: Path, ranks: int, **options: Any) -> None:
+        super().__init__(folder)
+        self._job = JobSpec(
+            [str(self._program)],
+            ranks,
+            ranks,
+            env={"NOTES": str(self.notes), "OMP_NUM_THREADS": "1"},
+            log_dir=self.logs,
+            timeouts=JobTimeouts(end=1.0, follow=0.2),
+            **options,
+        )
+        self.error: PacelineError | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            run_job(self._job)
+        except PacelineError as error:
+            self.error = error
+
+
+class LiveAgent(LiveHost):
+    """One host of a job of several: a process with the command ``paceline run``.
+
+    Args:
+        folder: for the files of this host.
+        words: options of the command.
+        key: of the job.
+    """
+
+    def __init__(self, folder: Path, words: Sequence[str], key: JobKey) -> None:
+        super().__init__(folder)
+        env = {**os.environ, **key.environment(), "NOTES": str(self.notes), "TMPDIR": str(folder)}
+        command = [sys.executable, "-m", "paceline", "run", "--log-dir", str(self.logs), *words]
+        with (folder / "output").open("wb") as output:
+            self.agent = subprocess.Popen(
+                [*command, str(self._program)], env=env, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def output(self) -> str:
+        """What the command and its rank 0 have written."""
+        return (self.notes.parent / "output").read_text()
+
+    def runs(self) -> bool:
+        return self.agent.poll() is None
+
+    def abandon(self) -> None:
+        self.agent.kill()
+        self.agent.wait()

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from paceline.elastic.member_events import (
     FormWorld,
     Leave,
     LeaveRequested,
+    Replacing,
     Stopped,
     Suspected,
     Train,
@@ -40,6 +42,7 @@ from paceline.errors import MismatchError, PeerFailed, UsageError, WorldError
 from paceline.health.abort_collectives import abort_groups
 from paceline.health.watchdog import Watchdog, is_symptom
 from paceline.world.control_collectives import gather_texts, rank_and_size
+from paceline.world.group_devices import backend_name
 from paceline.world.live_file import JOINER_VARIABLE, LEFT_EXIT_CODE, MEMBER_VARIABLE, LiveFile, LiveWorld
 from paceline.world.session import World, form_world, leave_group
 from paceline.world.store.launched_store import has_launched_store, open_launched_store
@@ -121,6 +124,7 @@ class Elastic:
         self.world: World | None = None
         self._stepped: set[int] = set()
         self._undo: StepSnapshot | None = None  # of a step whose update is held
+        self._repeats, self._stopped_at = False, 0.0
         self._membership: Membership | None = None
         self._forming: AbortableStore | None = None
         self._live_file = LiveFile.from_environment(os.environ)
@@ -159,6 +163,7 @@ class Elastic:
             member = Member.joining(me, self._rules, self._newest(store))
         else:
             view = first_view(gather_texts(me), self.step)
+            store.create("backend", backend_name(None).encode())
             store.create(view_key(0), view_value(view))
             member = Member.starting(me, self._rules, view)
             self._shards.joined(view)
@@ -184,7 +189,7 @@ class Elastic:
                 self._finish(membership)
         finally:
             membership.close()
-            if self._live_file is not None:
+            if error is None and self._live_file is not None:  # else this process ends: nobody waits for it
                 self._live_file.remove()
             self._membership = None
             if self._previous_handler is not None:
@@ -241,10 +246,11 @@ class Elastic:
             failed = True
             self._shards.settle()
         applied = self._count()
+        self._repeats = failed and not applied
         if failed:
             membership.feed(Suspected())
         if failed or membership.aborting:
-            self._recover(membership, before if failed and not applied else None)
+            self._recover(membership, before if self._repeats else None)
 
     def _count(self) -> bool:
         """Count a step if its update was applied; return whether it was."""
@@ -261,7 +267,7 @@ class Elastic:
 
     def _recover(self, membership: Membership, undo: Any) -> None:
         """Stop, and go on in the next world."""
-        started = time.monotonic()
+        self._stopped_at = time.monotonic()
         if self._shards.held:
             self._undo = undo
         elif undo is not None:
@@ -269,7 +275,6 @@ class Elastic:
         self._stepped.clear()
         membership.stopped(self._stopped())
         self._go_on()
-        log.info("recovered in %.2f s", time.monotonic() - started)
 
     def _give_up(self, before: StepSnapshot) -> None:
         self._state.give_up(before)
@@ -324,8 +329,13 @@ class Elastic:
             action = None
 
     def _publish(self, view: View) -> None:
+        """Report the world to the launcher."""
+        seconds = time.monotonic() - self._stopped_at if self._stopped_at else 0.0
+        log.info("rank %d of %d from step %d, after %.2f s", *rank_and_size(), self.step, seconds)
         if self._live_file is not None:
-            self._live_file.write(LiveWorld(view.epoch, view.members, self.step))
+            self._live_file.write(
+                LiveWorld(view.epoch, view.members, self.step, self._repeats, round(seconds, 3))
+            )
 
     # ------------------------------------------------------------------ the next world
 
@@ -346,29 +356,46 @@ class Elastic:
         assert self._membership is not None, "it is active"
         if self._membership.aborting:
             raise WorldError("the world changed again")
-        self.world = self._connect(store, view, me, view.participants)
-        if self._shards.sharded:
-            self._form_sharded(store, view, me)
+        self._wait_for_all(store, view, me, "here")
+        world, step = self._connect(store, view, me, view.participants), recovery.step
+        found = self._shards.exchange(view, me) if self._shards.sharded else None
+        if view.leaving and self._shards.sharded:
+            self._wait_for_all(store, view, me, "provided")
             if me in view.leaving:
                 return
+            world = self._connect(store, view, me, view.members)
+        self.world = world
+        if self._shards.sharded:
+            step = self._shards.rejoin(view, found, self._checkpoint)
         else:
             self._state.rejoin()
-            if recovery.receivers:
-                source = view.participants.index(recovery.source)
-                self._state.send(source, receives=me in recovery.receivers)
+        if recovery.receivers:
+            source = view.participants.index(recovery.source)
+            replacing = partial(self._membership.feed, Replacing())
+            self._state.send(source, replacing if me in recovery.receivers else None)
         self._state.agree()
         if self._watchdog is not None:
             self._watchdog.rejoin()
         for function in self._on_world:
             function(self.world)
-        self._forming = None
-        if recovery.origin == "members":
-            self.step = recovery.step
+        self._forming, self.step = None, step
         self._shards.joined(view)
+
+    @staticmethod
+    def _wait_for_all(store: AbortableStore, view: View, me: str, place: str) -> None:
+        """Wait until all participants of a view are at a place."""
+        store.set(f"elastic/{place}/{view.epoch}/{me}", b"")
+        store.wait([f"elastic/{place}/{view.epoch}/{name}" for name in view.participants])
 
     def _connect(self, store: AbortableStore, view: View, me: str, members: Sequence[str]) -> World:
         name = f"elastic/world/{view.epoch}/{len(members)}"
-        return form_world(dist.PrefixStore(name, store), members.index(me), len(members), self._timeout)
+        return form_world(
+            dist.PrefixStore(name, store),
+            members.index(me),
+            len(members),
+            store.get("elastic/backend").decode(),
+            self._timeout,
+        )
 
     def _decide(self, *, apply: bool) -> None:
         """Apply or give up an update that is held, as the view says."""
@@ -380,28 +407,3 @@ class Elastic:
         elif self._undo is not None:
             self._give_up(self._undo)
         self._undo = None
-
-    def _form_sharded(self, store: AbortableStore, view: View, me: str) -> None:
-        """Bring all to the same state from their shards; those that leave only provide theirs."""
-        recovery, found = view.recovery, None
-        self._shards.keep(view, me)
-        if recovery.origin == "members":
-            found = self._shards.exchange(view, me)
-        if view.leaving:
-            keys = [f"elastic/world/{view.epoch}/provided/{each}" for each in view.participants]
-            store.set(keys[view.participants.index(me)], b"")
-            store.wait(keys)
-            if me in view.leaving:
-                return
-            self.world = self._connect(store, view, me, view.members)
-        self._state.rejoin(whole=False)
-        if self._checkpoint is not None:
-            self._checkpoint.rejoin()
-        if found is not None:
-            self._shards.load(found)
-        elif self._checkpoint is None or (loaded := self._checkpoint.load()) is None:
-            raise UsageError(
-                "there is no checkpoint to go back to", remedy="pass it to Elastic(checkpoint=...)"
-            )
-        else:
-            self.step = loaded.step

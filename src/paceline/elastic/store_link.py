@@ -1,9 +1,12 @@
 """The keys of an elastic world in the store of its job, and a store whose waits can be ended."""
 
+# pyright: reportIncompatibleMethodOverride=false
+# (torch's stubs have only text as values)
 from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,7 +25,7 @@ class StoreLink:
         store: of the job, on a connection of its own.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Any) -> None:
         self._store = store
 
     def read(self, key: str) -> bytes | None:
@@ -31,11 +34,11 @@ class StoreLink:
 
     def write(self, key: str, value: bytes) -> None:
         """Set a value."""
-        self._store.set(_PREFIX + key, value)  # type: ignore[arg-type] - torch's stub has only text
+        self._store.set(_PREFIX + key, value)
 
     def create(self, key: str, value: bytes) -> bytes:
         """Set a value unless there is one; return the one that there is."""
-        return self._store.compare_set(_PREFIX + key, "", value)  # type: ignore[arg-type]
+        return self._store.compare_set(_PREFIX + key, "", value)
 
 
 class AbortableStore(dist.Store):
@@ -46,7 +49,7 @@ class AbortableStore(dist.Store):
         timeout: longest wait, in seconds.
     """
 
-    def __init__(self, store: dist.Store, timeout: float) -> None:
+    def __init__(self, store: Any, timeout: float) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout))
         self._store, self._aborted = store, False

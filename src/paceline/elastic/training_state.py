@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,10 +115,16 @@ class TrainingState:
             model for model in self.models.values() if any(id(param) in held for param in model.parameters())
         )
 
-    def send(self, source: int, *, receives: bool) -> None:
-        """Give the state of rank `source` to the ranks that receive it; all ranks call this."""
+    def send(self, source: int, before_loading: Callable[[], None] | None) -> None:
+        """Give the state of rank `source` to the ranks that receive it; all ranks call this.
+
+        Args:
+            source: of the state.
+            before_loading: on a rank that receives it, called when the state has arrived and is about to be loaded.
+        """
         state = broadcast_value(self._whole(), source)
-        if receives:
+        if before_loading is not None:
+            before_loading()
             self._load(state)
 
     def _whole(self) -> dict[str, Any]:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["World", "form_world", "init", "leave_group", "shutdown"]
 
 
+_FORM_SECONDS = 10.0
+"""For ranks that have met already to connect; a connection to one that has ended since may block for so long."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """This process's place among all processes of a training.
@@ -167,12 +171,13 @@ def shutdown() -> None:
     _session.world, _session.init_method, _session.owns_group = None, None, False
 
 
-def form_world(store: Store, rank: int, size: int, timeout: float) -> World:
+def form_world(store: Store, rank: int, size: int, backend: str, timeout: float) -> World:
     """Leave the process group of the present world, which may be broken, and form one of other ranks.
 
     Args:
         store: where exactly these ranks meet.
         rank, size: of the new world.
+        backend: of its process group, as in the world before.
         timeout: seconds that collectives wait for a rank.
 
     Raises:
@@ -187,18 +192,32 @@ def form_world(store: Store, rank: int, size: int, timeout: float) -> World:
     assert before is not None, "init has been called"
     leave_group()
     device = torch.device(before.device)
-    _, backend = choose_device(before.device, None if before.backend == "none" else before.backend, 0, 1)
     dist.init_process_group(
         backend,
         store=store,
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=min(timeout, _FORM_SECONDS)),
         device_id=device if queues_on_streams(backend) else None,
     )
+    _set_timeout(timedelta(seconds=timeout))
     _session.owns_group = True
-    _session.world = replace(before, rank=rank, size=size, backend=backend)
-    return _session.world
+    _session.world = world = replace(before, rank=rank, size=size, backend=backend)
+    return world
+
+
+def _set_timeout(timeout: timedelta) -> None:
+    """Let the collectives of the default group wait for `timeout`."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None, "it has just been formed"
+    set_own = getattr(group, "set_timeout", None)  # of Paceline's groups
+    if set_own is not None:
+        set_own(timeout)
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            group._get_backend(device)._set_default_timeout(timeout)
 
 
 def leave_group() -> None:

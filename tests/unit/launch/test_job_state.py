@@ -2,94 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from paceline.launch.agent.first_failure import RankFailure
 from paceline.launch.agent.job_messages import (
     EndJob,
     FinishWorld,
     GetFailures,
-    JobSettings,
-    JoinWorld,
     LeaveJob,
-    RegisterHost,
-    ReportFailure,
     ReportProgress,
-    WatchJob,
 )
-from paceline.launch.agent.job_state import RECONNECT_SECONDS, JobState
-from paceline.launch.agent.restart_policy import HostMember, JobOutcome
-
-
-class Job:
-    """A job whose hosts send requests at chosen times; replies are collected by host and request."""
-
-    def __init__(self, hosts, min_hosts=None, ranks=1, max_restarts=3):
-        least = min_hosts or hosts
-        self.settings = JobSettings(
-            hosts=hosts,
-            min_hosts=least,
-            min_ranks=least * ranks,
-            max_restarts=max_restarts,
-            first_call=30.0,
-            last_call=3.0,
-            join=300.0,
-        )
-        self.state, self.ranks, self.now = JobState(), ranks, 0.0
-        self.replies, self.ids = {}, itertools.count()
-
-    def _collect(self, replies):
-        for reply in replies:
-            assert (reply.client, reply.id) not in self.replies, "every request has one reply"
-            self.replies[reply.client, reply.id] = reply
-
-    def request(self, kind, host, *arguments):
-        """Send a request and return its reply, None while there is none."""
-        client, number = b"%d" % host, next(self.ids)
-        self._collect(self.state.handle(client, kind(number, "run", f"m{host}", *arguments), self.now))
-        return lambda: self.replies.get((client, number))
-
-    def register(self, host):
-        return self.request(RegisterHost, host, self.settings)().result
-
-    def join(self, host, ranks=None):
-        member = HostMember(f"host{host}", f"m{host}", ranks or self.ranks)
-        return self.request(JoinWorld, host, member, f"10.0.{host // 256}.{host % 256:03}", 4000 + host)
-
-    def watch(self, host, news):
-        return self.request(WatchJob, host, news, 600.0)
-
-    def fail(self, host, world, lines=(), rank=0):
-        failure = RankFailure(
-            f"host{host}", f"m{host}", rank=rank, local_rank=0, exit_code=1, seconds=1.0, lines=lines
-        )
-        return self.request(ReportFailure, host, world, failure)
-
-    def pass_time(self, seconds):
-        """Let time pass, and everything happen when it is due."""
-        end = self.now + seconds
-        while self.state.next_due() <= end:
-            self.now = max(self.now, self.state.next_due())
-            self._collect(self.state.advance(self.now))
-        self.now = end
-
-    def close(self, host):
-        self._collect(self.state.disconnected(b"%d" % host, self.now))
-
-    def start(self, hosts):
-        for host in hosts:
-            self.register(host)
-        joined = [self.join(host) for host in hosts]
-        return [one().result.plan for one in joined]
-
-    def view(self, host):
-        return self.watch(host, -1)().result
+from paceline.launch.agent.job_state import RECONNECT_SECONDS
+from paceline.launch.agent.restart_policy import JobOutcome
+from simulated_job import SimulatedJob
 
 
 def test_a_world_begins_as_soon_as_all_hosts_have_joined():
-    job = Job(hosts=3, ranks=2)
+    job = SimulatedJob(hosts=3, ranks=2)
     for host in range(3):
         assert job.register(host).outcome is None
     first = [job.join(2), job.join(0)]
@@ -104,7 +32,7 @@ def test_a_world_begins_as_soon_as_all_hosts_have_joined():
 
 
 def test_fewer_hosts_begin_after_a_while_and_too_few_never():
-    job = Job(hosts=3, min_hosts=2)
+    job = SimulatedJob(hosts=3, min_hosts=2)
     job.register(0)
     early = job.join(0)
     job.pass_time(28.0)
@@ -114,7 +42,7 @@ def test_fewer_hosts_begin_after_a_while_and_too_few_never():
     assert early() is None
     job.pass_time(0.2)
     assert len(early().result.plan.hosts) == len(second().result.plan.hosts) == 2
-    job = Job(hosts=3, min_hosts=2)
+    job = SimulatedJob(hosts=3, min_hosts=2)
     job.register(0)
     alone = job.join(0)
     job.pass_time(299.0)
@@ -124,7 +52,7 @@ def test_fewer_hosts_begin_after_a_while_and_too_few_never():
 
 
 def test_all_restart_after_a_failure_and_the_culprit_is_the_one_without_a_lost_peer():
-    job = Job(hosts=3, ranks=2)
+    job = SimulatedJob(hosts=3, ranks=2)
     job.start(range(3))
     watches = [job.watch(host, job.view(host).news) for host in range(3)]
     assert [one() for one in watches] == [None] * 3
@@ -144,7 +72,7 @@ def test_all_restart_after_a_failure_and_the_culprit_is_the_one_without_a_lost_p
 
 
 def test_a_report_that_comes_twice_counts_once():
-    job = Job(hosts=2)
+    job = SimulatedJob(hosts=2)
     job.start(range(2))
     job.fail(1, 0)
     job.fail(1, 0)
@@ -155,7 +83,7 @@ def test_a_report_that_comes_twice_counts_once():
 
 
 def test_a_host_is_lost_when_its_connection_stays_closed():
-    job = Job(hosts=3, min_hosts=2)
+    job = SimulatedJob(hosts=3, min_hosts=2)
     job.start(range(3))
     watch = job.watch(0, job.view(0).news)
     job.close(2)
@@ -180,7 +108,7 @@ def test_a_host_is_lost_when_its_connection_stays_closed():
 
 
 def test_a_late_host_is_admitted_by_a_restart_and_a_surplus_one_waits():
-    job = Job(hosts=3, min_hosts=2)
+    job = SimulatedJob(hosts=3, min_hosts=2)
     for host in range(2):
         job.register(host)
     joined = [job.join(host) for host in range(2)]
@@ -205,7 +133,7 @@ def test_a_late_host_is_admitted_by_a_restart_and_a_surplus_one_waits():
 
 
 def test_the_job_ends_for_all_hosts_at_once():
-    job = Job(hosts=2, min_hosts=1)
+    job = SimulatedJob(hosts=2, min_hosts=1)
     job.start(range(2))
     job.register(2)
     waiting, watch = job.join(2), job.watch(1, job.view(1).news)
@@ -224,7 +152,7 @@ def test_the_job_ends_for_all_hosts_at_once():
 
 
 def test_a_rank_that_fails_again_is_left_out_and_then_the_job_ends():
-    job = Job(hosts=2, min_hosts=1)
+    job = SimulatedJob(hosts=2, min_hosts=1)
     job.start(range(2))
     for restart in range(2):
         job.fail(1, restart)
@@ -246,7 +174,7 @@ def test_a_rank_that_fails_again_is_left_out_and_then_the_job_ends():
 
 
 def test_a_request_before_registering_and_of_an_unknown_host_are_answered():
-    job = Job(hosts=1)
+    job = SimulatedJob(hosts=1)
     assert "no host has registered" in job.join(0)().error
     assert job.view(7).member is False
     assert job.request(LeaveJob, 7)().error == ""
@@ -254,7 +182,7 @@ def test_a_request_before_registering_and_of_an_unknown_host_are_answered():
 
 @pytest.mark.parametrize("hosts", [300])
 def test_three_hundred_hosts_lose_none_that_is_there(hosts):
-    job = Job(hosts=hosts, min_hosts=hosts // 2, ranks=8)
+    job = SimulatedJob(hosts=hosts, min_hosts=hosts // 2, ranks=8)
     plans = job.start(range(hosts))
     assert len({id(plan) for plan in plans}) == 1
     assert [one.member for one in plans[0].hosts] == [f"m{host}" for host in range(hosts)]

@@ -108,7 +108,7 @@ class HostRanks:
     """
 
     def __init__(self, job: JobSpec, agent: str, logs: RankLogs, key: JobKey | None) -> None:
-        self._job, self._agent, self._logs, self._key = job, agent[:8], logs, key
+        self._job, self._agent, self._logs, self._key = job, agent, logs, key
         self.present: list[HostRank] = []
         self.world = -1
         self._removed: list[HostRank] = []
@@ -137,7 +137,7 @@ class HostRanks:
             self._logs.clear_marks()
             self._incarnations.clear()
         self.world, self.present = world, []
-        group = next(index for index, one in enumerate(plan.hosts) if one.member.startswith(self._agent))
+        group = next(index for index, one in enumerate(plan.hosts) if one.member == self._agent)
         first, ranks = sum(one.ranks for one in plan.hosts[:group]), plan.hosts[group].ranks
         size = sum(one.ranks for one in plan.hosts)
         shared = {
@@ -221,7 +221,7 @@ class HostRanks:
     def _start(self, env: Mapping[str, str], rank: int, local_rank: int, *, joiner: bool) -> None:
         incarnation = self._incarnations.get(local_rank, -1) + 1
         self._incarnations[local_rank] = incarnation
-        member = f"{self._agent}/{local_rank}/{incarnation}"
+        member = f"{self._agent[:8]}/{local_rank}/{incarnation}"
         file = self._logs.live_file(member)
         self._logs.shutdown_file(local_rank).unlink(missing_ok=True)
         own = dict(env)

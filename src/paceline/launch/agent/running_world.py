@@ -73,21 +73,15 @@ class RunningWorld:
         """
         if self.failures or self.lost:
             return False
-        counted = (one for one in self.members if one not in self.finished and one != besides)
-        return all(one in self._reports and self._reports[one].live for one in counted)
+        return all(report is not None and report.live for report in self._unfinished(besides))
 
     def survivors(self, besides: str = "") -> int:
         """Return the number of ranks that can recover in place, on all hosts `besides` one."""
-        return sum(
-            self._reports[one].survivors for one in self.members if one in self._reports and one != besides
-        )
+        return sum(report.survivors for report in self._unfinished(besides) if report is not None)
 
     def is_complete(self) -> bool:
         """Return whether ranks have ended well, and no other ones run but some that have not joined yet."""
-        if not self.finished:
-            return False
-        others = [self._reports.get(one) for one in self.members if one not in self.finished]
-        return all(one is not None and one.live and not one.survivors for one in others)
+        return bool(self.finished) and self.is_live() and not self.survivors()
 
     def report_live(self, report: ReportLive) -> None:
         """Take the report of a host."""
@@ -179,6 +173,11 @@ class RunningWorld:
             return False
         survive = self.survivors(besides=report.member) + report.survivors > 0
         return survive or (report.cause == "left" and bool(self.finished - {report.member}))
+
+    def _unfinished(self, besides: str) -> list[ReportLive | None]:
+        """Return the latest reports of the hosts whose ranks have not ended well."""
+        counted = (one for one in self.members if one not in self.finished and one != besides)
+        return [self._reports.get(one) for one in counted]
 
     def _epoch(self) -> int:
         return max((one.epoch for one in self._reports.values()), default=0)

@@ -24,6 +24,7 @@ from paceline.launch.process.rank_process import (
     exit_remedy,
     start_rank,
 )
+from paceline.world import live_file
 
 __all__ = ["run_ranks"]
 
@@ -65,6 +66,8 @@ def run_ranks(
             logs = private if log_dir is None else Path(log_dir)
             check_log_dir(logs)
             base = default_environment(ranks) | os.environ | dict(env or {})
+            for name in live_file.VARIABLES:  # of an outer launcher
+                base.pop(name, None)
             base["PACELINE_INIT_METHOD"] = f"{private.as_uri()}/rendezvous"
             for rank in range(ranks):
                 log = logs / f"rank{rank}.log" if rank else None
