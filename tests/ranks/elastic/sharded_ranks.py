@@ -36,6 +36,7 @@ class Setup:
     steps: int = 8
     pause: float = 0.0
     checkpoint: int = 0
+    waits_at: int = -1
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,11 @@ class Faults:
     def reach(self, place):
         self.reached[place, self.step()] += 1
         for fault in self.faults:
-            if (fault.place, fault.step, fault.count) == (place, self.step(), self.reached[place, self.step()]):
+            if (fault.place, fault.step, fault.count) == (
+                place,
+                self.step(),
+                self.reached[place, self.step()],
+            ):
                 time.sleep(fault.wait)
                 if fault.error:
                     raise CollectiveError("a rank is gone")
@@ -89,7 +94,7 @@ class Faults:
         for each in optimizers[1:]:
             each.register_step_pre_hook(lambda *_: self.reach("between"))
         self.around(LaunchQueue, "_launch", before="launch")
-        self.around(NeighbourExchange, "reduce", before="reduce")
+        self.around(paceline.DataParallel, "clip_grad_norm_", after="clip")
         self.around(CopyingUpdate, "_gather_others", before="updated")
         self.around(NeighbourExchange, "all_gather", after="gather")
         real = NeighbourExchange.confirm
@@ -180,6 +185,8 @@ def train(send, folder, rank, size, setup, faults=(), incarnation=0, joins=False
     torch.set_num_threads(1)
     try:
         send(("digest", *_train(send, Path(folder), size, setup, faults)))
+    except SystemExit:
+        send(("left",))
     except BaseException as error:  # noqa: BLE001 - the test shows it
         send(("error", f"{error}\n{traceback.format_exc()}"))
 
@@ -191,16 +198,19 @@ def _train(send, folder, size, setup, faults):
     named = {f"optimizer{number}": each for number, each in enumerate(optimizers)}
     checkpoint = None
     if setup.checkpoint:
-        checkpoint = paceline.Checkpoint(folder / "checkpoints", model, scheduler, asynchronous=False, **named)
+        checkpoint = paceline.Checkpoint(
+            folder / "checkpoints", model, scheduler, asynchronous=False, **named
+        )
     elastic = paceline.Elastic(model, scheduler, lost=4.0, checkpoint=checkpoint, **named)
     Faults(faults, lambda: elastic.step).install(model, optimizers)
     elastic.on_world(lambda world: worlds.append(world.size))
     with elastic:
         while elastic.step < setup.steps:
             with elastic.attempt():
-                run_step(model, optimizers, scheduler, elastic.step)
+                if elastic.step != setup.waits_at or (folder / "over").exists():
+                    run_step(model, optimizers, scheduler, elastic.step)
             if setup.checkpoint and elastic.step == setup.checkpoint and elastic.recoveries == 0:
                 checkpoint.save(wait=True)
-            send(("step", elastic.step))
+            send(("step", elastic.step, model.comm.size))
             time.sleep(setup.pause)
     return digest(model, optimizers, scheduler), worlds
