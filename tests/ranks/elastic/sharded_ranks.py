@@ -169,9 +169,9 @@ def digest(model, optimizers, scheduler):
 def train(send, folder, rank, size, setup, faults=(), incarnation=0, joins=False):
     """Train, and send ``("digest", digest, worlds)`` at the end or ``("error", text)``."""
     os.environ |= {
-        "RANK": str(rank),
+        "RANK": str(rank % size),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29876",
