@@ -135,8 +135,9 @@ def build(setup):
     net = nn.Sequential(
         nn.Linear(12, 90), nn.BatchNorm1d(90), nn.Dropout(0.2), nn.Linear(90, 60), nn.Tanh(), nn.Linear(60, 3)
     )
-    model = paceline.DataParallel(net, sync=setup.sync, virtual_ranks=VIRTUAL_RANKS)
-    if setup.kind == "adamw":
+    virtual = None if setup.kind == "plain" else VIRTUAL_RANKS
+    model = paceline.DataParallel(net, sync=setup.sync, virtual_ranks=virtual)
+    if setup.kind != "muon":
         return model, [paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)]
     matrices, rest = paceline.matrix_parameters(model)
     return model, [

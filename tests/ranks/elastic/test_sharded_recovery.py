@@ -110,6 +110,11 @@ def test_a_step_is_repeated_whose_gradients_only_some_ranks_have(killable, alone
     check(killable, alone, 3, Setup(kind), faults, [2])
 
 
+def test_an_optimizer_that_a_failure_keeps_from_its_step(killable, alone):
+    faults = {0: [Fault("between", error=True)], 1: [Fault("updated")]}
+    check(killable, alone, 3, Setup("muon"), faults, [2])
+
+
 # Several deaths.
 
 
@@ -145,6 +150,19 @@ def test_two_neighbours_of_four_go_back_to_the_checkpoint(killable, alone, kind)
     setup = Setup(kind, checkpoint=2)
     results = killable.run_ranks(run, 4, setup, faults, timeout=120)
     assert results[::3] == [(alone(Setup(kind)), [2])] * 2, results
+
+
+@pytest.mark.parametrize(
+    ("sync", "problem"),
+    [
+        (paceline.Sync(0.02, shard="gradients"), "sync='sharded-gradients, 0.02 MiB'"),
+        (paceline.Sync.of("full-shard"), "sync='full-shard'"),
+    ],
+)
+def test_other_ways_to_shard_are_refused(killable, sync, problem):
+    setup = Setup("plain", sync=sync)
+    for (text,) in killable.run_ranks(run, 2, setup, {}, timeout=120):
+        assert f"live recovery with {problem}" in text
 
 
 # Deaths, leaves and joins at random times.
