@@ -320,6 +320,11 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ another world
 
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest complete checkpoint in the folder; None: there is none."""
+        return next((int(path.name.rpartition("-")[2]) for path in self._folder.complete()), None)
+
     def rejoin(self) -> None:
         """Continue on the ranks of the default process group, after it was made anew; all ranks call this.
 

@@ -8,13 +8,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 
+from paceline.checkpoint.api import Checkpoint
 from paceline.checkpoint.named_objects import NamedObjects
 from paceline.elastic.member import Member
 from paceline.elastic.member_events import (
@@ -32,9 +33,10 @@ from paceline.elastic.member_events import (
 )
 from paceline.elastic.membership import Membership, newest_view
 from paceline.elastic.next_view import first_view
+from paceline.elastic.shard_recovery import ShardRecovery
 from paceline.elastic.store_link import AbortableStore, StoreLink
 from paceline.elastic.store_records import view_key, view_value
-from paceline.elastic.training_state import TrainingState
+from paceline.elastic.training_state import StepSnapshot, TrainingState
 from paceline.elastic.view import Rules, View
 from paceline.errors import MismatchError, PeerFailed, UsageError, WorldError
 from paceline.health.abort_collectives import abort_groups
@@ -76,14 +78,16 @@ class Elastic:
     With virtual ranks the result has the same bits as that of an undisturbed run.
 
     Args:
-        objects: models, optimizers, and others with ``state_dict()`` and ``load_state_dict()``: all that
-            a step changes.
+        objects: models, optimizers, and others with ``state_dict()`` and ``load_state_dict()``, all that a step
+            changes. With a sharded optimizer, what follows its step in an attempt must not read parameters.
         active: False: failures are not recovered from.
         watchdog: to watch each new world with.
         min_ranks: fewer ranks wait for others to join.
         lost: seconds without a sign of life after which a rank counts as lost.
         wait: seconds to wait for others to join.
         timeout: seconds that collectives wait for a rank.
+        checkpoint: to go back to where sharded state is lost, as two neighbouring ranks have died; None: then the run
+            ends.
         named: objects under given names.
 
     Attributes:
@@ -105,17 +109,22 @@ class Elastic:
         wait: float = 300.0,
         timeout: float = 300.0,
         step: int = 0,
+        checkpoint: Checkpoint | None = None,
         **named: Any,
     ) -> None:
         found = NamedObjects.of(objects, named)
         self._state = TrainingState(found)
         self._optimizers = list(found.optimizers.values())
         self._enabled, self._watchdog, self._timeout = active, watchdog, timeout
-        self._rules, self._lost, self._wait = Rules("replicated", min_ranks), lost, wait
+        self._shards = ShardRecovery(self._state)
+        self._checkpoint = checkpoint
+        rules = Rules("sharded" if self._shards.sharded else "replicated", min_ranks)
+        self._rules, self._lost, self._wait = rules, lost, wait
         self.step, self.recoveries = step, 0
         self.world: World | None = None
         self._stepped: set[int] = set()
         self._repeats, self._stopped_at = False, 0.0
+        self._undo: StepSnapshot | None = None  # of a step whose update is held
         self._membership: Membership | None = None
         self._forming: AbortableStore | None = None
         self._live_file = LiveFile.from_environment(os.environ)
@@ -149,6 +158,7 @@ class Elastic:
         if not (me and has_launched_store(os.environ)) or (not self.is_joiner and rank_and_size()[1] == 1):
             return self
         store = StoreLink(open_launched_store(os.environ, self._timeout))
+        self._shards.begin()
         if self.is_joiner:
             member = Member.joining(me, self._rules, self._newest(store))
         else:
@@ -156,6 +166,7 @@ class Elastic:
             store.create("backend", backend_name(None).encode())
             store.create(view_key(0), view_value(view))
             member = Member.starting(me, self._rules, view)
+            self._shards.joined(view)
         self._membership = Membership(store, member, lost=self._lost, wait=self._wait, on_abort=self._abort)
         self._membership.start()
         if threading.current_thread() is threading.main_thread():
@@ -201,7 +212,7 @@ class Elastic:
     def _finish(self, membership: Membership) -> None:
         """Wait until all ranks have trained all steps."""
         while True:
-            membership.stopped(Stopped(self.step, finished=True))
+            membership.stopped(self._stopped(finished=True))
             action = membership.next_action()
             if isinstance(action, Finish):
                 return
@@ -224,13 +235,16 @@ class Elastic:
         if membership.aborting or membership.member.wants_change:
             membership.feed(Suspected())
             self._recover(membership, None)
-        before, failed = self._state.snapshot(), False
+        before, failed, self._shards.ended = self._state.snapshot(), False, False
         try:
             yield
+            self._shards.ended = True
+            self._shards.wait()
         except BaseException as error:
             if not (is_symptom(error) or isinstance(error, PeerFailed)):
                 raise
             failed = True
+            self._shards.settle()
         applied = self._count()
         self._repeats = failed and not applied
         if failed:
@@ -240,7 +254,7 @@ class Elastic:
 
     def _count(self) -> bool:
         """Count a step if its update was applied; return whether it was."""
-        if not self._stepped:
+        if not self._stepped or self._shards.held:
             return False
         if len(self._stepped) < len(self._optimizers):
             raise WorldError(
@@ -254,11 +268,23 @@ class Elastic:
     def _recover(self, membership: Membership, undo: Any) -> None:
         """Stop, and go on in the next world."""
         self._stopped_at = time.monotonic()
-        if undo is not None:
-            self._state.give_up(undo)
+        if self._shards.held:
+            self._undo = undo
+        elif undo is not None:
+            self._give_up(undo)
         self._stepped.clear()
-        membership.stopped(Stopped(self.step))
+        membership.stopped(self._stopped())
         self._go_on()
+
+    def _give_up(self, before: StepSnapshot) -> None:
+        self._state.give_up(before)
+        self._shards.ended = True
+
+    def _stopped(self, *, finished: bool = False) -> Stopped:
+        """Return how far this rank is."""
+        stage = "complete" if self._shards.held else "computing"
+        newest = None if self._checkpoint is None else self._checkpoint.newest_step
+        return Stopped(self.step, stage, finished, newest)
 
     def _go_on(self, action: Any = None) -> None:
         """Carry out what the membership decides until this rank trains again."""
@@ -283,10 +309,11 @@ class Elastic:
                         if not membership.aborting:
                             membership.feed(Formed())
                     if membership.aborting:
-                        membership.stopped(Stopped(self.step))
+                        membership.stopped(self._stopped())
                 case Abort():
-                    membership.stopped(Stopped(self.step))
+                    membership.stopped(self._stopped())
                 case Train(view):
+                    self._shards.train()
                     self.recoveries += 1
                     self._publish(view)
                     return
@@ -322,31 +349,75 @@ class Elastic:
         """Connect to the members of a view, and bring all to the same state."""
         if self._watchdog is not None:
             self._watchdog.close()
-        me = os.environ[MEMBER_VARIABLE]
-        names = view.participants
+        me, recovery = os.environ[MEMBER_VARIABLE], view.recovery
+        self._decide(apply=me in recovery.applying)
         store = AbortableStore(open_launched_store(os.environ, self._timeout), self._timeout)
         self._forming = store
         assert self._membership is not None, "it is active"
         if self._membership.aborting:
             raise WorldError("the world changed again")
         store.set(f"elastic/here/{view.epoch}/{me}", b"")
-        store.wait([f"elastic/here/{view.epoch}/{name}" for name in names])
-        self.world = form_world(
-            dist.PrefixStore(f"elastic/world/{view.epoch}", store),
-            names.index(me),
-            len(names),
-            store.get("elastic/backend").decode(),
-            self._timeout,
-        )
-        self._state.rejoin()
-        recovery = view.recovery
-        if recovery.receivers:
-            receives = me in recovery.receivers
-            replacing = partial(self._membership.feed, Replacing())
-            self._state.send(names.index(recovery.source), replacing if receives else None)
+        store.wait([f"elastic/here/{view.epoch}/{name}" for name in view.participants])
+        self.world = self._connect(store, view, me, view.participants)
+        if self._shards.sharded:
+            self._form_sharded(store, view, me)
+            if me in view.leaving:
+                return
+        else:
+            self._state.rejoin()
+            if recovery.receivers:
+                source = view.participants.index(recovery.source)
+                replacing = partial(self._membership.feed, Replacing())
+                self._state.send(source, replacing if me in recovery.receivers else None)
         self._state.agree()
         if self._watchdog is not None:
             self._watchdog.rejoin()
         for function in self._on_world:
             function(self.world)
-        self._forming, self.step = None, recovery.step
+        self._forming = None
+        if recovery.origin == "members":
+            self.step = recovery.step
+        self._shards.joined(view)
+
+    def _connect(self, store: AbortableStore, view: View, me: str, members: Sequence[str]) -> World:
+        name = f"elastic/world/{view.epoch}/{len(members)}"
+        backend = store.get("elastic/backend").decode()
+        return form_world(
+            dist.PrefixStore(name, store), members.index(me), len(members), backend, self._timeout
+        )
+
+    def _decide(self, *, apply: bool) -> None:
+        """Apply or give up an update that is held, as the view says."""
+        if not self._shards.held:
+            return
+        self._shards.decide(apply=apply)
+        if apply:
+            self.step += 1
+        elif self._undo is not None:
+            self._give_up(self._undo)
+        self._undo = None
+
+    def _form_sharded(self, store: AbortableStore, view: View, me: str) -> None:
+        """Bring all to the same state from their shards; those that leave only provide theirs."""
+        recovery, found = view.recovery, None
+        self._shards.keep(view, me)
+        if recovery.origin == "members":
+            found = self._shards.exchange(view, me)
+        if view.leaving:
+            keys = [f"elastic/world/{view.epoch}/provided/{each}" for each in view.participants]
+            store.set(keys[view.participants.index(me)], b"")
+            store.wait(keys)
+            if me in view.leaving:
+                return
+            self.world = self._connect(store, view, me, view.members)
+        self._state.rejoin(whole=False)
+        if self._checkpoint is not None:
+            self._checkpoint.rejoin()
+        if found is not None:
+            self._shards.load(found)
+        elif self._checkpoint is None or (loaded := self._checkpoint.load()) is None:
+            raise UsageError(
+                "there is no checkpoint to go back to", remedy="pass it to Elastic(checkpoint=...)"
+            )
+        else:
+            self.step = loaded.step

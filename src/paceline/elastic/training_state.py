@@ -52,6 +52,11 @@ class TrainingState:
         self._objects = self._objects.with_other(name, other)
 
     @property
+    def objects(self) -> NamedObjects:
+        """The objects."""
+        return self._objects
+
+    @property
     def models(self) -> dict[str, DataParallel]:
         """The wrapped models."""
         return {
@@ -88,13 +93,17 @@ class TrainingState:
 
     # ------------------------------------------------------------------ another world
 
-    def rejoin(self) -> None:
-        """Continue on the ranks of the new process group."""
+    def rejoin(self, *, whole: bool = True) -> None:
+        """Continue on the ranks of the new process group.
+
+        Args:
+            whole: every rank has the whole state of sharded optimizers; else they start without any.
+        """
         for model in self.models.values():
             model.rejoin()
         for optimizer in self._objects.optimizers.values():
             if isinstance(optimizer, ShardedOptimizer):
-                optimizer.rejoin(self._model_of(optimizer))
+                optimizer.rejoin(self._model_of(optimizer), None if whole else {})
         for each in self._objects.others.values():
             rejoin = getattr(each, "rejoin", None)
             if rejoin is not None:

@@ -167,6 +167,8 @@ class DataParallel(torch.nn.Module):
         self.engine.step, self.engine.usage_varies = old.step, old.usage_varies
         self.engine.finite_check, self.engine.on_round_end = old.finite_check, old.on_round_end
         self.engine.replica_check_every = old.replica_check_every
+        if old.keeps_copies:
+            self.engine.keep_copies()
         if old.weights.agreed:
             self.engine.weights.reference = old.weights.reference
         unsynchronised_step_guard.register_engine(self.engine)
