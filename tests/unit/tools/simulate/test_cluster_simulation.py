@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn_chart import svg_of
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.errors import UsageError
+from paceline.tools.report.charts.simulation_charts import cluster_chart
 from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork, FittedNetwork
 from paceline.tools.simulate.cluster.cluster_plan import ClusterPlan
 from paceline.tools.simulate.cluster.cluster_simulation import DAY, LOSSES, simulate_cluster, sweep_nodes
@@ -275,6 +277,16 @@ def test_texts_compare_the_ways_of_recovery():
     often = plan(FAST, node_mtbf=3600.0, write=60.0, restart=600.0, live=LiveRecovery(replacement=1.0))
     text = cluster_findings(list(sweep_nodes(often, [500], ["restart", "live"])))[0]
     assert text == "On 500 nodes the job ends only with live recovery."
+
+
+def test_a_chart_has_a_panel_for_each_way_of_recovery():
+    options = {"node_mtbf": 20 * DAY, "write": 60.0, "restart": 900.0, "live": LiveRecovery(virtual_ranks=1)}
+    rows = list(sweep_nodes(plan(FAST, **options), [10, 1000], ["restart", "live"]))
+    both, one = (svg_of(cluster_chart(some, title="any")) for some in (rows, rows[1::2]))
+    assert both.count("recovery by restart") == both.count("live recovery") == 2  # a panel, a line of costs
+    assert "missing ranks" in both
+    assert "missing ranks" in one
+    assert "recovery" not in one
 
 
 def test_another_interval_than_the_best_costs_more():

@@ -86,8 +86,9 @@ def _comparison(rows: Sequence[ClusterRow]) -> str:
     ratio = live.speedup / restart.speedup - 1
     change = f"{format_percent(abs(ratio))} {'more' if ratio >= 0 else 'less'}"
     costs = (format_seconds(sum(row.failure_cost.values())) for row in (live, restart))
-    return "On {} live recovery does {} work in the same time than restarts: a failure costs {} instead of {}.".format(
-        _nodes(live), change, *costs
+    return (
+        f"On {_nodes(live)} live recovery does {change} work in the same time than restarts: a failure costs "
+        f"{' instead of '.join(costs)}."
     )
 
 
@@ -100,13 +101,13 @@ def _rollbacks(row: ClusterRow) -> str:
     """Say how often live recovery needs a checkpoint."""
     if row.mtbf_seconds is None or row.rollback_seconds is None or not _rolls_back(row):
         return (
-            "No failure loses state, as other ranks have all of it. Checkpoints, one a day unless you set the "
-            "interval, are for what is not simulated."
+            "No failure loses state, as other ranks have all of it. Checkpoints, one a day unless you set "
+            "the interval, are for what is not simulated."
         )
     share = row.mtbf_seconds / row.rollback_seconds
     return (
-        f"{format_percent(share)} of the failures lose state, one every {format_duration(row.rollback_seconds)}: "
-        "then all ranks start again from a checkpoint."
+        f"{format_percent(share)} of the failures lose state, one every "
+        f"{format_duration(row.rollback_seconds)}: then all ranks start again from a checkpoint."
     )
 
 
