@@ -123,8 +123,8 @@ class Elastic:
         self.step, self.recoveries = step, 0
         self.world: World | None = None
         self._stepped: set[int] = set()
-        self._repeats, self._stopped_at = False, 0.0
         self._undo: StepSnapshot | None = None  # of a step whose update is held
+        self._repeats, self._stopped_at = False, 0.0
         self._membership: Membership | None = None
         self._forming: AbortableStore | None = None
         self._live_file = LiveFile.from_environment(os.environ)
@@ -356,34 +356,48 @@ class Elastic:
         assert self._membership is not None, "it is active"
         if self._membership.aborting:
             raise WorldError("the world changed again")
-        store.set(f"elastic/here/{view.epoch}/{me}", b"")
-        store.wait([f"elastic/here/{view.epoch}/{name}" for name in view.participants])
-        self.world = self._connect(store, view, me, view.participants)
+        self._wait_for_all(store, view, me, "here")
+        world, step, found = self._connect(store, view, me, view.participants), recovery.step, None
         if self._shards.sharded:
-            self._form_sharded(store, view, me)
-            if me in view.leaving:
-                return
+            found = self._shards.exchange(view, me)
         else:
             self._state.rejoin()
             if recovery.receivers:
                 source = view.participants.index(recovery.source)
                 replacing = partial(self._membership.feed, Replacing())
                 self._state.send(source, replacing if me in recovery.receivers else None)
+        if view.leaving:  # they have provided what they had
+            self._wait_for_all(store, view, me, "provided")
+            if me in view.leaving:
+                return
+            world = self._connect(store, view, me, view.members)
+            if not self._shards.sharded:
+                self._state.rejoin()
+        self.world = world
+        if self._shards.sharded:
+            step = self._shards.rejoin(view, found, self._checkpoint)
         self._state.agree()
         if self._watchdog is not None:
             self._watchdog.rejoin()
         for function in self._on_world:
             function(self.world)
-        self._forming = None
-        if recovery.origin == "members":
-            self.step = recovery.step
+        self._forming, self.step = None, step
         self._shards.joined(view)
+
+    @staticmethod
+    def _wait_for_all(store: AbortableStore, view: View, me: str, place: str) -> None:
+        """Wait until all participants of a view are at a place."""
+        store.set(f"elastic/{place}/{view.epoch}/{me}", b"")
+        store.wait([f"elastic/{place}/{view.epoch}/{name}" for name in view.participants])
 
     def _connect(self, store: AbortableStore, view: View, me: str, members: Sequence[str]) -> World:
         name = f"elastic/world/{view.epoch}/{len(members)}"
-        backend = store.get("elastic/backend").decode()
         return form_world(
-            dist.PrefixStore(name, store), members.index(me), len(members), backend, self._timeout
+            dist.PrefixStore(name, store),
+            members.index(me),
+            len(members),
+            store.get("elastic/backend").decode(),
+            self._timeout,
         )
 
     def _decide(self, *, apply: bool) -> None:
@@ -396,28 +410,3 @@ class Elastic:
         elif self._undo is not None:
             self._give_up(self._undo)
         self._undo = None
-
-    def _form_sharded(self, store: AbortableStore, view: View, me: str) -> None:
-        """Bring all to the same state from their shards; those that leave only provide theirs."""
-        recovery, found = view.recovery, None
-        self._shards.keep(view, me)
-        if recovery.origin == "members":
-            found = self._shards.exchange(view, me)
-        if view.leaving:
-            keys = [f"elastic/world/{view.epoch}/provided/{each}" for each in view.participants]
-            store.set(keys[view.participants.index(me)], b"")
-            store.wait(keys)
-            if me in view.leaving:
-                return
-            self.world = self._connect(store, view, me, view.members)
-        self._state.rejoin(whole=False)
-        if self._checkpoint is not None:
-            self._checkpoint.rejoin()
-        if found is not None:
-            self._shards.load(found)
-        elif self._checkpoint is None or (loaded := self._checkpoint.load()) is None:
-            raise UsageError(
-                "there is no checkpoint to go back to", remedy="pass it to Elastic(checkpoint=...)"
-            )
-        else:
-            self.step = loaded.step

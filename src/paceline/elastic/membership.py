@@ -224,9 +224,10 @@ class Membership:
             if sign != known or other not in self._signs:
                 self._signs[other] = sign, now
             elif now - since > self._lost and other not in self._member.unreachable:
-                log.warning("member %s has given no sign of life for %.1f s", other, now - since)
                 self._feed(Unreachable(other))
-                self._feed(Suspected())
+                if other in self._member.view.members or self._member.phase == "forming":  # else it has left
+                    log.warning("member %s has given no sign of life for %.1f s", other, now - since)
+                    self._feed(Suspected())
 
     def _wait_for_processes(self, seconds: float) -> None:
         """Sleep until a member's process on this host ends, or for some seconds."""

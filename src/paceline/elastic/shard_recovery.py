@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.api import Checkpoint
 from paceline.checkpoint.model_weights import load_weights, weights_part
 from paceline.checkpoint.named_objects import unwrap
 from paceline.checkpoint.optimizer_state_pieces import (
@@ -34,7 +35,7 @@ from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.world.value_collectives import broadcast_value, gather_values
 
-__all__ = ["ShardRecovery"]
+__all__ = ["Exchanged", "ShardRecovery"]
 
 log = logging.getLogger("paceline.elastic")
 
@@ -78,7 +79,7 @@ class _Layout:
 
 
 @dataclass
-class _Exchanged:
+class Exchanged:
     """What all ranks have received.
 
     Attributes:
@@ -197,7 +198,7 @@ class ShardRecovery:
     # ------------------------------------------------------------------ the layout before
 
     @torch.no_grad()
-    def keep(self, view: View, me: str) -> None:
+    def _keep(self, view: View, me: str) -> None:
         """Keep this member's shards of the layout from which the next world is formed."""
         base = view.recovery.base
         self._model.engine.parameter_gather.abandon()
@@ -230,9 +231,16 @@ class ShardRecovery:
 
     # ------------------------------------------------------------------ the next world
 
-    def exchange(self, view: View, me: str) -> _Exchanged:
-        """Exchange the state that the next world is formed of; all participants call this."""
+    def exchange(self, view: View, me: str) -> Exchanged | None:
+        """Exchange the state that the next world is formed of; all participants call this.
+
+        Returns:
+            The state; None: it comes from a checkpoint.
+        """
+        self._keep(view, me)
         recovery: Recovery = view.recovery
+        if recovery.origin != "members":
+            return None
         kept = self._kept.get(recovery.base, {})
         mine = [kept[index].packed() for index, provider in enumerate(recovery.shards) if provider == me]
         heads = gather_values({"shards": mine, "holds": bool(kept), "ended": self.ended})
@@ -244,7 +252,7 @@ class ShardRecovery:
             )
         rest = broadcast_value(self._rest() if view.participants[source] == me else None, source)
         shards = [shard for head in heads for shard in head["shards"]]
-        return _Exchanged(shards, rest, needed=not (kept and self.ended))
+        return Exchanged(shards, rest, needed=not (kept and self.ended))
 
     def _rest(self) -> dict[str, Any]:
         """Return what all members have in common, beside what is divided."""
@@ -266,8 +274,31 @@ class ShardRecovery:
             "others": {name: each.state_dict() for name, each in objects.others.items()},
         }
 
+    def rejoin(self, view: View, found: Exchanged | None, checkpoint: Checkpoint | None) -> int:
+        """Continue in the world of a view; all its members call this. Return the step to train first.
+
+        Args:
+            view: the view.
+            found: the state; None: it comes from the checkpoint.
+            checkpoint: continues there, too.
+
+        Raises:
+            WorldError: there is no checkpoint.
+        """
+        self._state.rejoin(whole=False)
+        if checkpoint is not None:
+            checkpoint.rejoin()
+        if found is not None:
+            self._load(found)
+            return view.recovery.step
+        loaded = None if checkpoint is None else checkpoint.load()
+        if loaded is None:
+            raise WorldError(f"the checkpoint of step {view.recovery.step} is gone")
+        self.ended = True
+        return loaded.step
+
     @torch.no_grad()
-    def load(self, found: _Exchanged) -> None:
+    def _load(self, found: Exchanged) -> None:
         """Load the whole state into objects that have rejoined without any."""
         objects, engine = self._state.objects, self._model.engine
         whole = _join(found.shards, dict(engine.trains()))
