@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.weights_export import import_weights as import_weights
     from paceline.data.evaluate import evaluate as evaluate
     from paceline.data.loader import Loader as Loader
+    from paceline.elastic.live_training import Elastic as Elastic
     from paceline.errors import PacelineError as PacelineError
     from paceline.health.non_finite_guard import NonFiniteGuard as NonFiniteGuard
     from paceline.health.replica_check import ReplicaCheck as ReplicaCheck
@@ -56,6 +57,7 @@ _HOME = {
     "DataParallel": "paceline.parallel.data_parallel",
     "DiLoCo": "paceline.parallel.local_sgd.local_sgd",
     "DistributedDataParallel": "paceline.parallel.ddp",
+    "Elastic": "paceline.elastic.live_training",
     "Loader": "paceline.data.loader",
     "LocalSGD": "paceline.parallel.local_sgd.local_sgd",
     "NonFiniteGuard": "paceline.health.non_finite_guard",
@@ -83,6 +85,7 @@ __all__ = [
     "DataParallel",
     "DiLoCo",
     "DistributedDataParallel",
+    "Elastic",
     "Loader",
     "LocalSGD",
     "NonFiniteGuard",

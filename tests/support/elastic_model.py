@@ -225,9 +225,7 @@ class Model(ChangeModel):
             left.remove(kind)
             rest = state._replace(faults=tuple(left))
             if kind == "split":
-                positions = tuple(
-                    (self.member(each).view.epoch, each.entered, each.gradients) for each in state.procs
-                )
+                positions = tuple(map(self._contribution, state.procs))
                 far = () if self.scenario.split_store else self._far_side()
                 yield "split", self._cut(rest._replace(frozen=positions), far)
             elif kind == "server":

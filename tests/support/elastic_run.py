@@ -174,11 +174,17 @@ class RunModel:
             JoinerSeen(slot, state.joiners[slot]) for slot in range(member.slots, len(state.joiners))
         )
 
+    def _contribution(self, proc: Proc) -> tuple[int, int, int]:
+        """Return the epoch, the step that a process has entered in it, and where its gradients for that are from."""
+        epoch = self.member(proc).view.epoch
+        applied = 0 <= proc.entered < len(proc.done)  # it stopped at a step boundary
+        return epoch, proc.entered, epoch if applied else proc.gradients
+
     def _position(self, state: State, at: int, other: str, member: Member) -> tuple[int, int]:
         """Return the step that another member has entered in the same epoch, and its gradients, as far as seen."""
         index = self.index[other]
         proc = state.procs[index]
-        epoch, entered, gradients = self.member(proc).view.epoch, proc.entered, proc.gradients
+        epoch, entered, gradients = self._contribution(proc)
         if state.frozen and self._is_split(state, self.names[at], other):
             epoch, entered, gradients = state.frozen[index]
         return (entered, gradients) if epoch == member.view.epoch else (-1, -1)
@@ -236,7 +242,8 @@ class RunModel:
         number = self.machines.number(Member(member.me, member.rules, view, "gone"))
         done = proc.done if proc.status == "finished" else ()
         if keep:
-            return proc._replace(machine=number, done=done, data=())
+            gradients = self._contribution(proc)[2]
+            return proc._replace(machine=number, done=done, data=(), gradients=gradients)
         return Proc(number, proc.status, done, cut=proc.cut)
 
     def _check_view(self, state: State, view: View) -> None:
@@ -253,6 +260,9 @@ class RunModel:
             raise Violation(f"a minority {stay} of {alive} goes on")
         if view.recovery.origin == "members":
             return
+        planned = not self.scenario.split and set(self.scenario.faults) <= {"leave"}
+        if planned and (view.recovery.applying or set(view.recovery.receivers) - {NEWCOMER}):
+            raise Violation("a planned change interrupts a step")
         if view.finished:
             return
         away = {each.member for each in view.removed if each.cause != "left"}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import time
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
@@ -33,10 +35,14 @@ from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
+from paceline.world.live_file import JOINER_VARIABLE
 
 __all__ = ["Checkpoint", "Resumed"]
 
 log = logging.getLogger("paceline.checkpoint")
+
+_TAKE_OVER_SECONDS = 5.0
+"""For a process that has written checkpoints to end."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,8 @@ class Checkpoint:
         self._keep, self._asynchronous = keep, asynchronous
         self._folder = CheckpointFolder(folder)
         self._lock: FolderLock | None = None
-        self._run_id = self._open()
+        joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
+        self._run_id = "" if joins else self._open()
         self._buffers = HostBuffers()
         self._pending: tuple[int, BackgroundSave] | None = None
         self._latest: BackgroundSave | None = None
@@ -310,6 +317,43 @@ class Checkpoint:
         if self._rank == 0:
             log.info("resumed at step %d from %s, written by %d ranks", self.step, found.path, manifest.ranks)
         return self.resumed
+
+    # ------------------------------------------------------------------ another world
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest complete checkpoint in the folder; None: there is none."""
+        return next((int(path.name.rpartition("-")[2]) for path in self._folder.complete()), None)
+
+    def rejoin(self) -> None:
+        """Continue on the ranks of the default process group, after it was made anew; all ranks call this.
+
+        A checkpoint that was being written by other ranks is given up unless it is complete.
+        """
+        if self._pending is not None:
+            self._pending[1].finish(abandon=True)
+        self._pending, self._saved_at = None, -1
+        self._rank, self._ranks = rank_and_size(self._group)
+        if self._rank == 0 and self._lock is None:
+            self._lock = self._take_over()
+        run_ids = gather_texts(
+            self._run_id or (uuid.uuid4().hex[:12] if self._rank == 0 else ""), self._group
+        )
+        self._run_id = next(run_id for run_id in run_ids if run_id)
+
+    def _take_over(self) -> FolderLock:
+        """Lock the folder, once the process that had the lock has ended."""
+        deadline = time.monotonic() + _TAKE_OVER_SECONDS
+        while True:
+            try:
+                lock = self._folder.lock()
+                break
+            except CheckpointError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+        self._folder.remove_incomplete()
+        return lock
 
     # ------------------------------------------------------------------ open and close
 

@@ -20,7 +20,15 @@ from paceline.parallel.buckets.grad_slot import storage_numel
 from paceline.parallel.sharding.optimizer_resharding import flatten_state, unflatten_state
 from paceline.parallel.sharding.zero import ShardedOptimizer
 
-__all__ = ["Piece", "check_optimizer", "load_optimizer", "optimizer_state", "partition_by_size"]
+__all__ = [
+    "Piece",
+    "check_optimizer",
+    "copied_pieces",
+    "load_optimizer",
+    "optimizer_groups",
+    "optimizer_state",
+    "partition_by_size",
+]
 
 Piece = tuple[str, int, int, Mapping[str, Any]]
 """A parameter's name, start and stop among its flattened elements, and the state of elements start … stop - 1: tensors
@@ -40,24 +48,42 @@ def optimizer_state(
     Raises:
         UsageError: it has a parameter without a name.
     """
-    group_names = _group_names(optimizer, param_names)
-    groups = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-        for group, names in zip(optimizer.param_groups, group_names, strict=True)
-    ]
-    shards = _shards(optimizer)
+    groups, shards = optimizer_groups(optimizer, param_names), _shards(optimizer)
     if shards is None:
         pieces = _pieces(optimizer, param_names, rank, ranks)
     elif isinstance(optimizer, ShardedOptimizer) and optimizer.replica:
         pieces = []
     else:
-        names = _names_by_slot(group_names)
-        pieces = [
-            (names[slot], part["start"], part["stop"], part["state"])
-            for slot, parts in shards.items()
-            for part in parts
-        ]
+        pieces = _pieces_of_shards(shards, optimizer, param_names)
     return {"groups": groups, "pieces": pieces}
+
+
+def optimizer_groups(
+    optimizer: torch.optim.Optimizer, param_names: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """Return the options of each group, with the names of its parameters."""
+    return [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": names}
+        for group, names in zip(optimizer.param_groups, _group_names(optimizer, param_names), strict=True)
+    ]
+
+
+def copied_pieces(optimizer: ShardedOptimizer, param_names: Mapping[int, str]) -> list[Piece]:
+    """Return the pieces of which this rank keeps a copy: those of its right neighbour."""
+    return _pieces_of_shards(optimizer.copied_shards(), optimizer, param_names)
+
+
+def _pieces_of_shards(
+    shards: Mapping[str, list[dict[str, Any]]],
+    optimizer: torch.optim.Optimizer,
+    param_names: Mapping[int, str],
+) -> list[Piece]:
+    names = _names_by_slot(_group_names(optimizer, param_names))
+    return [
+        (names[slot], part["start"], part["stop"], part["state"])
+        for slot, parts in shards.items()
+        for part in parts
+    ]
 
 
 def check_optimizer(

@@ -181,8 +181,8 @@ class Member:
         if member in self.view.members or (member in self.view.leaving and self.phase == "forming"):
             missed, actions = self._change()
             epoch = self.view.epoch + 1
-            if any(each.finished and each.member == self.me for each in self.reports):
-                actions = (WriteChange(epoch), *actions)  # its report began no change
+            if any(each.orderly and each.member == self.me for each in self.reports):
+                actions = (WriteChange(epoch), *actions)
             return missed, actions
         return self._compose()
 
@@ -195,6 +195,7 @@ class Member:
     def _stopped(self, event: Stopped) -> Step:
         if self.phase in ("joining", "reported"):
             return self, ()
+        orderly = self.phase == "training"
         report = Report(
             self.view.epoch + 1,
             self.me,
@@ -203,14 +204,15 @@ class Member:
             self.holds,
             self.leaving,
             self.trained,
-            event.finished and self.phase == "training",
+            orderly,
+            event.finished and orderly,
             tuple(sorted(self.unreachable)),
             self.joiners,
             event.checkpoint,
         )
         reported = replace(self, phase="reported", reports=self.reports | {report})
         composed, actions = reported._compose()
-        change = () if report.finished else (WriteChange(report.epoch),)
+        change = () if orderly else (WriteChange(report.epoch),)
         return composed, (WriteReport(report), *change, *actions)
 
     def _compose(self) -> Step:

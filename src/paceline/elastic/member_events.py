@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stopped:
-    """The training thread has stopped: after `Abort`, at a step boundary that all agreed on, or after the last step.
+    """The training thread has stopped: after `Abort`; or by itself, after the last step or one in which all agreed.
 
     Attributes:
         step: under way; all updates before it are applied.
@@ -159,7 +159,7 @@ Event = (
 
 @dataclass(frozen=True)
 class WriteReport:
-    """Write the report; `WriteChange` follows, unless it is ``finished``."""
+    """Write the report."""
 
     report: Report
 

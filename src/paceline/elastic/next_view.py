@@ -59,7 +59,8 @@ def next_view(view: View, evidence: Evidence, rules: Rules) -> View | Literal["w
     present = [member for member in alive if member in received]
     trained = any(received[member].trained for member in present)
     present = mutually_reachable(present, received, patient=trained or view.attempt == 0)
-    if not has_quorum([member for member in alive if member in view.members], present):
+    voters = [member for member in alive if member in view.members]
+    if not has_quorum(voters, [member for member in present if member in voters]):
         return "no quorum"
     reports = {member: received[member] for member in present}
     members = [one for one, report in reports.items() if one in view.members and not report.leaving]

@@ -56,6 +56,7 @@ class Report:
             world of a view forms, members have the old layout, then both; replicated state is the same in any layout.
         leaving: whether it leaves the world.
         trained: whether the world of the present view has formed, as it knows.
+        orderly: whether it stopped where all members stop: such a report begins no change for the others.
         finished: whether it has trained all steps.
         unreachable: members that have been unreachable for it.
         joiners: newcomers known to be ready, in the order of their slots from `View.slots` on.
@@ -69,6 +70,7 @@ class Report:
     holds: tuple[int, ...] = ()
     leaving: bool = False
     trained: bool = False
+    orderly: bool = False
     finished: bool = False
     unreachable: tuple[str, ...] = ()
     joiners: tuple[str, ...] = ()

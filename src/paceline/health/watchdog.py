@@ -104,25 +104,42 @@ class Watchdog:
                 raise UsageError(f"{name}={value!r} is not a valid time", remedy="pass seconds > 0")
         if on_stall not in ("leave", "tell"):
             raise unknown("on_stall", on_stall, ["leave", "tell"])
+        self._limits = StallLimits(stall, lost)
+        self._leave_on_stall, self._grace = on_stall == "leave", grace
+        self._warn = stall / 4 if warn is None else warn
         self._monitor: MonitorThread | None = None
+        self._in_block = False
         self._pid = os.getpid()
+        self._open()
+
+    def _open(self) -> None:
         if rank_and_size()[1] == 1:
             return
-        mesh, groups = _open_mesh(lost)
+        mesh, groups = _open_mesh(self._limits.lost)
         self._monitor = MonitorThread(
             mesh,
             groups,
-            StallLimits(stall, lost),
-            leave_on_stall=on_stall == "leave",
-            warn=stall / 4 if warn is None else warn,
-            grace=grace,
+            self._limits,
+            leave_on_stall=self._leave_on_stall,
+            warn=self._warn,
+            grace=self._grace,
             shutdown=ShutdownListener(),
         )
+        self._monitor.in_block = self._in_block
         self._install_hooks()
         _open_watchdogs.add(self)
         self._monitor.start()
 
+    def rejoin(self) -> None:
+        """Watch the ranks of the present default group, after it was made anew; all ranks call this.
+
+        `close` ends the watch over the ranks before, whose end is no failure then.
+        """
+        self.close()
+        self._open()
+
     def __enter__(self) -> Self:
+        self._in_block = True
         if self._monitor is not None:
             self._monitor.in_block = True
         return self
@@ -130,6 +147,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._in_block = False
         if self._monitor is None:
             return
         self._monitor.in_block = False

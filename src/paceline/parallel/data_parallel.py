@@ -152,6 +152,27 @@ class DataParallel(torch.nn.Module):
         """The tuner of ``sync="auto"``; None without it, and in a world of one."""
         return self.engine.tuner if isinstance(self.engine.tuner, Tuner) else None
 
+    def rejoin(self) -> None:
+        """Continue on the ranks of the default process group, after it was destroyed and made anew.
+
+        The old group may be broken. Parameters and buffers stay what they are on this rank; gradients are dropped.
+        Optimizers of the model rejoin after it (`ShardedOptimizer.rejoin`).
+        """
+        old = self.engine
+        assert not isinstance(old, FSDPEngine), "FSDP2 can't move to other ranks"
+        unsynchronised_step_guard.forget_engine(old)
+        old.abandon()
+        self.comm = Comm()
+        self.engine = _reducer_of(self.module, self.comm, old.plan, old.reduce_dtype, old.virtual_ranks)
+        self.engine.step, self.engine.usage_varies = old.step, old.usage_varies
+        self.engine.finite_check, self.engine.on_round_end = old.finite_check, old.on_round_end
+        self.engine.replica_check_every = old.replica_check_every
+        if old.keeps_copies:
+            self.engine.keep_copies()
+        if old.weights.agreed:
+            self.engine.weights.reference = old.weights.reference
+        unsynchronised_step_guard.register_engine(self.engine)
+
     # ------------------------------------------------------------------ copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -76,6 +76,13 @@ class RankTimeline:
         self._engine.on_round_end = self._after_round
         return self
 
+    def rejoin(self, model: RecordedModel) -> None:
+        """Continue with a model that continues on other ranks."""
+        self._engine, self._group, self.rank = model.engine, model.comm.group, model.comm.rank
+        trace_file.mark("world", place=self.rank, ranks=model.comm.size, step=self._engine.step)
+        step_state.recorder = StepRecorder(self._engine)
+        self._engine.on_round_end = self._after_round
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace_: TracebackType | None
     ) -> None:

@@ -49,11 +49,21 @@ LEFT_EXIT_CODE = 75
 
 @dataclass(frozen=True)
 class LiveWorld:
-    """Present world of a rank: its epoch, the ids of its members in rank order, and the step at which it began."""
+    """Present world of a rank.
+
+    Attributes:
+        epoch: its number.
+        members: ids in rank order.
+        step: at which it began.
+        repeats: whether this rank had begun that step before, and repeats it.
+        seconds: from the end of training in the world before; 0 in the first one.
+    """
 
     epoch: Whole
     members: tuple[str, ...]
     step: Whole
+    repeats: bool = False
+    seconds: float = 0.0
 
 
 class LiveFile:

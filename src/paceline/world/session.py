@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -17,13 +19,18 @@ from paceline.world.consistency_check import facts_of_this_process, find_mismatc
 from paceline.world.device_selection import check_backend, choose_device
 from paceline.world.environment import ProcessPlace, read_environment
 from paceline.world.key_value_store import open_store
+from paceline.world.live_file import JOINER_VARIABLE
 from paceline.world.mpi_world import broadcast_job_key, load_mpi
 from paceline.world.rendezvous import RankClaim, join_rendezvous, leave_rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["World", "init", "shutdown"]
+__all__ = ["World", "form_world", "init", "leave_group", "shutdown"]
+
+
+_FORM_SECONDS = 10.0
+"""For ranks that have met already to connect; a connection to one that has ended since may block for so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +134,8 @@ def init(
             device,
         )
         return _session.world
+    if os.environ.get(JOINER_VARIABLE):
+        return _wait_outside(device)
     place = read_environment(os.environ, init_method=init_method, rank=rank, size=size, local_rank=local_rank)
     if place.init_method is None and backend is None:
         chosen, _ = choose_device(device, backend, place.local_rank or 0, 1)
@@ -135,6 +144,14 @@ def init(
         world = _join(place, backend, device, timeout, alike)
     _session.world, _session.init_method = world, place.init_method
     return world
+
+
+def _wait_outside(device: str | None) -> World:
+    """Return the place of a newcomer, which is in no world until a running one admits it."""
+    place = read_environment(os.environ)
+    chosen, _ = choose_device(device, None, place.local_rank or 0, 1)
+    _session.world = World(rank=place.rank, size=place.size, local_rank=place.local_rank or 0, device=chosen)
+    return _session.world
 
 
 def shutdown() -> None:
@@ -152,6 +169,73 @@ def shutdown() -> None:
             dist.destroy_process_group()
             gc.collect()  # a group that FSDP2's cycles keep alive can end the process by SIGABRT at its exit
     _session.world, _session.init_method, _session.owns_group = None, None, False
+
+
+def form_world(store: Store, rank: int, size: int, backend: str, timeout: float) -> World:
+    """Leave the process group of the present world, which may be broken, and form one of other ranks.
+
+    Args:
+        store: where exactly these ranks meet.
+        rank, size: of the new world.
+        backend: of its process group, as in the world before.
+        timeout: seconds that collectives wait for a rank.
+
+    Raises:
+        RuntimeError: the others did not come, or the wait was ended.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from paceline.world.group_devices import queues_on_streams
+
+    before = _session.world
+    assert before is not None, "init has been called"
+    leave_group()
+    device = torch.device(before.device)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=min(timeout, _FORM_SECONDS)),
+        device_id=device if queues_on_streams(backend) else None,
+    )
+    _set_timeout(timedelta(seconds=timeout))
+    _session.owns_group = True
+    _session.world = world = replace(before, rank=rank, size=size, backend=backend)
+    return world
+
+
+def _set_timeout(timeout: timedelta) -> None:
+    """Let the collectives of the default group wait for `timeout`."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None, "it has just been formed"
+    set_own = getattr(group, "set_timeout", None)  # of Paceline's groups
+    if set_own is not None:
+        set_own(timeout)
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            group._get_backend(device)._set_default_timeout(timeout)
+
+
+def leave_group() -> None:
+    """Leave the process group at once, whatever is pending.
+
+    Its objects stay in memory: the destructor of a broken gloo group joins threads that wait for Python's lock, which
+    the thread that destroys it holds.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    for group in list(getattr(dist.distributed_c10d._world, "pg_map", ())):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        with contextlib.suppress(Exception):  # of a broken group
+            group.abort()
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
 
 
 def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout: float, alike: bool) -> World:

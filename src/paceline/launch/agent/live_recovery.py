@@ -63,7 +63,7 @@ class LiveRecovery:
         Args:
             joiner: whether they join one that runs.
         """
-        self._reported = (False, 0, 0)
+        self._reported, self._recorded_epoch = (False, 0, 0), -1
         self._seen_changes: int | None = None if joiner else -1
         self._failed_starts: Counter[int] = Counter()
         self._departed: list[tuple[HostRank, RankFailure]] = []
@@ -83,6 +83,11 @@ class LiveRecovery:
                 if not one.runs and not one.marked:
                     self._mark_dead(one)
         worlds = [world for one in survivors if (world := one.file.read()) is not None]
+        newest = max(worlds, key=lambda world: (world.epoch, world.repeats), default=None)
+        if newest is not None and newest.epoch > self._recorded_epoch:
+            if newest.epoch > 0:
+                self._log.write_recovery(self._ranks.world, newest)
+            self._recorded_epoch = newest.epoch
         self._departed = [each for each in self._departed if not _are_without(worlds, each[0])]
         live = all(one in survivors or one.is_starting for one in running)
         state = live, len(survivors), max((world.epoch for world in worlds), default=self._reported[2])

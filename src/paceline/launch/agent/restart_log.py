@@ -12,6 +12,7 @@ from paceline._core.json_codec import encode
 from paceline.launch.agent.first_failure import RankFailure
 from paceline.launch.agent.job_messages import WorldChange
 from paceline.launch.agent.restart_policy import WorldAgreement
+from paceline.world.live_file import LiveWorld
 
 __all__ = ["RestartLog", "log_line"]
 
@@ -66,6 +67,21 @@ class RestartLog:
         log_line(f"{failure}; {'it is replaced, ' if replaced else ''}the others train on")
         self._append(
             "departure", restart=world, **_record(failure), member=rank, left=left, replaced=replaced
+        )
+
+    def write_recovery(self, world: int, found: LiveWorld) -> None:
+        """Record that ranks of this host train on in a new world of the same processes."""
+        repeated = f"step {found.step} repeated" if found.repeats else f"from step {found.step}"
+        log_line(f"{len(found.members)} ranks train on after {found.seconds:.2f} s, {repeated}")
+        self._append(
+            "recovery",
+            restart=world,
+            epoch=found.epoch,
+            ranks=len(found.members),
+            members=list(found.members),
+            step=found.step,
+            repeated=found.repeats,
+            seconds=found.seconds,
         )
 
     def write_change(self, world: int, change: WorldChange) -> None:

@@ -31,13 +31,20 @@ class GradientShards:
         comm: the ranks.
         count: number of parameters.
         pieces: waits for the result and returns this rank's pieces.
+        copied: returns those of the right neighbour's shard, if this rank keeps a copy of it; changed alike.
 
     Attributes:
         norms_vary: a norm over shards is refused, since its last bits depend on the number of ranks.
     """
 
-    def __init__(self, comm: Comm, count: int, pieces: Callable[[], Sequence[ShardPiece]]) -> None:
-        self._comm, self._count, self._pieces = comm, count, pieces
+    def __init__(
+        self,
+        comm: Comm,
+        count: int,
+        pieces: Callable[[], Sequence[ShardPiece]],
+        copied: Callable[[], Sequence[ShardPiece]],
+    ) -> None:
+        self._comm, self._count, self._pieces, self._copied = comm, count, pieces, copied
         self._grads: dict[int, torch.Tensor] | None = None
         self._norms: dict[float, torch.Tensor] = {}
         self.norms_vary = False
@@ -50,12 +57,7 @@ class GradientShards:
     def grads(self) -> dict[int, torch.Tensor]:
         """Return this rank's shard by the parameter's index, where it has one."""
         if self._grads is None:
-            self._grads = {
-                piece.slot.index: torch.view_as_complex(piece.grad.view(-1, 2))
-                if piece.slot.param.is_complex()
-                else piece.grad
-                for piece in self._pieces()
-            }
+            self._grads = {piece.slot.index: _grad_of(piece) for piece in self._pieces()}
         return self._grads
 
     def norm(self, index: int, norm_type: float) -> torch.Tensor:
@@ -76,11 +78,19 @@ class GradientShards:
     def change(
         self, index: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Call ``function(shard, *args, **kwargs)`` with this rank's shard."""
+        """Call ``function(shard, *args, **kwargs)`` with this rank's shard, and with the one that it has a copy of."""
         grad = self.grads().get(index)
         if grad is not None:
             function(grad, *args, **kwargs)
+        for piece in self._copied():
+            if piece.slot.index == index:
+                function(_grad_of(piece), *args, **kwargs)
         self._norms.clear()
+
+
+def _grad_of(piece: ShardPiece) -> torch.Tensor:
+    """Return a piece of a gradient in the parameter's kind of numbers."""
+    return torch.view_as_complex(piece.grad.view(-1, 2)) if piece.slot.param.is_complex() else piece.grad
 
 
 class ShardedGradient(torch.Tensor):

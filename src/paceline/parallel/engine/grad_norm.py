@@ -37,7 +37,8 @@ def clip_global_norm_(engine: Reducer, max_norm: float, norm_type: float) -> tor
     norm = _global(engine, shards, wholes, norm_type)
     if engine.finite_check is not None:
         note_norm(engine, norm)
-    grads, factor = shards + wholes, torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    grads = [*shards, *wholes, *engine.copied_grads()]
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if engine.device.type != "cpu":  # there a factor of another dtype takes a kernel per gradient
         multiply_by(grads, factor)
     elif grads:

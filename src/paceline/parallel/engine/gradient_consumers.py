@@ -61,6 +61,11 @@ class GradientConsumers:
                 return key
         return None
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, in the order in which they were built."""
+        return list(self._held)
+
     def slots_of(self, optimizer: torch.optim.Optimizer) -> list[GradSlot]:
         """Return the parameters that `optimizer` updates."""
         held = self._held.get(optimizer, set())

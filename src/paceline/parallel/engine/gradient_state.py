@@ -19,6 +19,7 @@ from paceline.errors import SyncError, UsageError
 from paceline.parallel.buckets.bucket import Bucket
 from paceline.parallel.buckets.bucket_builder import DEFAULT_LAYOUT, build_buckets
 from paceline.parallel.buckets.grad_slot import GradSlot, ShardPiece, storage_numel
+from paceline.parallel.buckets.neighbour_exchange import NeighbourExchange
 from paceline.parallel.buckets.sharded_gradient import GradientShards, ShardedGradient
 from paceline.parallel.compression.compressed_bucket import ResidualState
 from paceline.parallel.engine.engine_protocols import PlanController
@@ -57,6 +58,11 @@ def _pieces_of(state: weakref.ref[GradientState]) -> Callable[[], list[ShardPiec
     return pieces
 
 
+def _copied_pieces_of(state: weakref.ref[GradientState]) -> Callable[[], list[ShardPiece]]:
+    """Return a function that returns the pieces of which this rank keeps a copy; it holds no engine."""
+    return lambda: [] if (alive := state()) is None else alive.copied_pieces()
+
+
 class GradientState:
     """The gradients of a list of parameters on one rank.
 
@@ -81,6 +87,7 @@ class GradientState:
             launched before the end of backward, and shards are not exposed.
         retired: the model was wrapped again, so another engine synchronises its gradients.
         layout: of the buckets.
+        keeps_copies: whether ranks keep copies of their neighbours' shards, where they hold shards.
     """
 
     def __init__(
@@ -113,11 +120,13 @@ class GradientState:
         self.inside_ddp = False
         self.retired = False
         self.layout = DEFAULT_LAYOUT
+        self.keeps_copies = False
 
         self._local = False  # there are gradients of this rank that no round has seen
         self._reduced = False  # there is the result of a round
         self._late = LateGradients()
-        self._shards = GradientShards(comm, len(self.slots), _pieces_of(weakref.ref(self)))
+        me: weakref.ref[GradientState] = weakref.ref(self)
+        self._shards = GradientShards(comm, len(self.slots), _pieces_of(me), _copied_pieces_of(me))
 
     # ------------------------------------------------------------------ properties
 
@@ -168,6 +177,36 @@ class GradientState:
             for piece in bucket.pieces(self.comm.shard, self.comm.shards)
         ]
 
+    @property
+    def has_result(self) -> bool:
+        """Whether there is the result of a round, and no newer gradient of this rank."""
+        return self._reduced and not self._local
+
+    @property
+    def neighbours(self) -> NeighbourExchange | None:
+        """The exchanges of ranks that keep copies of their neighbours' shards."""
+        return self.launch_queue.neighbours
+
+    def keep_copies(self) -> None:
+        """From the next round on, hold the gradients of the right neighbour's shard too, if there are shards.
+
+        All ranks call this, without gradients of a round.
+        """
+        self.keeps_copies = True
+        if self.sharded and self.neighbours is None:
+            self.launch_queue.neighbours = NeighbourExchange(self.comm)
+
+    def copied_pieces(self) -> list[ShardPiece]:
+        """Return the right neighbour's parts of the parameters, if this rank keeps a copy of them; as `pieces`."""
+        if self.neighbours is None:
+            return []
+        right = self.neighbours.right
+        return [p for bucket in self.buckets if bucket.slots for p in bucket.pieces(right, self.comm.shards)]
+
+    def copied_grads(self) -> list[torch.Tensor]:
+        """Return the gradients of the right neighbour's shard, which are scaled like those of this rank's."""
+        return [piece.grad for piece in self.copied_pieces() if piece.slot.used] if self._reduced else []
+
     def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
         if self.sharded:
@@ -177,13 +216,13 @@ class GradientState:
         return [], [slot.param.grad for slot in self.slots if slot.param.grad is not None]
 
     def local_grads_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's parts of the gradients of `params`, which are some of the model's."""
+        """Return this rank's parts of the gradients of `params`, some of the model's, and those of its copy."""
         if not self.sharded:
             return [param.grad for param in params if param.grad is not None]
         self.note_waiting(self.launch_queue.wait_all())
         self._shards.clear()
         held = {id(param) for param in params}
-        pieces = self.pieces() if self._reduced else []
+        pieces = [*self.pieces(), *self.copied_pieces()] if self._reduced else []
         return [piece.grad for piece in pieces if piece.slot.used and id(piece.slot.param) in held]
 
     def parts_by_name(self) -> dict[str, list[torch.Tensor]]:

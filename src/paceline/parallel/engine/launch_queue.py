@@ -11,6 +11,7 @@ import torch
 
 from paceline._core.step_state import step_state
 from paceline.parallel.buckets.bucket import Bucket
+from paceline.parallel.buckets.neighbour_exchange import NeighbourExchange
 from paceline.parallel.comm_hook import CommHook, GradBucket
 from paceline.parallel.engine.engine_protocols import InFlight
 from paceline.parallel.engine.gradient_finite_check import FiniteCheck
@@ -68,6 +69,7 @@ class LaunchQueue:
 
     Attributes:
         hook: reduces the buckets instead of `comm`.
+        neighbours: if sharded and ranks keep copies of their neighbours' shards, their exchanges.
         moments: of the latest round.
     """
 
@@ -75,6 +77,7 @@ class LaunchQueue:
         self.comm, self.sharded, self.overlap = comm, sharded, overlap
         self.buckets: list[Bucket] = []
         self.hook: CommHook | None = None
+        self.neighbours: NeighbourExchange | None = None
         self.moments = RoundMoments()
         self.timings = SyncTimings()
         self.step = 0  # the round
@@ -205,6 +208,8 @@ class LaunchQueue:
             return self.hook.reduce(self._seen_by_hook(bucket), bucket.grads, mean=mean)
         if bucket.compressed is not None:
             return bucket.compressed.launch(self.step, mean=mean)
+        if self.neighbours is not None:
+            return self.neighbours.reduce(bucket.flat, mean=mean)
         if self.sharded:
             return self.comm.reduce_scatter(bucket.flat, mean=mean)
         return self.comm.all_reduce(bucket.flat, mean=mean and not self._sums_status(bucket))
@@ -259,8 +264,11 @@ class LaunchQueue:
         """Multiply a complete result, and the residual that compression has left of it."""
         if not bucket.slots or (not isinstance(self._factor, torch.Tensor) and self._factor == 1.0):
             return
-        low, high = self.owned_range(bucket)
-        multiply_by([bucket.result(low, high)], self._factor)
+        held = [self.owned_range(bucket)]
+        if self.neighbours is not None:
+            held.append(bucket.span(self.neighbours.right, self.comm.shards))
+        for low, high in held:
+            multiply_by([bucket.result(low, high)], self._factor)
         if bucket.compressed is not None and bucket.launched:
             bucket.compressed.rescale(self._factor)
 

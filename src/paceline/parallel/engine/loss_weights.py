@@ -119,6 +119,10 @@ class LossWeights:
             self.exponent = math.frexp(samples)[1] - 1
             self._reference = math.ldexp(self._ranks, self.exponent)
 
+    def restart(self) -> None:
+        """Forget the reference: the next round agrees on one."""
+        self._reference, self.agreed, self.exponent = float(self._ranks), False, self.NO_EXPONENT
+
     def agree(self, exponent: int) -> float:
         """Adopt the largest `exponent` of all ranks; return the factor for this rank's gradient so far."""
         own, self.agreed = self.exponent, True

@@ -190,6 +190,12 @@ class ParameterGather:
             and not _compiled.scripts_may_run(module)
         )
 
+    def abandon(self) -> None:
+        """Forget the gathers in flight, whose ranks may be gone."""
+        self._flights, self._bounds, self._launched = [], [], 0
+        self._home, self._end, self._watch.gather = None, None, None
+        _drop_idle()
+
     def wait_all(self) -> None:
         """Wait for all gathers, in the order in which they were launched."""
         self._wait_for(sorted(self._flights, key=lambda flight: flight.number))

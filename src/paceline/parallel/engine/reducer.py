@@ -146,6 +146,15 @@ class Reducer(RoundClosing):
         self.remove_hooks()
         self.retired = True
 
+    def abandon(self) -> None:
+        """Leave the parameters, without gradients and in memory of their own; collectives may be broken."""
+        self.retire()
+        self.parameter_gather.abandon()
+        for slot in self.slots:
+            slot.param.grad = None
+            if self.sharded and self.has_buckets:
+                slot.param.data = slot.param.detach().clone()
+
     def remove_hooks(self) -> None:
         """Report no gradients any more."""
         self.hooks.remove()

@@ -26,7 +26,7 @@ from paceline.parallel.engine.engine_protocols import PlanController
 from paceline.parallel.engine.grad_scaler import ScaledEngine
 from paceline.testing import fault_injection
 
-__all__ = ["ConsumesShards", "GuardedEngine", "ensure_synchronised", "register_engine"]
+__all__ = ["ConsumesShards", "GuardedEngine", "ensure_synchronised", "forget_engine", "register_engine"]
 
 
 class GuardedEngine(ScaledEngine, Protocol):
@@ -113,6 +113,12 @@ def register_engine(engine: GuardedEngine) -> None:
         register_optimizer_step_post_hook(_after_step)
         grad_scaler.install(_synchronised_engines)
         _installed = True
+
+
+def forget_engine(engine: GuardedEngine) -> None:
+    """Check `engine` no more."""
+    _engines.discard(engine)
+    _held_by_optimizer.clear()
 
 
 def ensure_synchronised(engine: GuardedEngine) -> None:

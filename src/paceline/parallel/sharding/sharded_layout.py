@@ -20,6 +20,7 @@ from paceline.parallel.sharding.update_groups import (
     copied,
     flat_units,
     owned_units,
+    take_over,
     units_in_place,
     zero_with_grad,
 )
@@ -187,17 +188,21 @@ class ShardedLayout(ShardedState):
         """Return the groups of this rank's parts of buckets."""
         held = self._index_by_name()
         full = [b for b in reducer.buckets if b.slots and any(slot.name in held for slot in b.slots)]
-        comm, blocks = reducer.comm, {}
+        comm, blocks, neighbours = reducer.comm, {}, reducer.neighbours
         for block in self._blocks():
             blocks.setdefault(block.name, []).append(block)
         sizes, groups = [bucket.flat.nbytes for bucket in full], []
         for members in update_parts(sizes, accelerator=has_streams(reducer.device)):
             units: list[UpdateUnit] = []
-            for bucket in (full[index] for index in members):
-                if bucket.whole:
-                    units += owned_units(bucket, comm.shard, comm.shards, blocks, self._precision)
-                else:
-                    units += flat_units(bucket, comm.shard, comm.shards, self._precision)
+            for shard in [comm.shard] if neighbours is None else [comm.shard, neighbours.right]:
+                for bucket in (full[index] for index in members):
+                    if bucket.whole:
+                        held_here = owned_units(bucket, shard, comm.shards, blocks, self._precision)
+                    else:
+                        held_here = flat_units(bucket, shard, comm.shards, self._precision)
+                    for unit in held_here:
+                        unit.in_copy = shard != comm.shard
+                    units += held_here
             groups.append(
                 self._group([u for u in units if u.name in held], [full[index] for index in members])
             )
@@ -236,3 +241,32 @@ class ShardedLayout(ShardedState):
             for index in sorted(held)
         ]
         return self._class(groups, **self._options) if groups else None
+
+    # ------------------------------------------------------------------ after an update
+
+    def _keep_group_state(self, groups: Sequence[UpdateGroup]) -> None:
+        """Take over what the inner optimizers have changed in their groups; see [Note: groups] in `update_groups`."""
+        seen: set[int] = set()
+        for group in groups:
+            for index, mine in group.param_groups():
+                if index not in seen:
+                    seen.add(index)
+                    take_over(self.param_groups[index], group_options(mine))
+
+    def _check_states(self, groups: Sequence[UpdateGroup]) -> None:
+        """Raise on all ranks if the state of any part is not as in the trial; once per build."""
+        self._states_checked = True
+        probe = self._probe
+        if probe.whole:
+            return
+        misfits = (
+            f"{unit.name!r}: {misfit}"
+            for group in groups
+            for unit in group.units
+            if (misfit := probe.misfit(group.state_of(unit), unit.inner.numel()))
+        )
+        self._raise_together(
+            next(misfits, ""),
+            f"{self._class.__name__} can't update parts of parameters: its state is not like that of small ones: ",
+            remedy="use an elementwise optimizer (SGD, Adam, AdamW, RMSprop …) or another strategy",
+        )

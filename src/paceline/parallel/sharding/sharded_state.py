@@ -98,11 +98,11 @@ class ShardedState(torch.optim.Optimizer):
     def _blocks(self) -> list[Block]:
         return [block for group in self.param_groups for block in self._blocks_of(group)]
 
-    def _units_with_state(self) -> Iterator[tuple[UpdateUnit, dict[str, Any]]]:
-        """Yield this rank's units with their flattened state."""
+    def _units_with_state(self, *, in_copy: bool = False) -> Iterator[tuple[UpdateUnit, dict[str, Any]]]:
+        """Yield this rank's units, or those of the copy of its neighbour's shard, with their flattened state."""
         elementwise = self._elementwise
         for group in self._groups:
-            for unit in group.units:
+            for unit in [unit for unit in group.units if unit.in_copy == in_copy]:
                 state = {**group.state_of(unit), **unit.extra_state()}
                 yield unit, resharding.flatten_state(state, unit.like, elementwise)
 
@@ -157,10 +157,14 @@ class ShardedState(torch.optim.Optimizer):
             return None
         return self._own_shards(share=True) if self._groups else self._loaded
 
-    def _own_shards(self, *, share: bool = False) -> Shards:
+    def copied_shards(self) -> Shards:
+        """Return the copy of the right neighbour's shards of the state, if this rank keeps one."""
+        return self._own_shards(in_copy=True)
+
+    def _own_shards(self, *, share: bool = False, in_copy: bool = False) -> Shards:
         shards: Shards = {}
         comm = self._engine.comm
-        for number, (unit, state) in enumerate(self._units_with_state()):
+        for number, (unit, state) in enumerate(self._units_with_state(in_copy=in_copy)):
             if share and unit.replicated and number % comm.shards != comm.shard:
                 continue
             shard = {"start": unit.start, "stop": unit.stop, "state": state}
@@ -320,7 +324,8 @@ class ShardedState(torch.optim.Optimizer):
         kept = {name: shards for name, shards in state.items() if name in named}
         if self._plain is None:
             self._loaded = kept
-            self._build()
+            if self._ready_to_build:
+                self._build()
         else:
             held = [block for block in self._blocks() if block.name in kept]
             for block in held:

@@ -84,14 +84,22 @@ class UpdateGroup:
         self, options: Sequence[Mapping[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Run the optimizer with the `options` of the outer groups, and with arguments of its ``step``."""
-        if self.optimizer is None:
-            return
+        self.load(options)
+        self.run(args, kwargs)
+
+    def load(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer the `options` of the outer groups, and the gradients."""
         for index, mine in self.param_groups():
             mine.update(copied(options[index]))
         for unit in self.units:
             if not self.buckets:  # the program may have replaced the parameter's memory
                 unit.follow_memory()
             unit.load()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the optimizer, with what was loaded."""
+        if self.optimizer is None:
+            return
         self.optimizer.step(*args, **kwargs)
         for unit in self.units:
             unit.store()

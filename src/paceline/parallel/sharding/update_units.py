@@ -94,6 +94,7 @@ class UpdateUnit:
         like: a tensor without memory, like `inner`, which may have none between steps.
         copied: it is a copy.
         replicated: every rank updates it.
+        in_copy: it belongs to the right neighbour's shard, of which this rank keeps a copy.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class UpdateUnit:
         self.inner = torch.nn.Parameter(precision.copy(held))
         self.like = torch.empty_strided(held.shape, held.stride(), dtype=self.inner.dtype, device="meta")
         self.replicated = replicated
+        self.in_copy = False
         self._draws = 0
 
     @property

@@ -16,7 +16,7 @@ al., ZeRO, arXiv 1910.02054 §5.1). Trying the optimizer shows how parameters ma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -28,9 +28,9 @@ from paceline.parallel.engine.grad_scaler import hand_on_scale, skips_on_device
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.unsynchronised_step_guard import ConsumesShards
 from paceline.parallel.sharding.blocks import Split
+from paceline.parallel.sharding.copying_update import CopyingUpdate
 from paceline.parallel.sharding.optimizer_probe import check_options, group_options
-from paceline.parallel.sharding.sharded_layout import ShardedLayout
-from paceline.parallel.sharding.update_groups import UpdateGroup, take_over
+from paceline.parallel.sharding.optimizer_resharding import Shards
 from paceline.parallel.sharding.update_units import StatePrecision
 
 __all__ = ["ShardedOptimizer"]
@@ -47,7 +47,7 @@ class WrappedModel(Protocol):
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
-class ShardedOptimizer(ShardedLayout, ConsumesShards):
+class ShardedOptimizer(CopyingUpdate, ConsumesShards):
     """Runs a torch optimizer on this rank's part of a `DataParallel` model.
 
     If the model's strategy shards nothing, it is that optimizer on all parameters, so a program need not change with
@@ -251,6 +251,9 @@ class ShardedOptimizer(ShardedLayout, ConsumesShards):
         Buckets fill in backward's order, so the last one holds what the next forward uses first: it is sent first.
         While it is still being reduced, others are updated, and sent in their turn.
         """
+        if reducer.neighbours is not None:
+            self._update_with_copy(reducer, reducer.neighbours, args, kwargs)
+            return
         moved = reducer.readopt_parameters()
         groups, gather = self._groups[::-1], reducer.parameter_gather
         if moved:
@@ -293,32 +296,18 @@ class ShardedOptimizer(ShardedLayout, ConsumesShards):
             self._check_states(groups)
         gather.leave_in_flight()
 
-    def _keep_group_state(self, groups: Sequence[UpdateGroup]) -> None:
-        """Take over what the inner optimizers have changed in their groups; see [Note: groups] in `update_groups`."""
-        seen: set[int] = set()
-        for group in groups:
-            for index, mine in group.param_groups():
-                if index not in seen:
-                    seen.add(index)
-                    take_over(self.param_groups[index], group_options(mine))
+    def rejoin(self, model: WrappedModel, state: Shards | None = None) -> None:
+        """Continue with a model that has rejoined; all ranks call this.
 
-    def _check_states(self, groups: Sequence[UpdateGroup]) -> None:
-        """Raise on all ranks if the state of any part is not as in the trial; once per build."""
-        self._states_checked = True
-        probe = self._probe
-        if probe.whole:
-            return
-        misfits = (
-            f"{unit.name!r}: {misfit}"
-            for group in groups
-            for unit in group.units
-            if (misfit := probe.misfit(group.state_of(unit), unit.inner.numel()))
-        )
-        self._raise_together(
-            next(misfits, ""),
-            f"{self._class.__name__} can't update parts of parameters: its state is not like that of small ones: ",
-            remedy="use an elementwise optimizer (SGD, Adam, AdamW, RMSprop …) or another strategy",
-        )
+        Args:
+            model: the model.
+            state: the whole state of every parameter; None: every rank has it.
+        """
+        state = self._gather() if state is None else state
+        self._engine, self._expected, self._exchanges = model.engine, [], []
+        self._registered = False
+        self._register()
+        self.resume_state(state)
 
     # ------------------------------------------------------------------ the rest
 

@@ -101,7 +101,10 @@ class _TreeLaunchQueue(LaunchQueue):
         if not bucket.slots:
             return super()._send(bucket, mean)
         partial = [*self._partial_sums.others(bucket), bucket.flat]
-        return self._tree_sum.reduce_scatter(partial) if self.sharded else self._tree_sum.all_reduce(partial)
+        if not self.sharded or (self.neighbours is not None and not self._tree_sum.exchanges):
+            return self._tree_sum.all_reduce(partial)
+        reduced = self._tree_sum.reduce_scatter(partial)
+        return reduced if self.neighbours is None else self.neighbours.pass_on(bucket.flat, reduced)
 
 
 class VirtualRankReducer(Reducer):

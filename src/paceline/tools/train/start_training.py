@@ -91,6 +91,7 @@ def _run(settings: TrainSettings, folder: RunFolder, ranks: int, threads: int) -
         log_dir=folder.logs,
         max_restarts=settings.max_restarts,
         min_ranks=settings.min_ranks,
+        recovery=settings.recovery,
         progress=made_progress,
     )
 

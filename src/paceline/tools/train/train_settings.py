@@ -25,6 +25,7 @@ from paceline.world.device_selection import DEVICE_TYPES
 
 __all__ = ["AUTO", "CHOSEN_BY_AUTO", "RUN_PANEL", "ExistingRun", "TrainSettings"]
 
+Recovery = Literal["live", "restart"]
 ExistingRun = Literal["refuse", "resume", "overwrite"]
 
 AUTO = "auto"
@@ -129,6 +130,10 @@ class TrainSettings:
     ] = None
     min_ranks: Annotated[int | None, shared("min-ranks", "; default all", panel=_PROCESSES)] = None
     max_restarts: Annotated[int, shared("max-restarts", ", at the last checkpoint", panel=_PROCESSES)] = 3
+    recovery: Annotated[
+        Recovery,
+        shared("recovery", panel=_PROCESSES),
+    ] = "live"
     threads: Annotated[
         int | None, shared("threads", "; default its share of the cores", panel=_PROCESSES)
     ] = None
@@ -173,6 +178,8 @@ class TrainSettings:
         self._check_virtual_ranks()
         if self.existing not in get_args(ExistingRun):
             raise unknown("existing", self.existing, get_args(ExistingRun))
+        if self.recovery not in get_args(Recovery):
+            raise unknown("recovery", self.recovery, get_args(Recovery))
         if self.device not in (None, *DEVICE_TYPES):
             raise unknown("device", self.device, DEVICE_TYPES)
         if self.log is not None:
@@ -216,6 +223,18 @@ class TrainSettings:
         for name in ("ranks", "nproc_per_node"):
             if getattr(self, name) is not None:
                 check_virtual_ranks(self.virtual_ranks, getattr(self, name))
+
+    def excludes_live(self, shard: str) -> str:
+        """Return why survivors of a failure can't go on in place; empty: they can."""
+        if self.recovery != "live":
+            return "recovery='restart'"
+        if shard != "none":
+            return f"strategy={self.strategy!r}"
+        if self.is_auto or self.every is not None:
+            return "strategy='auto'" if self.is_auto else f"every={self.every!r}"
+        if compression_or_none(self.compression) is not None:
+            return f"compression={self.compression!r}"
+        return ""
 
     @property
     def is_auto(self) -> bool:

@@ -30,6 +30,7 @@ from paceline.tools.train.training_loop import run_training
 from paceline.tools.train.training_progress import TrainingProgress
 from paceline.world import World, init, shutdown
 from paceline.world.control_collectives import sum_over_ranks
+from paceline.world.live_file import JOINER_VARIABLE
 
 __all__ = ["main", "run_rank"]
 
@@ -42,7 +43,9 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         settings = _read_settings(arguments)
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
+        if os.environ.get(JOINER_VARIABLE):
+            settings = replace(settings, existing="refuse")  # its state comes from the others
+        elif int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
             settings = replace(settings, existing="resume")
         run_rank(settings)
     except PacelineError as error:
@@ -92,13 +95,18 @@ def run_rank(settings: TrainSettings, *, command: Mapping[str, str] | None = Non
 
 def _train(settings: TrainSettings, world: World) -> None:
     """Train from the beginning, or the checkpoint, to the end; the model is freed on return."""
-    job = build_job(settings, world)
-    shown = world.rank == 0
+    watchdog = Watchdog()
+    job = build_job(settings, world, watchdog)
+    joins = job.elastic.is_joiner
+    shown = world.rank == 0 and not joins
     progress = TrainingProgress(settings.steps, first_step=job.step, shown=shown)
-    with Watchdog() as watchdog, RankTimeline(settings.out, job.model), progress:
-        _log_start(job, progress)
+    with watchdog, RankTimeline(settings.out, job.model) as timeline, progress:
+        job.elastic.on_world(lambda _: timeline.rejoin(job.model))
+        job.elastic.on_world(lambda now: progress.show(now.rank == 0))
+        if not joins:
+            _log_start(job, progress)
         started = time.perf_counter()
-        with _logging(job):
+        with _logging(job), job.elastic:
             val_loss = run_training(job, progress, watchdog)
         seconds = time.perf_counter() - started
     _log_result(job, progress, val_loss, seconds)
@@ -108,7 +116,7 @@ def _train(settings: TrainSettings, world: World) -> None:
 @contextmanager
 def _logging(job: TrainingJob) -> Iterator[None]:
     """Pass metrics to the loggers in this block, on rank 0."""
-    if job.world.rank != 0:
+    if job.world.rank != 0 or job.elastic.is_joiner:
         yield
         return
     job.loggers.start({**job.folder.facts(), "folder": str(job.folder.path)})

@@ -13,6 +13,8 @@ from torch import nn
 from paceline._core.step_state import step_state
 from paceline._core.summation_tree import leaves_of
 from paceline.checkpoint.api import Checkpoint
+from paceline.elastic.live_training import Elastic
+from paceline.health.watchdog import Watchdog
 from paceline.integrations.loggers import LoggerGroup, make_loggers
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
@@ -51,6 +53,8 @@ class TrainingJob:
         held_out: this rank's part of the held-out data.
         metrics: writes the measurements of logged steps.
         loggers: receive them, too.
+        elastic: recovers from failures of other ranks.
+        reported: step up to which the run was evaluated, logged and saved.
         loop: context manager to train in for local SGD.
         sent_bytes: bytes that this rank has sent.
         choice: the choice of ``--strategy auto``, with reasons.
@@ -68,6 +72,8 @@ class TrainingJob:
     held_out: HeldOutWindows
     metrics: StepMetrics
     loggers: LoggerGroup
+    elastic: Elastic
+    reported: int = 0
     loop: OuterLoop | None = None
     sent_bytes: SentBytes = field(default_factory=SentBytes)
     choice: AutoChoice | None = None
@@ -93,6 +99,38 @@ class TrainingJob:
         else:
             sent = self.model.timings.sent_nbytes if step else 0.0
         self.sent_bytes.add(sent, float32_gradient_nbytes(self.parameters, self.world.size) if step else 0.0)
+
+    # ------------------------------------------------------------------ another world
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ranks have in common beside model and optimizer."""
+        return {
+            "step": self.checkpoint.step,
+            "facts": self.checkpoint.facts,
+            "sent": self.sent_bytes.state(),
+            "reported": self.reported,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what another rank, or this one, had."""
+        self.checkpoint.step, self.reported = state["step"], state["reported"]
+        self.checkpoint.facts.update(state["facts"])
+        self.sent_bytes.restore(state["sent"])
+
+    def move_to(self, world: World) -> None:
+        """Continue in another world; all its ranks call this."""
+        was_first, self.world = self.world.rank == 0 and self.world.backend != "none", world
+        self.checkpoint.rejoin()
+        place: dict[str, Any] = {"rank": world.rank, "size": world.size}
+        windows = self.checkpoint.facts["windows"]
+        parts = self.settings.virtual_ranks or world.size
+        batch = min(self.settings.micro_batch_size, -(-windows // parts))
+        self.batches = replace(self.batches, batch=batch, windows=windows, **place)
+        self.held_out = replace(self.held_out, **place)
+        self.reported = min(int(rows[0]) for rows in gather_rows(torch.tensor([self.reported])))
+        if world.rank == 0 and not was_first and self.settings.log:
+            self.loggers = LoggerGroup(make_loggers(self.settings.log))
+            self.loggers.start({**self.folder.facts(), "folder": str(self.folder.path)})
 
     @property
     def most_micro_batches(self) -> int:
@@ -120,7 +158,7 @@ class TrainingJob:
         return self.size.parameters()
 
 
-def build_job(settings: TrainSettings, world: World) -> TrainingJob:
+def build_job(settings: TrainSettings, world: World, watchdog: Watchdog | None = None) -> TrainingJob:
     """Return this rank's part of the training, restored from the checkpoint if it resumes.
 
     A resumed run keeps the global batch that it began with, distributed over the ranks of this run.
@@ -176,7 +214,7 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
         checkpoint.facts |= {name: found.facts[name] for name in ("windows", "first_val_loss")}
         windows = checkpoint.facts["windows"]
         sent_bytes.restore(found.facts.get("traffic"))
-    return TrainingJob(
+    job = TrainingJob(
         settings=settings,
         world=world,
         folder=folder,
@@ -198,7 +236,19 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
         loop=loop,
         sent_bytes=sent_bytes,
         choice=choice,
+        elastic=Elastic(
+            model,
+            optimizer,
+            active=not settings.excludes_live(model.plan.shard),
+            watchdog=watchdog,
+            step=checkpoint.step,
+            min_ranks=settings.min_ranks or 1,
+        ),
+        reported=checkpoint.step,
     )
+    job.elastic.add("training", job)
+    job.elastic.on_world(job.move_to)
+    return job
 
 
 def _adamw(model: DataParallel, settings: TrainSettings) -> ShardedOptimizer:

@@ -65,26 +65,35 @@ def run_training(job: TrainingJob, progress: TrainingProgress, watchdog: Watchdo
     Raises:
         PacelineError: the loss or a parameter is no longer finite; earlier checkpoints are kept.
     """
-    if job.first_val_loss is None:
-        job.first_val_loss = _evaluate(job, progress)
-    if job.step >= job.settings.steps:  # restarted after a failure behind the last step
-        return _evaluate(job, progress)
-    val_loss = job.first_val_loss
+    val_loss, measured, recoveries = 0.0, None, job.elastic.recoveries
     with ExitStack() as stack:
         if job.loop is not None:
             stack.enter_context(job.loop)
-        while job.step < job.settings.steps:
-            measured = take_step(job)
-            if last := job.step == job.settings.steps:
-                stack.close()
-                job.count_bytes(step=False)
-            val_loss = _after_step(job, measured, val_loss, progress, watchdog, last=last)
+        while True:
+            with job.elastic.attempt():
+                last = job.step >= job.settings.steps
+                if recoveries != job.elastic.recoveries:
+                    measured, recoveries = None, job.elastic.recoveries
+                if job.first_val_loss is None:
+                    val_loss = job.first_val_loss = _evaluate(job, progress)
+                elif job.reported < job.step:
+                    if last:
+                        stack.close()
+                        job.count_bytes(step=False)
+                    val_loss = _after_step(job, measured, val_loss, progress, watchdog, last=last)
+                    job.reported = job.step
+                elif not last:
+                    measured = take_step(job)
+                else:
+                    break
+        if not val_loss:  # restarted after a failure behind the last step
+            val_loss = _evaluate(job, progress)
     return val_loss
 
 
 def _after_step(
     job: TrainingJob,
-    measured: StepMeasurement,
+    measured: StepMeasurement | None,
     val_loss: float,
     progress: TrainingProgress,
     watchdog: Watchdog | None,
@@ -99,7 +108,7 @@ def _after_step(
         record["val_loss"] = val_loss = _evaluate(job, progress)
     if "val_loss" in record or _is_due(job.step, job.settings.log_every):
         record |= _global_measurements(job, measured)
-        if job.world.rank == 0:
+        if job.world.rank == 0 and len(record) > 1:
             metrics = {name: value for name, value in record.items() if name != "step"}
             job.metrics.add(job.step, metrics)
             job.loggers.log(metrics, job.step)
@@ -169,16 +178,20 @@ def _evaluate(job: TrainingJob, progress: TrainingProgress) -> float:
     return val_loss
 
 
-def _global_measurements(job: TrainingJob, measured: StepMeasurement) -> dict[str, Any]:
-    """Return the measurements of a step over all ranks; collective.
+def _global_measurements(job: TrainingJob, measured: StepMeasurement | None) -> dict[str, Any]:
+    """Return the measurements of a step over all ranks; nothing if a rank has lost its own; collective.
 
     Raises:
         PacelineError: the loss is no longer finite.
     """
-    own = torch.zeros(3 + job.most_micro_batches, dtype=torch.float64)
-    own[:3] = torch.tensor([measured.samples, measured.seconds, measured.exposed_seconds])
-    own[3 : 3 + len(measured.losses)] = torch.stack(measured.losses).cpu()
+    own = torch.full((3 + job.most_micro_batches,), math.nan, dtype=torch.float64)
+    if measured is not None:
+        own[:3] = torch.tensor([measured.samples, measured.seconds, measured.exposed_seconds])
+        own[3:] = 0.0
+        own[3 : 3 + len(measured.losses)] = torch.stack(measured.losses).cpu()
     rows = torch.stack(gather_rows(own))
+    if measured is None or rows[:, 0].isnan().any():
+        return {}
     seconds, exposed = rows[:, 1], rows[:, 2]
     samples = rows[:, 0].sum().item()
     loss = _exact_sum(rows[:, 3:]) / samples

@@ -60,6 +60,11 @@ class TrainingProgress:
     ) -> None:
         self._bar.stop()
 
+    def show(self, shown: bool) -> None:
+        """Print from now on, or no more, as another rank does."""
+        if shown == self.console.quiet:
+            self.console.quiet = not shown
+
     def log(self, text: str) -> None:
         """Print a line that stays."""
         self.console.print(text, markup=False, soft_wrap=True)

@@ -1,0 +1,412 @@
+"""`Elastic`: training that goes on in the same processes when ranks die, leave or join."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from paceline.checkpoint.api import Checkpoint
+from paceline.checkpoint.named_objects import NamedObjects
+from paceline.elastic.member import Member
+from paceline.elastic.member_events import (
+    Abort,
+    End,
+    Finish,
+    Formed,
+    FormWorld,
+    Leave,
+    LeaveRequested,
+    Replacing,
+    Stopped,
+    Suspected,
+    Train,
+)
+from paceline.elastic.membership import Membership, newest_view
+from paceline.elastic.next_view import first_view
+from paceline.elastic.shard_recovery import ShardRecovery
+from paceline.elastic.store_link import AbortableStore, StoreLink
+from paceline.elastic.store_records import view_key, view_value
+from paceline.elastic.training_state import StepSnapshot, TrainingState
+from paceline.elastic.view import Rules, View
+from paceline.errors import MismatchError, PeerFailed, UsageError, WorldError
+from paceline.health.abort_collectives import abort_groups
+from paceline.health.watchdog import Watchdog, is_symptom
+from paceline.world.control_collectives import gather_texts, rank_and_size
+from paceline.world.group_devices import backend_name
+from paceline.world.live_file import JOINER_VARIABLE, LEFT_EXIT_CODE, MEMBER_VARIABLE, LiveFile, LiveWorld
+from paceline.world.session import World, form_world, leave_group
+from paceline.world.store.launched_store import has_launched_store, open_launched_store
+
+__all__ = ["Elastic"]
+
+log = logging.getLogger("paceline.elastic")
+
+
+def _ends_forming(error: BaseException) -> bool:
+    """Return whether an error may be the consequence of a change of members while their world was formed."""
+    if isinstance(error, UsageError | MismatchError):
+        return False
+    return is_symptom(error) or isinstance(error, RuntimeError)
+
+
+class Elastic:
+    """Keeps a training run going in the same processes when ranks die, leave or join.
+
+    Under ``paceline run --recovery live`` (the default) or ``paceline train``; started otherwise, it changes nothing.
+    All ranks make it with the same objects, once these are built, and run every optimizer step inside `attempt`:
+
+        with paceline.Elastic(model, optimizer, scheduler) as elastic:
+            while elastic.step < 1000:
+                with elastic.attempt():
+                    ...                     # forward, backward, optimizer.step(), scheduler.step()
+
+    If another rank dies in an attempt, the others form a new world, bring each other to the same state, and the attempt
+    ends without an error; `step` says whether its step has been done. A replacement that the launcher starts builds the
+    same objects, gets their state from another rank, and joins between two steps. A rank that is requested to leave
+    (SIGTERM) leaves between two steps.
+
+    With virtual ranks the result has the same bits as that of an undisturbed run.
+
+    Args:
+        objects: models, optimizers, and others with ``state_dict()`` and ``load_state_dict()``, all that a step
+            changes. With a sharded optimizer, what follows its step in an attempt must not read parameters.
+        active: False: failures are not recovered from.
+        watchdog: to watch each new world with.
+        min_ranks: fewer ranks wait for others to join.
+        lost: seconds without a sign of life after which a rank counts as lost.
+        wait: seconds to wait for others to join.
+        timeout: seconds that collectives wait for a rank.
+        checkpoint: to go back to where sharded state is lost, as two neighbouring ranks have died; None: then the run
+            ends.
+        named: objects under given names.
+
+    Attributes:
+        step: optimizer steps done, of the whole world.
+        world: the present place of this rank.
+        recoveries: worlds that were formed since this was made.
+
+    Raises:
+        UsageError: a model is not wrapped, or its strategy can't recover live.
+    """
+
+    def __init__(
+        self,
+        *objects: Any,
+        active: bool = True,
+        watchdog: Watchdog | None = None,
+        min_ranks: int = 1,
+        lost: float = 5.0,
+        wait: float = 300.0,
+        timeout: float = 300.0,
+        step: int = 0,
+        checkpoint: Checkpoint | None = None,
+        **named: Any,
+    ) -> None:
+        found = NamedObjects.of(objects, named)
+        self._state = TrainingState(found)
+        self._optimizers = list(found.optimizers.values())
+        self._enabled, self._watchdog, self._timeout = active, watchdog, timeout
+        self._shards = ShardRecovery(self._state)
+        self._checkpoint = checkpoint
+        rules = Rules("sharded" if self._shards.sharded else "replicated", min_ranks)
+        self._rules, self._lost, self._wait = rules, lost, wait
+        self.step, self.recoveries = step, 0
+        self.world: World | None = None
+        self._stepped: set[int] = set()
+        self._undo: StepSnapshot | None = None  # of a step whose update is held
+        self._repeats, self._stopped_at = False, 0.0
+        self._membership: Membership | None = None
+        self._forming: AbortableStore | None = None
+        self._live_file = LiveFile.from_environment(os.environ)
+        self._on_world: list[Callable[[World], None]] = []
+        self._previous_handler: Any = None
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.register_step_post_hook(lambda *_, number=number: self._stepped.add(number))
+
+    @property
+    def is_joiner(self) -> bool:
+        """Whether this process joins a running world."""
+        return bool(os.environ.get(JOINER_VARIABLE))
+
+    @property
+    def active(self) -> bool:
+        """Whether failures of other ranks are recovered from."""
+        return self._membership is not None
+
+    def add(self, name: str, other: Any) -> None:
+        """Add an object with ``state_dict()`` and ``load_state_dict()`` that a step changes."""
+        self._state.add(name, other)
+
+    def on_world(self, function: Callable[[World], None]) -> None:
+        """Call a function with this rank's place in each new world."""
+        self._on_world.append(function)
+
+    # ------------------------------------------------------------------ begin and end
+
+    def __enter__(self) -> Self:
+        me = os.environ.get(MEMBER_VARIABLE, "") if self._enabled else ""
+        if not (me and has_launched_store(os.environ)) or (not self.is_joiner and rank_and_size()[1] == 1):
+            return self
+        store = StoreLink(open_launched_store(os.environ, self._timeout))
+        self._shards.begin()
+        if self.is_joiner:
+            member = Member.joining(me, self._rules, self._newest(store))
+        else:
+            view = first_view(gather_texts(me), self.step)
+            store.create("backend", backend_name(None).encode())
+            store.create(view_key(0), view_value(view))
+            member = Member.starting(me, self._rules, view)
+            self._shards.joined(view)
+        self._membership = Membership(store, member, lost=self._lost, wait=self._wait, on_abort=self._abort)
+        self._membership.start()
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handler = signal.signal(signal.SIGTERM, self._request_leave)
+        if self.is_joiner:
+            self._membership.announce()
+            self._go_on()
+        else:
+            self._publish(member.view)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        membership = self._membership
+        if membership is None:
+            return
+        try:
+            if error is None:
+                self._finish(membership)
+        finally:
+            membership.close()
+            if error is None and self._live_file is not None:  # else this process ends: nobody waits for it
+                self._live_file.remove()
+            self._membership = None
+            if self._previous_handler is not None:
+                signal.signal(signal.SIGTERM, self._previous_handler)
+
+    def _newest(self, store: StoreLink) -> View:
+        end = time.monotonic() + self._wait
+        while (view := newest_view(store)) is None:
+            if time.monotonic() > end:
+                raise WorldError("there is no world to join", remedy="start the run without PACELINE_JOINER")
+            time.sleep(0.05)
+        return view
+
+    def _request_leave(self, number: int, frame: FrameType | None) -> None:
+        """Leave at the end of this step; a second signal ends the process at once."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._membership is not None:
+            threading.Thread(target=self._membership.feed, args=(LeaveRequested(),), daemon=True).start()
+
+    def _finish(self, membership: Membership) -> None:
+        """Wait until all ranks have trained all steps."""
+        while True:
+            membership.stopped(self._stopped(finished=True))
+            action = membership.next_action()
+            if isinstance(action, Finish):
+                return
+            self._go_on(action)
+
+    # ------------------------------------------------------------------ attempts
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Run an optimizer step, or anything else that takes all ranks; a failure of another rank undoes it.
+
+        Afterwards `step` counts it if its update was applied.
+        """
+        membership = self._membership
+        self._stepped.clear()
+        if membership is None:
+            yield
+            self._count()
+            return
+        if membership.aborting or membership.member.wants_change:
+            membership.feed(Suspected())
+            self._recover(membership, None)
+        before, failed, self._shards.ended = self._state.snapshot(), False, False
+        try:
+            yield
+            self._shards.ended = True
+            self._shards.wait()
+        except BaseException as error:
+            if not (is_symptom(error) or isinstance(error, PeerFailed)):
+                raise
+            failed = True
+            self._shards.settle()
+        applied = self._count()
+        self._repeats = failed and not applied
+        if failed:
+            membership.feed(Suspected())
+        if failed or membership.aborting:
+            self._recover(membership, before if self._repeats else None)
+
+    def _count(self) -> bool:
+        """Count a step if its update was applied; return whether it was."""
+        if not self._stepped or self._shards.held:
+            return False
+        if len(self._stepped) < len(self._optimizers):
+            raise WorldError(
+                f"a failure between the updates of {len(self._optimizers)} optimizers",
+                step=self.step,
+                remedy="call their step() one right after the other",
+            )
+        self.step += 1
+        return True
+
+    def _recover(self, membership: Membership, undo: Any) -> None:
+        """Stop, and go on in the next world."""
+        self._stopped_at = time.monotonic()
+        if self._shards.held:
+            self._undo = undo
+        elif undo is not None:
+            self._give_up(undo)
+        self._stepped.clear()
+        membership.stopped(self._stopped())
+        self._go_on()
+
+    def _give_up(self, before: StepSnapshot) -> None:
+        self._state.give_up(before)
+        self._shards.ended = True
+
+    def _stopped(self, *, finished: bool = False) -> Stopped:
+        """Return how far this rank is."""
+        stage = "complete" if self._shards.held else "computing"
+        newest = None if self._checkpoint is None else self._checkpoint.newest_step
+        return Stopped(self.step, stage, finished, newest)
+
+    def _go_on(self, action: Any = None) -> None:
+        """Carry out what the membership decides until this rank trains again."""
+        membership = self._membership
+        assert membership is not None, "it is active"
+        while True:
+            action = action or membership.next_action()
+            match action:
+                case FormWorld(view):
+                    try:
+                        self._form(view)
+                    except BaseException as error:
+                        if not _ends_forming(error):
+                            raise
+                        log.warning(
+                            "the world of epoch %d can't be formed: %s",
+                            view.epoch,
+                            str(error).partition("\n")[0],
+                        )
+                        membership.feed(Suspected())
+                    else:
+                        if not membership.aborting:
+                            membership.feed(Formed())
+                    if membership.aborting:
+                        membership.stopped(self._stopped())
+                case Abort():
+                    membership.stopped(self._stopped())
+                case Train(view):
+                    self._shards.train()
+                    self.recoveries += 1
+                    self._publish(view)
+                    return
+                case Leave(reason):
+                    leave_group()
+                    if reason == "left as requested":
+                        raise SystemExit(LEFT_EXIT_CODE)
+                    raise WorldError(reason, step=self.step)
+                case End(reason):
+                    raise WorldError(f"the run can't go on: {reason}", step=self.step)
+                case Finish():
+                    return
+            action = None
+
+    def _publish(self, view: View) -> None:
+        """Report the world to the launcher."""
+        seconds = time.monotonic() - self._stopped_at if self._stopped_at else 0.0
+        log.info("rank %d of %d from step %d, after %.2f s", *rank_and_size(), self.step, seconds)
+        if self._live_file is not None:
+            self._live_file.write(
+                LiveWorld(view.epoch, view.members, self.step, self._repeats, round(seconds, 3))
+            )
+
+    # ------------------------------------------------------------------ the next world
+
+    def _abort(self) -> None:
+        """Free the training thread from waits for other members."""
+        if self._forming is not None:
+            self._forming.abort()
+        abort_groups(PeerFailed("the world changes"))
+
+    def _form(self, view: View) -> None:
+        """Connect to the members of a view, and bring all to the same state."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+        me, recovery = os.environ[MEMBER_VARIABLE], view.recovery
+        self._decide(apply=me in recovery.applying)
+        store = AbortableStore(open_launched_store(os.environ, self._timeout), self._timeout)
+        self._forming = store
+        assert self._membership is not None, "it is active"
+        if self._membership.aborting:
+            raise WorldError("the world changed again")
+        self._wait_for_all(store, view, me, "here")
+        world, step, found = self._connect(store, view, me, view.participants), recovery.step, None
+        if self._shards.sharded:
+            found = self._shards.exchange(view, me)
+        else:
+            self._state.rejoin()
+            if recovery.receivers:
+                source = view.participants.index(recovery.source)
+                replacing = partial(self._membership.feed, Replacing())
+                self._state.send(source, replacing if me in recovery.receivers else None)
+        if view.leaving:  # they have provided what they had
+            self._wait_for_all(store, view, me, "provided")
+            if me in view.leaving:
+                return
+            world = self._connect(store, view, me, view.members)
+            if not self._shards.sharded:
+                self._state.rejoin()
+        self.world = world
+        if self._shards.sharded:
+            step = self._shards.rejoin(view, found, self._checkpoint)
+        self._state.agree()
+        if self._watchdog is not None:
+            self._watchdog.rejoin()
+        for function in self._on_world:
+            function(self.world)
+        self._forming, self.step = None, step
+        self._shards.joined(view)
+
+    @staticmethod
+    def _wait_for_all(store: AbortableStore, view: View, me: str, place: str) -> None:
+        """Wait until all participants of a view are at a place."""
+        store.set(f"elastic/{place}/{view.epoch}/{me}", b"")
+        store.wait([f"elastic/{place}/{view.epoch}/{name}" for name in view.participants])
+
+    def _connect(self, store: AbortableStore, view: View, me: str, members: Sequence[str]) -> World:
+        name = f"elastic/world/{view.epoch}/{len(members)}"
+        return form_world(
+            dist.PrefixStore(name, store),
+            members.index(me),
+            len(members),
+            store.get("elastic/backend").decode(),
+            self._timeout,
+        )
+
+    def _decide(self, *, apply: bool) -> None:
+        """Apply or give up an update that is held, as the view says."""
+        if not self._shards.held:
+            return
+        self._shards.decide(apply=apply)
+        if apply:
+            self.step += 1
+        elif self._undo is not None:
+            self._give_up(self._undo)
+        self._undo = None

@@ -1,0 +1,168 @@
+"""State of a training run that members bring to the same values: snapshots before a step, and transfers to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.model_weights import load_weights, weights_part
+from paceline.checkpoint.named_objects import NamedObjects, unwrap
+from paceline.checkpoint.optimizer_state_pieces import load_optimizer, optimizer_state
+from paceline.parallel.data_parallel import DataParallel
+from paceline.parallel.sharding.zero import ShardedOptimizer
+from paceline.world.value_collectives import broadcast_value, gather_values
+
+__all__ = ["StepSnapshot", "TrainingState"]
+
+
+@dataclass(frozen=True)
+class _EngineMark:
+    """What a round changes beside parameters: its number, the reference of loss weights, buffers."""
+
+    step: int
+    reference: Any
+    agreed: bool
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepSnapshot:
+    """What a step that is given up has to go back to, besides what its update would have changed."""
+
+    engines: Mapping[str, _EngineMark]
+    others: Mapping[str, Any]
+
+
+class TrainingState:
+    """The objects of a training run.
+
+    Args:
+        objects: models, optimizers and others.
+    """
+
+    def __init__(self, objects: NamedObjects) -> None:
+        self._objects = objects
+
+    def add(self, name: str, other: Any) -> None:
+        """Add an object that is neither model nor optimizer."""
+        self._objects = self._objects.with_other(name, other)
+
+    @property
+    def objects(self) -> NamedObjects:
+        """The objects."""
+        return self._objects
+
+    @property
+    def models(self) -> dict[str, DataParallel]:
+        """The wrapped models."""
+        return {
+            name: model for name, model in self._objects.models.items() if isinstance(model, DataParallel)
+        }
+
+    # ------------------------------------------------------------------ a step that is given up
+
+    def snapshot(self) -> StepSnapshot:
+        """Return what is needed to give up the step that begins now."""
+        engines = {
+            name: _EngineMark(
+                model.engine.step,
+                model.engine.weights.reference,
+                model.engine.weights.agreed,
+                {key: each.detach().clone() for key, each in model.module.named_buffers()},
+            )
+            for name, model in self.models.items()
+        }
+        return StepSnapshot(engines, {name: each.state_dict() for name, each in self._objects.others.items()})
+
+    @torch.no_grad()
+    def give_up(self, snapshot: StepSnapshot) -> None:
+        """Go back to where a step began; its update was not applied."""
+        for name, model in self.models.items():
+            mark, engine = snapshot.engines[name], model.engine
+            engine.step = mark.step
+            engine.weights.reference = mark.reference
+            engine.weights.agreed = mark.agreed
+            for key, each in model.module.named_buffers():
+                each.copy_(mark.buffers[key])
+        for name, each in self._objects.others.items():
+            each.load_state_dict(snapshot.others[name])
+
+    # ------------------------------------------------------------------ another world
+
+    def rejoin(self, *, whole: bool = True) -> None:
+        """Continue on the ranks of the new process group.
+
+        Args:
+            whole: every rank has the whole state of sharded optimizers; else they start without any.
+        """
+        for model in self.models.values():
+            model.rejoin()
+        for optimizer in self._objects.optimizers.values():
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.rejoin(self._model_of(optimizer), None if whole else {})
+        for each in self._objects.others.values():
+            rejoin = getattr(each, "rejoin", None)
+            if rejoin is not None:
+                rejoin()
+
+    def _model_of(self, optimizer: ShardedOptimizer) -> DataParallel:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return next(
+            model for model in self.models.values() if any(id(param) in held for param in model.parameters())
+        )
+
+    def send(self, source: int, before_loading: Callable[[], None] | None) -> None:
+        """Give the state of rank `source` to the ranks that receive it; all ranks call this.
+
+        Args:
+            source: of the state.
+            before_loading: on a rank that receives it, called when the state has arrived and is about to be loaded.
+        """
+        state = broadcast_value(self._whole(), source)
+        if before_loading is not None:
+            before_loading()
+            self._load(state)
+
+    def _whole(self) -> dict[str, Any]:
+        objects, names = self._objects, self._objects.param_names
+        parts = {name: weights_part(model, 0, 1, {}) for name, model in objects.models.items()}
+        return {
+            "weights": {name: dict(part.tensors) for name, part in parts.items()},
+            "extra": {name: dict(part.extra) for name, part in parts.items()},
+            "optimizers": {
+                name: optimizer_state(optimizer, names, 0, 1)
+                for name, optimizer in objects.optimizers.items()
+            },
+            "engines": {
+                name: [model.engine.step, float(model.engine.weights.reference), model.engine.weights.agreed]
+                for name, model in self.models.items()
+            },
+            "others": {name: each.state_dict() for name, each in objects.others.items()},
+        }
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        objects = self._objects
+        for name, model in objects.models.items():
+            load_weights(model, state["weights"][name].__getitem__)
+            if state["extra"][name]:
+                unwrap(model).load_state_dict(state["extra"][name], strict=False)
+        for name, model in self.models.items():
+            engine = model.engine
+            engine.step, engine.weights.reference, engine.weights.agreed = state["engines"][name]
+        for name, optimizer in objects.optimizers.items():
+            saved = state["optimizers"][name]
+            load_optimizer(optimizer, saved["groups"], saved["pieces"], objects.param_names)
+        for name, each in objects.others.items():
+            each.load_state_dict(state["others"][name])
+
+    def agree(self) -> None:
+        """Let the next round agree on loss weights anew unless all ranks have; all ranks call this."""
+        for model in self.models.values():
+            weights = model.engine.weights
+            every = gather_values([weights.agreed, float(weights.reference)])
+            if not all(agreed for agreed, _ in every):
+                weights.restart()

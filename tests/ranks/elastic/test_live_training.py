@@ -1,0 +1,193 @@
+"""Ranks that die, leave or join: the others train on in the same processes, to the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "support" / "live_program.py"
+STEPS = 150
+
+
+class Run:
+    """A run of the program under ``paceline run``."""
+
+    def __init__(self, folder, ranks, backend="paceline", steps=STEPS):
+        self.folder = folder
+        command = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "run",
+            "--nproc-per-node",
+            str(ranks),
+            "--min-ranks",
+            "1",
+        ]
+        command += [
+            "--max-restarts",
+            "20",
+            "--log-dir",
+            str(folder / "logs"),
+            str(PROGRAM),
+            str(steps),
+            str(folder),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "LIVE_BACKEND": backend}
+        with (folder / "output").open("w") as output:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, process_group=0
+            )
+
+    def lines(self):
+        """Return what each process has written: {member: [(pid, step, ranks)]}."""
+        found = {}
+        for path in self.folder.glob("*.log"):
+            rows = [line.split() for line in path.read_text().splitlines()]
+            found[path.stem] = [tuple(map(int, row)) for row in rows if len(row) == 3]
+        return found
+
+    def step(self):
+        return max((row[1] for rows in self.lines().values() for row in rows), default=0)
+
+    def wait_for(self, condition, seconds=60):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.text()
+            assert self.process.poll() is None, self.text()
+            time.sleep(0.02)
+
+    def training(self):
+        """Return the pids of the processes in the newest world, by member."""
+        alive = {member: rows[-1] for member, rows in self.lines().items() if rows and _runs(rows[-1][0])}
+        newest = max((row[1] for row in alive.values()), default=0)
+        return {member: row[0] for member, row in alive.items() if row[1] >= newest - 1}
+
+    def pid(self, local_rank):
+        (pid,) = [pid for member, pid in self.training().items() if member.split("-")[1] == str(local_rank)]
+        return pid
+
+    def text(self):
+        logs = sorted((self.folder / "logs").rglob("*.log"))
+        return "\n".join(path.read_text() for path in [self.folder / "output", *logs])
+
+    def end(self, seconds=90):
+        """Wait for the end; return the digests of all processes that have finished."""
+        try:
+            assert self.process.wait(seconds) == 0, self.text()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        found = [re.findall(r"digest (\w+)", path.read_text()) for path in self.folder.glob("*.log")]
+        return {each for digests in found for each in digests}
+
+    def records(self, event):
+        path = self.folder / "logs" / "restarts.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The digest of a run of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, str(PROGRAM), str(STEPS), str(folder)], check=True, timeout=60, env=environment
+    )
+    return (folder / "alone.log").read_text().split()[-1]
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_a_killed_rank_is_replaced_while_the_others_train_on(tmp_path, undisturbed, backend):
+    run = Run(tmp_path, 3, backend)
+    run.wait_for(lambda: run.step() >= 20)
+    before = run.training()
+    os.kill(run.pid(0), signal.SIGKILL)
+    assert run.end() == {undisturbed}
+    assert not run.records("restart")
+    (departure,) = run.records("departure")
+    assert (departure["rank"], departure["exit_code"], departure["replaced"]) == (0, -9, True)
+    first = run.records("recovery")[0]
+    assert first["ranks"] == 2
+    assert first["step"] >= 20
+    for member, pid in before.items():
+        rows = run.lines()[member]
+        assert {row[0] for row in rows} == {pid}, "survivors keep their processes"
+        if member.split("-")[1] != "0":
+            assert rows[-1][1] == STEPS
+            assert sorted({row[1] for row in rows}) == list(range(rows[0][1], STEPS + 1)), "every step, once"
+
+
+def test_a_rank_that_is_requested_to_leave_leaves_between_two_steps(tmp_path, undisturbed):
+    run = Run(tmp_path, 3)
+    run.wait_for(lambda: run.step() >= 20)
+    os.kill(run.pid(1), signal.SIGTERM)
+    assert run.end() == {undisturbed}
+    (departure,) = run.records("departure")
+    assert (departure["rank"], departure["exit_code"], departure["replaced"]) == (1, 75, False)
+    assert [record["ranks"] for record in run.records("recovery")] == [2]
+
+
+def test_two_deaths_at_once_and_during_recovery(tmp_path, undisturbed):
+    run = Run(tmp_path, 4)
+    run.wait_for(lambda: run.step() >= 20)
+    for local_rank, pause in ((1, 0), (3, 0.15), (0, 0)):
+        os.kill(run.pid(local_rank), signal.SIGKILL)
+        time.sleep(pause)
+    assert run.end() == {undisturbed}
+    assert not run.records("restart")
+
+
+def storm(run, rng):
+    """Kill, stop and end ranks at random until the run is nearly over; one at least trains on."""
+    events = 0
+    while run.process.poll() is None and run.step() < STEPS - 50:
+        time.sleep(rng.random())
+        training = run.training()
+        if len(training) < 2 or run.step() >= STEPS - 50:
+            continue
+        pid, events = rng.choice(list(training.values())), events + 1
+        with contextlib.suppress(ProcessLookupError):
+            match rng.choice(["kill", "kill", "leave", "stop", "kill two"]):
+                case "kill":
+                    os.kill(pid, signal.SIGKILL)
+                case "leave":
+                    os.kill(pid, signal.SIGTERM)
+                case "stop":
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(rng.choice([0.2, 1]))
+                    os.kill(pid, signal.SIGCONT)
+                case _ if len(training) > 2:
+                    for each in rng.sample(list(training.values()), 2):
+                        os.kill(each, signal.SIGKILL)
+                        time.sleep(rng.choice([0, 0.1, 0.4]))
+    return events
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(3))
+def test_storms_end_with_the_bits_of_an_undisturbed_run(tmp_path, undisturbed, seed):
+    rng = random.Random(seed)
+    run = Run(tmp_path, rng.choice([2, 3, 4]), rng.choice(["paceline", "gloo"]))
+    run.wait_for(lambda: run.step() >= 3)
+    assert storm(run, rng)
+    assert run.end(150) == {undisturbed}
+    assert not run.records("restart")
