@@ -97,6 +97,18 @@ class Elastic:
 
     Raises:
         UsageError: a model is not wrapped, or its strategy can't recover live.
+
+    Example:
+        >>> model = paceline.DataParallel(torch.nn.Linear(2, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with Elastic(model, optimizer) as elastic:
+        ...     while elastic.step < 3:
+        ...         with elastic.attempt():
+        ...             model.backward(model(torch.ones(4, 2)).mean(), samples=4)
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        >>> elastic.step
+        3
     """
 
     def __init__(
