@@ -45,8 +45,8 @@ while True:
             continue
         what, _, value = order.read_text().partition(" ")
         if what == "live":
+            file.write(LiveWorld(epoch, tuple(value.split()), 7, repeats=epoch > 0, seconds=0.25 * epoch))
             epoch += 1
-            file.write(LiveWorld(epoch, tuple(value.split()), 7))
         elif what == "dull":
             file.remove()
         elif what == "exit":
