@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from paceline.checkpoint.model_weights import load_weights, weights_part
 from paceline.checkpoint.named_objects import NamedObjects, unwrap
 from paceline.checkpoint.optimizer_state_pieces import load_optimizer, optimizer_state
 from paceline.parallel.data_parallel import DataParallel
+from paceline.parallel.sharding.optimizer_probe import group_options
+from paceline.parallel.sharding.update_groups import copied, take_over
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.world.value_collectives import broadcast_value, gather_values
 
@@ -34,6 +37,7 @@ class StepSnapshot:
     """What a step that is given up has to go back to, besides what its update would have changed."""
 
     engines: Mapping[str, _EngineMark]
+    groups: Mapping[str, list[dict[str, Any]]]
     others: Mapping[str, Any]
 
 
@@ -76,7 +80,12 @@ class TrainingState:
             )
             for name, model in self.models.items()
         }
-        return StepSnapshot(engines, {name: each.state_dict() for name, each in self._objects.others.items()})
+        groups = {
+            name: [copied(group_options(group)) for group in each.param_groups]
+            for name, each in self._objects.optimizers.items()
+        }
+        others = {name: copy.deepcopy(each.state_dict()) for name, each in self._objects.others.items()}
+        return StepSnapshot(engines, groups, others)
 
     @torch.no_grad()
     def give_up(self, snapshot: StepSnapshot) -> None:
@@ -88,6 +97,9 @@ class TrainingState:
             engine.weights.agreed = mark.agreed
             for key, each in model.module.named_buffers():
                 each.copy_(mark.buffers[key])
+        for name, each in self._objects.optimizers.items():
+            for group, options in zip(each.param_groups, snapshot.groups[name], strict=True):
+                take_over(group, options)
         for name, each in self._objects.others.items():
             each.load_state_dict(snapshot.others[name])
 

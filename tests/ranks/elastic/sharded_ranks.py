@@ -36,6 +36,7 @@ class Setup:
     steps: int = 8
     pause: float = 0.0
     checkpoint: int = 0
+    waits_at: int = -1
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Faults:
         for each in optimizers[1:]:
             each.register_step_pre_hook(lambda *_: self.reach("between"))
         self.around(LaunchQueue, "_launch", before="launch")
-        self.around(NeighbourExchange, "reduce", before="reduce")
+        self.around(paceline.DataParallel, "clip_grad_norm_", after="clip")
         self.around(CopyingUpdate, "_gather_others", before="updated")
         self.around(NeighbourExchange, "all_gather", after="gather")
         real = NeighbourExchange.confirm
@@ -168,9 +169,9 @@ def digest(model, optimizers, scheduler):
 def train(send, folder, rank, size, setup, faults=(), incarnation=0, joins=False):
     """Train, and send ``("digest", digest, worlds)`` at the end or ``("error", text)``."""
     os.environ |= {
-        "RANK": str(rank),
+        "RANK": str(rank % size),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29876",
@@ -184,6 +185,8 @@ def train(send, folder, rank, size, setup, faults=(), incarnation=0, joins=False
     torch.set_num_threads(1)
     try:
         send(("digest", *_train(send, Path(folder), size, setup, faults)))
+    except SystemExit:
+        send(("left",))
     except BaseException as error:  # noqa: BLE001 - the test shows it
         send(("error", f"{error}\n{traceback.format_exc()}"))
 
@@ -204,9 +207,10 @@ def _train(send, folder, size, setup, faults):
     with elastic:
         while elastic.step < setup.steps:
             with elastic.attempt():
-                run_step(model, optimizers, scheduler, elastic.step)
+                if elastic.step != setup.waits_at or (folder / "over").exists():
+                    run_step(model, optimizers, scheduler, elastic.step)
             if setup.checkpoint and elastic.step == setup.checkpoint and elastic.recoveries == 0:
                 checkpoint.save(wait=True)
-            send(("step", elastic.step))
+            send(("step", elastic.step, model.comm.size))
             time.sleep(setup.pause)
     return digest(model, optimizers, scheduler), worlds

@@ -241,7 +241,8 @@ class VirtualRankReducer(Reducer):
         self.hooks.watching[:] = [True]
         if not self.has_buckets:  # every rank has a leaf, so all agree on its order here
             self._collect()
-            self._agree_weights()
+            if not self.weights.agreed:
+                self._agree_weights()
             self.order = agree_order(self.comm, self.slots, self._firings)
             self._build_buckets()
         self._keep_late()
