@@ -41,7 +41,8 @@ from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork, FittedNetwork
-from paceline.tools.simulate.cluster.cluster_simulation import DAY, ClusterPlan, simulate_cluster
+from paceline.tools.simulate.cluster.cluster_plan import ClusterPlan
+from paceline.tools.simulate.cluster.cluster_simulation import DAY, simulate_cluster
 from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 from paceline.world.machine_facts import read_machine_facts
 

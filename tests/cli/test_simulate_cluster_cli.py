@@ -39,6 +39,7 @@ def test_table_sentences_and_files_hold_the_simulated_values(call, tmp_path):
         "efficiency",
         "communication",
         "× one rank",
+        "recovery",
         "checkpoint every",
         "the job",
         "cost",
@@ -52,7 +53,9 @@ def test_table_sentences_and_files_hold_the_simulated_values(call, tmp_path):
         1.0,
         "flat",
     )
-    assert [row["nodes"] for row in found["rows"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert [(row["nodes"], row["recovery"]) for row in found["rows"]] == [
+        (nodes, way) for nodes in (1, 2, 4, 8, 16, 32, 64) for way in ("restart", "live")
+    ]
     assert all(sentence in output for sentence in found["sentences"])
     for row in found["rows"]:
         assert sum(row["ledger"].values()) == pytest.approx(1.0)
@@ -65,6 +68,9 @@ def test_table_sentences_and_files_hold_the_simulated_values(call, tmp_path):
     assert [float(line["lost work"]) for line in lines] == [
         row["ledger"]["lost work"] for row in found["rows"]
     ]
+    assert [(line["nodes"], line["recovery"]) for line in lines[-2:]] == [("64", "restart"), ("64", "live")]
+    for line, row in zip(lines, found["rows"], strict=True):
+        assert float(line["failure: new world"]) == row["failure_cost"]["new world"]
     assert (tmp_path / "out" / "nodes.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -74,6 +80,43 @@ def test_the_same_command_gives_the_same_numbers(call, tmp_path):
     assert call(f"{options}c.json --seed 4")[0] == 0
     first, again, other = (written(tmp_path / f"{name}.json")["rows"] for name in "abc")
     assert first == again != other
+
+
+def test_ways_of_recovery_are_side_by_side(call, tmp_path):
+    options = f"{BASE} --nnodes 500 --nproc-per-node 2 --inside pcie4 --strategy sharded {RISKY}"
+    code, output, _ = call(f"{options} --virtual-ranks 3 --json {tmp_path}/both.json")
+    assert code == 0
+    lines = [line.split() for line in output.splitlines()]
+    assert [line[0] for line in lines if line[:1] in (["restart"], ["live"])].count("live") == 2
+    assert "A failure of 500 nodes costs, on average:" in output
+    for name in ("noticing", "new world", "repeated step", "slower steps", "lost work", "in all"):
+        assert name in output
+    assert "of the failures lose state, one every" in output
+    assert "While one of 1,000 ranks is missing, the global batch stays" in output
+    both = written(tmp_path / "both.json")["rows"]
+    for way, row in zip(("restart", "live"), both, strict=True):
+        extra = "" if way == "restart" else " --virtual-ranks 3"
+        assert call(f"{options}{extra} --recovery {way} --json {tmp_path}/{way}.json")[0] == 0
+        assert written(tmp_path / f"{way}.json")["rows"] == [row]
+    assert "Without virtual ranks" in call(f"{options} --recovery live")[1]
+
+
+def test_options_of_live_recovery_change_its_costs(call, tmp_path):
+    def cost(options):
+        arguments = f"{BASE} --nnodes 50 {RISKY} --recovery live {options} --json {tmp_path}/a.json"
+        assert call(arguments)[0] == 0
+        return written(tmp_path / "a.json")["rows"][0]["failure_cost"]
+
+    plain = cost("")
+    assert plain["noticing"] == pytest.approx(0.8 * 0.01 + 0.2 * 5)
+    assert plain["new world"] == pytest.approx(2.0)
+    assert plain["state"] == pytest.approx(20e6 * 12 / 25e6, rel=1e-3)
+    assert cost("--host-loss 0%")["noticing"] == pytest.approx(0.01)
+    assert cost("--notice-time 1s:2s")["noticing"] == pytest.approx(1.2)
+    assert cost("--rebuild-time 3s")["new world"] == pytest.approx(6.0)
+    assert cost("--state-bytes 4")["state"] == pytest.approx(plain["state"] / 3, rel=1e-3)
+    assert cost("--replacement-time 0s")["slower steps"] == 0.0
+    assert cost("--virtual-ranks 2")["slower steps"] > 3 * plain["slower steps"] > 0
 
 
 def test_steps_are_drawn_from_a_file(call, tmp_path):
@@ -200,6 +243,18 @@ def test_help_lists_both(call):
         (f"{BASE} --mtbf 0s --checkpoint-time 1s", "--mtbf 0s"),
         (f"{BASE} --restart-time 5min", "--restart-time without failures"),
         (f"{BASE} --checkpoint-time 5s", "--checkpoint-time without failures"),
+        (f"{BASE} --recovery live", "--recovery without failures"),
+        (f"{BASE} --virtual-ranks 2", "--virtual-ranks without failures"),
+        (f"{BASE} {RISKY} --recovery prayer", "unknown recovery"),
+        (f"{BASE} {RISKY} --recovery restart --host-loss 1%", "--host-loss with --recovery restart"),
+        (f"{BASE} {RISKY} --host-loss 101%", "node_share=1.01"),
+        (f"{BASE} {RISKY} --host-loss lots", "--host-loss: "),
+        (f"{BASE} {RISKY} --notice-time 1s", "--notice-time 1s"),
+        (f"{BASE} {RISKY} --notice-time 1s:soon", "--notice-time: "),
+        (f"{BASE} {RISKY} --rebuild-time soon", "--rebuild-time: "),
+        (f"{BASE} {RISKY} --replacement-time never", "--replacement-time: "),
+        (f"{BASE} {RISKY} --state-bytes 2", "--state-bytes 2"),
+        (f"{BASE} {RISKY} --virtual-ranks -1", "virtual_ranks=-1"),
         (f"{BASE} --checkpoint-interval never", "no time"),
         (f"{BASE} --job-time 0h", "--job-time 0h"),
         (f"{BASE} --price 0", "price=0"),

@@ -45,8 +45,8 @@ while True:
             continue
         what, _, value = order.read_text().partition(" ")
         if what == "live":
+            file.write(LiveWorld(epoch, tuple(value.split()), 7, repeats=epoch > 0, seconds=0.25 * epoch))
             epoch += 1
-            file.write(LiveWorld(epoch, tuple(value.split()), 7))
         elif what == "dull":
             file.remove()
         elif what == "exit":
@@ -84,6 +84,10 @@ class LiveHost:
         """Return whether the launcher runs."""
         raise NotImplementedError
 
+    def ended(self) -> object:
+        """Return how the launcher has ended."""
+        raise NotImplementedError
+
     def process(self, name: str) -> int:
         """Return the process id of a rank, once it is there."""
         return int(self.facts(name)["PID"])
@@ -91,6 +95,7 @@ class LiveHost:
     def facts(self, name: str) -> dict[str, str]:
         """Return the variables of a rank, once it is there."""
         wait_until(lambda: self.is_there(name) or not self.runs())
+        assert self.is_there(name), self.ended()
         names = ["PID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MEMBER", "JOINER", "STORE"]
         return dict(zip(names, (self.notes / f"here-{name}").read_text().split("\n"), strict=True))
 
@@ -166,6 +171,9 @@ class LiveJob(LiveHost):
     def runs(self) -> bool:
         return self._thread.is_alive()
 
+    def ended(self) -> object:
+        return self.error
+
     def _run(self) -> None:
         try:
             run_job(self._job)
@@ -198,6 +206,9 @@ class LiveAgent(LiveHost):
 
     def runs(self) -> bool:
         return self.agent.poll() is None
+
+    def ended(self) -> object:
+        return self.agent.returncode, self.output
 
     def abandon(self) -> None:
         self.agent.kill()

@@ -97,6 +97,18 @@ class Elastic:
 
     Raises:
         UsageError: a model is not wrapped, or its strategy can't recover live.
+
+    Example:
+        >>> model = paceline.DataParallel(torch.nn.Linear(2, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with Elastic(model, optimizer) as elastic:
+        ...     while elastic.step < 3:
+        ...         with elastic.attempt():
+        ...             model.backward(model(torch.ones(4, 2)).mean(), samples=4)
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        >>> elastic.step
+        3
     """
 
     def __init__(
@@ -357,22 +369,25 @@ class Elastic:
         if self._membership.aborting:
             raise WorldError("the world changed again")
         self._wait_for_all(store, view, me, "here")
-        world, step = self._connect(store, view, me, view.participants), recovery.step
-        found = self._shards.exchange(view, me) if self._shards.sharded else None
-        if view.leaving and self._shards.sharded:
+        world, step, found = self._connect(store, view, me, view.participants), recovery.step, None
+        if self._shards.sharded:
+            found = self._shards.exchange(view, me)
+        else:
+            self._state.rejoin()
+            if recovery.receivers:
+                source = view.participants.index(recovery.source)
+                replacing = partial(self._membership.feed, Replacing())
+                self._state.send(source, replacing if me in recovery.receivers else None)
+        if view.leaving:  # they have provided what they had
             self._wait_for_all(store, view, me, "provided")
             if me in view.leaving:
                 return
             world = self._connect(store, view, me, view.members)
+            if not self._shards.sharded:
+                self._state.rejoin()
         self.world = world
         if self._shards.sharded:
             step = self._shards.rejoin(view, found, self._checkpoint)
-        else:
-            self._state.rejoin()
-        if recovery.receivers:
-            source = view.participants.index(recovery.source)
-            replacing = partial(self._membership.feed, Replacing())
-            self._state.send(source, replacing if me in recovery.receivers else None)
         self._state.agree()
         if self._watchdog is not None:
             self._watchdog.rejoin()

@@ -149,7 +149,7 @@ def test_survivors_that_fail_are_restarted_and_the_first_failure_is_named(job):
     assert (run.logs / "restart1" / "rank2.log").exists()
 
 
-def test_a_failure_that_the_others_have_recovered_from_causes_no_restart(job):
+def test_a_failure_that_the_others_have_recovered_from_causes_no_restart(job, capfd):
     run = job(2)
     members = [run.facts(f"{rank}.0-0")["MEMBER"] for rank in range(2)]
     run.order("live " + " ".join(members), "0.0-0", "1.0-0")
@@ -162,6 +162,9 @@ def test_a_failure_that_the_others_have_recovered_from_causes_no_restart(job):
     run.end("0.0-1", "1.0-1")
     assert run.error is None
     assert last_restart(run)["lines"][-1] == "KeyError: 7"
+    [record] = run.records("recovery")
+    assert (record["epoch"], record["members"], record["repeated"]) == (1, members[:1], True)
+    assert "paceline: 1 rank trains on after 0.25 s, step 7 repeated\n" in capfd.readouterr().err
 
 
 def test_a_place_whose_processes_never_join_is_given_up(job):

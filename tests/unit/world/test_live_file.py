@@ -16,7 +16,8 @@ def test_a_world_is_read_back_until_it_is_removed(tmp_path):
     file = LiveFile.from_environment({LIVE_FILE_VARIABLE: str(tmp_path / "rank.live")})
     assert (file.exists(), file.read()) == (False, None)
     file.write(WORLD)
-    assert (tmp_path / "rank.live").read_text() == '{"epoch":3,"members":["a/0/0","a/1/2"],"step":70}'
+    text = (tmp_path / "rank.live").read_text()
+    assert text.startswith('{"epoch":3,"members":["a/0/0","a/1/2"],"step":70')
     assert (file.exists(), file.read()) == (True, WORLD)
     file.write(LiveWorld(4, ("a/0/0",), 71))
     assert file.read().epoch == 4

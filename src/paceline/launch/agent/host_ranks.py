@@ -146,8 +146,8 @@ class HostRanks:
             "LOCAL_WORLD_SIZE": ranks,
             "WORLD_SIZE": size,
             "ROLE_WORLD_SIZE": size,
-            "MASTER_ADDR": plan.hosts[0].address,
-            "MASTER_PORT": plan.hosts[0].port,
+            "MASTER_ADDR": plan.master[0],
+            "MASTER_PORT": plan.master[1],
             "ROLE_NAME": "rank",
             "TORCHELASTIC_RESTART_COUNT": world,
             "TORCHELASTIC_MAX_RESTARTS": self._job.max_restarts,
@@ -208,7 +208,7 @@ class HostRanks:
 
     def _store_variables(self, plan: WorldPlan) -> dict[str, str]:
         """Return the variables with which ranks find their store, and the key that admits them."""
-        master = RendezvousAddress(plan.hosts[0].address, plan.hosts[0].port)
+        master = RendezvousAddress(*plan.master)
         if self._job.address is None:
             variables = file_store_variable(self._logs.store_file(self.world), str(master))
         else:

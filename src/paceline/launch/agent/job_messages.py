@@ -87,11 +87,13 @@ class WorldPlan:
         agreement: of all hosts on how the job continues; for a joiner, the one with which the world began.
         hosts: of the world, in the order of their ranks; the one that shrinks has its new number of ranks. Hosts that
             have left a running world keep their places, until others take them.
+        master: address and port of the host of rank 0 when the world began.
         joiner: whether the host joins a running world.
     """
 
     agreement: WorldAgreement
     hosts: tuple[PlannedHost, ...]
+    master: tuple[_Host, _Port]
     joiner: bool = False
 
 

@@ -306,10 +306,10 @@ class JobState:
         for host, request in joined:
             ranks = request.host.ranks - (host.member == agreement.shrinks)
             planned.append(PlannedHost(request.host.host, host.member, ranks, request.address, request.port))
-        places = [one for one in planned if one.ranks]
-        self._world = RunningWorld(last.number + 1, places, agreement, now)
+        master = planned[0].address, planned[0].port
+        plan = WorldPlan(agreement=agreement, hosts=tuple(planned), master=master)
+        self._world = RunningWorld(last.number + 1, plan, now)
         self._busy = set(self._world.members)
-        plan = WorldPlan(agreement=agreement, hosts=tuple(planned))
         for host, _ in joined:
             self._admit(host, plan)
         self._news += 1

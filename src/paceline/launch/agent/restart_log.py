@@ -8,6 +8,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+from paceline._core.format import plural
 from paceline._core.json_codec import encode
 from paceline.launch.agent.first_failure import RankFailure
 from paceline.launch.agent.job_messages import WorldChange
@@ -72,7 +73,8 @@ class RestartLog:
     def write_recovery(self, world: int, found: LiveWorld) -> None:
         """Record that ranks of this host train on in a new world of the same processes."""
         repeated = f"step {found.step} repeated" if found.repeats else f"from step {found.step}"
-        log_line(f"{len(found.members)} ranks train on after {found.seconds:.2f} s, {repeated}")
+        verb = "trains" if len(found.members) == 1 else "train"
+        log_line(f"{plural(len(found.members), 'rank')} {verb} on after {found.seconds:.2f} s, {repeated}")
         self._append(
             "recovery",
             restart=world,

@@ -7,7 +7,7 @@ world is over, and the next one begins with new processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.launch.agent.first_failure import RankFailure
 from paceline.launch.agent.job_messages import (
@@ -19,7 +19,7 @@ from paceline.launch.agent.job_messages import (
     WorldChange,
     WorldPlan,
 )
-from paceline.launch.agent.restart_policy import HostMember, PreviousWorld, WorldAgreement
+from paceline.launch.agent.restart_policy import HostMember, PreviousWorld
 
 __all__ = ["RunningWorld"]
 
@@ -31,8 +31,7 @@ class RunningWorld:
 
     Args:
         number: of the world.
-        places: its hosts in the order of their ranks.
-        agreement: with which it began.
+        plan: with which it begins.
         began: when.
 
     Attributes:
@@ -44,16 +43,10 @@ class RunningWorld:
         changes: of its hosts while it runs, the latest ones.
     """
 
-    def __init__(
-        self,
-        number: int = -1,
-        places: Sequence[PlannedHost] = (),
-        agreement: WorldAgreement | None = None,
-        began: float = 0.0,
-    ) -> None:
-        self.number, self.began = number, began
-        self._places, self._agreement = list(places), agreement
-        self.members = {one.member: HostMember(one.host, one.member, one.ranks) for one in places}
+    def __init__(self, number: int = -1, plan: WorldPlan | None = None, began: float = 0.0) -> None:
+        self.number, self.began, self._plan = number, began, plan
+        self._places = [one for one in plan.hosts if one.ranks] if plan else []
+        self.members = {one.member: HostMember(one.host, one.member, one.ranks) for one in self._places}
         self.failures: list[RankFailure] = []
         self.progress, self.lost = False, False
         self.finished: set[str] = set()
@@ -140,7 +133,7 @@ class RunningWorld:
 
     def admit(self, request: JoinWorld, now: float) -> WorldPlan:
         """Add a host, in the place of one that is gone if there is one, and return its plan."""
-        assert self._agreement is not None, "it has begun"
+        assert self._plan is not None, "it has begun"
         host = request.host
         new = PlannedHost(host.host, request.member, host.ranks, request.address, request.port)
         free = [
@@ -155,7 +148,7 @@ class RunningWorld:
         self.members[request.member] = host
         self._reports[request.member] = ReportLive(0, request.job, request.member, self.number, True, 0, 0)
         self._note(host, "joined", now)
-        return WorldPlan(agreement=self._agreement, hosts=tuple(self._places), joiner=True)
+        return replace(self._plan, hosts=tuple(self._places), joiner=True)
 
     def previous(self, now: float) -> PreviousWorld:
         """Return what the agreement on the next world needs to know.

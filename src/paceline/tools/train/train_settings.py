@@ -228,7 +228,7 @@ class TrainSettings:
         """Return why survivors of a failure can't go on in place; empty: they can."""
         if self.recovery != "live":
             return "recovery='restart'"
-        if shard != "none":
+        if shard not in ("none", "optimizer"):
             return f"strategy={self.strategy!r}"
         if self.is_auto or self.every is not None:
             return "strategy='auto'" if self.is_auto else f"every={self.every!r}"

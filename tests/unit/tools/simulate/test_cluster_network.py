@@ -212,3 +212,17 @@ def test_contention_follows_the_timeline_of_equal_buckets(call, transfer, bucket
 def test_exposed_time_is_the_closed_form_of_equal_buckets(call, transfer, buckets, window):
     expected = EqualBuckets(transfer, 1.0, call, window).overhead(buckets)
     assert exposed_seconds(call, transfer, buckets, np.array(window)) == pytest.approx(expected)
+
+
+def test_a_message_takes_the_link_between_nodes_or_the_one_inside():
+    network = ClusterNetwork(link=1e8, latency=1e-3, per_node=4, inside=1e9, inside_latency=1e-6)
+    assert network.send_seconds(2, 1e8) == 1.0 + 1e-3
+    assert network.send_seconds(1, 1e8) == 0.1 + 1e-6
+    assert ClusterNetwork(link=1e8, latency=0.0).send_seconds(1, 1e8) == 1.0
+    points = [
+        MeasuredPoint(n, p, 1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p)
+        for n in (4**k for k in range(6, 14))
+        for p in (2, 4, 8)
+    ]
+    measured = FittedNetwork(fit_points(points, "all-reduce"))
+    assert measured.send_seconds(4, 50e6) == pytest.approx(2.0, rel=0.01)

@@ -10,20 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn_chart import svg_of
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.errors import UsageError
+from paceline.tools.report.charts.simulation_charts import cluster_chart
 from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork, FittedNetwork
-from paceline.tools.simulate.cluster.cluster_simulation import (
-    DAY,
-    LOSSES,
-    ClusterPlan,
-    simulate_cluster,
-    sweep_nodes,
-)
+from paceline.tools.simulate.cluster.cluster_plan import ClusterPlan
+from paceline.tools.simulate.cluster.cluster_simulation import DAY, LOSSES, simulate_cluster, sweep_nodes
 from paceline.tools.simulate.cluster.cluster_text import cluster_findings
 from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 from paceline.tools.simulate.cluster.exposed_communication import STRATEGIES, exposed_seconds
 from paceline.tools.simulate.cluster.failure_cost import FailureModel, expected_slowdown
+from paceline.tools.simulate.cluster.live_recovery import (
+    LiveRecovery,
+    expected_live_slowdown,
+    live_failures,
+    state_risk,
+)
 
 SLOW = ClusterNetwork(link=25e6, latency=1e-4)
 FAST = ClusterNetwork(link=math.inf, latency=0.0)
@@ -70,10 +73,14 @@ def test_an_infinitely_fast_network_costs_nothing(strategy, scaling):
     jitter=st.sampled_from([0.0, 0.1]),
     balance=st.sampled_from(["equal", "speed"]),
     mtbf=st.sampled_from([math.inf, 30 * DAY]),
+    recovery=st.sampled_from(["restart", "live"]),
+    divided=st.sampled_from([0.0, 1e9]),
     seed=st.integers(0, 9),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_ledger_adds_up_to_the_whole(nodes, strategy, scaling, link, spread, jitter, balance, mtbf, seed):
+def test_the_ledger_adds_up_to_the_whole(
+    nodes, strategy, scaling, link, spread, jitter, balance, mtbf, recovery, divided, seed
+):
     machines = ClusterMachines(speeds=(1, 2), spread=spread, jitter=jitter, balance=balance)
     options = {} if mtbf == math.inf else {"write": 30.0, "restart": 60.0, "node_mtbf": mtbf}
     row = simulate_cluster(
@@ -82,6 +89,8 @@ def test_the_ledger_adds_up_to_the_whole(nodes, strategy, scaling, link, spread,
             strategy=strategy,
             scaling=scaling,
             machines=machines,
+            recovery=recovery,
+            live=LiveRecovery(virtual_ranks=2, divided_nbytes=divided),
             seed=seed,
             **options,
         ),
@@ -185,6 +194,101 @@ def test_failures_cost_the_time_of_the_exact_formula():
     )
 
 
+LIVE = [
+    {"whole_nbytes": 1e9, "virtual_ranks": 4},
+    {"divided_nbytes": 1e9, "node_share": 0.5},
+    {"whole_nbytes": 1e9, "replacement": 0.0},
+]
+
+
+@pytest.mark.parametrize("options", LIVE)
+def test_live_recovery_costs_the_time_of_both_formulas(options):
+    network, live = ClusterNetwork(link=1e9, latency=0.0, per_node=2, inside=1e10), LiveRecovery(**options)
+    cluster = plan(
+        network, jobs=256, strategy="flat", node_mtbf=20 * DAY, write=60.0, restart=300.0, live=live
+    )
+    restart, row = sweep_nodes(cluster, [500], ["restart", "live"])
+    assert (restart.recovery, row.recovery) == ("restart", "live")
+    assert restart == simulate_cluster(cluster, 500)
+    failures = live_failures(live, network, 500, 20 * DAY, 300.0)
+    computing = 1.0 / row.step.mean
+    slowdown = expected_live_slowdown(failures, computing, row.step.mean)
+    slowdown *= expected_slowdown(state_risk(failures, 60.0, 300.0), row.intervals.used)
+    assert computing / row.efficiency.mean == pytest.approx(slowdown, rel=0.004)
+    assert row.failures == pytest.approx(row.job_seconds.mean / row.mtbf_seconds, rel=0.05)
+    assert row.rollback_seconds == (None if failures.state_mtbf == math.inf else failures.state_mtbf)
+    assert row.efficiency.mean > restart.efficiency.mean
+    assert sum(row.failure_cost.values()) < sum(restart.failure_cost.values())
+    assert (row.ledger["missing ranks"] < 1e-12) == ("replacement" in options)
+    assert (row.ledger["restarts"] > 0.01) == ("divided_nbytes" in options)
+
+
+def test_live_recovery_of_one_rank_is_a_restart():
+    cluster = plan(FAST, node_mtbf=DAY, write=10.0, restart=60.0)
+    restart, live = sweep_nodes(cluster, [1], ["restart", "live"])
+    assert live.efficiency == restart.efficiency
+    assert live.ledger == restart.ledger
+    assert live.failure_cost == restart.failure_cost
+    assert live.intervals == restart.intervals
+
+
+def test_live_recovery_repeats_a_round_of_local_steps():
+    costs = [
+        simulate_cluster(
+            plan(FAST, node_mtbf=10 * DAY, write=1.0, every=every, strategy="flat", recovery="live"), 10
+        ).failure_cost["repeated step"]
+        for every in (1, 100)
+    ]
+    assert costs == pytest.approx([0.5, 50.0], rel=0.01)
+
+
+def test_checkpoints_that_are_never_needed_are_written_once_a_day():
+    options = {"node_mtbf": 10 * DAY, "recovery": "live"}
+    row = simulate_cluster(plan(FAST, write=60.0, **options), 100)
+    assert (row.intervals.used, row.intervals.daly, row.rollback_seconds) == (DAY, None, None)
+    assert row.ledger["checkpoints"] == pytest.approx(60 / DAY, rel=0.2)
+    assert simulate_cluster(plan(FAST, write=60.0, interval=900.0, **options), 100).intervals.used == 900.0
+
+
+def test_live_jobs_that_never_end_are_reported():
+    row = simulate_cluster(plan(FAST, node_mtbf=3600.0, write=6.0, restart=600.0, recovery="live"), 100_000)
+    assert row.stuck
+    assert (row.efficiency.mean, row.job_seconds) == (0.0, None)
+    assert sum(row.ledger.values()) == 1.0
+
+
+def test_texts_compare_the_ways_of_recovery():
+    options = {
+        "node_mtbf": 100 * DAY,
+        "write": 60.0,
+        "restart": 300.0,
+        "live": LiveRecovery(divided_nbytes=1e9),
+    }
+    rows = list(sweep_nodes(plan(FAST, **options), [100, 1000], ["restart", "live"]))
+    comparison, *others = cluster_findings(rows)
+    assert "On 1,000 nodes live recovery does" in comparison
+    assert "more work in the same time than restarts: a failure costs" in comparison
+    assert others[0].startswith("Recovery by restart: 1,000 nodes reach")
+    assert any(text.startswith("Live recovery: 1,000 nodes reach") for text in others)
+    assert any("of the failures lose state, one every" in text for text in others)
+    assert not any("Live recovery" in text for text in cluster_findings(rows[1::2]))
+    safe = simulate_cluster(plan(FAST, **{**options, "live": LiveRecovery(), "recovery": "live"}), 100)
+    assert any("No failure loses state" in text for text in cluster_findings([safe]))
+    often = plan(FAST, node_mtbf=3600.0, write=60.0, restart=600.0, live=LiveRecovery(replacement=1.0))
+    text = cluster_findings(list(sweep_nodes(often, [500], ["restart", "live"])))[0]
+    assert text == "On 500 nodes the job ends only with live recovery."
+
+
+def test_a_chart_has_a_panel_for_each_way_of_recovery():
+    options = {"node_mtbf": 20 * DAY, "write": 60.0, "restart": 900.0, "live": LiveRecovery(virtual_ranks=1)}
+    rows = list(sweep_nodes(plan(FAST, **options), [10, 1000], ["restart", "live"]))
+    both, one = (svg_of(cluster_chart(some, title="any")) for some in (rows, rows[1::2]))
+    assert both.count("recovery by restart") == both.count("live recovery") == 2  # a panel, a line of costs
+    assert "missing ranks" in both
+    assert "missing ranks" in one
+    assert "recovery" not in one
+
+
 def test_another_interval_than_the_best_costs_more():
     options = {"node_mtbf": 100 * DAY, "write": 60.0, "restart": 300.0, "jobs": 64}
     best = simulate_cluster(plan(FAST, **options), 500)
@@ -234,8 +338,9 @@ def test_the_same_seed_gives_the_same_to_the_bit(machines):
 
 
 def test_rows_are_plain_values():
-    row = simulate_cluster(plan(node_mtbf=10 * DAY, write=10.0, price=1.0), 3)
-    assert json.loads(json.dumps(row.to_record(), allow_nan=False)) == row.to_record()
+    for recovery in ("restart", "live"):
+        row = simulate_cluster(plan(node_mtbf=10 * DAY, write=10.0, price=1.0, recovery=recovery), 3)
+        assert json.loads(json.dumps(row.to_record(), allow_nan=False)) == row.to_record()
 
 
 def test_texts_name_the_bottleneck():
@@ -262,6 +367,7 @@ def test_texts_name_the_bottleneck():
         ({"interval": 0.0}, "interval"), ({"work": 0.0}, "work"), ({"price": -1.0}, "price"),
         ({"every": 4, "strategy": "sharded"}, "whole parameters"), ({"algorithm": "magic"}, "magic"),
         ({"node_mtbf": 10.0}, "take no time"),
+        ({"recovery": "prayer"}, "unknown recovery"),
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused(options, message):

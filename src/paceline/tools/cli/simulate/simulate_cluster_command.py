@@ -110,6 +110,43 @@ def cluster(
     restart_time: Annotated[
         str, own("TIME", "Time from a failure until training resumes: 5min.", panel=_FAILURES)
     ] = "0s",
+    recovery: Annotated[str, shared("recovery", "; or both, to compare them", panel=_FAILURES)] = "both",
+    host_loss: Annotated[
+        str,
+        own("PERCENT", "Share of failures that take a host; the others take a process.", panel=_FAILURES),
+    ] = "20%",
+    notice_time: Annotated[
+        str,
+        own("TIME:TIME", "Time until survivors notice a lost process, and a lost host.", panel=_FAILURES),
+    ] = "10ms:5s",
+    rebuild_time: Annotated[
+        str | None,
+        own(
+            "TIME",
+            "Time in which survivors form a new world; default, as measured: 1s, on one host 0.5s.",
+            panel=_FAILURES,
+        ),
+    ] = None,
+    replacement_time: Annotated[
+        str | None,
+        own(
+            "TIME",
+            "Time from a failure until a replacement is ready; default: --restart-time.",
+            panel=_FAILURES,
+        ),
+    ] = None,
+    state_bytes: Annotated[
+        int,
+        own("N", "Bytes of state per parameter: 12 with Adam, 4 of them the parameter.", panel=_FAILURES),
+    ] = 12,
+    virtual_ranks: Annotated[
+        int,
+        shared(
+            "virtual-ranks",
+            " per rank, to keep the global batch while ranks are missing; 0: none",
+            panel=_FAILURES,
+        ),
+    ] = 0,
     job_time: Annotated[
         str | None,
         own(
@@ -139,9 +176,10 @@ def cluster(
         _check_nothing_before(context, context.invoked_subcommand)
         return
     _check_network(context)
+    _check_recovery(context)
     from paceline.cost_model.profile import Profile
     from paceline.tools.cli.simulate import simulate_cluster_request as request
-    from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan
+    from paceline.tools.simulate.cluster.cluster_plan import ClusterPlan
     from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 
     numbers, parameter_count = request.parse_nodes(nnodes), parse_model_parameters(model, parameters)
@@ -151,6 +189,7 @@ def cluster(
     if not 0 < bucket_mib < math.inf:
         raise UsageError(f"--bucket-mib {bucket_mib}", remedy="pass MiB above 0")
     loaded = None if profile is None else Profile.load(profile)
+    ways = request.parse_recoveries(recovery, failing=mtbf is not None)
     cost = None if loaded is None else request.measured_network(loaded, backend, network)
     slowdowns = request.parse_contention(contention, loaded, backend, cost.network if cost else None)
     plan = ClusterPlan(
@@ -187,13 +226,24 @@ def cluster(
         interval=None
         if checkpoint_interval == "auto"
         else request.parse_time("--checkpoint-interval", checkpoint_interval),
+        recovery=ways[-1],
+        live=request.parse_live(
+            strategy=ALIASES.get(strategy, strategy),
+            parameters=parameter_count,
+            host_loss=host_loss,
+            notice_time=notice_time,
+            rebuild_time=rebuild_time,
+            replacement_time=replacement_time,
+            state_bytes=state_bytes,
+            virtual_ranks=virtual_ranks,
+        ),
         work=None if job_time is None else request.parse_time("--job-time", job_time),
         price=price,
         jobs=jobs,
         seed=seed,
     )
     request.check_failures(plan, restart_time)
-    simulation = request.ClusterRequest(plan, numbers, parameter_count, recorded_options(context))
+    simulation = request.ClusterRequest(plan, numbers, ways, parameter_count, recorded_options(context))
     _run(simulation, json_file, out)
 
 
@@ -203,7 +253,7 @@ def _run(simulation: ClusterRequest, json_file: Path | None, out: Path | None) -
     from paceline.tools.simulate.cluster.cluster_simulation import sweep_nodes
 
     writer_of = simulate_cluster_output.plan_files(json_file, out, len(simulation.nodes))
-    rows = list(sweep_nodes(simulation.plan, simulation.nodes))
+    rows = list(sweep_nodes(simulation.plan, simulation.nodes, simulation.recoveries))
     simulate_cluster_output.show(simulation, rows)
     write_results(writer_of, simulation, rows)
 
@@ -227,6 +277,24 @@ def _check_network(context: typer.Context) -> None:
             raise UsageError(
                 f"both --profile and --{name.replace('_', '-')}",
                 remedy="a profile replaces the description of the network: omit one of them",
+            )
+
+
+_LIVE_OPTIONS = (
+    "host_loss", "notice_time", "rebuild_time", "replacement_time", "state_bytes", "virtual_ranks",
+)  # fmt: skip
+
+
+def _check_recovery(context: typer.Context) -> None:
+    """Reject options of recoveries that are not simulated."""
+    failing = context.params["mtbf"] is not None
+    for name in ("recovery", *_LIVE_OPTIONS):
+        option = f"--{name.replace('_', '-')}"
+        if not failing and _was_given(context, name):
+            raise UsageError(f"{option} without failures", remedy=f"pass --mtbf, or omit {option}")
+        if context.params["recovery"] == "restart" and name != "recovery" and _was_given(context, name):
+            raise UsageError(
+                f"{option} with --recovery restart", remedy=f"{option} is of live recovery: omit one of them"
             )
 
 

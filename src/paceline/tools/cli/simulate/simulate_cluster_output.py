@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline._core.files import write_json, write_text
-from paceline._core.format import format_count, format_duration, format_percent, format_ratio, format_seconds
+from paceline._core.format import (
+    format_count,
+    format_duration,
+    format_percent,
+    format_ratio,
+    format_seconds,
+    plural,
+)
 from paceline.errors import UsageError
 from paceline.tools.cli.simulate.simulate_cluster_request import ClusterRequest
 from paceline.tools.console_table import make_table, print_wide
 from paceline.tools.result_files import checked_files, versions
 from paceline.tools.simulate.cluster.cluster_simulation import LOSSES, ClusterRow
 from paceline.tools.simulate.cluster.cluster_text import cluster_findings
+from paceline.tools.simulate.cluster.failure_cost import FAILURE_PARTS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,19 +42,31 @@ def show(request: ClusterRequest, rows: Sequence[ClusterRow]) -> None:
     """Print the table and the findings."""
     print_wide(_table(request, rows))
     typer.echo(f"{FOOTER}\n")
+    last = [row for row in rows if row.nodes == rows[-1].nodes and row.failure_cost]
+    if last:
+        typer.echo(f"A failure of {plural(last[0].nodes, 'node')} costs, on average:")
+        print_wide(_cost_table(last))
+        typer.echo(_batch_note(request, last))
     typer.echo("\n".join(cluster_findings(rows)))
 
 
 def _table(request: ClusterRequest, rows: Sequence[ClusterRow]) -> Table:
     losses = [name for name in LOSSES if any(row.ledger[name] >= 5e-4 for row in rows)]
     ranks = ["ranks"] * (request.plan.network.per_node > 1)
-    columns = ["nodes", *ranks, "all-reduce", "step", "1 in 20", "efficiency", "jobs", *losses, "× one rank"]
+    ways = ["recovery"] * any(row.recovery for row in rows)
+    columns = ["nodes", *ranks, "all-reduce", "step", "1 in 20", *ways]
+    columns += ["efficiency", "jobs", *losses, "× one rank"]
     columns += ["checkpoint every"] * any(row.intervals for row in rows)
     columns += ["the job"] * (request.plan.work is not None) + ["cost"] * (request.plan.price is not None)
-    return make_table(columns, [_cells(request, row, losses) for row in rows], left=0)
+    cells = [
+        _cells(request, row, losses, again=number > 0 and row.nodes == rows[number - 1].nodes)
+        for number, row in enumerate(rows)
+    ]
+    return make_table(columns, cells, left=0)
 
 
-def _cells(request: ClusterRequest, row: ClusterRow, losses: Sequence[str]) -> list[str]:
+def _cells(request: ClusterRequest, row: ClusterRow, losses: Sequence[str], *, again: bool) -> list[str]:
+    """Return the cells of a row; those of all ways of recovery are empty if it has the nodes of the row before."""
     plan = request.plan
     cells = [f"{row.nodes:,}", *([f"{row.ranks:,}"] * (plan.network.per_node > 1))]
     cells += [
@@ -54,6 +74,9 @@ def _cells(request: ClusterRequest, row: ClusterRow, losses: Sequence[str]) -> l
         format_seconds(row.step.p50),
         format_seconds(row.step.p95),
     ]
+    if again:
+        cells = [""] * len(cells)
+    cells += [row.recovery] if row.recovery else []
     band = f"{format_percent(row.efficiency.p5)} to {format_percent(row.efficiency.p95)}"
     cells += [format_percent(row.efficiency.mean), "never ends" if row.stuck else band]
     cells += ["" if row.ledger[name] < 5e-4 else format_percent(row.ledger[name]) for name in losses]
@@ -67,7 +90,35 @@ def _cells(request: ClusterRequest, row: ClusterRow, losses: Sequence[str]) -> l
     return cells
 
 
-_SCHEMA = 1
+def _cost_table(rows: Sequence[ClusterRow]) -> Table:
+    """Return what a failure costs with each way of recovery."""
+    parts = [name for name in FAILURE_PARTS if any(row.failure_cost[name] for row in rows)]
+    cells = [
+        [
+            row.recovery or "",
+            *(format_seconds(row.failure_cost[name]) if row.failure_cost[name] else "" for name in parts),
+            format_seconds(sum(row.failure_cost.values())),
+        ]
+        for row in rows
+    ]
+    return make_table(["recovery", *parts, "in all"], cells, left=1)
+
+
+def _batch_note(request: ClusterRequest, rows: Sequence[ClusterRow]) -> str:
+    """Say what the missing ranks change, if any are."""
+    live = next((row for row in rows if row.recovery == "live"), None)
+    if live is None or not live.failure_cost["slower steps"]:
+        return ""
+    ranks = plural(live.ranks, "rank")
+    if request.plan.live.virtual_ranks:
+        return f"While one of {ranks} is missing, the global batch stays: others compute its virtual ranks.\n"
+    return (
+        f"Without virtual ranks, while one of {ranks} is missing, the global batch is smaller by its share, and the "
+        "result differs.\n"
+    )
+
+
+_SCHEMA = 2
 
 
 _Writer = Callable[[Path, ClusterRequest, Sequence[ClusterRow], str], None]
@@ -124,20 +175,26 @@ def _write_csv(path: Path, request: ClusterRequest, rows: Sequence[ClusterRow], 
     plain = (
         "nodes",
         "ranks",
+        "recovery",
         "algorithm",
         "compute_seconds",
         "comm_seconds",
         "speedup",
         "mtbf_seconds",
+        "rollback_seconds",
         "failures",
     )
     parts = ("mean", "p5", "p50", "p95")
-    writer.writerow([*plain, *(f"{band}_{part}" for band in _BANDS for part in parts), "useful", *LOSSES])
+    costs = [f"failure: {name}" for name in FAILURE_PARTS]
+    writer.writerow(
+        [*plain, *(f"{band}_{part}" for band in _BANDS for part in parts), "useful", *LOSSES, *costs]
+    )
     for row in rows:
         to_record = row.to_record()
         bands = [(to_record[band] or {}).get(part) for band in _BANDS for part in parts]
         ledger = [to_record["ledger"][name] for name in ("useful", *LOSSES)]
-        writer.writerow([*(to_record[name] for name in plain), *bands, *ledger])
+        cost = [row.failure_cost.get(name) for name in FAILURE_PARTS]
+        writer.writerow([*(to_record[name] for name in plain), *bands, *ledger, *cost])
     write_text(path, text.getvalue())
 
 

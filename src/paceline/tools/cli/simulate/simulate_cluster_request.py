@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline._core.units import parse_rate, parse_seconds, parse_sweep
+from paceline._core.units import parse_rate, parse_seconds, parse_share, parse_sweep
 from paceline.cost_model.hardware_catalog import find_interconnect
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, ExchangeCost
-from paceline.errors import UsageError
-from paceline.tools.cli.simulate.simulate_options import parse_positive
+from paceline.errors import UsageError, unknown
+from paceline.tools.cli.simulate.simulate_options import parse_named, parse_positive
 from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork, FittedNetwork, NetworkModel
-from paceline.tools.simulate.cluster.cluster_simulation import MOST_NODES, ClusterPlan
+from paceline.tools.simulate.cluster.cluster_plan import MOST_NODES, RECOVERIES, ClusterPlan
+from paceline.tools.simulate.cluster.live_recovery import LiveRecovery
 
 __all__ = [
     "ClusterRequest",
@@ -25,13 +26,17 @@ __all__ = [
     "measured_steps",
     "parse_contention",
     "parse_link",
+    "parse_live",
     "parse_network",
     "parse_nodes",
+    "parse_recoveries",
     "parse_step",
     "parse_time",
 ]
 
 _MAX_ROWS = 100
+_PARAMETER_BYTES = 4
+"""Bytes of a parameter in training state."""
 _DEFAULT_LATENCY = 50e-6
 """Latency of a link given as a rate."""
 
@@ -43,12 +48,14 @@ class ClusterRequest:
     Attributes:
         plan: the training.
         nodes: numbers of nodes, ascending.
+        recoveries: ways of recovery from failures.
         parameters: parameters of the model.
         settings: all options as given, for JSON.
     """
 
     plan: ClusterPlan
     nodes: tuple[int, ...]
+    recoveries: tuple[str, ...]
     parameters: int
     settings: Mapping[str, Any]
 
@@ -214,6 +221,64 @@ def parse_contention(
     ]
     largest = max(found, key=lambda each: each.ranks, default=None)
     return (1.0, 1.0) if largest is None else (largest.computing_slows, largest.calls_slow)
+
+
+def parse_recoveries(text: str, *, failing: bool) -> tuple[str, ...]:
+    """Return the ways of recovery to simulate.
+
+    Args:
+        text: one of them, or ``"both"``.
+        failing: whether there are failures; else one way is enough.
+
+    Raises:
+        UsageError: the text is not valid.
+    """
+    if text not in (*RECOVERIES, "both"):
+        raise unknown("recovery", text, (*RECOVERIES, "both"))
+    return (text,) if text in RECOVERIES else RECOVERIES if failing else RECOVERIES[:1]
+
+
+def parse_live(
+    *,
+    strategy: str,
+    parameters: int,
+    host_loss: str,
+    notice_time: str,
+    rebuild_time: str | None,
+    replacement_time: str | None,
+    state_bytes: int,
+    virtual_ranks: int,
+) -> LiveRecovery:
+    """Return how ranks recover live.
+
+    Raises:
+        UsageError: an option is not valid.
+    """
+    if state_bytes < _PARAMETER_BYTES:
+        raise UsageError(
+            f"--state-bytes {state_bytes}",
+            remedy=f"pass {_PARAMETER_BYTES}, for the parameter itself, or more",
+        )
+    process, _, host = notice_time.partition(":")
+    if not host:
+        raise UsageError(
+            f"--notice-time {notice_time}", remedy="write the time for a process and for a host: 10ms:5s"
+        )
+    divided = {"sharded": state_bytes - _PARAMETER_BYTES, "full-shard": state_bytes}.get(strategy, 0)
+    return LiveRecovery(
+        node_share=parse_named("--host-loss", host_loss, parse_share),
+        notice_process=parse_named("--notice-time", process, parse_seconds),
+        notice_node=parse_named("--notice-time", host, parse_seconds),
+        rebuild=_optional_time("--rebuild-time", rebuild_time),
+        replacement=_optional_time("--replacement-time", replacement_time),
+        virtual_ranks=virtual_ranks,
+        whole_nbytes=float(parameters * (state_bytes - divided)),
+        divided_nbytes=float(parameters * divided),
+    )
+
+
+def _optional_time(option: str, text: str | None) -> float | None:
+    return None if text is None else parse_named(option, text, parse_seconds)
 
 
 def check_failures(plan: ClusterPlan, restart: str) -> None:

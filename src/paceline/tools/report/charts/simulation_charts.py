@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline._core.format import format_seconds
 from paceline.tools.report.charts.chart_style import (
@@ -29,54 +29,84 @@ if TYPE_CHECKING:
 
 __all__ = ["cluster_chart", "loss_chart", "time_to_loss_chart"]
 
-_COLOUR_OF: dict[str, str] = dict(zip(("useful", *LOSSES), [COLOURS[0], *COLOURS[1:], MUTED], strict=True))
+_COLOUR_OF: dict[str, str] = dict(
+    zip(("useful", *LOSSES), [*COLOURS, MUTED, "#8a5a44", "#6a4c93"], strict=True)
+)
 
 
 _FAINT = 0.35
 _MAX_TICKS = 11  # numbers of nodes up to which each has a tick
 
 
+_TITLE_OF = {"restart": "recovery by restart", "live": "live recovery"}
+_LINE_OF_WAY = {None: (COLOURS[0], "-"), "restart": (COLOURS[1], (0, (5, 1.5))), "live": (COLOURS[0], "-")}
+
+
 @in_paceline_style
 def cluster_chart(rows: Sequence[ClusterRow], *, title: str, price: float | None = None) -> Chart:
     """Return a chart of efficiency and its losses over nodes, and of the cost of one useful node hour.
 
-    Efficiency has a band with 90 % of the jobs. The cost of a useful node hour is the price of an hour divided by the
-    efficiency or, without a price, in node hours.
+    Each way of recovery from failures has a panel with its losses, and a line in the panel of costs. Efficiency has a
+    band with 90 % of the jobs. The cost of a useful node hour is the price of an hour divided by the efficiency or,
+    without a price, in node hours.
 
     Args:
-        rows: two or more, in order of nodes.
+        rows: in order of nodes, two or more numbers of them, for each of them one or both ways of recovery.
         title: the simulated training.
         price: price of a node hour.
     """
-    figure, (top, below) = stacked_panels(width=10, height=7.4, heights=(2.2, 1.0))
-    nodes = [row.nodes for row in rows]
-    _shares(top, rows, nodes)
-    set_title(top, title)
-    moving = [row for row in rows if not row.stuck]
-    at = [row.nodes for row in moving]
-    rate = price or 1.0
-    costs = [[rate / max(1e-9, share) for share in _band(row)] for row in moving]
-    below.fill_between(
-        at, [cost[0] for cost in costs], [cost[2] for cost in costs], color=COLOURS[0], alpha=0.2, lw=0
+    ways = list(dict.fromkeys(row.recovery for row in rows))
+    figure, (*panels, below) = stacked_panels(
+        width=10, height=7.4 if len(ways) == 1 else 10.0, heights=(*[2.2] * len(ways), 1.0)
     )
-    below.plot(at, [cost[1] for cost in costs], color=COLOURS[0], linewidth=1.8)
+    nodes = sorted({row.nodes for row in rows})
+    names = _losses_shown(rows)
+    for number, (axes, way) in enumerate(zip(panels, ways, strict=True)):
+        shown = [row for row in rows if row.recovery == way]
+        _shares(axes, shown, names, nodes, legend=number == 0)
+        if number == 0:
+            set_title(axes, title, pad=24 if len(ways) > 1 else None)
+        if len(ways) > 1:
+            axes.text(0, 1.02, _TITLE_OF[way or ""], transform=axes.transAxes, fontsize=10)
+        _costs(below, shown, price or 1.0, _LINE_OF_WAY[way if len(ways) > 1 else None])
     below.set_ylabel("node hours" if price is None else "price")
     below.set_title("per useful node hour", loc="left", fontsize=10)
+    if len(ways) > 1:
+        below.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=10)
     below.set_ylim(bottom=0)
     below.grid(axis="y")
-    for axes in (top, below):
+    for axes in (*panels, below):
         _node_axis(axes, nodes)
     below.set_xlabel("nodes")
     return Chart(figure)
+
+
+def _costs(axes: Axes, rows: Sequence[ClusterRow], rate: float, line: tuple[str, Any]) -> None:
+    """Draw the cost of a useful node hour of one way of recovery, where jobs end."""
+    colour, style = line
+    moving = [row for row in rows if not row.stuck]
+    at = [row.nodes for row in moving]
+    costs = [[rate / max(1e-9, share) for share in _band(row)] for row in moving]
+    axes.fill_between(
+        at, [cost[0] for cost in costs], [cost[2] for cost in costs], color=colour, alpha=0.2, lw=0
+    )
+    label = _TITLE_OF.get(rows[0].recovery or "")
+    axes.plot(at, [cost[1] for cost in costs], color=colour, linestyle=style, linewidth=1.8, label=label)
 
 
 def _band(row: ClusterRow) -> tuple[float, float, float]:
     return row.efficiency.p95, row.efficiency.mean, row.efficiency.p5
 
 
-def _shares(axes: Axes, rows: Sequence[ClusterRow], nodes: Sequence[int]) -> None:
+def _losses_shown(rows: Sequence[ClusterRow]) -> list[str]:
+    """Return useful work and the losses that can be seen."""
+    return [name for name in ("useful", *LOSSES) if max(row.ledger[name] for row in rows) >= 0.002]
+
+
+def _shares(
+    axes: Axes, rows: Sequence[ClusterRow], names: Sequence[str], nodes: Sequence[int], *, legend: bool
+) -> None:
     """Stack useful work and the losses above it."""
-    names = [name for name in ("useful", *LOSSES) if max(row.ledger[name] for row in rows) >= 0.002]
     parts = [[100 * max(0.0, row.ledger[name]) for row in rows] for name in names]
     colours = [_COLOUR_OF[name] for name in names]
     for area in axes.stackplot(nodes, parts, colors=colours):
@@ -90,6 +120,8 @@ def _shares(axes: Axes, rows: Sequence[ClusterRow], nodes: Sequence[int]) -> Non
     axes.plot(nodes, [100 * row.efficiency.mean for row in rows], color=INK, linewidth=1.8)
     axes.set_ylim(0, 100)
     axes.set_ylabel("% of all time")
+    if not legend:
+        return
     legend_names = {"useful": "useful (line: mean;\nband: 90 % of jobs)"}
     labels = [
         legend_patch(legend_names.get(name, name), colour)

@@ -74,6 +74,10 @@ class NetworkModel(Protocol):
         """Return the time of one all-reduce."""
         ...
 
+    def send_seconds(self, nodes: int, nbytes: float) -> float:
+        """Return the time of a message to another rank: on another node if there are several."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterNetwork:
@@ -152,6 +156,17 @@ class ClusterNetwork:
             )
         call, per_byte = _terms(self, algorithm, nodes)
         return AllReduceTime(algorithm, call, per_byte * nbytes)
+
+    def send_seconds(self, nodes: int, nbytes: float) -> float:
+        """Return the time of a message to another rank: on another node if there are several.
+
+        Example:
+            >>> ClusterNetwork(link=25e6, latency=0.5).send_seconds(2, 50e6)
+            2.5
+        """
+        if nodes > 1:
+            return self.latency + nbytes / self.link
+        return self.inside_latency + nbytes / (self.inside or self.link)
 
 
 @lru_cache(maxsize=4096)
@@ -271,6 +286,10 @@ class FittedNetwork:
         call = min(whole, _segment(segments, nbytes).alpha * terms.messages)
         error = self.fit.error_at(ranks)
         return AllReduceTime(algorithm, call, whole - call, error.p90 if error else 0.0)
+
+    def send_seconds(self, nodes: int, nbytes: float) -> float:
+        """Return the time of a message to another rank; see `ClusterNetwork.send_seconds`."""
+        return piecewise_seconds(self.fit.segments_for(nodes * self.per_node), nbytes, 1.0, 1.0)
 
 
 def _segment(segments: tuple[FitSegment, ...], nbytes: float) -> FitSegment:

@@ -8,23 +8,25 @@ total, which add up to 1:
     varying steps    waiting for the rank whose step happens to be longest
     communication    exposed communication
     checkpoints, lost work, restarts
+    recoveries       pauses of live recovery: until survivors go on, and while replacements join
+    missing ranks    slower steps, or smaller batches, until replacements have joined
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import UsageError, unknown
-from paceline.tools.simulate.cluster.cluster_network import AllReduceTime, NetworkModel
-from paceline.tools.simulate.cluster.compute_times import ClusterMachines, StepSamples, sample_steps
+from paceline.errors import UsageError
+from paceline.tools.simulate.cluster.cluster_network import AllReduceTime
+from paceline.tools.simulate.cluster.cluster_plan import MOST_NODES, ClusterPlan
+from paceline.tools.simulate.cluster.compute_times import StepSamples, sample_steps
 from paceline.tools.simulate.cluster.exposed_communication import (
-    STRATEGIES,
     MessageGroup,
     exposed_seconds,
     fastest_all_reduce,
@@ -32,32 +34,27 @@ from paceline.tools.simulate.cluster.exposed_communication import (
 )
 from paceline.tools.simulate.cluster.failure_cost import (
     FailureModel,
+    JobTimes,
     best_interval,
     daly_interval,
+    restart_cost,
     simulate_jobs,
     young_interval,
 )
+from paceline.tools.simulate.cluster.live_jobs import LiveTimes, simulate_live_jobs
+from paceline.tools.simulate.cluster.live_recovery import live_cost, live_failures, state_risk
 
 __all__ = [
-    "BACKWARD",
     "DAY",
     "LOSSES",
-    "MOST_NODES",
-    "SCALINGS",
     "CheckpointIntervals",
-    "ClusterPlan",
     "ClusterRow",
     "Percentiles",
     "simulate_cluster",
     "sweep_nodes",
 ]
 
-BACKWARD = 2 / 3
-"""Share of backward in computing: it has two products with each weight, forward one."""
-
-SCALINGS = ("weak", "strong")
 DAY = 86400.0
-MOST_NODES = 1_000_000
 LOSSES: tuple[str, ...] = (
     "uneven machines",
     "varying steps",
@@ -65,6 +62,8 @@ LOSSES: tuple[str, ...] = (
     "checkpoints",
     "lost work",
     "restarts",
+    "recoveries",
+    "missing ranks",
 )
 
 _MIN_JOBS = 32
@@ -73,91 +72,6 @@ _P90 = 1.6449
 """90 % of a normal distribution is within this many standard deviations of the mean."""
 
 Numbers = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterPlan:
-    """A training, independent of the number of nodes.
-
-    Attributes:
-        network: the network, described or measured.
-        step_seconds: computing time of a rank's own batch (``weak``), or of the whole batch on one rank
-            (``strong``).
-        nbytes: bytes of the gradients on the wire.
-        machines: the machines.
-        scaling: ``"weak"``, the batch of a rank stays, or ``"strong"``, that of all ranks does.
-        strategy: how gradients are synchronised, one of `exposed_communication.STRATEGIES`.
-        bucket_nbytes: size of a bucket.
-        backward: share of computing in which gradients become ready.
-        computing_slows: slowdown of computing during communication, 1 or more.
-        calls_slow: slowdown of communication during computing, 1 or more.
-        algorithm: algorithm of the all-reduce; ``"auto"``: the fastest.
-        every: H, steps between exchanges; above 1, parameters are exchanged without overlap.
-        node_mtbf: mean seconds between failures of a node.
-        write: seconds of a checkpoint.
-        restart: seconds of a restart after a failure.
-        interval: seconds of training between checkpoints; None: Daly's.
-        work: node-seconds of computing of the job on the fastest nodes; None: a week of all nodes.
-        price: price of a node hour, if known.
-        jobs: jobs simulated per number of nodes.
-        draws: approximate number of rank steps drawn per number of nodes.
-        seed: seed of all random numbers.
-
-    Raises:
-        UsageError: a number is out of range.
-    """
-
-    network: NetworkModel
-    step_seconds: float
-    nbytes: float
-    machines: ClusterMachines = field(default_factory=ClusterMachines)
-    scaling: str = "weak"
-    strategy: str = "bucketed"
-    bucket_nbytes: float = 25 * 2**20
-    backward: float = BACKWARD
-    computing_slows: float = 1.0
-    calls_slow: float = 1.0
-    algorithm: str = "auto"
-    every: int = 1
-    node_mtbf: float = math.inf
-    write: float = 0.0
-    restart: float = 0.0
-    interval: float | None = None
-    work: float | None = None
-    price: float | None = None
-    jobs: int = 32
-    draws: int = 10_000_000
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.scaling not in SCALINGS:
-            raise unknown("scaling", self.scaling, SCALINGS)
-        if self.strategy not in STRATEGIES:
-            raise unknown("strategy", self.strategy, STRATEGIES)
-        for name in ("step_seconds", "bucket_nbytes", "node_mtbf", "interval", "work", "price"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"{name}={value!r}", remedy="give a number above 0")
-        for name in ("nbytes", "write", "restart"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name}={getattr(self, name)!r}", remedy="give a number of 0 or more")
-        if not 0 < self.backward < 1:
-            raise UsageError(
-                f"backward={self.backward!r}", remedy="give a share of computing, above 0 and below 1"
-            )
-        for name in ("computing_slows", "calls_slow"):
-            if not 1 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name}={getattr(self, name)!r}", remedy="give a factor of 1 or more")
-        for name in ("every", "jobs", "draws"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)!r}", remedy="give a whole number of 1 or more")
-        if self.seed < 0:
-            raise UsageError(f"seed={self.seed!r}", remedy="give a whole number of 0 or more")
-        if self.every > 1 and self.strategy in ("sharded", "full-shard"):
-            raise UsageError(
-                f"every={self.every} with {self.strategy}: local steps require whole parameters on every rank",
-                remedy="use flat or bucketed, or exchange at every step",
-            )
 
 
 @dataclass(frozen=True)
@@ -178,7 +92,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class CheckpointIntervals:
-    """Seconds of training between two checkpoints; all but `used` are None without failures.
+    """Seconds of training between two checkpoints; all but `used` are None if none is ever needed.
 
     Attributes:
         used: the interval of the simulation.
@@ -200,6 +114,7 @@ class ClusterRow:
     Attributes:
         nodes: number of nodes.
         ranks: number of ranks.
+        recovery: recovery from failures, ``"restart"`` or ``"live"``; None without failures.
         algorithm: algorithm of the all-reduce.
         compute_seconds: computing time of a step on one of the fastest ranks.
         comm_seconds: time of all messages of a step, hidden or not.
@@ -208,7 +123,9 @@ class ClusterRow:
         ledger: mean share of all time of ``"useful"`` and each of `LOSSES`; they add up to 1.
         speedup: throughput relative to one of the fastest ranks alone.
         mtbf_seconds: mean time between failures of the job; None without failures.
+        rollback_seconds: mean time between failures that undo work since the last checkpoint; None without them.
         failures: mean number of failures of a job.
+        failure_cost: mean seconds that a failure during training costs, by `failure_cost.FAILURE_PARTS`.
         intervals: checkpoint intervals; None without checkpoints.
         job_seconds: time of the job, over jobs.
         cost: cost of the job, over jobs; None without a price.
@@ -217,6 +134,7 @@ class ClusterRow:
 
     nodes: int
     ranks: int
+    recovery: str | None
     algorithm: str
     compute_seconds: float
     comm_seconds: float
@@ -225,7 +143,9 @@ class ClusterRow:
     ledger: dict[str, float]
     speedup: float
     mtbf_seconds: float | None
+    rollback_seconds: float | None
     failures: float
+    failure_cost: dict[str, float]
     intervals: CheckpointIntervals | None
     job_seconds: Percentiles | None
     cost: Percentiles | None
@@ -241,10 +161,20 @@ class ClusterRow:
         return max(LOSSES, key=lambda name: self.ledger[name])
 
 
-def sweep_nodes(plan: ClusterPlan, nodes: Sequence[int]) -> Iterator[ClusterRow]:
-    """Yield a row per number of nodes; see `simulate_cluster`."""
+def sweep_nodes(
+    plan: ClusterPlan, nodes: Sequence[int], recoveries: Sequence[str] = ()
+) -> Iterator[ClusterRow]:
+    """Yield a row per number of nodes and way of recovery; see `simulate_cluster`.
+
+    Args:
+        plan: the training.
+        nodes: numbers of nodes.
+        recoveries: ways of recovery from failures; none: that of the plan.
+    """
     for count in nodes:
-        yield simulate_cluster(plan, count)
+        steps = _steps(plan, count)
+        for recovery in recoveries or (plan.recovery,):
+            yield _row(replace(plan, recovery=recovery), count, steps)
 
 
 def simulate_cluster(plan: ClusterPlan, nodes: int) -> ClusterRow:
@@ -264,18 +194,41 @@ def simulate_cluster(plan: ClusterPlan, nodes: int) -> ClusterRow:
         >>> row.algorithm, round(row.step.mean, 3), round(row.ledger["communication"], 3)
         ('halving-doubling', 5.8, 0.828)
     """
+    return _row(plan, nodes, _steps(plan, nodes))
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Steps of a number of nodes, in seconds: `[job]` or `[job, step]`."""
+
+    price: AllReduceTime
+    compute: float
+    comm: float
+    samples: StepSamples
+    exposed: Numbers
+
+    @property
+    def computing(self) -> Numbers:
+        """Time until the last rank has computed."""
+        return self.compute * self.samples.longest
+
+    @property
+    def whole(self) -> Numbers:
+        """Time of a step."""
+        return self.computing + self.exposed
+
+
+def _steps(plan: ClusterPlan, nodes: int) -> _Steps:
     if type(nodes) is not int or not 1 <= nodes <= MOST_NODES:
         raise UsageError(f"{nodes!r} nodes", remedy=f"give a whole number from 1 to {MOST_NODES}")
     ranks = nodes * plan.network.per_node
     compute = plan.step_seconds / (ranks if plan.scaling == "strong" else 1)
     traffic, price = _traffic(plan, nodes)
-    steps = sample_steps(
+    samples = sample_steps(
         plan.machines, nodes, plan.network.per_node, plan.every, plan.jobs, plan.draws, [plan.seed, nodes, 1]
     )
-    waiting = compute * steps.longest
-    exposed = _exposed(plan, nodes, traffic, price, waiting)
-    whole = waiting + exposed
-    return _row(plan, nodes, price, compute, sum(each.seconds for each in traffic), steps, exposed, whole)
+    exposed = _exposed(plan, nodes, traffic, price, compute * samples.longest)
+    return _Steps(price, compute, sum(each.seconds for each in traffic), samples, exposed)
 
 
 def _traffic(plan: ClusterPlan, nodes: int) -> tuple[list[MessageGroup], AllReduceTime]:
@@ -313,61 +266,106 @@ def _exposed(
     return exposed
 
 
-def _row(
-    plan: ClusterPlan,
-    nodes: int,
-    price: AllReduceTime,
-    compute: float,
-    comm: float,
-    steps: StepSamples,
-    exposed: Numbers,
-    whole: Numbers,
-) -> ClusterRow:
-    mean = whole.mean(axis=1)
-    useful, slowest = compute * steps.useful, compute * steps.slowest
+@dataclass(frozen=True)
+class _Course:
+    """Course of the jobs: with restarts from checkpoints and, if they recover live, without."""
+
+    took: JobTimes
+    live: LiveTimes | None
+    rollback: FailureModel
+    intervals: CheckpointIntervals | None
+    failure_cost: dict[str, float]
+
+    @property
+    def failures(self) -> Numbers:
+        """Number of failures of each job; also while checkpoints are written and lost work is repeated."""
+        found = self.took.failures.astype(np.float64)
+        return (
+            found if self.live is None else found + self.live.failures * self.took.seconds / self.live.seconds
+        )
+
+    @property
+    def losses(self) -> dict[str, Numbers]:
+        """Seconds by which failures lengthen each job, by their names in the ledger."""
+        zero = np.zeros_like(self.took.work)
+        live = self.live
+        return {
+            "checkpoints": self.took.writing,
+            "lost work": self.took.lost + (live.repeated if live else zero),
+            "restarts": self.took.restarting,
+            "recoveries": live.paused if live else zero,
+            "missing ranks": live.slower if live else zero,
+        }
+
+
+def _course(plan: ClusterPlan, nodes: int, work: Numbers, steps: _Steps) -> _Course:
+    """Return the course of jobs that take `work` without failures."""
+    seed = [plan.seed, nodes]
+    risk = FailureModel(plan.node_mtbf / nodes, plan.write, plan.restart)
+    if plan.recovery == "restart" or risk.mtbf == math.inf:
+        intervals = _intervals(plan, risk, nodes)
+        interval = intervals.used if intervals else math.inf
+        cost = {} if risk.mtbf == math.inf else restart_cost(risk, interval)
+        return _Course(simulate_jobs(risk, interval, work, [*seed, 3]), None, risk, intervals, cost)
+    failures = live_failures(plan.live, plan.network, nodes, plan.node_mtbf, plan.restart)
+    risk = state_risk(failures, plan.write, plan.restart)
+    intervals = _live_intervals(plan, risk, nodes)
+    mean, round_seconds = steps.whole.mean(axis=1), plan.every * steps.whole.mean(axis=1)
+    computing = steps.computing.mean(axis=1) / mean
+    cost = live_cost(failures, float(computing.mean()), float(round_seconds.mean()), risk, intervals.used)
+    live = simulate_live_jobs(failures, computing, round_seconds, work, [*seed, 5])
+    if live is None:
+        none = np.zeros(plan.jobs)
+        took = JobTimes(
+            work=work, writing=none, lost=none, restarting=none, failures=none.astype(np.int64), stuck=True
+        )
+    else:
+        took = simulate_jobs(risk, intervals.used, live.seconds, [*seed, 3])
+    return _Course(took, live, risk, intervals, cost)
+
+
+def _row(plan: ClusterPlan, nodes: int, steps: _Steps) -> ClusterRow:
+    compute, samples, mean = steps.compute, steps.samples, steps.whole.mean(axis=1)
+    useful, slowest = compute * samples.useful, compute * samples.slowest
     parts = {
         "useful": useful,
         "uneven machines": slowest - useful,
-        "varying steps": compute * steps.longest.mean(axis=1) - slowest,
-        "communication": exposed.mean(axis=1),
+        "varying steps": compute * samples.longest.mean(axis=1) - slowest,
+        "communication": steps.exposed.mean(axis=1),
     }
-    ideal = (plan.work or 7 * DAY * nodes) / nodes
-    work = ideal * mean / compute
-    risk = FailureModel(plan.node_mtbf / nodes, plan.write, plan.restart)
-    intervals = _intervals(plan, risk, nodes)
-    took = simulate_jobs(risk, intervals.used if intervals else np.inf, work, [plan.seed, nodes, 3])
-    total = took.seconds
+    work = (plan.work or 7 * DAY * nodes) / nodes * mean / compute
+    course = _course(plan, nodes, work, steps)
+    took, total = course.took, course.took.seconds
     ledger = {name: part / mean * work / total for name, part in parts.items()}
-    ledger |= {
-        "checkpoints": took.writing / total,
-        "lost work": took.lost / total,
-        "restarts": took.restarting / total,
-    }
+    ledger |= {name: part / total for name, part in course.losses.items()}
     if took.stuck:
         ledger = {name: np.full(plan.jobs, float(name == "lost work")) for name in ledger}
     efficiency = ledger["useful"]
-    hours = total / 3600.0 * nodes
+    failing = plan.node_mtbf < math.inf
     return ClusterRow(
         nodes=nodes,
         ranks=nodes * plan.network.per_node,
-        algorithm=price.algorithm,
+        recovery=plan.recovery if failing else None,
+        algorithm=steps.price.algorithm,
         compute_seconds=compute,
-        comm_seconds=comm,
-        step=Percentiles.of(whole.ravel()),
+        comm_seconds=steps.comm,
+        step=Percentiles.of(steps.whole.ravel()),
         efficiency=Percentiles.of(efficiency),
         ledger={name: float(part.mean()) for name, part in ledger.items()},
-        speedup=float((efficiency * nodes * plan.network.per_node / steps.useful).mean()),
-        mtbf_seconds=None if risk.mtbf == np.inf else risk.mtbf,
-        failures=float(took.failures.mean()),
-        intervals=intervals,
+        speedup=float((efficiency * nodes * plan.network.per_node / samples.useful).mean()),
+        mtbf_seconds=plan.node_mtbf / nodes if failing else None,
+        rollback_seconds=None if course.rollback.mtbf == math.inf else course.rollback.mtbf,
+        failures=float(course.failures.mean()),
+        failure_cost=course.failure_cost,
+        intervals=course.intervals,
         job_seconds=None if took.stuck else Percentiles.of(total),
-        cost=None if plan.price is None or took.stuck else Percentiles.of(hours * plan.price),
+        cost=None if plan.price is None or took.stuck else Percentiles.of(total / 3600 * nodes * plan.price),
         stuck=took.stuck,
     )
 
 
 def _intervals(plan: ClusterPlan, risk: FailureModel, nodes: int) -> CheckpointIntervals | None:
-    """Return the checkpoint intervals; None without checkpoints."""
+    """Return the checkpoint intervals of recovery by restart; None without checkpoints."""
     if risk.mtbf == np.inf:
         return None if plan.interval is None else CheckpointIntervals(plan.interval)
     if not plan.write and plan.interval is None:
@@ -381,3 +379,11 @@ def _intervals(plan: ClusterPlan, risk: FailureModel, nodes: int) -> CheckpointI
         daly_interval(risk),
         best_interval(risk, max(_MIN_JOBS, plan.jobs), [plan.seed, nodes, 4]),
     )
+
+
+def _live_intervals(plan: ClusterPlan, risk: FailureModel, nodes: int) -> CheckpointIntervals:
+    """Return the checkpoint intervals of live recovery: a day at most, since not all failures are modelled."""
+    found = _intervals(plan, risk, nodes)
+    if found is None or (plan.interval is None and found.used > DAY):
+        return replace(found or CheckpointIntervals(DAY), used=DAY)
+    return found

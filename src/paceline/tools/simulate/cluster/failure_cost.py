@@ -21,18 +21,34 @@ from numpy.typing import NDArray
 from paceline.errors import UsageError
 
 __all__ = [
+    "FAILURE_PARTS",
+    "STUCK",
     "FailureModel",
     "JobTimes",
     "best_interval",
     "daly_interval",
     "expected_slowdown",
+    "expected_undone",
+    "restart_cost",
     "simulate_jobs",
     "young_interval",
 ]
 
 Numbers = NDArray[np.float64]
 
-_STUCK = 1e4
+FAILURE_PARTS: tuple[str, ...] = (
+    "noticing",
+    "new world",
+    "state",
+    "repeated step",
+    "slower steps",
+    "restart",
+    "lost work",
+)
+"""What a failure costs: noticing it, forming a world without the lost ranks and one with their replacements, moving
+state, repeating the interrupted step, training with fewer ranks; or restarting and repeating work (`restart_cost`)."""
+
+STUCK = 1e4
 """Slowdown from which a job is assumed never to end."""
 _REACH, _GRID = 4.0, 17
 """Intervals tried: `_GRID` from Daly's / `_REACH` to Daly's × `_REACH`."""
@@ -107,6 +123,34 @@ def expected_slowdown(risk: FailureModel, interval: float) -> float:
     return risk.mtbf * math.exp(risk.restart / risk.mtbf) * math.expm1(exponent) / interval
 
 
+def expected_undone(mtbf: float, period: float) -> float:
+    """Return the mean seconds since the last period was complete when a failure happens.
+
+    Args:
+        mtbf: mean seconds between failures.
+        period: seconds of a period: a step, or training between checkpoints with its checkpoint.
+
+    Example:
+        >>> expected_undone(1e9, 60.0), round(expected_undone(60.0, 60.0), 2)
+        (30.0, 25.08)
+    """
+    failures = period / mtbf
+    if failures < 1e-6:
+        return period / 2
+    return mtbf - period / math.expm1(min(failures, 500.0))
+
+
+def restart_cost(risk: FailureModel, interval: float) -> dict[str, float]:
+    """Return the mean seconds that a failure during training costs, by `FAILURE_PARTS`.
+
+    Args:
+        risk: failures and their cost.
+        interval: τ in seconds.
+    """
+    lost = expected_undone(risk.mtbf, interval + risk.write)
+    return dict.fromkeys(FAILURE_PARTS, 0.0) | {"restart": risk.restart, "lost work": lost}
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobTimes:
     """Seconds of simulated jobs, one element per job.
@@ -150,7 +194,7 @@ def simulate_jobs(risk: FailureModel, interval: float, work: Numbers, seed: Sequ
     writing = segments * risk.write
     if risk.mtbf == math.inf:
         return JobTimes(work=work, writing=writing, lost=zero, restarting=zero, failures=none)
-    if expected_slowdown(risk, interval) > _STUCK:
+    if expected_slowdown(risk, interval) > STUCK:
         return JobTimes(work=work, writing=zero, lost=zero, restarting=zero, failures=none, stuck=True)
     rng = np.random.default_rng(list(seed))
     period = interval + risk.write
