@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline._core.step_state import step_state
 from paceline._core.summation_tree import leaves_of
-from paceline.checkpoint.api import Checkpoint
+from paceline.checkpoint.api import Checkpoint, Resumed
 from paceline.elastic.live_training import Elastic
 from paceline.health.watchdog import Watchdog
 from paceline.integrations.loggers import LoggerGroup, make_loggers
@@ -121,6 +121,8 @@ class TrainingJob:
         """Continue in another world; all its ranks call this."""
         was_first, self.world = self.world.rank == 0 and self.world.backend != "none", world
         self.checkpoint.rejoin()
+        if (found := self.checkpoint.resumed) is not None and found.step == self.step:
+            self.go_back(found)
         place: dict[str, Any] = {"rank": world.rank, "size": world.size}
         windows = self.checkpoint.facts["windows"]
         parts = self.settings.virtual_ranks or world.size
@@ -131,6 +133,12 @@ class TrainingJob:
         if world.rank == 0 and not was_first and self.settings.log:
             self.loggers = LoggerGroup(make_loggers(self.settings.log))
             self.loggers.start({**self.folder.facts(), "folder": str(self.folder.path)})
+
+    def go_back(self, found: Resumed) -> None:
+        """Continue from a checkpoint that was loaded."""
+        self.checkpoint.facts |= {name: found.facts[name] for name in ("windows", "first_val_loss")}
+        self.sent_bytes.restore(found.facts.get("traffic"))
+        self.reported, self.metrics = min(self.reported, found.step), StepMetrics(self.folder.path)
 
     @property
     def most_micro_batches(self) -> int:
@@ -243,6 +251,7 @@ def build_job(settings: TrainSettings, world: World, watchdog: Watchdog | None =
             watchdog=watchdog,
             step=checkpoint.step,
             min_ranks=settings.min_ranks or 1,
+            checkpoint=checkpoint,
         ),
         reported=checkpoint.step,
     )
