@@ -10,6 +10,10 @@ from simulated_worlds import same_bits, world_beside_cpus
 from training_scenes import SCENES, Place
 
 NO_EFFECT = {
+    "buckets/neighbour_exchange.py: NeighbourExchange.pass_on: PendingCollective(works, held=comm.pending).wait()": (
+        "copies are kept on CPUs only"
+    ),
+    "buckets/neighbour_exchange.py: NeighbourExchange.pass_on: reduced.wait()": "copies are kept on CPUs only",
     "compression/compressed_allreduce.py: AllToAllReduce._reduce: swapping.wait()": "the host reduces there, over gloo",
     "compression/powersgd.py: PowerSGDAllReduce.wait: pending.wait()": "the second sum ends later on the same stream; "
     "over gloo this waits until a thread has launched it",
@@ -34,6 +38,10 @@ NO_EFFECT = {
     "virtual_ranks/virtual_reducer.py: VirtualRankReducer.finish: self._partial_sums.keep(self.buckets, "
     "self._leaves[self._done])": "keeps partial sums, orders nothing",
     "engine/sparse_gradients.py: SparseGradients._launch: work.wait()": "NCCL reduces no sparse tensors; over gloo",
+    "sharding/copying_update.py: CopyingUpdate._update_with_copy: gather.wait_for(flats)": "copies are kept "
+    "on CPUs only",
+    "sharding/copying_update.py: CopyingUpdate._update_with_copy: reducer.launch_queue.wait_all()": "copies are kept "
+    "on CPUs only",
     "sharding/fsdp.py: _P2PAllGather.__call__: self._comm.all_gather(output_tensor).wait()": "over gloo only",
     "sharding/fsdp.py: _P2PReduceScatter.__call__: self._comm.reduce_scatter(input_tensor, output_tensor).wait()": (
         "over gloo only"

@@ -84,7 +84,6 @@ def _global(
 
 def _norm_of_blocks(engine: Reducer, norm_type: float) -> torch.Tensor:
     """Return the norm that is the same to the bit on any ranks; see [Note: one norm for any number of ranks]."""
-    engine.note_waiting(engine.launch_queue.wait_all())
     held = [bucket.grads for bucket in engine.buckets if bucket.slots]
     if engine.sharded:
         held = [bucket.result(low, high) for bucket, low, high in engine.launch_queue.owned_ranges()]
