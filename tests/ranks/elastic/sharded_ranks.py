@@ -17,6 +17,7 @@ from torch import nn
 import paceline
 from paceline._core.summation_tree import leaves_of
 from paceline.data.leaf_random import seed_leaf
+from paceline.elastic.shard_recovery import ShardRecovery
 from paceline.errors import CollectiveError
 from paceline.parallel.buckets.neighbour_exchange import NeighbourExchange
 from paceline.parallel.engine.launch_queue import LaunchQueue
@@ -97,6 +98,8 @@ class Faults:
         self.around(paceline.DataParallel, "clip_grad_norm_", after="clip")
         self.around(CopyingUpdate, "_gather_others", before="updated")
         self.around(NeighbourExchange, "all_gather", after="gather")
+        self.around(ShardRecovery, "exchange", before="exchange", after="exchanged")
+        self.around(ShardRecovery, "rejoin", after="rejoined")
         real = NeighbourExchange.confirm
 
         def confirm(exchange, step):

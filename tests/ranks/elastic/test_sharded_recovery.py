@@ -137,6 +137,17 @@ def test_two_of_four_that_are_no_neighbours(killable, alone, places):
         assert result[1][-1] == 2
 
 
+@pytest.mark.parametrize("place", ["exchange", "exchanged", "rejoined"])
+@pytest.mark.parametrize(("first", "step"), [("backward", 3), ("confirm", 4), ("updated", 4)])
+def test_in_recovery(killable, alone, first, step, place):
+    faults = {1: [Fault(first)], 3: [Fault(place, step)]}
+    results = killable.run_ranks(run, 4, Setup(), faults, timeout=120)
+    assert [result is None for result in results] == [False, True, False, True], results
+    for result in results[::2]:
+        assert result[0] == alone(Setup())
+        assert result[1][-1] == 2
+
+
 def test_two_neighbours_of_four_without_a_checkpoint(killable):
     faults = {1: [Fault("forward")], 2: [Fault("forward")]}
     results = killable.run_ranks(run, 4, Setup(), faults, timeout=120)

@@ -39,10 +39,10 @@ def train(rank, size, sync, kind, copies, virtual, clip):
     """Return the parameters, this rank's shards of state, and the copy of its neighbour's."""
     model = paceline.DataParallel(network(), sync=sync, virtual_ranks=virtual)
     optimizers = optimizers_of(model, kind)
-    if copies:
-        for each in optimizers:
-            each.keep_copy()
     for step in range(STEPS):
+        if step == copies:
+            for each in optimizers:
+                each.keep_copy()
         for leaf in leaves_of(rank, size, virtual) if virtual else [rank]:
             torch.manual_seed(100 * step + leaf)
             count = (7 * step + 3 * leaf) % 5 + 2
@@ -72,10 +72,10 @@ def no_clip(model):
     pass
 
 
-def compare(rank, size, sync, kind, virtual, clip):
-    """Train with and without copies; return what differs."""
-    plain, own, none = train(rank, size, sync, kind, False, virtual, clip)
-    found, shards, copy = train(rank, size, sync, kind, True, virtual, clip)
+def compare(rank, size, sync, kind, virtual, clip, begin=0):
+    """Train without copies and with copies from a step on; return what differs."""
+    plain, own, none = train(rank, size, sync, kind, None, virtual, clip)
+    found, shards, copy = train(rank, size, sync, kind, begin, virtual, clip)
     assert not any(none)
     problems = [] if torch.equal(plain, found) else ["parameters"]
     problems += [] if same(own, shards) else ["own state"]
@@ -109,3 +109,9 @@ def test_copy_is_the_neighbours_shard(pool, backend, size, virtual, kind, sync):
 @pytest.mark.parametrize("clip", [torch_clip, no_clip])
 def test_copy_follows_what_changes_gradients(pool, backend, clip):
     assert pool(3, backend).run(compare, SYNCS["small buckets"], "sgd", None, clip) == [[]] * 3
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_copies_from_a_later_step_on(pool, backend, kind):
+    assert pool(3, backend).run(compare, SYNCS["small buckets"], kind, 8, own_clip, 3) == [[]] * 3

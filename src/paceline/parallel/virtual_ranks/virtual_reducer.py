@@ -128,6 +128,8 @@ class VirtualRankReducer(Reducer):
         module: torch.nn.Module,
         virtual_ranks: int,
     ) -> None:
+        device = named[0][1].device if named else torch.device("cpu")
+        self.arithmetic = compare_arithmetic(comm, device)  # a collective: nothing is left behind if it fails
         super().__init__(named, comm, plan, reduce_dtype, frozen, module)
         self.virtual_ranks = virtual_ranks
         self._leaves = leaves_of(comm.rank, comm.size, virtual_ranks)
@@ -145,7 +147,6 @@ class VirtualRankReducer(Reducer):
         self.residuals = ResidualState(self.launch_queue)
         self.layout = Layout(align=NORM_BLOCK, in_parts=tree_sum.exchanges)
         self.weights = LossWeights(comm.rank, virtual_ranks)
-        self.arithmetic = compare_arithmetic(comm, self.device)
         self._buffers = LeafBuffers(module, comm, virtual_ranks)
         self._shards.norms_vary = True
         self._used: set[int] = set()  # slots with a gradient of a leaf that is done
