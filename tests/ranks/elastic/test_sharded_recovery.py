@@ -67,12 +67,14 @@ def test_one_of_some_ranks_dies(killable, alone, size, backend, place):
     check(killable, alone, size, Setup(backend=backend), faults, [size - 1])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("step", [0, 1, 7])
 @pytest.mark.parametrize("place", ["backward", "confirm", "confirmed", "updated"])
 def test_in_the_first_and_the_last_step(killable, alone, place, step):
     check(killable, alone, 3, Setup(), {2: [Fault(place, step)]}, [2])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 @pytest.mark.parametrize("place", ["backward", "confirm", "confirmed", "updated", "between"])
 def test_between_the_updates_of_two_optimizers(killable, alone, backend, place):
@@ -97,6 +99,7 @@ def test_in_the_gathers_of_four(killable, alone, backend, place):
 # Where the confirmation passes on some ranks only.
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("held", [(0,), (2,), (0, 2)])
 def test_a_confirmation_that_fails_on_some_ranks(killable, alone, kind, held):
@@ -137,6 +140,7 @@ def test_two_of_four_that_are_no_neighbours(killable, alone, places):
         assert result[1][-1] == 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("place", ["exchange", "exchanged", "rejoined"])
 @pytest.mark.parametrize(("first", "step"), [("backward", 3), ("confirm", 4), ("updated", 4)])
 def test_in_recovery(killable, alone, first, step, place):

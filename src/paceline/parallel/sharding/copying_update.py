@@ -104,6 +104,8 @@ class CopyingUpdate(ShardedLayout):
 
         From the confirmation on this raises no error of other ranks: parameters do where they are used.
         """
+        if self.held is not None:  # of the same gradients
+            return
         groups, gather = self._groups[::-1], reducer.parameter_gather
         if reducer.readopt_parameters():
             for group in groups:
@@ -112,7 +114,7 @@ class CopyingUpdate(ShardedLayout):
         if not neighbours.is_decided(reducer.step):
             gather.wait_for(flats)
             for each in reducer.consumers.optimizers:  # a collective, which must not come between two updates
-                if isinstance(each, CopyingUpdate) and not (each._groups or each._needs_arguments):
+                if isinstance(each, CopyingUpdate) and each._must_build(reducer):
                     each._build()
             reducer.note_waiting(reducer.launch_queue.wait_all())
         options = [group_options(group) for group in self.param_groups]
@@ -130,9 +132,7 @@ class CopyingUpdate(ShardedLayout):
             self._check_states_of_copies(neighbours, groups)
             self._gather_others(reducer, neighbours, flats)
         reducer.consume(self)
-        with contextlib.suppress(
-            Exception
-        ):  # where nobody can watch them, parameters raise in the next forward
+        with contextlib.suppress(Exception):  # what failed raises later: at the latest in the next backward
             gather.leave_in_flight()
 
     def _gather_others(
@@ -173,6 +173,11 @@ class CopyingUpdate(ShardedLayout):
     def divided(self) -> bool:
         """Whether ranks hold different parts of the state, as from the first step on where there are shards."""
         return self._reducer is not None and bool(self._groups)
+
+    def _must_build(self, reducer: Reducer) -> bool:
+        """Return whether its first step builds its groups."""
+        built = bool(self._groups) or self._needs_arguments
+        return not built and reducer.consumers.taken_over(self) is None
 
     # ------------------------------------------------------------------ a step that others have not ended
 
