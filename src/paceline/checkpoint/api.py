@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import shutil
-import time
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
@@ -40,9 +39,6 @@ from paceline.world.live_file import JOINER_VARIABLE
 __all__ = ["Checkpoint", "Resumed"]
 
 log = logging.getLogger("paceline.checkpoint")
-
-_TAKE_OVER_SECONDS = 5.0
-"""For a process that has written checkpoints to end."""
 
 
 @dataclass(frozen=True)
@@ -335,25 +331,12 @@ class Checkpoint:
         self._pending, self._saved_at = None, -1
         self._rank, self._ranks = rank_and_size(self._group)
         if self._rank == 0 and self._lock is None:
-            self._lock = self._take_over()
+            self._lock = self._folder.lock()  # once the process that had it has ended
+            self._folder.remove_incomplete()
         run_ids = gather_texts(
             self._run_id or (uuid.uuid4().hex[:12] if self._rank == 0 else ""), self._group
         )
         self._run_id = next(run_id for run_id in run_ids if run_id)
-
-    def _take_over(self) -> FolderLock:
-        """Lock the folder, once the process that had the lock has ended."""
-        deadline = time.monotonic() + _TAKE_OVER_SECONDS
-        while True:
-            try:
-                lock = self._folder.lock()
-                break
-            except CheckpointError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
-        self._folder.remove_incomplete()
-        return lock
 
     # ------------------------------------------------------------------ open and close
 

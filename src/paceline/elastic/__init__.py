@@ -9,5 +9,6 @@ store_link.py      reads and writes them; a store whose waits can be ended
 membership.py      runs the state machine in a thread
 training_state.py  what members bring to the same values
 shard_recovery.py  copies of the neighbours' shards, and what is built from them
-live_training.py   `paceline.Elastic`: attempts at steps, and forming the next world
+world_forming.py   connects the members of a view and brings them to the same state
+live_training.py   `paceline.Elastic`: attempts at steps
 """

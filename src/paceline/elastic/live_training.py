@@ -8,12 +8,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
-
-import torch.distributed as dist
 
 from paceline.checkpoint.api import Checkpoint
 from paceline.checkpoint.named_objects import NamedObjects
@@ -31,20 +29,20 @@ from paceline.elastic.member_events import (
     Suspected,
     Train,
 )
-from paceline.elastic.membership import Membership, newest_view
+from paceline.elastic.membership import Membership, TrainingAction, newest_view
 from paceline.elastic.next_view import first_view
 from paceline.elastic.shard_recovery import ShardRecovery
-from paceline.elastic.store_link import AbortableStore, StoreLink
+from paceline.elastic.store_link import StoreLink
 from paceline.elastic.store_records import view_key, view_value
 from paceline.elastic.training_state import StepSnapshot, TrainingState
 from paceline.elastic.view import Rules, View
+from paceline.elastic.world_forming import WorldForming
 from paceline.errors import MismatchError, PeerFailed, UsageError, WorldError
-from paceline.health.abort_collectives import abort_groups
 from paceline.health.watchdog import Watchdog, is_symptom
 from paceline.world.control_collectives import gather_texts, rank_and_size
 from paceline.world.group_devices import backend_name
 from paceline.world.live_file import JOINER_VARIABLE, LEFT_EXIT_CODE, MEMBER_VARIABLE, LiveFile, LiveWorld
-from paceline.world.session import World, form_world, leave_group
+from paceline.world.session import World, leave_group
 from paceline.world.store.launched_store import has_launched_store, open_launched_store
 
 __all__ = ["Elastic"]
@@ -86,17 +84,19 @@ class Elastic:
         lost: seconds without a sign of life after which a rank counts as lost.
         wait: seconds to wait for others to join.
         timeout: seconds that collectives wait for a rank.
-        checkpoint: to go back to where sharded state is lost, as two neighbouring ranks have died; None: then the run
-            ends.
+        step: optimizer steps that are done already.
+        checkpoint: continues in each new world; to go back to where sharded state is lost, as two neighbouring ranks
+            have died. None: then the run ends.
         named: objects under given names.
 
     Attributes:
         step: optimizer steps done, of the whole world.
-        world: the present place of this rank.
+        world: the place of this rank in the newest world that was formed since this was made; None: there is none.
         recoveries: worlds that were formed since this was made.
 
     Raises:
-        UsageError: a model is not wrapped, or its strategy can't recover live.
+        UsageError: on entering, a model is not wrapped, or its strategy can't recover live.
+        WorldError: from an attempt, this rank is removed, or the run can't go on.
 
     Example:
         >>> model = paceline.DataParallel(torch.nn.Linear(2, 1))
@@ -138,7 +138,7 @@ class Elastic:
         self._undo: StepSnapshot | None = None  # of a step whose update is held
         self._repeats, self._stopped_at = False, 0.0
         self._membership: Membership | None = None
-        self._forming: AbortableStore | None = None
+        self._forming: WorldForming | None = None
         self._live_file = LiveFile.from_environment(os.environ)
         self._on_world: list[Callable[[World], None]] = []
         self._previous_handler: Any = None
@@ -170,7 +170,16 @@ class Elastic:
         if not (me and has_launched_store(os.environ)) or (not self.is_joiner and rank_and_size()[1] == 1):
             return self
         store = StoreLink(open_launched_store(os.environ, self._timeout))
+        self._state.check()
         self._shards.begin()
+        forming = self._forming = WorldForming(
+            me,
+            self._state,
+            self._shards,
+            watchdog=self._watchdog,
+            checkpoint=self._checkpoint,
+            timeout=self._timeout,
+        )
         if self.is_joiner:
             member = Member.joining(me, self._rules, self._newest(store))
         else:
@@ -179,7 +188,7 @@ class Elastic:
             store.create(view_key(0), view_value(view))
             member = Member.starting(me, self._rules, view)
             self._shards.joined(view)
-        self._membership = Membership(store, member, lost=self._lost, wait=self._wait, on_abort=self._abort)
+        self._membership = Membership(store, member, lost=self._lost, wait=self._wait, on_abort=forming.abort)
         self._membership.start()
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._request_leave)
@@ -277,8 +286,8 @@ class Elastic:
         self.step += 1
         return True
 
-    def _recover(self, membership: Membership, undo: Any) -> None:
-        """Stop, and go on in the next world."""
+    def _recover(self, membership: Membership, undo: StepSnapshot | None) -> None:
+        """Stop, undo a step that was not done, and go on in the next world."""
         self._stopped_at = time.monotonic()
         if self._shards.held:
             self._undo = undo
@@ -289,6 +298,7 @@ class Elastic:
         self._go_on()
 
     def _give_up(self, before: StepSnapshot) -> None:
+        """Go back to before an attempt."""
         self._state.give_up(before)
         self._shards.ended = True
 
@@ -298,7 +308,7 @@ class Elastic:
         newest = None if self._checkpoint is None else self._checkpoint.newest_step
         return Stopped(self.step, stage, finished, newest)
 
-    def _go_on(self, action: Any = None) -> None:
+    def _go_on(self, action: TrainingAction | None = None) -> None:
         """Carry out what the membership decides until this rank trains again."""
         membership = self._membership
         assert membership is not None, "it is active"
@@ -351,66 +361,27 @@ class Elastic:
 
     # ------------------------------------------------------------------ the next world
 
-    def _abort(self) -> None:
-        """Free the training thread from waits for other members."""
-        if self._forming is not None:
-            self._forming.abort()
-        abort_groups(PeerFailed("the world changes"))
-
     def _form(self, view: View) -> None:
-        """Connect to the members of a view, and bring all to the same state."""
-        if self._watchdog is not None:
-            self._watchdog.close()
-        me, recovery = os.environ[MEMBER_VARIABLE], view.recovery
-        self._decide(apply=me in recovery.applying)
-        store = AbortableStore(open_launched_store(os.environ, self._timeout), self._timeout)
-        self._forming = store
-        assert self._membership is not None, "it is active"
-        if self._membership.aborting:
+        """Form the world of a view; on a member that leaves, provide its state only.
+
+        Raises:
+            WorldError: the world changed again before it was begun.
+        """
+        forming, membership = self._forming, self._membership
+        assert forming is not None, "it is active"
+        assert membership is not None, "it is active"
+        self._decide(apply=membership.member.me in view.recovery.applying)
+        forming.begin()
+        if membership.aborting:
             raise WorldError("the world changed again")
-        self._wait_for_all(store, view, me, "here")
-        world, step, found = self._connect(store, view, me, view.participants), recovery.step, None
-        if self._shards.sharded:
-            found = self._shards.exchange(view, me)
-        else:
-            self._state.rejoin()
-            if recovery.receivers:
-                source = view.participants.index(recovery.source)
-                replacing = partial(self._membership.feed, Replacing())
-                self._state.send(source, replacing if me in recovery.receivers else None)
-        if view.leaving:  # they have provided what they had
-            self._wait_for_all(store, view, me, "provided")
-            if me in view.leaving:
-                return
-            world = self._connect(store, view, me, view.members)
-            if not self._shards.sharded:
-                self._state.rejoin()
-        self.world = world
-        if self._shards.sharded:
-            step = self._shards.rejoin(view, found, self._checkpoint)
-        self._state.agree()
-        if self._watchdog is not None:
-            self._watchdog.rejoin()
+        found = forming.form(view, partial(membership.feed, Replacing()))
+        if found is None:
+            return
+        self.world, self.step = found
         for function in self._on_world:
             function(self.world)
-        self._forming, self.step = None, step
+        forming.end()
         self._shards.joined(view)
-
-    @staticmethod
-    def _wait_for_all(store: AbortableStore, view: View, me: str, place: str) -> None:
-        """Wait until all participants of a view are at a place."""
-        store.set(f"elastic/{place}/{view.epoch}/{me}", b"")
-        store.wait([f"elastic/{place}/{view.epoch}/{name}" for name in view.participants])
-
-    def _connect(self, store: AbortableStore, view: View, me: str, members: Sequence[str]) -> World:
-        name = f"elastic/world/{view.epoch}/{len(members)}"
-        return form_world(
-            dist.PrefixStore(name, store),
-            members.index(me),
-            len(members),
-            store.get("elastic/backend").decode(),
-            self._timeout,
-        )
 
     def _decide(self, *, apply: bool) -> None:
         """Apply or give up an update that is held, as the view says."""

@@ -7,7 +7,6 @@ whose sign of life in the store stays unchanged for too long.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -17,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
 
 from paceline.elastic.member import Member
 from paceline.elastic.member_events import (
@@ -59,7 +60,10 @@ log = logging.getLogger("paceline.elastic")
 
 TrainingAction = Abort | FormWorld | Train | Finish | Leave | End
 
-_POLL_SECONDS = 0.01
+_BUSY_SECONDS = 0.01
+_POLL_SECONDS = {"training": 0.05}
+"""Between two looks at the store, by phase; a process of this host that ends is noticed at once."""
+
 _SIGN_SECONDS = 0.5
 """Between two signs of life."""
 
@@ -191,11 +195,12 @@ class Membership:
                     if self._member.phase == "gone":
                         return
                     self._look()
-            except Exception as error:  # noqa: BLE001 - of the store, which may be any backend's
-                log.warning("the store of the job is lost: %s", error)
+                self._wait_for_processes(_POLL_SECONDS.get(self._member.phase, _BUSY_SECONDS))
+            except Exception as error:
+                lost = isinstance(error, dist.DistError | OSError)
+                log.warning("the store of the job is lost: %s", error, exc_info=None if lost else error)
                 self.feed(StoreLost())
                 return
-            self._wait_for_processes(_POLL_SECONDS)
 
     def _look(self) -> None:
         for key in list(watched_keys(self._member)):
@@ -245,15 +250,15 @@ class Membership:
 
     def _process_of(self, other: str) -> LocalProcess | None:
         """Return a member's process if it is on this host, and another one."""
+        record = None
         if other not in self._processes and other != self._member.me:
-            with contextlib.suppress(Exception):
-                record = self._store.read(f"process/{other}")
-                if record is not None:
-                    found = _Process(**json.loads(record))
-                    here = found.host_key == host_key()
-                    self._processes[other] = LocalProcess(found.pid, found.start_ticks) if here else None
-                    if here and process_start_ticks(found.pid) != found.start_ticks:
-                        self._died(other)
+            record = self._store.read(f"process/{other}")
+        if record is not None:
+            found = _Process(**json.loads(record))
+            here = found.host_key == host_key()
+            self._processes[other] = LocalProcess(found.pid, found.start_ticks) if here else None
+            if here and process_start_ticks(found.pid) != found.start_ticks:
+                self._died(other)
         return self._processes.get(other)
 
     def _died(self, other: str) -> None:

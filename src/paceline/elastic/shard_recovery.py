@@ -147,22 +147,15 @@ class ShardRecovery:
         strange = [
             name for name, each in self._state.objects.optimizers.items() if name not in self._optimizers
         ]
-        if model.plan.shard != "optimizer" or model.plan.compression is not None:
-            problem, remedy = (
-                f"sync={str(model.plan.label)!r}",
-                'use "sharded" without compression, or "bucketed"',
-            )
+        if model.plan.shard != "optimizer":
+            problem, remedy = f"sync={model.plan.name!r}", 'use "sharded", or "bucketed"'
         elif len(models) > 1:
-            problem, remedy = (
-                f"{len(models)} wrapped models, one of them sharded",
-                "wrap one model, or shard none",
-            )
+            problem = f"{len(models)} wrapped models, one of them sharded"
+            remedy = "wrap one model, or shard none"
         elif strange:
             problem, remedy = f"{strange[0]!r}, which is no ShardedOptimizer", "use paceline.ShardedOptimizer"
         elif model.engine.device.type != "cpu":
             problem, remedy = f"a sharded model on {model.engine.device.type}", 'use "bucketed"'
-        elif model.comm.shard_axis is not model.comm or model.engine.launch_queue.hook is not None:
-            problem, remedy = "a device mesh or a communication hook and a sharded model", "leave it out"
         else:
             return
         raise UsageError(f"live recovery with {problem}", rank=model.comm.rank, remedy=remedy)
@@ -280,14 +273,12 @@ class ShardRecovery:
         Args:
             view: the view.
             found: the state; None: it comes from the checkpoint.
-            checkpoint: continues there, too.
+            checkpoint: has continued there.
 
         Raises:
             WorldError: there is no checkpoint.
         """
         self._state.rejoin(whole=False)
-        if checkpoint is not None:
-            checkpoint.rejoin()
         if found is not None:
             self._load(found)
             return view.recovery.step

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.checkpoint.model_weights import load_weights, weights_part
 from paceline.checkpoint.named_objects import NamedObjects, unwrap
 from paceline.checkpoint.optimizer_state_pieces import load_optimizer, optimizer_state
+from paceline.errors import UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.sharding.optimizer_probe import group_options
 from paceline.parallel.sharding.update_groups import copied, take_over
@@ -66,6 +67,27 @@ class TrainingState:
         return {
             name: model for name, model in self._objects.models.items() if isinstance(model, DataParallel)
         }
+
+    def check(self) -> None:
+        """Check that the objects can move to another world without losing anything.
+
+        Raises:
+            UsageError: names what can't.
+        """
+        for name, model in self._objects.models.items():
+            if not isinstance(model, DataParallel):
+                problem, remedy = f"{name}, which is not wrapped", "wrap it: paceline.DataParallel(model)"
+            elif model.engine.tuner is not None or model.plan.shard == "parameters":
+                problem = f"sync={'auto' if model.engine.tuner is not None else model.plan.name!r}"
+                remedy = 'use "bucketed", "sharded" or another strategy by name'
+            elif model.plan.compression is not None:
+                problem = f"compression={str(model.plan.compression)!r}, whose residuals belong to ranks"
+                remedy = "leave the compression out"
+            elif model.engine.launch_queue.hook is not None or model.comm.shard_axis is not model.comm:
+                problem, remedy = "a communication hook, or a device mesh of two axes", "leave it out"
+            else:
+                continue
+            raise UsageError(f"live recovery with {problem}", remedy=remedy)
 
     # ------------------------------------------------------------------ a step that is given up
 

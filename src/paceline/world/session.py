@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import math
 import os
@@ -226,6 +225,8 @@ def leave_group() -> None:
     Its objects stay in memory: the destructor of a broken gloo group joins threads that wait for Python's lock, which
     the thread that destroys it holds.
     """
+    import ctypes
+
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import paceline
+from paceline._core.step_state import wait_counters
 from paceline._core.summation_tree import leaves_of
 from paceline.errors import BackwardFailed, SyncError, UsageError
+from paceline.parallel.virtual_ranks import arithmetic_probe
 
 STEPS = 5
 
@@ -171,6 +175,13 @@ def mistakes(rank, size):
         backward()
     optimizer.step()
     expect("kept", SyncError, backward)
+    expect("hook", UsageError, lambda: model.register_comm_hook(None, lambda state, bucket: None))
+    expect("join", UsageError, model.engine.run_joined_round)
+    expect("local", UsageError, lambda: model.engine.set_local_only(True))
+    optimizer.zero_grad()
+    wait_counters.leaf = (5, (leaves[0] + 1) % 5, 0)
+    expect("other leaf", UsageError, backward)
+    wait_counters.leaf = None
     return found
 
 
@@ -188,6 +199,90 @@ def test_what_virtual_ranks_refuse(pool):
         assert "after 1 backward of the" in found["early step"]
         assert "ends_step" in found["early step"]
         assert "zero_grad()" in found["kept"]
+        assert "register_comm_hook" in found["hook"]
+        assert "Join" in found["join"]
+        assert "local training" in found["local"]
+        assert "but the loader has served virtual rank" in found["other leaf"]
+
+
+def clipped_by_torch(rank, size, sync):
+    """Return the message of torch's clipping; empty: it clipped."""
+    model = paceline.DataParallel(nn.Linear(3, 2), sync=sync, virtual_ranks=2)
+    paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    model.backward(model(torch.ones(2, 3)).mean(), samples=2)
+    try:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_torchs_norm_over_shards_is_refused(pool):
+    assert all("model.clip_grad_norm_" in text for text in pool(2).run(clipped_by_torch, "sharded"))
+    assert pool(2).run(clipped_by_torch, "bucketed") == ["", ""]
+
+
+class Counting(nn.Module):
+    """A layer whose buffer changes from the third forward on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.forwards = nn.Linear(3, 2), 0
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.forwards += 1
+        if self.forwards > 2:
+            self.seen += 1
+        return self.layer(x)
+
+
+def changes_a_buffer_late(rank, size):
+    model = paceline.DataParallel(Counting(), virtual_ranks=2)
+    for _ in range(2):
+        model.backward(model(torch.ones(2, 3)).mean(), samples=2)
+        model.zero_grad()
+    with pytest.raises(SyncError) as caught:
+        model.backward(model(torch.ones(2, 3)).mean(), samples=2)
+    return str(caught.value)
+
+
+def test_a_buffer_that_changes_later_than_in_the_first_step_raises(pool):
+    assert all("'seen'" in text for text in pool(2).run(changes_a_buffer_late))
+
+
+def gives_other_bits(rank, size):
+    """Return the warnings of a world whose rank 1 has other arithmetic, and of a checkpoint of another one."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("paceline.parallel")
+    logger.addHandler(handler)
+    actual = arithmetic_probe._digest
+    try:
+        with mock.patch.object(arithmetic_probe, "_digest", lambda device: f"{actual(device)}{rank}"):
+            model = paceline.DataParallel(nn.Linear(3, 2), virtual_ranks=2)
+        now = model.engine.arithmetic
+        arithmetic_probe.warn_of_other_arithmetic(now, dict(now))
+        arithmetic_probe.warn_of_other_arithmetic(now, {**now, "digest": "other", "processor": "AVX9"})
+    finally:
+        logger.removeHandler(handler)
+    return records
+
+
+def test_other_arithmetic_is_reported(pool):
+    first, second = pool(2).run(gives_other_bits)
+    assert "rank 1" in first[0]
+    assert "computes other bits than rank 0" in first[0]
+    for (text,) in (first[1:], second):
+        assert "the checkpoint was computed on a processor that gives other bits (AVX9" in text
+
+
+def test_the_digest_is_that_of_this_process_whenever_it_is_computed():
+    state = torch.get_rng_state()
+    once, again = (arithmetic_probe.describe_arithmetic(torch.device("cpu")) for _ in range(2))
+    assert once == again
+    assert torch.equal(state, torch.get_rng_state()), "random numbers of the program are left alone"
 
 
 def fails_once(rank, size, bad_leaf):

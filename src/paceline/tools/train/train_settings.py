@@ -224,17 +224,15 @@ class TrainSettings:
             if getattr(self, name) is not None:
                 check_virtual_ranks(self.virtual_ranks, getattr(self, name))
 
-    def excludes_live(self, shard: str) -> str:
-        """Return why survivors of a failure can't go on in place; empty: they can."""
-        if self.recovery != "live":
-            return "recovery='restart'"
-        if shard not in ("none", "optimizer"):
-            return f"strategy={self.strategy!r}"
-        if self.is_auto or self.every is not None:
-            return "strategy='auto'" if self.is_auto else f"every={self.every!r}"
-        if compression_or_none(self.compression) is not None:
-            return f"compression={self.compression!r}"
-        return ""
+    def recovers_live(self, shard: str) -> bool:
+        """Return whether survivors of a failure go on in place, with a strategy that shards this."""
+        exchanges_gradients = self.every is None and compression_or_none(self.compression) is None
+        return (
+            self.recovery == "live"
+            and shard in ("none", "optimizer")
+            and not self.is_auto
+            and exchanges_gradients
+        )
 
     @property
     def is_auto(self) -> bool:

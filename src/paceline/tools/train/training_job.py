@@ -55,6 +55,7 @@ class TrainingJob:
         loggers: receive them, too.
         elastic: recovers from failures of other ranks.
         reported: step up to which the run was evaluated, logged and saved.
+        val_loss: the latest held-out loss; None: not measured since the run began or was resumed.
         loop: context manager to train in for local SGD.
         sent_bytes: bytes that this rank has sent.
         choice: the choice of ``--strategy auto``, with reasons.
@@ -74,6 +75,7 @@ class TrainingJob:
     loggers: LoggerGroup
     elastic: Elastic
     reported: int = 0
+    val_loss: float | None = None
     loop: OuterLoop | None = None
     sent_bytes: SentBytes = field(default_factory=SentBytes)
     choice: AutoChoice | None = None
@@ -109,26 +111,24 @@ class TrainingJob:
             "facts": self.checkpoint.facts,
             "sent": self.sent_bytes.state(),
             "reported": self.reported,
+            "val_loss": self.val_loss,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what another rank, or this one, had."""
         self.checkpoint.step, self.reported = state["step"], state["reported"]
+        self.val_loss = state["val_loss"]
         self.checkpoint.facts.update(state["facts"])
         self.sent_bytes.restore(state["sent"])
 
     def move_to(self, world: World) -> None:
         """Continue in another world; all its ranks call this."""
         was_first, self.world = self.world.rank == 0 and self.world.backend != "none", world
-        self.checkpoint.rejoin()
         if (found := self.checkpoint.resumed) is not None and found.step == self.step:
             self.go_back(found)
-        place: dict[str, Any] = {"rank": world.rank, "size": world.size}
-        windows = self.checkpoint.facts["windows"]
-        parts = self.settings.virtual_ranks or world.size
-        batch = min(self.settings.micro_batch_size, -(-windows // parts))
-        self.batches = replace(self.batches, batch=batch, windows=windows, **place)
-        self.held_out = replace(self.held_out, **place)
+        given = self.settings, self.corpus, self.size, world
+        self.batches = _training_windows(*given, self.checkpoint.facts["windows"])
+        self.held_out = _held_out_windows(*given)
         self.reported = min(int(rows[0]) for rows in gather_rows(torch.tensor([self.reported])))
         if world.rank == 0 and not was_first and self.settings.log:
             self.loggers = LoggerGroup(make_loggers(self.settings.log))
@@ -181,23 +181,11 @@ def build_job(settings: TrainSettings, world: World, watchdog: Watchdog | None =
     verify_same(_facts(settings, corpus), "the training", remedy="give every rank the same settings and data")
 
     parts = settings.virtual_ranks or settings.ranks or world.size
-    windows = settings.micro_batch_size * settings.accumulate * parts
-    shard: dict[str, Any] = {"context": size.context, "rank": world.rank, "size": world.size}
-
-    def batches_of(windows: int) -> TrainingWindows:
-        batch = min(settings.micro_batch_size, -(-windows // (settings.virtual_ranks or world.size)))
-        return TrainingWindows(
-            corpus.train,
-            batch,
-            seed=settings.seed,
-            windows=windows,
-            virtual_ranks=settings.virtual_ranks,
-            **shard,
-        )
-
-    choice = None
+    windows, choice = settings.micro_batch_size * settings.accumulate * parts, None
     if settings.is_auto:
-        choice = choose_strategy(settings, size, batches_of(windows), world)
+        choice = choose_strategy(
+            settings, size, _training_windows(settings, corpus, size, world, windows), world
+        )
         settings = choice.settings
 
     torch.manual_seed(settings.seed)
@@ -216,12 +204,10 @@ def build_job(settings: TrainSettings, world: World, watchdog: Watchdog | None =
         facts=checkpoint_facts(settings, size, corpus, windows),
         **stateful,
     )
-    sent_bytes = SentBytes(interface_start=interface_nbytes())
-    if settings.existing == "resume" and (found := checkpoint.load()):
+    found = checkpoint.load() if settings.existing == "resume" else None
+    if found is not None:
         check_facts(found.path, found.facts, settings, size, corpus)
-        checkpoint.facts |= {name: found.facts[name] for name in ("windows", "first_val_loss")}
-        windows = checkpoint.facts["windows"]
-        sent_bytes.restore(found.facts.get("traffic"))
+        windows = found.facts["windows"]
     job = TrainingJob(
         settings=settings,
         world=world,
@@ -231,33 +217,69 @@ def build_job(settings: TrainSettings, world: World, watchdog: Watchdog | None =
         model=model,
         optimizer=optimizer,
         checkpoint=checkpoint,
-        batches=batches_of(windows),
-        held_out=HeldOutWindows(
-            corpus.held_out,
-            settings.micro_batch_size,
-            limit=settings.eval_windows,
-            virtual_ranks=settings.virtual_ranks,
-            **shard,
-        ),
+        batches=_training_windows(settings, corpus, size, world, windows),
+        held_out=_held_out_windows(settings, corpus, size, world),
         metrics=StepMetrics(folder.path),
         loggers=LoggerGroup(make_loggers(settings.log) if settings.log and world.rank == 0 else ()),
         loop=loop,
-        sent_bytes=sent_bytes,
+        sent_bytes=SentBytes(interface_start=interface_nbytes()),
         choice=choice,
-        elastic=Elastic(
-            model,
-            optimizer,
-            active=not settings.excludes_live(model.plan.shard),
-            watchdog=watchdog,
-            step=checkpoint.step,
-            min_ranks=settings.min_ranks or 1,
-            checkpoint=checkpoint,
-        ),
+        elastic=_elastic(model, optimizer, checkpoint, settings, watchdog),
         reported=checkpoint.step,
     )
+    if found is not None:
+        job.go_back(found)
     job.elastic.add("training", job)
     job.elastic.on_world(job.move_to)
     return job
+
+
+def _training_windows(
+    settings: TrainSettings, corpus: Corpus, size: GptSize, world: World, windows: int
+) -> TrainingWindows:
+    """Return this rank's training data, of a global batch of `windows`."""
+    return TrainingWindows(
+        corpus.train,
+        min(settings.micro_batch_size, -(-windows // (settings.virtual_ranks or world.size))),
+        size.context,
+        rank=world.rank,
+        size=world.size,
+        seed=settings.seed,
+        windows=windows,
+        virtual_ranks=settings.virtual_ranks,
+    )
+
+
+def _held_out_windows(settings: TrainSettings, corpus: Corpus, size: GptSize, world: World) -> HeldOutWindows:
+    """Return this rank's part of the held-out data."""
+    return HeldOutWindows(
+        corpus.held_out,
+        settings.micro_batch_size,
+        size.context,
+        rank=world.rank,
+        size=world.size,
+        limit=settings.eval_windows,
+        virtual_ranks=settings.virtual_ranks,
+    )
+
+
+def _elastic(
+    model: DataParallel,
+    optimizer: ShardedOptimizer,
+    checkpoint: Checkpoint,
+    settings: TrainSettings,
+    watchdog: Watchdog | None,
+) -> Elastic:
+    """Return what recovers from failures of other ranks, where the settings allow that."""
+    return Elastic(
+        model,
+        optimizer,
+        active=settings.recovers_live(model.plan.shard),
+        watchdog=watchdog,
+        step=checkpoint.step,
+        min_ranks=settings.min_ranks or 1,
+        checkpoint=checkpoint,
+    )
 
 
 def _adamw(model: DataParallel, settings: TrainSettings) -> ShardedOptimizer:

@@ -65,7 +65,7 @@ def run_training(job: TrainingJob, progress: TrainingProgress, watchdog: Watchdo
     Raises:
         PacelineError: the loss or a parameter is no longer finite; earlier checkpoints are kept.
     """
-    val_loss, measured, recoveries = 0.0, None, job.elastic.recoveries
+    measured, recoveries = None, job.elastic.recoveries
     with ExitStack() as stack:
         if job.loop is not None:
             stack.enter_context(job.loop)
@@ -75,37 +75,36 @@ def run_training(job: TrainingJob, progress: TrainingProgress, watchdog: Watchdo
                 if recoveries != job.elastic.recoveries:
                     measured, recoveries = None, job.elastic.recoveries
                 if job.first_val_loss is None:
-                    val_loss = job.first_val_loss = _evaluate(job, progress)
+                    job.val_loss = job.first_val_loss = _evaluate(job, progress)
                 elif job.reported < job.step:
                     if last:
                         stack.close()
                         job.count_bytes(step=False)
-                    val_loss = _after_step(job, measured, val_loss, progress, watchdog, last=last)
+                    _after_step(job, measured, progress, watchdog, last=last)
                     job.reported = job.step
                 elif not last:
                     measured = take_step(job)
                 else:
                     break
-        if not val_loss:  # restarted after a failure behind the last step
-            val_loss = _evaluate(job, progress)
-    return val_loss
+        if job.val_loss is None:  # restarted after a failure behind the last step
+            job.val_loss = _evaluate(job, progress)
+    return job.val_loss
 
 
 def _after_step(
     job: TrainingJob,
     measured: StepMeasurement | None,
-    val_loss: float,
     progress: TrainingProgress,
     watchdog: Watchdog | None,
     *,
     last: bool,
-) -> float:
-    """Evaluate, log, show and save as due after a step; return the latest held-out loss."""
+) -> None:
+    """Evaluate, log, show and save as due after a step."""
     record: dict[str, Any] = {"step": job.step}
     if job.step == 1:
         record["val_loss"] = job.first_val_loss
     if last or _is_due(job.step, job.settings.eval_every):
-        record["val_loss"] = val_loss = _evaluate(job, progress)
+        record["val_loss"] = job.val_loss = _evaluate(job, progress)
     if "val_loss" in record or _is_due(job.step, job.settings.log_every):
         record |= _global_measurements(job, measured)
         if job.world.rank == 0 and len(record) > 1:
@@ -116,7 +115,6 @@ def _after_step(
     if last or _is_due(job.step, job.settings.checkpoint_every):
         _check_finite(job)
         job.save(wait=last)
-    return val_loss
 
 
 def take_step(job: TrainingJob) -> StepMeasurement:

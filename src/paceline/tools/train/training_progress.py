@@ -62,8 +62,7 @@ class TrainingProgress:
 
     def show(self, shown: bool) -> None:
         """Print from now on, or no more, as another rank does."""
-        if shown == self.console.quiet:
-            self.console.quiet = not shown
+        self.console.quiet = not shown
 
     def log(self, text: str) -> None:
         """Print a line that stays."""

@@ -1,0 +1,65 @@
+"""What `Elastic` refuses before it begins, and that it changes nothing where no launcher recovers live."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.checkpoint.named_objects import NamedObjects
+from paceline.elastic.training_state import TrainingState
+from paceline.errors import UsageError, WorldError
+
+
+def check(*objects):
+    TrainingState(NamedObjects.of(objects, {})).check()
+
+
+def test_objects_that_would_lose_something_are_refused_by_name():
+    check(paceline.DataParallel(nn.Linear(2, 2)))
+    with pytest.raises(UsageError, match="not wrapped"):
+        check(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="residuals"):
+        check(paceline.DataParallel(nn.Linear(2, 2), sync=paceline.Sync(compression="int8")))
+    with pytest.raises(UsageError, match="full-shard"):
+        check(paceline.DataParallel(nn.Linear(2, 2), sync="full-shard"))
+
+
+def test_without_a_launcher_steps_are_counted_and_errors_pass():
+    model = paceline.DataParallel(nn.Linear(2, 1))
+    optimizers = [torch.optim.SGD([param], lr=0.1) for param in model.parameters()]
+    named = {f"optimizer{number}": each for number, each in enumerate(optimizers)}
+    with paceline.Elastic(model, **named) as elastic:
+        assert not elastic.active
+        with elastic.attempt():
+            for each in optimizers:
+                each.step()
+        with elastic.attempt():
+            pass
+        assert elastic.step == 1
+        with pytest.raises(ZeroDivisionError), elastic.attempt():
+            raise ZeroDivisionError
+        with pytest.raises(WorldError, match="between the updates of 2 optimizers"), elastic.attempt():
+            optimizers[0].step()
+
+
+def test_a_step_that_is_given_up_leaves_nothing_behind():
+    model = paceline.DataParallel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), virtual_ranks=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    state = TrainingState(NamedObjects.of((model, optimizer, scheduler), {}))
+    model.backward(model(torch.randn(4, 2)).square().mean(), samples=4)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = state.snapshot()
+    buffers = {name: each.clone() for name, each in model.module.named_buffers()}
+    reference, step = model.engine.weights.reference, model.engine.step
+    model.backward(model(torch.randn(7, 2)).square().mean(), samples=7)
+    optimizer.step()
+    scheduler.step()
+    state.give_up(before)
+    assert all(torch.equal(each, buffers[name]) for name, each in model.module.named_buffers())
+    assert (model.engine.weights.reference, model.engine.step) == (reference, step)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert scheduler.last_epoch == 0
