@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -250,18 +251,23 @@ def test_bad_input_is_one_clear_message(tmp_path, here, monkeypatch, arguments, 
 
 
 @pytest.mark.thorough
-def test_killed_ranks_restart_without_changing_the_result(tmp_path, text, here, monkeypatch):
+@pytest.mark.parametrize("recovery", ["restart", "live"])
+def test_killed_ranks_do_not_change_the_result(tmp_path, text, here, monkeypatch, recovery):
     """Killed at step 5 on two ranks, it ends with the weights of one rank in an undisturbed run."""
     small = ["--data", text, "--steps", 7, "--strategy", "bucketed", *SMALL]
     monkeypatch.setenv("PACELINE_FAULTS", "fail_at(rank=1, step=4, how='kill', restart=0)")
-    ended = run(*small, "--out", tmp_path / "run")
+    ended = run(*small, "--recovery", recovery, "--out", tmp_path / "run")
     monkeypatch.delenv("PACELINE_FAULTS")
     assert ended.returncode == 0, ended.stderr
-    assert "restart 1: rank 1 on" in ended.stderr
     record = read_run(tmp_path / "run")
-    assert [(each.ranks_before, each.ranks_after) for each in record.restarts] == [(2, 2)]
-    assert record.restarts[0].reason.endswith("was ended by SIGKILL")
-    assert "<h2>Restarts</h2>" in (tmp_path / "run" / "report.html").read_text()
+    if recovery == "restart":
+        assert "restart 1: rank 1 on" in ended.stderr
+        assert [(each.ranks_before, each.ranks_after) for each in record.restarts] == [(2, 2)]
+        assert record.restarts[0].reason.endswith("was ended by SIGKILL")
+        assert "<h2>Restarts</h2>" in (tmp_path / "run" / "report.html").read_text()
+    else:
+        assert re.search(r"rank 1 on .* was ended by SIGKILL .*the others train on", ended.stderr)
+        assert not record.restarts
     assert (
         here(*small, "--micro-batch-size", 4, "--nproc-per-node", 1, "--out", tmp_path / "calm").returncode
         == 0
