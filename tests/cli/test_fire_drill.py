@@ -31,6 +31,8 @@ def test_a_rank_that_is_killed_is_named_on_the_terminal(tmp_path):
         16,
         "--micro-batch-size",
         2,
+        "--recovery",
+        "restart",
     ]
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     env |= {"PACELINE_FAULTS": "fail_at(rank=1, step=5, how='kill')", "NO_COLOR": "1"}

@@ -119,8 +119,8 @@ class Checkpoint:
         self._keep, self._asynchronous = keep, asynchronous
         self._folder = CheckpointFolder(folder)
         self._lock: FolderLock | None = None
-        joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
-        self._run_id = "" if joins else self._open()
+        self._joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
+        self._run_id = "" if self._joins else self._open()
         self._buffers = HostBuffers()
         self._pending: tuple[int, BackgroundSave] | None = None
         self._latest: BackgroundSave | None = None
@@ -286,13 +286,16 @@ class Checkpoint:
         Newer checkpoints that are not intact are skipped; the log and `Resumed.passed_over` say why.
 
         Returns:
-            The checkpoint that was loaded; None: the folder holds none.
+            The checkpoint that was loaded; None: the folder holds none, or this process joins a running world, whose
+            ranks give it their state.
 
         Raises:
             CheckpointError: there are checkpoints, but none is intact.
             UsageError: the checkpoint belongs to another model or optimizer, or has a newer format; nothing was
                 changed.
         """
+        if self._joins:
+            return None
         found = find_resume_point(
             self._folder, self._rank, self._ranks, lambda text: gather_texts(text, self._group)
         )
@@ -329,7 +332,8 @@ class Checkpoint:
         if self._pending is not None:
             self._pending[1].finish(abandon=True)
         self._pending, self._saved_at = None, -1
-        self._rank, self._ranks = rank_and_size(self._group)
+        (self._rank, self._ranks), self._joins = rank_and_size(self._group), False
+        self._loaded = True  # what lies in the folder belongs to this run
         if self._rank == 0 and self._lock is None:
             self._lock = self._folder.lock()  # once the process that had it has ended
             self._folder.remove_incomplete()

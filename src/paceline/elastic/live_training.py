@@ -36,8 +36,8 @@ from paceline.elastic.store_link import StoreLink
 from paceline.elastic.store_records import view_key, view_value
 from paceline.elastic.training_state import StepSnapshot, TrainingState
 from paceline.elastic.view import Rules, View
-from paceline.elastic.world_forming import WorldForming
-from paceline.errors import MismatchError, PeerFailed, UsageError, WorldError
+from paceline.elastic.world_forming import WorldForming, ends_forming
+from paceline.errors import PeerFailed, WorldError
 from paceline.health.watchdog import Watchdog, is_symptom
 from paceline.world.control_collectives import gather_texts, rank_and_size
 from paceline.world.group_devices import backend_name
@@ -48,13 +48,6 @@ from paceline.world.store.launched_store import has_launched_store, open_launche
 __all__ = ["Elastic"]
 
 log = logging.getLogger("paceline.elastic")
-
-
-def _ends_forming(error: BaseException) -> bool:
-    """Return whether an error may be the consequence of a change of members while their world was formed."""
-    if isinstance(error, UsageError | MismatchError):
-        return False
-    return is_symptom(error) or isinstance(error, RuntimeError)
 
 
 class Elastic:
@@ -84,7 +77,7 @@ class Elastic:
         lost: seconds without a sign of life after which a rank counts as lost.
         wait: seconds to wait for others to join.
         timeout: seconds that collectives wait for a rank.
-        step: optimizer steps that are done already.
+        step: optimizer steps that are done already; None: those of `checkpoint`, or none.
         checkpoint: continues in each new world; to go back to where sharded state is lost, as two neighbouring ranks
             have died. None: then the run ends.
         named: objects under given names.
@@ -120,7 +113,7 @@ class Elastic:
         lost: float = 5.0,
         wait: float = 300.0,
         timeout: float = 300.0,
-        step: int = 0,
+        step: int | None = None,
         checkpoint: Checkpoint | None = None,
         **named: Any,
     ) -> None:
@@ -132,7 +125,8 @@ class Elastic:
         self._checkpoint = checkpoint
         rules = Rules("sharded" if self._shards.sharded else "replicated", min_ranks)
         self._rules, self._lost, self._wait = rules, lost, wait
-        self.step, self.recoveries = step, 0
+        self.step = step if step is not None else 0 if checkpoint is None else checkpoint.step
+        self.recoveries = 0
         self.world: World | None = None
         self._stepped: set[int] = set()
         self._undo: StepSnapshot | None = None  # of a step whose update is held
@@ -319,7 +313,7 @@ class Elastic:
                     try:
                         self._form(view)
                     except BaseException as error:
-                        if not _ends_forming(error):
+                        if not ends_forming(error):
                             raise
                         log.warning(
                             "the world of epoch %d can't be formed: %s",

@@ -12,13 +12,13 @@ from paceline.elastic.shard_recovery import ShardRecovery
 from paceline.elastic.store_link import AbortableStore
 from paceline.elastic.training_state import TrainingState
 from paceline.elastic.view import View
-from paceline.errors import PeerFailed
+from paceline.errors import MismatchError, PeerFailed, UsageError
 from paceline.health.abort_collectives import abort_groups
-from paceline.health.watchdog import Watchdog
+from paceline.health.watchdog import Watchdog, is_symptom
 from paceline.world.session import World, form_world
 from paceline.world.store.launched_store import open_launched_store
 
-__all__ = ["WorldForming"]
+__all__ = ["WorldForming", "ends_forming"]
 
 
 class WorldForming:
@@ -89,6 +89,8 @@ class WorldForming:
         if self._checkpoint is not None:
             self._checkpoint.rejoin()
         step = self._shards.rejoin(view, found, self._checkpoint) if sharded else recovery.step
+        if self._checkpoint is not None:
+            self._checkpoint.step = step  # a newcomer's, or one that counts a step which was given up
         self._state.agree()
         if self._watchdog is not None:
             self._watchdog.rejoin()
@@ -115,3 +117,10 @@ class WorldForming:
             self._store.get("elastic/backend").decode(),
             self._timeout,
         )
+
+
+def ends_forming(error: BaseException) -> bool:
+    """Return whether an error may be the consequence of a change of members while their world was formed."""
+    if isinstance(error, UsageError | MismatchError):
+        return False
+    return is_symptom(error) or isinstance(error, RuntimeError)

@@ -53,6 +53,7 @@ def run_to(rank, size, settings, step):
     for _ in range(step):
         take_step(job)
     job.save(wait=True)
+    job.checkpoint.close()  # as the end of the process does
 
 
 def curve(settings):
@@ -181,6 +182,7 @@ def save_with_a_full_disk(rank, size, settings):
         return str(error)
     finally:
         os.rename = real
+        job.checkpoint.close()
     return "saved"
 
 

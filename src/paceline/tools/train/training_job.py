@@ -276,7 +276,6 @@ def _elastic(
         optimizer,
         active=settings.recovers_live(model.plan.shard),
         watchdog=watchdog,
-        step=checkpoint.step,
         min_ranks=settings.min_ranks or 1,
         checkpoint=checkpoint,
     )
