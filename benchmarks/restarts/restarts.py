@@ -1,10 +1,11 @@
-"""From a failure to the first step of the restarted world: `paceline run` beside torchrun.
+"""From a failure to the next step: `paceline run`, restarting or recovering in place, beside torchrun.
 
     python benchmarks/restarts/restarts.py run      (as root, on Linux: plays hosts with `paceline.testing.netlab`)
     python benchmarks/restarts/restarts.py table
 
 One host, two ranks: rank 1 is killed (SIGKILL); once more with a rank 0 that ignores SIGTERM. Three hosts with a rank
-each: all processes of one are killed, and later it comes back. The launchers take turns.
+each: all processes of one are killed, and later it comes back. The launchers take turns. *Live*: the other ranks
+recover in place.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
 
+LIVE = "paceline run, live"
 ONE_HOST = {
+    LIVE: "paceline run --nproc-per-node 2",
     "paceline run": "paceline run --nproc-per-node 2",
     "torchrun": "torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=3",
 }
@@ -38,6 +41,7 @@ _TORCHRUN = (
     "--rdzv-backend=c10d --rdzv-endpoint=host0:29400 --rdzv-id=run"
 )
 THREE_HOSTS = {
+    LIVE: "paceline run --nnodes 3 --min-ranks 2 --rendezvous host0:29400",
     "paceline run": "paceline run --nnodes 3 --min-ranks 2 --rendezvous host0:29400",
     "torchrun": _TORCHRUN,
     "torchrun, tuned": f"{_TORCHRUN} --rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4",
@@ -65,7 +69,7 @@ def run(
     path = bench.output(json_file, "restarts")
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[Row] = []
-    with ProgressBar("restarts", repeats * (2 * len(ONE_HOST) + 2 * len(THREE_HOSTS))) as tick:
+    with ProgressBar("restarts", repeats * (2 * len(ONE_HOST) - 1 + 2 * len(THREE_HOSTS))) as tick:
         for _ in range(repeats):
             for row in one_round():
                 rows.append(row)
@@ -78,7 +82,7 @@ def run(
 def one_round() -> Iterator[Row]:
     """Yield a row per launcher and scene."""
     for launcher in ONE_HOST:
-        for scene in ("rank killed", "rank killed, peer deaf"):
+        for scene in ("rank killed", "rank killed, peer deaf")[: 1 if launcher == LIVE else 2]:
             yield one_host(launcher, scene)
     for launcher in THREE_HOSTS:
         yield from three_hosts(launcher)
@@ -89,12 +93,17 @@ def command(launcher: str, folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", *launcher.split(), str(bench.folder / "steps.py"), str(folder), *arguments]
 
 
+def mode(launcher: str, scene: str = "") -> list[str]:
+    """Return the further arguments of the program."""
+    return ["live"] if launcher == LIVE else ["hang"] if "deaf" in scene else []
+
+
 def one_host(launcher: str, scene: str) -> Row:
-    """Kill rank 1 of two, and return when rank 0 made its first step after it."""
+    """Kill rank 1 of two, and return when rank 0 made its first step after it: alone if that is live."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as place:
-        folder, arguments = Path(place), ["hang"] if "deaf" in scene else []
+        folder = Path(place)
         run = subprocess.Popen(
-            command(ONE_HOST[launcher], folder, *arguments),
+            command(ONE_HOST[launcher], folder, *mode(launcher, scene)),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -105,7 +114,7 @@ def one_host(launcher: str, scene: str) -> Row:
                 raise TimeoutError(f"{launcher}: the ranks made no step")
             failed = time.time()
             os.kill(killed["pid"], signal.SIGKILL)
-            row = measure(scene, launcher, failed, folder, 2)
+            row = measure(scene, launcher, failed, folder, 1 if launcher == LIVE else 2)
             (folder / "enough").touch()
             run.wait(LIMIT_SECONDS)
         finally:
@@ -118,7 +127,7 @@ def three_hosts(launcher: str) -> Iterator[Row]:
     """Kill all processes of one host of three, start it again, and yield when rank 0 made its first step after each."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as place, Lab(3) as lab:
         folder = Path(place)
-        line = command(THREE_HOSTS[launcher], folder)
+        line = command(THREE_HOSTS[launcher], folder, *mode(launcher))
         env = TUNED if "tuned" in launcher else {}
         env = {**env, "TMPDIR": str(folder)}  # a command that is killed leaves its logs there
         lab.start(line, env=env)
@@ -159,7 +168,10 @@ def measure(
     size: int,
     running: Callable[[], object] = lambda: True,
 ) -> Row:
-    """Return the seconds from `since` until the new rank 0 began and made its first step; None where it never did."""
+    """Return the seconds from `since` until the new rank 0 began and made its first step; None where it never did.
+
+    A rank that recovers in place begins when it notices the change.
+    """
     report = first_step(folder, 0, size, since, running)
     seconds = {name: report and report[name] - since for name in ("began", "stepped")}
     return {"scene": scene, "launcher": launcher, **seconds, "waited": time.time() - since}
@@ -180,7 +192,9 @@ def tables() -> dict[str, str]:
             elif runs:
                 waited = median(row["waited"] for row in runs)
                 rows.append([title, launcher, "", "never", f"gave up after {waited:.0f}"])
-    return {"figures": table(["", "launcher", "ranks started, s", "first step, s", "all, s"], rows, words=2)}
+    return {
+        "figures": table(["", "launcher", "noticed or started, s", "first step, s", "all, s"], rows, words=2)
+    }
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from paceline.elastic.store_records import (
     dead_key,
     event_of,
     joiner_key,
+    lost_key,
     records_of,
     view_key,
     view_value,
@@ -228,10 +229,13 @@ class Membership:
             known, since = self._signs.get(other, (b"", now))
             if sign != known or other not in self._signs:
                 self._signs[other] = sign, now
-            elif now - since > self._lost and other not in self._member.unreachable:
+                since = now
+            host_lost = self._store.read(lost_key(other)) is not None
+            if (host_lost or now - since > self._lost) and other not in self._member.unreachable:
                 self._feed(Unreachable(other))
                 if other in self._member.view.members or self._member.phase == "forming":  # else it has left
-                    log.warning("member %s has given no sign of life for %.1f s", other, now - since)
+                    why = "its host is lost" if host_lost else f"no sign of life for {now - since:.1f} s"
+                    log.warning("member %s can't be reached: %s", other, why)
                     self._feed(Suspected())
 
     def _wait_for_processes(self, seconds: float) -> None:

@@ -6,6 +6,8 @@ report/E/MEMBER   a member's report for epoch E
 formed/E/MEMBER   a member has formed the world of epoch E
 finished/E/MEMBER a member has trained all steps in epoch E
 dead/MEMBER       a process has ended; written by the agent of its host
+lost/MEMBER       its host is lost; written by the agents of the others
+alive/MEMBER      a member's sign of life, which changes
 joiner/SLOT       a newcomer that is ready, in the first free slot; by compare_set
 ended             the run is over, and why
 """
@@ -37,6 +39,7 @@ __all__ = [
     "dead_key",
     "event_of",
     "joiner_key",
+    "lost_key",
     "records_of",
     "view_key",
     "view_value",
@@ -59,6 +62,11 @@ def view_value(view: View) -> bytes:
 def dead_key(member: str) -> str:
     """Return the key that exists once a process has ended."""
     return f"dead/{member}"
+
+
+def lost_key(member: str) -> str:
+    """Return the key that exists once the host of a process is lost."""
+    return f"lost/{member}"
 
 
 def joiner_key(slot: int) -> str:

@@ -6,6 +6,9 @@ a process of such a world ends, the launcher of its host marks it, so that the o
 
     on the same host    the file MEMBER.dead beside the rank's own file
     on other hosts      the key elastic/dead/MEMBER in the store of the job
+
+When a host is lost, the launchers of the others set elastic/lost/MEMBER for each of its processes: nobody can reach it,
+and if it runs on, its launcher ends it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ __all__ = [
     "LiveWorld",
     "dead_key",
     "dead_marker",
+    "lost_key",
 ]
 
 MEMBER_VARIABLE = "PACELINE_MEMBER"
@@ -117,6 +121,16 @@ def dead_key(member: str) -> str:
         'elastic/dead/1f0c77aa/2/0'
     """
     return f"elastic/dead/{member}"
+
+
+def lost_key(member: str) -> str:
+    """Return the key that exists in the store of the job once the host of a process is lost.
+
+    Example:
+        >>> lost_key("1f0c77aa/2/0")
+        'elastic/lost/1f0c77aa/2/0'
+    """
+    return f"elastic/lost/{member}"
 
 
 def dead_marker(folder: Path, member: str) -> Path:

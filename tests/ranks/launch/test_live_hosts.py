@@ -13,7 +13,7 @@ from live_job import LiveAgent, wait_until
 from paceline._core.job_key import JobKey
 from paceline.launch.agent.job_server import serve_jobs
 from paceline.launch.agent.rendezvous_address import RendezvousAddress, free_port
-from paceline.world.live_file import dead_key
+from paceline.world.live_file import dead_key, lost_key
 from paceline.world.store.key_value_state import KEY_VALUE_SERVICE, CheckKeys
 from paceline.world.store.request_client import RequestClient
 
@@ -35,8 +35,14 @@ class Cluster:
 
     def is_dead(self, member):
         """Return whether ranks see the mark of a process."""
-        request = CheckKeys(0, "run/0", [dead_key(member)])
-        return self._client.call(KEY_VALUE_SERVICE, request, 10.0).result
+        return self._has(dead_key(member))
+
+    def _has(self, key):
+        return self._client.call(KEY_VALUE_SERVICE, CheckKeys(0, "run/0", [key]), 10.0).result
+
+    def is_lost(self, member):
+        """Return whether ranks see that the host of a process is lost."""
+        return self._has(lost_key(member))
 
     def close(self):
         for host in self.hosts:
@@ -94,8 +100,13 @@ def test_the_only_rank_of_a_host_is_killed_and_replaced(cluster):
 def test_a_host_is_lost_and_another_one_takes_its_place(cluster):
     first, second = live_hosts(cluster)
     pid, rank = first.process("0.0-0"), second.facts("0.0-0")["RANK"]
+    members = [host.facts("0.0-0")["MEMBER"] for host in (first, second)]
+    first.order("live " + " ".join(members), "0.0-0")
+    settle()
     second.agent.kill()
     wait_until(lambda: first.records("change"))
+    wait_until(lambda: cluster.is_lost(members[1]))
+    assert not cluster.is_lost(members[0])
     third = cluster.start()
     facts = third.facts("0.0-0")
     assert (facts["RANK"], facts["WORLD_SIZE"], facts["JOINER"]) == (rank, "2", "1")

@@ -25,7 +25,7 @@ from paceline.tools.models.corpus import load_corpus
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.gpt_sizes import gpt_size
 
-__all__ = ["LOST", "PROGRAM", "logged", "used_once", "weight_difference"]
+__all__ = ["LOST", "PROGRAM", "Windows", "append_line", "logged", "used_once", "weight_difference"]
 
 PROGRAM = str(Path(__file__).resolve())
 SAMPLES, CONTEXT, GLOBAL_BATCH, EPOCHS, EVERY = 240, 64, 12, 4, 3
@@ -72,15 +72,17 @@ def main(folder: Path) -> None:
                 optim.zero_grad()
                 samples = numbers.tolist()[: batch.samples]
                 step = {"epoch": checkpoint.epoch, "step": checkpoint.step, "samples": samples}
-                _log(folder / f"steps-{host}-{world.rank}.jsonl", **place, **step)
+                append_line(folder / f"steps-{host}-{world.rank}.jsonl", **place, **step)
     except PeerFailed as error:
-        _log(folder / f"errors-{host}.jsonl", **place, named=error.rank, on=error.host, kind=error.kind)
+        append_line(
+            folder / f"errors-{host}.jsonl", **place, named=error.rank, on=error.host, kind=error.kind
+        )
         raise
     checkpoint.close()
     paceline.shutdown()
 
 
-def _log(path: Path, **facts: Any) -> None:
+def append_line(path: Path, **facts: Any) -> None:
     """Append a line to a file, at once; it is whole even if the line before it was cut off."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, b"\n" + json.dumps({"at": time.monotonic(), **facts}).encode())

@@ -14,14 +14,14 @@ from typing import Literal
 from paceline._core.job_key import JobKey
 from paceline.launch.agent.coordinator import Coordinator
 from paceline.launch.agent.first_failure import RankFailure
-from paceline.launch.agent.host_ranks import HostRank, HostRanks
+from paceline.launch.agent.host_ranks import HostRank, HostRanks, is_of_agent
 from paceline.launch.agent.job_messages import JobView
 from paceline.launch.agent.job_server import world_space
 from paceline.launch.agent.job_spec import JobSpec
 from paceline.launch.agent.restart_log import RestartLog
 from paceline.launch.agent.restart_policy import MAX_REPEATED_FAILURES, HostMember
 from paceline.launch.process.rank_output import RankLogs
-from paceline.world.live_file import LEFT_EXIT_CODE, LiveWorld, dead_key
+from paceline.world.live_file import LEFT_EXIT_CODE, LiveWorld, dead_key, lost_key
 from paceline.world.store.key_value_state import KEY_VALUE_SERVICE, SetKeys
 from paceline.world.store.request_client import ConnectionLost, RequestClient
 
@@ -108,6 +108,8 @@ class LiveRecovery:
                 self._seen_changes = change.number
                 if change.member != me.member:
                     self._log.write_change(view.world, change)
+                if change.kind == "lost":
+                    self._mark_lost(change.member)
 
     def unrecovered(self) -> list[RankFailure]:
         """Return how the ranks ended without which the others have not formed a new world yet."""
@@ -161,11 +163,20 @@ class LiveRecovery:
     def _mark_dead(self, ended: HostRank) -> None:
         ended.marked = True
         self._logs.mark_dead(ended.member)
-        if self._store is None:
+        self._set([dead_key(ended.member)])
+
+    def _mark_lost(self, agent: str) -> None:
+        """Mark the processes of a host that is lost."""
+        worlds = [world for one in self._ranks.present if (world := one.file.read()) is not None]
+        known = {member for world in worlds for member in world.members}
+        self._set([lost_key(member) for member in known if is_of_agent(member, agent)])
+
+    def _set(self, keys: list[str]) -> None:
+        """Set keys in the world's store."""
+        if self._store is None or not keys:
             return
-        space = world_space(self._job.name, self._ranks.world)
-        request = SetKeys(0, space, {dead_key(ended.member): b""})
-        with contextlib.suppress(ConnectionLost, TimeoutError):  # the others notice it by its silence
+        request = SetKeys(0, world_space(self._job.name, self._ranks.world), dict.fromkeys(keys, b""))
+        with contextlib.suppress(ConnectionLost, TimeoutError):  # the others notice it by the silence
             self._store.call(KEY_VALUE_SERVICE, request, _STORE_SECONDS)
 
 
