@@ -98,6 +98,7 @@ class Membership:
         self._changed = threading.Condition(threading.RLock())
         self._aborting = False
         self._signs: dict[str, tuple[bytes, float]] = {}
+        self._on_lost_hosts: set[str] = set()
         self._processes: dict[str, LocalProcess | None] = {}
         self._signed = self._reported_at = 0.0
         self._closing = threading.Event()
@@ -213,8 +214,9 @@ class Membership:
             self._signed = now
             self._store.write(f"alive/{self._member.me}", str(time.monotonic_ns()).encode())
             self._check_signs(now)
-        if self._member.phase == "reported" and now - self._reported_at > self._lost:
-            self._feed(Overdue())
+        if self._member.phase == "reported":
+            if now - self._reported_at > self._lost or self._only_lost_hosts_are_missing():
+                self._feed(Overdue())
             if now - self._reported_at > self._lost + self._wait:
                 self._feed(WaitTimedOut())
 
@@ -230,13 +232,20 @@ class Membership:
             if sign != known or other not in self._signs:
                 self._signs[other] = sign, now
                 since = now
-            host_lost = self._store.read(lost_key(other)) is not None
+            if host_lost := self._store.read(lost_key(other)) is not None:
+                self._on_lost_hosts.add(other)
             if (host_lost or now - since > self._lost) and other not in self._member.unreachable:
                 self._feed(Unreachable(other))
                 if other in self._member.view.members or self._member.phase == "forming":  # else it has left
                     why = "its host is lost" if host_lost else f"no sign of life for {now - since:.1f} s"
                     log.warning("member %s can't be reached: %s", other, why)
                     self._feed(Suspected())
+
+    def _only_lost_hosts_are_missing(self) -> bool:
+        """Return whether reports are missing, all of them of members on lost hosts."""
+        reported = {report.member for report in self._member.reports}
+        missing = set(self._member.view.participants) - self._member.dead - reported
+        return bool(missing) and missing <= self._on_lost_hosts
 
     def _wait_for_processes(self, seconds: float) -> None:
         """Sleep until a member's process on this host ends, or for some seconds."""
