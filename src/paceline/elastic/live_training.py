@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from paceline.checkpoint.api import Checkpoint
 from paceline.checkpoint.named_objects import NamedObjects
-from paceline.elastic.member import Member
+from paceline.elastic.member import ALL_TRAINED, AS_REQUESTED, Member
 from paceline.elastic.member_events import (
     Abort,
     End,
@@ -335,8 +335,8 @@ class Elastic:
                     return
                 case Leave(reason):
                     leave_group()
-                    if reason == "left as requested":
-                        raise SystemExit(LEFT_EXIT_CODE)
+                    if reason in (AS_REQUESTED, ALL_TRAINED):
+                        raise SystemExit(LEFT_EXIT_CODE if reason == AS_REQUESTED else 0)
                     raise WorldError(reason, step=self.step)
                 case End(reason):
                     raise WorldError(f"the run can't go on: {reason}", step=self.step)

@@ -48,7 +48,13 @@ from paceline.elastic.member_events import (
 from paceline.elastic.next_view import next_view
 from paceline.elastic.view import Evidence, Report, Rules, View
 
-__all__ = ["Member", "Phase", "Step"]
+__all__ = ["ALL_TRAINED", "AS_REQUESTED", "Member", "Phase", "Step"]
+
+AS_REQUESTED = "left as requested"
+"""Why a member leaves that was requested to."""
+
+ALL_TRAINED = "the run is over: all steps are trained"
+"""Why a newcomer leaves that comes too late."""
 
 Phase = Literal["joining", "forming", "formed", "training", "stopping", "reported", "gone"]
 
@@ -142,7 +148,7 @@ class Member:
             case StoreLost():
                 return self._end(Leave("the store of the job is lost"))
             case LeaveRequested() if self.phase == "joining":
-                return self._end(Leave("left as requested"))
+                return self._end(Leave(AS_REQUESTED))
             case WaitTimedOut() if self.phase == "joining":
                 return self._end(Leave("no world admitted it in time"))
             case LeaveRequested():
@@ -238,9 +244,9 @@ class Member:
         if view.epoch <= self.view.epoch or (view.epoch > self.view.epoch + 1 and self.phase != "joining"):
             return self, ()
         if view.ends and self.phase == "joining":
-            return self._end(Leave(f"the run is over: {view.reason or 'all steps are trained'}"))
+            return self._end(Leave(f"the run is over: {view.reason}" if view.reason else ALL_TRAINED))
         if view.ends and self.me in self.view.leaving and view.finished:
-            return self._end(Leave("left as requested"))
+            return self._end(Leave(AS_REQUESTED))
         if view.ends:
             return self._end(Finish() if view.finished else End(view.reason))
         if self.me in view.participants:
@@ -249,7 +255,7 @@ class Member:
             return replace(self, view=view), ()
         cause = next((each.cause for each in view.removed if each.member == self.me), "unreachable")
         if cause == "left":
-            return self._end(Leave("left as requested"))
+            return self._end(Leave(AS_REQUESTED))
         return self._end(Leave(f"removed from the world in epoch {view.epoch}: {cause} for the others"))
 
     def _adopt(self, view: View) -> Step:
@@ -290,7 +296,7 @@ class Member:
         if not self.formed.issuperset(self.view.members):
             return self, ()
         if self.phase == "forming" and self.me in self.view.leaving:
-            return self._end(Leave("left as requested"))
+            return self._end(Leave(AS_REQUESTED))
         if self.phase != "formed":
             return self, ()
         return replace(self, phase="training", holds=(self.view.epoch,), trained=True), (Train(self.view),)
