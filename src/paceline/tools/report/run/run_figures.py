@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 _NUMBERS_SHOWN = 24
-_MARKS_NAMED = 8  # of more, the names would cover each other
 _STEPS_OF_A_WINDOW = 100  # of percentiles
 _COMPUTING = ("forward", "backward", "optimizer")
 
@@ -62,8 +61,7 @@ def _recovery_marks(run: RecordedRun, wall: Mapping[int, float]) -> list[tuple[f
     ranks_at = {each.step + 0.5: len(each.members) for each in run.live if isinstance(each, RecoveryRecord)}
     steps = sorted(ranks_at)
     seconds = np.interp(steps, list(wall), list(wall.values())).tolist() if wall else steps
-    texts = (plural(ranks_at[step], "rank") if len(steps) <= _MARKS_NAMED else "" for step in steps)
-    return list(zip(steps, texts, seconds, strict=True))
+    return [(step, plural(ranks_at[step], "rank"), at) for step, at in zip(steps, seconds, strict=True)]
 
 
 def step_time_by_rank(ranks: Sequence[RankTime], selection: RankSelection) -> BarChart:
