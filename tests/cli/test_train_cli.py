@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -277,6 +278,40 @@ def test_killed_ranks_do_not_change_the_result(tmp_path, text, here, monkeypatch
     found, undisturbed = (load_file(tmp_path / name / last) for name in ("run", "calm"))
     for name, weights in undisturbed.items():
         np.testing.assert_allclose(found[name], weights, rtol=0, atol=2e-4)
+
+
+@pytest.mark.thorough
+def test_timeline_and_terminal_go_on_when_rank_0_dies(tmp_path, text):
+    """Its process is killed once a step is logged; another one becomes rank 0, and a third joins."""
+    out, small = tmp_path / "run", ["--data", text, "--steps", 150, "--strategy", "bucketed", *SMALL]
+    words = [*small, "--eval-every", 0, "--checkpoint-every", 0, "--out", out]
+    command = [sys.executable, *TRAIN, *map(str, words)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        while not (out / "steps.jsonl").exists():
+            assert started.poll() is None
+            time.sleep(0.05)
+        children = psutil.Process(started.pid).children()
+        [first] = [each for each in children if each.environ().get("RANK") == "0"]
+        first.kill()
+        output, errors = started.communicate(timeout=120)
+    finally:
+        started.kill()
+    assert started.returncode == 0, errors
+    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    assert len(lines) == len(set(lines)) > 25, output
+    assert "step    150/150" in output
+    assert f"report: {out}/report.html" in output
+    record = read_run(out)
+    assert not record.restarts
+    timelines = {rank: read_timeline(spans) for rank, spans in record.spans_of_rank.items()}
+    assert [line.step for line in timelines[0].steps][:150] == list(range(150))
+    assert timelines[0].recoveries[0].ranks == 1
+    for path in (out / "trace").iterdir():
+        begins = [line for line in path.read_text().splitlines() if '"session"' in line]
+        assert sum('"ranks"' not in line for line in begins) == ("." not in path.stem), "one process per file"
+    assert "<h2>Live recoveries</h2>" in (out / "report.html").read_text()
 
 
 @pytest.mark.thorough

@@ -39,6 +39,7 @@ from paceline.elastic.view import Rules, View
 from paceline.elastic.world_forming import WorldForming, ends_forming
 from paceline.errors import PeerFailed, WorldError
 from paceline.health.watchdog import Watchdog, is_symptom
+from paceline.profiling import trace_file
 from paceline.world.control_collectives import gather_texts, rank_and_size
 from paceline.world.group_devices import backend_name
 from paceline.world.live_file import JOINER_VARIABLE, LEFT_EXIT_CODE, MEMBER_VARIABLE, LiveFile, LiveWorld
@@ -231,6 +232,7 @@ class Elastic:
             action = membership.next_action()
             if isinstance(action, Finish):
                 return
+            self._stopped_at = time.perf_counter()
             self._go_on(action)
 
     # ------------------------------------------------------------------ attempts
@@ -282,7 +284,7 @@ class Elastic:
 
     def _recover(self, membership: Membership, undo: StepSnapshot | None) -> None:
         """Stop, undo a step that was not done, and go on in the next world."""
-        self._stopped_at = time.monotonic()
+        self._stopped_at = time.perf_counter()
         if self._shards.held:
             self._undo = undo
         elif undo is not None:
@@ -346,12 +348,13 @@ class Elastic:
 
     def _publish(self, view: View) -> None:
         """Report the world to the launcher."""
-        seconds = time.monotonic() - self._stopped_at if self._stopped_at else 0.0
+        seconds = time.perf_counter() - self._stopped_at if self._stopped_at else 0.0
+        world = LiveWorld(view.epoch, view.members, self.step, self._repeats, round(seconds, 3))
         log.info("rank %d of %d from step %d, after %.2f s", *rank_and_size(), self.step, seconds)
         if self._live_file is not None:
-            self._live_file.write(
-                LiveWorld(view.epoch, view.members, self.step, self._repeats, round(seconds, 3))
-            )
+            self._live_file.write(world)
+        if seconds:
+            trace_file.add("recovery", self._stopped_at, seconds, step=self.step, ranks=len(view.members))
 
     # ------------------------------------------------------------------ the next world
 

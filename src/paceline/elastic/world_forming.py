@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from paceline._core.step_state import step_state
 from paceline.checkpoint.api import Checkpoint
 from paceline.elastic.shard_recovery import ShardRecovery
 from paceline.elastic.store_link import AbortableStore
@@ -54,7 +55,9 @@ class WorldForming:
         abort_groups(PeerFailed("the world changes"))
 
     def begin(self) -> None:
-        """Prepare for a world: what waits from now on can be aborted."""
+        """End the step that was recorded, and prepare for a world: what waits from now on can be aborted."""
+        if step_state.recorder is not None:
+            step_state.recorder.flush()
         if self._watchdog is not None:
             self._watchdog.close()
         self._store = AbortableStore(open_launched_store(os.environ, self._timeout), self._timeout)

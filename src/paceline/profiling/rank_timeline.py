@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import resource
@@ -19,6 +20,7 @@ from paceline.profiling.clock_sync import compare_clocks, is_due
 from paceline.profiling.step_recorder import StepRecorder
 from paceline.world.accelerator import used_accelerator
 from paceline.world.group_devices import group_device
+from paceline.world.live_file import JOINER_VARIABLE
 
 __all__ = ["RankTimeline", "RecordedModel"]
 
@@ -41,6 +43,9 @@ class RankTimeline:
     Every step is one line (`paceline.profiling.step_recorder`). After steps 1, 2, 4, 8 … and then after every 1024th
     the ranks compare their clocks and write the memory that they use.
 
+    Where ranks are renumbered as others die, a process keeps its file, and its lines have its new rank. A process that
+    joins the running world begins ``trace/rank<k>.1.jsonl`` (or ``.2``, …) once it is rank k.
+
     Args:
         folder: of the run.
         model: the model whose steps are recorded.
@@ -58,7 +63,8 @@ class RankTimeline:
         self._engine, self._group = model.engine, model.comm.group
         self._device = group_device(self._group)
         self.rank = model.comm.rank
-        self._file = Path(folder, "trace", f"rank{self.rank}.jsonl")
+        self._folder = Path(folder, "trace")
+        self._waits_outside = bool(os.environ.get(JOINER_VARIABLE))
 
     @property
     def waited_seconds(self) -> float:
@@ -69,17 +75,25 @@ class RankTimeline:
         return math.nan
 
     def __enter__(self) -> Self:
-        trace_file.open(self._file, self.rank, append=True)
-        trace_file.mark("session", step=self._engine.step)
-        self._compare()
-        step_state.recorder = StepRecorder(self._engine)
-        self._engine.on_round_end = self._after_round
+        if not self._waits_outside:
+            trace_file.open(self._folder / f"rank{self.rank}.jsonl", self.rank, append=True)
+            self._record(step=self._engine.step)
         return self
 
     def rejoin(self, model: RecordedModel) -> None:
-        """Continue with a model that continues on other ranks."""
+        """Continue with a model that continues on other ranks; all of them call this."""
         self._engine, self._group, self.rank = model.engine, model.comm.group, model.comm.rank
-        trace_file.mark("world", place=self.rank, ranks=model.comm.size, step=self._engine.step)
+        if self._waits_outside:
+            self._waits_outside = False
+            names = (self._folder / f"rank{self.rank}.{number}.jsonl" for number in itertools.count(1))
+            trace_file.open(next(name for name in names if not name.exists()), self.rank)
+        trace_file.renumber(self.rank)
+        self._record(step=self._engine.step, ranks=model.comm.size)
+
+    def _record(self, **fields: int) -> None:
+        """Begin to record the steps of the engine, on the clock of its rank 0."""
+        trace_file.mark("session", **fields)
+        self._compare()
         step_state.recorder = StepRecorder(self._engine)
         self._engine.on_round_end = self._after_round
 

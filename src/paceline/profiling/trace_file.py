@@ -29,7 +29,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-__all__ = ["add", "close", "mark", "open"]
+__all__ = ["add", "close", "mark", "open", "renumber"]
 
 _OWN_FIELDS = frozenset({"name", "start", "seconds", "rank"})
 
@@ -37,10 +37,10 @@ _OWN_FIELDS = frozenset({"name", "start", "seconds", "rank"})
 class _Writer:
     """An open trace file."""
 
-    __slots__ = ("_file", "_offset", "_rank")
+    __slots__ = ("_file", "_offset", "rank")
 
     def __init__(self, file: FileIO, rank: int) -> None:
-        self._file, self._rank = file, rank
+        self._file, self.rank = file, rank
         self._offset = time.time() - time.perf_counter()
 
     def write(self, name: str, start: float, seconds: float, fields: dict[str, object]) -> None:
@@ -51,7 +51,7 @@ class _Writer:
             "name": name,
             "start": round(start + self._offset, 6),
             "seconds": round(seconds, 9),
-            "rank": self._rank,
+            "rank": self.rank,
             **fields,
         }
         self._file.write(_line(record))
@@ -99,6 +99,12 @@ def close() -> None:
     if _writer is not None:
         _writer.close()
         _writer = None
+
+
+def renumber(rank: int) -> None:
+    """Write `rank` to every line from now on: this process has another place in the world."""
+    if _writer is not None:
+        _writer.rank = rank
 
 
 def mark(name: str, **fields: object) -> None:

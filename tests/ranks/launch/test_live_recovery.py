@@ -167,6 +167,22 @@ def test_a_failure_that_the_others_have_recovered_from_causes_no_restart(job, ca
     assert "paceline: 1 rank trains on after 0.25 s, step 7 repeated\n" in capfd.readouterr().err
 
 
+def test_the_terminal_shows_what_a_new_rank_0_writes(job, capfd):
+    run = job(2, max_restarts=0)
+    members = [run.facts(f"{rank}.0-0")["MEMBER"] for rank in range(2)]
+    run.order("live " + " ".join(members), "0.0-0", "1.0-0")
+    wait_until(lambda: "rank 0.0-0 is there" in capfd.readouterr().out)
+    run.kill("0.0-0")
+    wait_until(lambda: run.records("departure"))
+    run.order("live " + members[1], "1.0-0")
+    wait_until(lambda: run.records("recovery"))
+    run.order("exit 0 the last words", "1.0-0")
+    run.wait()
+    assert run.error is None
+    assert capfd.readouterr().out == "the last words\n"
+    assert (run.logs / "rank1.log").read_text() == "rank 1.0-0 is there\nthe last words\n"
+
+
 def test_a_place_whose_processes_never_join_is_given_up(job):
     run = job(2, max_restarts=9)
     run.order("live a", "0.0-0", "1.0-0")

@@ -17,7 +17,7 @@ from paceline.launch.agent.job_server import world_space
 from paceline.launch.agent.job_spec import JobSpec
 from paceline.launch.agent.rendezvous_address import RendezvousAddress
 from paceline.launch.agent.restart_policy import HostMember
-from paceline.launch.process.rank_output import RankLogs
+from paceline.launch.process.rank_output import LogFollower, RankLogs
 from paceline.launch.process.rank_process import (
     RankProcess,
     default_environment,
@@ -47,6 +47,7 @@ class HostRank:
         started: when it was started.
         was_live: whether it could recover in place at some time.
         marked: whether the others know for certain that it has ended.
+        follower: of its log; None: it writes to this terminal.
     """
 
     process: RankProcess
@@ -57,6 +58,7 @@ class HostRank:
     started: float
     was_live: bool = False
     marked: bool = False
+    follower: LogFollower | None = None
 
     @property
     def local_rank(self) -> int:
@@ -79,6 +81,11 @@ class HostRank:
     def is_starting(self) -> bool:
         """Whether it was started to join the running world, and has not done so yet."""
         return self.joiner and not (self.was_live or self.is_live)
+
+    def leads(self) -> bool:
+        """Return whether it is rank 0 of a live world."""
+        world = self.file.read()
+        return world is not None and world.members[:1] == (self.member,)
 
     def failure(self, me: HostMember) -> RankFailure:
         """Return how it ended, on this host."""
@@ -175,8 +182,15 @@ class HostRanks:
         It is not reaped yet, so that the other ranks can read how it ended.
         """
         ended.process.signal_group(signal.SIGKILL)
+        self.copy_output()
         self.present.remove(ended)
         self._removed.append(ended)
+
+    def copy_output(self) -> None:
+        """Copy to this terminal what a rank that has become rank 0 has written to its log."""
+        for one in self.present:
+            if one.follower is not None:
+                one.follower.copy()
 
     def stop(self, reason: graceful_shutdown.Reason) -> None:
         """End all processes: by a request to those that listen, by SIGTERM, and by SIGKILL."""
@@ -194,6 +208,7 @@ class HostRanks:
     def terminate(self) -> None:
         """End all processes by SIGTERM, and after the grace period by SIGKILL."""
         stop_processes([one.process for one in (*self.present, *self._removed)], self._job.timeouts.end)
+        self.copy_output()
         self._removed.clear()
 
     def _base_environment(self, ranks: int) -> dict[str, str]:
@@ -231,6 +246,7 @@ class HostRanks:
         log = self._logs.path(rank, self.world, joiner=joiner)
         process = start_rank(self._job.argv, own, rank, local_rank, log, follow=True)
         started = HostRank(process, env, member, LiveFile(file), joiner, time.monotonic())
+        started.follower = None if log is None else LogFollower(log, started.leads)
         self.present.append(started)
 
 

@@ -76,6 +76,7 @@ class LiveRecovery:
         """Report the state of this host's ranks if it has changed, and mark those that have ended well."""
         if not self.enabled:
             return
+        self._ranks.copy_output()
         running = [one for one in self._ranks.present if one.runs]
         survivors = [one for one in running if one.is_live]
         if survivors:

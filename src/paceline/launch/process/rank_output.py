@@ -10,13 +10,14 @@ import shutil
 import tempfile
 import threading
 import tty
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from paceline.errors import UsageError
 from paceline.world.live_file import dead_marker
 
-__all__ = ["RankLogs", "StderrTee", "check_log_dir", "last_lines"]
+__all__ = ["LogFollower", "RankLogs", "StderrTee", "check_log_dir", "last_lines"]
 
 _TAIL_LINES, _TAIL_NBYTES = 20, 16384
 
@@ -51,6 +52,33 @@ class StderrTee:
         os.close(self._read)
 
 
+class LogFollower:
+    """Copies to this terminal what a rank writes into its log once it is rank 0.
+
+    Args:
+        log: of the rank.
+        leads: returns whether it is rank 0; it stays so until it ends.
+    """
+
+    def __init__(self, log: Path, leads: Callable[[], bool]) -> None:
+        self._log, self._leads = log, leads
+        self._position, self._follows = 0, False
+
+    def copy(self) -> None:
+        """Copy what is new; the launcher calls this often, and once the rank has ended."""
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            if not self._follows:  # what it writes after this may be rank 0's
+                self._position, before = file.seek(0, os.SEEK_END), self._position
+                if not self._leads():
+                    return
+                self._follows, self._position = True, before
+            file.seek(self._position)
+            while data := file.read(_TAIL_NBYTES):
+                self._position += len(data)
+                while data:
+                    data = data[os.write(1, data) :]
+
+
 def last_lines(tee: StderrTee | None, log: Path | None) -> tuple[str, ...]:
     """Return the last lines of a rank's log file, or of what the tee kept; none where neither has any."""
     text = tee.text() if tee else ""
@@ -79,8 +107,9 @@ def check_log_dir(folder: Path | None) -> None:
 class RankLogs:
     """Logs and other files of one host's ranks: in a private folder for the duration of a with-statement.
 
-    Rank 0 writes to the terminal. Logs of the first start are ``rank<k>.log``, those after restart n
-    ``restart<n>/rank<k>.log``, and those of processes that joined the running world ``rank<k>.1.log`` and so on.
+    Rank 0 writes to the terminal, to which the log of a rank that takes its place is copied. Logs of the first start
+    are ``rank<k>.log``, those after restart n ``restart<n>/rank<k>.log``, and those of processes that joined the
+    running world ``rank<k>.1.log`` and so on.
 
     Args:
         folder: for permanent logs; None: they are kept only to explain a failure.

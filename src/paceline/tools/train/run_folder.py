@@ -3,7 +3,7 @@
     settings.json        the settings, for the ranks and for a resumed run
     run.json             command, settings, world, versions, model, start; at the end the result
     steps.jsonl          one line per logged step (rank 0)
-    trace/rank<k>.jsonl  timeline of each rank
+    trace/rank<k>.jsonl  timeline of each rank; rank<k>.1.jsonl of a process that joined the running world as rank k
     tensorboard/         the numbers of steps.jsonl for TensorBoard, with ``--log tensorboard``; wandb/ for W&B
     checkpoint/          the latest complete checkpoints
     logs/rank<k>.log     output of the other ranks
@@ -113,8 +113,8 @@ class RunFolder:
         return json.loads(self.run.read_text(encoding="utf-8")) if self.run.exists() else {}
 
     def remove_ranks_from(self, size: int) -> None:
-        """Remove traces and logs of ranks `size` and up: a resumed run may have fewer ranks."""
-        for path in [*self.path.glob("trace/rank*.jsonl"), *self.logs.glob("rank*.log")]:
+        """Remove logs of ranks `size` and up: a resumed run may have fewer ranks; traces hold steps of other ranks."""
+        for path in self.logs.glob("rank*.log"):
             number = path.stem.removeprefix("rank")
             if number.isdecimal() and int(number) >= size:
                 path.unlink()

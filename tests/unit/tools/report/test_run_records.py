@@ -130,7 +130,6 @@ def test_restarts_name_the_first_failure(folder):
     }
     lines = [
         {"restart": 1, "time": "2026-01-02T03:04:05", "ranks_before": 4, "ranks_after": 4, "first": first},
-        {"event": "departure", "restart": 1, "rank": 2, "how": "was ended by SIGKILL", "replaced": True},
         {"restart": 2, "ranks_before": 4, "ranks_after": 2, "lost": ["pc2"], "joined": [], "why": "late"},
         {
             "event": "end",

@@ -103,15 +103,12 @@ def test_repeated_steps_replace_the_earlier_lines(tmp_path):
     assert [step.step for step in read_run(folder.path).steps] == [1, 2, 3, 4]
 
 
-def test_traces_and_logs_of_surplus_ranks_are_removed(tmp_path):
+def test_logs_of_surplus_ranks_are_removed(tmp_path):
     folder = run_in(tmp_path / "run")
-    folder.trace(0).parent.mkdir()
     for rank in (0, 1, 2, 10):
-        folder.trace(rank).write_text("")
         (folder.logs / f"rank{rank}.log").write_text("")
     (folder.logs / "rankings.log").write_text("mine")
     folder.remove_ranks_from(2)
-    assert sorted(path.name for path in folder.trace(0).parent.iterdir()) == ["rank0.jsonl", "rank1.jsonl"]
     assert sorted(path.name for path in folder.logs.iterdir()) == ["rank0.log", "rank1.log", "rankings.log"]
 
 

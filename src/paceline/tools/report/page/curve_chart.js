@@ -198,9 +198,13 @@
       for (const [begin, end] of data.away)
         make("rect", {x: scale.x(begin), width: Math.max(1, scale.x(end) - scale.x(begin)), y: scale.top, height: scale.bottom - scale.top, class: "away"}, plot);
       for (const line of shown()) drawLine(line, plot);
-      for (const [at, text] of data.marks) {
+      let free = -Infinity;  // where the next label covers none
+      for (const [step, text, seconds] of data.marks) {
+        const at = axis === "time" ? seconds ?? step : step;
         make("line", {x1: scale.x(at), x2: scale.x(at), y1: scale.top, y2: scale.bottom, class: "mark"}, plot);
+        if (scale.x(at) < free) continue;
         make("text", {x: scale.x(at) + 4, y: scale.top + 10, class: "tick"}, plot, text);
+        free = scale.x(at) + 8 + 7 * text.length;
       }
       cursorLayer = make("g", {});
       drawCursor();

@@ -55,7 +55,7 @@ class CurveChart:
         from_zero: begin the y axis at zero, and draw a lower chart.
         log: begin with a logarithmic y axis.
         away: shaded intervals of x.
-        marks: (x, text) of vertical lines.
+        marks: (x, text) of vertical lines; over steps (step, text, seconds), seconds as in `Curve`.
         table: not used; a chart of bars may have one.
     """
 
@@ -68,7 +68,7 @@ class CurveChart:
     from_zero: bool = False
     log: bool = False
     away: Sequence[tuple[float, float]] = ()
-    marks: Sequence[tuple[float, str]] = ()
+    marks: Sequence[tuple[float, str] | tuple[float, str, float]] = ()
     table: None = None
     is_curves = True
 

@@ -1,8 +1,8 @@
 """Export of a run's timeline to the Trace Event Format of Perfetto and chrome://tracing.
 
-Each rank is a process with tracks of phases, waits, tasks (held-out losses, checkpoints) and calls; concurrent calls
-have a track each. Arrows join the calls of one collective over all ranks, in order of launch, so they end at the rank
-that the others waited for. Counters show the bytes in flight and the peak memory.
+Each rank is a process with tracks of phases, waits, tasks (held-out losses, checkpoints, recoveries) and calls;
+concurrent calls have a track each. Arrows join the calls of one collective over all ranks, in order of launch, so they
+end at the rank that the others waited for. Counters show the bytes in flight and the peak memory.
 
 Format: "Trace Event Format", Google, 2016; times in microseconds since the earliest step began.
 """
@@ -42,6 +42,9 @@ def trace_events(timelines: Mapping[int, RankTrace]) -> dict[str, Any]:
             for call, event in _calls(line, timeline.buckets_at(line.step), line.start - begin):
                 slices.append(event)
                 launches.setdefault((line.step, call.kind, call.bucket), []).append(event)
+        for each in timeline.recoveries:
+            times, args = (each.start - begin, each.start - begin + each.seconds), {"ranks": each.ranks}
+            slices.append(_slice(rank, _TASKS, "recovery", *times, step=each.step + 1, **args))
         events += [*_names(rank, {event["tid"] for event in slices}), *slices]
         events += _bytes_in_flight(rank, timeline.steps, begin)
         events += _memory(rank, timeline, begin)

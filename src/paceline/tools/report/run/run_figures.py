@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from paceline._core.format import format_percent, format_seconds
+from paceline._core.format import format_percent, format_seconds, plural
 from paceline.tools.report.page.curve_chart import Curve, CurveChart
 from paceline.tools.report.page.html_page import Bar, BarChart, BarPart, PageTable
 from paceline.tools.report.run.rank_selection import RankSelection
+from paceline.tools.report.run.restart_records import RecoveryRecord
 from paceline.tools.report.run.run_records import LoggedStep, RecordedRun
 from paceline.tools.report.run.run_summary import RankTime, RunSummary
 from paceline.tools.report.run.step_breakdown import PHASES, step_parts
@@ -50,7 +52,16 @@ def run_figures(
         utilisation_chart(run, summary, wall),
         *_logged_numbers(run, wall),
     ]
-    return [*figures, *(chart for chart in charts if chart is not None)]
+    marks = _recovery_marks(run, wall)
+    return [*figures, *(replace(chart, marks=marks) for chart in charts if chart is not None)]
+
+
+def _recovery_marks(run: RecordedRun, wall: Mapping[int, float]) -> list[tuple[float, str, float]]:
+    """Return the marks of live recoveries: before their step, with the number of ranks from then on."""
+    ranks_at = {each.step + 0.5: len(each.members) for each in run.live if isinstance(each, RecoveryRecord)}
+    steps = sorted(ranks_at)
+    seconds = np.interp(steps, list(wall), list(wall.values())).tolist() if wall else steps
+    return [(step, plural(ranks_at[step], "rank"), at) for step, at in zip(steps, seconds, strict=True)]
 
 
 def step_time_by_rank(ranks: Sequence[RankTime], selection: RankSelection) -> BarChart:

@@ -16,7 +16,13 @@ from paceline.tools.report.run.rank_selection import select_ranks
 from paceline.tools.report.run.run_figures import run_figures
 from paceline.tools.report.run.run_records import RecordedRun, read_run
 from paceline.tools.report.run.run_summary import RankTime, RunSummary, summarise_run
-from paceline.tools.report.run.run_tables import fact_groups, memory_table, restart_table, waiting_table
+from paceline.tools.report.run.run_tables import (
+    fact_groups,
+    memory_table,
+    recovery_table,
+    restart_table,
+    waiting_table,
+)
 from paceline.tools.report.run.run_traffic import summarise_sent_bytes
 
 __all__ = ["render_run_page", "run_headline", "timing_caveats", "write_run_report"]
@@ -62,6 +68,7 @@ def render_run_page(run: RecordedRun, profile: Path | None = None) -> str:
             *waiting_table(summary, selection),
             *predicted,
             *restart_table(run.restarts),
+            *recovery_table(run),
             *memory_table(summary, selection),
         ],
         sample=run.sample.strip("\n"),

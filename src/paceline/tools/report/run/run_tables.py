@@ -1,18 +1,32 @@
-"""Tables of a run's page: waiting by rank, restarts, memory, and the facts of ``run.json``."""
+"""Tables of a run's page: waiting by rank, restarts, recoveries, memory, and the facts of ``run.json``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from paceline._core.format import format_bytes, format_percent, format_seconds
+from paceline._core.format import format_bytes, format_percent, format_seconds, plural
 from paceline.tools.report.page.html_page import PageTable, RankRow
 from paceline.tools.report.run.rank_selection import RankSelection
+from paceline.tools.report.run.restart_records import (
+    DepartureRecord,
+    HostChangeRecord,
+    RecoveryRecord,
+    RestartRecord,
+)
 from paceline.tools.report.run.run_figures import readable
-from paceline.tools.report.run.run_records import RestartRecord
+from paceline.tools.report.run.run_records import RecordedRun
 from paceline.tools.report.run.run_summary import RunSummary
 
-__all__ = ["fact_groups", "memory_table", "readable_value", "restart_table", "waiting_table"]
+__all__ = [
+    "fact_groups",
+    "memory_table",
+    "readable_value",
+    "recovery_table",
+    "restart_table",
+    "waiting_table",
+]
 
 _OWN_SECTION = ("sent",)
 
@@ -83,6 +97,52 @@ def restart_table(restarts: Sequence[RestartRecord]) -> list[PageTable]:
         time = each.time[:19].replace("T", " ")
         rows.append([str(each.number), time, each.reason, f"{each.ranks_before} → {after}"])
     return [PageTable(title="Restarts", table=rows, kind="texts")]
+
+
+def recovery_table(run: RecordedRun) -> list[PageTable]:
+    """Return the table of what changed while other ranks trained on; none if nothing did."""
+    if not run.live:
+        return []
+    rows = [["when", "event", "ranks", "recovery took", "trains on"]]
+    world, latest = run.facts.get("world"), {}
+    size_of_world: dict[int, object] = {each.number: each.ranks_after for each in run.restarts}
+    began = world.get("size") if isinstance(world, Mapping) else "?"
+    size_of_world[0] = run.restarts[0].ranks_before if run.restarts else began
+    for each in run.live:
+        when = _when(each.time, run.facts.get("started"))
+        match each:
+            case RecoveryRecord():
+                before: tuple[str, ...] | None = latest.get(each.restart)
+                latest[each.restart] = each.members
+                size = len(before) if before else size_of_world.get(each.restart, "?")
+                step = f"step {each.step + 1} repeated" if each.repeated else f"from step {each.step + 1}"
+                ranks = f"{size} → {len(each.members)}"
+                rows.append([when, _recovery(each, before), ranks, format_seconds(each.seconds), step])
+            case HostChangeRecord():
+                rows.append([when, f"{each.host} {each.how}", "", "", ""])
+            case DepartureRecord():
+                then = "; it is replaced" if each.replaced else ""
+                rows.append([when, f"rank {each.rank} on {each.host} {each.how}{then}", "", "", ""])
+    caption = "The other ranks trained on in the same processes; after a recovery ranks are numbered anew."
+    return [PageTable(title="Live recoveries", table=rows, caption=caption, kind="texts")]
+
+
+def _recovery(record: RecoveryRecord, before: tuple[str, ...] | None) -> str:
+    """Return what happened to the members; without those before, processes that replaced others have joined."""
+    if before is None:
+        joined = sum(not member.endswith("/0") for member in record.members)
+    else:
+        joined = len(set(record.members).difference(before))
+    return f"recovery, with {plural(joined, 'new rank')}" if joined else "recovery"
+
+
+def _when(time: str, started: object) -> str:
+    """Return seconds since a run started, or the date where it started later or that is not known."""
+    try:
+        seconds = (datetime.fromisoformat(time) - datetime.fromisoformat(str(started))).total_seconds()
+    except (ValueError, TypeError):  # no time; one without a time zone
+        seconds = -1.0
+    return f"{seconds:.1f} s" if seconds >= 0 else time[:19].replace("T", " ")
 
 
 def memory_table(summary: RunSummary, selection: RankSelection) -> list[PageTable]:

@@ -14,6 +14,7 @@ from paceline.tools.report.run.run_records import TraceSpan
 
 __all__ = [
     "RankTrace",
+    "RecoverySpan",
     "StepInterval",
     "TracedBucket",
     "TracedCall",
@@ -125,6 +126,16 @@ class TracedBucket:
     first: str
 
 
+@dataclass(frozen=True, slots=True)
+class RecoverySpan:
+    """A recovery on a rank that went on: begin in unix seconds of rank 0's clock, steps done before, ranks after."""
+
+    start: float
+    seconds: float
+    step: int
+    ranks: int
+
+
 @dataclass(frozen=True)
 class RankTrace:
     """The steps of one rank.
@@ -137,6 +148,7 @@ class RankTrace:
         memory: peak bytes by kind.
         memory_marks: (unix seconds of rank 0's clock, peak bytes by kind so far), in order.
         clock_marks: (unix seconds of this rank's clock, how far it was ahead of rank 0's), in order.
+        recoveries: after which it trained on as this rank, in order.
     """
 
     steps: tuple[TracedStep, ...] = ()
@@ -146,6 +158,7 @@ class RankTrace:
     memory: Mapping[str, int] = field(default_factory=dict)
     memory_marks: tuple[tuple[float, Mapping[str, int]], ...] = ()
     clock_marks: tuple[tuple[float, float], ...] = ()
+    recoveries: tuple[RecoverySpan, ...] = ()
 
     def buckets_at(self, step: int) -> tuple[TracedBucket, ...]:
         """Return the bucket layout of a step; empty if unknown."""
@@ -161,6 +174,7 @@ def read_timeline(spans: Sequence[TraceSpan]) -> RankTrace:
     memory: dict[str, int] = {}
     memory_marks: list[tuple[float, Mapping[str, int]]] = []
     clock_marks: list[tuple[float, float]] = []
+    recoveries: list[RecoverySpan] = []
     error = 0.0
     for session in _sessions(spans):
         marks = [(span.start, _number(span, "offset")) for span in session if span.name == "clock"]
@@ -180,6 +194,10 @@ def read_timeline(spans: Sequence[TraceSpan]) -> RankTrace:
                 peaks = {key: int(_number(span, key)) for key in known}
                 memory |= peaks
                 memory_marks.append((span.start - clock_offset_at(marks, span.start), peaks))
+            elif span.name == "recovery":
+                begin = span.start - clock_offset_at(marks, span.start)
+                step, ranks = int(_number(span, "step")), int(_number(span, "ranks"))
+                recoveries.append(RecoverySpan(begin, span.seconds, step, ranks))
         clock_marks += marks
     every = tuple(steps[step] for step in sorted(steps))
     warm = tuple(line for line in every if line.step not in cold)
@@ -191,6 +209,7 @@ def read_timeline(spans: Sequence[TraceSpan]) -> RankTrace:
         memory,
         tuple(memory_marks),
         tuple(clock_marks),
+        tuple(recoveries),
     )
 
 
