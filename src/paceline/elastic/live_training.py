@@ -80,7 +80,8 @@ class Elastic:
 
     Args:
         objects: models, optimizers, and others with ``state_dict()`` and ``load_state_dict()``, all that a step
-            changes; a ``rejoin()`` is called in each new world. With a sharded optimizer, what follows its step in an attempt must not read parameters.
+            changes; a ``rejoin()`` is called in each new world. With a sharded optimizer, what follows its step in an
+            attempt must not read parameters.
         active: False: failures are not recovered from.
         watchdog: to watch each new world with.
         min_ranks: fewer ranks wait for others to join.
