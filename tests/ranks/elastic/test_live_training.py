@@ -252,3 +252,17 @@ def test_storms_end_with_the_bits_of_an_undisturbed_run(tmp_path, undisturbed, s
     assert storm(run, rng)
     assert run.end(150) == {undisturbed}
     assert not run.records("restart")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("data", ["virtual", "plain"])
+@pytest.mark.parametrize("seed", range(2))
+def test_storms_with_a_loader_use_every_sample_once(tmp_path, undisturbed_with_loader, seed, data):
+    rng = random.Random(seed)
+    run = Run(tmp_path, rng.choice([3, 4]), rng.choice(["paceline", "gloo"]), data=(data,))
+    run.wait_for(lambda: run.step() >= 3)
+    assert storm(run, rng)
+    found = run.end(150)
+    assert found == {undisturbed_with_loader} or data == "plain"
+    assert not run.records("restart")
+    check_samples(run)
