@@ -104,7 +104,7 @@ def train_with_loader(
             workers = [str(each.pid) for each in multiprocessing.active_children()]
             log.write(f"workers {' '.join(workers)}\n")
             log.write(f"{os.getpid()} {elastic.step} {model.comm.size}\n")
-            time.sleep(0.005)
+            time.sleep(0.02)
 
 
 def main(steps: int, folder: Path, data: str = "", workers: str = "0") -> None:
