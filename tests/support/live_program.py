@@ -1,32 +1,51 @@
-"""A program whose ranks recover live: ``live_program.py STEPS FOLDER``, in a world of `paceline run`.
+"""A program whose ranks recover live: ``live_program.py STEPS FOLDER [virtual|plain] [WORKERS]``, under `paceline run`.
 
 Every process writes a line per attempt to ``FOLDER/<member>.log``: its pid, the step reached, the number of ranks; and
-at its end the digest of the parameters and buffers.
+at its end the digest of the parameters and buffers. With ``virtual`` or ``plain`` it trains with a `Loader`, with or
+without virtual ranks, which ``WORKERS`` processes read. Then there are further lines, ``used EPOCH STEP SAMPLE…`` with
+the samples that all ranks used in a step, and ``workers PID…`` with the worker processes of this one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import sys
 import time
+from itertools import chain
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import paceline
 from paceline._core.summation_tree import leaves_of
 from paceline.data.leaf_random import seed_leaf
+from paceline.world.value_collectives import gather_values
 
 VIRTUAL_RANKS = 6
+STEPS_PER_EPOCH = 10  # with virtual ranks
 
 
-def build() -> tuple[paceline.DataParallel, torch.optim.Optimizer]:
-    """Return a model with dropout and running statistics, and its optimizer."""
+class Noisy(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
+    """Numbered samples with random inputs."""
+
+    def __len__(self) -> int:
+        return 2 * VIRTUAL_RANKS * STEPS_PER_EPOCH
+
+    def __getitem__(self, number: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        return number, torch.randn(12), torch.full((3,), number / 60)
+
+
+def build(virtual_ranks: int | None = VIRTUAL_RANKS) -> tuple[paceline.DataParallel, torch.optim.Optimizer]:
+    """Return a model with dropout and, with virtual ranks, running statistics; and its optimizer."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(12, 90), nn.BatchNorm1d(90), nn.Dropout(0.2), nn.Tanh(), nn.Linear(90, 3))
-    model = paceline.DataParallel(net, virtual_ranks=VIRTUAL_RANKS)
+    norm = nn.BatchNorm1d(90) if virtual_ranks else nn.LayerNorm(90)
+    net = nn.Sequential(nn.Linear(12, 90), norm, nn.Dropout(0.2), nn.Tanh(), nn.Linear(90, 3))
+    model = paceline.DataParallel(net, virtual_ranks=virtual_ranks)
     return model, paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
 
 
@@ -50,22 +69,63 @@ def digest(model: paceline.DataParallel) -> str:
     return found.hexdigest()[:16]
 
 
-def main(steps: int, folder: Path) -> None:
+def train(model: paceline.DataParallel, optimizer: torch.optim.Optimizer, steps: int, log: TextIO) -> None:
+    """Train, and log each attempt."""
+    with paceline.Elastic(model, optimizer, lost=2.0) as elastic:
+        while elastic.step < steps:
+            with elastic.attempt():
+                run_step(model, optimizer, elastic.step)
+            log.write(f"{os.getpid()} {elastic.step} {model.comm.size}\n")
+            time.sleep(0.005)
+
+
+def train_with_loader(
+    model: paceline.DataParallel,
+    optimizer: torch.optim.Optimizer,
+    loader: paceline.Loader,
+    epochs: int,
+    log: TextIO,
+) -> None:
+    """Train on the batches of a loader, and log each attempt and the samples it used."""
+    with paceline.Elastic(model, optimizer, loader, lost=2.0) as elastic:
+        for batches in loader.steps(epochs):
+            step, used = elastic.step, []
+            with elastic.attempt():
+                mine = []
+                for batch in batches:
+                    numbers, inputs, targets = batch
+                    model.backward((model(inputs) - targets).square().mean(), samples=batch.samples)
+                    mine += numbers.tolist() if batch.samples else []
+                epoch, used = loader.epoch, [*chain(*gather_values(mine))]
+                optimizer.step()
+                optimizer.zero_grad()
+            if elastic.step == step + 1 and used:
+                log.write(f"used {epoch} {step} {' '.join(map(str, sorted(used)))}\n")
+            workers = [str(each.pid) for each in multiprocessing.active_children()]
+            log.write(f"workers {' '.join(workers)}\n")
+            log.write(f"{os.getpid()} {elastic.step} {model.comm.size}\n")
+            time.sleep(0.02)
+
+
+def main(steps: int, folder: Path, data: str = "", workers: str = "0") -> None:
     """Train, and write the log of this process."""
     torch.set_num_threads(1)
     paceline.init(os.environ.get("LIVE_BACKEND"), device="cpu")
-    model, optimizer = build()
+    virtual_ranks = None if data == "plain" else VIRTUAL_RANKS
+    model, optimizer = build(virtual_ranks)
     member = os.environ.get("PACELINE_MEMBER", "alone").replace("/", "-")
     with (folder / f"{member}.log").open("a", buffering=1) as log:
-        with paceline.Elastic(model, optimizer, lost=2.0) as elastic:
-            while elastic.step < steps:
-                with elastic.attempt():
-                    run_step(model, optimizer, elastic.step)
-                log.write(f"{os.getpid()} {elastic.step} {model.comm.size}\n")
-                time.sleep(0.005)
+        if data:
+            batch_size = 4 if data == "plain" else 2
+            loader = paceline.Loader(
+                Noisy(), batch_size, virtual_ranks=virtual_ranks, num_workers=int(workers)
+            )
+            train_with_loader(model, optimizer, loader, steps // STEPS_PER_EPOCH, log)
+        else:
+            train(model, optimizer, steps, log)
         log.write(f"digest {digest(model)}\n")
     paceline.shutdown()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

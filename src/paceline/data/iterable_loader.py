@@ -90,7 +90,7 @@ class IterableLoader:
         self._epoch_read = torch.zeros((), dtype=torch.int64)
         if place.virtual_ranks is not None and options.num_workers:
             self._epoch_read.share_memory_()  # workers that persist read it anew
-        self._started = self._over = self._epoch_set = False
+        self._started = self.over = self._epoch_set = False
         self._layers = [self._new_layer()]
         self._fetcher_for(self._layers, place.own)  # so that torch's DataLoader refuses invalid options now
 
@@ -149,7 +149,7 @@ class IterableLoader:
     def state(self) -> dict[str, Any]:
         """Return the position as plain JSON."""
         workers = self._options.num_workers
-        return StreamState(self.epoch, self.step, self._over, workers, self._layers).to_json()
+        return StreamState(self.epoch, self.step, self.over, workers, self._layers).to_json()
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go to the position of `state`, assigned to the present ranks.
@@ -179,7 +179,7 @@ class IterableLoader:
         fresh, layers = self._new_layer(), found.layers
         if replace(fresh, taken=layers[-1].taken) != layers[-1]:
             layers = [*layers, fresh]
-        self._layers, self.epoch, self.step, self._over = layers, found.epoch, found.step, found.over
+        self._layers, self.epoch, self.step, self.over = layers, found.epoch, found.step, found.over
         self._started = self._epoch_set = False
 
     def begin(self) -> None:
@@ -187,11 +187,11 @@ class IterableLoader:
 
         An iteration starts with its first batch: libraries create iterators that they never use.
         """
-        if self._started or (self._over and not self._epoch_set):
+        if self._started or (self.over and not self._epoch_set):
             self._go_to(self.epoch + 1)
 
     def _go_to(self, epoch: int) -> None:
-        self.epoch, self.step, self._started, self._over = epoch, 0, False, False
+        self.epoch, self.step, self._started, self.over = epoch, 0, False, False
         self._layers = [self._new_layer()]
 
     # ------------------------------------------------------------------ batches
@@ -199,7 +199,7 @@ class IterableLoader:
     def batches(self) -> Iterator[tuple[Any, LeafPlace | None]]:
         """Yield the rest of the epoch, see [Note: one step ahead]; with virtual ranks, each batch with its place."""
         self._started, self._epoch_set = True, False
-        if self._over:
+        if self.over:
             return
         own, self._fetched_step = self.place.own, self.step
         next_of = self._open(self._layers)
@@ -216,7 +216,7 @@ class IterableLoader:
             with self.place.naming_virtual_ranks():
                 continues = self._continues(announced)
             if not continues:
-                self._over = True
+                self.over = True
                 return
             if first_step:
                 self._check_first_samples(announced)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -15,17 +15,17 @@ from paceline.data.dataloader_workers import LoaderOptions
 from paceline.data.iterable_loader import IterableLoader, StreamSettings
 from paceline.data.leaf_random import LeafPlace, between_steps_seed, seed_generators, seed_leaf
 from paceline.data.loader_arguments import (
-    NEEDS_LENGTH,
     Dealing,
+    check_movable,
     check_stream,
     check_virtual,
     length_of,
     measured_shares,
     stream_shares,
 )
+from paceline.data.loader_steps import LoaderSteps
 from paceline.data.map_loader import MapLoader
 from paceline.data.map_loader_state import DispatchSettings
-from paceline.data.measured_shares import MeasuredShares
 from paceline.data.rank_place import RankPlace
 from paceline.data.resumable_batch_indices import SampleOrder, ShuffleMode
 from paceline.data.sampling.block_dispatch import DispatchScheme
@@ -56,6 +56,8 @@ class Loader:
     without virtual ranks, all have. While it serves, such a loader owns the process's global random number generators:
     it seeds them for every batch, so that dropout and augmentation don't depend on the number of ranks or workers
     either. Lengths and positions count steps. A position taken between two batches of a step is that before the step.
+
+    `steps` serves the same batches by optimizer step. With it, a loader goes on with other ranks in `paceline.Elastic`.
 
     At the start of every epoch the ranks compare what they are about to serve, with one small gather.
 
@@ -143,29 +145,40 @@ class Loader:
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
         )
-        dealing = Dealing(dispatch, block, shares, uneven, seed, batch_size)
-        measured = measured_shares(shares, uneven, redeal_every)
-        self._source: MapLoader | IterableLoader
-        with self._place.naming_virtual_ranks():
-            if isinstance(dataset, IterableDataset):
-                self._source = self._open_stream(dealing, measured, stream, shuffle, options)
-            else:
-                self._source = self._open_map(dealing, measured, stream, shuffle, options)
+        self._dealing = Dealing(dispatch, block, shares, uneven, seed, batch_size)
+        self._arguments = redeal_every, stream, shuffle, options
+        self._opened = self._open()
+        self._moved: Mapping[str, Any] | None = None  # the position after a move, until it is used
         self._iteration = 0
         self._logged = False
 
+    def _open(self) -> MapLoader | IterableLoader:
+        open_source = self._open_stream if isinstance(self.dataset, IterableDataset) else self._open_map
+        with self._place.naming_virtual_ranks():
+            return open_source(*self._arguments)
+
+    @property
+    def _source(self) -> MapLoader | IterableLoader:
+        """What serves the batches of the present ranks."""
+        if self._moved is not None:
+            self._place = RankPlace(*rank_and_size(self.group), self.virtual_ranks)
+            opened = self._open()
+            assert isinstance(opened, MapLoader), "others don't move"
+            with self._place.naming_virtual_ranks():
+                opened.load(self._moved, moved=True)
+            self._opened, self._moved, self._logged = opened, None, False
+        return self._opened
+
     def _open_stream(
         self,
-        dealing: Dealing,
-        measured: MeasuredShares | None,
+        redeal_every: int | None,
         stream: Literal["own", "whole"] | None,
         shuffle: bool | Literal["blocks"],
         options: LoaderOptions,
     ) -> IterableLoader:
-        if measured is not None or shuffle == "blocks":
-            option = "shares='measured'" if measured is not None else "shuffle='blocks'"
-            raise UsageError(f"{option} with an iterable dataset", remedy=NEEDS_LENGTH)
-        check_stream(stream, dealing, self._place)
+        dealing = self._dealing
+        measured_shares(dealing.shares, dealing.uneven, redeal_every)  # validated
+        check_stream(stream, dealing, self._place, shuffle)
         settings = StreamSettings(
             shares=stream_shares(dealing, self._place.served) if stream == "whole" else None,
             block=dealing.block,
@@ -178,12 +191,13 @@ class Loader:
 
     def _open_map(
         self,
-        dealing: Dealing,
-        measured: MeasuredShares | None,
+        redeal_every: int | None,
         stream: Literal["own", "whole"] | None,
         shuffle: bool | Literal["blocks"],
         options: LoaderOptions,
     ) -> MapLoader:
+        dealing = self._dealing
+        measured = measured_shares(dealing.shares, dealing.uneven, redeal_every)
         if stream is not None:
             raise UsageError(f"stream={stream!r} with a map-style dataset", remedy="leave stream out")
         samples = length_of(self.dataset)
@@ -207,12 +221,13 @@ class Loader:
 
     # ------------------------------------------------------------------ batches
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         """Start the rest of the epoch, or the next one; all ranks do this together.
 
         Raises:
             MismatchError: ranks are about to serve different data; names the first difference and the ranks.
         """
+        source = self._source
         if rank_and_size(self.group) != (self._place.rank, self._place.ranks):
             raise UsageError(
                 f"this loader was made for rank {self._place.rank} of {self._place.ranks}; "
@@ -221,15 +236,48 @@ class Loader:
             )
         self._iteration += 1
         with self._place.naming_virtual_ranks():
-            self._source.begin()
+            source.begin()
         if self._place.ranks > 1:  # on one rank, listing the facts would cost more than everything else here
-            verify_same(self._source.facts(), "the loader", self.group, remedy=_SAME_DATA)
+            verify_same(source.facts(), "the loader", self.group, remedy=_SAME_DATA)
         if self._place.rank == 0 and not self._logged:
-            log.log(logging.INFO if self._source.lossless else logging.WARNING, "%s", self)
+            log.log(logging.INFO if source.lossless else logging.WARNING, "%s", self)
         self._logged = True
         return self._serve(self._iteration)
 
-    def _serve(self, iteration: int) -> Iterator[Any]:
+    def steps(self, epochs: int = 1) -> Iterator[Iterator[Any]]:
+        """Yield, for each step up to the end of epoch ``epochs - 1``, an iterator over this rank's batches of the step.
+
+        It starts from the present position, such as a loaded state, and goes on from the new one where that is moved
+        meanwhile: so a step that `Elastic.attempt` gives up is repeated. Each iterator must be used to its end, before
+        which nothing is fetched or compared among ranks (of an iterable dataset, the first batch is fetched before).
+
+        Args:
+            epochs: number of epochs, counted from the start of the run.
+
+        Raises:
+            UsageError: `epochs` is invalid, or the batches of a step were not all used.
+
+        Example:
+            >>> loader = Loader(list(range(10)), batch_size=4)
+            >>> [[batch.samples for batch in batches] for batches in loader.steps(epochs=2)]
+            [[4], [4], [2], [4], [4], [2]]
+        """
+        if not isinstance(epochs, int) or epochs < 1:
+            raise UsageError(f"epochs={epochs!r}", remedy="pass a whole number, 1 or more")
+        ahead = isinstance(self.dataset, IterableDataset)
+        return LoaderSteps(
+            self._continue,
+            lambda: self._iteration,
+            lambda: self._source.epoch + self._source.over,
+            ahead=ahead,
+        ).serve(epochs)
+
+    def _continue(self) -> Generator[Any, None, None]:
+        """Start an iteration from the present position, even if one from there has started before."""
+        self.load_state_dict(self.state_dict())
+        return iter(self)
+
+    def _serve(self, iteration: int) -> Generator[Any, None, None]:
         try:
             self._check_iteration(iteration)
             step_state.enter_phase("data")
@@ -261,7 +309,8 @@ class Loader:
             raise UsageError(
                 "another iteration of this loader started before this one ended, or its position was changed",
                 rank=self._place.rank,
-                remedy="create a Loader for each of two loops that run at the same time; leave a loop before loading",
+                remedy="create a Loader for each of two loops that run at the same time; leave a loop before loading; "
+                "with paceline.Elastic, loop over steps()",
             )
 
     def __len__(self) -> int:
@@ -308,7 +357,7 @@ class Loader:
         With virtual ranks, a step counts when this rank's last batch of it was served. The position does not depend on
         the number of real ranks, and can be loaded at another one.
         """
-        return self._source.state()
+        return self._opened.state() if self._moved is None else dict(self._moved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of `state`: the next iteration serves the remaining samples, each once.
@@ -319,5 +368,31 @@ class Loader:
             UsageError: the state is of another dataset, seed or order, or is invalid.
         """
         self._iteration += 1
+        if self._moved is not None:
+            self._moved = state
+            return
         with self._place.naming_virtual_ranks():
-            self._source.load(state)
+            self._opened.load(state)
+
+    # ------------------------------------------------------------------ other ranks
+
+    def check_rejoin(self) -> None:
+        """Check that this loader can move to any number of ranks.
+
+        Raises:
+            UsageError: it can't; names the argument.
+        """
+        check_movable(self.group, isinstance(self.dataset, IterableDataset), self._dealing, self._place)
+
+    def rejoin(self) -> None:
+        """Continue on the ranks of the new process group, from the same position.
+
+        Iterations end with an error, except those of `steps`. The rest of the epoch is assigned to the new ranks at its
+        next use, which also refuses an invalid state. Measured shares start anew.
+
+        Raises:
+            UsageError: this loader can't move, see `check_rejoin`.
+        """
+        self.check_rejoin()
+        self._iteration += 1
+        self._moved = self.state_dict()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch.distributed import ProcessGroup
+
 from paceline.data.measured_shares import MeasuredShares
 from paceline.data.rank_place import RankPlace
 from paceline.data.sampling.block_dispatch import DispatchScheme, dispatch_blocks
@@ -14,8 +16,8 @@ from paceline.data.sampling.uneven_policies import UnevenPolicy, check_batching
 from paceline.errors import UsageError, unknown
 
 __all__ = [
-    "NEEDS_LENGTH",
     "Dealing",
+    "check_movable",
     "check_stream",
     "check_virtual",
     "length_of",
@@ -23,7 +25,7 @@ __all__ = [
     "stream_shares",
 ]
 
-NEEDS_LENGTH = "that needs a dataset with a length; use a map-style one, or leave it out"
+_NEEDS_LENGTH = "that needs a dataset with a length; use a map-style one, or leave it out"
 
 
 @dataclass(frozen=True)
@@ -94,22 +96,26 @@ def length_of(dataset: Any) -> int:
     return samples
 
 
-def check_stream(stream: str | None, dealing: Dealing, place: RankPlace) -> None:
+def check_stream(stream: str | None, dealing: Dealing, place: RankPlace, shuffle: bool | str) -> None:
     """Check the arguments of a loader of an iterable dataset.
 
     Args:
         stream: ``"own"``, ``"whole"`` or None.
         dealing: the assignment.
         place: the ranks that this process serves.
+        shuffle: as in `Loader`.
 
     Raises:
         UsageError: an option needs a length, or has no effect if each rank reads its own stream.
     """
+    if isinstance(dealing.shares, str) or shuffle == "blocks":
+        option = "shares='measured'" if isinstance(dealing.shares, str) else "shuffle='blocks'"
+        raise UsageError(f"{option} with an iterable dataset", remedy=_NEEDS_LENGTH)
     if stream not in (None, "own", "whole"):
         raise unknown("stream", stream, ["own", "whole"])
     check_batching(dealing.batch_size, dealing.uneven)
     if dealing.uneven == "rebalance":
-        raise UsageError("uneven='rebalance' with an iterable dataset", remedy=NEEDS_LENGTH)
+        raise UsageError("uneven='rebalance' with an iterable dataset", remedy=_NEEDS_LENGTH)
     given = {
         "dispatch": dealing.scheme != "round_robin",
         "block": dealing.block != 1,
@@ -127,6 +133,38 @@ def check_stream(stream: str | None, dealing: Dealing, place: RankPlace) -> None
             "shares of an iterable dataset: batches of large shares would wait in memory for those of small ones",
             remedy="leave shares out, or use a map-style dataset",
         )
+
+
+def check_movable(group: ProcessGroup | None, iterable: bool, dealing: Dealing, place: RankPlace) -> None:
+    """Check that a loader can continue on any number of ranks.
+
+    Args:
+        group: of the ranks.
+        iterable: the dataset is iterable.
+        dealing: the assignment.
+        place: the ranks that this process serves.
+
+    Raises:
+        UsageError: it can't; names the argument.
+    """
+    fixed = place.virtual_ranks is None
+    if group is not None:
+        problem, remedy = "group=", "leave it out: a loader moves to the ranks of the new default group"
+    elif iterable:
+        problem, remedy = "an iterable dataset", "use a map-style dataset"
+    elif fixed and not (dealing.shares is None or isinstance(dealing.shares, str)):
+        problem, remedy = (
+            "a share for each rank",
+            "use shares='measured', or virtual_ranks=, or leave shares out",
+        )
+    elif fixed and dealing.uneven not in ("join", "rebalance"):
+        problem = (
+            f"uneven={dealing.uneven!r}, by which what is left may be too little for a step of other ranks"
+        )
+        remedy = "use 'join' or 'rebalance', or pass virtual_ranks="
+    else:
+        return
+    raise UsageError(f"a Loader with {problem} can't move to other ranks", rank=place.rank, remedy=remedy)
 
 
 def check_virtual(shares: object, every: int | None) -> None:

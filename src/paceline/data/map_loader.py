@@ -155,6 +155,11 @@ class MapLoader:
         """Steps of the epoch that were not served yet."""
         return self.position.epoch.portions.steps - self._step
 
+    @property
+    def over(self) -> bool:
+        """Whether all steps of the epoch were served."""
+        return not self.position.remaining
+
     def describe(self) -> str:
         """Return one sentence on the use of the data in this epoch."""
         epoch = self.position.epoch
@@ -196,8 +201,13 @@ class MapLoader:
             state["speeds"] = self.measured.speeds
         return state
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], *, moved: bool = False) -> None:
         """Go to the position of `state`, assigned to the present ranks.
+
+        Args:
+            state: the position.
+            moved: it is of other ranks, even if as many. Without virtual ranks the rest of the epoch is assigned anew:
+                so it depends on neither the number of moves nor the ranks in between, which differ among processes.
 
         Raises:
             UsageError: it belongs to another dataset, order or seed, or is invalid.
@@ -209,18 +219,19 @@ class MapLoader:
             )
         found = LoaderPosition.of(state)
         _check_same_order(found.epoch.order, self.position.epoch.order)
-        if self.measured is not None and found.settings.shares.ranks == self.ranks:
+        if self.measured is not None and not moved and found.settings.shares.ranks == self.ranks:
             self.measured.speeds = _read_speeds(state, self.ranks)
             self.settings = replace(self.settings, shares=found.settings.shares)
-        self.position, self._earlier_steps = self._redistribute(found), 0
+        anew = moved and self.place.virtual_ranks is None
+        self.position, self._earlier_steps = self._redistribute(found, anew=anew), 0
         self._started = self._epoch_set = False
 
-    def _redistribute(self, found: LoaderPosition) -> LoaderPosition:
+    def _redistribute(self, found: LoaderPosition, *, anew: bool) -> LoaderPosition:
         """Return `found`, assigned to the present ranks; the end of its epoch if too little is left for a step."""
         if not found.remaining:
             return found
         try:
-            return found.redistribute(self.settings)
+            return found.redistribute(self.settings, anew=anew)
         except UsageError:
             if self.settings.uneven not in ("truncate", "drop"):
                 raise

@@ -76,13 +76,17 @@ class LoaderPosition:
         """Number of remaining steps."""
         return self.epoch.portions.steps - self.step
 
-    def redistribute(self, settings: DispatchSettings) -> LoaderPosition:
+    def redistribute(self, settings: DispatchSettings, *, anew: bool = False) -> LoaderPosition:
         """Return this position with the remaining samples assigned by `settings`; itself if they are unchanged.
+
+        Args:
+            settings: the new ones.
+            anew: assign them even if the settings are unchanged.
 
         Raises:
             UsageError: no samples remain, or the settings do not fit.
         """
-        if settings == self.settings:
+        if settings == self.settings and not (anew and self.step):
             return self
         epoch = self.epoch
         layers = (*epoch.layers, epoch.after(self.step)) if self.step else epoch.layers

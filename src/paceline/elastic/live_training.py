@@ -57,10 +57,13 @@ class Elastic:
     Under ``paceline run --recovery live`` (the default) or ``paceline train``; started otherwise, it changes nothing.
     All ranks make it with the same objects, once these are built, and run every optimizer step inside `attempt`:
 
-        with paceline.Elastic(model, optimizer, scheduler) as elastic:
-            while elastic.step < 1000:
+        with paceline.Elastic(model, optimizer, loader) as elastic:
+            for batches in loader.steps(epochs=3):      # or: while elastic.step < 1000
                 with elastic.attempt():
-                    ...                     # forward, backward, optimizer.step(), scheduler.step()
+                    for batch in batches:
+                        ...                 # forward, backward
+                    optimizer.step()
+                    optimizer.zero_grad()
 
     If another rank dies in an attempt, the others form a new world, bring each other to the same state, and the attempt
     ends without an error; `step` says whether its step has been done. A replacement that the launcher starts builds the
@@ -71,7 +74,8 @@ class Elastic:
 
     Args:
         objects: models, optimizers, and others with ``state_dict()`` and ``load_state_dict()``, all that a step
-            changes. With a sharded optimizer, what follows its step in an attempt must not read parameters.
+            changes; a ``rejoin()`` is called in each new world. With a sharded optimizer, what follows its step in an
+            attempt must not read parameters.
         active: False: failures are not recovered from.
         watchdog: to watch each new world with.
         min_ranks: fewer ranks wait for others to join.
@@ -89,7 +93,7 @@ class Elastic:
         recoveries: worlds that were formed since this was made.
 
     Raises:
-        UsageError: on entering, a model is not wrapped, or its strategy can't recover live.
+        UsageError: on entering, a model is not wrapped, its strategy can't recover live, or a loader can't move.
         WorldError: from an attempt, this rank is removed, or the run can't go on.
 
     Example:

@@ -88,6 +88,10 @@ class TrainingState:
             else:
                 continue
             raise UsageError(f"live recovery with {problem}", remedy=remedy)
+        for each in self._objects.others.values():
+            check = getattr(each, "check_rejoin", None)
+            if check is not None:
+                check()
 
     # ------------------------------------------------------------------ a step that is given up
 

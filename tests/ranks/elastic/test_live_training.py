@@ -22,7 +22,7 @@ STEPS = 150
 class Run:
     """A run of the program under ``paceline run``."""
 
-    def __init__(self, folder, ranks, backend="paceline", steps=STEPS):
+    def __init__(self, folder, ranks, backend="paceline", steps=STEPS, data=()):
         self.folder = folder
         command = [
             sys.executable,
@@ -42,6 +42,7 @@ class Run:
             str(PROGRAM),
             str(steps),
             str(folder),
+            *data,
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "LIVE_BACKEND": backend}
         with (folder / "output").open("w") as output:
@@ -54,8 +55,13 @@ class Run:
         found = {}
         for path in self.folder.glob("*.log"):
             rows = [line.split() for line in path.read_text().splitlines()]
-            found[path.stem] = [tuple(map(int, row)) for row in rows if len(row) == 3]
+            found[path.stem] = [tuple(map(int, row)) for row in rows if len(row) == 3 and row[0].isdigit()]
         return found
+
+    def logged(self, kind):
+        """Return the numbers in all processes' lines of a kind."""
+        lines = [line.split() for path in self.folder.glob("*.log") for line in path.read_text().splitlines()]
+        return [tuple(map(int, row[1:])) for row in lines if row[0] == kind]
 
     def step(self):
         return max((row[1] for rows in self.lines().values() for row in rows), default=0)
@@ -104,15 +110,18 @@ def _runs(pid):
         return False
 
 
+def run_alone(folder, *data):
+    """Return the digest of a run of one process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(PROGRAM), str(STEPS), str(folder), *data]
+    subprocess.run(command, check=True, timeout=60, env=environment)
+    return (folder / "alone.log").read_text().split()[-1]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The digest of a run of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, str(PROGRAM), str(STEPS), str(folder)], check=True, timeout=60, env=environment
-    )
-    return (folder / "alone.log").read_text().split()[-1]
+    return run_alone(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
@@ -156,6 +165,58 @@ def test_two_deaths_at_once_and_during_recovery(tmp_path, undisturbed):
     assert not run.records("restart")
 
 
+# ------------------------------------------------------------------ with a loader
+
+
+def check_samples(run):
+    """Check that all ranks agree on the samples of each step, and that every epoch uses each sample once."""
+    steps, epochs = {}, {}
+    for epoch, step, *samples in run.logged("used"):
+        assert steps.setdefault(step, (epoch, samples)) == (epoch, samples)
+    assert sorted(steps) == list(range(len(steps)))
+    for epoch, samples in steps.values():
+        epochs.setdefault(epoch, []).extend(samples)
+    assert sorted(epochs) == list(range(STEPS // 10))
+    assert all(sorted(samples) == list(range(120)) for samples in epochs.values())
+
+
+@pytest.fixture(scope="module")
+def undisturbed_with_loader(tmp_path_factory):
+    return run_alone(tmp_path_factory.mktemp("alone"), "virtual")
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_loader_goes_on_with_the_other_ranks(tmp_path, undisturbed_with_loader, workers):
+    run = Run(tmp_path, 3, data=("virtual", workers))
+    run.wait_for(lambda: run.step() >= 20)
+    os.kill(run.pid(0), signal.SIGKILL)
+    assert run.end() == {undisturbed_with_loader}
+    assert not run.records("restart")
+    assert run.records("recovery")
+    check_samples(run)
+    processes = run.logged("workers")
+    assert max(map(len, processes)) == int(workers), "old workers end before new ones start"
+    end = time.monotonic() + 20  # the killed rank's worker looks for its parent every few seconds
+    while any(_runs(pid) for each in processes for pid in each):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_loader_without_virtual_ranks_uses_every_sample_once(tmp_path):
+    run = Run(tmp_path, 3, data=("plain",))
+    run.wait_for(lambda: run.step() >= 20)
+    os.kill(run.pid(1), signal.SIGKILL)
+    run.wait_for(lambda: run.records("recovery"))
+    os.kill(run.pid(2), signal.SIGTERM)
+    run.end()
+    assert not run.records("restart")
+    assert len(run.records("departure")) == 2
+    check_samples(run)
+
+
+# ------------------------------------------------------------------ storms
+
+
 def storm(run, rng):
     """Kill, stop and end ranks at random until the run is nearly over; one at least trains on."""
     events = 0
@@ -191,3 +252,17 @@ def test_storms_end_with_the_bits_of_an_undisturbed_run(tmp_path, undisturbed, s
     assert storm(run, rng)
     assert run.end(150) == {undisturbed}
     assert not run.records("restart")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("data", ["virtual", "plain"])
+@pytest.mark.parametrize("seed", range(2))
+def test_storms_with_a_loader_use_every_sample_once(tmp_path, undisturbed_with_loader, seed, data):
+    rng = random.Random(seed)
+    run = Run(tmp_path, rng.choice([3, 4]), rng.choice(["paceline", "gloo"]), data=(data,))
+    run.wait_for(lambda: run.step() >= 3)
+    assert storm(run, rng)
+    found = run.end(150)
+    assert found == {undisturbed_with_loader} or data == "plain"
+    assert not run.records("restart")
+    check_samples(run)

@@ -24,6 +24,9 @@ def test_objects_that_would_lose_something_are_refused_by_name():
         check(paceline.DataParallel(nn.Linear(2, 2), sync=paceline.Sync(compression="int8")))
     with pytest.raises(UsageError, match="full-shard"):
         check(paceline.DataParallel(nn.Linear(2, 2), sync="full-shard"))
+    check(paceline.Loader([1, 2], 1))
+    with pytest.raises(UsageError, match="a share for each rank can't move"):
+        check(paceline.Loader([1, 2], 1, shares=[1.0]))
 
 
 def test_without_a_launcher_steps_are_counted_and_errors_pass():
