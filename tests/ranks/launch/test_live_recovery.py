@@ -131,6 +131,16 @@ def test_a_rank_that_leaves_is_not_replaced_and_the_job_ends_well(job, capfd):
     assert "; the others train on\n" in capfd.readouterr().err
 
 
+def test_a_rank_that_left_may_end_after_the_others_have_trained_all_steps(job):
+    run = job(2)
+    run.order("live a", "0.0-0", "1.0-0")
+    run.order("dull", "0.0-0")
+    os.kill(run.process("1.0-0"), 15)
+    wait_until(lambda: run.records("departure"))
+    run.end("0.0-0")
+    assert (run.error, run.records("restart")) == (None, [])
+
+
 def test_survivors_that_fail_are_restarted_and_the_first_failure_is_named(job):
     run = job(3)
     members = [run.facts(f"{rank}.0-0")["MEMBER"] for rank in range(3)]

@@ -127,8 +127,8 @@ class LiveRecovery:
         failure, cause = ended.failure(me), _cause(ended)
         others = [one for one in self._ranks.present if one is not ended]
         running = [one for one in others if one.runs and not one.is_starting]
-        if cause != "joiner" and (failure.refused or not all(one.is_live for one in running)):
-            return False
+        if cause == "failed" and (failure.refused or not all(one.is_live for one in running)):
+            return False  # those that one leaves, in order, may be about to end themselves
         took_part = ended.is_live or ended.was_live
         self._failed_starts[ended.local_rank] = 0 if took_part else self._failed_starts[ended.local_rank] + 1
         survivors = len(running)

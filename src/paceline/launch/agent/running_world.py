@@ -160,12 +160,16 @@ class RunningWorld:
         return PreviousWorld(members, tuple(self.failures), self.progress, now - self.began)
 
     def _goes_on(self, report: ReportDeparture) -> bool:
-        if report.cause == "joiner":
-            return not self.failures and not self.lost
-        if not self.is_live(besides=report.member):
+        if self.failures or self.lost:
             return False
-        survive = self.survivors(besides=report.member) + report.survivors > 0
-        return survive or (report.cause == "left" and bool(self.finished - {report.member}))
+        match report.cause:
+            case "joiner":
+                return True
+            case "left":  # the others have formed a world without it, and may have ended since
+                return report.survivors > 0 or len(self.members) > 1
+            case "failed":
+                survivors = self.survivors(besides=report.member) + report.survivors
+                return self.is_live(besides=report.member) and survivors > 0
 
     def _unfinished(self, besides: str) -> list[ReportLive | None]:
         """Return the latest reports of the hosts whose ranks have not ended well."""
