@@ -155,10 +155,7 @@ class Checkpoint:
         while epochs is None or self.epoch < epochs:
             for batch in loader:
                 yield batch
-                if self.step != self._checked_at:
-                    self._checked_at = self.step
-                    if self._cadence is not None and self._cadence.due(self.step):
-                        self.save()
+                self.save_if_due()
             self.epoch += 1
             if self._cadence is not None:
                 self.save()
@@ -215,6 +212,13 @@ class Checkpoint:
                 step=self.step,
                 remedy="the previous checkpoint is untouched: make room, and resume from that",
             )
+
+    def save_if_due(self) -> None:
+        """Save if a checkpoint is due after the latest step; all ranks call this. `resume` and `Elastic` do."""
+        if self.step != self._checked_at:
+            self._checked_at = self.step
+            if self._cadence is not None and self._cadence.due(self.step):
+                self.save()
 
     def _start(self) -> None:
         self._warn_of_newer()
@@ -331,7 +335,9 @@ class Checkpoint:
         """
         if self._pending is not None:
             self._pending[1].finish(abandon=True)
-        self._pending, self._saved_at = None, -1
+        self._pending, self._saved_at, self._checked_at = None, -1, -1
+        if self._cadence is not None:
+            self._cadence.rejoin()
         (self._rank, self._ranks), self._joins = rank_and_size(self._group), False
         self._loaded = True  # what lies in the folder belongs to this run
         if self._rank == 0 and self._lock is None:

@@ -36,6 +36,10 @@ class EverySteps:
     def saved(self) -> None:
         """Note that a checkpoint was begun."""
 
+    def rejoin(self) -> None:
+        """Continue beside ranks that have not made the checks so far."""
+        self._checked = None
+
 
 class EverySeconds:
     """Due when `seconds` have passed on rank 0 since the last checkpoint.
@@ -70,6 +74,10 @@ class EverySeconds:
     def saved(self) -> None:
         """Note that a checkpoint was begun."""
         self._saved_at = self._clock()
+
+    def rejoin(self) -> None:
+        """Continue beside ranks that have not made the checks so far."""
+        self._checked, self._next = None, 0
 
 
 def save_cadence(every: int | str | None, share: ShareFromRank0) -> EverySteps | EverySeconds | None:

@@ -6,9 +6,11 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -29,7 +31,7 @@ from paceline.elastic.member_events import (
     Suspected,
     Train,
 )
-from paceline.elastic.membership import Membership, TrainingAction, newest_view
+from paceline.elastic.membership import Membership, TrainingAction, wait_for_view
 from paceline.elastic.next_view import first_view
 from paceline.elastic.shard_recovery import ShardRecovery
 from paceline.elastic.store_link import StoreLink
@@ -37,7 +39,7 @@ from paceline.elastic.store_records import view_key, view_value
 from paceline.elastic.training_state import StepSnapshot, TrainingState
 from paceline.elastic.view import Rules, View
 from paceline.elastic.world_forming import WorldForming, ends_forming
-from paceline.errors import PeerFailed, WorldError
+from paceline.errors import PeerFailed, UsageError, WorldError
 from paceline.health.watchdog import Watchdog, is_symptom
 from paceline.profiling import trace_file
 from paceline.world.control_collectives import gather_texts, rank_and_size
@@ -83,8 +85,8 @@ class Elastic:
         wait: seconds to wait for others to join.
         timeout: seconds that collectives wait for a rank.
         step: optimizer steps that are done already; None: those of `checkpoint`, or none.
-        checkpoint: continues in each new world; to go back to where sharded state is lost, as two neighbouring ranks
-            have died. None: then the run ends.
+        checkpoint: saved when it is due, between two steps; continues in each new world. Training goes back to it
+            where sharded state is lost, as two neighbouring ranks have died. None: then the run ends.
         named: objects under given names.
 
     Attributes:
@@ -133,6 +135,7 @@ class Elastic:
         self.step = step if step is not None else 0 if checkpoint is None else checkpoint.step
         self.recoveries = 0
         self.world: World | None = None
+        self._place = ""  # of the attempts in the program
         self._stepped: set[int] = set()
         self._undo: StepSnapshot | None = None  # of a step whose update is held
         self._repeats, self._stopped_at = False, 0.0
@@ -180,7 +183,7 @@ class Elastic:
             timeout=self._timeout,
         )
         if self.is_joiner:
-            member = Member.joining(me, self._rules, self._newest(store))
+            member = Member.joining(me, self._rules, wait_for_view(store, self._wait))
         else:
             view = first_view(gather_texts(me), self.step)
             store.create("backend", backend_name(None).encode())
@@ -215,14 +218,6 @@ class Elastic:
             if self._previous_handler is not None:
                 signal.signal(signal.SIGTERM, self._previous_handler)
 
-    def _newest(self, store: StoreLink) -> View:
-        end = time.monotonic() + self._wait
-        while (view := newest_view(store)) is None:
-            if time.monotonic() > end:
-                raise WorldError("there is no world to join", remedy="start the run without PACELINE_JOINER")
-            time.sleep(0.05)
-        return view
-
     def _request_leave(self, number: int, frame: FrameType | None) -> None:
         """Leave at the end of this step; a second signal ends the process at once."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -241,19 +236,36 @@ class Elastic:
 
     # ------------------------------------------------------------------ attempts
 
-    @contextlib.contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Run an optimizer step, or anything else that takes all ranks; a failure of another rank undoes it.
+    def attempt(self) -> AbstractContextManager[None]:
+        """Run an optimizer step, and what else takes all ranks, such as evaluation; another rank's failure undoes it.
 
-        Afterwards `step` counts it if its update was applied.
+        Before it, members change, and a checkpoint that is due is saved. Afterwards `step` counts it if its update was
+        applied.
+
+        Raises:
+            UsageError: the program has attempts in two places: a newcomer begins with the first.
         """
+        caller = sys._getframe(1)
+        place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        if self._membership is not None and self._place not in ("", place):
+            raise UsageError(
+                f"attempts in two places, {self._place} and {place}, of which a newcomer begins with the first",
+                remedy="use one per step, and in it conditions on elastic.step; Elastic(checkpoint=…) saves by itself",
+            )
+        self._place = place
+        return self._attempt()
+
+    @contextlib.contextmanager
+    def _attempt(self) -> Iterator[None]:
         membership = self._membership
         self._stepped.clear()
         if membership is None:
+            if self._checkpoint is not None:
+                self._checkpoint.save_if_due()
             yield
             self._count()
             return
-        if membership.aborting or membership.member.wants_change:
+        while membership.aborting or membership.member.wants_change or not self._save_if_due():
             membership.feed(Suspected())
             self._recover(membership, None)
         before, failed, self._shards.ended = self._state.snapshot(), False, False
@@ -262,7 +274,7 @@ class Elastic:
             self._shards.ended = True
             self._shards.wait()
         except BaseException as error:
-            if not (is_symptom(error) or isinstance(error, PeerFailed)):
+            if not _is_of_others(error):
                 raise
             failed = True
             self._shards.settle()
@@ -272,6 +284,17 @@ class Elastic:
             membership.feed(Suspected())
         if failed or membership.aborting:
             self._recover(membership, before if self._repeats else None)
+
+    def _save_if_due(self) -> bool:
+        """Save a checkpoint that is due; return whether that did not fail with another rank."""
+        try:
+            if self._checkpoint is not None:
+                self._checkpoint.save_if_due()
+        except BaseException as error:
+            if not _is_of_others(error):
+                raise
+            return False
+        return True
 
     def _count(self) -> bool:
         """Count a step if its update was applied; return whether it was."""
@@ -394,3 +417,8 @@ class Elastic:
         elif self._undo is not None:
             self._give_up(self._undo)
         self._undo = None
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Return whether an error is the consequence of a failure on another rank."""
+    return is_symptom(error) or isinstance(error, PeerFailed)

@@ -53,9 +53,10 @@ from paceline.elastic.store_records import (
     watched_keys,
 )
 from paceline.elastic.view import View
+from paceline.errors import WorldError
 from paceline.health.process_probe import LocalProcess, host_key, process_start_ticks
 
-__all__ = ["Membership", "TrainingAction", "newest_view"]
+__all__ = ["Membership", "TrainingAction", "wait_for_view"]
 
 log = logging.getLogger("paceline.elastic")
 
@@ -281,8 +282,21 @@ class Membership:
             self._feed(Died(other))
 
 
-def newest_view(store: StoreLink) -> View | None:
-    """Return the newest view in the store; None: there is none yet."""
+def wait_for_view(store: StoreLink, seconds: float) -> View:
+    """Return the newest view in the store; wait for the first one.
+
+    Raises:
+        WorldError: there is none in time.
+    """
+    end = time.monotonic() + seconds
+    while (view := _newest_view(store)) is None:
+        if time.monotonic() > end:
+            raise WorldError("there is no world to join", remedy="start the run without PACELINE_JOINER")
+        time.sleep(0.05)
+    return view
+
+
+def _newest_view(store: StoreLink) -> View | None:
     found, epoch = None, 0
     while (value := store.read(view_key(epoch))) is not None:
         event = event_of(view_key(epoch), value)

@@ -195,7 +195,7 @@ class ShardRecovery:
         """Keep this member's shards of the layout from which the next world is formed."""
         base = view.recovery.base
         self._model.engine.parameter_gather.abandon()
-        if base == self._layout.epoch:
+        if self._layout.members and base == self._layout.epoch:
             self._kept[base] = self._held_shards(self._layout.members.index(me), len(self._layout.members))
         self._kept = {epoch: shards for epoch, shards in self._kept.items() if epoch == base}
         self._layout = _Layout()

@@ -13,9 +13,9 @@ from paceline.elastic.shard_recovery import ShardRecovery
 from paceline.elastic.store_link import AbortableStore
 from paceline.elastic.training_state import TrainingState
 from paceline.elastic.view import View
-from paceline.errors import MismatchError, PeerFailed, UsageError
+from paceline.errors import MismatchError, PacelineError, PeerFailed, UsageError
 from paceline.health.abort_collectives import abort_groups
-from paceline.health.watchdog import Watchdog, is_symptom
+from paceline.health.watchdog import Watchdog
 from paceline.world.session import World, form_world
 from paceline.world.store.launched_store import open_launched_store
 
@@ -124,6 +124,6 @@ class WorldForming:
 
 def ends_forming(error: BaseException) -> bool:
     """Return whether an error may be the consequence of a change of members while their world was formed."""
-    if isinstance(error, UsageError | MismatchError):
-        return False
-    return is_symptom(error) or isinstance(error, RuntimeError)
+    return isinstance(error, RuntimeError | OSError | PacelineError) and not isinstance(
+        error, UsageError | MismatchError
+    )
