@@ -39,7 +39,7 @@ from paceline.elastic.store_records import view_key, view_value
 from paceline.elastic.training_state import StepSnapshot, TrainingState
 from paceline.elastic.view import Rules, View
 from paceline.elastic.world_forming import WorldForming, ends_forming
-from paceline.errors import PeerFailed, UsageError, WorldError
+from paceline.errors import UsageError, WorldError
 from paceline.health.watchdog import Watchdog, is_symptom
 from paceline.profiling import trace_file
 from paceline.world.control_collectives import gather_texts, rank_and_size
@@ -57,15 +57,7 @@ class Elastic:
     """Keeps a training run going in the same processes when ranks die, leave or join.
 
     Under ``paceline run --recovery live`` (the default) or ``paceline train``; started otherwise, it changes nothing.
-    All ranks make it with the same objects, once these are built, and run every optimizer step inside `attempt`:
-
-        with paceline.Elastic(model, optimizer, loader) as elastic:
-            for batches in loader.steps(epochs=3):      # or: while elastic.step < 1000
-                with elastic.attempt():
-                    for batch in batches:
-                        ...                 # forward, backward
-                    optimizer.step()
-                    optimizer.zero_grad()
+    All ranks make it with the same objects, once these are built, and run every optimizer step inside `attempt`.
 
     If another rank dies in an attempt, the others form a new world, bring each other to the same state, and the attempt
     ends without an error; `step` says whether its step has been done. A replacement that the launcher starts builds the
@@ -101,14 +93,16 @@ class Elastic:
     Example:
         >>> model = paceline.DataParallel(torch.nn.Linear(2, 1))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> with Elastic(model, optimizer) as elastic:
-        ...     while elastic.step < 3:
+        >>> loader = paceline.Loader(list(torch.ones(8, 2)), batch_size=4)
+        >>> with Elastic(model, optimizer, loader) as elastic:
+        ...     for batches in loader.steps(epochs=3):  # or: while elastic.step < 6
         ...         with elastic.attempt():
-        ...             model.backward(model(torch.ones(4, 2)).mean(), samples=4)
+        ...             for batch in batches:
+        ...                 model.backward(model(batch).mean(), samples=batch.samples)
         ...             optimizer.step()
         ...             optimizer.zero_grad()
         >>> elastic.step
-        3
+        6
     """
 
     def __init__(
@@ -274,7 +268,7 @@ class Elastic:
             self._shards.ended = True
             self._shards.wait()
         except BaseException as error:
-            if not _is_of_others(error):
+            if not is_symptom(error):
                 raise
             failed = True
             self._shards.settle()
@@ -291,7 +285,7 @@ class Elastic:
             if self._checkpoint is not None:
                 self._checkpoint.save_if_due()
         except BaseException as error:
-            if not _is_of_others(error):
+            if not is_symptom(error):
                 raise
             return False
         return True
@@ -417,8 +411,3 @@ class Elastic:
         elif self._undo is not None:
             self._give_up(self._undo)
         self._undo = None
-
-
-def _is_of_others(error: BaseException) -> bool:
-    """Return whether an error is the consequence of a failure on another rank."""
-    return is_symptom(error) or isinstance(error, PeerFailed)

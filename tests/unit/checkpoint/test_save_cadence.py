@@ -107,3 +107,19 @@ def test_parts_are_runs_of_about_the_same_size(sizes, ranks):
         sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks)
     ]
     assert max(sums, default=0) <= sum(sizes) / ranks + max(sizes, default=0)
+
+
+def test_after_a_change_of_ranks_newcomers_and_others_agree():
+    old, new = EverySteps(4), EverySteps(4)
+    assert [old.due(step) for step in (3, 4)] == [False, True]
+    old.rejoin()
+    assert old.due(4) == new.due(4)
+    shared = []
+    old, new = (
+        EverySeconds(60, lambda numbers: shared.append(numbers) or numbers, lambda: 0.0) for _ in "ab"
+    )
+    assert [old.due(step) for step in range(3)] == [False] * 3
+    old.rejoin()
+    shared.clear()
+    assert old.due(2) == new.due(2)
+    assert len(shared) == 2, "both take part"

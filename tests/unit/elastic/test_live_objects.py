@@ -47,6 +47,28 @@ def test_without_a_launcher_steps_are_counted_and_errors_pass():
             optimizers[0].step()
 
 
+def test_attempts_in_two_places_are_refused_where_ranks_may_join(monkeypatch):
+    elastic = paceline.Elastic(paceline.DataParallel(nn.Linear(2, 1)))
+    monkeypatch.setattr(elastic, "_membership", object())
+    for _ in range(2):
+        elastic.attempt()
+    with pytest.raises(UsageError, match="attempts in two places, .*test_live_objects.py"):
+        elastic.attempt()
+
+
+def test_attempts_save_the_checkpoint_when_it_is_due(tmp_path):
+    model = paceline.DataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.Checkpoint(tmp_path, model, optimizer, every=2) as checkpoint:
+        with paceline.Elastic(model, optimizer, checkpoint=checkpoint) as elastic:
+            while elastic.step < 5:
+                with elastic.attempt():
+                    optimizer.step()
+        checkpoint.wait()
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"]
+    assert paceline.Elastic(model, optimizer, checkpoint=checkpoint).step == 5
+
+
 def test_a_step_that_is_given_up_leaves_nothing_behind():
     model = paceline.DataParallel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), virtual_ranks=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
