@@ -52,6 +52,9 @@ __all__ = ["Elastic"]
 
 log = logging.getLogger("paceline.elastic")
 
+_MAX_FAILURES = 20
+"""Failures since a step was applied, more than which mean that none will be."""
+
 
 class Elastic:
     """Keeps a training run going in the same processes when ranks die, leave or join.
@@ -132,7 +135,7 @@ class Elastic:
         self._place = ""  # of the attempts in the program
         self._stepped: set[int] = set()
         self._undo: StepSnapshot | None = None  # of a step whose update is held
-        self._repeats, self._stopped_at = False, 0.0
+        self._repeats, self._stopped_at, self._failures = False, 0.0, 0
         self._membership: Membership | None = None
         self._forming: WorldForming | None = None
         self._live_file = LiveFile.from_environment(os.environ)
@@ -271,6 +274,7 @@ class Elastic:
             if not is_symptom(error):
                 raise
             failed = True
+            self._count_failure(error)
             self._shards.settle()
         applied = self._count()
         self._repeats = failed and not applied
@@ -300,8 +304,15 @@ class Elastic:
                 step=self.step,
                 remedy="call their step() one right after the other",
             )
-        self.step += 1
+        self.step, self._failures = self.step + 1, 0
         return True
+
+    def _count_failure(self, error: BaseException) -> None:
+        """Count an attempt, or a world that can't be formed; end the run if no step is applied for long."""
+        self._failures += 1
+        if self._failures > _MAX_FAILURES:
+            why = str(error).partition("\n")[0]
+            raise WorldError(f"{_MAX_FAILURES} failures in a row: {why}", step=self.step) from error
 
     def _recover(self, membership: Membership, undo: StepSnapshot | None) -> None:
         """Stop, undo a step that was not done, and go on in the next world."""
@@ -338,11 +349,9 @@ class Elastic:
                     except BaseException as error:
                         if not ends_forming(error):
                             raise
-                        log.warning(
-                            "the world of epoch %d can't be formed: %s",
-                            view.epoch,
-                            str(error).partition("\n")[0],
-                        )
+                        why = str(error).partition("\n")[0]
+                        log.warning("the world of epoch %d can't be formed: %s", view.epoch, why)
+                        self._count_failure(error)
                         membership.feed(Suspected())
                     else:
                         if not membership.aborting:
@@ -407,7 +416,7 @@ class Elastic:
             return
         self._shards.decide(apply=apply)
         if apply:
-            self.step += 1
+            self.step, self._failures = self.step + 1, 0
         elif self._undo is not None:
             self._give_up(self._undo)
         self._undo = None

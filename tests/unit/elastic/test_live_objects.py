@@ -52,8 +52,16 @@ def test_attempts_in_two_places_are_refused_where_ranks_may_join(monkeypatch):
     monkeypatch.setattr(elastic, "_membership", object())
     for _ in range(2):
         elastic.attempt()
-    with pytest.raises(UsageError, match="attempts in two places, .*test_live_objects.py"):
+    with pytest.raises(UsageError, match=r"attempts in two places, .*test_live_objects\.py"):
         elastic.attempt()
+
+
+def test_a_step_that_fails_again_and_again_ends_the_run(monkeypatch):
+    elastic = paceline.Elastic(paceline.DataParallel(nn.Linear(2, 1)))
+    for _ in range(20):
+        elastic._count_failure(RuntimeError("Connection reset by peer"))
+    with pytest.raises(WorldError, match=r"20 failures in a row.*reset by peer"):
+        elastic._count_failure(RuntimeError("Connection reset by peer"))
 
 
 def test_attempts_save_the_checkpoint_when_it_is_due(tmp_path):
