@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import time
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TextIO
@@ -70,11 +71,17 @@ def digest(model: paceline.DataParallel) -> str:
 
 
 def train(model: paceline.DataParallel, optimizer: torch.optim.Optimizer, steps: int, log: TextIO) -> None:
-    """Train, and log each attempt."""
-    with paceline.Elastic(model, optimizer, lost=2.0) as elastic:
+    """Train, and log each attempt; where LIVE_RECORD names a folder, record the run there."""
+    folder = os.environ.get("LIVE_RECORD")
+    record = paceline.Profiler(folder, model, every=1) if folder else None
+    with record or nullcontext(), paceline.Elastic(model, optimizer, lost=2.0) as elastic:
+        if record is not None:
+            elastic.on_world(record.rejoin)
         while elastic.step < steps:
             with elastic.attempt():
                 run_step(model, optimizer, elastic.step)
+                if record is not None:
+                    record.log(loss=float(elastic.step))
             log.write(f"{os.getpid()} {elastic.step} {model.comm.size}\n")
             time.sleep(0.005)
 

@@ -28,6 +28,7 @@ from paceline.profiling.run_loggers import Logger, LoggerGroup, new_run_id
 from paceline.world.accelerator import find_accelerator
 from paceline.world.control_collectives import gather_rows, gather_texts, rank_and_size
 from paceline.world.environment import host_label
+from paceline.world.live_file import JOINER_VARIABLE
 from paceline.world.machine_facts import read_machine_facts
 
 __all__ = ["Profiler", "machine_facts", "time_metrics", "versions"]
@@ -78,7 +79,7 @@ class Profiler:
 
     Afterwards ``paceline report FOLDER`` makes a page of it: where the time went, which rank the others waited for, the
     bottleneck and remedies. A folder that holds a record is continued: of steps that are repeated, as after a restart,
-    the report shows the last record.
+    the report shows the last record. With `Elastic`, which changes the ranks, call ``elastic.on_world(record.rejoin)``.
 
     Args:
         folder: written to; visible to all ranks, or each host has its own part.
@@ -119,7 +120,9 @@ class Profiler:
             raise UsageError(f"every={every!r}", remedy="give 1 to write every step, 10 for each tenth")
         self._loggers = LoggerGroup(loggers)
         self.folder, self._model, self._every = Path(folder), model, every
-        self._rank = rank_and_size(model.comm.group)[0]
+        self._rank, ranks = rank_and_size(model.comm.group)
+        if ranks == 1 and os.environ.get(JOINER_VARIABLE):
+            self._rank = -1  # in no world yet
         _make_folder(self.folder, model)
         self._nodes = len(set(gather_texts(host_label(os.environ, *rank_and_size()), model.comm.group)))
         self._timeline = RankTimeline(self.folder, model)
@@ -153,6 +156,15 @@ class Profiler:
         finally:
             if self._rank == 0:
                 self._loggers.finish(failed=kind is not None)
+
+    def rejoin(self, world: object = None) -> None:
+        """Continue on the ranks of the model's new process group; pass this to `Elastic.on_world`."""
+        before, self._rank = self._rank, rank_and_size(self._model.comm.group)[0]
+        self._timeline.rejoin(self._model)
+        if self._rank == 0 and before != 0:
+            self._loggers.start({"folder": str(self.folder)})
+        self._samples = self._tokens = 0.0
+        self._steps, self._since, self._waited = 0, time.perf_counter(), self._timeline.waited_seconds
 
     def log(
         self, *, samples: float = 1.0, tokens: float = 0.0, **numbers: float | torch.Tensor | None

@@ -145,6 +145,21 @@ def test_a_killed_rank_is_replaced_while_the_others_train_on(tmp_path, undisturb
             assert sorted({row[1] for row in rows}) == list(range(rows[0][1], STEPS + 1)), "every step, once"
 
 
+def test_a_profiler_goes_on_with_the_new_ranks(tmp_path, undisturbed, monkeypatch):
+    monkeypatch.setenv("LIVE_RECORD", str(tmp_path / "record"))
+    run = Run(tmp_path, 3)
+    run.wait_for(lambda: run.step() >= 20)
+    os.kill(run.pid(0), signal.SIGKILL)
+    assert run.end() == {undisturbed}
+    facts = json.loads((tmp_path / "record" / "run.json").read_text())
+    assert facts["world"]["size"] == 3, "a newcomer writes none"
+    lines = [json.loads(line) for line in (tmp_path / "record" / "steps.jsonl").read_text().splitlines()]
+    missing = set(range(1, STEPS + 1)) - {line["step"] for line in lines}
+    assert len(missing) <= 1, "that in which rank 0 died, if its update was applied"
+    assert all(line["loss"] == line["step"] - 1 for line in lines)
+    assert (tmp_path / "record" / "trace" / "rank2.1.jsonl").exists()
+
+
 def test_a_rank_that_is_requested_to_leave_leaves_between_two_steps(tmp_path, undisturbed):
     run = Run(tmp_path, 3)
     run.wait_for(lambda: run.step() >= 20)
