@@ -74,9 +74,10 @@ def train(model: paceline.DataParallel, optimizer: torch.optim.Optimizer, steps:
     """Train, and log each attempt; where LIVE_RECORD names a folder, record the run there."""
     folder = os.environ.get("LIVE_RECORD")
     record = paceline.Profiler(folder, model, every=1) if folder else None
-    with record or nullcontext(), paceline.Elastic(model, optimizer, lost=2.0) as elastic:
-        if record is not None:
-            elastic.on_world(record.rejoin)
+    elastic = paceline.Elastic(model, optimizer, lost=2.0)
+    if record is not None:
+        elastic.on_world(record.rejoin)
+    with record or nullcontext(), elastic:
         while elastic.step < steps:
             with elastic.attempt():
                 run_step(model, optimizer, elastic.step)

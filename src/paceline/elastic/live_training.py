@@ -159,7 +159,13 @@ class Elastic:
         self._state.add(name, other)
 
     def on_world(self, function: Callable[[World], None]) -> None:
-        """Call a function with this rank's place in each new world."""
+        """Call a function with this rank's place in each new world; all ranks call this before they enter.
+
+        Raises:
+            UsageError: it is too late: a newcomer forms its first world on entering.
+        """
+        if self.active:
+            raise UsageError("on_world() after entering", remedy="call it before the with statement")
         self._on_world.append(function)
 
     # ------------------------------------------------------------------ begin and end

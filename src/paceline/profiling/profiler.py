@@ -79,7 +79,8 @@ class Profiler:
 
     Afterwards ``paceline report FOLDER`` makes a page of it: where the time went, which rank the others waited for, the
     bottleneck and remedies. A folder that holds a record is continued: of steps that are repeated, as after a restart,
-    the report shows the last record. With `Elastic`, which changes the ranks, call ``elastic.on_world(record.rejoin)``.
+    the report shows the last record. With `Elastic`, which changes the ranks, call ``elastic.on_world(record.rejoin)``
+    before it begins.
 
     Args:
         folder: written to; visible to all ranks, or each host has its own part.
