@@ -71,6 +71,7 @@ class Run:
         self._hosts: dict[int, subprocess.Popen[bytes]] = {}
         self.events: list[dict[str, Any]] = []
         self._disturbed: set[int] = set()  # process ids
+        self._gone: set[int] = set()  # that were killed or requested to leave
         for host in range(HOSTS):
             self._start(host)
 
@@ -94,13 +95,14 @@ class Run:
         return [line for line in found if "samples" in line]
 
     def ranks(self) -> dict[int, list[int]]:
-        """Return the process ids of each host that train in the newest world."""
+        """Return the process ids of each host that train in the newest world, and are to go on."""
         newest: dict[int, int] = {}
         for path in self.folder.glob("steps-*.jsonl"):
             lines = [line for line in logged(self.folder, path.name) if "samples" in line]
             if lines:
                 newest[int(path.stem.partition("-")[2])] = lines[-1]["world"]
         world, found = max(newest.values(), default=0), {}
+        newest = {pid: number for pid, number in newest.items() if pid not in self._gone}
         for host, command in self._hosts.items():
             found[host] = []
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -116,7 +118,7 @@ class Run:
 
     def disturb(self, number: int) -> None:
         """Let `number` events happen, each up to 3 s after the one before, in part during the recovery from it."""
-        while not any((self.folder / "checkpoint").glob("step-*")) and not self._ended():
+        while not any((self.folder / "checkpoint").glob("step-????????")) and not self._ended():
             time.sleep(0.05)
         while len(self.events) < number and not self._ended():
             time.sleep(self._random.choice([self._random.uniform(0.0, 0.6), self._random.uniform(0.6, 3.0)]))
@@ -151,14 +153,17 @@ class Run:
         if kind.startswith("host"):
             host = self._random.choice(full)
             command, pids = self._hosts.pop(host), ranks[host]
-            self._disturbed.update(pids)
+            self._gone.update(each.pid for each in psutil.Process(command.pid).children())
             command.send_signal(signal.SIGKILL if kind == "host lost" else signal.SIGTERM)
             return pids
         training = [pid for each in ranks.values() for pid in each]
         pids = self._random.sample(training, 2 if kind == "two killed" else 1)
         possible = STOPPED_SECONDS if len(training) > 2 else STOPPED_SECONDS[:-1]  # a majority must be left
-        if kind != "rank stopped" or (seconds := self._random.choice(possible)) == STOPPED_SECONDS[-1]:
+        seconds = self._random.choice(possible)
+        if kind == "rank stopped" and seconds == STOPPED_SECONDS[-1]:
             self._disturbed.update(pids)
+        if kind != "rank stopped":
+            self._gone.update(pids)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(
@@ -188,7 +193,7 @@ class Run:
         self._server.close()
         found = self._records("recovery")  # by every host; on a newcomer, it took no time
         recoveries = {each["epoch"]: each for each in sorted(found, key=lambda each: each["seconds"])}
-        undisturbed = {pid for pid in self._began() if pid not in self._disturbed}
+        undisturbed = {pid for pid in self._began() if pid not in self._disturbed | self._gone}
         lasted = {pid for pid in undisturbed if "digest" in logged(self.folder, f"steps-{pid}.jsonl")[-1]}
         return {
             "events": [{name: value for name, value in each.items() if name != "at"} for each in self.events],
