@@ -34,6 +34,7 @@ from paceline.elastic.member_events import (
 from paceline.elastic.membership import Membership, TrainingAction, wait_for_view
 from paceline.elastic.next_view import first_view
 from paceline.elastic.shard_recovery import ShardRecovery
+from paceline.elastic.step_counter import StepCounter
 from paceline.elastic.store_link import StoreLink
 from paceline.elastic.store_records import view_key, view_value
 from paceline.elastic.training_state import StepSnapshot, TrainingState
@@ -51,9 +52,6 @@ from paceline.world.store.launched_store import has_launched_store, open_launche
 __all__ = ["Elastic"]
 
 log = logging.getLogger("paceline.elastic")
-
-_MAX_FAILURES = 20
-"""Failures since a step was applied, more than which mean that none will be."""
 
 
 class Elastic:
@@ -85,7 +83,6 @@ class Elastic:
         named: objects under given names.
 
     Attributes:
-        step: optimizer steps done, of the whole world.
         world: the place of this rank in the newest world that was formed since this was made; None: there is none.
         recoveries: worlds that were formed since this was made.
 
@@ -123,26 +120,26 @@ class Elastic:
     ) -> None:
         found = NamedObjects.of(objects, named)
         self._state = TrainingState(found)
-        self._optimizers = list(found.optimizers.values())
         self._enabled, self._watchdog, self._timeout = active, watchdog, timeout
-        self._shards = ShardRecovery(self._state)
-        self._checkpoint = checkpoint
-        rules = Rules("sharded" if self._shards.sharded else "replicated", min_ranks)
-        self._rules, self._lost, self._wait = rules, lost, wait
-        self.step = step if step is not None else 0 if checkpoint is None else checkpoint.step
+        self._shards, self._checkpoint = ShardRecovery(self._state), checkpoint
+        self._rules = Rules("sharded" if self._shards.sharded else "replicated", min_ranks)
+        self._lost, self._wait = lost, wait
+        done = step if step is not None else 0 if checkpoint is None else checkpoint.step
+        self._steps = StepCounter(list(found.optimizers.values()), done)
         self.recoveries = 0
         self.world: World | None = None
-        self._place = ""  # of the attempts in the program
-        self._stepped: set[int] = set()
         self._undo: StepSnapshot | None = None  # of a step whose update is held
-        self._repeats, self._stopped_at, self._failures = False, 0.0, 0
+        self._repeats, self._stopped_at = False, 0.0
         self._membership: Membership | None = None
         self._forming: WorldForming | None = None
         self._live_file = LiveFile.from_environment(os.environ)
         self._on_world: list[Callable[[World], None]] = []
         self._previous_handler: Any = None
-        for number, optimizer in enumerate(self._optimizers):
-            optimizer.register_step_post_hook(lambda *_, number=number: self._stepped.add(number))
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps done, of the whole world."""
+        return self._steps.step
 
     @property
     def is_joiner(self) -> bool:
@@ -248,25 +245,19 @@ class Elastic:
         Raises:
             UsageError: the program has attempts in two places: a newcomer begins with the first.
         """
-        caller = sys._getframe(1)
-        place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        if self._membership is not None and self._place not in ("", place):
-            raise UsageError(
-                f"attempts in two places, {self._place} and {place}, of which a newcomer begins with the first",
-                remedy="use one per step, and in it conditions on elastic.step; Elastic(checkpoint=…) saves by itself",
-            )
-        self._place = place
+        if self.active:
+            self._steps.check_place(sys._getframe(1))
         return self._attempt()
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[None]:
         membership = self._membership
-        self._stepped.clear()
+        self._steps.begin()
         if membership is None:
             if self._checkpoint is not None:
                 self._checkpoint.save_if_due()
             yield
-            self._count()
+            self._steps.end(held=False)
             return
         while membership.aborting or membership.member.wants_change or not self._save_if_due():
             membership.feed(Suspected())
@@ -280,9 +271,9 @@ class Elastic:
             if not is_symptom(error):
                 raise
             failed = True
-            self._count_failure(error)
+            self._steps.fail(error)
             self._shards.settle()
-        applied = self._count()
+        applied = self._steps.end(held=self._shards.held)
         self._repeats = failed and not applied
         if failed:
             membership.feed(Suspected())
@@ -297,28 +288,9 @@ class Elastic:
         except BaseException as error:
             if not is_symptom(error):
                 raise
+            self._steps.fail(error)
             return False
         return True
-
-    def _count(self) -> bool:
-        """Count a step if its update was applied; return whether it was."""
-        if not self._stepped or self._shards.held:
-            return False
-        if len(self._stepped) < len(self._optimizers):
-            raise WorldError(
-                f"a failure between the updates of {len(self._optimizers)} optimizers",
-                step=self.step,
-                remedy="call their step() one right after the other",
-            )
-        self.step, self._failures = self.step + 1, 0
-        return True
-
-    def _count_failure(self, error: BaseException) -> None:
-        """Count an attempt, or a world that can't be formed; end the run if no step is applied for long."""
-        self._failures += 1
-        if self._failures > _MAX_FAILURES:
-            why = str(error).partition("\n")[0]
-            raise WorldError(f"{_MAX_FAILURES} failures in a row: {why}", step=self.step) from error
 
     def _recover(self, membership: Membership, undo: StepSnapshot | None) -> None:
         """Stop, undo a step that was not done, and go on in the next world."""
@@ -327,7 +299,7 @@ class Elastic:
             self._undo = undo
         elif undo is not None:
             self._give_up(undo)
-        self._stepped.clear()
+        self._steps.begin()
         membership.stopped(self._stopped())
         self._go_on()
 
@@ -357,7 +329,7 @@ class Elastic:
                             raise
                         why = str(error).partition("\n")[0]
                         log.warning("the world of epoch %d can't be formed: %s", view.epoch, why)
-                        self._count_failure(error)
+                        self._steps.fail(error)
                         membership.feed(Suspected())
                     else:
                         if not membership.aborting:
@@ -410,7 +382,7 @@ class Elastic:
         found = forming.form(view, partial(membership.feed, Replacing()))
         if found is None:
             return
-        self.world, self.step = found
+        self.world, self._steps.step = found
         for function in self._on_world:
             function(self.world)
         forming.end()
@@ -422,7 +394,7 @@ class Elastic:
             return
         self._shards.decide(apply=apply)
         if apply:
-            self.step, self._failures = self.step + 1, 0
+            self._steps.advance()
         elif self._undo is not None:
             self._give_up(self._undo)
         self._undo = None

@@ -8,6 +8,7 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint.named_objects import NamedObjects
+from paceline.elastic.step_counter import StepCounter
 from paceline.elastic.training_state import TrainingState
 from paceline.errors import UsageError, WorldError
 
@@ -56,12 +57,14 @@ def test_attempts_in_two_places_are_refused_where_ranks_may_join(monkeypatch):
         elastic.attempt()
 
 
-def test_a_step_that_fails_again_and_again_ends_the_run(monkeypatch):
-    elastic = paceline.Elastic(paceline.DataParallel(nn.Linear(2, 1)))
+def test_a_step_that_fails_again_and_again_ends_the_run():
+    steps = StepCounter([], 3)
     for _ in range(20):
-        elastic._count_failure(RuntimeError("Connection reset by peer"))
-    with pytest.raises(WorldError, match=r"20 failures in a row.*reset by peer"):
-        elastic._count_failure(RuntimeError("Connection reset by peer"))
+        steps.fail(RuntimeError("Connection reset by peer"))
+    with pytest.raises(WorldError, match=r"step 3.*20 failures in a row.*reset by peer"):
+        steps.fail(RuntimeError("Connection reset by peer"))
+    steps.advance()
+    steps.fail(RuntimeError("Connection reset by peer"))
 
 
 def test_attempts_save_the_checkpoint_when_it_is_due(tmp_path):
