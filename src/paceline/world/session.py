@@ -31,6 +31,17 @@ __all__ = ["World", "form_world", "init", "leave_group", "shutdown"]
 _FORM_SECONDS = 10.0
 """For ranks that have met already to connect; a connection to one that has ended since may block for so long."""
 
+_GROUP_REGISTRIES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
+"""Of `torch.distributed`, by process group."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -222,21 +233,27 @@ def _set_timeout(timeout: timedelta) -> None:
 def leave_group() -> None:
     """Leave the process group at once, whatever is pending.
 
-    Its objects stay in memory: the destructor of a broken gloo group joins threads that wait for Python's lock, which
-    the thread that destroys it holds.
+    Torch forgets all groups. The objects stay in memory: the destructor of a broken gloo group joins threads that wait
+    for Python's lock, which the thread that destroys it holds.
     """
     import ctypes
 
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        return
-    for group in list(getattr(dist.distributed_c10d._world, "pg_map", ())):
+    c10d = dist.distributed_c10d
+    for group in list(c10d._world.pg_map):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         with contextlib.suppress(Exception):  # of a broken group
             group.abort()
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+    # what that skips if it fails, or after an init that failed; ranks must count their groups alike, for the names
+    for name in _GROUP_REGISTRIES:
+        getattr(c10d._world, name).clear()
+    c10d._update_default_pg(None)
+    c10d._unregister_all_process_groups()
+    c10d._world.group_count = 0
 
 
 def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout: float, alike: bool) -> World:
