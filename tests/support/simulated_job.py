@@ -89,6 +89,9 @@ class SimulatedJob:
         count = self.ranks if survivors is None else survivors
         return self.request(ReportLive, host, world, live, count, epoch)
 
-    def depart(self, host, rank, cause="failed", *, world=0, survivors=0, replace=True):
-        reply = self.request(ReportDeparture, host, world, f"m{host}/{rank}", cause, survivors, replace)
+    def depart(self, host, rank, cause="failed", *, world=0, survivors=0, replace=True, others=()):
+        known = tuple(f"m{each}/{number}" for each, number in others)
+        reply = self.request(
+            ReportDeparture, host, world, f"m{host}/{rank}", cause, survivors, replace, known
+        )
         return reply().result.goes_on, reply().result.replaces

@@ -32,7 +32,9 @@ __all__ = [
     "LiveWorld",
     "dead_key",
     "dead_marker",
+    "is_of_agent",
     "lost_key",
+    "member_id",
 ]
 
 MEMBER_VARIABLE = "PACELINE_MEMBER"
@@ -111,6 +113,26 @@ class LiveFile:
             return msgspec.json.decode(self.path.read_bytes(), type=LiveWorld)
         except (OSError, msgspec.DecodeError):
             return None
+
+
+def member_id(agent: str, local_rank: int, incarnation: int) -> str:
+    """Return the id of a process.
+
+    Example:
+        >>> member_id("1f0c77aa0d6b4e2f", 2, 0)
+        '1f0c77aa/2/0'
+    """
+    return f"{agent[:8]}/{local_rank}/{incarnation}"
+
+
+def is_of_agent(member: str, agent: str) -> bool:
+    """Return whether a process was started by an agent.
+
+    Example:
+        >>> is_of_agent("1f0c77aa/2/0", "1f0c77aa0d6b4e2f")
+        True
+    """
+    return member.startswith(f"{agent[:8]}/")
 
 
 def dead_key(member: str) -> str:

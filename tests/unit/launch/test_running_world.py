@@ -83,6 +83,18 @@ def test_the_world_does_not_go_on(why):
     assert job.depart(1, 0, world=world) == (False, False)
 
 
+def test_a_newcomer_that_its_host_has_not_reported_yet_may_go_on_alone():
+    for others, goes_on in (((0, 1),), True), (((0, 0),), False), (((2, 0),), False):
+        job = live_job(hosts=2)
+        assert job.depart(0, 0) == (True, True)
+        job.live(0, survivors=0)  # the replacement has not joined yet, as far as its host knows
+        assert job.depart(1, 0, others=others) == (goes_on, goes_on)
+    job = live_job(hosts=2)
+    assert job.depart(0, 0) == (True, True)
+    assert job.depart(1, 0, others=[(0, 1)]) == (True, True)
+    assert job.depart(0, 1, others=[(1, 0)]) == (False, False), "now nobody is left"
+
+
 def test_only_a_rank_that_leaves_may_leave_those_behind_who_have_ended_well():
     for cause, goes_on in (("failed", False), ("left", True)):
         job = live_job(hosts=2)

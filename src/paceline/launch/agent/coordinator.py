@@ -144,9 +144,10 @@ class Coordinator(ABC):
         *,
         survivors: int,
         replace: bool,
+        others: tuple[str, ...] = (),
     ) -> DepartureResult:
         """Report that a rank has ended while the others can recover, see `ReportDeparture`."""
-        request = ReportDeparture(*self._head(), world, rank, cause, survivors, replace)
+        request = ReportDeparture(*self._head(), world, rank, cause, survivors, replace, others)
         return self._ask(request, DepartureResult)
 
     def end(self, outcome: JobOutcome) -> None:

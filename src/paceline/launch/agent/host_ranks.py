@@ -29,7 +29,7 @@ from paceline.world import live_file
 from paceline.world.live_file import LiveFile
 from paceline.world.store.launched_store import file_store_variable, server_store_variable
 
-__all__ = ["HostRank", "HostRanks", "is_of_agent"]
+__all__ = ["HostRank", "HostRanks"]
 
 _POLL_SECONDS = 0.1
 
@@ -236,7 +236,7 @@ class HostRanks:
     def _start(self, env: Mapping[str, str], rank: int, local_rank: int, *, joiner: bool) -> None:
         incarnation = self._incarnations.get(local_rank, -1) + 1
         self._incarnations[local_rank] = incarnation
-        member = f"{_member_prefix(self._agent)}{local_rank}/{incarnation}"
+        member = live_file.member_id(self._agent, local_rank, incarnation)
         file = self._logs.live_file(member)
         self._logs.shutdown_file(local_rank).unlink(missing_ok=True)
         own = dict(env)
@@ -252,17 +252,3 @@ class HostRanks:
 
 def _as_text(variables: Mapping[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
-
-
-def _member_prefix(agent: str) -> str:
-    return f"{agent[:8]}/"
-
-
-def is_of_agent(member: str, agent: str) -> bool:
-    """Return whether a process was started by an agent.
-
-    Example:
-        >>> is_of_agent("1f0c77aa/2/0", "1f0c77aa0d6b4e2f")
-        True
-    """
-    return member.startswith(_member_prefix(agent))

@@ -254,6 +254,8 @@ class ReportDeparture(JobRequest, tag="departure"):
     """Ranks of this host that can recover; if it left, those that have ended well too."""
     replace: bool
     """Whether the host wants to start another process in its place."""
+    others: tuple[Annotated[str, Meta(max_length=255)], ...] = ()
+    """Processes of other hosts that were in its latest world: it may be newer than what their hosts have reported."""
 
 
 class EndJob(JobRequest, tag="end"):

@@ -14,14 +14,14 @@ from typing import Literal
 from paceline._core.job_key import JobKey
 from paceline.launch.agent.coordinator import Coordinator
 from paceline.launch.agent.first_failure import RankFailure
-from paceline.launch.agent.host_ranks import HostRank, HostRanks, is_of_agent
+from paceline.launch.agent.host_ranks import HostRank, HostRanks
 from paceline.launch.agent.job_messages import JobView
 from paceline.launch.agent.job_server import world_space
 from paceline.launch.agent.job_spec import JobSpec
 from paceline.launch.agent.restart_log import RestartLog
 from paceline.launch.agent.restart_policy import MAX_REPEATED_FAILURES, HostMember
 from paceline.launch.process.rank_output import RankLogs
-from paceline.world.live_file import LEFT_EXIT_CODE, LiveWorld, dead_key, lost_key
+from paceline.world.live_file import LEFT_EXIT_CODE, LiveWorld, dead_key, is_of_agent, lost_key
 from paceline.world.store.key_value_state import KEY_VALUE_SERVICE, SetKeys
 from paceline.world.store.request_client import ConnectionLost, RequestClient
 
@@ -140,6 +140,7 @@ class LiveRecovery:
             cause,
             survivors=survivors,
             replace=self._may_replace(ended, failure),
+            others=self._known_others(ended, me),
         )
         if not result.goes_on:
             return False
@@ -155,6 +156,12 @@ class LiveRecovery:
         if result.replaces:
             self._ranks.replace(ended)
         return True
+
+    def _known_others(self, ended: HostRank, me: HostMember) -> tuple[str, ...]:
+        """Return the processes of other hosts in the newest world that is known here."""
+        worlds = [world for one in (ended, *self._ranks.present) if (world := one.file.read()) is not None]
+        newest = max(worlds, key=lambda world: world.epoch, default=LiveWorld(0, (), 0))
+        return tuple(each for each in newest.members if not is_of_agent(each, me.member))
 
     def _may_replace(self, ended: HostRank, failure: RankFailure) -> bool:
         if ended.process.exit_code() == LEFT_EXIT_CODE or failure.refused:

@@ -20,6 +20,7 @@ from paceline.launch.agent.job_messages import (
     WorldPlan,
 )
 from paceline.launch.agent.restart_policy import HostMember, PreviousWorld
+from paceline.world.live_file import is_of_agent
 
 __all__ = ["RunningWorld"]
 
@@ -168,8 +169,14 @@ class RunningWorld:
             case "left":  # the others have formed a world without it, and may have ended since
                 return report.survivors > 0 or len(self.members) > 1
             case "failed":
-                survivors = self.survivors(besides=report.member) + report.survivors
-                return self.is_live(besides=report.member) and survivors > 0
+                survive = self.survivors(besides=report.member) + report.survivors > 0
+                survive = survive or any(self._may_run(each) for each in report.others)
+                return self.is_live(besides=report.member) and survive
+
+    def _may_run(self, process: str) -> bool:
+        """Return whether no host has reported that a process has ended, and its host is there."""
+        agents = (one for one in self.members if one not in self.finished)
+        return process not in self._departures and any(is_of_agent(process, agent) for agent in agents)
 
     def _unfinished(self, besides: str) -> list[ReportLive | None]:
         """Return the latest reports of the hosts whose ranks have not ended well."""
