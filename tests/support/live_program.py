@@ -74,7 +74,9 @@ def train(model: paceline.DataParallel, optimizer: torch.optim.Optimizer, steps:
     """Train, and log each attempt; where LIVE_RECORD names a folder, record the run there."""
     folder = os.environ.get("LIVE_RECORD")
     record = paceline.Profiler(folder, model, every=1) if folder else None
-    elastic = paceline.Elastic(model, optimizer, lost=2.0)
+    saves = os.environ.get("LIVE_CHECKPOINT")
+    checkpoint = paceline.Checkpoint(saves, model, optimizer, every=10) if saves else None
+    elastic = paceline.Elastic(model, optimizer, lost=2.0, checkpoint=checkpoint)
     if record is not None:
         elastic.on_world(record.rejoin)
     with record or nullcontext(), elastic:

@@ -348,6 +348,15 @@ class Checkpoint:
         )
         self._run_id = next(run_id for run_id in run_ids if run_id)
 
+    def leave(self) -> None:
+        """Leave the run to its other ranks: give up the checkpoint that is being written, and the folder's lock."""
+        if self._pending is not None:
+            self._pending[1].finish(abandon=True)
+            self._pending = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
     # ------------------------------------------------------------------ open and close
 
     def _open(self) -> str:

@@ -85,6 +85,8 @@ class WorldForming:
         if view.leaving:
             self._wait_for_all(view, "provided")
             if self._me in view.leaving:
+                if self._checkpoint is not None:
+                    self._checkpoint.leave()
                 return None
             world = self._connect(view, view.members)
             if not sharded:

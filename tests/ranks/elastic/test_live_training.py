@@ -171,6 +171,18 @@ def test_a_rank_that_is_requested_to_leave_leaves_between_two_steps(tmp_path, un
     assert [record["ranks"] for record in run.records("recovery")] == [2]
 
 
+def test_rank_0_leaves_a_run_that_saves_checkpoints(tmp_path, undisturbed, monkeypatch):
+    monkeypatch.setenv("LIVE_CHECKPOINT", str(tmp_path / "saves"))
+    run = Run(tmp_path, 3)
+    run.wait_for(lambda: run.step() >= 20)
+    os.kill(run.pid(0), signal.SIGTERM)
+    assert run.end() == {undisturbed}
+    assert not run.records("restart")
+    assert [record["ranks"] for record in run.records("recovery")] == [2]
+    newest = max(path.name for path in (tmp_path / "saves").glob("step-????????"))
+    assert newest == f"step-{STEPS - 10:08d}"
+
+
 def test_two_deaths_at_once_and_during_recovery(tmp_path, undisturbed):
     run = Run(tmp_path, 4)
     run.wait_for(lambda: run.step() >= 20)
