@@ -214,7 +214,7 @@ class Checkpoint:
             )
 
     def save_if_due(self) -> None:
-        """Save if a checkpoint is due after the latest step; all ranks call this. `resume` and `Elastic` do."""
+        """Save if one is due after the latest step; all ranks call this, as `resume` and `Elastic` do. Errors: `save`."""
         if self.step != self._checked_at:
             self._checked_at = self.step
             if self._cadence is not None and self._cadence.due(self.step):

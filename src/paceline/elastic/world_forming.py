@@ -71,6 +71,9 @@ class WorldForming:
 
         Returns:
             The world and the step to train first; None on a member that leaves and has provided its state.
+
+        Raises:
+            RuntimeError: the world changes again, a member can't be reached, or the checkpoint's folder is locked.
         """
         recovery, sharded, found = view.recovery, self._shards.sharded, None
         self._wait_for_all(view, "here")

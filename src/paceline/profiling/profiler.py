@@ -159,7 +159,14 @@ class Profiler:
                 self._loggers.finish(failed=kind is not None)
 
     def rejoin(self, world: object = None) -> None:
-        """Continue on the ranks of the model's new process group; pass this to `Elastic.on_world`."""
+        """Continue on the ranks of the model's new process group; all of them call this: pass it to `Elastic.on_world`.
+
+        Args:
+            world: what `on_world` passes; not used.
+
+        Raises:
+            UsageError: on a new rank 0, a logger can't start with its arguments there.
+        """
         before, self._rank = self._rank, rank_and_size(self._model.comm.group)[0]
         self._timeline.rejoin(self._model)
         if self._rank == 0 and before != 0:
