@@ -214,7 +214,7 @@ class Checkpoint:
             )
 
     def save_if_due(self) -> None:
-        """Save if one is due after the latest step; all ranks call this, as `resume` and `Elastic` do. Errors: `save`."""
+        """Save if one is due after the latest step, as `resume` and `Elastic` do; errors as for `save`. Collective."""
         if self.step != self._checked_at:
             self._checked_at = self.step
             if self._cadence is not None and self._cadence.due(self.step):

@@ -4,12 +4,10 @@ view/E            the view of epoch E; by compare_set, once
 change/E          a change to epoch E is under way
 report/E/MEMBER   a member's report for epoch E
 formed/E/MEMBER   a member has formed the world of epoch E
-finished/E/MEMBER a member has trained all steps in epoch E
 dead/MEMBER       a process has ended; written by the agent of its host
 lost/MEMBER       its host is lost; written by the agents of the others
 alive/MEMBER      a member's sign of life, which changes
 joiner/SLOT       a newcomer that is ready, in the first free slot; by compare_set
-ended             the run is over, and why
 """
 
 from __future__ import annotations
