@@ -127,6 +127,23 @@ def kills() -> str:
     return f"in {len(found['runs'])} runs with {found['kills']} SIGKILLs no weight and no sample differed"
 
 
+def same_bits() -> str:
+    cases = result("virtual-ranks/same-bits")["cases"]
+    assert len({each["sha256"] for each in cases}) == 1
+    ranks = [each["ranks"] for each in cases]
+    assert max(each["hosts"] for each in cases) == 2
+    return (
+        f"on {min(ranks)} to {max(ranks)} ranks of one host or two, with dropout: {len(cases)} trainings ended"
+    )
+
+
+def random_failures() -> str:
+    runs = result("live-recovery/random-failures")["runs"]
+    assert all(run["ended"] and not run["restarts"] for run in runs)
+    assert all(run["same bits"] and run["every sample once"] and run["same processes"] for run in runs)
+    return f"{len(runs)} runs with {sum(len(run['events']) for run in runs)} random failures ended with the bits"
+
+
 def number(count: int) -> str:
     return ("no", "one", "two", "three", "four")[count]
 
@@ -163,6 +180,8 @@ CLAIMS = {
     ),
     **{text: Claim("benchmarks/slow-networks/README.md", lambda text=text: text) for text in loss_settings()},
     "kills": Claim("benchmarks/kills/README.md", kills),
+    "same bits": Claim("benchmarks/virtual-ranks/README.md", same_bits),
+    "random failures": Claim("benchmarks/live-recovery/README.md", random_failures),
 }
 
 
