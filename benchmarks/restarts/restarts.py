@@ -177,6 +177,11 @@ def measure(
     return {"scene": scene, "launcher": launcher, **seconds, "waited": time.time() - since}
 
 
+def rounded(value: float) -> str:
+    """Write it with one significant decimal."""
+    return f"{value:.2f}" if value < 0.1 else f"{value:.1f}"
+
+
 @bench.tables
 def tables() -> dict[str, str]:
     """Return the block of README.md and docs/restarts.md: a row per scene and launcher."""
@@ -186,8 +191,8 @@ def tables() -> dict[str, str]:
             runs = [row for row in found if (row["scene"], row["launcher"]) == (scene, launcher)]
             stepped = [row for row in runs if row["stepped"] is not None]
             if stepped:
-                cells = [f"{median(row[name] for row in stepped):.1f}" for name in ("began", "stepped")]
-                each = ["never" if row["stepped"] is None else f"{row['stepped']:.1f}" for row in runs]
+                cells = [rounded(median(row[name] for row in stepped)) for name in ("began", "stepped")]
+                each = ["never" if row["stepped"] is None else rounded(row["stepped"]) for row in runs]
                 rows.append([title, launcher, *cells, ", ".join(each)])
             elif runs:
                 waited = median(row["waited"] for row in runs)

@@ -132,16 +132,16 @@ def same_bits() -> str:
     assert len({each["sha256"] for each in cases}) == 1
     ranks = [each["ranks"] for each in cases]
     assert max(each["hosts"] for each in cases) == 2
-    return (
-        f"on {min(ranks)} to {max(ranks)} ranks of one host or two, with dropout: {len(cases)} trainings ended"
-    )
+    return f"on {min(ranks)} to {max(ranks)} ranks of one host or two, with dropout: {len(cases)} trainings ended"
 
 
 def random_failures() -> str:
     runs = result("live-recovery/random-failures")["runs"]
     assert all(run["ended"] and not run["restarts"] for run in runs)
     assert all(run["same bits"] and run["every sample once"] and run["same processes"] for run in runs)
-    return f"{len(runs)} runs with {sum(len(run['events']) for run in runs)} random failures ended with the bits"
+    return (
+        f"{len(runs)} runs with {sum(len(run['events']) for run in runs)} random failures ended with the bits"
+    )
 
 
 def number(count: int) -> str:
