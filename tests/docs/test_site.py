@@ -113,7 +113,8 @@ def test_search_finds_a_page(opened):
     page.fill("#rtd-search-form input", "straggler")
     page.press("#rtd-search-form input", "Enter")
     page.wait_for_selector("#mkdocs-search-results article")
-    page.locator("#mkdocs-search-results article a").first.click()
+    with page.expect_navigation():  # until the page is loaded
+        page.locator("#mkdocs-search-results article a").first.click()
     assert "straggler" in page.inner_text(".document").lower()
 
 

@@ -126,6 +126,18 @@ def test_a_lost_server_is_an_error_on_hosts_and_ranks(served, store, monkeypatch
         store.check(["a"])
 
 
+def test_a_lost_connection_that_is_not_used_tries_nothing(served, store):
+    """Its events would fill the monitor, after which no connection of the process would go on."""
+    store.set("a", "1")
+    (idle,) = store._client._idle
+    served.close()
+    time.sleep(0.5)  # ten tries, as often as libzmq was set to
+    events = []
+    while idle._monitor.poll(0):
+        events.append(idle._monitor.recv_multipart())
+    assert len(events) <= 3, "connected, disconnected, closed"
+
+
 def test_the_store_of_the_ranks_has_torchs_methods(store):
     ranks = dist.PrefixStore("group", store)
     ranks.set("a", "1")

@@ -122,7 +122,8 @@ def stranger(port, kind, service, request):
                 server = KEY.curve_pair(SERVER_KEY)[0]
             dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = server, public, secret
         dealer.connect(f"tcp://127.0.0.1:{port}")
-        dealer.send_multipart([service, msgspec.json.encode(request)])
+        with contextlib.suppress(zmq.Again):  # refused already
+            dealer.send_multipart([service, msgspec.json.encode(request)], zmq.NOBLOCK)
         return dealer.recv_multipart() if dealer.poll(400) else None
     finally:
         context.destroy(linger=0)

@@ -28,14 +28,13 @@ SILENT_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0  # in which a connection to a server that listens is made, even if it is flooded
 _AGAIN_SECONDS = 3.0  # the same, to one that was there before
 _HEARTBEAT_MS = 1000
-_RECONNECT_MS, _NEW_SOCKET_SECONDS = 50, 0.5
+_REFUSED_SECONDS, _NEW_SOCKET_SECONDS = 0.05, 0.5  # until another try, where nothing listens and otherwise
 _EVENT = struct.Struct("=Hi")
 _FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not admit the key of this job",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it is another program, or one of the two has no job key",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it has another job key, or is another program",
     zmq.EVENT_CLOSED: "nothing listens there",
-    zmq.EVENT_CONNECT_RETRIED: "",
     zmq.EVENT_DISCONNECTED: "it has another job key, or is another program",
 }
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -112,7 +111,8 @@ class Connection:
                 return None
             poller = zmq.Poller()
             self.register(poller)
-            poller.poll(math.ceil(min(left, 60.0 if self._connected else _NEW_SOCKET_SECONDS) * 1000))
+            next_try = 60.0 if self._connected else max(0.0, self._next_try - time.monotonic())
+            poller.poll(math.ceil(min(left, next_try) * 1000))
 
     def is_open(self) -> bool:
         """Return whether the connection is made and not known to be lost; one that is lost is closed."""
@@ -128,13 +128,14 @@ class Connection:
         self._close(200)
 
     def _open(self) -> None:
-        self._opened = time.monotonic()
+        self._next_try = time.monotonic() + _NEW_SOCKET_SECONDS
         self._socket = _context().socket(zmq.DEALER)
         options: dict[int, int | bytes] = {
             zmq.LINGER: 0,
             zmq.IPV6: 1,
             zmq.IMMEDIATE: 1,
-            zmq.RECONNECT_IVL: _RECONNECT_MS,
+            # Without end, its events would fill the monitor once nobody reads them, and libzmq's thread would wait.
+            zmq.RECONNECT_IVL: -1,
             zmq.HANDSHAKE_IVL: round(_CONNECT_SECONDS * 1000),
             zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: round(SILENT_SECONDS * 1000),
@@ -172,15 +173,17 @@ class Connection:
                 self._unsent.clear()
             elif self._connected:
                 raise ConnectionLost("the connection was closed")
-            elif _FAILURES[event]:
+            else:
                 self._problem = _FAILURES[event]
+                if event == zmq.EVENT_CLOSED:
+                    self._next_try = min(self._next_try, time.monotonic() + _REFUSED_SECONDS)
         now = time.monotonic()
         if self._connected:
             return
         if now - self._begun > self._connect_seconds:
             raise ConnectionLost(self._problem)
-        if now - self._opened > _NEW_SOCKET_SECONDS and "nothing" not in self._problem:
-            self._close(0)  # libzmq gives up for good after some failures
+        if now >= self._next_try:
+            self._close(0)
             self._open()
 
 
