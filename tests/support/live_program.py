@@ -81,10 +81,14 @@ def train(model: paceline.DataParallel, optimizer: torch.optim.Optimizer, steps:
         elastic.on_world(record.rejoin)
     with record or nullcontext(), elastic:
         while elastic.step < steps:
-            with elastic.attempt():
-                run_step(model, optimizer, elastic.step)
-                if record is not None:
-                    record.log(loss=float(elastic.step))
+            try:
+                with elastic.attempt():
+                    run_step(model, optimizer, elastic.step)
+                    if record is not None:
+                        record.log(loss=float(elastic.step))
+            except SystemExit:
+                log.write(f"left {int(checkpoint is not None and checkpoint._lock is not None)}\n")
+                raise
             log.write(f"{os.getpid()} {elastic.step} {model.comm.size}\n")
             time.sleep(0.005)
 

@@ -344,6 +344,8 @@ class Elastic:
                     self._publish(view)
                     return
                 case Leave(reason):
+                    if self._checkpoint is not None:
+                        self._checkpoint.leave()  # now: the others wait for the folder's lock
                     leave_group()
                     if reason in (AS_REQUESTED, ALL_TRAINED):
                         raise SystemExit(LEFT_EXIT_CODE if reason == AS_REQUESTED else 0)

@@ -66,11 +66,12 @@ class Run:
     def step(self):
         return max((row[1] for rows in self.lines().values() for row in rows), default=0)
 
-    def wait_for(self, condition, seconds=60):
+    def wait_for(self, condition, seconds=120):
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, self.text()
-            assert self.process.poll() is None, self.text()
+            if time.monotonic() > end or self.process.poll() is not None:
+                self.kill()
+                raise AssertionError(self.text())
             time.sleep(0.02)
 
     def training(self):
@@ -92,10 +93,13 @@ class Run:
         try:
             assert self.process.wait(seconds) == 0, self.text()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self.kill()
         found = [re.findall(r"digest (\w+)", path.read_text()) for path in self.folder.glob("*.log")]
         return {each for digests in found for each in digests}
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def records(self, event):
         path = self.folder / "logs" / "restarts.jsonl"
@@ -179,6 +183,7 @@ def test_rank_0_leaves_a_run_that_saves_checkpoints(tmp_path, undisturbed, monke
     assert run.end() == {undisturbed}
     assert not run.records("restart")
     assert [record["ranks"] for record in run.records("recovery")] == [2]
+    assert run.logged("left") == [(0,)], "the others need not wait for the folder's lock until it ends"
     newest = max(path.name for path in (tmp_path / "saves").glob("step-????????"))
     assert newest == f"step-{STEPS - 10:08d}"
 
