@@ -32,7 +32,7 @@ from paceline.elastic.member_events import (
     Train,
 )
 from paceline.elastic.membership import Membership, TrainingAction, wait_for_view
-from paceline.elastic.next_view import first_view
+from paceline.elastic.next_view import ALL_LEAVE, first_view
 from paceline.elastic.shard_recovery import ShardRecovery
 from paceline.elastic.step_counter import StepCounter
 from paceline.elastic.store_link import StoreLink
@@ -351,6 +351,8 @@ class Elastic:
                         raise SystemExit(LEFT_EXIT_CODE if reason == AS_REQUESTED else 0)
                     raise WorldError(reason, step=self.step)
                 case End(reason):
+                    if reason == ALL_LEAVE:
+                        raise SystemExit(LEFT_EXIT_CODE)
                     raise WorldError(f"the run can't go on: {reason}", step=self.step)
                 case Finish():
                     return

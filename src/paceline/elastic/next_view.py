@@ -22,7 +22,10 @@ from typing import Literal
 
 from paceline.elastic.view import Evidence, Recovery, Removal, Report, Rules, View
 
-__all__ = ["first_view", "has_quorum", "mutually_reachable", "next_view"]
+__all__ = ["ALL_LEAVE", "first_view", "has_quorum", "mutually_reachable", "next_view"]
+
+ALL_LEAVE = "every member leaves"
+"""Why a run ends: all its members shall leave at once."""
 
 _Reports = Mapping[str, Report]
 
@@ -89,7 +92,7 @@ def _view_of(
 ) -> View:
     """Return the next view with given members, and where they have their state from."""
     if not members:
-        return _end(view, "every member leaves")
+        return _end(view, ALL_LEAVE)
     recover = _recover_replicated if rules.strategy == "replicated" else _recover_sharded
     recovery, reason = recover(view, reports, members), ""
     leaving: list[str] = []

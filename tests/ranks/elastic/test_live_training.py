@@ -175,6 +175,17 @@ def test_a_rank_that_is_requested_to_leave_leaves_between_two_steps(tmp_path, un
     assert [record["ranks"] for record in run.records("recovery")] == [2]
 
 
+def test_all_ranks_leave_at_once_without_an_error(tmp_path, undisturbed):
+    run = Run(tmp_path, 2)
+    run.wait_for(lambda: run.step() >= 20)
+    for pid in [run.pid(0), run.pid(1)]:
+        os.kill(pid, signal.SIGTERM)
+    assert run.end() == {undisturbed}
+    (restart,) = run.records("restart")
+    assert restart["first"]["exit_code"] == 75
+    assert "Traceback" not in run.text()
+
+
 def test_rank_0_leaves_a_run_that_saves_checkpoints(tmp_path, undisturbed, monkeypatch):
     monkeypatch.setenv("LIVE_CHECKPOINT", str(tmp_path / "saves"))
     run = Run(tmp_path, 3)
