@@ -178,7 +178,7 @@ def measure(
 
 
 def rounded(value: float) -> str:
-    """Write it with one significant decimal."""
+    """Return seconds with one decimal, or two below 0.1."""
     return f"{value:.2f}" if value < 0.1 else f"{value:.1f}"
 
 

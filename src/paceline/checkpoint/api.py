@@ -353,9 +353,7 @@ class Checkpoint:
         if self._pending is not None:
             self._pending[1].finish(abandon=True)
             self._pending = None
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._unlock()
 
     # ------------------------------------------------------------------ open and close
 
@@ -392,6 +390,10 @@ class Checkpoint:
         """Wait for the pending checkpoint, and let other runs write to the folder. All ranks call this."""
         self._finish_pending()
         self._closed = True
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Let other runs write to the folder, once this process has ended its own work in it."""
         if self._latest is not None:
             self._latest.join()
         if self._lock is not None:

@@ -66,7 +66,7 @@ class Run:
     def step(self):
         return max((row[1] for rows in self.lines().values() for row in rows), default=0)
 
-    def wait_for(self, condition, seconds=120):
+    def wait_for(self, condition, seconds=60):
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end or self.process.poll() is not None:
