@@ -1,7 +1,7 @@
 """`Checkpoint`: saves the state of a training run in the background, and resumes it exactly.
 
-`background_saver` writes checkpoints, `contents` collects and restores the state, and `resume` finds the checkpoint
-that a run resumes from.
+`background_saver` writes checkpoints, `checkpoint_contents` collects and restores the state, and `newest_checkpoint`
+finds the checkpoint that a run resumes from.
 """
 
 from __future__ import annotations
@@ -9,34 +9,37 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from paceline._core import __version__
-from paceline._core.file_lock import FolderLock
 from paceline._core.step_state import step_state
-from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers
-from paceline.checkpoint.checkpoint_contents import collect_contents, restore_contents
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, checkpoint_name
-from paceline.checkpoint.named_objects import NamedObjects
+from paceline.checkpoint.background_saver import BackgroundSave, Files, HostBuffers
+from paceline.checkpoint.checkpoint_contents import RestorePlan, collect_contents
 from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume_point
+from paceline.checkpoint.parts.named_objects import NamedObjects
+from paceline.checkpoint.parts.state_parts import TensorPart
 from paceline.checkpoint.save_cadence import save_cadence
+from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
+from paceline.checkpoint.storage.local_folder import LocalFolder, checkpoint_name, step_of
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
 from paceline.world.live_file import JOINER_VARIABLE
 
 __all__ = ["Checkpoint", "Resumed"]
+
+_CONTAINERS = {"paceline": "safetensors", "dcp": "dcp"}
+"""Kinds of files by format."""
 
 log = logging.getLogger("paceline.checkpoint")
 
@@ -46,14 +49,14 @@ class Resumed:
     """The checkpoint that a run resumed from.
 
     Attributes:
-        path: the checkpoint.
+        path: the checkpoint, a folder or a URL.
         step: its number of optimizer steps.
         ranks: number of ranks that wrote it.
         facts: the program's own values, saved with it.
         passed_over: newer checkpoints that were skipped because they are not intact.
     """
 
-    path: Path
+    path: Path | str
     step: int
     ranks: int
     facts: Mapping[str, Any]
@@ -75,6 +78,8 @@ class Checkpoint:
         every: optimizer steps between two checkpoints, or a time such as ``"10min"``; None: only `save` saves.
         keep: number of complete checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
         asynchronous: False: training waits until a checkpoint is complete, and no memory is used for copies.
+        format: ``"paceline"``: safetensors and a manifest; ``"dcp"``: files that torch.distributed.checkpoint reads,
+            too.
         facts: further values to save, as JSON; no NaN.
         group: process group of the ranks; None: all.
         named: objects to save under given names.
@@ -103,12 +108,16 @@ class Checkpoint:
         every: int | str | None = None,
         keep: int = 2,
         asynchronous: bool = True,
+        format: str = "paceline",
         facts: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
         **named: Any,
     ) -> None:
         if type(keep) is not int or keep < 1:
             raise UsageError(f"keep={keep!r}", remedy="keep at least 1 checkpoint")
+        if format not in _CONTAINERS:
+            raise UsageError(f"format={format!r}", remedy=f"pass one of {', '.join(map(repr, _CONTAINERS))}")
+        self._container = _CONTAINERS[format]
         self._objects = NamedObjects.of(objects, named)
         self.folder = Path(folder)
         self.step, self.epoch = 0, 0
@@ -117,8 +126,8 @@ class Checkpoint:
         self._group, (self._rank, self._ranks) = group, rank_and_size(group)
         self._cadence = save_cadence(every, self._share_from_rank_0)
         self._keep, self._asynchronous = keep, asynchronous
-        self._folder = CheckpointFolder(folder)
-        self._lock: FolderLock | None = None
+        self._store: CheckpointStore = LocalFolder(folder)
+        self._lock: StoreLock | None = None
         self._joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
         self._run_id = "" if self._joins else self._open()
         self._buffers = HostBuffers()
@@ -222,8 +231,11 @@ class Checkpoint:
 
     def _start(self) -> None:
         self._warn_of_newer()
-        contents = collect_contents(self._objects, self._rank, self._ranks, epoch=self.epoch)
-        files = self._buffers.copy(contents.files) if self._asynchronous else _to_cpu(contents.files)
+        contents = collect_contents(
+            self._objects, self._rank, self._ranks, epoch=self.epoch, container=self._container
+        )
+        files = contents.parts.files
+        files = self._buffers.copy(files) if self._asynchronous else _to_cpu(files)
         head = {
             "step": self.step,
             "facts": dict(self.facts),
@@ -232,15 +244,15 @@ class Checkpoint:
                 "paceline": __version__,
                 "torch": str(torch.__version__),
             },
+            **contents.shared,
         }
         self._latest = BackgroundSave(
-            self._folder,
-            self._folder.staging(self.step, self._run_id),
-            replace(contents, files=files),
+            partial(self._store.begin, self.step, self._run_id),
+            replace(contents, parts=contents.parts.with_files(files)),
             head,
             rank=self._rank,
             ranks=self._ranks,
-            keep=self._keep,
+            remove_old=partial(_remove_old, self._store, self._keep),  # no reference back to this
             lock=self._lock,
             previous=self._latest,
         )
@@ -252,12 +264,12 @@ class Checkpoint:
         """Warn of another run's checkpoints that count as newer than the ones of this run."""
         if self._loaded or self._rank != 0:
             return
-        newest = next(iter(self._folder.complete()), None)
-        if newest is not None and newest.name >= checkpoint_name(self.step):
+        newest = next(iter(self._store.names()), None)
+        if newest is not None and newest >= checkpoint_name(self.step):
             log.warning(
                 "%s already exists, and this run did not load it: checkpoints up to that step are removed as older "
                 "ones; call load() before training, or name another folder",
-                newest,
+                self._store.files(newest).location,
             )
 
     def _finish_pending(self) -> str:
@@ -273,7 +285,7 @@ class Checkpoint:
         if not reasons:
             return ""
         self._saved_at = -1
-        failure = f"the checkpoint of step {step} can't be written to {str(self._folder.path)!r}: {'; '.join(reasons)}"
+        failure = f"the checkpoint of step {step} can't be written to {self._store.location!r}: {'; '.join(reasons)}"
         if self._rank == 0:
             log.warning("%s; training continues, and complete checkpoints stay", failure)
         return failure
@@ -301,7 +313,10 @@ class Checkpoint:
         if self._joins:
             return None
         found = find_resume_point(
-            self._folder, self._rank, self._ranks, lambda text: gather_texts(text, self._group)
+            self._store,
+            self._rank,
+            lambda text: gather_texts(text, self._group),
+            lambda reader: RestorePlan(reader, self._objects, self._rank, self._ranks),
         )
         self._loaded = True
         if found is None:
@@ -309,16 +324,15 @@ class Checkpoint:
         if self._rank == 0:
             for skipped in found.skipped:
                 log.warning("skipped %s, which is not intact: %s", skipped.path, skipped.why)
-                self._folder.set_aside(skipped.path)
+                self._store.set_aside(skipped.path.rpartition("/")[2])
         self._resume_epoch = True
-        self.epoch = restore_contents(found, self._objects, self._rank, self._ranks)
-        manifest = found.manifest
+        self.epoch = found.plan.restore()
+        manifest = found.plan.reader.manifest
         self.step = self._saved_at = self._checked_at = manifest.step
-        self.resumed = Resumed(
-            found.path, manifest.step, manifest.ranks, manifest.facts, tuple(found.skipped)
-        )
+        path = getattr(found.files, "path", found.files.location)
+        self.resumed = Resumed(path, manifest.step, manifest.ranks, manifest.facts, tuple(found.skipped))
         if self._rank == 0:
-            log.info("resumed at step %d from %s, written by %d ranks", self.step, found.path, manifest.ranks)
+            log.info("resumed at step %d from %s, written by %d ranks", self.step, path, manifest.ranks)
         return self.resumed
 
     # ------------------------------------------------------------------ another world
@@ -326,7 +340,7 @@ class Checkpoint:
     @property
     def newest_step(self) -> int | None:
         """The step of the newest complete checkpoint in the folder; None: there is none."""
-        return next((int(path.name.rpartition("-")[2]) for path in self._folder.complete()), None)
+        return next((step_of(name) for name in self._store.names()), None)
 
     def rejoin(self) -> None:
         """Continue on the ranks of the default process group, after it was made anew; all ranks call this.
@@ -341,8 +355,8 @@ class Checkpoint:
         (self._rank, self._ranks), self._joins = rank_and_size(self._group), False
         self._loaded = True  # what lies in the folder belongs to this run
         if self._rank == 0 and self._lock is None:
-            self._lock = self._folder.lock()  # once the process that had it has ended
-            self._folder.remove_incomplete()
+            self._lock = self._store.lock()  # once the process that had it has ended
+            self._store.remove_incomplete()
         run_ids = gather_texts(
             self._run_id or (uuid.uuid4().hex[:12] if self._rank == 0 else ""), self._group
         )
@@ -362,10 +376,10 @@ class Checkpoint:
         run_id, error = uuid.uuid4().hex[:12], None
         if self._rank == 0:
             try:
-                self._folder.prepare()
-                self._lock = self._folder.lock()
-                self._folder.remove_incomplete()
-                self._folder.probe(run_id).mkdir()
+                self._store.prepare()
+                self._lock = self._store.lock()
+                self._store.remove_incomplete()
+                self._store.put_probe(run_id)
             except PacelineError as refused:
                 error = refused
         own = json.dumps([run_id, str(error or "")]) if self._rank == 0 else ""
@@ -374,14 +388,13 @@ class Checkpoint:
             raise error
         if refusal:
             raise UsageError(f"rank 0 can't use the folder: {refusal}", rank=self._rank)
-        probe = self._folder.probe(run_id)
-        answers = gather_texts("" if probe.is_dir() else "x", self._group)
+        answers = gather_texts("" if self._store.sees_probe(run_id) else "x", self._group)
         unseen = [str(rank) for rank, text in enumerate(answers) if text]
         if self._rank == 0:
-            shutil.rmtree(probe, ignore_errors=True)
+            self._store.remove_probe(run_id)
         if unseen:
             raise UsageError(
-                f"rank 0 writes to {str(self._folder.path)!r}, but its files are not there on rank {', '.join(unseen)}",
+                f"rank 0 writes to {self._store.location!r}, but its files are not there on rank {', '.join(unseen)}",
                 remedy="name a folder on a disk that all hosts share",
             )
         return run_id
@@ -414,6 +427,13 @@ class Checkpoint:
         return sum_over_ranks(torch.tensor(mine, dtype=torch.float64), self._group).tolist()
 
 
+def _remove_old(store: CheckpointStore, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    names = store.names()
+    if len(names) >= keep:
+        store.remove(names[keep:])
+
+
 def _check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(dict(facts), allow_nan=False)
@@ -436,9 +456,11 @@ def _count_steps(optimizer: torch.optim.Optimizer, reference: weakref.ref[Checkp
     optimizer.register_step_post_hook(count)
 
 
-def _to_cpu(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+def _to_cpu(files: Files) -> dict[str, dict[str, TensorPart]]:
     """Return the tensors, contiguous on the CPU; without a copy where they already are."""
     return {
-        file: {label: tensor.detach().cpu().contiguous() for label, tensor in tensors.items()}
-        for file, tensors in files.items()
+        file: {
+            label: replace(part, data=part.data.detach().cpu().contiguous()) for label, part in parts.items()
+        }
+        for file, parts in files.items()
     }

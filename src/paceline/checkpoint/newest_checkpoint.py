@@ -1,7 +1,7 @@
 """Finds the newest intact checkpoint, on all ranks together.
 
-Every rank reads the manifest; the files are divided among the ranks, so that each file is read and hashed once, and
-the ranks exchange what they found. A checkpoint that is not intact is skipped, with the reason.
+Every rank reads, and verifies, what it needs; the ranks exchange what they found. A checkpoint that is not intact is
+skipped on all of them, with the reason.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Generic, TypeVar
 
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.checkpoint.format.manifest import Manifest, state_file
-from paceline.checkpoint.format.tensor_files import VerifiedReader
-from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
+from paceline.checkpoint.format.checkpoint_reader import CheckpointReader
+from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles, CheckpointStore
+from paceline.errors import CheckpointError, DamagedCheckpoint, PacelineError, UsageError
 
 __all__ = ["ResumePoint", "SkippedCheckpoint", "find_problem", "find_resume_point"]
 
@@ -22,78 +21,94 @@ GatherTexts = Callable[[str], list[str]]
 """Returns the texts of all ranks, in rank order."""
 
 _REFUSED = "refused: "
-"""Prefix of the problem of an intact checkpoint that this version can't read, and that must not be skipped."""
+"""Prefix of the problem of an intact checkpoint that does not fit, and that must not be skipped."""
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
 class SkippedCheckpoint:
     """A checkpoint that is not intact, and why."""
 
-    path: Path
+    path: str
     why: str
 
 
 @dataclass(frozen=True)
-class ResumePoint:
-    """The newest intact checkpoint, and newer ones that are not."""
+class ResumePoint(Generic[P]):
+    """The newest intact checkpoint, what this rank has prepared of it, and newer ones that are not intact."""
 
-    path: Path
-    manifest: Manifest
-    reader: VerifiedReader
+    files: CheckpointFiles
+    plan: P
     skipped: Sequence[SkippedCheckpoint]
 
 
 def find_resume_point(
-    folder: CheckpointFolder, rank: int, ranks: int, gather: GatherTexts
-) -> ResumePoint | None:
+    store: CheckpointStore, rank: int, gather: GatherTexts, prepare: Callable[[CheckpointReader], P]
+) -> ResumePoint[P] | None:
     """Return the newest intact checkpoint; None if there is no checkpoint. All ranks call this.
+
+    Args:
+        store: the checkpoints.
+        rank: this rank.
+        gather: exchanges texts.
+        prepare: reads what this rank needs; raises `DamagedCheckpoint` if that is not intact, and other errors of
+            Paceline if the checkpoint can't be used.
 
     Raises:
         CheckpointError: there are checkpoints, but none is intact.
-        UsageError: the newest has a newer format.
+        UsageError: the newest intact one has another format, or does not fit.
     """
-    own = json.dumps([path.name for path in folder.complete()]) if rank == 0 else ""
+    own = json.dumps(store.names()) if rank == 0 else ""
     names: list[str] = json.loads(gather(own)[0])
     skipped: list[SkippedCheckpoint] = []
     for name in names:
-        path = folder.path / name
-        opened, problem = _open(path, rank, ranks)
-        problems = [text for text in gather(problem) if text]
-        for text in problems:
-            if text.startswith(_REFUSED):
-                raise UsageError(f"{str(path)!r} is {text.removeprefix(_REFUSED)}", rank=rank)
-        if not problems and opened is not None:
-            return ResumePoint(path, *opened, skipped)
-        skipped.append(SkippedCheckpoint(path, problems[0]))
+        files = store.files(name)
+        plan, problem, error = _try(files, prepare)
+        problems = {at: text for at, text in enumerate(gather(problem)) if text}
+        refused = {
+            at: text.removeprefix(_REFUSED) for at, text in problems.items() if text.startswith(_REFUSED)
+        }
+        if error is not None and rank in refused:
+            raise error
+        if refused:
+            at, text = next(iter(refused.items()))
+            raise UsageError(f"rank {at} can't use {files.location!r}: {text}", rank=rank)
+        if not problems and plan is not None:
+            return ResumePoint(files, plan, skipped)
+        skipped.append(SkippedCheckpoint(files.location, next(iter(problems.values()))))
     if skipped:
         raise CheckpointError(
-            f"none of the {len(skipped)} checkpoints in {str(folder.path)!r} is intact: "
-            + "; ".join(f"{each.path.name}: {each.why}" for each in skipped),
+            f"none of the {len(skipped)} checkpoints in {store.location!r} is intact: "
+            + "; ".join(f"{each.path.rpartition('/')[2]}: {each.why}" for each in skipped),
             remedy="restore a copy of one, or name another folder to start anew",
         )
     return None
 
 
-def find_problem(path: Path) -> str:
-    """Return what is wrong with the checkpoint at `path`; empty: it is intact."""
-    return _open(path, 0, 1, keep=False)[1].removeprefix(_REFUSED)
-
-
-def _open(
-    path: Path, rank: int, ranks: int, *, keep: bool = True
-) -> tuple[tuple[Manifest, VerifiedReader] | None, str]:
-    """Return manifest and reader, or the problem with the manifest or with this rank's part of the files.
-
-    A rank always verifies the file with its own state, and keeps the tensors in it.
-    """
+def _try(
+    files: CheckpointFiles, prepare: Callable[[CheckpointReader], P]
+) -> tuple[P | None, str, PacelineError | None]:
+    """Return what was prepared, or the problem, and the error."""
     try:
-        manifest = Manifest.read(path)
-        own = state_file(rank)
-        names = [name for number, name in enumerate(manifest.files) if number % ranks == rank or name == own]
-        reader = VerifiedReader(path, manifest.files)
-        reader.verify(names, keep=[own] if keep else [])
+        return prepare(CheckpointReader(files)), "", None
     except DamagedCheckpoint as error:
-        return None, str(error)
-    except UsageError as error:
-        return None, f"{_REFUSED}{error}"
-    return (manifest, reader), ""
+        return None, _first_line(error), error
+    except PacelineError as error:
+        return None, f"{_REFUSED}{_first_line(error)}", error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def find_problem(files: CheckpointFiles) -> str:
+    """Return what is wrong with a checkpoint, after reading all of it; empty: it is intact."""
+    try:
+        reader = CheckpointReader(files)
+        for rank in range(reader.manifest.ranks):
+            reader.verify(rank)
+        reader.close()
+    except (DamagedCheckpoint, UsageError) as error:
+        return _first_line(error)
+    return ""

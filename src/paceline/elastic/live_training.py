@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from paceline.checkpoint.api import Checkpoint
-from paceline.checkpoint.named_objects import NamedObjects
+from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.elastic.member import ALL_TRAINED, AS_REQUESTED, Member
 from paceline.elastic.member_events import (
     Abort,

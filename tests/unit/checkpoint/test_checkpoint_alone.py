@@ -16,7 +16,7 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.checkpoint.weights_export import export_weights
+from paceline.checkpoint.interop.weights_export import export_weights
 from paceline.errors import CheckpointError, UsageError
 
 

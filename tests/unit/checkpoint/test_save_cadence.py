@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.optimizer_state_pieces import partition_by_size
+from paceline.checkpoint.parts.optimizer_state_pieces import partition_by_size
 from paceline.checkpoint.save_cadence import EverySeconds, EverySteps, save_cadence
 from paceline.errors import UsageError
 

@@ -12,8 +12,8 @@ from typer import Argument
 
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.storage.local_folder import LocalFiles, LocalFolder
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.command_options import own
@@ -70,7 +70,7 @@ def export(
     model_name: Annotated[str, own("NAME", "Name of the model to export, if there are several.")] = "model",
 ) -> None:
     """Write the weights of the newest intact checkpoint to a .safetensors file."""
-    from paceline.checkpoint.weights_export import export_weights
+    from paceline.checkpoint.interop.weights_export import export_weights
 
     checkpoints, _ = _find(folder)
     check_writable(file, "FILE")
@@ -85,7 +85,7 @@ def _find(folder: Path) -> tuple[Path, list[Path]]:
         UsageError: there is none.
     """
     checkpoints = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-    complete = CheckpointFolder(checkpoints).complete()
+    complete = [checkpoints / name for name in LocalFolder(checkpoints).names()]
     if not complete:
         raise UsageError(
             f"no checkpoint in {str(checkpoints)!r}", remedy="name the folder passed to paceline.Checkpoint"
@@ -112,14 +112,14 @@ def _show(folder: Path, json_file: Path | None, *, verify: bool) -> None:
 
 def _read_row(path: Path, verify: bool) -> CheckpointRow:
     try:
-        manifest = Manifest.read(path)
+        manifest = Manifest.read(LocalFiles(path).read)
     except DamagedCheckpoint as error:
         return CheckpointRow(path, None, str(error))
     if not verify:
         return CheckpointRow(path, manifest, None)
     from paceline.checkpoint.newest_checkpoint import find_problem
 
-    return CheckpointRow(path, manifest, find_problem(path))
+    return CheckpointRow(path, manifest, find_problem(LocalFiles(path)))
 
 
 def _print_table(rows: list[CheckpointRow]) -> None:

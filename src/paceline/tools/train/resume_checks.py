@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.storage.local_folder import LocalFolder
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.tools.models.corpus import Corpus
 from paceline.tools.models.gpt_sizes import GptSize
@@ -52,7 +52,7 @@ def check_resumable(settings: TrainSettings, size: GptSize, corpus: Corpus) -> N
 def original_settings(settings: TrainSettings) -> dict[str, Any] | None:
     """Return the settings that the run to be resumed began with, by its newest checkpoint; None: no such run."""
     checkpoints = RunFolder(settings.out).checkpoint
-    if settings.existing != "resume" or not CheckpointFolder(checkpoints).complete():
+    if settings.existing != "resume" or not LocalFolder(checkpoints).names():
         return None
     saved = _newest(checkpoints)[1].facts.get("settings")
     return saved if isinstance(saved, dict) else None
@@ -60,16 +60,17 @@ def original_settings(settings: TrainSettings) -> dict[str, Any] | None:
 
 def _newest(folder: Path) -> tuple[Path, Manifest]:
     """Return the newest checkpoint whose manifest is intact."""
-    for path in CheckpointFolder(folder).complete():
+    store = LocalFolder(folder)
+    for name in store.names():
         try:
-            return path, Manifest.read(path)
+            return folder / name, Manifest.read(store.files(name).read)
         except DamagedCheckpoint:  # skipped, and reported, when checkpoints are loaded
             continue
     raise UsageError(f"no intact checkpoint in {str(folder)!r}", remedy="leave --resume out to start anew")
 
 
 def check_facts(
-    path: Path, facts: Mapping[str, Any], settings: TrainSettings, size: GptSize, corpus: Corpus
+    path: Path | str, facts: Mapping[str, Any], settings: TrainSettings, size: GptSize, corpus: Corpus
 ) -> None:
     """Check that the checkpoint at `path` is of the same model, data and kind of synchronisation.
 

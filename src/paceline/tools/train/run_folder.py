@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._core.files import write_text
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
+from paceline.checkpoint.storage.local_folder import LocalFolder
 from paceline.errors import UsageError
 from paceline.profiling.run_loggers import new_run_id
 from paceline.tools.train.train_settings import ExistingRun, TrainSettings
@@ -53,7 +53,7 @@ class RunFolder:
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
-        return CheckpointFolder(self.checkpoint).complete()[::-1]
+        return [self.checkpoint / name for name in LocalFolder(self.checkpoint).names()[::-1]]
 
     def prepare(self, existing: ExistingRun) -> None:
         """Make the folder ready for a run; on rank 0, before anything else is written.

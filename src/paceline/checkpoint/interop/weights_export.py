@@ -14,10 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from paceline._core.files import write_atomic
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.checkpoint.format.manifest import MANIFEST, Manifest
-from paceline.checkpoint.format.tensor_files import VerifiedReader, dtype_name, write_safetensors
-from paceline.checkpoint.model_weights import check_weights, load_weights
+from paceline.checkpoint.checkpoint_contents import saved_weights
+from paceline.checkpoint.format.checkpoint_reader import CheckpointReader
+from paceline.checkpoint.format.manifest import MANIFEST
+from paceline.checkpoint.format.tensor_files import write_safetensors
+from paceline.checkpoint.parts.model_weights import check_weights, load_weights
+from paceline.checkpoint.parts.state_parts import dtype_name
+from paceline.checkpoint.storage.local_folder import LocalFiles, LocalFolder
 from paceline.errors import DamagedCheckpoint, UsageError
 
 __all__ = ["export_weights", "import_weights", "read_weights"]
@@ -45,7 +48,7 @@ def export_weights(source: str | Path, path: str | Path, *, model: str = "model"
         )
     weights = read_weights(source, model=model)
     try:
-        write_atomic(target, lambda temporary: write_safetensors(temporary, weights), private=True)
+        write_atomic(target, lambda temporary: write_safetensors(temporary, weights, {}), private=True)
     except OSError as error:
         raise UsageError(
             f"can't write {str(path)!r}: {error.strerror or error}",
@@ -107,8 +110,9 @@ def read_weights(source: str | Path, *, model: str = "model") -> dict[str, Tenso
         raise UsageError(f"{str(path)!r} does not exist", remedy="name a checkpoint, or a safetensors file")
     if (path / MANIFEST).exists():
         return _read_checkpoint(path, model)
-    if complete := CheckpointFolder(path).complete() or CheckpointFolder(path / "checkpoint").complete():
-        return _read_newest(complete, model)
+    for folder in (path, path / "checkpoint"):
+        if names := LocalFolder(folder).names():
+            return _read_newest([folder / name for name in names], model)
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise UsageError(
@@ -132,15 +136,18 @@ def _read_newest(complete: list[Path], model: str) -> dict[str, Tensor]:
 
 
 def _read_checkpoint(path: Path, model: str) -> dict[str, Tensor]:
-    manifest = Manifest.read(path)
-    if model not in manifest.weights:
+    reader = CheckpointReader(LocalFiles(path))
+    if model not in reader.manifest.aliases:
         raise UsageError(
             f"{str(path)!r} holds no model {model!r}",
-            remedy=f"it holds: {', '.join(manifest.weights) or 'none'}",
+            remedy=f"it holds: {', '.join(reader.manifest.aliases) or 'none'}",
         )
-    reader = VerifiedReader(path, manifest.files)
-    reader.verify(manifest.weights[model].files)
-    return {name: reader.tensor(*where) for name, where in manifest.weight_locations(model).items()}
+    aliases = reader.manifest.aliases[model]
+    found = {
+        name: reader.tensor(f"{model}.{name}") for name in saved_weights(reader, model) if name not in aliases
+    }
+    reader.close()
+    return found | {alias: found[first] for alias, first in aliases.items()}
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

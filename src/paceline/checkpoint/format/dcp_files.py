@@ -1,0 +1,134 @@
+"""Files of torch.distributed.checkpoint (DCP), written so that it reads them, with checksums for our own manifest.
+
+    .metadata        pickle of torch's `Metadata`: where the boxes of each tensor, and values, are
+    __<rank>_0.distcp    records of torch.save, one per box or value, one after another
+
+A record of torch.save is a zip archive, in which the tensor's bytes are contiguous and not compressed: this is where
+our own reader finds them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from paceline.checkpoint.format.manifest import RankPiece, StoredFile
+from paceline.checkpoint.format.tensor_files import ChecksummedFile, bytes_of
+from paceline.checkpoint.parts.state_parts import TensorPart
+
+__all__ = ["METADATA", "dcp_file", "dcp_metadata", "write_dcp"]
+
+METADATA = ".metadata"
+
+
+def dcp_file(rank: int) -> str:
+    """Return the name of a rank's file, as DCP names it."""
+    return f"__{rank}_0.distcp"
+
+
+class _Record:
+    """What torch.save writes to; the write of the tensor's own memory gets checksums of its own.
+
+    Args:
+        file: the file.
+        data: bytes of the tensor.
+    """
+
+    def __init__(self, file: ChecksummedFile, data: memoryview) -> None:
+        self._file, self._data = file, data
+        self._address = _address(data)
+        self.found = (file.at, "")
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) == len(self._data) and len(view) and _address(view) == self._address:
+            self.found = self._file.write_tensor(view)
+            return len(view)
+        return self._file.write(view)
+
+    def flush(self) -> None:
+        pass
+
+
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data if len(view) else 0
+
+
+def write_dcp(
+    path: Path, parts: Mapping[str, TensorPart], values: Mapping[str, Any]
+) -> tuple[StoredFile, dict[str, tuple[int, int]]]:
+    """Write parts of tensors, contiguous on the CPU, and values to a new file; flush it to the disk.
+
+    Args:
+        path: the file; it must not exist.
+        parts: by label.
+        values: what DCP calls bytes, by name: numbers, strings, and lists and dicts of them.
+
+    Returns:
+        Its description, and start and length of the record of each value.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    with ChecksummedFile(path) as file:
+        for label, part in parts.items():
+            start, tensor = file.at, part.data
+            record = _Record(file, bytes_of(tensor))
+            torch.save(tensor, record)  # type: ignore[arg-type] # it only writes
+            if tensor.numel() and not record.found[1]:
+                raise RuntimeError(f"torch.save has not written the memory of {part.name!r} in one piece")
+            file.add(label, part, record.found, (start, file.at - start))
+        records = {}
+        for name, value in values.items():
+            start, stream = file.at, io.BytesIO()
+            torch.save(value, stream)
+            file.write(stream.getvalue())
+            records[name] = (start, file.at - start)
+        return file.finish(), records
+
+
+def dcp_metadata(
+    pieces: Sequence[RankPiece], path_of: Callable[[str], tuple[str | int, ...]], prefix: str = ""
+) -> bytes:
+    """Return the content of ``.metadata``.
+
+    Args:
+        pieces: of all ranks.
+        path_of: returns the path of keys in the nested state that a name stands for.
+        prefix: of the paths of files.
+    """
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for piece in pieces:
+        for file, stored in piece.files.items():
+            for chunk in stored.chunks.values():
+                offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+                properties = TensorProperties(getattr(torch, chunk.dtype))
+                entry = tensors.setdefault(
+                    chunk.tensor, TensorStorageMetadata(properties, torch.Size(chunk.shape), [])
+                )
+                assert isinstance(entry, TensorStorageMetadata)
+                assert chunk.item is not None
+                entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+                storage[MetadataIndex(chunk.tensor, offsets)] = _StorageInfo(prefix + file, *chunk.item)
+        for name, (file, start, length) in piece.records.items():
+            tensors[name] = BytesStorageMetadata()
+            storage[MetadataIndex(name)] = _StorageInfo(prefix + file, start, length)
+    planner = {name: path_of(name) for name in tensors}
+    return pickle.dumps(Metadata(tensors, planner, storage, StorageMeta(), CURRENT_DCP_VERSION))

@@ -1,0 +1,87 @@
+"""Names in checkpoints of torch.distributed.checkpoint (DCP): paths of keys in a nested state, joined by dots.
+
+    {"model": net.state_dict(), "optimizer": get_optimizer_state_dict(net, optimizer), "scheduler": …}
+
+is what our names stand for, so that a program of torch's loads what it needs under the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from paceline.checkpoint.parts.named_objects import NamedObjects
+from paceline.checkpoint.parts.state_parts import StateParts
+from paceline.world.plain_values import unpack
+
+__all__ = ["dcp_path", "dcp_values"]
+
+Path = tuple[str | int, ...]
+
+
+def dcp_values(
+    objects: NamedObjects, groups: Mapping[str, Sequence[Mapping[str, Any]]], parts: StateParts
+) -> dict[str, Any]:
+    """Return what a rank writes that are no tensors, by name.
+
+    Args:
+        objects: all objects.
+        groups: options of each group of each optimizer.
+        parts: of the rank.
+    """
+    values = {
+        name: unpack(packed, lambda label: _part_of(parts, label)) for name, packed in parts.values.items()
+    }
+    if parts.rank:
+        return values
+    for name, each in groups.items():
+        values |= {_name(path): value for path, value in _leaves(list(each), (name, "param_groups"))}
+    for name, other in objects.others.items():
+        values |= {_name(path): value for path, value in _leaves(other.state_dict(), (name,))}
+    return values
+
+
+def _part_of(parts: StateParts, label: str) -> Tensor:
+    return next(each[label].data for each in parts.files.values() if label in each)
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield what DCP stores separately: of mappings each value, of lists that hold mappings or tensors each item."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list | tuple) and any(
+        isinstance(leaf, Tensor | Mapping)
+        for leaf in pytree.tree_leaves(value, is_leaf=lambda each: isinstance(each, Mapping))
+    ):
+        for at, item in enumerate(value):
+            yield from _leaves(item, (*path, at))
+    else:
+        yield path, value
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def dcp_path(name: str, models: Sequence[str], groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Path:
+    """Return the path that a name stands for.
+
+    Args:
+        name: of a tensor or value.
+        models: names of the models.
+        groups: options of each group of each optimizer, with the names of its parameters.
+    """
+    head, _, rest = name.partition(".")
+    if head in models:
+        return (head, rest)
+    if head in groups and rest.startswith("state."):
+        inner = rest.removeprefix("state.")
+        for group in groups[head]:
+            for param in group["params"]:
+                if inner.startswith(f"{param}."):
+                    return (head, "state", param, inner[len(param) + 1 :])
+    return tuple(int(part) if part.isdecimal() else part for part in name.split("."))

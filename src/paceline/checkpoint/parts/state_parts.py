@@ -1,0 +1,94 @@
+"""State of a training run as named tensors, of which each rank has parts, and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from paceline.checkpoint.parts.boxes import Box
+from paceline.world.plain_values import pack
+
+__all__ = ["StateParts", "TensorPart", "dtype_name"]
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype, such as ``"float32"``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A box of a tensor.
+
+    Attributes:
+        name: of the tensor, unique in a checkpoint: ``"model.head.weight"``, ``"optimizer.state.head.weight.exp_avg"``.
+        shape: of the whole tensor.
+        box: the region.
+        data: its elements, in the shape of the box; may have any strides, and lie on any device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    data: Tensor
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> TensorPart:
+        """Return a part that is the whole tensor."""
+        shape = tuple(tensor.shape)
+        return cls(name, shape, Box.whole(shape), tensor.detach())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return self.box.sizes == self.shape
+
+
+@dataclass
+class StateParts:
+    """What one rank writes.
+
+    Attributes:
+        rank: the rank.
+        files: its files of tensors; in each, parts by a label that is unique in the file.
+        values: plain values by name, of which only this rank has each; what `pack` returns.
+        texts: further small files.
+    """
+
+    rank: int
+    files: dict[str, dict[str, TensorPart]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+
+    def add(self, part: TensorPart, *, file: str = "", label: str = "") -> None:
+        """Add a part of a tensor.
+
+        Args:
+            part: the part.
+            file: where it is written; empty: with the state of the rank.
+            label: its name in the file; empty: its own, with the offsets of a box that is not the whole tensor.
+        """
+        if not label:
+            at = ",".join(map(str, part.box.offsets))
+            label = part.name if part.is_whole else f"{part.name}@{at}"
+        self.files.setdefault(file or f"state-rank{self.rank}.safetensors", {})[label] = part
+
+    def add_packed(self, name: str, value: Any) -> Any:
+        """Add the tensors in a value under names that begin with `name`; return the rest, see `pack`.
+
+        Raises:
+            UsageError: it can't be saved; the message has the place.
+        """
+        packed, tensors = pack(value, name)
+        for label, tensor in tensors.items():
+            self.add(TensorPart.whole(label, tensor))
+        return packed
+
+    def with_files(self, files: Mapping[str, Mapping[str, TensorPart]]) -> StateParts:
+        """Return it with other files of tensors, such as copies."""
+        return StateParts(
+            self.rank, {name: dict(parts) for name, parts in files.items()}, self.values, self.texts
+        )
