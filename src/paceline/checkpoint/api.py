@@ -24,14 +24,14 @@ import torch.distributed as dist
 
 from paceline._core import __version__
 from paceline._core.step_state import step_state
-from paceline.checkpoint.background_saver import BackgroundSave, Files, HostBuffers
+from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers, on_cpu
 from paceline.checkpoint.checkpoint_contents import RestorePlan, collect_contents
 from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume_point
 from paceline.checkpoint.parts.named_objects import NamedObjects
-from paceline.checkpoint.parts.state_parts import TensorPart
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
 from paceline.checkpoint.storage.local_folder import LocalFolder, checkpoint_name, step_of
+from paceline.checkpoint.unchanged_files import UnchangedFiles
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
 from paceline.world.live_file import JOINER_VARIABLE
@@ -130,7 +130,7 @@ class Checkpoint:
         self._lock: StoreLock | None = None
         self._joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
         self._run_id = "" if self._joins else self._open()
-        self._buffers = HostBuffers()
+        self._buffers, self._unchanged = HostBuffers(), UnchangedFiles(keep)
         self._pending: tuple[int, BackgroundSave] | None = None
         self._latest: BackgroundSave | None = None
         self._closed = False
@@ -234,8 +234,12 @@ class Checkpoint:
         contents = collect_contents(
             self._objects, self._rank, self._ranks, epoch=self.epoch, container=self._container
         )
-        files = contents.parts.files
-        files = self._buffers.copy(files) if self._asynchronous else _to_cpu(files)
+        unchanged = self._unchanged.find(contents.parts)
+        copied = {name: parts for name, parts in contents.parts.files.items() if name not in unchanged}
+        if self._asynchronous:
+            copied = self._buffers.copy(copied)
+        else:
+            copied = {name: on_cpu(parts) for name, parts in copied.items()}
         head = {
             "step": self.step,
             "facts": dict(self.facts),
@@ -248,11 +252,13 @@ class Checkpoint:
         }
         self._latest = BackgroundSave(
             partial(self._store.begin, self.step, self._run_id),
-            replace(contents, parts=contents.parts.with_files(files)),
+            replace(contents, parts=contents.parts.with_files({**contents.parts.files, **copied})),
             head,
             rank=self._rank,
             ranks=self._ranks,
             remove_old=partial(_remove_old, self._store, self._keep),  # no reference back to this
+            unchanged=unchanged,
+            earlier=self._unchanged.checkpoint,
             lock=self._lock,
             previous=self._latest,
         )
@@ -283,6 +289,8 @@ class Checkpoint:
         last = gather_texts(pending.failure if self._rank == 0 and not reasons else "", self._group)[0]
         reasons += [f"rank 0: {last}"] if last else []
         if not reasons:
+            frozen = {name: file for name, file in pending.files.items() if name in pending.frozen}
+            self._unchanged.completed(checkpoint_name(step), frozen)
             return ""
         self._saved_at = -1
         failure = f"the checkpoint of step {step} can't be written to {self._store.location!r}: {'; '.join(reasons)}"
@@ -454,13 +462,3 @@ def _count_steps(optimizer: torch.optim.Optimizer, reference: weakref.ref[Checkp
             checkpoint.step += 1
 
     optimizer.register_step_post_hook(count)
-
-
-def _to_cpu(files: Files) -> dict[str, dict[str, TensorPart]]:
-    """Return the tensors, contiguous on the CPU; without a copy where they already are."""
-    return {
-        file: {
-            label: replace(part, data=part.data.detach().cpu().contiguous()) for label, part in parts.items()
-        }
-        for file, parts in files.items()
-    }

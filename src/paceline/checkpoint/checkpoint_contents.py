@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.format.checkpoint_reader import CheckpointReader
+from paceline.checkpoint.format.dcp_files import dcp_file
 from paceline.checkpoint.format.manifest_index import OWN
 from paceline.checkpoint.parts.dcp_names import dcp_values
 from paceline.checkpoint.parts.model_weights import check_weights, collect_weights, fill_weights, plan_weights
@@ -126,7 +127,10 @@ def collect_contents(
         shared["optimizers"] = {
             name: parts.add_packed(f"{name}.param_groups", each) for name, each in groups.items()
         }
-    values = dcp_values(objects, groups, parts) if container == "dcp" else {}
+    values: dict[str, Any] = {}
+    if container == "dcp":
+        values = dcp_values(objects, groups, parts)
+        parts = parts.in_files(dcp_file(rank), dcp_file(rank, 1))
     return CheckpointContents(parts, state, shared, values, groups)
 
 

@@ -37,9 +37,9 @@ __all__ = ["METADATA", "dcp_file", "dcp_metadata", "write_dcp"]
 METADATA = ".metadata"
 
 
-def dcp_file(rank: int) -> str:
-    """Return the name of a rank's file, as DCP names it."""
-    return f"__{rank}_0.distcp"
+def dcp_file(rank: int, number: int = 0) -> str:
+    """Return the name of a file of a rank, as DCP names it."""
+    return f"__{rank}_{number}.distcp"
 
 
 class _Record:
