@@ -12,7 +12,7 @@ import os
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,14 @@ from paceline._core import __version__
 from paceline._core.step_state import step_state
 from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers, on_cpu
 from paceline.checkpoint.checkpoint_contents import RestorePlan, collect_contents
-from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume_point
+from paceline.checkpoint.exclusive_use import claim_store
+from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
 from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
 from paceline.checkpoint.storage.local_folder import LocalFolder, checkpoint_name, step_of
 from paceline.checkpoint.unchanged_files import UnchangedFiles
-from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.errors import CheckpointError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
 from paceline.world.live_file import JOINER_VARIABLE
 
@@ -42,25 +43,6 @@ _CONTAINERS = {"paceline": "safetensors", "dcp": "dcp"}
 """Kinds of files by format."""
 
 log = logging.getLogger("paceline.checkpoint")
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that a run resumed from.
-
-    Attributes:
-        path: the checkpoint, a folder or a URL.
-        step: its number of optimizer steps.
-        ranks: number of ranks that wrote it.
-        facts: the program's own values, saved with it.
-        passed_over: newer checkpoints that were skipped because they are not intact.
-    """
-
-    path: Path | str
-    step: int
-    ranks: int
-    facts: Mapping[str, Any]
-    passed_over: tuple[SkippedCheckpoint, ...]
 
 
 class Checkpoint:
@@ -129,7 +111,9 @@ class Checkpoint:
         self._store: CheckpointStore = LocalFolder(folder)
         self._lock: StoreLock | None = None
         self._joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
-        self._run_id = "" if self._joins else self._open()
+        self._run_id = ""
+        if not self._joins:
+            self._run_id, self._lock = claim_store(self._store, self._rank, group)
         self._buffers, self._unchanged = HostBuffers(), UnchangedFiles(keep)
         self._pending: tuple[int, BackgroundSave] | None = None
         self._latest: BackgroundSave | None = None
@@ -377,35 +361,7 @@ class Checkpoint:
             self._pending = None
         self._unlock()
 
-    # ------------------------------------------------------------------ open and close
-
-    def _open(self) -> str:
-        """Check that only this run, and all of its ranks, can write to the folder; return an id of the run."""
-        run_id, error = uuid.uuid4().hex[:12], None
-        if self._rank == 0:
-            try:
-                self._store.prepare()
-                self._lock = self._store.lock()
-                self._store.remove_incomplete()
-                self._store.put_probe(run_id)
-            except PacelineError as refused:
-                error = refused
-        own = json.dumps([run_id, str(error or "")]) if self._rank == 0 else ""
-        run_id, refusal = json.loads(gather_texts(own, self._group)[0])
-        if error is not None:
-            raise error
-        if refusal:
-            raise UsageError(f"rank 0 can't use the folder: {refusal}", rank=self._rank)
-        answers = gather_texts("" if self._store.sees_probe(run_id) else "x", self._group)
-        unseen = [str(rank) for rank, text in enumerate(answers) if text]
-        if self._rank == 0:
-            self._store.remove_probe(run_id)
-        if unseen:
-            raise UsageError(
-                f"rank 0 writes to {self._store.location!r}, but its files are not there on rank {', '.join(unseen)}",
-                remedy="name a folder on a disk that all hosts share",
-            )
-        return run_id
+    # ------------------------------------------------------------------ close
 
     def close(self) -> None:
         """Wait for the pending checkpoint, and let other runs write to the folder. All ranks call this."""
