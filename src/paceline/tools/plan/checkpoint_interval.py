@@ -8,7 +8,7 @@ undoes C − δ more, as if restarts took that much longer (Vaidya, IEEE Transac
 
 is exact, as without saves in the background (`paceline.checkpoint.save_interval`). Neither C nor R moves the minimum.
 But a save waits until the previous one is complete, so below τ = C − δ training waits C − τ instead of δ, and loses
-more: the best interval is Daly's, or C − δ if that is longer.
+more (unless M < C − δ, where nearly all is lost): the best interval is Daly's, or C − δ if that is longer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Intervals of the table, relative to the best."""
 _FLAT = 0.1
 """Part by which saves and undone work may exceed their minimum in the range called flat."""
-_UNITS = (("s", 1.0, 100.0), ("min", 60.0, 100.0), ("h", 3600.0, 48.0), ("d", 86400.0, math.inf))
+_UNITS = (("s", 1.0, 95.0), ("min", 60.0, 180.0), ("h", 3600.0, 48.0), ("d", 86400.0, math.inf))
 """Units of ``every=``, their seconds, and how many of them are the next one's turn."""
 _TAIL = 0.025
 """Probability beyond each bound of a rate: they hold with 95 % confidence."""
@@ -183,14 +183,16 @@ def plan_checkpoints(costs: SaveCosts, rate: FailureRate, present: float | None 
         >>> costs = SaveCosts(stall=5.0, complete=5.0, restart=600.0, step=2.0)
         >>> plan = plan_checkpoints(costs, FailureRate(86400.0, 86400.0, 86400.0))
         >>> round(plan.best), plan.every, plan.steps, round(plan.recommended.total, 4)
-        (926, '15min', 460, 0.0176)
+        (926, '15min', 500, 0.0176)
     """
     best = _best(costs, rate.mtbf)
     seconds, every = round_interval(best, costs.shortest)
     steps = None if costs.step is None else _round_steps(best / costs.step, costs.shortest / costs.step)
     now = None if present is None else _losses(costs, rate, present)
     intervals = {factor * best for factor in _FACTORS if factor * best > costs.shortest and factor != 1.0}
-    intervals |= {seconds, costs.shortest or seconds} | ({present} if present is not None else set())
+    intervals |= {seconds, *([] if present is None else [present])}
+    if 0 < costs.shortest < 0.95 * seconds:
+        intervals.add(costs.shortest)
     best_range = _best(costs, rate.low), _best(costs, rate.high)
     regrets = [
         _lost(costs, mtbf, seconds) - _lost(costs, mtbf, other)
@@ -265,7 +267,9 @@ def _crossing(is_beyond: Callable[[float], bool]) -> float:
 
 
 def round_interval(seconds: float, shortest: float = 0.0) -> tuple[float, str]:
-    """Return an interval with two significant digits, in seconds and as ``every=`` of `paceline.Checkpoint` takes it.
+    """Return a rounded interval, in seconds and as ``every=`` of `paceline.Checkpoint` takes it.
+
+    It has two significant digits, or one of 4 to 9, which changes it by an eighth or less: the optimum is flat.
 
     Args:
         seconds: the interval.
@@ -273,23 +277,25 @@ def round_interval(seconds: float, shortest: float = 0.0) -> tuple[float, str]:
 
     Example:
         >>> round_interval(428.0), round_interval(13.04), round_interval(13.04, shortest=13.04)
-        ((426.0, '7.1min'), (13.0, '13s'), (14.0, '14s'))
+        ((420.0, '7min'), (13.0, '13s'), (14.0, '14s'))
     """
     unit, scale = next((unit, scale) for unit, scale, most in _UNITS if seconds < most * scale)
-    value = _two_digits(seconds / scale, shortest / scale)
+    value = _rounded(seconds / scale, shortest / scale)
     return value * scale, f"{value:g}{unit}"
 
 
 def _round_steps(steps: float, fewest: float) -> int:
-    """Return a number of steps with two significant digits, at least `fewest` and 1."""
-    return max(1, math.ceil(_two_digits(max(1.0, steps), fewest) - 1e-9))
+    """Return a rounded number of steps, at least `fewest` and 1."""
+    return max(1, math.ceil(_rounded(max(1.0, steps), fewest) - 1e-9))
 
 
-def _two_digits(value: float, least: float) -> float:
-    """Return `value` with two significant digits; rounded up where it would be below `least`."""
-    digits = 1 - math.floor(math.log10(value))
-    rounded = round(value, digits)
-    return rounded if rounded >= least else round(math.ceil(value * 10**digits) / 10**digits, digits)
+def _rounded(value: float, least: float) -> float:
+    """Return `value` with two significant digits, or one of 4 to 9; rounded up to two where that is below `least`."""
+    power = math.floor(math.log10(value))
+    rounded = round(value, -power if value >= 4 * 10.0**power else 1 - power)
+    if rounded >= least:
+        return rounded
+    return round(math.ceil(value * 10.0 ** (1 - power) * (1 - 1e-12)) / 10.0 ** (1 - power), 1 - power)
 
 
 # ---------------------------------------------------------------------- how often a job fails

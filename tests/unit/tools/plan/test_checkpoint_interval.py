@@ -147,7 +147,7 @@ def test_no_interval_loses_noticeably_less_than_the_best(costs, rate, other):
     plan = plan_checkpoints(costs, rate, other)
     at_best, at_other = plan.losses(plan.best), plan.present
     assert at_other.interval == other
-    if other >= (costs.step or 0.0):
+    if other >= (costs.step or 0.0) and rate.mtbf > costs.shortest:
         assert at_best.total <= at_other.total + 2e-3 * (1 - at_other.total) + 1e-9
     for row in plan.table:
         assert min(row.saves, row.work, row.restarts) >= 0
@@ -162,7 +162,7 @@ def test_the_advice_can_be_passed_and_is_possible(costs, rate):
     assert parse_seconds(plan.every) == pytest.approx(plan.seconds)
     assert plan.seconds >= costs.shortest * (1 - 1e-12)
     assert save_cadence(plan.every, list) is not None
-    assert plan.seconds == pytest.approx(plan.best, rel=0.11)
+    assert plan.seconds == pytest.approx(plan.best, rel=0.126)
     if plan.steps is not None:
         assert save_cadence(plan.steps, list) is not None
         assert plan.steps * costs.step >= costs.shortest * (1 - 1e-12)
@@ -193,7 +193,7 @@ def test_in_the_background_only_the_wait_decides_until_a_save_takes_longer_than_
     assert long.best == 599.8
     assert long.is_bound
     assert (long.every, long.steps) == ("10min", 300)
-    assert [row.interval for row in long.table] == [599.8, 600.0, 1199.6, 2399.2]
+    assert [row.interval for row in long.table] == [600.0, 1199.6, 2399.2]
 
 
 def test_no_interval_is_shorter_than_a_step():
@@ -236,11 +236,12 @@ def test_invalid_costs_are_refused(bad):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.0123, "0.012s"), (1.0, "1s"), (99.4, "99s"), (101.0, "1.7min"), (420.0, "7min"), (5800.0, "97min"),
-        (7200.0, "2h"), (100_000.0, "28h"), (180_000.0, "2.1d"), (1e7, "120d"), (3e-5, "3e-05s"),
+        (0.0123, "0.012s"), (1.0, "1s"), (94.9, "90s"), (95.0, "1.6min"), (420.0, "7min"), (5600.0, "90min"),
+        (7000.0, "120min"), (11_000.0, "3.1h"), (100_000.0, "28h"), (180_000.0, "2.1d"), (1e7, "120d"),
+        (3e-5, "3e-05s"),
     ],
 )  # fmt: skip
-def test_an_interval_has_two_digits(seconds, text):
+def test_an_interval_has_two_digits_or_one(seconds, text):
     assert round_interval(seconds)[1] == text
     assert round_interval(seconds)[0] == pytest.approx(parse_seconds(text))
 
@@ -249,7 +250,7 @@ def test_an_interval_has_two_digits(seconds, text):
 def test_rounding_stays_near_and_never_goes_below_the_shortest(seconds, share):
     found, text = round_interval(seconds, share * seconds)
     assert share * seconds * (1 - 1e-12) <= found
-    assert found == pytest.approx(seconds, rel=0.101)
+    assert found == pytest.approx(seconds, rel=0.126)
     assert parse_seconds(text) == pytest.approx(found)
 
 
