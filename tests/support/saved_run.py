@@ -23,14 +23,15 @@ class SavedRun:
     Args:
         folder: to write to.
         nodes: number of hosts in ``run.json``.
+        scale: factor on all seconds.
     """
 
-    def __init__(self, folder: Path, nodes: int = 1) -> None:
+    def __init__(self, folder: Path, nodes: int = 1, scale: float = 1.0) -> None:
         (folder / "trace").mkdir(parents=True)
         (folder / "logs").mkdir()
         facts = {"command": "paceline train", "world": {"size": 2, "nodes": nodes}, "settings": {}}
         (folder / "run.json").write_text(json.dumps(facts))
-        self.folder, self.now = folder, BEGIN
+        self.folder, self.now, self.scale = folder, BEGIN, scale
         self.saves: list[tuple[int, float]] = []  # step, begin
 
     def start(self, first: int, last: int, *, slow_first: float = 0.0) -> None:
@@ -44,16 +45,16 @@ class SavedRun:
         self._trace({"name": "session", "start": self.now, "seconds": 0.0, "step": first})
         has_saved = False
         for step in range(first, last):
-            seconds = STEP + (slow_first if step == first else 0.0)
+            seconds = self.scale * STEP + (slow_first if step == first else 0.0)
             tasks = [("clock", 0.9 * seconds, 0.91 * seconds)]
             if (step + 1) % EVERY == 0:
-                stall = STALL if has_saved else FIRST_STALL
+                stall = self.scale * (STALL if has_saved else FIRST_STALL)
                 tasks.append(("checkpoint", seconds, seconds + stall))
                 self.saves.append((step + 1, self.now + seconds))
                 seconds, has_saved = seconds + stall, True
             self._step(step, seconds, tasks)
             self.now += seconds
-        self.now += STEP / 2
+        self.now += self.scale * STEP / 2
 
     def restart(self, *, noticed: float, seconds: float, number: int = 1) -> None:
         """Record a failure that happened now, was noticed and logged later, and the time until the ranks run again."""
@@ -72,12 +73,13 @@ class SavedRun:
         for step, begin in self.saves[-newest:]:
             folder = self.folder / "checkpoint" / checkpoint_name(step)
             folder.mkdir(parents=True)
-            written = {"at": _iso(begin + STALL, "seconds")}
+            written = {"at": _iso(begin + self.scale * STALL, "seconds")}
             manifest = Manifest(step=step, facts={}, files={}, weights={}, states=[{}], written=written)
             text = manifest.to_json()
             (folder / CHECKSUM).write_bytes(Manifest.checksum_line(text))
             (folder / MANIFEST).write_bytes(text)
-            os.utime(folder / MANIFEST, (begin + COMPLETE, begin + COMPLETE))
+            complete_at = begin + self.scale * COMPLETE
+            os.utime(folder / MANIFEST, (complete_at, complete_at))
 
     def _step(self, step: int, seconds: float, tasks: list[tuple[str, float, float]]) -> None:
         phases = [["forward", 0], ["backward", 300_000], ["optimizer", 900_000]]

@@ -121,6 +121,17 @@ def test_ranks_that_others_replaced_are_no_failures(run):
     assert (found.failures, found.departures) == (1, 1)
 
 
+@pytest.mark.parametrize("scale", [0.03, 0.3, 30.0])
+def test_saves_that_follow_each_other_faster_or_slower(tmp_path, scale):
+    """Manifests have the time in whole seconds, which several saves may share."""
+    run = SavedRun(tmp_path / "run", scale=scale)
+    run.start(0, 57)
+    run.keep(4)
+    found = measured(run)
+    assert (found.completed, found.complete) == (4, pytest.approx(scale * COMPLETE, rel=1e-4))
+    assert (found.stall, found.step) == pytest.approx((scale * STALL, scale * STEP), rel=1e-4)
+
+
 @pytest.mark.parametrize("seconds", [86_400.0, -86_400.0, 12.0])
 def test_dates_of_copied_checkpoints_are_not_trusted(run, seconds):
     for path in (run.folder / "checkpoint").glob(f"*/{MANIFEST}"):

@@ -25,6 +25,9 @@ from paceline.tools.report.run.run_records import RecordedRun, TraceSpan
 
 __all__ = ["CheckpointTimes", "measure_checkpoints"]
 
+_COARSE = 0.02
+"""Seconds by which the date of a file may be too early: file systems use a coarse clock."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointTimes:
@@ -215,14 +218,15 @@ def _completions(folder: Path, sessions: Sequence[_Session], interval: float | N
         except (DamagedCheckpoint, UsageError, OSError):
             continue
         at = _timestamp(written.get("at"))  # in whole seconds, rounded down
-        fitting = [save for save in saves if at is not None and save.begin - 1 <= at <= save.end]
+        earlier = (save for save in saves if save.begin - _COARSE <= complete_at)
+        fitting = [save for save in earlier if at is not None and save.begin - 1 <= at <= save.end]
         if not fitting:
             continue
         save = fitting[-1]
         following = min(
             (begin for begin in begins if begin > save.begin), default=save.end + (interval or 0.0)
         )
-        if save.begin - 1 <= complete_at <= following:
+        if complete_at <= following:
             yield max(save.end - save.begin, complete_at - save.begin)
 
 
