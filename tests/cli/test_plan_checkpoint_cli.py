@@ -156,6 +156,14 @@ def test_ranks_that_were_replaced_are_named_as_no_failures(call, run):
     assert "1 rank ended while the others trained on" in call(run.folder)[1]
 
 
+def test_damage_in_the_run_is_reported(call, run):
+    with (run.folder / "trace" / "rank0.jsonl").open("a") as file:
+        file.write('{"name": "step", "sta')
+    code, output, _ = call(run.folder)
+    assert code == 0
+    assert "The last line of trace/rank0.jsonl is truncated" in output.splitlines()[-1]
+
+
 def test_charts_are_written(call, run, tmp_path):
     out = tmp_path / "charts"
     code, output, _ = call(run.folder, "--out", out)

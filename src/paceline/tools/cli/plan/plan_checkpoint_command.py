@@ -42,13 +42,22 @@ class _Sources:
         run: the run folder; empty: none.
         of: source of each number by its name in `_NAMES`.
         departures: ranks of the run that others replaced without going back to a checkpoint.
+        notes: what is missing or damaged in the run folder.
     """
 
     run: str
     of: Mapping[str, str]
     departures: int
+    notes: tuple[str, ...]
 
 
+_OPTIONS = {
+    "stall": "--checkpoint-time",
+    "complete": "--complete-time",
+    "restart": "--restart-time",
+    "step": "--step-time",
+    "present": "--checkpoint-interval",
+}
 _NAMES = {
     "stall": "training waits for a save",
     "complete": "until it is complete",
@@ -74,7 +83,7 @@ def checkpoint(
             "Time until a checkpoint is complete, from the begin of the wait; default: no longer than that.",
         ),
     ] = None,
-    restart_time: Annotated[str | None, shared("restart-time", ": 30s; default: 0s")] = None,
+    restart_time: Annotated[str | None, shared("restart-time", ": 30s; default: not counted")] = None,
     step_time: Annotated[
         str | None, own("TIME", "Time of a step, with synchronisation: to count in steps, too.")
     ] = None,
@@ -100,38 +109,19 @@ def checkpoint(
 
     in_folder: dict[str, _Writer] = {f"checkpoint-interval{suffix}": _draw for suffix in (".png", ".svg")}
     writer_of = checked_files(json_file, _write_facts, out, in_folder)
-    measured, nodes = _measure(run)
-    sources: dict[str, str] = {}
-
-    def number(name: str, option: str, text: str | None, found: float | None, source: str) -> float | None:
-        """Return a time as given or as measured; None: unknown."""
-        if text is None:
-            sources[name] = source if found is not None else ""
-            return found
-        sources[name] = option
-        if name == "restart":
-            return parse_named(option, text, parse_seconds)
-        return parse_positive(option, text, parse_seconds, "200ms or 5min")
-
-    stall = number(
-        "stall", "--checkpoint-time", checkpoint_time, measured.stall, plural(measured.saves, "save")
-    )
-    complete = number(
-        "complete",
-        "--complete-time",
-        complete_time,
-        measured.complete,
-        plural(measured.completed, "checkpoint"),
-    )
-    restart = number(
-        "restart", "--restart-time", restart_time, measured.restart, plural(measured.restarted, "restart")
-    )
-    step = number("step", "--step-time", step_time, measured.step, "trace")
-    present = number("present", "--checkpoint-interval", checkpoint_interval, measured.interval, "trace")
-    costs = _costs(run, stall, complete, restart, step, given=complete_time is not None)
+    measured, nodes, notes = _measure(run)
+    given = {
+        "stall": checkpoint_time,
+        "complete": complete_time,
+        "restart": restart_time,
+        "step": step_time,
+        "present": checkpoint_interval,
+    }
+    times, sources = _times(given, measured)
+    costs = _costs(run, times, complete_is_given=complete_time is not None)
     rate, sources["mtbf"] = _rate(run, measured, mtbf, nnodes, nodes)
-    plan = plan_checkpoints(costs, rate, present)
-    known = _Sources("" if run is None else str(run), sources, measured.departures)
+    plan = plan_checkpoints(costs, rate, times["present"])
+    known = _Sources("" if run is None else str(run), sources, measured.departures, notes)
     print_wide(_inputs_table(plan, known))
     print_wide(_losses_table(plan))
     typer.echo("\n".join([*checkpoint_findings(plan), *_notes(plan, known)]))
@@ -143,50 +133,74 @@ def checkpoint(
 # ---------------------------------------------------------------------- numbers
 
 
-def _measure(run: Path | None) -> tuple[CheckpointTimes, int]:
-    """Return what a run measured, and its number of hosts."""
+def _measure(run: Path | None) -> tuple[CheckpointTimes, int, tuple[str, ...]]:
+    """Return what a run measured, its number of hosts, and what is missing or damaged in its folder."""
     from paceline.tools.report.run.checkpoint_times import CheckpointTimes, measure_checkpoints
     from paceline.tools.report.run.run_records import read_run
 
     if run is None:
-        return CheckpointTimes(), 1
+        return CheckpointTimes(), 1, ()
     recorded = read_run(run)
     world = recorded.facts.get("world")
     nodes = world.get("nodes") if isinstance(world, Mapping) else None
-    return measure_checkpoints(recorded), nodes if isinstance(nodes, int) and nodes > 0 else 1
+    hosts = nodes if isinstance(nodes, int) and nodes > 0 else 1
+    return measure_checkpoints(recorded), hosts, recorded.notes
 
 
-def _costs(
-    run: Path | None,
-    stall: float | None,
-    complete: float | None,
-    restart: float | None,
-    step: float | None,
-    *,
-    given: bool,
-) -> SaveCosts:
+def _times(
+    given: Mapping[str, str | None], measured: CheckpointTimes
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Return each time in seconds, as given or else as measured (None: unknown), and its source.
+
+    Raises:
+        UsageError: a time that was given is not valid.
+    """
+    found = {
+        "stall": (measured.stall, plural(measured.saves, "save")),
+        "complete": (measured.complete, plural(measured.completed, "checkpoint")),
+        "restart": (measured.restart, plural(measured.restarted, "restart")),
+        "step": (measured.step, "trace"),
+        "present": (measured.interval, "trace"),
+    }
+    times: dict[str, float | None] = {}
+    sources: dict[str, str] = {}
+    for name, text in given.items():
+        option = _OPTIONS[name]
+        if text is None:
+            times[name], source = found[name]
+            sources[name] = "" if times[name] is None else source
+        else:
+            sources[name] = option
+            if name == "restart":  # the only one that may be 0
+                times[name] = parse_named(option, text, parse_seconds)
+            else:
+                times[name] = parse_positive(option, text, parse_seconds, "200ms or 5min")
+    return times, sources
+
+
+def _costs(run: Path | None, times: Mapping[str, float | None], *, complete_is_given: bool) -> SaveCosts:
     """Return the costs.
-
-    Args:
-        given: `complete` was given, not measured.
 
     Raises:
         UsageError: the wait for a save is unknown, or longer than the time given until a save is complete.
     """
     from paceline.tools.plan.checkpoint_interval import SaveCosts
 
+    stall, complete, restart = times["stall"], times["complete"], times["restart"]
     if stall is None:
         where = "" if run is None else f": no save is in the trace of {run}"
         raise UsageError(
             f"how long training waits for a checkpoint is unknown{where}",
             remedy="pass --checkpoint-time, such as 200ms, or the folder of a run that has saved",
         )
-    if given and complete is not None and complete < stall:
+    if complete_is_given and complete is not None and complete < stall:
         raise UsageError(
             f"--complete-time {format_seconds(complete)} is less than the {format_seconds(stall)} that training waits",
             remedy="give the whole time of a save, from when training begins to wait until the checkpoint is complete",
         )
-    return SaveCosts(stall=stall, complete=max(stall, complete or 0.0), restart=restart or 0.0, step=step)
+    return SaveCosts(
+        stall=stall, complete=max(stall, complete or 0.0), restart=restart or 0.0, step=times["step"]
+    )
 
 
 def _rate(
@@ -222,7 +236,8 @@ def _rate(
             f"failures of the whole job is above {least} (with 95 % confidence)",
             remedy=remedy,
         )
-    return observed_rate(measured.failures, measured.seconds), ""
+    counted = f"{plural(measured.failures, 'failure')} in {format_duration(measured.seconds)}"
+    return observed_rate(measured.failures, measured.seconds), counted
 
 
 # ---------------------------------------------------------------------- tables and notes
@@ -231,22 +246,17 @@ def _rate(
 def _inputs_table(plan: CheckpointPlan, sources: _Sources) -> Table:
     from paceline.tools.console_table import make_table
 
-    rate, present = plan.rate, plan.present
+    present = plan.present
     values = {
         "stall": plan.costs.stall,
         "complete": plan.costs.complete if sources.of["complete"] else None,
         "restart": plan.costs.restart if sources.of["restart"] else None,
         "step": plan.costs.step,
-        "mtbf": rate.mtbf,
+        "mtbf": plan.rate.mtbf,
         "present": None if present is None else present.interval,
     }
-    counted = (
-        ""
-        if rate.failures is None
-        else f"{plural(rate.failures, 'failure')} in {format_duration(rate.seconds)}"
-    )
     rows = [
-        (_NAMES[name], "unknown" if value is None else format_duration(value), sources.of[name] or counted)
+        (_NAMES[name], "unknown" if value is None else format_duration(value), sources.of[name])
         for name, value in values.items()
         if value is not None or name in ("complete", "restart")
     ]
@@ -293,7 +303,7 @@ def _notes(plan: CheckpointPlan, sources: _Sources) -> list[str]:
             f"{plural(sources.departures, 'rank')} ended while the others trained on from the same state: no failure "
             "that checkpoints are for."
         )
-    return notes
+    return [*notes, *sources.notes]
 
 
 # ---------------------------------------------------------------------- files
