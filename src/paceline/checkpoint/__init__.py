@@ -7,6 +7,8 @@ model_weights.py           collects weights, divided among ranks, and loads them
 optimizer_state_pieces.py  optimizer state as pieces of flattened parameters
 background_saver.py        writes a checkpoint during training
 save_cadence.py            after which step one is due
+save_interval.py           how often one is worth its time
+retention.py               which complete ones stay
 newest_checkpoint.py       finds the newest intact checkpoint, on all ranks together
 weights_export.py          exports the weights to one safetensors file, and imports such files
 format/                    files, manifest and folder
