@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from paceline.checkpoint.format.checkpoint_folder import checkpoint_name
-from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, Manifest
+from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, Manifest, RankPiece
+from paceline.checkpoint.format.manifest_index import make_manifest
+from paceline.checkpoint.storage.local_folder import checkpoint_name
 
 BEGIN = 1_785_000_000.0
 """Unix seconds at which the run began."""
@@ -69,17 +69,17 @@ class SavedRun:
             file.write(json.dumps(record) + "\n")
 
     def keep(self, newest: int = 2) -> None:
-        """Write the newest checkpoints, with manifests of the dates at which they were complete."""
+        """Write the newest checkpoints, with manifests that say how long they took."""
         for step, begin in self.saves[-newest:]:
             folder = self.folder / "checkpoint" / checkpoint_name(step)
             folder.mkdir(parents=True)
-            written = {"at": _iso(begin + self.scale * STALL, "seconds")}
-            manifest = Manifest(step=step, facts={}, files={}, weights={}, states=[{}], written=written)
+            written = {"at": _iso(begin + self.scale * STALL, "seconds"), "seconds": self.scale * COMPLETE}
+            piece = RankPiece({}, {}, {})
+            head = {"step": step, "facts": {}, "container": "safetensors", "aliases": {}, "optimizers": {}}
+            manifest = make_manifest([piece], [piece.to_json()], {**head, "written": written})
             text = manifest.to_json()
             (folder / CHECKSUM).write_bytes(Manifest.checksum_line(text))
             (folder / MANIFEST).write_bytes(text)
-            complete_at = begin + self.scale * COMPLETE
-            os.utime(folder / MANIFEST, (complete_at, complete_at))
 
     def _step(self, step: int, seconds: float, tasks: list[tuple[str, float, float]]) -> None:
         phases = [["forward", 0], ["backward", 300_000], ["optimizer", 900_000]]

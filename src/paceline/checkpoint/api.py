@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
@@ -29,6 +31,7 @@ from paceline.checkpoint.checkpoint_contents import RestorePlan, collect_content
 from paceline.checkpoint.exclusive_use import claim_store
 from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
 from paceline.checkpoint.parts.named_objects import NamedObjects
+from paceline.checkpoint.retention import Retention, remove_old
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
 from paceline.checkpoint.storage.local_folder import LocalFolder, checkpoint_name, step_of
@@ -58,7 +61,9 @@ class Checkpoint:
         folder: for this run's checkpoints, on a disk that all ranks share.
         objects: to save, named by kind: ``"model"``, ``"optimizer"``, ``"scheduler"``, ``"loader"``, or by class.
         every: optimizer steps between two checkpoints, or a time such as ``"10min"``; None: only `save` saves.
-        keep: number of complete checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
+        keep: number of newest checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
+        keep_every: optimizer steps; the first checkpoint at or after each multiple is kept, too. None: no such rule.
+        keep_best: number of checkpoints with the lowest metric (see `save`) to keep, too.
         asynchronous: False: training waits until a checkpoint is complete, and no memory is used for copies.
         format: ``"paceline"``: safetensors and a manifest; ``"dcp"``: files that torch.distributed.checkpoint reads,
             too.
@@ -74,7 +79,7 @@ class Checkpoint:
 
     Raises:
         UsageError: the folder can't be written or is not shared, its file system does not rename atomically, an object
-            has no state, `facts` can't be encoded as JSON, or `every` or `keep` are invalid.
+            has no state, `facts` can't be encoded as JSON, or an option is invalid.
         CheckpointError: another run writes to the folder.
 
     Example:
@@ -89,14 +94,15 @@ class Checkpoint:
         *objects: Any,
         every: int | str | None = None,
         keep: int = 2,
+        keep_every: int | None = None,
+        keep_best: int = 0,
         asynchronous: bool = True,
         format: str = "paceline",
         facts: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
         **named: Any,
     ) -> None:
-        if type(keep) is not int or keep < 1:
-            raise UsageError(f"keep={keep!r}", remedy="keep at least 1 checkpoint")
+        self._retention, self._metrics = Retention(keep, keep_every, keep_best), dict[str, float | None]()
         if format not in _CONTAINERS:
             raise UsageError(f"format={format!r}", remedy=f"pass one of {', '.join(map(repr, _CONTAINERS))}")
         self._container = _CONTAINERS[format]
@@ -107,7 +113,7 @@ class Checkpoint:
         self.facts = _check_facts(facts or {})
         self._group, (self._rank, self._ranks) = group, rank_and_size(group)
         self._cadence = save_cadence(every, self._share_from_rank_0)
-        self._keep, self._asynchronous = keep, asynchronous
+        self._asynchronous = asynchronous
         self._store: CheckpointStore = LocalFolder(folder)
         self._lock: StoreLock | None = None
         self._joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
@@ -175,13 +181,14 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ save
 
-    def save(self, *, wait: bool = False) -> None:
+    def save(self, *, metric: float | None = None, wait: bool = False) -> None:
         """Start a checkpoint of the present state; return when it is copied. All ranks call this.
 
         If the previous checkpoint can't be completed (a full disk), a warning is logged, training continues, and
         complete checkpoints stay. A step that is saved already is not saved again.
 
         Args:
+            metric: by which the best checkpoints are kept, such as the loss on held-out data; lower is better.
             wait: return when it is complete.
 
         Raises:
@@ -195,10 +202,14 @@ class Checkpoint:
                 remedy="close at the end, or create another paceline.Checkpoint",
             )
         if self.step != self._saved_at:
-            self._finish_pending()
             with step_state.running_task("checkpoint"):
-                self._start()
-        if (wait or not self._asynchronous) and (failure := self._finish_pending()) and wait:
+                self._finish_pending()
+                self._start(metric)
+        failure = ""
+        if wait or not self._asynchronous:
+            with step_state.running_task("checkpoint"):
+                failure = self._finish_pending()
+        if failure and wait:
             raise CheckpointError(
                 failure,
                 rank=self._rank,
@@ -213,8 +224,9 @@ class Checkpoint:
             if self._cadence is not None and self._cadence.due(self.step):
                 self.save()
 
-    def _start(self) -> None:
+    def _start(self, metric: float | None) -> None:
         self._warn_of_newer()
+        began = time.perf_counter()
         contents = collect_contents(
             self._objects, self._rank, self._ranks, epoch=self.epoch, container=self._container
         )
@@ -227,6 +239,7 @@ class Checkpoint:
         head = {
             "step": self.step,
             "facts": dict(self.facts),
+            "metric": metric if metric is not None and math.isfinite(metric) else None,
             "written": {
                 "at": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "paceline": __version__,
@@ -238,9 +251,12 @@ class Checkpoint:
             partial(self._store.begin, self.step, self._run_id),
             replace(contents, parts=contents.parts.with_files({**contents.parts.files, **copied})),
             head,
+            began=began,
             rank=self._rank,
             ranks=self._ranks,
-            remove_old=partial(_remove_old, self._store, self._keep),  # no reference back to this
+            remove_old=partial(
+                remove_old, self._store, self._retention, self._metrics
+            ),  # none of this object
             unchanged=unchanged,
             earlier=self._unchanged.checkpoint,
             lock=self._lock,
@@ -389,13 +405,6 @@ class Checkpoint:
     def _share_from_rank_0(self, numbers: list[float]) -> list[float]:
         mine = numbers if self._rank == 0 else [0.0] * len(numbers)
         return sum_over_ranks(torch.tensor(mine, dtype=torch.float64), self._group).tolist()
-
-
-def _remove_old(store: CheckpointStore, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    names = store.names()
-    if len(names) >= keep:
-        store.remove(names[keep:])
 
 
 def _check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -85,6 +86,7 @@ class BackgroundSave:
         begin: makes the attempt, in the writing thread.
         contents: what this rank writes, with copied tensors.
         head: on rank 0, the manifest's entries that do not come from ranks.
+        began: when the save began, as `time.perf_counter` counts.
         rank, ranks: this rank, and the number of ranks.
         remove_old: on rank 0, removes older checkpoints once this one is complete.
         unchanged: files that an earlier checkpoint has already; their tensors are not copied.
@@ -104,6 +106,7 @@ class BackgroundSave:
         contents: CheckpointContents,
         head: Mapping[str, Any],
         *,
+        began: float,
         rank: int,
         ranks: int,
         remove_old: Callable[[], None],
@@ -114,6 +117,7 @@ class BackgroundSave:
     ) -> None:
         self.failure = ""
         self.complete = False
+        self._began = began
         self._begin, self._contents, self._head = begin, contents, head
         self._rank, self._ranks, self._remove_old, self._lock = rank, ranks, remove_old, lock
         self._unchanged, self._earlier = unchanged, earlier
@@ -211,7 +215,10 @@ class BackgroundSave:
         if len(given) < len(texts):
             return
         pieces = [RankPiece.from_json(text, piece_name(rank)) for rank, text in enumerate(given)]
-        manifest: Manifest = make_manifest(pieces, given, {**self._head, "prefix": attempt.prefix})
+        seconds = round(time.perf_counter() - self._began, 3)
+        written = {**self._head["written"], "seconds": seconds}
+        head = {**self._head, "written": written, "prefix": attempt.prefix}
+        manifest: Manifest = make_manifest(pieces, given, head)
         text = manifest.to_json()
         last = [(MANIFEST, text), (CHECKSUM, manifest.checksum_line(text))]
         if self._contents.container == "dcp":

@@ -1,4 +1,4 @@
-"""Which complete checkpoints stay, and which are removed once a newer one is complete (pure)."""
+"""Which complete checkpoints stay, and which are removed once a newer one is complete."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from paceline.errors import UsageError
+from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.storage.checkpoint_store import CheckpointStore
+from paceline.checkpoint.storage.local_folder import checkpoint_name, step_of
+from paceline.errors import PacelineError, UsageError
 
-__all__ = ["Retention"]
+__all__ = ["Retention", "remove_old"]
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,23 @@ class Retention:
             (metric, -step) for step, metric in checkpoints if metric is not None and math.isfinite(metric)
         ]
         return [-step for _, step in sorted(known)[: self.keep_best]]
+
+
+def remove_old(store: CheckpointStore, policy: Retention, metrics: dict[str, float | None]) -> None:
+    """Remove the checkpoints that a policy does not keep; those that another program has named stay.
+
+    Args:
+        store: the checkpoints.
+        policy: which stay.
+        metrics: of checkpoints by name, as far as known; the others are read and added.
+    """
+    names = [name for name in store.names() if name == checkpoint_name(step_of(name))]
+    for name in names if policy.keep_best else []:
+        if name not in metrics:
+            try:
+                metrics[name] = Manifest.read(store.files(name).read).metric
+            except PacelineError:  # damaged: never one of the best
+                metrics[name] = None
+    if len(names) >= policy.keep:
+        steps = policy.steps_to_remove([(step_of(name), metrics.get(name)) for name in names])
+        store.remove(map(checkpoint_name, steps))

@@ -244,7 +244,7 @@ class Manifest:
         aliases: per model, the first name of each weight that has several, by its other names.
         optimizers: per optimizer, the options of each group, with the names of its parameters.
         metric: by which the best checkpoints are kept; None: it has none.
-        written: time (ISO 8601) and versions.
+        written: time (ISO 8601), versions, and seconds that the save has taken.
 
     Raises:
         ValueError: it contradicts itself.

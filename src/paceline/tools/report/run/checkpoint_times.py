@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.checkpoint.format.manifest import MANIFEST, Manifest
+from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.storage.local_folder import LocalFolder
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.tools.report.run.restart_records import DepartureRecord
 from paceline.tools.report.run.run_records import RecordedRun, TraceSpan
@@ -205,29 +205,28 @@ def _seconds(sessions: Sequence[_Session], failed_at: Sequence[float]) -> float:
 
 
 def _completions(folder: Path, sessions: Sequence[_Session], interval: float | None) -> Iterator[float]:
-    """Yield the seconds from begin to completion of the saves whose checkpoints are still in the folder.
-
-    A checkpoint whose date does not fit its save, such as that of a copy, is passed over: a save can't begin before the
-    previous one is complete.
-    """
+    """Yield the seconds from begin to completion of the saves whose checkpoints are still in the folder."""
     saves = [save for session in sessions for save in session.saves]
     begins = [save.begin for save in saves]
-    for path in CheckpointFolder(folder).complete() if interval is not None else []:
+    store = LocalFolder(folder)
+    for name in store.names() if interval is not None else []:
         try:
-            written, complete_at = Manifest.read(path).written, (path / MANIFEST).stat().st_mtime
-        except (DamagedCheckpoint, UsageError, OSError):
+            written = Manifest.read(store.files(name).read).written
+        except (DamagedCheckpoint, UsageError):
             continue
-        at = _timestamp(written.get("at"))  # in whole seconds, rounded down
-        earlier = (save for save in saves if save.begin - _COARSE <= complete_at)
-        fitting = [save for save in earlier if at is not None and save.begin - 1 <= at <= save.end]
-        if not fitting:
+        at, seconds = (
+            _timestamp(written.get("at")),
+            written.get("seconds"),
+        )  # `at` in whole seconds, rounded down
+        fitting = [save for save in saves if at is not None and save.begin - 1 <= at <= save.end]
+        if not fitting or not isinstance(seconds, float):
             continue
         save = fitting[-1]
         following = min(
             (begin for begin in begins if begin > save.begin), default=save.end + (interval or 0.0)
         )
-        if complete_at <= following:
-            yield max(save.end - save.begin, complete_at - save.begin)
+        if save.begin + seconds <= following:  # a save can't begin before the previous one is complete
+            yield max(save.end - save.begin, seconds)
 
 
 def _timestamp(text: object) -> float | None:
