@@ -54,13 +54,18 @@ class _Record:
         self._file, self._data = file, data
         self._address = _address(data)
         self.found = (file.at, "")
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if len(view) == len(self._data) and len(view) and _address(view) == self._address:
-            self.found = self._file.write_tensor(view)
-            return len(view)
-        return self._file.write(view)
+        try:
+            if len(view) == len(self._data) and len(view) and _address(view) == self._address:
+                self.found = self._file.write_tensor(view)
+                return len(view)
+            return self._file.write(view)
+        except OSError as error:
+            self.failure = error  # torch.save raises one of its own after it
+            raise
 
     def flush(self) -> None:
         pass
@@ -89,8 +94,13 @@ def write_dcp(
     with ChecksummedFile(path) as file:
         for label, part in parts.items():
             start, tensor = file.at, part.data
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()  # of a view, torch.save would write all that it is a view of
             record = _Record(file, bytes_of(tensor))
-            torch.save(tensor, record)  # type: ignore[arg-type] # it only writes
+            try:
+                torch.save(tensor, record)  # type: ignore[arg-type] # it only writes
+            except RuntimeError as error:
+                raise record.failure or error from None
             if tensor.numel() and not record.found[1]:
                 raise RuntimeError(f"torch.save has not written the memory of {part.name!r} in one piece")
             file.add(label, part, record.found, (start, file.at - start))
