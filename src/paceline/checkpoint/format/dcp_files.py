@@ -9,7 +9,6 @@ our own reader finds them.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -76,14 +75,14 @@ def _address(view: memoryview) -> int:
 
 
 def write_dcp(
-    path: Path, parts: Mapping[str, TensorPart], values: Mapping[str, Any]
+    path: Path, parts: Mapping[str, TensorPart], values: Mapping[str, bytes]
 ) -> tuple[StoredFile, dict[str, tuple[int, int]]]:
     """Write parts of tensors, contiguous on the CPU, and values to a new file; flush it to the disk.
 
     Args:
         path: the file; it must not exist.
         parts: by label.
-        values: what DCP calls bytes, by name: numbers, strings, and lists and dicts of them.
+        values: what DCP calls bytes, by name: further records of torch.save.
 
     Returns:
         Its description, and start and length of the record of each value.
@@ -106,9 +105,8 @@ def write_dcp(
             file.add(label, part, record.found, (start, file.at - start))
         records = {}
         for name, value in values.items():
-            start, stream = file.at, io.BytesIO()
-            torch.save(value, stream)
-            file.write(stream.getvalue())
+            start = file.at
+            file.write(value)
             records[name] = (start, file.at - start)
         return file.finish(), records
 
