@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from paceline.checkpoint.checkpoint_contents import CheckpointContents
 from paceline.checkpoint.format.dcp_files import METADATA, dcp_file, dcp_metadata, write_dcp
@@ -215,16 +216,18 @@ class BackgroundSave:
         if len(given) < len(texts):
             return
         pieces = [RankPiece.from_json(text, piece_name(rank)) for rank, text in enumerate(given)]
-        seconds = round(time.perf_counter() - self._began, 3)
-        written = {**self._head["written"], "seconds": seconds}
-        head = {**self._head, "written": written, "prefix": attempt.prefix}
+        extra: dict[str, bytes] = {}
+        if self._contents.container == "dcp":
+            models, groups = list(self._contents.shared["aliases"]), self._contents.groups
+            extra[METADATA] = dcp_metadata(
+                pieces, lambda name: dcp_path(name, models, groups), attempt.prefix
+            )
+        checksums = {name: xxh3_128_hexdigest(content) for name, content in extra.items()}
+        written = {**self._head["written"], "seconds": round(time.perf_counter() - self._began, 3)}
+        head = {**self._head, "written": written, "prefix": attempt.prefix, "extra_files": checksums}
         manifest: Manifest = make_manifest(pieces, given, head)
         text = manifest.to_json()
-        last = [(MANIFEST, text), (CHECKSUM, manifest.checksum_line(text))]
-        if self._contents.container == "dcp":
-            models, groups = list(manifest.aliases), self._contents.groups
-            metadata = dcp_metadata(pieces, lambda name: dcp_path(name, models, groups), attempt.prefix)
-            last.insert(0, (METADATA, metadata))
+        last = [*extra.items(), (MANIFEST, text), (CHECKSUM, manifest.checksum_line(text))]
         sizes = {name: file.nbytes for piece in pieces for name, file in piece.files.items()}
         attempt.complete(last, sizes)
         self.complete = True

@@ -9,7 +9,6 @@ our own reader finds them.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -54,13 +53,18 @@ class _Record:
         self._file, self._data = file, data
         self._address = _address(data)
         self.found = (file.at, "")
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if len(view) == len(self._data) and len(view) and _address(view) == self._address:
-            self.found = self._file.write_tensor(view)
-            return len(view)
-        return self._file.write(view)
+        try:
+            if len(view) == len(self._data) and len(view) and _address(view) == self._address:
+                self.found = self._file.write_tensor(view)
+                return len(view)
+            return self._file.write(view)
+        except OSError as error:
+            self.failure = error  # torch.save raises one of its own after it
+            raise
 
     def flush(self) -> None:
         pass
@@ -71,14 +75,14 @@ def _address(view: memoryview) -> int:
 
 
 def write_dcp(
-    path: Path, parts: Mapping[str, TensorPart], values: Mapping[str, Any]
+    path: Path, parts: Mapping[str, TensorPart], values: Mapping[str, bytes]
 ) -> tuple[StoredFile, dict[str, tuple[int, int]]]:
     """Write parts of tensors, contiguous on the CPU, and values to a new file; flush it to the disk.
 
     Args:
         path: the file; it must not exist.
         parts: by label.
-        values: what DCP calls bytes, by name: numbers, strings, and lists and dicts of them.
+        values: what DCP calls bytes, by name: further records of torch.save.
 
     Returns:
         Its description, and start and length of the record of each value.
@@ -89,16 +93,20 @@ def write_dcp(
     with ChecksummedFile(path) as file:
         for label, part in parts.items():
             start, tensor = file.at, part.data
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()  # of a view, torch.save would write all that it is a view of
             record = _Record(file, bytes_of(tensor))
-            torch.save(tensor, record)  # type: ignore[arg-type] # it only writes
+            try:
+                torch.save(tensor, record)  # type: ignore[arg-type] # it only writes
+            except RuntimeError as error:
+                raise record.failure or error from None
             if tensor.numel() and not record.found[1]:
                 raise RuntimeError(f"torch.save has not written the memory of {part.name!r} in one piece")
             file.add(label, part, record.found, (start, file.at - start))
         records = {}
         for name, value in values.items():
-            start, stream = file.at, io.BytesIO()
-            torch.save(value, stream)
-            file.write(stream.getvalue())
+            start = file.at
+            file.write(value)
             records[name] = (start, file.at - start)
         return file.finish(), records
 

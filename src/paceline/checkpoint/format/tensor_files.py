@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -37,8 +37,12 @@ _CODES = {
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without a copy."""
-    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-    return memoryview(flat)
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.as_strided(
+        (tensor.numel(),), (1,)
+    )  # `reshape` may keep the stride of a dimension of size 1
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def block_checksums(data: memoryview, use: Callable[[memoryview], object] | None = None) -> str:

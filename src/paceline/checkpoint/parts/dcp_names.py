@@ -7,9 +7,11 @@ is what our names stand for, so that a program of torch's loads what it needs un
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -24,8 +26,8 @@ Path = tuple[str | int, ...]
 
 def dcp_values(
     objects: NamedObjects, groups: Mapping[str, Sequence[Mapping[str, Any]]], parts: StateParts
-) -> dict[str, Any]:
-    """Return what a rank writes that are no tensors, by name.
+) -> dict[str, bytes]:
+    """Return what a rank writes that are no tensors, by name, as torch.save encodes it: training may change it.
 
     Args:
         objects: all objects.
@@ -36,12 +38,18 @@ def dcp_values(
         name: unpack(packed, lambda label: _part_of(parts, label)) for name, packed in parts.values.items()
     }
     if parts.rank:
-        return values
+        return {name: _encoded(value) for name, value in values.items()}
     for name, each in groups.items():
         values |= {_name(path): value for path, value in _leaves(list(each), (name, "param_groups"))}
     for name, other in objects.others.items():
         values |= {_name(path): value for path, value in _leaves(other.state_dict(), (name,))}
-    return values
+    return {name: _encoded(value) for name, value in values.items()}
+
+
+def _encoded(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 def _part_of(parts: StateParts, label: str) -> Tensor:
