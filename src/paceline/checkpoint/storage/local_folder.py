@@ -53,6 +53,8 @@ def step_of(name: str) -> int:
 class _LocalFile:
     """An open file."""
 
+    _handle = -1
+
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_RDONLY)
         self.nbytes = os.fstat(self._handle).st_size
