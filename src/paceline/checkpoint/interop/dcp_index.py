@@ -248,7 +248,7 @@ def _tensor(
     for chunk in found["chunks"]:
         each = _attributes(chunk, "ChunkStorageMetadata")
         boxes[Box(_sizes(each["offsets"]), _sizes(each["sizes"]))] = None
-    if math.prod(shape) and not _covers(shape, tuple(boxes)):
+    if not _covers(shape, tuple(boxes)):
         raise DamagedCheckpoint(f"the stored boxes of {name!r} do not cover its shape {list(shape)} once")
     return DcpTensor(dtype, shape, [DcpChunk(box, _found(items, name, box.offsets)) for box in boxes])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+import re
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,9 @@ _THREADS = 4
 _AT_ONCE_NBYTES = 256 << 20  # of records that threads hold, unless one is larger
 
 log = logging.getLogger("paceline.checkpoint")
+
+_CLASS = re.compile(r"GLOBAL ([\w.]+)")
+"""What torch names in the message about a class or function that it does not call."""
 
 _Part = tuple[Box, Tensor | None]
 """The box that a record and a read have in common, and the part of the tensor to fill."""
@@ -163,7 +167,8 @@ class DcpReader:
         try:
             return torch.load(record, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            kind = str(error).partition("Unsupported global: GLOBAL ")[2].partition(" ")[0] or "no tensor"
+            match = _CLASS.search(str(error))
+            kind = match[1] if match else "more than plain values"
             raise UsageError(
                 f"{item.file}: {name!r} holds {kind}, which is not read, since it can run code",
                 remedy="save plain numbers, strings, tensors, and lists and dicts of them",
