@@ -99,6 +99,16 @@ class DcpIndex:
         yield from self.values.items()
 
     @property
+    def optimizers(self) -> list[str]:
+        """The prefixes of the names of optimizers, such as ``"optimizer."``."""
+        found: dict[str, None] = {}
+        for name in self.paths:
+            parts = name.split(".")
+            if "param_groups" in parts:
+                found["".join(f"{part}." for part in parts[: parts.index("param_groups")])] = None
+        return list(found)
+
+    @property
     def writers(self) -> int:
         """Number of ranks that wrote files, as far as their names show it; at least 1."""
         found = {match[1] for _, item in self.items() if (match := _WRITER.fullmatch(item.file))}

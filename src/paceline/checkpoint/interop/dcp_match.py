@@ -21,7 +21,6 @@ from paceline.checkpoint.interop.dcp_optimizers import (
     StoredOptimizer,
     find_optimizer,
     nested,
-    optimizer_prefixes,
 )
 from paceline.checkpoint.interop.dcp_reader import DcpReader
 from paceline.checkpoint.interop.matched_reader import MatchedReader
@@ -72,7 +71,7 @@ class DcpMatch:
     def _find_optimizers(self) -> tuple[dict[str, FoundOptimizer], set[str]]:
         objects, reader = self._objects, self._reader
         aliases = self._param_aliases()
-        prefixes = optimizer_prefixes([*reader.index.tensors, *reader.index.values])
+        prefixes = reader.index.optimizers
         chosen = {name: self._optimizer_prefix(name, prefixes) for name in objects.optimizers}
         stored = {prefix: StoredOptimizer(reader, prefix) for prefix in set(chosen.values())}
         found = {
@@ -336,7 +335,7 @@ def step_of_dcp(reader: DcpReader) -> int | None:
         name for name, path in index.paths.items() if len(path) <= 2 and _STEP_VALUES.issuperset(path[-1:])
     ]
     if len(found) != 1:
-        prefixes = tuple(f"{prefix}state." for prefix in optimizer_prefixes([*index.tensors, *index.values]))
+        prefixes = tuple(f"{prefix}state." for prefix in index.optimizers)
         found = [
             name for name in index.paths if prefixes and name.startswith(prefixes) and name.endswith(".step")
         ]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.checkpoint.interop.dcp_index import DcpIndex
 from paceline.errors import UsageError
 
-__all__ = ["FoundModel", "bare_name", "bare_names", "find_model"]
+__all__ = ["FoundModel", "bare_name", "bare_names", "find_model", "find_weights"]
 
 _INSERTED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _USUAL = ("model", "state_dict")
@@ -119,3 +120,47 @@ def _elsewhere(name: str, prefixes: Sequence[str], location: str) -> UsageError:
     return UsageError(
         f"the weights of {name!r} are not in the checkpoint {location!r}{where}", remedy=_REMEDY
     )
+
+
+def find_weights(index: DcpIndex, model: str, location: str) -> dict[str, str]:
+    """Return the name in a checkpoint of each weight of a model of which nothing else is known.
+
+    Args:
+        index: of the checkpoint.
+        model: name of the model.
+        location: of the checkpoint, for messages.
+
+    Raises:
+        UsageError: it is unclear which tensors are the model's weights.
+    """
+    inside = tuple(f"{prefix}{part}." for prefix in index.optimizers for part in ("state", "param_groups"))
+    tensors = {bare_name(name): name for name in index.tensors if not inside or not name.startswith(inside)}
+    heads = {"".join(f"{part}." for part in name.split(".")[:at]) for name in tensors for at in (1, 2)}
+    for tier in (0, 1, 2):
+        found = sorted(
+            prefix for prefix in heads if _tier(prefix, model) == tier and not prefix.endswith("module.")
+        )
+        if len(found) > 1:
+            raise UsageError(
+                f"the checkpoint {location!r} has weights under {' and '.join(map(repr, found))}",
+                remedy="name the model",
+            )
+        if found:
+            return _without_module(
+                {n[len(found[0]) :]: s for n, s in tensors.items() if n.startswith(found[0])}
+            )
+    bare = {name: stored for name, stored in tensors.items() if len(index.paths[stored]) == 1}
+    if not bare:
+        keys = ", ".join(sorted({name.partition(".")[0] for name in tensors})) or "nothing"
+        raise UsageError(
+            f"the checkpoint {location!r} has no weights of a model {model!r}",
+            remedy=f"name the key that the program saved the model under; it has tensors under: {keys}",
+        )
+    return _without_module(bare)
+
+
+def _without_module(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names without the ``module.`` of DDP, if all begin with it."""
+    while names and all(name.startswith("module.") for name in names):
+        names = {name.removeprefix("module."): stored for name, stored in names.items()}
+    return dict(names)

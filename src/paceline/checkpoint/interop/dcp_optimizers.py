@@ -7,7 +7,7 @@ optimizer.state.7.exp_avg              optimizer.param_groups.0.lr    …0.param
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from paceline.checkpoint.interop.dcp_models import bare_name
 from paceline.checkpoint.interop.dcp_reader import DcpReader
 from paceline.errors import UsageError
 
-__all__ = ["FoundOptimizer", "Key", "StoredOptimizer", "find_optimizer", "nested", "optimizer_prefixes"]
+__all__ = ["FoundOptimizer", "Key", "StoredOptimizer", "find_optimizer", "nested"]
 
 Key = tuple[str | int, ...]
 
@@ -47,16 +47,6 @@ class FoundOptimizer:
     tensors: Mapping[str, Mapping[Key, str]]
     values: Mapping[str, Mapping[Key, str]]
     params: set[str]
-
-
-def optimizer_prefixes(names: Iterable[str]) -> list[str]:
-    """Return the prefixes of the names of optimizers in a checkpoint, such as ``"optimizer."``."""
-    found: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        if _GROUPS in parts:
-            found["".join(f"{part}." for part in parts[: parts.index(_GROUPS)])] = None
-    return list(found)
 
 
 class StoredOptimizer:
