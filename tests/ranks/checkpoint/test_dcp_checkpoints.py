@@ -200,7 +200,9 @@ def test_a_damaged_shard_is_skipped_on_all_ranks(pool, tmp_path):
         pool(2).run(write, tmp_path / f"step-{step}", "fsdp", "app")
     file = tmp_path / "step-10" / "__1_0.distcp"
     data = bytearray(file.read_bytes())
-    for header in re.finditer(rb"PK\x03\x04.{26}archive/data/0", bytes(data), re.DOTALL):  # of a tensor's bytes
+    for header in re.finditer(
+        rb"PK\x03\x04.{26}archive/data/0", bytes(data), re.DOTALL
+    ):  # of a tensor's bytes
         data[header.start() + 30 + sum(struct.unpack_from("<HH", data, header.start() + 26))] ^= 16
     file.write_bytes(data)
     results = pool(2).run(one_rank_is_refused, tmp_path)
