@@ -27,14 +27,16 @@ import torch.distributed as dist
 from paceline._core import __version__
 from paceline._core.step_state import step_state
 from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers, on_cpu
-from paceline.checkpoint.checkpoint_contents import RestorePlan, collect_contents
+from paceline.checkpoint.checkpoint_contents import collect_contents
 from paceline.checkpoint.exclusive_use import claim_store
+from paceline.checkpoint.interop.dcp_restore import plan_restore
 from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
 from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.checkpoint.retention import Retention, remove_old
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
 from paceline.checkpoint.storage.local_folder import LocalFolder, checkpoint_name, step_of
+from paceline.checkpoint.storage.one_checkpoint import store_at
 from paceline.checkpoint.unchanged_files import UnchangedFiles
 from paceline.errors import CheckpointError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
@@ -225,7 +227,8 @@ class Checkpoint:
                 self.save()
 
     def _start(self, metric: float | None) -> None:
-        self._warn_of_newer()
+        if not self._loaded:
+            self._warn_of_newer(self.step)
         began = time.perf_counter()
         contents = collect_contents(
             self._objects, self._rank, self._ranks, epoch=self.epoch, container=self._container
@@ -266,12 +269,12 @@ class Checkpoint:
         if self._cadence is not None:
             self._cadence.saved()
 
-    def _warn_of_newer(self) -> None:
-        """Warn of another run's checkpoints that count as newer than the ones of this run."""
-        if self._loaded or self._rank != 0:
+    def _warn_of_newer(self, step: int) -> None:
+        """Warn of checkpoints from `step` on that this run did not load, and that count as newer than its own."""
+        if self._rank != 0:
             return
         newest = next(iter(self._store.names()), None)
-        if newest is not None and newest >= checkpoint_name(self.step):
+        if newest is not None and step_of(newest) >= step:
             log.warning(
                 "%s already exists, and this run did not load it: checkpoints up to that step are removed as older "
                 "ones; call load() before training, or name another folder",
@@ -304,10 +307,17 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ load
 
-    def load(self) -> Resumed | None:
+    def load(self, path: str | Path | None = None) -> Resumed | None:
         """Load the newest intact checkpoint, if there is one. All ranks call this, before training.
 
-        Newer checkpoints that are not intact are skipped; the log and `Resumed.passed_over` say why.
+        Newer checkpoints that are not intact are skipped; the log and `Resumed.passed_over` say why. A checkpoint of
+        torch.distributed.checkpoint is loaded too: models and optimizers are found by the names of their parameters,
+        other objects by their own; what it lacks begins anew, and the log names that.
+
+        Args:
+            path: another checkpoint, of Paceline's or of torch.distributed.checkpoint, or a folder of them, whose
+                newest intact one is loaded. None: this folder's. To continue a run that began from another one:
+                ``checkpoint.load() or checkpoint.load(path)``.
 
         Returns:
             The checkpoint that was loaded; None: the folder holds none, or this process joins a running world, whose
@@ -315,32 +325,42 @@ class Checkpoint:
 
         Raises:
             CheckpointError: there are checkpoints, but none is intact.
-            UsageError: the checkpoint belongs to another model or optimizer, or has a newer format; nothing was
-                changed.
+            UsageError: the checkpoint belongs to another model or optimizer, or has a newer format, or there is none at
+                `path`; nothing was changed.
         """
         if self._joins:
             return None
+        store = self._store if path is None else store_at(path)
         found = find_resume_point(
-            self._store,
+            store,
             self._rank,
             lambda text: gather_texts(text, self._group),
-            lambda reader: RestorePlan(reader, self._objects, self._rank, self._ranks),
+            lambda reader: plan_restore(reader, self._objects, self._rank, self._ranks),
         )
         self._loaded = True
         if found is None:
+            if path is not None:
+                raise UsageError(
+                    f"{str(path)!r} holds no checkpoint", remedy="name a checkpoint, or a folder of them"
+                )
             return None
         if self._rank == 0:
             for skipped in found.skipped:
                 log.warning("skipped %s, which is not intact: %s", skipped.path, skipped.why)
-                self._store.set_aside(skipped.path.rpartition("/")[2])
+                if path is None:
+                    self._store.set_aside(skipped.path.rpartition("/")[2])
         self._resume_epoch = True
         self.epoch = found.plan.restore()
         manifest = found.plan.reader.manifest
-        self.step = self._saved_at = self._checked_at = manifest.step
-        path = getattr(found.files, "path", found.files.location)
-        self.resumed = Resumed(path, manifest.step, manifest.ranks, manifest.facts, tuple(found.skipped))
+        self.step = self._checked_at = manifest.step
+        self._saved_at = manifest.step if path is None else -1
+        if path is not None:
+            self._warn_of_newer(self.step + 1)
+        location = getattr(found.files, "path", found.files.location)
+        ranks = manifest.written.get("ranks", manifest.ranks)
+        self.resumed = Resumed(location, manifest.step, ranks, manifest.facts, tuple(found.skipped))
         if self._rank == 0:
-            log.info("resumed at step %d from %s, written by %d ranks", self.step, path, manifest.ranks)
+            log.info("resumed at step %d from %s, written by %d ranks", self.step, location, ranks)
         return self.resumed
 
     # ------------------------------------------------------------------ another world

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.interop.dcp_reader import is_plain_dcp
 from paceline.checkpoint.storage.checkpoint_store import CheckpointStore
 from paceline.checkpoint.storage.local_folder import checkpoint_name, step_of
 from paceline.errors import PacelineError, UsageError
@@ -92,14 +93,15 @@ class Retention:
 
 
 def remove_old(store: CheckpointStore, policy: Retention, metrics: dict[str, float | None]) -> None:
-    """Remove the checkpoints that a policy does not keep; those that another program has named stay.
+    """Remove the checkpoints that a policy does not keep; those of other programs stay.
 
     Args:
         store: the checkpoints.
         policy: which stay.
         metrics: of checkpoints by name, as far as known; the others are read and added.
     """
-    names = [name for name in store.names() if name == checkpoint_name(step_of(name))]
+    named = [name for name in store.names() if name == checkpoint_name(step_of(name))]
+    names = [name for name in named if not is_plain_dcp(store.files(name))]
     for name in names if policy.keep_best else []:
         if name not in metrics:
             try:
