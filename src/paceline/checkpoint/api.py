@@ -31,6 +31,7 @@ from paceline.checkpoint.checkpoint_contents import collect_contents, restore_co
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, checkpoint_name
 from paceline.checkpoint.named_objects import NamedObjects
 from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume_point
+from paceline.checkpoint.parts.loader_epochs import LoaderEpochs, with_loader
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
@@ -65,9 +66,9 @@ class Checkpoint:
 
     All ranks create it with the same arguments and call its methods at the same places. It saves models, optimizers
     (with sharded state, resharded if the number of ranks changes), loaders, schedulers, any object with
-    ``state_dict()`` and ``load_state_dict()``, and the random generators of every rank. Of objects that are neither
-    models nor optimizers, rank 0's state is saved and loaded on all ranks; of `LocalSGD` and related ones, and of
-    compression residuals, every rank's.
+    ``state_dict()`` and ``load_state_dict()``, and the random generators of every rank. Of loaders of other libraries,
+    of `LocalSGD` and related ones, and of compression residuals, every rank's state is saved. Of other objects that are
+    neither models nor optimizers, rank 0's is saved and loaded on all ranks, with a warning if states differ.
 
     Args:
         folder: for this run's checkpoints, on a disk that all ranks share.
@@ -126,7 +127,7 @@ class Checkpoint:
         self._latest: BackgroundSave | None = None
         self._closed = False
         self._loaded = False  # load() was called
-        self._resume_epoch = False  # load() found a checkpoint, and no epoch has begun since
+        self._epochs = LoaderEpochs()
         self._saved_at, self._checked_at = -1, 0  # steps
         for optimizer in list(self._objects.optimizers.values())[:1]:
             _count_steps(optimizer, weakref.ref(self))
@@ -140,20 +141,18 @@ class Checkpoint:
         loop, if an optimizer made a step in it; and at the end of every epoch.
 
         Args:
-            loader: any iterable; if it has a state, that belongs to the checkpoint.
+            loader: any iterable; if it has a state, that belongs to the checkpoint. If it has ``set_epoch()``, that is
+                called before every epoch; a `Loader` counts epochs itself.
             epochs: total number of epochs since training began; None: the rest of one epoch.
 
         Raises:
             PacelineError: see `load`.
         """
-        self._add_loader(loader)
+        self._objects = with_loader(self._objects, loader, loaded=self._loaded)
         if not self._loaded:
             self.load()
-        if self._resume_epoch and hasattr(loader, "set_epoch"):
-            loader.set_epoch(self.epoch)  # which may have no batches left
-        self._resume_epoch = False
         while epochs is None or self.epoch < epochs:
-            for batch in loader:
+            for batch in self._epochs.batches(loader, self.epoch):
                 yield batch
                 self.save_if_due()
             self.epoch += 1
@@ -161,24 +160,6 @@ class Checkpoint:
                 self.save()
             if epochs is None:
                 return
-
-    def _add_loader(self, loader: Any) -> None:
-        """Make `loader` part of the checkpoint, unless it is already."""
-        if any(each is loader for each in self._objects.others.values()):
-            return
-        if hasattr(loader, "state_dict") and not self._loaded:
-            self._objects = self._objects.with_other("loader", loader)
-        elif not self._loaded:
-            log.warning(
-                "a %s has no state_dict(): a resumed run repeats its epoch from the start; paceline.Loader continues "
-                "with the next batch",
-                type(loader).__qualname__,
-            )
-        elif hasattr(loader, "state_dict"):
-            log.warning(
-                "the loader was not part of the checkpoint when load() was called, so it is not saved: a resumed run "
-                "repeats its epoch from the start; pass it to paceline.Checkpoint too"
-            )
 
     # ------------------------------------------------------------------ save
 
@@ -222,7 +203,9 @@ class Checkpoint:
 
     def _start(self) -> None:
         self._warn_of_newer()
-        contents = collect_contents(self._objects, self._rank, self._ranks, epoch=self.epoch)
+        contents = collect_contents(
+            self._objects, self._rank, self._ranks, epoch=self.epoch, between_epochs=self._epochs.between
+        )
         files = self._buffers.copy(contents.files) if self._asynchronous else _to_cpu(contents.files)
         head = {
             "step": self.step,
@@ -295,8 +278,8 @@ class Checkpoint:
 
         Raises:
             CheckpointError: there are checkpoints, but none is intact.
-            UsageError: the checkpoint belongs to another model or optimizer, or has a newer format; nothing was
-                changed.
+            UsageError: the checkpoint belongs to another model or optimizer, has a newer format, or holds a loader's
+                state that does not fit this number of ranks; nothing was changed.
         """
         if self._joins:
             return None
@@ -310,9 +293,9 @@ class Checkpoint:
             for skipped in found.skipped:
                 log.warning("skipped %s, which is not intact: %s", skipped.path, skipped.why)
                 self._folder.set_aside(skipped.path)
-        self._resume_epoch = True
         self.epoch = restore_contents(found, self._objects, self._rank, self._ranks)
         manifest = found.manifest
+        self._epochs.resume(between=bool(manifest.states[0].get("between_epochs")))
         self.step = self._saved_at = self._checked_at = manifest.step
         self.resumed = Resumed(
             found.path, manifest.step, manifest.ranks, manifest.facts, tuple(found.skipped)

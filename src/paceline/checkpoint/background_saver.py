@@ -31,6 +31,7 @@ from paceline.checkpoint.checkpoint_contents import CheckpointContents
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest, TensorFile
 from paceline.checkpoint.format.tensor_files import write_safetensors
+from paceline.checkpoint.parts.rank_digests import warn_of_differences
 from paceline.world.accelerator import host_buffer, synchronize
 
 __all__ = ["BackgroundSave", "HostBuffers"]
@@ -173,6 +174,7 @@ class BackgroundSave:
         files = decode([part["files"] for part in written], list[dict[str, TensorFile]], "part")
         by_name = {name: file for each in files for name, file in each.items()}
         states = [part["state"] for part in written]
+        warn_of_differences(str(self._folder.path), states)
         manifest = Manifest(files=by_name, states=states, weights=self._contents.weights, **self._head)
         for rank in range(self._ranks):
             os.unlink(self._part_file(rank))

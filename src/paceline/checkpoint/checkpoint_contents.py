@@ -5,15 +5,18 @@ manifest.states    per rank:
     optimizers     per optimizer: the options of each group (the same on all ranks), and this rank's pieces
     random         this rank's random generators
     compressed     per model: this rank's compression residuals
-    own            per object with a `rank_state_dict`: this rank's, such as its local parameters
-    others, extra, engines, epoch    of rank 0 only: states of all other objects; entries of a model's state_dict that
-                   are not tensors; counters, loss weights and arithmetic of its engine; completed epochs
+    own            per object with a `rank_state_dict`: this rank's, such as its local parameters; per loader whose
+                   state belongs to a rank: this rank's; see parts/loader_states
+    digests        per object whose state should be the same on all ranks: its digest
+    others, extra, engines, epoch, between_epochs    of rank 0 only: states of all other objects; entries of a model's
+                   state_dict that are not tensors; counters, loss weights and arithmetic of its engine; completed
+                   epochs, and whether the next one had not begun
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +29,7 @@ from paceline.checkpoint.model_weights import check_weights, load_weights, weigh
 from paceline.checkpoint.named_objects import NamedObjects, unwrap
 from paceline.checkpoint.newest_checkpoint import ResumePoint
 from paceline.checkpoint.optimizer_state_pieces import check_optimizer, load_optimizer, optimizer_state
+from paceline.checkpoint.parts.loader_states import check_states, collect_state, load_state
 from paceline.errors import CheckpointError, UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
@@ -52,7 +56,9 @@ class CheckpointContents:
     state: Any
 
 
-def collect_contents(objects: NamedObjects, rank: int, ranks: int, *, epoch: int) -> CheckpointContents:
+def collect_contents(
+    objects: NamedObjects, rank: int, ranks: int, *, epoch: int, between_epochs: bool = False
+) -> CheckpointContents:
     """Return the part of `rank`; all ranks call this, since sharded weights are gathered.
 
     Raises:
@@ -80,6 +86,7 @@ def collect_contents(objects: NamedObjects, rank: int, ranks: int, *, epoch: int
         weights[name], extra[name] = StoredWeights(names, part.aliases), part.extra
         if rank < part.parts:
             files[names[rank]] = dict(part.tensors)
+    others = {name: collect_state(name, each, rank, ranks) for name, each in objects.others.items()}
     state: dict[str, Any] = {
         "optimizers": {
             name: optimizer_state(optimizer, objects.param_names, rank, ranks)
@@ -89,15 +96,12 @@ def collect_contents(objects: NamedObjects, rank: int, ranks: int, *, epoch: int
         "compressed": {
             name: residuals for name, engine in engines.items() if (residuals := engine.residuals.state())
         },
-        "own": {
-            name: each.rank_state_dict()
-            for name, each in objects.others.items()
-            if hasattr(each, "rank_state_dict")
-        },
+        "own": {name: each.own for name, each in others.items() if each.own is not None},
+        "digests": {name: each.digest for name, each in others.items() if each.digest},
     }
     if rank == 0:
-        state["others"] = {name: each.state_dict() for name, each in objects.others.items()}
-        state["extra"], state["epoch"] = extra, epoch
+        state["others"] = {name: each.common for name, each in others.items()}
+        state["extra"], state["epoch"], state["between_epochs"] = extra, epoch, between_epochs
         state["engines"] = {
             name: {"step": engine.step, "reference": float(engine.weights.reference)}
             | ({"arithmetic": engine.arithmetic} if isinstance(engine, VirtualRankReducer) else {})
@@ -128,7 +132,8 @@ def restore_contents(found: ResumePoint, objects: NamedObjects, rank: int, ranks
             name: [piece for state in states for piece in state["optimizers"][name]["pieces"]]
             for name in groups
         }
-        _check_objects(found, objects, groups, first["others"])
+        _check_objects(found, objects, groups)
+        check_states(objects.others, states, rank, ranks, str(found.path))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, UsageError):
             raise
@@ -148,31 +153,18 @@ def restore_contents(found: ResumePoint, objects: NamedObjects, rank: int, ranks
     for name, optimizer in objects.optimizers.items():
         load_optimizer(optimizer, groups[name], pieces[name], objects.param_names)
     for name, other in objects.others.items():  # last: their states may set those of model and optimizer
-        _load_other(name, other, states, rank, ranks)
+        load_state(name, other, states, rank, ranks)
     if rank < len(states):
         _set_random_state(states[rank]["random"])
     return first["epoch"]
 
 
-def _load_other(name: str, other: Any, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
-    """Load rank 0's state of an object; with this rank's own, if there is one and the number of ranks is the same."""
-    state = states[0]["others"][name]
-    if not hasattr(other, "rank_state_dict"):
-        other.load_state_dict(state)
-        return
-    same = len(states) == ranks
-    other.load_state_dict(state, states[rank].get("own", {}).get(name) if same else None)
-
-
-def _check_objects(
-    found: ResumePoint, objects: NamedObjects, groups: Mapping[str, Any], others: Mapping[str, Any]
-) -> None:
-    """Raise unless the checkpoint holds the states of `objects`."""
+def _check_objects(found: ResumePoint, objects: NamedObjects, groups: Mapping[str, Any]) -> None:
+    """Raise unless the checkpoint holds the models and optimizers of `objects`."""
     manifest, path = found.manifest, str(found.path)
     kinds = (
         ("model", objects.models, manifest.weights),
         ("optimizer", objects.optimizers, groups),
-        ("object", objects.others, others),
     )
     for kind, here, saved in kinds:
         for name in [*here, *saved]:
