@@ -1,7 +1,7 @@
 """Loaders of other libraries for the tests of checkpoints, for each rank of a world of `size`.
 
-A rank gets 16 samples per epoch, in 4 batches. In most cases it does not continue right with another rank's state, since
-it has used up more or less of its source, or shuffles with another seed.
+A rank gets 16 samples per epoch, in 4 batches. With another rank's state most would not continue right: that rank has
+used up more or less of its source, or shuffles with another seed.
 """
 
 from __future__ import annotations
