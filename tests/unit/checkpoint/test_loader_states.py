@@ -205,6 +205,28 @@ def test_a_sampler_without_state_is_named(caplog):
         assert ("the sampler of 'train', a RandomSampler, draws an order" in caplog.text) == warned
 
 
+class Wrapped:
+    """A loader as an integration wraps it."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+    def state_dict(self):
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state):
+        self.loader.load_state_dict(state)
+
+
+def test_a_loader_of_paceline_that_is_wrapped_has_one_state():
+    loader = Wrapped(paceline.Loader(list(range(8)), 4))
+    assert collect_state("it", loader, 0, 2).common == loader.loader.state_dict()
+    check_states({"it": loader}, [part("it", loader), {"own": {}}], 0, 3, "here")
+
+
 class Epochs:
     """A loader that is informed of epochs."""
 
@@ -234,3 +256,19 @@ def test_an_epoch_of_a_paceline_loader_goes_on_by_itself():
     epochs.resume(between=True)
     list(epochs.batches(loader, 3))
     assert loader.epoch == 3
+
+
+def test_a_stream_of_datasets_in_a_paceline_loader():
+    """It is read again from its start, and keeps no state of its own."""
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num_shards=2)
+    options = {"collate_fn": lambda rows: [row["x"] for row in rows]}
+    for between in (False, True):
+        loader, epochs = paceline.Loader(stream, 2, **options), LoaderEpochs()
+        first = epochs.batches(loader, 0)
+        served = list(first) if between else [next(first)]
+        again, resumed = paceline.Loader(stream, 2, **options), LoaderEpochs()
+        again.load_state_dict(loader.state_dict())
+        resumed.resume(between=epochs.between)
+        served += resumed.batches(again, int(between))
+        assert [list(batch) for batch in served] == [[0, 1], [2, 3], [4, 5], [6, 7]] * (1 + between)

@@ -19,7 +19,7 @@ not counted, and in version 0.11 its state then stays that of the epoch before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,9 +31,9 @@ from paceline.checkpoint.parts.loader_states import (
     check_savable,
     continues_with_dataset,
     is_hugging_face_stream,
+    is_paceline_loader,
 )
 from paceline.data.leaf_random import cpu_generator_states, preserved_generators, restore_cpu_generators
-from paceline.data.loader import Loader
 from paceline.errors import UsageError
 
 __all__ = ["LoaderEpochs", "with_loader"]
@@ -104,20 +104,30 @@ class LoaderEpochs:
             epoch: its number, for a `set_epoch` of the loader.
         """
         resumed, self._resumed = self._resumed, False
-        ours = isinstance(loader, Loader)  # which counts epochs itself
-        if hasattr(loader, "set_epoch") and (resumed or not ours):
-            loader.set_epoch(epoch)  # which may have no batches left
-        served = loader
-        if self._stays or (resumed and self.between):
-            self._stays = False
-            resumed = not _forget_state(loader) and resumed
-        if resumed and not ours:
-            self._stays = True
-            served = self._continued(loader)
+        served: Iterable[Any] = loader
+        if not is_paceline_loader(loader):
+            if hasattr(loader, "set_epoch"):
+                loader.set_epoch(epoch)
+            served = self._served(loader, resumed)
+        elif resumed and hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)  # which may have no batches left; it counts later ones itself
         for batch in served:
             self.between = False
             yield batch
         self.between = True
+
+    def _served(self, loader: Any, resumed: bool) -> Iterable[Any]:
+        """Return what serves the batches of a loader of another library."""
+        if self._stays or (resumed and self.between):
+            self._stays = False
+            if _forget_state(loader):
+                return loader
+        if not resumed or not any(
+            hasattr(each, "state_dict") for each in (loader, getattr(loader, "dataset", None))
+        ):
+            return loader
+        self._stays = True
+        return self._continued(loader)
 
     def _continued(self, loader: Any) -> Iterator[Any]:
         """Yield what a loader serves after its state was loaded; see the notes."""

@@ -38,6 +38,7 @@ __all__ = [
     "continues_with_dataset",
     "is_hugging_face_stream",
     "is_loader",
+    "is_paceline_loader",
     "load_state",
 ]
 
@@ -65,6 +66,11 @@ class ObjectState(NamedTuple):
 def is_loader(other: Any) -> bool:
     """Return whether an object is a loader, dataset or sampler with a state."""
     return hasattr(other, "state_dict") and hasattr(type(other), "__iter__")
+
+
+def is_paceline_loader(other: Any) -> bool:
+    """Return whether an object is a `Loader`, or one that an integration wraps."""
+    return isinstance(other, Loader) or isinstance(getattr(other, "loader", None), Loader)
 
 
 def is_hugging_face_stream(other: Any) -> bool:
@@ -241,14 +247,15 @@ def load_state(name: str, other: Any, states: Sequence[Mapping[str, Any]], rank:
     if name not in states[0]["others"]:  # a loader that starts anew
         return
     common = states[0]["others"][name]
-    own: Any = states[rank].get("own", {}).get(name) if len(states) == ranks else None
+    own = states[rank].get("own", {}).get(name) if len(states) == ranks else None
     if hasattr(other, "rank_state_dict"):
         other.load_state_dict(common, own)
         return
     if _saved_kind(common):
-        if own is not None and "generator" in own and isinstance(other.generator, torch.Generator):
-            other.generator.set_state(own["generator"].clone())
-        common = common["state"] if "state" in common else own["state"]
+        saved = own or common
+        if "generator" in saved and isinstance(other.generator, torch.Generator):
+            other.generator.set_state(saved["generator"].clone())
+        common = saved["state"]
         if common is None:  # a StreamingDataLoader of another dataset than Mosaic's
             log.warning(
                 "the loader %r, a %s, has no state: its epoch starts anew", name, type(other).__qualname__
@@ -269,7 +276,7 @@ def _is_a(other: Any, package: str, name: str) -> bool:
 
 
 def _is_foreign_loader(other: Any) -> bool:
-    return is_loader(other) and not hasattr(other, "rank_state_dict") and not isinstance(other, Loader)
+    return is_loader(other) and not hasattr(other, "rank_state_dict") and not is_paceline_loader(other)
 
 
 def _is_mosaic_loader(other: Any) -> bool:

@@ -1,8 +1,8 @@
 """Finds objects whose states differ between ranks, though only rank 0's is saved.
 
 Every rank saves a digest of these states. Rank 0's writing thread compares them when it has the parts of all ranks, so
-training waits for nothing. Tensors on a device, and those above 1 MiB, count with dtype and shape only: an average of
-a model's weights is not copied for it.
+training waits for nothing. Tensors on a device, and those above 64 KiB, count with dtype and shape only: an average of
+a model's weights is not read for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["state_digest", "warn_of_differences"]
 
 log = logging.getLogger("paceline.checkpoint")
 
-_TENSOR_NBYTES = 1 << 20
+_TENSOR_NBYTES = 1 << 16
 _warned: set[tuple[str, str]] = set()
 """Folders of checkpoints, and the objects there that a warning has named."""
 
