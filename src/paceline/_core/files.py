@@ -23,6 +23,7 @@ __all__ = [
     "make_private_folder",
     "open_private",
     "write_atomic",
+    "write_bytes",
     "write_json",
     "write_text",
 ]
@@ -106,6 +107,11 @@ def write_atomic(path: Path, write: Callable[[Path], object], *, private: bool =
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """Write text to `path`, see `write_atomic`."""
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), private=private)
+
+
+def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write bytes to `path`, see `write_atomic`."""
+    write_atomic(path, lambda temporary: temporary.write_bytes(content), private=private)
 
 
 def write_json(path: Path, value: object, *, indent: int | None = 1) -> None:

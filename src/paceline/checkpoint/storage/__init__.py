@@ -1,0 +1,1 @@
+"""Places that hold the checkpoints of a run: folders, and object stores."""
