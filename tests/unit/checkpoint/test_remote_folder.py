@@ -201,9 +201,13 @@ def test_reports_are_awaited_while_the_place_is_down_but_not_for_ever(scripted, 
     with script(failing(ConnectionResetError("reset"), "list")):
         assert attempt.reported("piece-0") is None
     assert attempt.reported("piece-0") == b"text"
-    with script(failing(ConnectionResetError("reset"), "read list")), pytest.raises(OSError, match="reset"):
+
+    def wait() -> None:
         while attempt.reported("piece-0") is None:
             pass
+
+    with script(failing(ConnectionResetError("reset"), "read list")), pytest.raises(OSError, match="reset"):
+        wait()
 
 
 def test_listing_reports_is_limited(scripted):

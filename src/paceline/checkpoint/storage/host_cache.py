@@ -29,7 +29,7 @@ from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_hexdigest
 from paceline._core.file_lock import FileLock
 from paceline._core.files import make_private_folder, open_private
 from paceline.errors import UsageError
-from paceline.world.process_probe import host_key, process_start_ticks
+from paceline.world.process_probe import has_process_ended, host_key, process_start_ticks
 
 __all__ = ["BLOCK_NBYTES", "BlockChecksums", "CachedFile", "HostCache"]
 
@@ -235,7 +235,7 @@ class HostCache:
         host = _short(host_key())
         for path in (self.path / _WRITING).glob("*"):
             match = re.fullmatch(rf"{host}-(\d+)-(\d+)-\w+", path.name)
-            has_ended = match is not None and process_start_ticks(int(match[1])) != int(match[2])
+            has_ended = match is not None and has_process_ended(int(match[1]), int(match[2]))
             if has_ended or _modified_before(path, week_ago):  # of another container, or before a reboot
                 shutil.rmtree(path, ignore_errors=True)
         for path in self._parent.glob("*/step-*"):

@@ -116,8 +116,8 @@ class RemoteAttempt:
     # ------------------------------------------------------------------ rank 0
 
     def complete(self, last: Sequence[tuple[str, bytes]], sizes: Mapping[str, int]) -> None:
-        self._check_sizes(sizes)
         self._place.verify_owner()
+        self._check_sizes(sizes)
         if self._files.exists(f"{self._name}/{last[-1][0]}"):
             self._place.set_aside(self._name)  # from an earlier attempt at this step, which was skipped
         for name, content in last[:-1]:

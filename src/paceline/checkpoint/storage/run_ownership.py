@@ -26,7 +26,7 @@ from datetime import datetime
 
 from paceline.checkpoint.storage.file_system import FileSystem
 from paceline.errors import CheckpointError
-from paceline.world.process_probe import host_key, process_start_ticks
+from paceline.world.process_probe import has_process_ended, host_key, process_start_ticks
 
 __all__ = ["HEARTBEAT", "OWNER", "RunOwnership"]
 
@@ -77,7 +77,7 @@ class _Owner:
     @property
     def has_ended(self) -> bool:
         """Whether its process is known to have ended."""
-        return self.machine == host_key() and process_start_ticks(self.pid) != self.start_ticks
+        return self.machine == host_key() and has_process_ended(self.pid, self.start_ticks)
 
     def __str__(self) -> str:
         return (
