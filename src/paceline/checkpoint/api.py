@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -31,9 +31,9 @@ from paceline.checkpoint.checkpoint_contents import collect_contents, restore_co
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, checkpoint_name
 from paceline.checkpoint.named_objects import NamedObjects
 from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume_point
-from paceline.checkpoint.save_cadence import save_cadence
+from paceline.checkpoint.save_on_warning import SaveOnWarning
 from paceline.errors import CheckpointError, PacelineError, UsageError
-from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
+from paceline.world.control_collectives import gather_texts, rank_and_size
 from paceline.world.live_file import JOINER_VARIABLE
 
 __all__ = ["Checkpoint", "Resumed"]
@@ -69,6 +69,9 @@ class Checkpoint:
     models nor optimizers, rank 0's state is saved and loaded on all ranks; of `LocalSGD` and related ones, and of
     compression residuals, every rank's.
 
+    After SIGTERM, SIGUSR1, `request_leave` or a `notice` on any rank, all ranks save a checkpoint after the same step,
+    and leave with exit code 75. Another signal, 2 s later or more, ends the process at once.
+
     Args:
         folder: for this run's checkpoints, on a disk that all ranks share.
         objects: to save, named by kind: ``"model"``, ``"optimizer"``, ``"scheduler"``, ``"loader"``, or by class.
@@ -76,6 +79,7 @@ class Checkpoint:
         keep: number of complete checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
         asynchronous: False: training waits until a checkpoint is complete, and no memory is used for copies.
         facts: further values to save, as JSON; no NaN.
+        notice: returns whether this machine is about to go; called every 5 s in a thread, so it may block.
         group: process group of the ranks; None: all.
         named: objects to save under given names.
 
@@ -104,6 +108,7 @@ class Checkpoint:
         keep: int = 2,
         asynchronous: bool = True,
         facts: Mapping[str, Any] | None = None,
+        notice: Callable[[], bool] | None = None,
         group: dist.ProcessGroup | None = None,
         **named: Any,
     ) -> None:
@@ -115,7 +120,7 @@ class Checkpoint:
         self.resumed: Resumed | None = None
         self.facts = _check_facts(facts or {})
         self._group, (self._rank, self._ranks) = group, rank_and_size(group)
-        self._cadence = save_cadence(every, self._share_from_rank_0)
+        self._warning = SaveOnWarning(every, notice, group)
         self._keep, self._asynchronous = keep, asynchronous
         self._folder = CheckpointFolder(folder)
         self._lock: FolderLock | None = None
@@ -127,7 +132,7 @@ class Checkpoint:
         self._closed = False
         self._loaded = False  # load() was called
         self._resume_epoch = False  # load() found a checkpoint, and no epoch has begun since
-        self._saved_at, self._checked_at = -1, 0  # steps
+        self._saved_at = -1  # step
         for optimizer in list(self._objects.optimizers.values())[:1]:
             _count_steps(optimizer, weakref.ref(self))
 
@@ -147,8 +152,10 @@ class Checkpoint:
             PacelineError: see `load`.
         """
         self._add_loader(loader)
+        self._warning.listen()
         if not self._loaded:
             self.load()
+        self._warning.leave_if_warned(self)
         if self._resume_epoch and hasattr(loader, "set_epoch"):
             loader.set_epoch(self.epoch)  # which may have no batches left
         self._resume_epoch = False
@@ -157,7 +164,8 @@ class Checkpoint:
                 yield batch
                 self.save_if_due()
             self.epoch += 1
-            if self._cadence is not None:
+            self._warning.leave_if_warned(self)
+            if self._warning.saves:
                 self.save()
             if epochs is None:
                 return
@@ -214,11 +222,19 @@ class Checkpoint:
             )
 
     def save_if_due(self) -> None:
-        """Save if one is due after the latest step, as `resume` and `Elastic` do; errors as for `save`. Collective."""
-        if self.step != self._checked_at:
-            self._checked_at = self.step
-            if self._cadence is not None and self._cadence.due(self.step):
-                self.save()
+        """Save if one is due after the latest step, as `resume` and `Elastic` do; after a warning, save and leave.
+
+        All ranks call this after each step. Errors as for `save`.
+
+        Raises:
+            SystemExit: with code 75, after a warning to any rank; the checkpoint of this step is complete.
+        """
+        if self._warning.due(self):
+            self.save()
+
+    def request_leave(self) -> None:
+        """Have all ranks save and leave, as after SIGTERM; for signal handlers of the program. One rank is enough."""
+        self._warning.request()
 
     def _start(self) -> None:
         self._warn_of_newer()
@@ -245,8 +261,7 @@ class Checkpoint:
             previous=self._latest,
         )
         self._pending, self._saved_at = (self.step, self._latest), self.step
-        if self._cadence is not None:
-            self._cadence.saved()
+        self._warning.saved()
 
     def _warn_of_newer(self) -> None:
         """Warn of another run's checkpoints that count as newer than the ones of this run."""
@@ -313,7 +328,8 @@ class Checkpoint:
         self._resume_epoch = True
         self.epoch = restore_contents(found, self._objects, self._rank, self._ranks)
         manifest = found.manifest
-        self.step = self._saved_at = self._checked_at = manifest.step
+        self.step = self._saved_at = manifest.step
+        self._warning.loaded(self.step)
         self.resumed = Resumed(
             found.path, manifest.step, manifest.ranks, manifest.facts, tuple(found.skipped)
         )
@@ -335,9 +351,8 @@ class Checkpoint:
         """
         if self._pending is not None:
             self._pending[1].finish(abandon=True)
-        self._pending, self._saved_at, self._checked_at = None, -1, -1
-        if self._cadence is not None:
-            self._cadence.rejoin()
+        self._pending, self._saved_at = None, -1
+        self._warning.rejoin()
         (self._rank, self._ranks), self._joins = rank_and_size(self._group), False
         self._loaded = True  # what lies in the folder belongs to this run
         if self._rank == 0 and self._lock is None:
@@ -353,6 +368,7 @@ class Checkpoint:
         if self._pending is not None:
             self._pending[1].finish(abandon=True)
             self._pending = None
+        self._warning.close()
         self._unlock()
 
     # ------------------------------------------------------------------ open and close
@@ -390,6 +406,7 @@ class Checkpoint:
         """Wait for the pending checkpoint, and let other runs write to the folder. All ranks call this."""
         self._finish_pending()
         self._closed = True
+        self._warning.close()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -408,10 +425,6 @@ class Checkpoint:
     ) -> None:
         if error is None:
             self.close()
-
-    def _share_from_rank_0(self, numbers: list[float]) -> list[float]:
-        mine = numbers if self._rank == 0 else [0.0] * len(numbers)
-        return sum_over_ranks(torch.tensor(mine, dtype=torch.float64), self._group).tolist()
 
 
 def _check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
