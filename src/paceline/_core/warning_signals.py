@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-__all__ = ["SAME_SECONDS", "WARNING_SIGNALS", "WarnedExit", "WarningSignals", "act_by_default", "warnings_raise"]
+__all__ = [
+    "SAME_SECONDS",
+    "WARNING_SIGNALS",
+    "WarnedExit",
+    "WarningSignals",
+    "act_by_default",
+    "warnings_raise",
+]
 
 WARNING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

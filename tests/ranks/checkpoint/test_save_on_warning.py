@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,10 @@ def life(send, rank, size, folder, store, options):
     prepare = options.pop("prepare", None)
     if prepare is not None:
         options |= prepare(rank, folder) or {}
+    watch = paceline.Watchdog(stall=10.0) if options.pop("watch", False) else nullcontext()
     try:
-        train(folder, **options)
+        with watch:
+            train(folder, **options)
     except CheckpointError as error:
         logging.error("%s: %s", type(error).__name__, error)
         raise
@@ -219,6 +222,47 @@ def test_handlers_of_the_program_stay_and_may_ask_for_it(killable):
     assert sum("rank 1 was warned by a request of the program: all ranks" in line for line in lines) == 1
     for name in ("SIGTERM", "SIGUSR1"):
         assert lines.count(f"{name} keeps its handler; it may call request_leave()") == 2
+
+
+def watched(fork, folder):
+    ranks = Ranks(fork, folder, f"{folder}/run", 3, watch=True, prepare=slow_to_close)
+    ranks.reach(4)
+    ranks.kill(2)
+    check_left(ranks)
+
+
+def slow_to_close(rank, folder):
+    """Ranks leave one after the other."""
+    close = paceline.Checkpoint.close
+
+    def late(self):
+        time.sleep(0.3 * rank)
+        close(self)
+
+    paceline.Checkpoint.close = late
+
+
+def test_to_a_watchdog_ranks_that_leave_have_not_failed(killable):
+    killable.run_ranks(watched)
+
+
+def with_workers(fork, folder, number):
+    """Warn the process group of a rank, as torchrun does, in which workers load the batches."""
+    where = f"{folder}/run"
+    ranks = Ranks(fork, folder, where, 2, prepare=own_group, workers=2, pause=0.03)
+    ranks.reach(4)
+    os.killpg(ranks.processes[1].pid, number)
+    check_left(ranks)
+    assert finish(fork, folder, where, 2, workers=1) == undisturbed(fork, folder, 2)
+
+
+def own_group(rank, folder):
+    os.setpgid(0, 0)
+
+
+@pytest.mark.parametrize("number", [TERM, USR1])
+def test_workers_of_a_loader_outlive_a_warning_to_their_group(killable, number):
+    killable.run_ranks(with_workers, number)
 
 
 # ------------------------------------------------------------------ difficult moments
