@@ -7,6 +7,7 @@ a step (`save_cadence`), save its checkpoint, and leave with exit code 75.
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from paceline._core.graceful_shutdown import note_saves_on_sigterm
 from paceline._core.process_exit import signal_name
 from paceline._core.warning_signals import WARNING_SIGNALS, WarningSignals, act_by_default
 from paceline.checkpoint.save_cadence import StepDecisions, save_cadence
@@ -152,6 +154,8 @@ class WarningListener:
         self._listens = True
         _listeners.add(self)
         installed = _signals.install()
+        if signal.SIGTERM in installed:
+            note_saves_on_sigterm()
         if _signals.taken:
             self.request("a signal before")
         for number in WARNING_SIGNALS:
