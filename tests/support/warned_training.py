@@ -4,7 +4,7 @@
 
 Every process appends lines to ``FOLDER/<pid>.log``: ``begun``, ``step N``, ``end`` with a digest of the weights. A
 file ``FOLDER/hold-<place>`` makes each rank wait at that place (load, first, save, epoch, last) until it is gone,
-after a line ``at <place>``.
+after a line ``at <place>``. A file ``FOLDER/notice`` is the cloud's notice.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def train(
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
     data = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
     loader = paceline.Loader(data, 12 // model.comm.size, num_workers=workers)
-    options = {"every": 1000} | options
+    options = {"every": 1000, "notice": (folder / "notice").exists} | options
     checkpoint = paceline.Checkpoint(
         folder / "checkpoint", model, optim, loader, noted=Noted(folder), **options
     )

@@ -206,7 +206,7 @@ class HostRanks:
             return failed[0]
         if live_file.LEFT_EXIT_CODE in codes:
             return live_file.LEFT_EXIT_CODE
-        return 0 if codes and not any(codes) else 128 + number
+        return 0 if codes and all(code == 0 for code in codes) else 128 + number
 
     def stop(self, reason: graceful_shutdown.Reason) -> None:
         """End all processes: by a request to those that listen, by SIGTERM, and by SIGKILL."""
