@@ -17,7 +17,7 @@ from paceline.checkpoint.interop.safetensors_reader import SafetensorsReader
 from paceline.checkpoint.newest_checkpoint import open_checkpoint
 from paceline.checkpoint.parts.boxes import Box
 from paceline.checkpoint.parts.state_reader import Read, TensorInfo
-from paceline.checkpoint.storage.one_checkpoint import store_at
+from paceline.checkpoint.storage.stores import store_at
 from paceline.errors import DamagedCheckpoint, UsageError
 
 __all__ = ["WeightsSource", "use_weights"]
