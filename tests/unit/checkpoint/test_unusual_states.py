@@ -48,7 +48,7 @@ class ListState(torch.optim.Optimizer):
 
 
 class Everything(nn.Module):
-    """Weights of many dtypes and layouts, some without elements, some frozen, one under two names; buffers; an extra state."""
+    """Weights of many dtypes and layouts, some without elements, frozen or under two names; buffers; an extra state."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -88,14 +88,20 @@ def steps(optimizer, count=1):
         optimizer.step(*([lambda: 1.0] if isinstance(optimizer, torch.optim.LBFGS) else []))
 
 
+def simple(params):
+    return [param for param in params if not param.is_complex() and param.numel()]
+
+
+ODD = {"cap": math.inf, "floors": (-math.inf, math.nan)}
+
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.125, amsgrad=True),
     "a tensor as lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.125), capturable=False, foreach=False),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.9),
     "no state": lambda params: torch.optim.SGD(params, lr=0.125),
-    "Adafactor": lambda params: torch.optim.Adafactor([p for p in params if not p.is_complex() and p.numel()], lr=0.125),
+    "Adafactor": lambda params: torch.optim.Adafactor(simple(params), lr=0.125),
     "lists": lambda params: ListState([p for p in params if not p.is_complex()]),
-    "NaN in options": lambda params: torch.optim.SGD([{"params": params, "cap": math.inf, "floors": (-math.inf, math.nan)}]),
+    "NaN in options": lambda params: torch.optim.SGD([{"params": params, **ODD}]),
 }  # fmt: skip
 
 
@@ -114,7 +120,9 @@ def state(*objects):
 def test_all_states_are_the_same_to_the_bit(tmp_path, name, format, asynchronous):
     model, optimizer = built(name)
     steps(optimizer, 2)
-    with paceline.Checkpoint(tmp_path, model, optimizer, format=format, asynchronous=asynchronous) as checkpoint:
+    with paceline.Checkpoint(
+        tmp_path, model, optimizer, format=format, asynchronous=asynchronous
+    ) as checkpoint:
         checkpoint.save()
         expected = state(model, optimizer)
         if asynchronous:
@@ -139,7 +147,9 @@ def test_parameters_without_a_state_have_none_afterwards(tmp_path, format, async
     model, optimizer = built("AdamW")
     model.first.weight.grad = torch.ones(5, 3)
     optimizer.step()
-    with paceline.Checkpoint(tmp_path, model, optimizer, format=format, asynchronous=asynchronous) as checkpoint:
+    with paceline.Checkpoint(
+        tmp_path, model, optimizer, format=format, asynchronous=asynchronous
+    ) as checkpoint:
         checkpoint.save(wait=True)
     other, loaded = built("AdamW", seed=1)
     steps(loaded)
@@ -154,7 +164,9 @@ def test_before_the_first_step_there_is_no_state(tmp_path, format, asynchronous)
     for kind in ("AdamW", "lists"):
         folder = tmp_path / kind
         model, optimizer = built(kind)
-        with paceline.Checkpoint(folder, model, optimizer, format=format, asynchronous=asynchronous) as checkpoint:
+        with paceline.Checkpoint(
+            folder, model, optimizer, format=format, asynchronous=asynchronous
+        ) as checkpoint:
             checkpoint.save(wait=True)
         other, loaded = built(kind, seed=1)
         with paceline.Checkpoint(folder, other, loaded) as checkpoint:
@@ -192,7 +204,13 @@ class Counter:
     """An object with a state of every kind, which it changes in its place."""
 
     def __init__(self):
-        self.values = {"list": [1], "tensor": torch.zeros(2), 7: {"nan": math.nan}, "set": {1, 2}, "bytes": b"\0\xff"}
+        self.values = {
+            "list": [1],
+            "tensor": torch.zeros(2),
+            7: {"nan": math.nan},
+            "set": {1, 2},
+            "bytes": b"\0\xff",
+        }
 
     def count(self):
         self.values["list"].append(len(self.values["list"]) + 1)
@@ -206,7 +224,9 @@ class Counter:
 
 
 @ways
-def test_states_that_training_changes_in_their_place_are_those_of_the_save(tmp_path, monkeypatch, format, asynchronous):
+def test_states_that_training_changes_in_their_place_are_those_of_the_save(
+    tmp_path, monkeypatch, format, asynchronous
+):
     """The state_dict of an object may be what it works with: it is copied before `save` returns."""
     import threading
 
