@@ -240,7 +240,7 @@ class Checkpoint:
             head,
             rank=self._rank,
             ranks=self._ranks,
-            remove_old=partial(_remove_old, self._store, self._keep),  # no reference back to this
+            remove_old=partial(_remove_old, self._store, self._keep, self._still_read()),  # no reference back
             unchanged=unchanged,
             earlier=self._unchanged.checkpoint,
             lock=self._lock,
@@ -250,12 +250,17 @@ class Checkpoint:
         if self._cadence is not None:
             self._cadence.saved()
 
+    def _still_read(self) -> str:
+        """Return the name of the checkpoint that was loaded if an optimizer has yet to read its state."""
+        used = all(getattr(optimizer, "movable", True) for optimizer in self._objects.optimizers.values())
+        return "" if used or self.resumed is None else checkpoint_name(self.resumed.step)
+
     def _warn_of_newer(self) -> None:
         """Warn of another run's checkpoints that count as newer than the ones of this run."""
         if self._loaded or self._rank != 0:
             return
         newest = next(iter(self._store.names()), None)
-        if newest is not None and newest >= checkpoint_name(self.step):
+        if newest is not None and step_of(newest) >= self.step:
             log.warning(
                 "%s already exists, and this run did not load it: checkpoints up to that step are removed as older "
                 "ones; call load() before training, or name another folder",
@@ -391,11 +396,11 @@ class Checkpoint:
         return sum_over_ranks(torch.tensor(mine, dtype=torch.float64), self._group).tolist()
 
 
-def _remove_old(store: CheckpointStore, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
+def _remove_old(store: CheckpointStore, keep: int, spared: str = "") -> None:
+    """Remove all but the newest `keep` checkpoints and the one named `spared`."""
     names = store.names()
     if len(names) >= keep:
-        store.remove(names[keep:])
+        store.remove([name for name in names[keep:] if name != spared])
 
 
 def _check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -188,7 +188,9 @@ def _pieces(
 
 def whole_states(optimizer: torch.optim.Optimizer) -> Mapping[int, Mapping[str, Any]]:
     """Return the state of each parameter of an optimizer that does not shard, by its number in torch's format."""
-    own = isinstance(optimizer, ShardedOptimizer)  # not what was gathered on one rank by `consolidate_state_dict`
+    own = isinstance(
+        optimizer, ShardedOptimizer
+    )  # not what was gathered on one rank by `consolidate_state_dict`
     return (optimizer.own_state_dict() if own else optimizer.state_dict())["state"]
 
 
