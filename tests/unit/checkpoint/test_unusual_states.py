@@ -268,3 +268,22 @@ def test_a_model_of_many_files(tmp_path, monkeypatch, format, asynchronous):
     with paceline.Checkpoint(tmp_path, other) as checkpoint:
         checkpoint.load()
     assert difference(state(other), state(model)) == ""
+
+
+@pytest.mark.parametrize("name", ["rank", "a/b", "..", "a.b", "nul\0"])
+def test_names_that_can_not_be_used_are_refused(tmp_path, name):
+    with pytest.raises(paceline.errors.UsageError, match="an object of the checkpoint is called"):
+        paceline.Checkpoint(tmp_path / "run", **{name: nn.Linear(1, 1)})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["ranks", "state", "manifest", "state-rank0", "model-shard-00001-of-00001", "µ"]
+)
+def test_names_that_look_like_those_of_files_can_be_used(tmp_path, name):
+    net, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    with paceline.Checkpoint(tmp_path, **{name: net}) as checkpoint:
+        checkpoint.save(wait=True)
+    with paceline.Checkpoint(tmp_path, **{name: other}) as checkpoint:
+        checkpoint.load()
+    assert difference(state(other), state(net)) == ""
