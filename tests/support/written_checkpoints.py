@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -72,7 +73,8 @@ def write_checkpoint(
         save = BackgroundSave(
             partial(store.begin, step, "mark"),
             contents,
-            {"step": step, "facts": {}, **shared, **head},
+            {"step": step, "facts": {}, "written": {}, **shared, **head},
+            began=time.perf_counter(),
             rank=rank,
             ranks=len(ranks),
             remove_old=lambda: None,

@@ -5,6 +5,8 @@ checkpoint_contents.py     collects the state of all objects, and restores it
 background_saver.py        writes a checkpoint during training
 unchanged_files.py         files of frozen weights, which need not be written again
 save_cadence.py            after which step one is due
+save_interval.py           how often one is worth its time
+retention.py               which complete ones stay
 newest_checkpoint.py       finds the newest intact checkpoint, on all ranks together
 exclusive_use.py           lets one run, with all of its ranks, write to a place
 parts/                     parts of tensors that ranks hold, by name: of models, optimizers and other objects

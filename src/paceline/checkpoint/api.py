@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
@@ -25,13 +27,16 @@ import torch.distributed as dist
 from paceline._core import __version__
 from paceline._core.step_state import step_state
 from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers, on_cpu
-from paceline.checkpoint.checkpoint_contents import RestorePlan, collect_contents
+from paceline.checkpoint.checkpoint_contents import collect_contents
 from paceline.checkpoint.exclusive_use import claim_store
+from paceline.checkpoint.interop.dcp_restore import plan_restore
 from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
 from paceline.checkpoint.parts.named_objects import NamedObjects
+from paceline.checkpoint.retention import Retention, remove_old
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
 from paceline.checkpoint.storage.local_folder import LocalFolder, checkpoint_name, step_of
+from paceline.checkpoint.storage.one_checkpoint import store_at
 from paceline.checkpoint.unchanged_files import UnchangedFiles
 from paceline.errors import CheckpointError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
@@ -58,7 +63,9 @@ class Checkpoint:
         folder: for this run's checkpoints, on a disk that all ranks share.
         objects: to save, named by kind: ``"model"``, ``"optimizer"``, ``"scheduler"``, ``"loader"``, or by class.
         every: optimizer steps between two checkpoints, or a time such as ``"10min"``; None: only `save` saves.
-        keep: number of complete checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
+        keep: number of newest checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
+        keep_every: optimizer steps; the first checkpoint at or after each multiple is kept, too. None: no such rule.
+        keep_best: number of checkpoints with the lowest metric (see `save`) to keep, too.
         asynchronous: False: training waits until a checkpoint is complete, and no memory is used for copies.
         format: ``"paceline"``: safetensors and a manifest; ``"dcp"``: files that torch.distributed.checkpoint reads,
             too.
@@ -74,7 +81,7 @@ class Checkpoint:
 
     Raises:
         UsageError: the folder can't be written or is not shared, its file system does not rename atomically, an object
-            has no state, `facts` can't be encoded as JSON, or `every` or `keep` are invalid.
+            has no state, `facts` can't be encoded as JSON, or an option is invalid.
         CheckpointError: another run writes to the folder.
 
     Example:
@@ -89,14 +96,15 @@ class Checkpoint:
         *objects: Any,
         every: int | str | None = None,
         keep: int = 2,
+        keep_every: int | None = None,
+        keep_best: int = 0,
         asynchronous: bool = True,
         format: str = "paceline",
         facts: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
         **named: Any,
     ) -> None:
-        if type(keep) is not int or keep < 1:
-            raise UsageError(f"keep={keep!r}", remedy="keep at least 1 checkpoint")
+        self._retention, self._metrics = Retention(keep, keep_every, keep_best), dict[str, float | None]()
         if format not in _CONTAINERS:
             raise UsageError(f"format={format!r}", remedy=f"pass one of {', '.join(map(repr, _CONTAINERS))}")
         self._container = _CONTAINERS[format]
@@ -107,7 +115,7 @@ class Checkpoint:
         self.facts = _check_facts(facts or {})
         self._group, (self._rank, self._ranks) = group, rank_and_size(group)
         self._cadence = save_cadence(every, self._share_from_rank_0)
-        self._keep, self._asynchronous = keep, asynchronous
+        self._asynchronous = asynchronous
         self._store: CheckpointStore = LocalFolder(folder)
         self._lock: StoreLock | None = None
         self._joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
@@ -175,13 +183,14 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ save
 
-    def save(self, *, wait: bool = False) -> None:
+    def save(self, *, metric: float | None = None, wait: bool = False) -> None:
         """Start a checkpoint of the present state; return when it is copied. All ranks call this.
 
         If the previous checkpoint can't be completed (a full disk), a warning is logged, training continues, and
         complete checkpoints stay. A step that is saved already is not saved again.
 
         Args:
+            metric: by which the best checkpoints are kept, such as the loss on held-out data; lower is better.
             wait: return when it is complete.
 
         Raises:
@@ -195,10 +204,14 @@ class Checkpoint:
                 remedy="close at the end, or create another paceline.Checkpoint",
             )
         if self.step != self._saved_at:
-            self._finish_pending()
             with step_state.running_task("checkpoint"):
-                self._start()
-        if (wait or not self._asynchronous) and (failure := self._finish_pending()) and wait:
+                self._finish_pending()
+                self._start(metric)
+        failure = ""
+        if wait or not self._asynchronous:
+            with step_state.running_task("checkpoint"):
+                failure = self._finish_pending()
+        if failure and wait:
             raise CheckpointError(
                 failure,
                 rank=self._rank,
@@ -213,8 +226,10 @@ class Checkpoint:
             if self._cadence is not None and self._cadence.due(self.step):
                 self.save()
 
-    def _start(self) -> None:
-        self._warn_of_newer()
+    def _start(self, metric: float | None) -> None:
+        if not self._loaded:
+            self._warn_of_newer(self.step)
+        began = time.perf_counter()
         contents = collect_contents(
             self._objects, self._rank, self._ranks, epoch=self.epoch, container=self._container
         )
@@ -227,6 +242,7 @@ class Checkpoint:
         head = {
             "step": self.step,
             "facts": dict(self.facts),
+            "metric": metric if metric is not None and math.isfinite(metric) else None,
             "written": {
                 "at": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "paceline": __version__,
@@ -238,9 +254,12 @@ class Checkpoint:
             partial(self._store.begin, self.step, self._run_id),
             replace(contents, parts=contents.parts.with_files({**contents.parts.files, **copied})),
             head,
+            began=began,
             rank=self._rank,
             ranks=self._ranks,
-            remove_old=partial(_remove_old, self._store, self._keep, self._still_read()),  # no reference back
+            remove_old=partial(  # none of this object
+                remove_old, self._store, self._retention, self._metrics, spared=self._still_read()
+            ),
             unchanged=unchanged,
             earlier=self._unchanged.checkpoint,
             lock=self._lock,
@@ -255,12 +274,12 @@ class Checkpoint:
         used = all(getattr(optimizer, "movable", True) for optimizer in self._objects.optimizers.values())
         return "" if used or self.resumed is None else checkpoint_name(self.resumed.step)
 
-    def _warn_of_newer(self) -> None:
-        """Warn of another run's checkpoints that count as newer than the ones of this run."""
-        if self._loaded or self._rank != 0:
+    def _warn_of_newer(self, step: int) -> None:
+        """Warn of checkpoints from `step` on that this run did not load, and that count as newer than its own."""
+        if self._rank != 0:
             return
         newest = next(iter(self._store.names()), None)
-        if newest is not None and step_of(newest) >= self.step:
+        if newest is not None and step_of(newest) >= step:
             log.warning(
                 "%s already exists, and this run did not load it: checkpoints up to that step are removed as older "
                 "ones; call load() before training, or name another folder",
@@ -293,10 +312,17 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ load
 
-    def load(self) -> Resumed | None:
+    def load(self, path: str | Path | None = None) -> Resumed | None:
         """Load the newest intact checkpoint, if there is one. All ranks call this, before training.
 
-        Newer checkpoints that are not intact are skipped; the log and `Resumed.passed_over` say why.
+        Newer checkpoints that are not intact are skipped; the log and `Resumed.passed_over` say why. A checkpoint of
+        torch.distributed.checkpoint is loaded too: models and optimizers are found by the names of their parameters,
+        other objects by their own; what it lacks begins anew, and the log names that.
+
+        Args:
+            path: another checkpoint, of Paceline's or of torch.distributed.checkpoint, or a folder of them, whose
+                newest intact one is loaded. None: this folder's. To continue a run that began from another one:
+                ``checkpoint.load() or checkpoint.load(path)``.
 
         Returns:
             The checkpoint that was loaded; None: the folder holds none, or this process joins a running world, whose
@@ -304,32 +330,42 @@ class Checkpoint:
 
         Raises:
             CheckpointError: there are checkpoints, but none is intact.
-            UsageError: the checkpoint belongs to another model or optimizer, or has a newer format; nothing was
-                changed.
+            UsageError: the checkpoint belongs to another model or optimizer, or has a newer format, or there is none at
+                `path`; nothing was changed.
         """
         if self._joins:
             return None
+        store = self._store if path is None else store_at(path)
         found = find_resume_point(
-            self._store,
+            store,
             self._rank,
             lambda text: gather_texts(text, self._group),
-            lambda reader: RestorePlan(reader, self._objects, self._rank, self._ranks),
+            lambda reader: plan_restore(reader, self._objects, self._rank, self._ranks),
         )
         self._loaded = True
         if found is None:
+            if path is not None:
+                raise UsageError(
+                    f"{str(path)!r} holds no checkpoint", remedy="name a checkpoint, or a folder of them"
+                )
             return None
         if self._rank == 0:
             for skipped in found.skipped:
                 log.warning("skipped %s, which is not intact: %s", skipped.path, skipped.why)
-                self._store.set_aside(skipped.path.rpartition("/")[2])
+                if path is None:
+                    self._store.set_aside(skipped.path.rpartition("/")[2])
         self._resume_epoch = True
         self.epoch = found.plan.restore()
         manifest = found.plan.reader.manifest
-        self.step = self._saved_at = self._checked_at = manifest.step
-        path = getattr(found.files, "path", found.files.location)
-        self.resumed = Resumed(path, manifest.step, manifest.ranks, manifest.facts, tuple(found.skipped))
+        self.step = self._checked_at = manifest.step
+        self._saved_at = manifest.step if path is None else -1
+        if path is not None:
+            self._warn_of_newer(self.step + 1)
+        location = getattr(found.files, "path", found.files.location)
+        ranks = manifest.written.get("ranks", manifest.ranks)
+        self.resumed = Resumed(location, manifest.step, ranks, manifest.facts, tuple(found.skipped))
         if self._rank == 0:
-            log.info("resumed at step %d from %s, written by %d ranks", self.step, path, manifest.ranks)
+            log.info("resumed at step %d from %s, written by %d ranks", self.step, location, ranks)
         return self.resumed
 
     # ------------------------------------------------------------------ another world
@@ -394,13 +430,6 @@ class Checkpoint:
     def _share_from_rank_0(self, numbers: list[float]) -> list[float]:
         mine = numbers if self._rank == 0 else [0.0] * len(numbers)
         return sum_over_ranks(torch.tensor(mine, dtype=torch.float64), self._group).tolist()
-
-
-def _remove_old(store: CheckpointStore, keep: int, spared: str = "") -> None:
-    """Remove all but the newest `keep` checkpoints and the one named `spared`."""
-    names = store.names()
-    if len(names) >= keep:
-        store.remove([name for name in names[keep:] if name != spared])
 
 
 def _check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

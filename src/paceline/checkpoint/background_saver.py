@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -86,6 +87,7 @@ class BackgroundSave:
         begin: makes the attempt, in the writing thread.
         contents: what this rank writes, with copied tensors.
         head: on rank 0, the manifest's entries that do not come from ranks.
+        began: when the save began, as `time.perf_counter` counts.
         rank, ranks: this rank, and the number of ranks.
         remove_old: on rank 0, removes older checkpoints once this one is complete.
         unchanged: files that an earlier checkpoint has already; their tensors are not copied.
@@ -105,6 +107,7 @@ class BackgroundSave:
         contents: CheckpointContents,
         head: Mapping[str, Any],
         *,
+        began: float,
         rank: int,
         ranks: int,
         remove_old: Callable[[], None],
@@ -115,6 +118,7 @@ class BackgroundSave:
     ) -> None:
         self.failure = ""
         self.complete = False
+        self._began = began
         self._begin, self._contents, self._head = begin, contents, head
         self._rank, self._ranks, self._remove_old, self._lock = rank, ranks, remove_old, lock
         self._unchanged, self._earlier = unchanged, earlier
@@ -219,7 +223,8 @@ class BackgroundSave:
                 pieces, lambda name: dcp_path(name, models, groups), attempt.prefix
             )
         checksums = {name: xxh3_128_hexdigest(content) for name, content in extra.items()}
-        head = {**self._head, "prefix": attempt.prefix, "extra_files": checksums}
+        written = {**self._head["written"], "seconds": round(time.perf_counter() - self._began, 3)}
+        head = {**self._head, "written": written, "prefix": attempt.prefix, "extra_files": checksums}
         manifest: Manifest = make_manifest(pieces, given, head)
         text = manifest.to_json()
         last = [*extra.items(), (MANIFEST, text), (CHECKSUM, manifest.checksum_line(text))]

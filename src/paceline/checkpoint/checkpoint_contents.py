@@ -8,10 +8,13 @@ state of a rank
     own            per object with a `rank_state_dict`: its own, such as its local parameters
     others, extra, engines, epoch    of rank 0 only: states of all other objects; entries of a model's state_dict that
                    are not tensors; counters, loss weights and arithmetic of its engine; completed epochs
+    partial, ignored, notes    of rank 0, if another program wrote it: other objects may be missing; names of what
+                   belongs to no object; what the log should say
 """
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.format.checkpoint_reader import CheckpointReader
 from paceline.checkpoint.format.dcp_files import dcp_file
 from paceline.checkpoint.format.manifest_index import OWN
 from paceline.checkpoint.parts.dcp_names import dcp_values
@@ -31,6 +33,7 @@ from paceline.checkpoint.parts.optimizer_parts import collect_optimizer
 from paceline.checkpoint.parts.optimizer_restore import OptimizerPlan, plan_optimizer
 from paceline.checkpoint.parts.optimizer_state_pieces import check_optimizer
 from paceline.checkpoint.parts.state_parts import StateParts
+from paceline.checkpoint.parts.state_reader import RunReader
 from paceline.errors import CheckpointError, UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.engine.reducer import Reducer
@@ -41,6 +44,8 @@ from paceline.world.accelerator import find_accelerator, used_accelerator
 from paceline.world.plain_values import unpack
 
 __all__ = ["CheckpointContents", "RestorePlan", "collect_contents"]
+
+log = logging.getLogger("paceline.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ class RestorePlan:
         DamagedCheckpoint: it is not intact, as far as this rank reads it.
     """
 
-    reader: CheckpointReader
+    reader: RunReader
     objects: NamedObjects
     rank: int
     ranks: int
@@ -218,10 +223,24 @@ class RestorePlan:
         for plan in self.optimizers.values():
             plan.load()
         for name, other in objects.others.items():  # last: their states may set those of model and optimizer
-            self._restore_other(name, other)
-        if self.rank in self.states:
-            _set_random_state(self.states[self.rank]["random"])
+            if name in first["others"]:
+                self._restore_other(name, other)
+        if "random" in (state := self.states.get(self.rank, {})):
+            _set_random_state(state["random"])
+        if self.rank == 0 and first.get("partial"):
+            self._log_partial()
         return first["epoch"]
+
+    def _log_partial(self) -> None:
+        """Log what a checkpoint of another program lacks, and what of it belongs to no object."""
+        objects, first, path = self.objects, self.first, self.reader.files.location
+        for note in first.get("notes", []):
+            log.warning("%s: %s", path, note)
+        if missing := [name for name in objects.others if name not in first["others"]]:
+            log.warning("%s has no state of %s, which begins anew", path, ", ".join(missing))
+        unused = [name for name in first["others"] if name not in objects.others]
+        if ignored := [*unused, *first.get("ignored", [])]:
+            log.info("%s has more than this run; ignored: %s", path, ", ".join(ignored))
 
     def _restore_other(self, name: str, other: Any) -> None:
         """Load rank 0's state of an object; with this rank's own, if there is one and as many ranks wrote it."""
@@ -240,7 +259,8 @@ class RestorePlan:
             ("optimizer", objects.optimizers, groups),
             ("object", objects.others, self.first["others"]),
         )
-        for kind, here, saved in kinds:
+        partial = self.first.get("partial", False)
+        for kind, here, saved in kinds[:2] if partial else kinds:
             for name in [*here, *saved]:
                 if (name in here) != (name in saved):
                     where = (
@@ -252,13 +272,19 @@ class RestorePlan:
                         f"{kind} {name!r} {where}",
                         remedy="pass to paceline.Checkpoint what the run that wrote it passed, under the same names",
                     )
+        for name, other in objects.others.items():
+            if name not in self.first["others"] and hasattr(other, "rank_state_dict"):
+                raise UsageError(
+                    f"{name!r} is not in the checkpoint {path!r}, and has copies of the weights of before",
+                    remedy="fill the model before it is created: paceline.import_weights(model, path)",
+                )
         for name, model in objects.models.items():
             check_weights(model, saved_weights(self.reader, name), f"the checkpoint {path!r}")
         for name, optimizer in objects.optimizers.items():
             check_optimizer(name, optimizer, groups[name], objects.param_names)
 
 
-def saved_weights(reader: CheckpointReader, model: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def saved_weights(reader: RunReader, model: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of a model's weights in a checkpoint, under all their names."""
     manifest, prefix = reader.manifest, f"{model}."
     found = {

@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from paceline.checkpoint.format.checkpoint_reader import CheckpointReader
-from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles, CheckpointStore
+from paceline.checkpoint.interop.dcp_reader import DcpReader, is_plain_dcp
+from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles
+from paceline.checkpoint.storage.one_checkpoint import ReadableStore
 from paceline.errors import CheckpointError, DamagedCheckpoint, PacelineError, UsageError
 
-__all__ = ["ResumePoint", "Resumed", "SkippedCheckpoint", "find_problem", "find_resume_point"]
+__all__ = [
+    "ResumePoint",
+    "Resumed",
+    "SkippedCheckpoint",
+    "find_problem",
+    "find_resume_point",
+    "open_checkpoint",
+]
 
 GatherTexts = Callable[[str], list[str]]
 """Returns the texts of all ranks, in rank order."""
@@ -64,7 +73,7 @@ class ResumePoint(Generic[P]):
 
 
 def find_resume_point(
-    store: CheckpointStore, rank: int, gather: GatherTexts, prepare: Callable[[CheckpointReader], P]
+    store: ReadableStore, rank: int, gather: GatherTexts, prepare: Callable[[CheckpointReader | DcpReader], P]
 ) -> ResumePoint[P] | None:
     """Return the newest intact checkpoint; None if there is no checkpoint. All ranks call this.
 
@@ -106,12 +115,22 @@ def find_resume_point(
     return None
 
 
+def open_checkpoint(files: CheckpointFiles) -> CheckpointReader | DcpReader:
+    """Return a reader of a checkpoint of Paceline's, or of one that plain torch.distributed.checkpoint has written.
+
+    Raises:
+        DamagedCheckpoint: its manifest or its metadata are not intact.
+        UsageError: it has another format.
+    """
+    return DcpReader(files) if is_plain_dcp(files) else CheckpointReader(files)
+
+
 def _try(
-    files: CheckpointFiles, prepare: Callable[[CheckpointReader], P]
+    files: CheckpointFiles, prepare: Callable[[CheckpointReader | DcpReader], P]
 ) -> tuple[P | None, str, PacelineError | None]:
     """Return what was prepared, or the problem, and the error."""
     try:
-        return prepare(CheckpointReader(files)), "", None
+        return prepare(open_checkpoint(files)), "", None
     except DamagedCheckpoint as error:
         return None, _first_line(error), error
     except PacelineError as error:
@@ -125,9 +144,12 @@ def _first_line(error: Exception) -> str:
 def find_problem(files: CheckpointFiles) -> str:
     """Return what is wrong with a checkpoint, after reading all of it; empty: it is intact."""
     try:
-        reader = CheckpointReader(files)
-        for rank in range(reader.manifest.ranks):
-            reader.verify(rank)
+        reader = open_checkpoint(files)
+        if isinstance(reader, CheckpointReader):
+            for rank in range(reader.manifest.ranks):
+                reader.verify(rank)
+        else:
+            reader.verify()
         reader.close()
     except (DamagedCheckpoint, UsageError) as error:
         return _first_line(error)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from paceline.checkpoint.api import _remove_old
+from paceline.checkpoint.retention import Retention, remove_old
 from paceline.checkpoint.storage import local_folder as module
 from paceline.checkpoint.storage.local_folder import LocalFolder, checkpoint_name, step_of
 from paceline.errors import CheckpointError, UsageError
@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError, UsageError
 
 def complete(folder, step, keep=2):
     folder.begin(step, "mark").complete([("last", b"text")], {})
-    _remove_old(folder, keep)
+    remove_old(folder, Retention(keep), {})
 
 
 def names(folder):

@@ -245,7 +245,7 @@ class Manifest:
         optimizers: per optimizer, the options of each group, with the names of its parameters.
         extra_files: checksums (xxh3, 128 bits) of further files beside it, such as ``.metadata``, by name.
         metric: by which the best checkpoints are kept; None: it has none.
-        written: time (ISO 8601) and versions.
+        written: time (ISO 8601), versions, and seconds that the save has taken.
 
     Raises:
         ValueError: it contradicts itself.

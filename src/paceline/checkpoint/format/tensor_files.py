@@ -22,11 +22,11 @@ from paceline.checkpoint.format.manifest import BLOCK_NBYTES, StoredChunk, Store
 from paceline.checkpoint.parts.state_parts import TensorPart, dtype_name
 from paceline.testing import fault_injection
 
-__all__ = ["ChecksummedFile", "block_checksums", "bytes_of", "write_parts", "write_safetensors"]
+__all__ = ["CODES", "ChecksummedFile", "block_checksums", "bytes_of", "write_parts", "write_safetensors"]
 
 _STRIDE_NBYTES = 1 << 20  # written and hashed at once: it stays in the processor's cache in between
 
-_CODES = {
+CODES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float16": "F16", "bfloat16": "BF16",
@@ -152,13 +152,19 @@ def write_parts(path: Path, parts: Mapping[str, TensorPart]) -> StoredFile:
         return file.finish()
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write whole tensors, contiguous on the CPU, to a new safetensors file, and flush it to the disk.
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    read: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Write whole tensors to a new safetensors file, one after another, and flush it to the disk.
 
     Args:
         path: the file; it must not exist.
-        tensors: by name.
+        tensors: by name, contiguous on the CPU; with `read`, on the device "meta".
         metadata: further texts for the header.
+        read: returns the values of a tensor, contiguous on the CPU, by its name; called once for each.
 
     Raises:
         OSError: it can't be written.
@@ -167,14 +173,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     with ChecksummedFile(path) as file:
         file.write(_header({label: tensors[label] for label in order}, metadata))
         for label in order:
-            file.write_tensor(bytes_of(tensors[label]))
+            file.write_tensor(bytes_of(tensors[label] if read is None else read(label)))
         file.finish()
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     offset, entries = 0, {}
     for label, tensor in tensors.items():
-        code = _CODES[dtype_name(tensor)]
+        code = CODES[dtype_name(tensor)]
         shape = [tensor.nbytes] if tensor.dtype is torch.complex128 else list(tensor.shape)
         entries[label] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + tensor.nbytes]}
         offset += tensor.nbytes

@@ -30,6 +30,7 @@ __all__ = [
     "load_weights",
     "plan_weights",
     "weight_files",
+    "weight_names",
     "weights_of",
 ]
 
@@ -139,6 +140,15 @@ def weights_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return each weight of a model once, by its first name, and the entries of its state_dict that are not tensors."""
     tensors, _, extra = _split_state(model)
     return tensors, extra
+
+
+def weight_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each weight of a model, by its first one."""
+    tensors, aliases, _ = _split_state(model)
+    names = {name: [name] for name in tensors}
+    for alias, first in aliases.items():
+        names[first].append(alias)
+    return names
 
 
 def weight_files(model: str, parts: int) -> list[str]:

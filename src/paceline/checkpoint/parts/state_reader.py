@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.format.manifest import Manifest, RankPiece
 from paceline.checkpoint.parts.boxes import Box
+from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles
 
-__all__ = ["Read", "StateReader", "TensorInfo"]
+__all__ = ["Read", "RunReader", "StateReader", "TensorInfo"]
 
 
 class TensorInfo(NamedTuple):
@@ -67,4 +69,30 @@ class StateReader(Protocol):
 
     def value(self, name: str) -> Any:
         """Return a plain value, as `plain_values.pack` returned it; KeyError: there is none."""
+        ...
+
+
+class RunReader(StateReader, Protocol):
+    """Reads a whole run's checkpoint, with what its ranks have of their own."""
+
+    @property
+    def files(self) -> CheckpointFiles:
+        """The files of the checkpoint."""
+        ...
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the checkpoint consists of."""
+        ...
+
+    def piece(self, rank: int) -> RankPiece:
+        """Return the piece of the manifest that a rank has written; DamagedCheckpoint: it is not intact."""
+        ...
+
+    def verify_rest(self, rank: int) -> None:
+        """Verify what belongs to no tensor in what a rank has written; errors as for `read`."""
+        ...
+
+    def own(self, rank: int, name: str) -> Tensor:
+        """Read a tensor that belongs to a rank's own state; errors as for `read`."""
         ...
