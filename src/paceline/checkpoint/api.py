@@ -260,9 +260,9 @@ class Checkpoint:
             began=began,
             rank=self._rank,
             ranks=self._ranks,
-            remove_old=partial(
-                remove_old, self._store, self._retention, self._metrics
-            ),  # none of this object
+            remove_old=partial(  # none of this object
+                remove_old, self._store, self._retention, self._metrics, spared=self._still_read()
+            ),
             unchanged=unchanged,
             earlier=self._unchanged.checkpoint,
             lock=self._lock,
@@ -270,6 +270,11 @@ class Checkpoint:
         )
         self._pending, self._saved_at = (self.step, self._latest), self.step
         self._warning.saved()
+
+    def _still_read(self) -> str:
+        """Return the name of the checkpoint that was loaded if an optimizer has yet to read its state."""
+        used = all(getattr(optimizer, "movable", True) for optimizer in self._objects.optimizers.values())
+        return "" if used or self.resumed is None else checkpoint_name(self.resumed.step)
 
     def _warn_of_newer(self, step: int) -> None:
         """Warn of checkpoints from `step` on that this run did not load, and that count as newer than its own."""
