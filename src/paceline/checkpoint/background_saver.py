@@ -170,7 +170,7 @@ class BackgroundSave:
         records: dict[str, tuple[str, int, int]] = {}
         if contents.container == "dcp":
             name = dcp_file(self._rank)
-            parts = {label: part for each in contents.parts.files.values() for label, part in each.items()}
+            parts = {part.label: part for each in contents.parts.files.values() for part in each.values()}
             files[name], found = write_dcp(folder / name, parts, contents.values)
             records = {label: (name, *where) for label, where in found.items()}
         else:

@@ -26,7 +26,13 @@ from torch import Tensor
 
 from paceline.checkpoint.format.manifest_index import OWN
 from paceline.checkpoint.parts.dcp_names import dcp_values
-from paceline.checkpoint.parts.model_weights import check_weights, collect_weights, fill_weights, plan_weights
+from paceline.checkpoint.parts.model_weights import (
+    check_weights,
+    collect_weights,
+    fill_weights,
+    plan_weights,
+    weight_names,
+)
 from paceline.checkpoint.parts.named_objects import NamedObjects, unwrap
 from paceline.checkpoint.parts.optimizer_parts import collect_optimizer
 from paceline.checkpoint.parts.optimizer_restore import OptimizerPlan, plan_optimizer
@@ -120,9 +126,10 @@ def collect_contents(
     }
     state = parts.add_packed(f"{OWN}{rank}", own)
     shared: dict[str, Any] = {"aliases": aliases, "container": container}
+    others = {name: each.state_dict() for name, each in objects.others.items()} if rank == 0 else {}
     if rank == 0:
         common = {
-            "others": {name: each.state_dict() for name, each in objects.others.items()},
+            "others": others,
             "extra": extra,
             "epoch": epoch,
             "engines": {name: _engine_state(engine) for name, engine in engines.items()},
@@ -131,7 +138,9 @@ def collect_contents(
         shared["optimizers"] = {
             name: parts.add_packed(f"{name}.param_groups", each) for name, each in groups.items()
         }
-    values = dcp_values(objects, groups, parts) if container == "dcp" else {}
+    values = {}
+    if container == "dcp":
+        values = dcp_values(groups if rank == 0 else {}, others, parts.unpacked())
     return CheckpointContents(parts, state, shared, values, groups)
 
 
@@ -272,7 +281,11 @@ class RestorePlan:
                     remedy="fill the model before it is created: paceline.import_weights(model, path)",
                 )
         for name, model in objects.models.items():
-            check_weights(model, saved_weights(self.reader, name), f"the checkpoint {path!r}")
+            weights = saved_weights(self.reader, name)
+            if partial:  # of tied weights it may have one
+                for first, others in weight_names(model).items():
+                    weights |= {each: weights[first] for each in others if first in weights}
+            check_weights(model, weights, f"the checkpoint {path!r}")
         for name, optimizer in objects.optimizers.items():
             check_optimizer(name, optimizer, groups[name], objects.param_names)
 

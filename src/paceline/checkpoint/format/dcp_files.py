@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -71,14 +72,18 @@ def _address(view: memoryview) -> int:
 
 
 def write_dcp(
-    path: Path, parts: Mapping[str, TensorPart], values: Mapping[str, Any]
+    path: Path,
+    parts: Mapping[str, TensorPart],
+    values: Mapping[str, Any],
+    read: Callable[[str], Tensor] | None = None,
 ) -> tuple[StoredFile, dict[str, tuple[int, int]]]:
     """Write parts of tensors, contiguous on the CPU, and values to a new file; flush it to the disk.
 
     Args:
         path: the file; it must not exist.
-        parts: by label.
+        parts: by label; with `read`, their data are on the device "meta".
         values: what DCP calls bytes, by name: numbers, strings, and lists and dicts of them.
+        read: returns the data of a part, contiguous on the CPU, by its label; called once for each.
 
     Returns:
         Its description, and start and length of the record of each value.
@@ -88,7 +93,7 @@ def write_dcp(
     """
     with ChecksummedFile(path) as file:
         for label, part in parts.items():
-            start, tensor = file.at, part.data
+            start, tensor = file.at, part.data if read is None else read(label)
             record = _Record(file, bytes_of(tensor))
             torch.save(tensor, record)  # type: ignore[arg-type] # it only writes
             if tensor.numel() and not record.found[1]:
