@@ -33,7 +33,7 @@ from paceline.checkpoint.format.manifest import (
 )
 from paceline.checkpoint.format.manifest_index import make_manifest
 from paceline.checkpoint.format.tensor_files import ChecksummedFile, write_parts
-from paceline.checkpoint.parts.dcp_names import dcp_path
+from paceline.checkpoint.parts.dcp_names import dcp_aliases, dcp_path
 from paceline.checkpoint.parts.state_parts import TensorPart
 from paceline.checkpoint.storage.checkpoint_store import SaveAttempt, StoreLock
 from paceline.world.accelerator import host_buffer, synchronize
@@ -196,7 +196,12 @@ class BackgroundSave:
         last = [(MANIFEST, text), (CHECKSUM, manifest.checksum_line(text))]
         if self._contents.container == "dcp":
             models, groups = list(manifest.aliases), self._contents.groups
-            metadata = dcp_metadata(pieces, lambda name: dcp_path(name, models, groups), attempt.prefix)
+            metadata = dcp_metadata(
+                pieces,
+                lambda name: dcp_path(name, models, groups),
+                attempt.prefix,
+                dcp_aliases(manifest.aliases),
+            )
             last.insert(0, (METADATA, metadata))
         sizes = {name: file.nbytes for piece in pieces for name, file in piece.files.items()}
         attempt.complete(last, sizes)

@@ -140,7 +140,8 @@ def collect_contents(
         }
     values = {}
     if container == "dcp":
-        values = dcp_values(groups if rank == 0 else {}, others, parts.unpacked())
+        further = others | {name: each for name, each in extra.items() if each and rank == 0}
+        values = dcp_values(groups if rank == 0 else {}, further, parts.unpacked())
     return CheckpointContents(parts, state, shared, values, groups)
 
 

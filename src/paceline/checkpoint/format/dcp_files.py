@@ -109,7 +109,10 @@ def write_dcp(
 
 
 def dcp_metadata(
-    pieces: Sequence[RankPiece], path_of: Callable[[str], tuple[str | int, ...]], prefix: str = ""
+    pieces: Sequence[RankPiece],
+    path_of: Callable[[str], tuple[str | int, ...]],
+    prefix: str = "",
+    aliases: Mapping[str, str] | None = None,
 ) -> bytes:
     """Return the content of ``.metadata``.
 
@@ -117,6 +120,7 @@ def dcp_metadata(
         pieces: of all ranks.
         path_of: returns the path of keys in the nested state that a name stands for.
         prefix: of the paths of files.
+        aliases: further names of tensors, which have the same records, by name.
     """
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -135,5 +139,10 @@ def dcp_metadata(
         for name, (file, start, length) in piece.records.items():
             tensors[name] = BytesStorageMetadata()
             storage[MetadataIndex(name)] = _StorageInfo(prefix + file, start, length)
+    for name, first in (aliases or {}).items():
+        entry = tensors[name] = tensors[first]
+        assert isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks:
+            storage[MetadataIndex(name, chunk.offsets)] = storage[MetadataIndex(first, chunk.offsets)]
     planner = {name: path_of(name) for name in tensors}
     return pickle.dumps(Metadata(tensors, planner, storage, StorageMeta(), CURRENT_DCP_VERSION))

@@ -95,9 +95,11 @@ class Conversion:
         return {name: unpack(packed, self.tensor) for name, packed in self.optimizers.items()}
 
     @property
-    def others(self) -> dict[str, Any]:
-        """The states of the objects that are neither models nor optimizers."""
-        return unpack(self.ranks[0].state["others"], self.tensor)
+    def nested(self) -> dict[str, Any]:
+        """The states of the objects that are neither models nor optimizers, and what models have besides tensors."""
+        state = self.ranks[0].state
+        extra = {name: each for name, each in unpack(state["extra"], self.tensor).items() if each}
+        return unpack(state["others"], self.tensor) | extra
 
 
 def of_checkpoint(reader: CheckpointReader) -> Conversion:
@@ -214,7 +216,7 @@ def _extra(
         parts = name[len(prefix) :].split(".")
         if prefix and name.startswith(prefix) and "_extra_state" in parts:
             at = parts.index("_extra_state") + 1
-            entry = bare_name(".".join(parts[:at]))
+            entry = bare_name(".".join(parts[:at]).removeprefix("module."))
             packed = packed_value(reader.load_value(name), f"{label}.{entry}", made)
             trees.setdefault(entry, {})[tuple(parts[at:])] = packed
             claimed.add(name)

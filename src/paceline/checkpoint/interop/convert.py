@@ -34,7 +34,7 @@ from paceline.checkpoint.interop.weights_source import (
     use_checkpoint,
     use_weights,
 )
-from paceline.checkpoint.parts.dcp_names import dcp_path, dcp_values
+from paceline.checkpoint.parts.dcp_names import dcp_aliases, dcp_path, dcp_values
 from paceline.checkpoint.parts.model_weights import index_text, weight_files
 from paceline.errors import UsageError
 from paceline.world.plain_values import unpack
@@ -131,7 +131,9 @@ def _write(contents: Conversion, folder: Path, container: str, progress: Progres
         manifest = make_manifest(pieces, texts, head)
         if container == "dcp":
             models, groups = list(contents.aliases), contents.groups
-            metadata = dcp_metadata(pieces, lambda name: dcp_path(name, models, groups))
+            metadata = dcp_metadata(
+                pieces, lambda name: dcp_path(name, models, groups), aliases=dcp_aliases(contents.aliases)
+            )
             write_bytes(staging / METADATA, metadata, private=True)
         text = manifest.to_json()
         write_bytes(staging / MANIFEST, text, private=True)
@@ -152,7 +154,7 @@ def _reading(parts: Mapping[str, LazyPart], advance: Callable[[], object]) -> Ca
 
 def _write_dcp(contents: Conversion, folder: Path, advance: Callable[[], object]) -> list[RankPiece]:
     pieces = []
-    groups, others = contents.groups, contents.others
+    groups, others = contents.groups, contents.nested
     for rank, each in enumerate(contents.ranks):
         name = dcp_file(rank)
         parts = {part.part.label: part for part in each.parts}

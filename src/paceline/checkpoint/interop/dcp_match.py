@@ -307,13 +307,14 @@ def step_of_dcp(reader: DcpReader) -> int | None:
     if (match := _STEP_NAME.fullmatch(reader.files.name)) is not None:
         return int(match[1])
     index = reader.index
+    states = tuple(f"{prefix}state." for prefix in index.optimizers)
+    inside = {name for name in index.paths if states and name.startswith(states)}
     found = [
-        name for name, path in index.paths.items() if len(path) <= 2 and _STEP_VALUES.issuperset(path[-1:])
+        name
+        for name, path in index.paths.items()
+        if name not in inside and len(path) <= 3 and _STEP_VALUES.issuperset(path[-1:])
     ]
     if len(found) != 1:
-        prefixes = tuple(f"{prefix}state." for prefix in index.optimizers)
-        found = [
-            name for name in index.paths if prefixes and name.startswith(prefixes) and name.endswith(".step")
-        ]
+        found = [name for name in inside if name.endswith(".step")]
     counts = [reader.tensor(name) if name in index.tensors else reader.load_value(name) for name in found]
     return int(max(counts, key=float)) if counts else None

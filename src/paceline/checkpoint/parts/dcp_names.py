@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["dcp_path", "dcp_values"]
+__all__ = ["dcp_aliases", "dcp_path", "dcp_values"]
 
 Path = tuple[str | int, ...]
 
@@ -25,7 +25,7 @@ def dcp_values(
 
     Args:
         groups: options of each group of each optimizer.
-        others: states of the objects that are neither models nor optimizers.
+        others: states of the objects that are neither models nor optimizers; of models, what are no tensors.
         plain: further values by name.
     """
     values = dict(plain)
@@ -34,6 +34,15 @@ def dcp_values(
     for name, other in others.items():
         values |= {_name(path): value for path, value in _leaves(other, (name,))}
     return values
+
+
+def dcp_aliases(aliases: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the first names of tied weights by their other ones, both with their model's."""
+    return {
+        f"{model}.{other}": f"{model}.{first}"
+        for model, names in aliases.items()
+        for other, first in names.items()
+    }
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
