@@ -39,6 +39,7 @@ MEANINGS = {  # the kind of value (metavar), and the words with which the help o
     "claim": ("NAME", "Volume claim, mounted at --workdir"),
     "clip": ("X", "Maximum gradient norm"),
     "compare": ("flag", "Rank all algorithms of the operation, best first"),
+    "complete-time": ("TIME", "Time until a checkpoint is complete"),
     "compression": ("NAME", "Compression"),
     "compute": ("TIME", "Concurrent computation per rank"),
     "contention": (
@@ -185,6 +186,7 @@ MEANINGS = {  # the kind of value (metavar), and the words with which the help o
     "starve": ("flag", "Run real processes out of data, under torch and under Paceline"),
     "state-bytes": ("N", "Bytes of state per parameter"),
     "step": ("TIME", "Time of a step without synchronisation"),
+    "step-time": ("TIME", "Time of a step, with synchronisation"),
     "standby": ("ADDRESS", "Wait, and take over"),
     "steps": ("N", "Number of steps"),
     "strategy": ("NAME", "Strategy"),

@@ -21,6 +21,7 @@ import torch
 from safetensors.numpy import load_file
 
 from paceline.tools.models.gpt_sizes import gpt_size
+from paceline.tools.report.run.checkpoint_times import measure_checkpoints
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.trace_reader import read_timeline
 
@@ -266,6 +267,11 @@ def test_killed_ranks_do_not_change_the_result(tmp_path, text, here, monkeypatch
         assert [(each.ranks_before, each.ranks_after) for each in record.restarts] == [(2, 2)]
         assert record.restarts[0].reason.endswith("was ended by SIGKILL")
         assert "<h2>Restarts</h2>" in (tmp_path / "run" / "report.html").read_text()
+        times = measure_checkpoints(record)
+        assert (times.failures, times.restarted) == (1, 1)
+        assert times.completed in (1, 2)
+        assert 0 < times.stall <= times.complete
+        assert 0 < times.restart < times.seconds
     else:
         assert re.search(r"rank 1 on .* was ended by SIGKILL .*the others train on", ended.stderr)
         assert not record.restarts

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -24,18 +26,19 @@ import torch.distributed as dist
 
 from paceline._core import __version__
 from paceline._core.step_state import step_state
-from paceline.checkpoint.background_saver import BackgroundSave, Files, HostBuffers
+from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers, on_cpu
 from paceline.checkpoint.checkpoint_contents import collect_contents
-from paceline.checkpoint.interop.dcp_reader import is_plain_dcp
+from paceline.checkpoint.exclusive_use import claim_store
 from paceline.checkpoint.interop.dcp_restore import plan_restore
-from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume_point
+from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
 from paceline.checkpoint.parts.named_objects import NamedObjects
-from paceline.checkpoint.parts.state_parts import TensorPart
+from paceline.checkpoint.retention import Retention, remove_old
 from paceline.checkpoint.save_cadence import save_cadence
 from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
-from paceline.checkpoint.storage.local_folder import LocalFolder, step_of
+from paceline.checkpoint.storage.local_folder import LocalFolder, checkpoint_name, step_of
 from paceline.checkpoint.storage.one_checkpoint import store_at
-from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.checkpoint.unchanged_files import UnchangedFiles
+from paceline.errors import CheckpointError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
 from paceline.world.live_file import JOINER_VARIABLE
 
@@ -45,25 +48,6 @@ _CONTAINERS = {"paceline": "safetensors", "dcp": "dcp"}
 """Kinds of files by format."""
 
 log = logging.getLogger("paceline.checkpoint")
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that a run resumed from.
-
-    Attributes:
-        path: the checkpoint, a folder or a URL.
-        step: its number of optimizer steps.
-        ranks: number of ranks that wrote it.
-        facts: the program's own values, saved with it.
-        passed_over: newer checkpoints that were skipped because they are not intact.
-    """
-
-    path: Path | str
-    step: int
-    ranks: int
-    facts: Mapping[str, Any]
-    passed_over: tuple[SkippedCheckpoint, ...]
 
 
 class Checkpoint:
@@ -79,7 +63,9 @@ class Checkpoint:
         folder: for this run's checkpoints, on a disk that all ranks share.
         objects: to save, named by kind: ``"model"``, ``"optimizer"``, ``"scheduler"``, ``"loader"``, or by class.
         every: optimizer steps between two checkpoints, or a time such as ``"10min"``; None: only `save` saves.
-        keep: number of complete checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
+        keep: number of newest checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
+        keep_every: optimizer steps; the first checkpoint at or after each multiple is kept, too. None: no such rule.
+        keep_best: number of checkpoints with the lowest metric (see `save`) to keep, too.
         asynchronous: False: training waits until a checkpoint is complete, and no memory is used for copies.
         format: ``"paceline"``: safetensors and a manifest; ``"dcp"``: files that torch.distributed.checkpoint reads,
             too.
@@ -95,7 +81,7 @@ class Checkpoint:
 
     Raises:
         UsageError: the folder can't be written or is not shared, its file system does not rename atomically, an object
-            has no state, `facts` can't be encoded as JSON, or `every` or `keep` are invalid.
+            has no state, `facts` can't be encoded as JSON, or an option is invalid.
         CheckpointError: another run writes to the folder.
 
     Example:
@@ -110,14 +96,15 @@ class Checkpoint:
         *objects: Any,
         every: int | str | None = None,
         keep: int = 2,
+        keep_every: int | None = None,
+        keep_best: int = 0,
         asynchronous: bool = True,
         format: str = "paceline",
         facts: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
         **named: Any,
     ) -> None:
-        if type(keep) is not int or keep < 1:
-            raise UsageError(f"keep={keep!r}", remedy="keep at least 1 checkpoint")
+        self._retention, self._metrics = Retention(keep, keep_every, keep_best), dict[str, float | None]()
         if format not in _CONTAINERS:
             raise UsageError(f"format={format!r}", remedy=f"pass one of {', '.join(map(repr, _CONTAINERS))}")
         self._container = _CONTAINERS[format]
@@ -128,12 +115,14 @@ class Checkpoint:
         self.facts = _check_facts(facts or {})
         self._group, (self._rank, self._ranks) = group, rank_and_size(group)
         self._cadence = save_cadence(every, self._share_from_rank_0)
-        self._keep, self._asynchronous = keep, asynchronous
+        self._asynchronous = asynchronous
         self._store: CheckpointStore = LocalFolder(folder)
         self._lock: StoreLock | None = None
         self._joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
-        self._run_id = "" if self._joins else self._open()
-        self._buffers = HostBuffers()
+        self._run_id = ""
+        if not self._joins:
+            self._run_id, self._lock = claim_store(self._store, self._rank, group)
+        self._buffers, self._unchanged = HostBuffers(), UnchangedFiles(keep)
         self._pending: tuple[int, BackgroundSave] | None = None
         self._latest: BackgroundSave | None = None
         self._closed = False
@@ -194,13 +183,14 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ save
 
-    def save(self, *, wait: bool = False) -> None:
+    def save(self, *, metric: float | None = None, wait: bool = False) -> None:
         """Start a checkpoint of the present state; return when it is copied. All ranks call this.
 
         If the previous checkpoint can't be completed (a full disk), a warning is logged, training continues, and
         complete checkpoints stay. A step that is saved already is not saved again.
 
         Args:
+            metric: by which the best checkpoints are kept, such as the loss on held-out data; lower is better.
             wait: return when it is complete.
 
         Raises:
@@ -214,10 +204,14 @@ class Checkpoint:
                 remedy="close at the end, or create another paceline.Checkpoint",
             )
         if self.step != self._saved_at:
-            self._finish_pending()
             with step_state.running_task("checkpoint"):
-                self._start()
-        if (wait or not self._asynchronous) and (failure := self._finish_pending()) and wait:
+                self._finish_pending()
+                self._start(metric)
+        failure = ""
+        if wait or not self._asynchronous:
+            with step_state.running_task("checkpoint"):
+                failure = self._finish_pending()
+        if failure and wait:
             raise CheckpointError(
                 failure,
                 rank=self._rank,
@@ -232,17 +226,23 @@ class Checkpoint:
             if self._cadence is not None and self._cadence.due(self.step):
                 self.save()
 
-    def _start(self) -> None:
+    def _start(self, metric: float | None) -> None:
         if not self._loaded:
             self._warn_of_newer(self.step)
+        began = time.perf_counter()
         contents = collect_contents(
             self._objects, self._rank, self._ranks, epoch=self.epoch, container=self._container
         )
-        files = contents.parts.files
-        files = self._buffers.copy(files) if self._asynchronous else _to_cpu(files)
+        unchanged = self._unchanged.find(contents.parts)
+        copied = {name: parts for name, parts in contents.parts.files.items() if name not in unchanged}
+        if self._asynchronous:
+            copied = self._buffers.copy(copied)
+        else:
+            copied = {name: on_cpu(parts) for name, parts in copied.items()}
         head = {
             "step": self.step,
             "facts": dict(self.facts),
+            "metric": metric if metric is not None and math.isfinite(metric) else None,
             "written": {
                 "at": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "paceline": __version__,
@@ -252,11 +252,16 @@ class Checkpoint:
         }
         self._latest = BackgroundSave(
             partial(self._store.begin, self.step, self._run_id),
-            replace(contents, parts=contents.parts.with_files(files)),
+            replace(contents, parts=contents.parts.with_files({**contents.parts.files, **copied})),
             head,
+            began=began,
             rank=self._rank,
             ranks=self._ranks,
-            remove_old=partial(_remove_old, self._store, self._keep),  # no reference back to this
+            remove_old=partial(
+                remove_old, self._store, self._retention, self._metrics
+            ),  # none of this object
+            unchanged=unchanged,
+            earlier=self._unchanged.checkpoint,
             lock=self._lock,
             previous=self._latest,
         )
@@ -287,6 +292,8 @@ class Checkpoint:
         last = gather_texts(pending.failure if self._rank == 0 and not reasons else "", self._group)[0]
         reasons += [f"rank 0: {last}"] if last else []
         if not reasons:
+            frozen = {name: file for name, file in pending.files.items() if name in pending.frozen}
+            self._unchanged.completed(checkpoint_name(step), frozen)
             return ""
         self._saved_at = -1
         failure = f"the checkpoint of step {step} can't be written to {self._store.location!r}: {'; '.join(reasons)}"
@@ -390,35 +397,7 @@ class Checkpoint:
             self._pending = None
         self._unlock()
 
-    # ------------------------------------------------------------------ open and close
-
-    def _open(self) -> str:
-        """Check that only this run, and all of its ranks, can write to the folder; return an id of the run."""
-        run_id, error = uuid.uuid4().hex[:12], None
-        if self._rank == 0:
-            try:
-                self._store.prepare()
-                self._lock = self._store.lock()
-                self._store.remove_incomplete()
-                self._store.put_probe(run_id)
-            except PacelineError as refused:
-                error = refused
-        own = json.dumps([run_id, str(error or "")]) if self._rank == 0 else ""
-        run_id, refusal = json.loads(gather_texts(own, self._group)[0])
-        if error is not None:
-            raise error
-        if refusal:
-            raise UsageError(f"rank 0 can't use the folder: {refusal}", rank=self._rank)
-        answers = gather_texts("" if self._store.sees_probe(run_id) else "x", self._group)
-        unseen = [str(rank) for rank, text in enumerate(answers) if text]
-        if self._rank == 0:
-            self._store.remove_probe(run_id)
-        if unseen:
-            raise UsageError(
-                f"rank 0 writes to {self._store.location!r}, but its files are not there on rank {', '.join(unseen)}",
-                remedy="name a folder on a disk that all hosts share",
-            )
-        return run_id
+    # ------------------------------------------------------------------ close
 
     def close(self) -> None:
         """Wait for the pending checkpoint, and let other runs write to the folder. All ranks call this."""
@@ -448,13 +427,6 @@ class Checkpoint:
         return sum_over_ranks(torch.tensor(mine, dtype=torch.float64), self._group).tolist()
 
 
-def _remove_old(store: CheckpointStore, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and none of another program."""
-    names = store.names()
-    if len(names) >= keep:
-        store.remove(name for name in names[keep:] if not is_plain_dcp(store.files(name)))
-
-
 def _check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(dict(facts), allow_nan=False)
@@ -475,13 +447,3 @@ def _count_steps(optimizer: torch.optim.Optimizer, reference: weakref.ref[Checkp
             checkpoint.step += 1
 
     optimizer.register_step_post_hook(count)
-
-
-def _to_cpu(files: Files) -> dict[str, dict[str, TensorPart]]:
-    """Return the tensors, contiguous on the CPU; without a copy where they already are."""
-    return {
-        file: {
-            label: replace(part, data=part.data.detach().cpu().contiguous()) for label, part in parts.items()
-        }
-        for file, parts in files.items()
-    }

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from paceline.checkpoint.checkpoint_contents import CheckpointContents
 from paceline.checkpoint.format.dcp_files import METADATA, dcp_file, dcp_metadata, write_dcp
@@ -38,7 +40,7 @@ from paceline.checkpoint.parts.state_parts import TensorPart
 from paceline.checkpoint.storage.checkpoint_store import SaveAttempt, StoreLock
 from paceline.world.accelerator import host_buffer, synchronize
 
-__all__ = ["BackgroundSave", "Files", "HostBuffers"]
+__all__ = ["BackgroundSave", "Files", "HostBuffers", "on_cpu"]
 
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0  # for which rank 0's thread waits for parts after the main thread has ended
@@ -85,14 +87,18 @@ class BackgroundSave:
         begin: makes the attempt, in the writing thread.
         contents: what this rank writes, with copied tensors.
         head: on rank 0, the manifest's entries that do not come from ranks.
+        began: when the save began, as `time.perf_counter` counts.
         rank, ranks: this rank, and the number of ranks.
         remove_old: on rank 0, removes older checkpoints once this one is complete.
+        unchanged: files that an earlier checkpoint has already; their tensors are not copied.
+        earlier: name of that checkpoint.
         lock: of the store, on rank 0; referenced until the end, so that it stays held.
         previous: the save before, whose thread may still remove older checkpoints; joined by this one's.
 
     Attributes:
         failure: why this rank could not write; empty: it could.
         complete: on rank 0, whether the checkpoint is complete.
+        files: what this rank has written.
     """
 
     def __init__(
@@ -101,22 +107,33 @@ class BackgroundSave:
         contents: CheckpointContents,
         head: Mapping[str, Any],
         *,
+        began: float,
         rank: int,
         ranks: int,
         remove_old: Callable[[], None],
+        unchanged: Mapping[str, StoredFile],
+        earlier: str,
         lock: StoreLock | None = None,
         previous: BackgroundSave | None = None,
     ) -> None:
         self.failure = ""
         self.complete = False
+        self._began = began
         self._begin, self._contents, self._head = begin, contents, head
         self._rank, self._ranks, self._remove_old, self._lock = rank, ranks, remove_old, lock
+        self._unchanged, self._earlier = unchanged, earlier
+        self.files: dict[str, StoredFile] = {}
         self._previous = previous
         self._written, self._finished, self._abandoned = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name="paceline-checkpoint")
         self._thread.start()
 
     # ------------------------------------------------------------------ called by the training thread
+
+    @property
+    def frozen(self) -> set[str]:
+        """Its files of weights that training does not change."""
+        return self._contents.parts.frozen
 
     def wait_written(self) -> str:
         """Wait until this rank's files are on the disk; return why they are not, or an empty text."""
@@ -166,23 +183,31 @@ class BackgroundSave:
     def _write(self, attempt: SaveAttempt) -> bytes:
         """Write and publish this rank's files; return the text of its piece of the manifest."""
         contents, folder = self._contents, attempt.folder
-        files: dict[str, StoredFile] = {}
         records: dict[str, tuple[str, int, int]] = {}
-        if contents.container == "dcp":
-            name = dcp_file(self._rank)
-            parts = {part.label: part for each in contents.parts.files.values() for part in each.values()}
-            files[name], found = write_dcp(folder / name, parts, contents.values)
-            records = {label: (name, *where) for label, where in found.items()}
-        else:
-            for name, parts in contents.parts.files.items():
-                files[name] = write_parts(folder / name, parts)
-            for name, text in contents.parts.texts.items():
-                with ChecksummedFile(folder / name) as file:
-                    file.write(text)
-                    files[name] = file.finish()
-        attempt.publish(list(files))
-        piece = RankPiece(files, contents.parts.values, contents.state, records)
-        return piece.to_json()
+        written: list[str] = []
+        for name, parts in contents.parts.files.items():
+            known = self._unchanged.get(name)
+            if known is not None:
+                if attempt.link(attempt.prefix + name, self._earlier):
+                    self.files[name] = known
+                    continue
+                parts = on_cpu(parts)
+            written.append(name)
+            if contents.container == "dcp":
+                values = contents.values if name == dcp_file(self._rank) else {}
+                self.files[name], found = write_dcp(folder / name, parts, values)
+                records |= {label: (name, *where) for label, where in found.items()}
+            else:
+                self.files[name] = write_parts(folder / name, parts)
+            if known is not None and _checksums(self.files[name]) != _checksums(known):
+                raise RuntimeError(f"frozen weights in {name} changed while they were written")
+        for name, text in contents.parts.texts.items():
+            with ChecksummedFile(folder / name) as file:
+                file.write(text)
+                self.files[name] = file.finish()
+            written.append(name)
+        attempt.publish(written)
+        return RankPiece(self.files, contents.parts.values, contents.state, records).to_json()
 
     def _complete(self, attempt: SaveAttempt) -> None:
         """Wait for the pieces of all ranks, and make them the newest checkpoint."""
@@ -191,18 +216,21 @@ class BackgroundSave:
         if len(given) < len(texts):
             return
         pieces = [RankPiece.from_json(text, piece_name(rank)) for rank, text in enumerate(given)]
-        manifest: Manifest = make_manifest(pieces, given, {**self._head, "prefix": attempt.prefix})
-        text = manifest.to_json()
-        last = [(MANIFEST, text), (CHECKSUM, manifest.checksum_line(text))]
+        extra: dict[str, bytes] = {}
         if self._contents.container == "dcp":
-            models, groups = list(manifest.aliases), self._contents.groups
-            metadata = dcp_metadata(
+            models, groups = list(self._contents.shared["aliases"]), self._contents.groups
+            extra[METADATA] = dcp_metadata(
                 pieces,
                 lambda name: dcp_path(name, models, groups),
                 attempt.prefix,
-                dcp_aliases(manifest.aliases),
+                dcp_aliases(self._contents.shared["aliases"]),
             )
-            last.insert(0, (METADATA, metadata))
+        checksums = {name: xxh3_128_hexdigest(content) for name, content in extra.items()}
+        written = {**self._head["written"], "seconds": round(time.perf_counter() - self._began, 3)}
+        head = {**self._head, "written": written, "prefix": attempt.prefix, "extra_files": checksums}
+        manifest: Manifest = make_manifest(pieces, given, head)
+        text = manifest.to_json()
+        last = [*extra.items(), (MANIFEST, text), (CHECKSUM, manifest.checksum_line(text))]
         sizes = {name: file.nbytes for piece in pieces for name, file in piece.files.items()}
         attempt.complete(last, sizes)
         self.complete = True
@@ -218,6 +246,15 @@ class BackgroundSave:
             if not threading.main_thread().is_alive():
                 left -= _POLL_SECONDS
         return text
+
+
+def on_cpu(parts: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
+    """Return parts with tensors that are contiguous on the CPU; without a copy where they already are."""
+    return {label: replace(part, data=part.data.detach().cpu().contiguous()) for label, part in parts.items()}
+
+
+def _checksums(file: StoredFile) -> dict[str, str]:
+    return {label: chunk.checksums for label, chunk in file.chunks.items()}
 
 
 def _failed_name(rank: int) -> str:

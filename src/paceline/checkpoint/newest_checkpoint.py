@@ -7,9 +7,10 @@ skipped on all of them, with the reason.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from paceline.checkpoint.format.checkpoint_reader import CheckpointReader
 from paceline.checkpoint.interop.dcp_reader import DcpReader, is_plain_dcp
@@ -17,7 +18,14 @@ from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles
 from paceline.checkpoint.storage.one_checkpoint import ReadableStore
 from paceline.errors import CheckpointError, DamagedCheckpoint, PacelineError, UsageError
 
-__all__ = ["ResumePoint", "SkippedCheckpoint", "find_problem", "find_resume_point", "open_checkpoint"]
+__all__ = [
+    "ResumePoint",
+    "Resumed",
+    "SkippedCheckpoint",
+    "find_problem",
+    "find_resume_point",
+    "open_checkpoint",
+]
 
 GatherTexts = Callable[[str], list[str]]
 """Returns the texts of all ranks, in rank order."""
@@ -34,6 +42,25 @@ class SkippedCheckpoint:
 
     path: str
     why: str
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run resumed from.
+
+    Attributes:
+        path: the checkpoint, a folder or a URL.
+        step: its number of optimizer steps.
+        ranks: number of ranks that wrote it.
+        facts: the program's own values, saved with it.
+        passed_over: newer checkpoints that were skipped because they are not intact.
+    """
+
+    path: Path | str
+    step: int
+    ranks: int
+    facts: Mapping[str, Any]
+    passed_over: tuple[SkippedCheckpoint, ...]
 
 
 @dataclass(frozen=True)

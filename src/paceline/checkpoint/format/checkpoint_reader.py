@@ -164,15 +164,24 @@ class CheckpointReader:
 
     def verify(self, rank: int) -> None:
         """Read everything that a rank has written, and verify it; errors as for `read`."""
-        piece = self.piece(rank)
+        self.verify_rest(rank)
         jobs: list[_Job] = []
-        for file, stored in piece.files.items():
-            self._file(file, stored.nbytes)
+        for file, stored in self.piece(rank).files.items():
             for label, chunk in stored.chunks.items():
                 found = _Chunk(file, stored.nbytes, label, chunk)
                 jobs += self._jobs(_overlaps([found], found.box, None))
-            self._verify_rest(file, stored.gaps(), stored.rest)
         self._run(jobs)
+
+    def verify_rest(self, rank: int) -> None:
+        """Verify what belongs to no tensor in what a rank has written: headers, small files; errors as for `read`.
+
+        With rank 0, also the files beside the manifest.
+        """
+        if rank == 0:
+            self.manifest.check_extra_files(self.files.read)
+        for file, stored in self.piece(rank).files.items():
+            self._file(file, stored.nbytes)
+            self._verify_rest(file, stored.gaps(), stored.rest)
 
     def _jobs_of(self, each: Read) -> Iterator[_Job]:
         info = self.manifest.tensors[each.name]
@@ -185,10 +194,12 @@ class CheckpointReader:
             if part is not None:
                 covered += part.numel
                 self.piece(rank)
+                wanted_chunk = (info.dtype, info.shape, tuple(offsets), tuple(sizes))
                 chunks = [
                     chunk
                     for chunk in self._chunks[rank].get(each.name, [])
-                    if chunk.stored.offsets == tuple(offsets)
+                    if wanted_chunk
+                    == (chunk.stored.dtype, chunk.stored.shape, chunk.stored.offsets, chunk.stored.sizes)
                 ]
                 if len(chunks) != 1:
                     raise DamagedCheckpoint(

@@ -9,7 +9,6 @@ our own reader finds them.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,9 +37,9 @@ __all__ = ["METADATA", "dcp_file", "dcp_metadata", "write_dcp"]
 METADATA = ".metadata"
 
 
-def dcp_file(rank: int) -> str:
-    """Return the name of a rank's file, as DCP names it."""
-    return f"__{rank}_0.distcp"
+def dcp_file(rank: int, number: int = 0) -> str:
+    """Return the name of a file of a rank, as DCP names it."""
+    return f"__{rank}_{number}.distcp"
 
 
 class _Record:
@@ -55,13 +54,18 @@ class _Record:
         self._file, self._data = file, data
         self._address = _address(data)
         self.found = (file.at, "")
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if len(view) == len(self._data) and len(view) and _address(view) == self._address:
-            self.found = self._file.write_tensor(view)
-            return len(view)
-        return self._file.write(view)
+        try:
+            if len(view) == len(self._data) and len(view) and _address(view) == self._address:
+                self.found = self._file.write_tensor(view)
+                return len(view)
+            return self._file.write(view)
+        except OSError as error:
+            self.failure = error  # torch.save raises one of its own after it
+            raise
 
     def flush(self) -> None:
         pass
@@ -74,7 +78,7 @@ def _address(view: memoryview) -> int:
 def write_dcp(
     path: Path,
     parts: Mapping[str, TensorPart],
-    values: Mapping[str, Any],
+    values: Mapping[str, bytes],
     read: Callable[[str], Tensor] | None = None,
 ) -> tuple[StoredFile, dict[str, tuple[int, int]]]:
     """Write parts of tensors, contiguous on the CPU, and values to a new file; flush it to the disk.
@@ -82,7 +86,7 @@ def write_dcp(
     Args:
         path: the file; it must not exist.
         parts: by label; with `read`, their data are on the device "meta".
-        values: what DCP calls bytes, by name: numbers, strings, and lists and dicts of them.
+        values: what DCP calls bytes, by name: further records of torch.save.
         read: returns the data of a part, contiguous on the CPU, by its label; called once for each.
 
     Returns:
@@ -94,16 +98,20 @@ def write_dcp(
     with ChecksummedFile(path) as file:
         for label, part in parts.items():
             start, tensor = file.at, part.data if read is None else read(label)
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()  # of a view, torch.save would write all that it is a view of
             record = _Record(file, bytes_of(tensor))
-            torch.save(tensor, record)  # type: ignore[arg-type] # it only writes
+            try:
+                torch.save(tensor, record)  # type: ignore[arg-type] # it only writes
+            except RuntimeError as error:
+                raise record.failure or error from None
             if tensor.numel() and not record.found[1]:
                 raise RuntimeError(f"torch.save has not written the memory of {part.name!r} in one piece")
             file.add(label, part, record.found, (start, file.at - start))
         records = {}
         for name, value in values.items():
-            start, stream = file.at, io.BytesIO()
-            torch.save(value, stream)
-            file.write(stream.getvalue())
+            start = file.at
+            file.write(value)
             records[name] = (start, file.at - start)
         return file.finish(), records
 

@@ -243,8 +243,9 @@ class Manifest:
         values: rank whose piece has a plain value, by name.
         aliases: per model, the first name of each weight that has several, by its other names.
         optimizers: per optimizer, the options of each group, with the names of its parameters.
+        extra_files: checksums (xxh3, 128 bits) of further files beside it, such as ``.metadata``, by name.
         metric: by which the best checkpoints are kept; None: it has none.
-        written: time (ISO 8601) and versions.
+        written: time (ISO 8601), versions, and seconds that the save has taken.
 
     Raises:
         ValueError: it contradicts itself.
@@ -261,12 +262,16 @@ class Manifest:
     aliases: Mapping[str, Mapping[str, str]]
     optimizers: Mapping[str, Any]
     prefix: str = ""
+    extra_files: Mapping[str, str] = field(default_factory=dict)
     metric: float | None = None
     written: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.prefix.startswith("/") or ".." in self.prefix.split("/"):
             raise ValueError(f"prefix {self.prefix!r:.60}")
+        for name in self.extra_files:
+            if "/" in name or "\0" in name:
+                raise ValueError(f"file name {name!r:.60}")
         for number, piece in enumerate(self.pieces):
             if piece.name != piece_name(number):
                 raise ValueError(f"piece {piece.name!r:.60} in place of {piece_name(number)!r}")
@@ -338,10 +343,13 @@ class Manifest:
             DamagedCheckpoint: it is missing, incomplete or invalid.
         """
         piece = self.pieces[rank]
-        text = _read(read, self.prefix + piece.name)
-        if xxh3_128_hexdigest(text) != piece.checksum:
-            raise DamagedCheckpoint(f"{piece.name} does not match its checksum")
+        text = _read_intact(read, self.prefix + piece.name, piece.checksum)
         return RankPiece.from_json(text, piece.name)
+
+    def check_extra_files(self, read: Callable[[str], bytes]) -> None:
+        """Raise a `DamagedCheckpoint` unless the further files beside it are there and intact."""
+        for name, checksum in self.extra_files.items():
+            _read_intact(read, name, checksum)
 
 
 def _read(read: Callable[[str], bytes], name: str) -> bytes:
@@ -352,6 +360,14 @@ def _read(read: Callable[[str], bytes], name: str) -> bytes:
         raise DamagedCheckpoint(f"{name} is missing") from None
     except OSError as error:
         raise DamagedCheckpoint(f"{name} can't be read: {error.strerror or error}") from error
+
+
+def _read_intact(read: Callable[[str], bytes], name: str, checksum: str) -> bytes:
+    """Return the content of a small file; DamagedCheckpoint: it can't be read, or has another checksum."""
+    text = _read(read, name)
+    if xxh3_128_hexdigest(text) != checksum:
+        raise DamagedCheckpoint(f"{name.rpartition('/')[2]} does not match its checksum")
+    return text
 
 
 def _parse(text: bytes) -> Any:

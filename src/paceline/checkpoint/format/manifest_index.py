@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from paceline.checkpoint.format.manifest import (
@@ -18,6 +19,8 @@ from paceline.checkpoint.format.manifest import (
 )
 
 __all__ = ["OWN", "make_manifest"]
+
+_PAIRED = 256  # boxes that are compared with all others at a time
 
 OWN = "rank."
 """Beginning of the names of tensors that belong to a rank's own state: they are in its piece only."""
@@ -54,6 +57,8 @@ def make_manifest(pieces: Sequence[RankPiece], texts: Sequence[bytes], head: Map
         if written != math.prod(shape):
             raise ValueError(f"{written} of the {math.prod(shape)} elements of {name!r} were written")
         layout = tuple(boxes[name])
+        if layout not in layouts and _overlap([box for _, *box in layout]):
+            raise ValueError(f"elements of {name!r} were written twice")
         tensors[name] = StoredTensor(dtype, shape, layouts.setdefault(layout, len(layouts)))
     values = {name: rank for rank, piece in enumerate(pieces) for name in piece.values}
     if len(values) != sum(len(piece.values) for piece in pieces):
@@ -66,3 +71,18 @@ def make_manifest(pieces: Sequence[RankPiece], texts: Sequence[bytes], head: Map
         values=values,
         **head,
     )
+
+
+def _overlap(boxes: Sequence[Sequence[Sequence[int]]]) -> bool:
+    """Return whether two of the boxes, each its offsets and sizes, have elements in common."""
+    filled = [box for box in boxes if math.prod(box[1])]
+    if len(filled) < 2:
+        return False
+    low = np.array([offsets for offsets, _ in filled])
+    high = low + np.array([sizes for _, sizes in filled])
+    for at in range(0, len(filled), _PAIRED):
+        some_low, some_high = low[at : at + _PAIRED, None], high[at : at + _PAIRED, None]
+        common = np.all((some_low < high) & (low < some_high), axis=2)
+        if np.count_nonzero(common) > len(some_low):  # more than each with itself
+            return True
+    return False

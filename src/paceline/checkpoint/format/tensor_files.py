@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from paceline.checkpoint.format.manifest import BLOCK_NBYTES, StoredChunk, Store
 from paceline.checkpoint.parts.state_parts import TensorPart, dtype_name
 from paceline.testing import fault_injection
 
-__all__ = ["CODES", "ChecksummedFile", "bytes_of", "write_parts", "write_safetensors"]
+__all__ = ["CODES", "ChecksummedFile", "block_checksums", "bytes_of", "write_parts", "write_safetensors"]
 
 _STRIDE_NBYTES = 1 << 20  # written and hashed at once: it stays in the processor's cache in between
 
@@ -37,8 +37,31 @@ CODES = {
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without a copy."""
-    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-    return memoryview(flat)
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.as_strided(
+        (tensor.numel(),), (1,)
+    )  # `reshape` may keep the stride of a dimension of size 1
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def block_checksums(data: memoryview, use: Callable[[memoryview], object] | None = None) -> str:
+    """Return the checksums of a tensor's bytes, one per block, see `StoredChunk`.
+
+    Args:
+        data: the bytes.
+        use: called with each run of them, while it is in the processor's cache.
+    """
+    digests = []
+    for block in range(0, len(data), BLOCK_NBYTES):
+        checksum, end = xxh3_64(), min(block + BLOCK_NBYTES, len(data))
+        for at in range(block, end, _STRIDE_NBYTES):
+            stride = data[at : min(at + _STRIDE_NBYTES, end)]
+            checksum.update(stride)
+            if use is not None:
+                use(stride)
+        digests.append(checksum.hexdigest())
+    return "".join(digests)
 
 
 class ChecksummedFile:
@@ -78,15 +101,8 @@ class ChecksummedFile:
 
     def write_tensor(self, data: memoryview) -> tuple[int, str]:
         """Write the bytes of a tensor; return where they start, and their checksums."""
-        start, digests = self.at, []
-        for block in range(0, len(data), BLOCK_NBYTES):
-            checksum, end = xxh3_64(), min(block + BLOCK_NBYTES, len(data))
-            for at in range(block, end, _STRIDE_NBYTES):
-                stride = data[at : min(at + _STRIDE_NBYTES, end)]
-                checksum.update(stride)
-                self._put(stride)
-            digests.append(checksum.hexdigest())
-        return start, "".join(digests)
+        start = self.at
+        return start, block_checksums(data, self._put)
 
     def _put(self, data: memoryview) -> None:
         fault_injection.before_write(len(data))

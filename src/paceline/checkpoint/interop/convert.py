@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from paceline._core import __version__
 from paceline._core.files import write_bytes
@@ -124,17 +125,20 @@ def _write(contents: Conversion, folder: Path, container: str, progress: Progres
             "paceline": __version__,
             "torch": str(torch.__version__),
         }
+        extra: dict[str, bytes] = {}
+        if container == "dcp":
+            models, groups = list(contents.aliases), contents.groups
+            extra[METADATA] = dcp_metadata(
+                pieces, lambda name: dcp_path(name, models, groups), aliases=dcp_aliases(contents.aliases)
+            )
+        for name, content in extra.items():
+            write_bytes(staging / name, content, private=True)
         head = {
             "step": contents.step, "facts": {}, "aliases": contents.aliases, "optimizers": contents.optimizers,
             "written": written, **contents.head, "container": "dcp" if container == "dcp" else "safetensors",
+            "extra_files": {name: xxh3_128_hexdigest(content) for name, content in extra.items()},
         }  # fmt: skip
         manifest = make_manifest(pieces, texts, head)
-        if container == "dcp":
-            models, groups = list(contents.aliases), contents.groups
-            metadata = dcp_metadata(
-                pieces, lambda name: dcp_path(name, models, groups), aliases=dcp_aliases(contents.aliases)
-            )
-            write_bytes(staging / METADATA, metadata, private=True)
         text = manifest.to_json()
         write_bytes(staging / MANIFEST, text, private=True)
         write_bytes(staging / CHECKSUM, manifest.checksum_line(text), private=True)

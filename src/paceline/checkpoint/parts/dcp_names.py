@@ -7,9 +7,11 @@ is what our names stand for, so that a program of torch's loads what it needs un
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -20,8 +22,8 @@ Path = tuple[str | int, ...]
 
 def dcp_values(
     groups: Mapping[str, Sequence[Mapping[str, Any]]], others: Mapping[str, Any], plain: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what is written that are no tensors, by name.
+) -> dict[str, bytes]:
+    """Return what is written that are no tensors, by name, as torch.save encodes it: training may change it.
 
     Args:
         groups: options of each group of each optimizer.
@@ -33,7 +35,13 @@ def dcp_values(
         values |= {_name(path): value for path, value in _leaves(list(each), (name, "param_groups"))}
     for name, other in others.items():
         values |= {_name(path): value for path, value in _leaves(other, (name,))}
-    return values
+    return {name: _encoded(value) for name, value in values.items()}
+
+
+def _encoded(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 def dcp_aliases(aliases: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -64,7 +64,8 @@ def collect_weights(
 
     Of sharded weights every rank writes its shard, once per shard. Whole ones are divided among files of about the same
     size, of at least 128 MiB, one for each of the first ranks. Buffers, which may differ between ranks (running
-    statistics of BatchNorm), are rank 0's.
+    statistics of BatchNorm), are rank 0's. Weights that are not trained have files of their own, which need not be
+    written again.
 
     Args:
         name: of the model.
@@ -78,31 +79,50 @@ def collect_weights(
         tensors.
     """
     tensors, aliases, extra = _split_state(model)
-    buffers = {each for each, _ in unwrap(model).named_buffers()}
+    module = unwrap(model)
+    buffers = {each for each, _ in module.named_buffers()}
+    frozen = {each for each, param in module.named_parameters() if not param.requires_grad}
     whole = {each: tensor for each, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    sizes = [0 if each in buffers else tensor.nbytes for each, tensor in whole.items()]
-    files = weight_files(name, max(1, min(ranks, sum(sizes) // _MIN_PART_NBYTES)))
-    locations: dict[str, str] = {}
-    for (each, tensor), owner in zip(whole.items(), partition_by_size(sizes, len(files)), strict=True):
-        owner = 0 if each in buffers else owner
-        locations[each] = files[owner]
-        if rank == owner:
+    owners, files = _deal(whole, buffers, frozen, ranks)
+    names = weight_files(name, len(files))
+    for each, tensor in whole.items():
+        rank_of_file, file = owners[each], names[files.index((owners[each], each in frozen))]
+        if rank == rank_of_file:
             value = instead[each].to(tensor.dtype) if each in instead else tensor
-            parts.add(TensorPart.whole(f"{name}.{each}", value), file=files[owner], label=each)
-    shard_file = f"{name}-shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+            parts.add(TensorPart.whole(f"{name}.{each}", value), file=file, label=each)
+    parts.frozen |= {names[at] for at, (_, is_frozen) in enumerate(files) if is_frozen}
     for number, (each, tensor) in enumerate(tensors.items()):
         if isinstance(tensor, DTensor) and writes_replica(tensor, number):
             box = box_of_shard(each, tensor)
             if box.numel:
+                kind = "frozen-shard" if each in frozen else "shard"
+                file = f"{name}-{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+                if each in frozen:
+                    parts.frozen.add(file)
                 data = tensor.to_local().detach()
-                parts.add(
-                    TensorPart(f"{name}.{each}", tuple(tensor.shape), box, data), file=shard_file, label=each
-                )
+                parts.add(TensorPart(f"{name}.{each}", tuple(tensor.shape), box, data), file=file, label=each)
     if rank == 0 and len(files) > 1 and len(whole) == len(tensors):
+        locations = {each: names[files.index((owners[each], each in frozen))] for each in whole}
         parts.texts[f"{name}.safetensors.index.json"] = index_text(
-            locations, sum(t.nbytes for t in whole.values())
+            locations, sum(tensor.nbytes for tensor in whole.values())
         )
     return aliases, extra
+
+
+def _deal(
+    whole: Mapping[str, Tensor], buffers: set[str], frozen: set[str], ranks: int
+) -> tuple[dict[str, int], list[tuple[int, bool]]]:
+    """Return the rank that writes each weight, and of each file its rank and whether it has frozen weights."""
+    owners: dict[str, int] = {}
+    files: list[tuple[int, bool]] = []
+    for is_frozen in (False, True):
+        held = [each for each in whole if (each in frozen) is is_frozen]
+        sizes = [0 if each in buffers else whole[each].nbytes for each in held]
+        count = max(1, min(ranks, sum(sizes) // _MIN_PART_NBYTES))
+        for each, owner in zip(held, partition_by_size(sizes, count), strict=True):
+            owners[each] = 0 if each in buffers else owner
+        files += sorted({(owners[each], is_frozen) for each in held})
+    return owners, files or [(0, False)]
 
 
 def index_text(locations: Mapping[str, str], nbytes: int) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -61,12 +61,14 @@ class StateParts:
         files: its files of tensors; in each, parts by a label that is unique in the file.
         values: plain values by name, of which only this rank has each; what `pack` returns.
         texts: further small files.
+        frozen: files of weights that training does not change.
     """
 
     rank: int
     files: dict[str, dict[str, TensorPart]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
 
     def add(self, part: TensorPart, *, file: str = "", label: str = "") -> None:
         """Add a part of a tensor.
@@ -97,8 +99,22 @@ class StateParts:
 
         return {name: unpack(packed, lookup) for name, packed in self.values.items()}
 
+    def in_files(self, changing: str, frozen: str) -> StateParts:
+        """Return it with all parts in two files at most, under labels that are unique in them.
+
+        Args:
+            changing: name of the file of what training changes.
+            frozen: name of the file of weights that it does not change.
+        """
+        merged = StateParts(self.rank, values=self.values)
+        for name, parts in self.files.items():
+            file = frozen if name in self.frozen else changing
+            for part in parts.values():
+                merged.add(part, file=file)
+        merged.files.setdefault(changing, {})
+        merged.frozen = {frozen} & merged.files.keys()
+        return merged
+
     def with_files(self, files: Mapping[str, Mapping[str, TensorPart]]) -> StateParts:
         """Return it with other files of tensors, such as copies."""
-        return StateParts(
-            self.rank, {name: dict(parts) for name, parts in files.items()}, self.values, self.texts
-        )
+        return replace(self, files={name: dict(parts) for name, parts in files.items()})

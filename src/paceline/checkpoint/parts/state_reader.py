@@ -89,6 +89,10 @@ class RunReader(StateReader, Protocol):
         """Return the piece of the manifest that a rank has written; DamagedCheckpoint: it is not intact."""
         ...
 
+    def verify_rest(self, rank: int) -> None:
+        """Verify what belongs to no tensor in what a rank has written; errors as for `read`."""
+        ...
+
     def own(self, rank: int, name: str) -> Tensor:
         """Read a tensor that belongs to a rank's own state; errors as for `read`."""
         ...

@@ -81,6 +81,18 @@ class SaveAttempt(Protocol):
         """
         ...
 
+    def link(self, name: str, earlier: str) -> bool:
+        """Make a file of an earlier complete checkpoint part of this one, without writing it again.
+
+        Args:
+            name: of the file, the path from the folder of that checkpoint.
+            earlier: name of that checkpoint.
+
+        Returns:
+            False: that is not possible here.
+        """
+        ...
+
     def report(self, name: str, text: bytes) -> None:
         """Publish a small file that other ranks read with `reported`; atomic. Errors as for `publish`."""
         ...
