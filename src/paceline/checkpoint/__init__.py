@@ -13,5 +13,5 @@ exclusive_use.py           lets one run, with all of its ranks, write to a place
 parts/                     parts of tensors that ranks hold, by name: of models, optimizers and other objects
 format/                    manifest and files of tensors: written and read, each byte verified
 storage/                   places that hold checkpoints
-interop/                   weights exported and imported, for other programs
+interop/                   checkpoints and weights of other programs, read, written and converted
 """

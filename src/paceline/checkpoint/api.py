@@ -72,8 +72,8 @@ class Checkpoint:
         keep_every: optimizer steps; the first checkpoint at or after each multiple is kept, too. None: no such rule.
         keep_best: number of checkpoints with the lowest metric (see `save`) to keep, too.
         asynchronous: False: training waits until a checkpoint is complete, and no memory is used for copies.
-        format: ``"paceline"``: safetensors and a manifest; ``"dcp"``: files that torch.distributed.checkpoint reads,
-            too.
+        format: of the checkpoints to write. ``"paceline"``: safetensors and a manifest; ``"dcp"``: files that
+            torch.distributed.checkpoint reads, too. `load` reads both, and checkpoints that it alone has written.
         facts: further values to save, as JSON; no NaN.
         notice: returns whether this machine is about to go; called every 5 s in a thread, so it may block.
         group: process group of the ranks; None: all.
