@@ -17,7 +17,7 @@ from paceline.health.attribution import StallLimits
 from paceline.health.monitor_thread import MonitorThread
 from paceline.health.peer_endpoint import LOOPBACK, PeerEndpoint, open_listener
 from paceline.health.peer_mesh import PeerMesh
-from paceline.health.process_probe import process_start_ticks
+from paceline.world.process_probe import process_start_ticks
 
 __all__ = ["watchdog_core_shares"]
 

@@ -31,6 +31,7 @@ from paceline.checkpoint.checkpoint_contents import collect_contents
 from paceline.checkpoint.exclusive_use import claim_store
 from paceline.checkpoint.interop.dcp_restore import plan_restore
 from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
+from paceline.checkpoint.parts.loader_epochs import LoaderEpochs, with_loader
 from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.checkpoint.retention import Retention, remove_old
 from paceline.checkpoint.save_cadence import save_cadence
@@ -55,9 +56,9 @@ class Checkpoint:
 
     All ranks create it with the same arguments and call its methods at the same places. It saves models, optimizers
     (with sharded state, resharded if the number of ranks changes), loaders, schedulers, any object with
-    ``state_dict()`` and ``load_state_dict()``, and the random generators of every rank. Of objects that are neither
-    models nor optimizers, rank 0's state is saved and loaded on all ranks; of `LocalSGD` and related ones, and of
-    compression residuals, every rank's.
+    ``state_dict()`` and ``load_state_dict()``, and the random generators of every rank. Of loaders of other libraries,
+    of `LocalSGD` and related ones, and of compression residuals, every rank's state is saved. Of other objects that are
+    neither models nor optimizers, rank 0's is saved and loaded on all ranks, with a warning if states differ.
 
     Args:
         folder: for this run's checkpoints, on a disk that all ranks share.
@@ -127,7 +128,7 @@ class Checkpoint:
         self._latest: BackgroundSave | None = None
         self._closed = False
         self._loaded = False  # load() was called
-        self._resume_epoch = False  # load() found a checkpoint, and no epoch has begun since
+        self._epochs = LoaderEpochs()
         self._saved_at, self._checked_at = -1, 0  # steps
         for optimizer in list(self._objects.optimizers.values())[:1]:
             _count_steps(optimizer, weakref.ref(self))
@@ -141,20 +142,18 @@ class Checkpoint:
         loop, if an optimizer made a step in it; and at the end of every epoch.
 
         Args:
-            loader: any iterable; if it has a state, that belongs to the checkpoint.
+            loader: any iterable; if it has a state, that belongs to the checkpoint. If it has ``set_epoch()``, that is
+                called before every epoch; a `Loader` counts epochs itself.
             epochs: total number of epochs since training began; None: the rest of one epoch.
 
         Raises:
             PacelineError: see `load`.
         """
-        self._add_loader(loader)
+        self._objects = with_loader(self._objects, loader, loaded=self._loaded)
         if not self._loaded:
             self.load()
-        if self._resume_epoch and hasattr(loader, "set_epoch"):
-            loader.set_epoch(self.epoch)  # which may have no batches left
-        self._resume_epoch = False
         while epochs is None or self.epoch < epochs:
-            for batch in loader:
+            for batch in self._epochs.batches(loader, self.epoch):
                 yield batch
                 self.save_if_due()
             self.epoch += 1
@@ -162,24 +161,6 @@ class Checkpoint:
                 self.save()
             if epochs is None:
                 return
-
-    def _add_loader(self, loader: Any) -> None:
-        """Make `loader` part of the checkpoint, unless it is already."""
-        if any(each is loader for each in self._objects.others.values()):
-            return
-        if hasattr(loader, "state_dict") and not self._loaded:
-            self._objects = self._objects.with_other("loader", loader)
-        elif not self._loaded:
-            log.warning(
-                "a %s has no state_dict(): a resumed run repeats its epoch from the start; paceline.Loader continues "
-                "with the next batch",
-                type(loader).__qualname__,
-            )
-        elif hasattr(loader, "state_dict"):
-            log.warning(
-                "the loader was not part of the checkpoint when load() was called, so it is not saved: a resumed run "
-                "repeats its epoch from the start; pass it to paceline.Checkpoint too"
-            )
 
     # ------------------------------------------------------------------ save
 
@@ -231,7 +212,12 @@ class Checkpoint:
             self._warn_of_newer(self.step)
         began = time.perf_counter()
         contents = collect_contents(
-            self._objects, self._rank, self._ranks, epoch=self.epoch, container=self._container
+            self._objects,
+            self._rank,
+            self._ranks,
+            epoch=self.epoch,
+            between_epochs=self._epochs.between,
+            container=self._container,
         )
         unchanged = self._unchanged.find(contents.parts)
         copied = {name: parts for name, parts in contents.parts.files.items() if name not in unchanged}
@@ -325,8 +311,8 @@ class Checkpoint:
 
         Raises:
             CheckpointError: there are checkpoints, but none is intact.
-            UsageError: the checkpoint belongs to another model or optimizer, or has a newer format, or there is none at
-                `path`; nothing was changed.
+            UsageError: the checkpoint belongs to another model or optimizer, has a newer format, holds a loader's state
+                that does not fit this number of ranks, or there is none at `path`; nothing was changed.
         """
         if self._joins:
             return None
@@ -349,8 +335,8 @@ class Checkpoint:
                 log.warning("skipped %s, which is not intact: %s", skipped.path, skipped.why)
                 if path is None:
                     self._store.set_aside(skipped.path.rpartition("/")[2])
-        self._resume_epoch = True
         self.epoch = found.plan.restore()
+        self._epochs.resume(between=bool(found.plan.first.get("between_epochs")))
         manifest = found.plan.reader.manifest
         self.step = self._checked_at = manifest.step
         self._saved_at = manifest.step if path is None else -1

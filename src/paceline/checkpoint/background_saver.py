@@ -36,6 +36,7 @@ from paceline.checkpoint.format.manifest import (
 from paceline.checkpoint.format.manifest_index import make_manifest
 from paceline.checkpoint.format.tensor_files import ChecksummedFile, write_parts
 from paceline.checkpoint.parts.dcp_names import dcp_aliases, dcp_path
+from paceline.checkpoint.parts.rank_digests import warn_of_differences
 from paceline.checkpoint.parts.state_parts import TensorPart
 from paceline.checkpoint.storage.checkpoint_store import SaveAttempt, StoreLock
 from paceline.world.accelerator import host_buffer, synchronize
@@ -216,6 +217,7 @@ class BackgroundSave:
         if len(given) < len(texts):
             return
         pieces = [RankPiece.from_json(text, piece_name(rank)) for rank, text in enumerate(given)]
+        warn_of_differences(str(attempt.folder.parent), [piece.state for piece in pieces])
         extra: dict[str, bytes] = {}
         if self._contents.container == "dcp":
             models, groups = list(self._contents.shared["aliases"]), self._contents.groups

@@ -5,9 +5,12 @@ manifest.optimizers    per optimizer, the options of each group, with the names 
 state of a rank
     random         its random generators
     compressed     per model: its compression residuals
-    own            per object with a `rank_state_dict`: its own, such as its local parameters
-    others, extra, engines, epoch    of rank 0 only: states of all other objects; entries of a model's state_dict that
-                   are not tensors; counters, loss weights and arithmetic of its engine; completed epochs
+    own            per object with a `rank_state_dict`: its own, such as its local parameters; per loader whose state
+                   belongs to a rank: its own; see parts/loader_states
+    digests        per object whose state should be the same on all ranks: its digest
+    others, extra, engines, epoch, between_epochs    of rank 0 only: states of all other objects; entries of a model's
+                   state_dict that are not tensors; counters, loss weights and arithmetic of its engine; completed
+                   epochs, and whether the next one had not begun
     partial, ignored, notes    of rank 0, if another program wrote it: other objects may be missing; names of what
                    belongs to no object; what the log should say
 """
@@ -27,6 +30,13 @@ from torch import Tensor
 from paceline.checkpoint.format.dcp_files import dcp_file
 from paceline.checkpoint.format.manifest_index import OWN
 from paceline.checkpoint.parts.dcp_names import dcp_values
+from paceline.checkpoint.parts.loader_states import (
+    check_states,
+    collect_state,
+    is_loader,
+    is_paceline_loader,
+    load_state,
+)
 from paceline.checkpoint.parts.model_weights import (
     check_weights,
     collect_weights,
@@ -79,7 +89,13 @@ class CheckpointContents:
 
 
 def collect_contents(
-    objects: NamedObjects, rank: int, ranks: int, *, epoch: int, container: str = "safetensors"
+    objects: NamedObjects,
+    rank: int,
+    ranks: int,
+    *,
+    epoch: int,
+    between_epochs: bool = False,
+    container: str = "safetensors",
 ) -> CheckpointContents:
     """Return what `rank` writes; nothing is gathered, but all ranks call this.
 
@@ -87,6 +103,7 @@ def collect_contents(
         objects: to save.
         rank, ranks: the rank, and the number of ranks.
         epoch: number of completed epochs.
+        between_epochs: the next one has not begun.
         container: ``"safetensors"``, or ``"dcp"``.
 
     Raises:
@@ -114,25 +131,23 @@ def collect_contents(
         name: collect_optimizer(name, optimizer, objects.param_names, parts, ranks)
         for name, optimizer in objects.optimizers.items()
     }
+    others = {name: collect_state(name, each, rank, ranks) for name, each in objects.others.items()}
     own: dict[str, Any] = {
         "random": _random_state(),
         "compressed": {
             name: residuals for name, engine in engines.items() if (residuals := engine.residuals.state())
         },
-        "own": {
-            name: each.rank_state_dict()
-            for name, each in objects.others.items()
-            if hasattr(each, "rank_state_dict")
-        },
+        "own": {name: each.own for name, each in others.items() if each.own is not None},
+        "digests": {name: each.digest for name, each in others.items() if each.digest},
     }
     state = parts.add_packed(f"{OWN}{rank}", own)
     shared: dict[str, Any] = {"aliases": aliases, "container": container}
-    others = {name: each.state_dict() for name, each in objects.others.items()} if rank == 0 else {}
     if rank == 0:
         common = {
-            "others": others,
+            "others": {name: each.common for name, each in others.items()},
             "extra": extra,
             "epoch": epoch,
+            "between_epochs": between_epochs,
             "engines": {name: _engine_state(engine) for name, engine in engines.items()},
         }
         state |= parts.add_packed(f"{OWN}0", common)
@@ -141,7 +156,10 @@ def collect_contents(
         }
     values: dict[str, bytes] = {}
     if container == "dcp":
-        further = others | {name: each for name, each in extra.items() if each and rank == 0}
+        further: dict[str, Any] = {}
+        if rank == 0:
+            further = {name: each.state_dict() for name, each in objects.others.items()}
+            further |= {name: each for name, each in extra.items() if each}
         values = dcp_values(groups if rank == 0 else {}, further, parts.unpacked())
         parts = parts.in_files(dcp_file(rank), dcp_file(rank, 1))
     return CheckpointContents(parts, state, shared, values, groups)
@@ -188,6 +206,8 @@ class RestorePlan:
                 for rank in range(manifest.ranks)
                 if rank % self.ranks == self.rank
             }
+            if not self.first.get("partial"):
+                check_states(objects.others, self._rank_states, self.rank, self.ranks, reader.files.location)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             if isinstance(error, UsageError):
                 raise
@@ -221,8 +241,8 @@ class RestorePlan:
             if isinstance(model, DataParallel) and name in first["engines"]:
                 saved = first["engines"][name]
                 model.engine.step, model.engine.weights.reference = saved["step"], saved["reference"]
-                states = [self.states.get(rank, {}) for rank in range(ranks)]
-                model.engine.residuals.load([each.get("compressed", {}).get(name, {}) for each in states])
+                compressed = [self.states.get(rank, {}).get("compressed", {}) for rank in range(ranks)]
+                model.engine.residuals.load([each.get(name, {}) for each in compressed])
                 model.engine.replicas_differ, model.engine.failure = False, ""
                 if isinstance(model.engine, VirtualRankReducer) and self.rank == 0:
                     warn_of_other_arithmetic(model.engine.arithmetic, saved.get("arithmetic", {}))
@@ -231,8 +251,9 @@ class RestorePlan:
         for plan in self.optimizers.values():
             plan.load()
         for name, other in objects.others.items():  # last: their states may set those of model and optimizer
-            if name in first["others"]:
-                self._restore_other(name, other)
+            foreign = is_loader(other) and not is_paceline_loader(other)
+            if not (first.get("partial") and foreign):  # whose state another program has saved in its own way
+                load_state(name, other, self._rank_states, self.rank, self.ranks)
         if "random" in (state := self.states.get(self.rank, {})):
             _set_random_state(state["random"])
         if self.rank == 0 and first.get("partial"):
@@ -244,31 +265,30 @@ class RestorePlan:
         objects, first, path = self.objects, self.first, self.reader.files.location
         for note in first.get("notes", []):
             log.warning("%s: %s", path, note)
-        if missing := [name for name in objects.others if name not in first["others"]]:
+        if missing := [
+            name
+            for name, other in objects.others.items()
+            if name not in first["others"] or (is_loader(other) and not is_paceline_loader(other))
+        ]:
             log.warning("%s has no state of %s, which begins anew", path, ", ".join(missing))
         unused = [name for name in first["others"] if name not in objects.others]
         if ignored := [*unused, *first.get("ignored", [])]:
             log.info("%s has more than this run; ignored: %s", path, ", ".join(ignored))
 
-    def _restore_other(self, name: str, other: Any) -> None:
-        """Load rank 0's state of an object; with this rank's own, if there is one and as many ranks wrote it."""
-        state = self.first["others"][name]
-        if not hasattr(other, "rank_state_dict"):
-            other.load_state_dict(state)
-            return
-        same = self.reader.manifest.ranks == self.ranks
-        other.load_state_dict(state, self.states[self.rank].get("own", {}).get(name) if same else None)
+    @property
+    def _rank_states(self) -> list[dict[str, Any]]:
+        """The states of all ranks that wrote the checkpoint, as far as this one has read them."""
+        states = [self.states.get(rank, {}) for rank in range(self.reader.manifest.ranks)]
+        return [self.first, *states[1:]]
 
     def _check_objects(self, groups: Mapping[str, Any]) -> None:
-        """Raise unless the checkpoint holds the states of the objects."""
+        """Raise unless the checkpoint holds the models and optimizers."""
         manifest, path, objects = self.reader.manifest, self.reader.files.location, self.objects
         kinds = (
             ("model", objects.models, manifest.aliases),
             ("optimizer", objects.optimizers, groups),
-            ("object", objects.others, self.first["others"]),
         )
-        partial = self.first.get("partial", False)
-        for kind, here, saved in kinds[:2] if partial else kinds:
+        for kind, here, saved in kinds:
             for name in [*here, *saved]:
                 if (name in here) != (name in saved):
                     where = (
@@ -281,14 +301,15 @@ class RestorePlan:
                         remedy="pass to paceline.Checkpoint what the run that wrote it passed, under the same names",
                     )
         for name, other in objects.others.items():
-            if name not in self.first["others"] and hasattr(other, "rank_state_dict"):
+            lacks = self.first.get("partial") and name not in self.first["others"]
+            if lacks and hasattr(other, "rank_state_dict"):
                 raise UsageError(
                     f"{name!r} is not in the checkpoint {path!r}, and has copies of the weights of before",
                     remedy="fill the model before it is created: paceline.import_weights(model, path)",
                 )
         for name, model in objects.models.items():
             weights = saved_weights(self.reader, name)
-            if partial:  # of tied weights it may have one
+            if self.first.get("partial"):  # of tied weights it may have one
                 for first, others in weight_names(model).items():
                     weights |= {each: weights[first] for each in others if first in weights}
             check_weights(model, weights, f"the checkpoint {path!r}")

@@ -54,7 +54,7 @@ from paceline.elastic.store_records import (
 )
 from paceline.elastic.view import View
 from paceline.errors import WorldError
-from paceline.health.process_probe import LocalProcess, host_key, process_start_ticks
+from paceline.world.process_probe import LocalProcess, host_key, process_start_ticks
 
 __all__ = ["Membership", "TrainingAction", "wait_for_view"]
 

@@ -26,7 +26,7 @@ from paceline.health.failure_detector import HEARTBEAT_SECONDS, FailureDetector,
 from paceline.health.heartbeat import FailureNotice, Heartbeat, MalformedFrame, clip_text
 from paceline.health.peer_mesh import PeerMesh
 from paceline.health.pending_connections import CONNECT_SECONDS
-from paceline.health.process_probe import LocalProcess
+from paceline.world.process_probe import LocalProcess
 
 __all__ = ["MonitorThread"]
 

@@ -7,7 +7,7 @@ The training thread only writes its state (`paceline._core.step_state`). A monit
     heartbeat.py, peer_mesh.py, peer_endpoint.py   messages, connections, addresses
     pending_connections.py, peer_handshake.py      connections that are not authenticated yet
     aggregation/          summaries of other hosts' ranks, up and down a tree
-    process_probe.py, thread_probe.py              state of local processes and of the training thread
+    thread_probe.py       state of the training thread; world/process_probe.py: of local processes
     abort_collectives.py  ends waits in collectives
     straggler.py          finds the slowest rank
 """
@@ -49,10 +49,10 @@ from paceline.health.monitor_thread import MonitorThread
 from paceline.health.peer_endpoint import LOOPBACK, PeerEndpoint, open_listener, watchdog_address
 from paceline.health.peer_handshake import world_key
 from paceline.health.peer_mesh import PeerMesh
-from paceline.health.process_probe import host_key, process_start_ticks
 from paceline.health.straggler import Straggler
 from paceline.health.thread_probe import format_exception
 from paceline.world.control_collectives import gather_texts, rank_and_size
+from paceline.world.process_probe import host_key, process_start_ticks
 from paceline.world.rendezvous import format_ranks
 
 __all__ = ["Watchdog", "is_symptom"]

@@ -24,7 +24,7 @@ from paceline.health.monitor_thread import MonitorThread
 from paceline.health.peer_endpoint import LOOPBACK, PeerEndpoint, open_listener
 from paceline.health.peer_handshake import CallerHandshake, FrameSealer, ListenerHandshake, world_key
 from paceline.health.peer_mesh import PeerMesh
-from paceline.health.process_probe import process_start_ticks
+from paceline.world.process_probe import process_start_ticks
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 RAISED = json.loads(json.dumps(FailureNotice("raised", 1, 1, name="ValueError: forged").message()))

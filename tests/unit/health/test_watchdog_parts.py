@@ -27,9 +27,9 @@ from paceline.health.attribution import Attribution, RankObservation
 from paceline.health.failure_text import peer_failed
 from paceline.health.heartbeat import FailureNotice, Heartbeat
 from paceline.health.peer_endpoint import LOOPBACK, PeerEndpoint, watchdog_address
-from paceline.health.process_probe import LocalProcess, host_key, process_start_ticks
 from paceline.health.straggler import StepTimes, find_slowest
 from paceline.health.watchdog import is_symptom
+from paceline.world.process_probe import LocalProcess, host_key, process_start_ticks
 
 
 def until(condition, seconds=20.0):
@@ -72,7 +72,7 @@ def test_without_a_pidfd_the_start_time_identifies_a_process():
 
 
 def test_processes_of_a_host_share_its_key():
-    line = "from paceline.health.process_probe import host_key; print(host_key())"
+    line = "from paceline.world.process_probe import host_key; print(host_key())"
     output = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout
     assert output.strip() == host_key()
 

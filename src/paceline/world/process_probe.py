@@ -10,7 +10,7 @@ from typing import Literal
 from paceline._core.process_exit import exit_status_of, has_ended
 from paceline.world.environment import boot_id
 
-__all__ = ["LocalProcess", "host_key", "process_start_ticks"]
+__all__ = ["LocalProcess", "has_process_ended", "host_key", "process_start_ticks"]
 
 
 def host_key() -> str:
@@ -35,6 +35,15 @@ def _state_and_start(pid: int) -> tuple[str, int]:
         return fields[0].decode(), int(fields[19])
     except (OSError, IndexError, ValueError):
         return "", 0
+
+
+def has_process_ended(pid: int, start_ticks: int) -> bool:
+    """Return whether a process on this host has ended, also if its parent has not noticed; see `LocalProcess`."""
+    process = LocalProcess(pid, start_ticks)
+    try:
+        return process.state() == "gone"
+    finally:
+        process.close()
 
 
 class LocalProcess:
