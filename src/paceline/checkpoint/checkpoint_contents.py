@@ -36,6 +36,7 @@ from paceline.checkpoint.parts.loader_states import (
     is_loader,
     is_paceline_loader,
     load_state,
+    plain_state,
 )
 from paceline.checkpoint.parts.model_weights import (
     check_weights,
@@ -142,10 +143,9 @@ def collect_contents(
     }
     state = parts.add_packed(f"{OWN}{rank}", own)
     shared: dict[str, Any] = {"aliases": aliases, "container": container}
-    common_states = {name: each.common for name, each in others.items()} if rank == 0 else {}
     if rank == 0:
         common = {
-            "others": common_states,
+            "others": {name: each.common for name, each in others.items()},
             "extra": extra,
             "epoch": epoch,
             "between_epochs": between_epochs,
@@ -157,7 +157,10 @@ def collect_contents(
         }
     values: dict[str, bytes] = {}
     if container == "dcp":
-        further = common_states | {name: each for name, each in extra.items() if each and rank == 0}
+        further: dict[str, Any] = {}
+        if rank == 0:
+            further = {name: plain_state(each) for name, each in others.items()}
+            further |= {name: each for name, each in extra.items() if each}
         values = dcp_values(groups if rank == 0 else {}, further, parts.unpacked())
         parts = parts.in_files(dcp_file(rank), dcp_file(rank, 1))
     return CheckpointContents(parts, state, shared, values, groups)

@@ -40,6 +40,7 @@ __all__ = [
     "is_loader",
     "is_paceline_loader",
     "load_state",
+    "plain_state",
 ]
 
 log = logging.getLogger("paceline.checkpoint")
@@ -145,6 +146,11 @@ def collect_state(name: str, other: Any, rank: int, ranks: int) -> ObjectState:
         return ObjectState({_LOADER: kind}, own)
     common = {_LOADER: kind, "state": state, **_mosaic_order(other, ranks)}
     return ObjectState(common, digest=state_digest(name, state))
+
+
+def plain_state(state: ObjectState) -> Any:
+    """Return what ``state_dict()`` of an object has returned."""
+    return (state.own or state.common)["state"] if _saved_kind(state.common) else state.common
 
 
 # ------------------------------------------------------------------ check
