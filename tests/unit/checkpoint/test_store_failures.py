@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -316,6 +318,38 @@ def test_ranks_killed_while_they_save_damage_nothing(make_place, kind):
     assert intact_steps(place)[0] == newest + 1
     left = [name for name in store._files.list() if name.startswith("step-")]
     assert sorted(left, reverse=True) == store.names()
+
+
+_PROGRAM = """
+import sys, threading, time
+from pathlib import Path
+from checkpoint_places import Place, save
+
+place = Place(sys.argv[1], {"key": "key", "secret": "secret", "endpoint_url": sys.argv[2]}, Path(sys.argv[3]))
+store = place.store(bandwidth=0.7e6)  # for 15 s: names are resolved anew after 10
+store.prepare()
+lock = store.lock()
+
+def work():
+    save(store, 1, {"a": bytes(9 << 20), "b": bytes(1 << 20)})
+    lock.close()
+
+threading.Thread(target=work).start()
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.thorough
+def test_a_program_that_ends_without_waiting_completes_its_last_checkpoint(make_place, s3, tmp_path):
+    place = make_place("s3")
+    endpoint = f"http://localhost:{s3.port}"  # which is resolved by a thread of an executor
+    subprocess.run(
+        [sys.executable, "-c", _PROGRAM, place.url, endpoint, str(tmp_path / "cache")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+        timeout=120,
+    )
+    assert place.store().names() == ["step-00000001"]
 
 
 # ------------------------------------------------------------------ SFTP

@@ -148,7 +148,10 @@ class FileSystem:
             except EOFError:
                 raise
             except Exception as error:
-                now, permanent = time.monotonic(), _is_permanent(error)
+                now = time.monotonic()
+                permanent = (
+                    _is_permanent(error) or not threading.main_thread().is_alive()
+                )  # see `remote_attempt`
                 if self._has_folders and not permanent:
                     self._discard(instance)
                 if reached() > best:
@@ -333,7 +336,8 @@ def _limit_calls(instance: Any) -> None:
     """Limit the time of each request, and of s3fs the number of retries, on top of botocore's and ours."""
     for name in _CALLS:
         call = getattr(instance, name, None)
-        if inspect.iscoroutinefunction(getattr(call, "__wrapped__", None)):  # by fsspec.asyn.sync_wrapper
+        # Of those that fsspec.asyn.sync_wrapper has made:
+        if call is not None and inspect.iscoroutinefunction(getattr(call, "__wrapped__", None)):
             setattr(instance, name, functools.partial(call, timeout=_CALL_SECONDS))
     if "retries" in vars(type(instance)):
         instance.retries = 1
