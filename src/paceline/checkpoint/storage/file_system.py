@@ -1,8 +1,9 @@
 """Calls of a remote file system through fsspec, repeated while it is down for a moment.
 
 An error is permanent if waiting can't help: no permission, no credentials, no such file or bucket, a full disk. All
-others (refused and cut connections, time-outs, 500 and 503) are retried, on a new connection, until nothing has worked
-for `RETRY_SECONDS`: a store may be restarted in between.
+others (refused and cut connections, time-outs, 500 and 503) are retried until nothing has worked for `RETRY_SECONDS`: a
+store may be restarted in between. SFTP and the like get a new connection for that; clients of object stores make their
+own, and take long to set up.
 
 Listings never come from fsspec's caches, since other hosts write too. Asynchronous implementations (s3fs, gcsfs, adlfs,
 sshfs) have one instance per process, which threads share; others have one per thread. A forked process makes its own:
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import inspect
 import os
 import posixpath
@@ -36,6 +38,11 @@ RETRY_SECONDS = 180.0
 """How long a call is repeated while nothing works."""
 
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.2, 10.0
+
+_CALL_SECONDS = 120.0
+"""Limit of a single request: a part of 8 MiB at 0.6 Mbit/s. Without, one that a peer does not read waits for ever."""
+
+_CALLS = ("call_s3", "cat_file", "info", "ls", "makedirs", "mv", "pipe_file", "rm", "rm_file")
 
 _PERMANENT = (
     PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError,
@@ -141,8 +148,11 @@ class FileSystem:
             except EOFError:
                 raise
             except Exception as error:
-                now, permanent = time.monotonic(), _is_permanent(error)
-                if not permanent:
+                now = time.monotonic()
+                permanent = (
+                    _is_permanent(error) or not threading.main_thread().is_alive()
+                )  # see `remote_attempt`
+                if self._has_folders and not permanent:
                     self._discard(instance)
                 if reached() > best:
                     wait, best, failing_since = _FIRST_WAIT_SECONDS, reached(), now
@@ -158,8 +168,7 @@ class FileSystem:
             instance, _ = url_to_fs(self._url, skip_instance_cache=True, **self._options)
             with contextlib.suppress(AttributeError):
                 instance.dircache.use_listings_cache = False
-            if "retries" in vars(type(instance)):  # s3fs's, on top of botocore's and ours
-                instance.retries = 1
+            _limit_calls(instance)
             made = os.getpid(), instance
             if self._is_async:
                 self._shared = made
@@ -338,6 +347,17 @@ def _implementation(protocol: str, location: str) -> Any:
         ) from error
 
 
+def _limit_calls(instance: Any) -> None:
+    """Limit the time of each request, and of s3fs the number of retries, on top of botocore's and ours."""
+    for name in _CALLS:
+        call = getattr(instance, name, None)
+        # Of those that fsspec.asyn.sync_wrapper has made:
+        if call is not None and inspect.iscoroutinefunction(getattr(call, "__wrapped__", None)):
+            setattr(instance, name, functools.partial(call, timeout=_CALL_SECONDS))
+    if "retries" in vars(type(instance)):
+        instance.retries = 1
+
+
 def _default_options(implementation: Any) -> Mapping[str, Any]:
     """Return options that the caller may override: by default, sshfs waits for a lost host for ever."""
     is_sshfs = implementation.__module__.startswith("sshfs.")
@@ -366,6 +386,8 @@ def _as_os_error(error: Exception, where: str) -> OSError:
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
+    if isinstance(error, TimeoutError):
+        reason = f"no answer in time ({reason})"
     if type(error).__name__ in _NO_CREDENTIALS:
         return PermissionError(errno.EACCES, f"{where}: {reason}")
     if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):

@@ -14,7 +14,9 @@ import contextlib
 import errno
 import logging
 import shutil
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +33,22 @@ log = logging.getLogger("paceline.checkpoint")
 _UPLOADS = 4  # at a time: a connection to an object store is slower than the network
 _LISTING_SECONDS = 0.5  # between two listings of the reports
 _ABANDON_SECONDS = 20.0
+
+_EXIT_SECONDS = 300.0
+"""How long a program that has reached its end waits for its last checkpoint."""
+
+_saving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _finish_saving() -> None:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_saving):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+# Once the main thread has ended, Python starts no work in executors any more, which connections need. There is no
+# public hook before that; importing concurrent.futures has registered its own, and the last one is called first.
+getattr(threading, "_register_atexit", lambda call: None)(_finish_saving)
 
 
 @dataclass(frozen=True)
@@ -53,7 +71,7 @@ class AttemptPlace:
 
 
 class RemoteAttempt:
-    """A checkpoint that is being written; see `SaveAttempt` for the methods.
+    """A checkpoint that this thread writes; see `SaveAttempt` for the methods. At its end, the program waits for it.
 
     Args:
         place: where.
@@ -67,6 +85,8 @@ class RemoteAttempt:
         self._written: list[tuple[str, bytes]] = []
         self._there: set[str] = set()
         self._listed_at, self._failing_since = -_LISTING_SECONDS, 0.0
+        if (thread := threading.current_thread()) is not threading.main_thread():
+            _saving.add(thread)
 
     # ------------------------------------------------------------------ every rank
 
