@@ -132,6 +132,29 @@ def test_torchrun_passes_a_sigterm_on_and_its_ranks_save(tmp_path, workers):
     check_each_step_once(tmp_path, 2)
 
 
+@pytest.mark.thorough
+def test_ctrl_c_saves_too(tmp_path):
+    command = Command(tmp_path, paceline_run(tmp_path, 2))
+    command.reach(5)
+    command.process.send_signal(signal.SIGINT)
+    assert command.end() == 130, command.text()
+    check_saved(command)
+    assert "Traceback" not in command.text()
+
+
+@pytest.mark.thorough
+def test_a_second_ctrl_c_ends_all_at_once(tmp_path):
+    (tmp_path / "hold-save").touch()
+    command = Command(tmp_path, paceline_run(tmp_path, 2, "--grace", "100s"))
+    command.reach(3)
+    command.process.send_signal(signal.SIGINT)
+    command.wait_for(lambda: command.lines.count("at save"))
+    command.process.send_signal(signal.SIGINT)
+    assert command.end() == 130, command.text()
+    assert newest(tmp_path) == 0
+    assert command.runs_none()
+
+
 def test_a_second_signal_ends_all_at_once(tmp_path):
     (tmp_path / "hold-save").touch()
     command = Command(tmp_path, paceline_run(tmp_path, 2, "--grace", "100s"))

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import time
 import uuid
@@ -66,6 +67,10 @@ class _RepeatRendezvous(Exception):
     """This world must not begin, because a host leaves it first."""
 
 
+class _JobWarned(JobEnded):
+    """The job ends on all hosts, whose ranks may save first."""
+
+
 class ElasticAgent:
     """Runs this host's ranks of a job; :meth:`run` returns when the job has ended well.
 
@@ -106,12 +111,17 @@ class ElasticAgent:
             while not self._poll():
                 pass
         except KeyboardInterrupt:
-            outcome = JobOutcome(130, f"interrupted on {self._me.host}", remedy="start it again to continue")
-            self._end_job(outcome)
+            text, remedy = f"interrupted on {self._me.host}", "start it again to continue"
+            self._end_job(JobOutcome(130, text, remedy=remedy, warning=signal.SIGTERM))
+            self._leave_after(signal.SIGTERM, "interrupted")
             raise
         except WarnedExit as warned:
-            if code := self._leave_after(warned.number):
+            if code := self._leave_after(warned.number, f"warned by {signal_name(warned.number)}"):
                 raise SystemExit(code) from None
+        except _JobWarned as warned:
+            code = self._leave_after(warned.outcome.warning, warned.outcome.text)
+            if code:
+                raise JobEnded(warned.outcome) if warned.outcome.code == 130 else SystemExit(code) from None
         except SystemExit as error:
             self._leave(int(error.code or 0))
             raise
@@ -156,7 +166,7 @@ class ElasticAgent:
         view = self._coordinator.view()
         if view.outcome is not None:
             if view.outcome.warning:
-                raise WarnedExit(view.outcome.warning)
+                raise _JobWarned(view.outcome)
             if view.outcome.code:
                 raise JobEnded(view.outcome)
             return True
@@ -193,16 +203,17 @@ class ElasticAgent:
         for failure in self._live.unrecovered():
             self._coordinator.report_failure(self._world, failure)
 
-    def _leave_after(self, number: int) -> int:
+    def _leave_after(self, number: int, how: str) -> int:
         """Pass a warning on to this host's ranks, wait until they have left, and return the exit code."""
-        self._leaving, how = True, f"warned by {signal_name(number)}"
+        self._leaving = True
         if self._serving:
             text = f"{self._me.host}, which serves the rendezvous, was {how}"
             self._end_job(JobOutcome(128 + number, text, warning=number))
         running, seconds = sum(one.runs for one in self._ranks.present), self._job.timeouts.leave
         if self._world < 0 or not (running or self._ranks.have_ended_well()):
             return 128 + number
-        log_line(f"{how}; {plural(running, 'rank')} may save and leave within {seconds:g} s")
+        ranks = plural(running, "rank")
+        log_line(f"{how}; {ranks} may save and leave within {seconds:g} s, a second signal ends all at once")
         self._ranks.warn(number)
         deadline = time.monotonic() + seconds
         while not self._have_left() and (left := deadline - time.monotonic()) > 0:

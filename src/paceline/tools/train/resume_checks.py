@@ -32,8 +32,14 @@ def checkpoint_facts(settings: TrainSettings, size: GptSize, corpus: Corpus, win
     }
 
 
-def check_resumable(settings: TrainSettings, size: GptSize, corpus: Corpus) -> None:
+def check_resumable(settings: TrainSettings, size: GptSize, corpus: Corpus, *, again: bool = False) -> None:
     """Check that a training that resumes can do so, by the manifest of its newest checkpoint.
+
+    Args:
+        settings: of the training.
+        size: of the model.
+        corpus: its data.
+        again: it may have done its last step: a job that was requeued while it ended ends once more.
 
     Raises:
         UsageError: there is no checkpoint, it does not fit the training, or no step is left to do.
@@ -42,7 +48,7 @@ def check_resumable(settings: TrainSettings, size: GptSize, corpus: Corpus) -> N
         return
     path, manifest = _newest(RunFolder(settings.out).checkpoint)
     check_facts(path, manifest.facts, settings, size, corpus)
-    if manifest.step >= settings.steps:
+    if manifest.step >= settings.steps and not again:
         raise UsageError(
             f"nothing left to do: the checkpoint is at step {manifest.step} of {settings.steps}",
             remedy="raise --steps, or start anew with --overwrite",
@@ -66,7 +72,7 @@ def _newest(folder: Path) -> tuple[Path, Manifest]:
             return folder / name, Manifest.read(store.files(name).read)
         except DamagedCheckpoint:  # skipped, and reported, when checkpoints are loaded
             continue
-    raise UsageError(f"no intact checkpoint in {str(folder)!r}", remedy="leave --resume out to start anew")
+    raise UsageError(f"no intact checkpoint in {str(folder)!r}", remedy="start anew with --overwrite")
 
 
 def check_facts(
