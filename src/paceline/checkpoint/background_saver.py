@@ -13,6 +13,7 @@ one went (`Checkpoint.wait`), so that all abandon one that can't be completed, a
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -42,6 +43,8 @@ from paceline.checkpoint.storage.checkpoint_store import SaveAttempt, StoreLock
 from paceline.world.accelerator import host_buffer, synchronize
 
 __all__ = ["BackgroundSave", "Files", "HostBuffers", "on_cpu"]
+
+log = logging.getLogger("paceline.checkpoint")
 
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0  # for which rank 0's thread waits for parts after the main thread has ended
@@ -174,7 +177,10 @@ class BackgroundSave:
             self._previous.join()
             self._previous = None
         if self.complete:
-            self._remove_old()
+            try:
+                self._remove_old()
+            except OSError as error:
+                log.warning("older checkpoints stay until the next save: %s", error)
 
     def _report_failure(self, attempt: SaveAttempt | None) -> None:
         if attempt is not None:

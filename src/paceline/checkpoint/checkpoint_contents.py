@@ -142,9 +142,10 @@ def collect_contents(
     }
     state = parts.add_packed(f"{OWN}{rank}", own)
     shared: dict[str, Any] = {"aliases": aliases, "container": container}
+    common_states = {name: each.common for name, each in others.items()} if rank == 0 else {}
     if rank == 0:
         common = {
-            "others": {name: each.common for name, each in others.items()},
+            "others": common_states,
             "extra": extra,
             "epoch": epoch,
             "between_epochs": between_epochs,
@@ -156,10 +157,7 @@ def collect_contents(
         }
     values: dict[str, bytes] = {}
     if container == "dcp":
-        further: dict[str, Any] = {}
-        if rank == 0:
-            further = {name: each.state_dict() for name, each in objects.others.items()}
-            further |= {name: each for name, each in extra.items() if each}
+        further = common_states | {name: each for name, each in extra.items() if each and rank == 0}
         values = dcp_values(groups if rank == 0 else {}, further, parts.unpacked())
         parts = parts.in_files(dcp_file(rank), dcp_file(rank, 1))
     return CheckpointContents(parts, state, shared, values, groups)

@@ -92,13 +92,16 @@ class Retention:
         return [-step for _, step in sorted(known)[: self.keep_best]]
 
 
-def remove_old(store: CheckpointStore, policy: Retention, metrics: dict[str, float | None]) -> None:
+def remove_old(
+    store: CheckpointStore, policy: Retention, metrics: dict[str, float | None], *, spared: str = ""
+) -> None:
     """Remove the checkpoints that a policy does not keep; those of other programs stay.
 
     Args:
         store: the checkpoints.
         policy: which stay.
         metrics: of checkpoints by name, as far as known; the others are read and added.
+        spared: name of one that stays now, as it is still being read.
     """
     named = [name for name in store.names() if name == checkpoint_name(step_of(name))]
     names = [name for name in named if not is_plain_dcp(store.files(name))]
@@ -110,4 +113,4 @@ def remove_old(store: CheckpointStore, policy: Retention, metrics: dict[str, flo
                 metrics[name] = None
     if len(names) >= policy.keep:
         steps = policy.steps_to_remove([(step_of(name), metrics.get(name)) for name in names])
-        store.remove(map(checkpoint_name, steps))
+        store.remove([name for name in map(checkpoint_name, steps) if name != spared])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import random
 import tracemalloc
 
@@ -148,8 +149,9 @@ HEAD = {"step": 1, "facts": {}, "container": "safetensors", "aliases": {}, "opti
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"offsets": (0, 0)}, "elements of 'w' were written twice"),  # and as many are missing
-        ({"offsets": (1, 0)}, "elements of 'w' were written twice"),
+        ({"offsets": (1, 0)}, "elements of 'w' were written twice"),  # and as many are missing
+        ({"offsets": (0, 0)}, "6 of the 12 elements of 'w' were written"),  # as if by a replica
+        ({"offsets": (0, 0), "checksums": "0" * 16}, "rank 0 and rank 1 have written 'w' with other values"),
         ({"tensor": "v"}, "6 of the 12 elements of 'w' were written"),
         ({"tensor": "whole0"}, r"ranks have written 'whole0' as .*int64.* and as .*float32"),
         ({"shape": (5, 3)}, r"ranks have written 'w' as .*\(4, 3\).* and as .*\(5, 3\)"),
@@ -167,11 +169,32 @@ def test_pieces_that_do_not_fit_together(tmp_path, changed, words):
         make_manifest(pieces, texts, HEAD)
 
 
-def test_two_ranks_with_the_same_value_do_not_fit_together(tmp_path):
+def test_two_ranks_with_other_values_under_a_name_do_not_fit_together(tmp_path):
     pieces, texts = pieces_of(shard(0), shard(1, first=2), folder=tmp_path)
     pieces[1] = dataclasses.replace(pieces[1], values={"value0": 3})
-    with pytest.raises(ValueError, match="the same plain value"):
+    with pytest.raises(ValueError, match="rank 0 and rank 1 have written other values of 'value0'"):
         make_manifest(pieces, texts, HEAD)
+
+
+@pytest.mark.parametrize("container", ["safetensors", "dcp"])
+def test_what_a_replica_writes_counts_once(tmp_path, container):
+    """A DTensor on a part of a mesh has replicas on the other parts."""
+    ranks = [shard(0), shard(1, first=2), shard(2), shard(3, first=2)]
+    for rank, parts in enumerate(ranks):
+        parts.add(TensorPart.whole("step", torch.tensor(7.0)))
+        parts.values = {"lists": [1, {"$float": "nan"}], f"own{rank}": rank}
+    manifest = Manifest.read(write_checkpoint(LocalFolder(tmp_path), 1, ranks, container=container).read)
+    assert manifest.layouts[manifest.tensors["w"].layout] == [(0, (0, 0), (2, 3)), (1, (2, 0), (2, 3))]
+    assert manifest.layouts[manifest.tensors["step"].layout] == [(0, (), ())]
+    assert manifest.values == {"lists": 0, "own0": 0, "own1": 1, "own2": 2, "own3": 3}
+    if container == "dcp":
+        metadata = pickle.loads((tmp_path / "step-00000001" / ".metadata").read_bytes())
+        assert [tuple(chunk.offsets) for chunk in metadata.state_dict_metadata["w"].chunks] == [
+            (0, 0),
+            (2, 0),
+        ]
+        (index,) = (index for index in metadata.storage_data if index.fqn == "step")
+        assert metadata.storage_data[index].relative_path == "__0_0.distcp"
 
 
 @settings(max_examples=60)

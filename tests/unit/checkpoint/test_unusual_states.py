@@ -48,7 +48,7 @@ class ListState(torch.optim.Optimizer):
 
 
 class Everything(nn.Module):
-    """Weights of many dtypes and layouts, some without elements, some frozen, one under two names; buffers; an extra state."""
+    """Weights of many dtypes and layouts, some without elements, frozen or under two names; buffers; an extra state."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -88,14 +88,20 @@ def steps(optimizer, count=1):
         optimizer.step(*([lambda: 1.0] if isinstance(optimizer, torch.optim.LBFGS) else []))
 
 
+def simple(params):
+    return [param for param in params if not param.is_complex() and param.numel()]
+
+
+ODD = {"cap": math.inf, "floors": (-math.inf, math.nan)}
+
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.125, amsgrad=True),
     "a tensor as lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.125), capturable=False, foreach=False),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.9),
     "no state": lambda params: torch.optim.SGD(params, lr=0.125),
-    "Adafactor": lambda params: torch.optim.Adafactor([p for p in params if not p.is_complex() and p.numel()], lr=0.125),
+    "Adafactor": lambda params: torch.optim.Adafactor(simple(params), lr=0.125),
     "lists": lambda params: ListState([p for p in params if not p.is_complex()]),
-    "NaN in options": lambda params: torch.optim.SGD([{"params": params, "cap": math.inf, "floors": (-math.inf, math.nan)}]),
+    "NaN in options": lambda params: torch.optim.SGD([{"params": params, **ODD}]),
 }  # fmt: skip
 
 
@@ -262,3 +268,22 @@ def test_a_model_of_many_files(tmp_path, monkeypatch, format, asynchronous):
     with paceline.Checkpoint(tmp_path, other) as checkpoint:
         checkpoint.load()
     assert difference(state(other), state(model)) == ""
+
+
+@pytest.mark.parametrize("name", ["rank", "a/b", "..", "a.b", "nul\0"])
+def test_names_that_can_not_be_used_are_refused(tmp_path, name):
+    with pytest.raises(paceline.errors.UsageError, match="an object of the checkpoint is called"):
+        paceline.Checkpoint(tmp_path / "run", **{name: nn.Linear(1, 1)})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["ranks", "state", "manifest", "state-rank0", "model-shard-00001-of-00001", "µ"]
+)
+def test_names_that_look_like_those_of_files_can_be_used(tmp_path, name):
+    net, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    with paceline.Checkpoint(tmp_path, **{name: net}) as checkpoint:
+        checkpoint.save(wait=True)
+    with paceline.Checkpoint(tmp_path, **{name: other}) as checkpoint:
+        checkpoint.load()
+    assert difference(state(other), state(net)) == ""

@@ -142,8 +142,9 @@ def dcp_metadata(
                 )
                 assert isinstance(entry, TensorStorageMetadata)
                 assert chunk.item is not None
-                entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
-                storage[MetadataIndex(chunk.tensor, offsets)] = _StorageInfo(prefix + file, *chunk.item)
+                if (index := MetadataIndex(chunk.tensor, offsets)) not in storage:  # else from a replica
+                    entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+                    storage[index] = _StorageInfo(prefix + file, *chunk.item)
         for name, (file, start, length) in piece.records.items():
             tensors[name] = BytesStorageMetadata()
             storage[MetadataIndex(name)] = _StorageInfo(prefix + file, start, length)

@@ -29,40 +29,47 @@ OWN = "rank."
 def make_manifest(pieces: Sequence[RankPiece], texts: Sequence[bytes], head: Mapping[str, Any]) -> Manifest:
     """Return the manifest of a checkpoint.
 
+    Several ranks may have written the same box, with the same elements: a DTensor on a part of a mesh has replicas on
+    the other parts, which nobody here knows of. That of the first rank counts.
+
     Args:
         pieces: of all ranks.
         texts: their texts.
         head: what else the manifest has.
 
     Raises:
-        ValueError: a tensor is not covered, or elements of it were written twice; names it.
+        ValueError: a tensor is not covered, or elements of it were written twice in different boxes, or with other
+            values; names it.
     """
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    boxes: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+    boxes: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, str]]] = {}
     for rank, piece in enumerate(pieces):
-        for file in piece.files.values():
-            for chunk in file.chunks.values():
-                if chunk.tensor.startswith(OWN):
-                    continue
-                kind = (chunk.dtype, chunk.shape)
-                if found.setdefault(chunk.tensor, kind) != kind:
-                    raise ValueError(
-                        f"ranks have written {chunk.tensor!r} as {found[chunk.tensor]} and as {kind}"
-                    )
-                boxes.setdefault(chunk.tensor, []).append((rank, chunk.offsets, chunk.sizes))
+        for chunk in (chunk for file in piece.files.values() for chunk in file.chunks.values()):
+            name, kind = chunk.tensor, (chunk.dtype, chunk.shape)
+            if name.startswith(OWN):
+                continue
+            if found.setdefault(name, kind) != kind:
+                raise ValueError(f"ranks have written {name!r} as {found[name]} and as {kind}")
+            written = boxes.setdefault(name, {}).setdefault(
+                (chunk.offsets, chunk.sizes), (rank, chunk.checksums)
+            )
+            if written[1] != chunk.checksums:
+                raise ValueError(f"rank {written[0]} and rank {rank} have written {name!r} with other values")
     layouts: dict[Layout, int] = {}
     tensors = {}
     for name, (dtype, shape) in found.items():
-        written = sum(math.prod(sizes) for _, _, sizes in boxes[name])
-        if written != math.prod(shape):
-            raise ValueError(f"{written} of the {math.prod(shape)} elements of {name!r} were written")
-        layout = tuple(boxes[name])
+        layout = tuple((rank, *box) for box, (rank, _) in boxes[name].items())
+        numel = sum(math.prod(sizes) for _, _, sizes in layout)
+        if numel != math.prod(shape):
+            raise ValueError(f"{numel} of the {math.prod(shape)} elements of {name!r} were written")
         if layout not in layouts and _overlap([box for _, *box in layout]):
             raise ValueError(f"elements of {name!r} were written twice")
         tensors[name] = StoredTensor(dtype, shape, layouts.setdefault(layout, len(layouts)))
-    values = {name: rank for rank, piece in enumerate(pieces) for name in piece.values}
-    if len(values) != sum(len(piece.values) for piece in pieces):
-        raise ValueError("two ranks have written the same plain value")
+    values: dict[str, int] = {}
+    for rank, piece in enumerate(pieces):
+        for name, value in piece.values.items():
+            if pieces[values.setdefault(name, rank)].values[name] != value:
+                raise ValueError(f"rank {values[name]} and rank {rank} have written other values of {name!r}")
     return Manifest(
         nbytes=sum(piece.nbytes for piece in pieces),
         pieces=[PieceFile(piece_name(rank), xxh3_128_hexdigest(text)) for rank, text in enumerate(texts)],

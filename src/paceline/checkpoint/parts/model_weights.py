@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paceline._core.units import MIB
-from paceline.checkpoint.parts.boxes import Box, box_of_shard, writes_replica
+from paceline.checkpoint.parts.boxes import Box, box_of_shard
 from paceline.checkpoint.parts.named_objects import unwrap
 from paceline.checkpoint.parts.optimizer_state_pieces import partition_by_size
 from paceline.checkpoint.parts.state_parts import StateParts, TensorPart, dtype_name
@@ -92,15 +92,15 @@ def collect_weights(
             parts.add(TensorPart.whole(f"{name}.{each}", value), file=file, label=each)
     parts.frozen |= {names[at] for at, (_, is_frozen) in enumerate(files) if is_frozen}
     for number, (each, tensor) in enumerate(tensors.items()):
-        if isinstance(tensor, DTensor) and writes_replica(tensor, number):
-            box = box_of_shard(each, tensor)
-            if box.numel:
-                kind = "frozen-shard" if each in frozen else "shard"
-                file = f"{name}-{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-                if each in frozen:
-                    parts.frozen.add(file)
-                data = tensor.to_local().detach()
-                parts.add(TensorPart(f"{name}.{each}", tuple(tensor.shape), box, data), file=file, label=each)
+        if not isinstance(tensor, DTensor):
+            continue
+        part = TensorPart.of_shard(f"{name}.{each}", tensor, number, rank)
+        if part is not None:
+            kind = "frozen-shard" if each in frozen else "shard"
+            file = f"{name}-{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+            if each in frozen:
+                parts.frozen.add(file)
+            parts.add(part, file=file, label=each)
     if rank == 0 and len(files) > 1 and len(whole) == len(tensors):
         locations = {each: names[files.index((owners[each], each in frozen))] for each in whole}
         parts.texts[f"{name}.safetensors.index.json"] = index_text(

@@ -36,7 +36,8 @@ class NamedObjects:
         """Return `unnamed` objects under the names of their kinds, and `named` ones.
 
         Raises:
-            UsageError: an object has no state, or one that only its loader can collect, or two have the same name.
+            UsageError: an object has no state, or one that only its loader can collect, two have the same name, or a
+                name can't be that of a file.
         """
         objects = dict(named)
         for each in unnamed:
@@ -48,6 +49,11 @@ class NamedObjects:
                 )
             objects[name] = each
         for name, each in objects.items():
+            if name == "rank" or set(name) & set("./\0"):  # "rank" begins the names of ranks' own states
+                raise UsageError(
+                    f"an object of the checkpoint is called {name!r}",
+                    remedy="name it differently: not 'rank', and without '.' and '/'",
+                )
             if not (callable(getattr(each, "state_dict", None)) and hasattr(each, "load_state_dict")):
                 raise UsageError(
                     f"{name}, a {type(each).__qualname__}, has no state_dict() and load_state_dict()",

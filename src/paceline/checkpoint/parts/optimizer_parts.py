@@ -18,14 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from paceline.checkpoint.parts.boxes import (
-    Box,
-    box_of_shard,
-    boxes_of_range,
-    storage_order,
-    writes_replica,
-)
-from paceline.checkpoint.parts.optimizer_state_pieces import optimizer_groups, partition_by_size
+from paceline.checkpoint.parts.boxes import Box, boxes_of_range, storage_order
+from paceline.checkpoint.parts.optimizer_state_pieces import optimizer_groups, partition_by_size, whole_states
 from paceline.checkpoint.parts.state_parts import StateParts, TensorPart
 from paceline.parallel.buckets.grad_slot import shaped_as, storage_numel
 from paceline.parallel.sharding.zero import ShardedOptimizer
@@ -110,20 +104,19 @@ def _collect_whole(
 ) -> None:
     """Add a share of whole parameters, and the shards of sharded ones."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    states = optimizer.state_dict()["state"]
+    states = whole_states(optimizer)
     owners = partition_by_size([0 if isinstance(p, DTensor) else p.numel() for p in params], ranks)
     for index, (param, owner) in enumerate(zip(params, owners, strict=True)):
         prefix = f"{name}.state.{param_names[id(param)]}"
         has_first = owner == parts.rank
         if isinstance(param, DTensor):
-            box = box_of_shard(prefix, param)
-            has_first = writes_replica(param, index) and box.numel > 0 and not any(box.offsets)
+            part = TensorPart.of_shard(prefix, param, index, parts.rank)
+            has_first = part is not None and not any(part.box.offsets)
         for key, value in (states.get(index) or {}).items():
             if isinstance(value, DTensor):
-                box = box_of_shard(f"{prefix}.{key}", value)
-                if box.numel and writes_replica(value, index):
-                    data = value.to_local().detach()
-                    parts.add(TensorPart(f"{prefix}.{key}", tuple(value.shape), box, data))
+                part = TensorPart.of_shard(f"{prefix}.{key}", value, index, parts.rank)
+                if part is not None:
+                    parts.add(part)
             elif has_first:
                 _add_entry(parts, f"{prefix}.{key}", value)
 

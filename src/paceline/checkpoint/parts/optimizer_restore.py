@@ -187,9 +187,12 @@ def _plan_whole(
 def _whole_entry(param: Tensor, stored: str, reader: StateReader) -> tuple[list[Read], Callable[[], Tensor]]:
     """Return how to read an entry, and what makes it."""
     info = reader.info(stored)
-    if isinstance(param, DTensor) and info.shape == tuple(param.shape):
+    paired = param.is_complex() and info.shape == (*param.shape, 2)  # from shards
+    if isinstance(param, DTensor) and (paired or info.shape == tuple(param.shape)):
         box = box_of_shard(stored, param)
-        local = torch.empty(box.sizes, dtype=info.dtype)
+        local = torch.empty(box.sizes, dtype=info.dtype.to_complex() if paired else info.dtype)
+        into = torch.view_as_real(local) if paired else local
+        read = Read(stored, Box((*box.offsets, 0), into.shape) if paired else box, into)
 
         def sharded() -> Tensor:
             return DTensor.from_local(
@@ -200,12 +203,12 @@ def _whole_entry(param: Tensor, stored: str, reader: StateReader) -> tuple[list[
                 stride=param.stride(),
             )
 
-        return ([Read(stored, box, local)] if box.numel else []), sharded
+        return ([read] if box.numel else []), sharded
     whole = torch.empty(info.shape, dtype=info.dtype)
 
     def make() -> Tensor:
         made = whole
-        if param.is_complex() and not made.is_complex() and info.shape == (*param.shape, 2):
+        if paired:
             made = torch.view_as_complex(made)
         if made.shape == param.shape and not param.is_contiguous():
             return torch.empty_like(param, dtype=made.dtype, device="cpu").copy_(made)

@@ -26,6 +26,7 @@ __all__ = [
     "optimizer_groups",
     "optimizer_state",
     "partition_by_size",
+    "whole_states",
 ]
 
 Piece = tuple[str, int, int, Mapping[str, Any]]
@@ -171,7 +172,7 @@ def _pieces(
 ) -> list[Piece]:
     """Return the pieces of `rank`: a share of whole parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    states = optimizer.state_dict()["state"]
+    states = whole_states(optimizer)
     owners = partition_by_size([param.numel() for param in params], ranks)
     return [
         (
@@ -183,6 +184,14 @@ def _pieces(
         for index, (param, owner) in enumerate(zip(params, owners, strict=True))
         if owner == rank and param.numel() and states.get(index)
     ]
+
+
+def whole_states(optimizer: torch.optim.Optimizer) -> Mapping[int, Mapping[str, Any]]:
+    """Return the state of each parameter of an optimizer that does not shard, by its number in torch's format."""
+    own = isinstance(
+        optimizer, ShardedOptimizer
+    )  # not what was gathered on one rank by `consolidate_state_dict`
+    return (optimizer.own_state_dict() if own else optimizer.state_dict())["state"]
 
 
 def partition_by_size(sizes: Sequence[int], parts: int) -> list[int]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint.parts.boxes import Box
+from paceline.checkpoint.parts.boxes import Box, box_of_shard, writes_replica
 from paceline.world.plain_values import pack, unpack
 
 __all__ = ["StateParts", "TensorPart", "dtype_name"]
@@ -40,6 +43,27 @@ class TensorPart:
         """Return a part that is the whole tensor."""
         shape = tuple(tensor.shape)
         return cls(name, shape, Box.whole(shape), tensor.detach())
+
+    @classmethod
+    def of_shard(cls, name: str, tensor: DTensor, number: int, rank: int) -> TensorPart | None:
+        """Return the part of a DTensor that a rank writes; None: it has none, or a replica writes it.
+
+        Args:
+            name: of the tensor.
+            tensor: sharded in any way that gives every rank one box.
+            number: of the tensor, see `writes_replica`.
+            rank: the rank; the first one writes tensors without elements.
+
+        Raises:
+            UsageError: it is sharded in another way.
+        """
+        shape = tuple(tensor.shape)
+        if not math.prod(shape):
+            return cls.whole(name, torch.empty(shape, dtype=tensor.dtype)) if rank == 0 else None
+        box = box_of_shard(name, tensor)
+        if not box.numel or not writes_replica(tensor, number):
+            return None
+        return cls(name, shape, box, tensor.to_local().detach())
 
     @property
     def label(self) -> str:

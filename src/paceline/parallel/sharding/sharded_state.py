@@ -117,8 +117,10 @@ class ShardedState(torch.optim.Optimizer):
             the rank that it names, the state in torch's format, as of the plain optimizer; with `split`, as of one
             whose parameters are the blocks.
         """
-        if self._consolidated is not None:
-            return self._consolidated
+        return self.own_state_dict() if self._consolidated is None else self._consolidated
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return what `state_dict` returns on a rank for which nothing was consolidated."""
         if self._plain is not None:
             return self._plain.state_dict()
         if self._updates_in_place and self._groups:
@@ -140,9 +142,9 @@ class ShardedState(torch.optim.Optimizer):
             shards = self._gather(to)
             whole = self._in_torchs_format(shards, self.param_groups) if comm.rank == to else None
         elif self._plain is None:
-            whole = self._unsharded(self.state_dict())
+            whole = self._unsharded(self.own_state_dict())
         elif self._engine.splits_gradients:  # the parameters are sharded, and the state with them
-            whole = resharding.with_whole_tensors(self.state_dict())
+            whole = resharding.with_whole_tensors(self.own_state_dict())
         self._consolidated = whole if comm.rank == to else None
 
     @property
