@@ -4,7 +4,8 @@ api.py                     what a program uses: `Checkpoint`
 checkpoint_contents.py     collects the state of all objects, and restores it
 background_saver.py        writes a checkpoint during training
 unchanged_files.py         files of frozen weights, which need not be written again
-save_cadence.py            after which step one is due
+save_cadence.py            after which step one is due, and after which all ranks leave
+save_on_warning.py         warnings that the machine is about to go
 save_interval.py           how often one is worth its time
 retention.py               which complete ones stay
 newest_checkpoint.py       finds the newest intact checkpoint, on all ranks together
@@ -12,5 +13,5 @@ exclusive_use.py           lets one run, with all of its ranks, write to a place
 parts/                     parts of tensors that ranks hold, by name: of models, optimizers and other objects
 format/                    manifest and files of tensors: written and read, each byte verified
 storage/                   places that hold checkpoints
-interop/                   weights exported and imported, for other programs
+interop/                   checkpoints and weights of other programs, read, written and converted
 """

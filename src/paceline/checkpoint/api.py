@@ -13,7 +13,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -34,13 +34,13 @@ from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
 from paceline.checkpoint.parts.loader_epochs import LoaderEpochs, with_loader
 from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.checkpoint.retention import Retention, remove_old
-from paceline.checkpoint.save_cadence import save_cadence
+from paceline.checkpoint.save_on_warning import SaveOnWarning
 from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
-from paceline.checkpoint.storage.local_folder import LocalFolder, checkpoint_name, step_of
-from paceline.checkpoint.storage.one_checkpoint import store_at
+from paceline.checkpoint.storage.local_folder import checkpoint_name, step_of
+from paceline.checkpoint.storage.stores import open_store, store_at
 from paceline.checkpoint.unchanged_files import UnchangedFiles
 from paceline.errors import CheckpointError, UsageError
-from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
+from paceline.world.control_collectives import gather_texts, rank_and_size
 from paceline.world.live_file import JOINER_VARIABLE
 
 __all__ = ["Checkpoint", "Resumed"]
@@ -60,22 +60,27 @@ class Checkpoint:
     of `LocalSGD` and related ones, and of compression residuals, every rank's state is saved. Of other objects that are
     neither models nor optimizers, rank 0's is saved and loaded on all ranks, with a warning if states differ.
 
+    After SIGTERM, SIGUSR1, `request_leave` or a `notice` on any rank, all ranks save a checkpoint after the same step,
+    and leave with exit code 75. Another signal, 2 s later or more, ends the process at once.
+
     Args:
-        folder: for this run's checkpoints, on a disk that all ranks share.
+        folder: for this run's checkpoints: a path on a disk that all ranks share, or a URL such as ``s3://bucket/run``
+            (see `RemoteFolder`).
         objects: to save, named by kind: ``"model"``, ``"optimizer"``, ``"scheduler"``, ``"loader"``, or by class.
         every: optimizer steps between two checkpoints, or a time such as ``"10min"``; None: only `save` saves.
         keep: number of newest checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
         keep_every: optimizer steps; the first checkpoint at or after each multiple is kept, too. None: no such rule.
         keep_best: number of checkpoints with the lowest metric (see `save`) to keep, too.
         asynchronous: False: training waits until a checkpoint is complete, and no memory is used for copies.
-        format: ``"paceline"``: safetensors and a manifest; ``"dcp"``: files that torch.distributed.checkpoint reads,
-            too.
+        format: of the checkpoints to write. ``"paceline"``: safetensors and a manifest; ``"dcp"``: files that
+            torch.distributed.checkpoint reads, too. `load` reads both, and checkpoints that it alone has written.
         facts: further values to save, as JSON; no NaN.
+        notice: returns whether this machine is about to go; called every 5 s in a thread, so it may block.
         group: process group of the ranks; None: all.
         named: objects to save under given names.
 
     Attributes:
-        folder: the folder.
+        folder: the folder, a path or URL.
         step: number of optimizer steps, including those before a restart (of the first optimizer if there are several).
         epoch: number of epochs that `resume` has completed.
         resumed: what `load` found; None: nothing.
@@ -93,7 +98,7 @@ class Checkpoint:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | CheckpointStore,
         *objects: Any,
         every: int | str | None = None,
         keep: int = 2,
@@ -102,6 +107,7 @@ class Checkpoint:
         asynchronous: bool = True,
         format: str = "paceline",
         facts: Mapping[str, Any] | None = None,
+        notice: Callable[[], bool] | None = None,
         group: dist.ProcessGroup | None = None,
         **named: Any,
     ) -> None:
@@ -110,14 +116,14 @@ class Checkpoint:
             raise UsageError(f"format={format!r}", remedy=f"pass one of {', '.join(map(repr, _CONTAINERS))}")
         self._container = _CONTAINERS[format]
         self._objects = NamedObjects.of(objects, named)
-        self.folder = Path(folder)
         self.step, self.epoch = 0, 0
         self.resumed: Resumed | None = None
         self.facts = _check_facts(facts or {})
         self._group, (self._rank, self._ranks) = group, rank_and_size(group)
-        self._cadence = save_cadence(every, self._share_from_rank_0)
+        self._warning = SaveOnWarning(every, notice, group)
         self._asynchronous = asynchronous
-        self._store: CheckpointStore = LocalFolder(folder)
+        self._store = open_store(folder)
+        self.folder = getattr(self._store, "path", self._store.location)
         self._lock: StoreLock | None = None
         self._joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
         self._run_id = ""
@@ -129,7 +135,7 @@ class Checkpoint:
         self._closed = False
         self._loaded = False  # load() was called
         self._epochs = LoaderEpochs()
-        self._saved_at, self._checked_at = -1, 0  # steps
+        self._saved_at = -1  # step
         for optimizer in list(self._objects.optimizers.values())[:1]:
             _count_steps(optimizer, weakref.ref(self))
 
@@ -150,14 +156,17 @@ class Checkpoint:
             PacelineError: see `load`.
         """
         self._objects = with_loader(self._objects, loader, loaded=self._loaded)
+        self._warning.listen()
         if not self._loaded:
             self.load()
+        self._warning.leave_if_warned(self)
         while epochs is None or self.epoch < epochs:
             for batch in self._epochs.batches(loader, self.epoch):
                 yield batch
                 self.save_if_due()
             self.epoch += 1
-            if self._cadence is not None:
+            self._warning.leave_if_warned(self)
+            if self._warning.saves:
                 self.save()
             if epochs is None:
                 return
@@ -201,11 +210,19 @@ class Checkpoint:
             )
 
     def save_if_due(self) -> None:
-        """Save if one is due after the latest step, as `resume` and `Elastic` do; errors as for `save`. Collective."""
-        if self.step != self._checked_at:
-            self._checked_at = self.step
-            if self._cadence is not None and self._cadence.due(self.step):
-                self.save()
+        """Save if one is due after the latest step, as `resume` and `Elastic` do; after a warning, save and leave.
+
+        All ranks call this after each step. Errors as for `save`.
+
+        Raises:
+            SystemExit: with code 75, after a warning to any rank; the checkpoint of this step is complete.
+        """
+        if self._warning.due(self):
+            self.save()
+
+    def request_leave(self) -> None:
+        """Have all ranks save and leave, as after SIGTERM; for signal handlers of the program. One rank is enough."""
+        self._warning.request()
 
     def _start(self, metric: float | None) -> None:
         if not self._loaded:
@@ -252,8 +269,7 @@ class Checkpoint:
             previous=self._latest,
         )
         self._pending, self._saved_at = (self.step, self._latest), self.step
-        if self._cadence is not None:
-            self._cadence.saved()
+        self._warning.saved()
 
     def _still_read(self) -> str:
         """Return the name of the checkpoint that was loaded if an optimizer has yet to read its state."""
@@ -264,7 +280,10 @@ class Checkpoint:
         """Warn of checkpoints from `step` on that this run did not load, and that count as newer than its own."""
         if self._rank != 0:
             return
-        newest = next(iter(self._store.names()), None)
+        try:
+            newest = next(iter(self._store.names()), None)
+        except OSError:  # of a remote place; the save itself is tried again
+            return
         if newest is not None and step_of(newest) >= step:
             log.warning(
                 "%s already exists, and this run did not load it: checkpoints up to that step are removed as older "
@@ -343,7 +362,8 @@ class Checkpoint:
         self.epoch = found.plan.restore()
         self._epochs.resume(between=bool(found.plan.first.get("between_epochs")))
         manifest = found.plan.reader.manifest
-        self.step = self._checked_at = manifest.step
+        self.step = manifest.step
+        self._warning.loaded(self.step)
         self._saved_at = manifest.step if path is None else -1
         if path is not None:
             self._warn_of_newer(self.step + 1)
@@ -368,9 +388,8 @@ class Checkpoint:
         """
         if self._pending is not None:
             self._pending[1].finish(abandon=True)
-        self._pending, self._saved_at, self._checked_at = None, -1, -1
-        if self._cadence is not None:
-            self._cadence.rejoin()
+        self._pending, self._saved_at = None, -1
+        self._warning.rejoin()
         (self._rank, self._ranks), self._joins = rank_and_size(self._group), False
         self._loaded = True  # what lies in the folder belongs to this run
         if self._rank == 0 and self._lock is None:
@@ -386,6 +405,7 @@ class Checkpoint:
         if self._pending is not None:
             self._pending[1].finish(abandon=True)
             self._pending = None
+        self._warning.close()
         self._unlock()
 
     # ------------------------------------------------------------------ close
@@ -394,6 +414,7 @@ class Checkpoint:
         """Wait for the pending checkpoint, and let other runs write to the folder. All ranks call this."""
         self._finish_pending()
         self._closed = True
+        self._warning.close()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -412,10 +433,6 @@ class Checkpoint:
     ) -> None:
         if error is None:
             self.close()
-
-    def _share_from_rank_0(self, numbers: list[float]) -> list[float]:
-        mine = numbers if self._rank == 0 else [0.0] * len(numbers)
-        return sum_over_ranks(torch.tensor(mine, dtype=torch.float64), self._group).tolist()
 
 
 def _check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

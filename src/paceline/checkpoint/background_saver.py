@@ -13,6 +13,7 @@ one went (`Checkpoint.wait`), so that all abandon one that can't be completed, a
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,13 +36,15 @@ from paceline.checkpoint.format.manifest import (
 )
 from paceline.checkpoint.format.manifest_index import make_manifest
 from paceline.checkpoint.format.tensor_files import ChecksummedFile, write_parts
-from paceline.checkpoint.parts.dcp_names import dcp_path
+from paceline.checkpoint.parts.dcp_names import dcp_aliases, dcp_path
 from paceline.checkpoint.parts.rank_digests import warn_of_differences
 from paceline.checkpoint.parts.state_parts import TensorPart
 from paceline.checkpoint.storage.checkpoint_store import SaveAttempt, StoreLock
 from paceline.world.accelerator import host_buffer, synchronize
 
 __all__ = ["BackgroundSave", "Files", "HostBuffers", "on_cpu"]
+
+log = logging.getLogger("paceline.checkpoint")
 
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0  # for which rank 0's thread waits for parts after the main thread has ended
@@ -174,7 +177,10 @@ class BackgroundSave:
             self._previous.join()
             self._previous = None
         if self.complete:
-            self._remove_old()
+            try:
+                self._remove_old()
+            except OSError as error:
+                log.warning("older checkpoints stay until the next save: %s", error)
 
     def _report_failure(self, attempt: SaveAttempt | None) -> None:
         if attempt is not None:
@@ -222,7 +228,10 @@ class BackgroundSave:
         if self._contents.container == "dcp":
             models, groups = list(self._contents.shared["aliases"]), self._contents.groups
             extra[METADATA] = dcp_metadata(
-                pieces, lambda name: dcp_path(name, models, groups), attempt.prefix
+                pieces,
+                lambda name: dcp_path(name, models, groups),
+                attempt.prefix,
+                dcp_aliases(self._contents.shared["aliases"]),
             )
         checksums = {name: xxh3_128_hexdigest(content) for name, content in extra.items()}
         written = {**self._head["written"], "seconds": round(time.perf_counter() - self._began, 3)}

@@ -37,7 +37,13 @@ from paceline.checkpoint.parts.loader_states import (
     is_paceline_loader,
     load_state,
 )
-from paceline.checkpoint.parts.model_weights import check_weights, collect_weights, fill_weights, plan_weights
+from paceline.checkpoint.parts.model_weights import (
+    check_weights,
+    collect_weights,
+    fill_weights,
+    plan_weights,
+    weight_names,
+)
 from paceline.checkpoint.parts.named_objects import NamedObjects, unwrap
 from paceline.checkpoint.parts.optimizer_parts import collect_optimizer
 from paceline.checkpoint.parts.optimizer_restore import OptimizerPlan, plan_optimizer
@@ -136,9 +142,10 @@ def collect_contents(
     }
     state = parts.add_packed(f"{OWN}{rank}", own)
     shared: dict[str, Any] = {"aliases": aliases, "container": container}
+    common_states = {name: each.common for name, each in others.items()} if rank == 0 else {}
     if rank == 0:
         common = {
-            "others": {name: each.common for name, each in others.items()},
+            "others": common_states,
             "extra": extra,
             "epoch": epoch,
             "between_epochs": between_epochs,
@@ -150,7 +157,8 @@ def collect_contents(
         }
     values: dict[str, bytes] = {}
     if container == "dcp":
-        values = dcp_values(objects, groups, parts)
+        further = common_states | {name: each for name, each in extra.items() if each and rank == 0}
+        values = dcp_values(groups if rank == 0 else {}, further, parts.unpacked())
         parts = parts.in_files(dcp_file(rank), dcp_file(rank, 1))
     return CheckpointContents(parts, state, shared, values, groups)
 
@@ -298,7 +306,11 @@ class RestorePlan:
                     remedy="fill the model before it is created: paceline.import_weights(model, path)",
                 )
         for name, model in objects.models.items():
-            check_weights(model, saved_weights(self.reader, name), f"the checkpoint {path!r}")
+            weights = saved_weights(self.reader, name)
+            if self.first.get("partial"):  # of tied weights it may have one
+                for first, others in weight_names(model).items():
+                    weights |= {each: weights[first] for each in others if first in weights}
+            check_weights(model, weights, f"the checkpoint {path!r}")
         for name, optimizer in objects.optimizers.items():
             check_optimizer(name, optimizer, groups[name], objects.param_names)
 

@@ -31,7 +31,8 @@ def claim_store(
         UsageError: the place can't be written, or is not the same for all ranks.
         CheckpointError: another run writes there.
     """
-    run_id, lock, error = uuid.uuid4().hex[:12], None, None
+    run_id, lock = uuid.uuid4().hex[:12], None
+    error: PacelineError | None = None
     if rank == 0:
         try:
             store.prepare()
@@ -40,13 +41,18 @@ def claim_store(
             store.put_probe(run_id)
         except PacelineError as refused:
             error = refused
+        except OSError as failed:
+            error = UsageError(
+                f"can't write checkpoints to {store.location!r}: {failed.strerror or failed}",
+                remedy="name a place that you may write to",
+            )
     own = json.dumps([run_id, str(error or "")]) if rank == 0 else ""
     run_id, refusal = json.loads(gather_texts(own, group)[0])
     if error is not None:
         raise error
     if refusal:
         raise UsageError(f"rank 0 can't use the folder: {refusal}", rank=rank)
-    answers = gather_texts("" if store.sees_probe(run_id) else "x", group)
+    answers = gather_texts("" if _sees_probe(store, run_id) else "x", group)
     unseen = [str(rank) for rank, text in enumerate(answers) if text]
     if rank == 0:
         store.remove_probe(run_id)
@@ -58,3 +64,10 @@ def claim_store(
             remedy="name a folder on a disk that all hosts share",
         )
     return run_id, lock
+
+
+def _sees_probe(store: CheckpointStore, mark: str) -> bool:
+    try:
+        return store.sees_probe(mark)
+    except OSError:
+        return False

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from paceline.checkpoint.format.checkpoint_reader import CheckpointReader
 from paceline.checkpoint.interop.dcp_reader import DcpReader, is_plain_dcp
 from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles
-from paceline.checkpoint.storage.one_checkpoint import ReadableStore
+from paceline.checkpoint.storage.stores import ReadableStore
 from paceline.errors import CheckpointError, DamagedCheckpoint, PacelineError, UsageError
 
 __all__ = [
@@ -88,8 +88,9 @@ def find_resume_point(
         CheckpointError: there are checkpoints, but none is intact.
         UsageError: the newest intact one has another format, or does not fit.
     """
-    own = json.dumps(store.names()) if rank == 0 else ""
-    names: list[str] = json.loads(gather(own)[0])
+    names, problem = _listed(gather(_list(store) if rank == 0 else "")[0])
+    if problem:
+        raise CheckpointError(f"the checkpoints in {store.location!r} can't be listed: {problem}", rank=rank)
     skipped: list[SkippedCheckpoint] = []
     for name in names:
         files = store.files(name)
@@ -123,6 +124,19 @@ def open_checkpoint(files: CheckpointFiles) -> CheckpointReader | DcpReader:
         UsageError: it has another format.
     """
     return DcpReader(files) if is_plain_dcp(files) else CheckpointReader(files)
+
+
+def _list(store: ReadableStore) -> str:
+    """Return the names of checkpoints, or why they can't be listed, as a text."""
+    try:
+        return json.dumps([store.names(), ""])
+    except OSError as error:
+        return json.dumps([[], error.strerror or str(error)])
+
+
+def _listed(text: str) -> tuple[list[str], str]:
+    names, problem = json.loads(text)
+    return names, problem
 
 
 def _try(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 import struct
 
@@ -18,9 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import paceline
 from paceline.checkpoint.format.checkpoint_reader import CheckpointReader
+from paceline.checkpoint.interop.dcp_reader import DcpReader
+from paceline.checkpoint.parts.boxes import Box
 from paceline.checkpoint.storage.local_folder import LocalFiles
 from paceline.errors import DamagedCheckpoint, UsageError
 
@@ -238,3 +242,34 @@ def test_checkpoints_of_another_program_in_the_folder_are_never_removed(pool, tm
     for step in (3, 4, 5):
         assert pool(2).run(goes_on, tmp_path, None) == [(step, step + 1)] * 2
     assert {path.name for path in tmp_path.glob("step-*")} == {"step-1", "step-3", "step-00000006"}
+
+
+def write_grid(rank, size, path):
+    """Save tensors that a mesh of 2 x 2 ranks shards in rows and columns; return them whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    generator = torch.Generator().manual_seed(5)
+    whole = {
+        "both": torch.randn(5, 7, generator=generator), "columns": torch.randn(3, 5, 2, generator=generator),
+        "pairs": torch.randn(4, 3, generator=generator, dtype=torch.complex64),
+    }  # fmt: skip
+    placed = {"both": (Shard(0), Shard(1)), "columns": (Replicate(), Shard(1)), "pairs": (Shard(1), Shard(0))}
+    state = {name: distribute_tensor(tensor, mesh, placed[name]) for name, tensor in whole.items()}
+    dcp.save({"model": state}, checkpoint_id=path)
+    return whole
+
+
+def test_boxes_across_shards_of_rows_and_columns(pool, tmp_path):
+    whole = pool(4).run(write_grid, tmp_path / "x")[0]
+    reader = DcpReader(LocalFiles(tmp_path / "x"))
+    assert len(reader.index.tensors["model.both"].chunks) == 4
+    assert len(reader.index.tensors["model.columns"].chunks) == 2
+    chance = random.Random(7)
+    for _ in range(60):
+        name = chance.choice(list(whole))
+        starts = [chance.randrange(size) for size in whole[name].shape]
+        sizes = [chance.randint(1, size - at) for at, size in zip(starts, whole[name].shape, strict=True)]
+        box = Box(tuple(starts), tuple(sizes))
+        expected = whole[name][box.index_in(Box.whole(whole[name].shape))]
+        assert torch.equal(reader.tensor(f"model.{name}", box), expected)
+    reader.verify()
+    reader.close()

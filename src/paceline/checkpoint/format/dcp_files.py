@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -75,14 +76,18 @@ def _address(view: memoryview) -> int:
 
 
 def write_dcp(
-    path: Path, parts: Mapping[str, TensorPart], values: Mapping[str, bytes]
+    path: Path,
+    parts: Mapping[str, TensorPart],
+    values: Mapping[str, bytes],
+    read: Callable[[str], Tensor] | None = None,
 ) -> tuple[StoredFile, dict[str, tuple[int, int]]]:
     """Write parts of tensors, contiguous on the CPU, and values to a new file; flush it to the disk.
 
     Args:
         path: the file; it must not exist.
-        parts: by label.
+        parts: by label; with `read`, their data are on the device "meta".
         values: what DCP calls bytes, by name: further records of torch.save.
+        read: returns the data of a part, contiguous on the CPU, by its label; called once for each.
 
     Returns:
         Its description, and start and length of the record of each value.
@@ -92,7 +97,7 @@ def write_dcp(
     """
     with ChecksummedFile(path) as file:
         for label, part in parts.items():
-            start, tensor = file.at, part.data
+            start, tensor = file.at, part.data if read is None else read(label)
             if tensor.untyped_storage().nbytes() != tensor.nbytes:
                 tensor = tensor.clone()  # of a view, torch.save would write all that it is a view of
             record = _Record(file, bytes_of(tensor))
@@ -112,7 +117,10 @@ def write_dcp(
 
 
 def dcp_metadata(
-    pieces: Sequence[RankPiece], path_of: Callable[[str], tuple[str | int, ...]], prefix: str = ""
+    pieces: Sequence[RankPiece],
+    path_of: Callable[[str], tuple[str | int, ...]],
+    prefix: str = "",
+    aliases: Mapping[str, str] | None = None,
 ) -> bytes:
     """Return the content of ``.metadata``.
 
@@ -120,6 +128,7 @@ def dcp_metadata(
         pieces: of all ranks.
         path_of: returns the path of keys in the nested state that a name stands for.
         prefix: of the paths of files.
+        aliases: further names of tensors, which have the same records, by name.
     """
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -139,5 +148,10 @@ def dcp_metadata(
         for name, (file, start, length) in piece.records.items():
             tensors[name] = BytesStorageMetadata()
             storage[MetadataIndex(name)] = _StorageInfo(prefix + file, start, length)
+    for name, first in (aliases or {}).items():
+        entry = tensors[name] = tensors[first]
+        assert isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks:
+            storage[MetadataIndex(name, chunk.offsets)] = storage[MetadataIndex(first, chunk.offsets)]
     planner = {name: path_of(name) for name in tensors}
     return pickle.dumps(Metadata(tensors, planner, storage, StorageMeta(), CURRENT_DCP_VERSION))

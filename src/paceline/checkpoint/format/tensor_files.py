@@ -131,12 +131,15 @@ class ChecksummedFile:
         return StoredFile(self.at, self._rest.hexdigest(), self._chunks)
 
 
-def write_parts(path: Path, parts: Mapping[str, TensorPart]) -> StoredFile:
+def write_parts(
+    path: Path, parts: Mapping[str, TensorPart], read: Callable[[str], Tensor] | None = None
+) -> StoredFile:
     """Write parts of tensors, contiguous on the CPU, to a new safetensors file, and flush it to the disk.
 
     Args:
         path: the file; it must not exist.
-        parts: by their names in the file.
+        parts: by their names in the file; with `read`, their data are on the device "meta".
+        read: returns the data of a part, contiguous on the CPU, by its name in the file; called once for each.
 
     Returns:
         Its description.
@@ -148,7 +151,8 @@ def write_parts(path: Path, parts: Mapping[str, TensorPart]) -> StoredFile:
     with ChecksummedFile(path) as file:
         file.write(_header({label: parts[label].data for label in order}, {}))
         for label in order:
-            file.add(label, parts[label], file.write_tensor(bytes_of(parts[label].data)))
+            data = parts[label].data if read is None else read(label)
+            file.add(label, parts[label], file.write_tensor(bytes_of(data)))
         return file.finish()
 
 

@@ -20,14 +20,15 @@ from paceline.checkpoint.interop.dcp_optimizers import (
     Key,
     StoredOptimizer,
     find_optimizer,
+    labelled_entries,
     nested,
+    packed_value,
 )
 from paceline.checkpoint.interop.dcp_reader import DcpReader
 from paceline.checkpoint.interop.matched_reader import MatchedReader
 from paceline.checkpoint.parts.model_weights import weight_names, weights_of
 from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.errors import UsageError
-from paceline.world.plain_values import pack
 
 __all__ = ["DcpMatch", "step_of_dcp"]
 
@@ -230,9 +231,13 @@ class DcpMatch:
         made: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         for name, optimizer in self._optimizers.items():
-            self._add_entries(f"{name}.state.", optimizer, tensors, values, made)
+            found, packed = labelled_entries(
+                f"{name}.state.", optimizer.tensors, optimizer.values, self._load, made
+            )
+            tensors |= found
+            values |= packed
         groups = {
-            name: _packed(each.groups, f"{name}.param_groups", made)
+            name: packed_value(each.groups, f"{name}.param_groups", made)
             for name, each in self._optimizers.items()
         }
         state = {
@@ -248,31 +253,9 @@ class DcpMatch:
             optimizers=groups, written={"ranks": self._reader.index.writers},
         )  # fmt: skip
         piece = RankPiece(
-            {}, {}, {name: _packed(each, f"rank.0.{name}", made) for name, each in state.items()}
+            {}, {}, {name: packed_value(each, f"rank.0.{name}", made) for name, each in state.items()}
         )
         return MatchedReader(self._reader, manifest, piece, tensors, values, made)
-
-    def _add_entries(
-        self,
-        prefix: str,
-        optimizer: FoundOptimizer,
-        tensors: dict[str, str],
-        values: dict[str, Any],
-        made: dict[str, Tensor],
-    ) -> None:
-        """Add the entries of an optimizer's state, those of nested entries as a value that refers to tensors."""
-        trees: dict[str, dict[Key, Any]] = {}
-        for param, entries in optimizer.tensors.items():
-            for key, stored in entries.items():
-                label = f"{prefix}{param}.{'.'.join(map(str, key))}"
-                tensors[label] = stored
-                if len(key) > 1:
-                    trees.setdefault(f"{prefix}{param}.{key[0]}", {})[key[1:]] = {"$tensor": label}
-        for param, entries in optimizer.values.items():
-            for key, stored in entries.items():
-                packed = _packed(self._reader.load_value(stored), f"{prefix}{param}.{key[0]}", made)
-                trees.setdefault(f"{prefix}{param}.{key[0]}", {})[key[1:]] = packed
-        values |= {label: nested(leaves) for label, leaves in trees.items()}
 
     def check_tied(self, rank: int, ranks: int) -> None:
         """Raise if weights that are one here differ in the checkpoint; each rank compares some.
@@ -300,13 +283,6 @@ class DcpMatch:
             )
 
 
-def _packed(value: Any, label: str, made: dict[str, Tensor]) -> Any:
-    """Return a value without its tensors, which are added to `made`."""
-    packed, tensors = pack(value, label)
-    made |= tensors
-    return packed
-
-
 def _check_scheduler(name: str, scheduler: torch.optim.lr_scheduler.LRScheduler, state: Any) -> None:
     """Raise if a scheduler's state is of another class: each has entries that the other lacks."""
     here = set(scheduler.state_dict()) - _VARIES
@@ -331,13 +307,14 @@ def step_of_dcp(reader: DcpReader) -> int | None:
     if (match := _STEP_NAME.fullmatch(reader.files.name)) is not None:
         return int(match[1])
     index = reader.index
+    states = tuple(f"{prefix}state." for prefix in index.optimizers)
+    inside = {name for name in index.paths if states and name.startswith(states)}
     found = [
-        name for name, path in index.paths.items() if len(path) <= 2 and _STEP_VALUES.issuperset(path[-1:])
+        name
+        for name, path in index.paths.items()
+        if name not in inside and len(path) <= 3 and _STEP_VALUES.issuperset(path[-1:])
     ]
     if len(found) != 1:
-        prefixes = tuple(f"{prefix}state." for prefix in index.optimizers)
-        found = [
-            name for name in index.paths if prefixes and name.startswith(prefixes) and name.endswith(".step")
-        ]
+        found = [name for name in inside if name.endswith(".step")]
     counts = [reader.tensor(name) if name in index.tensors else reader.load_value(name) for name in found]
     return int(max(counts, key=float)) if counts else None

@@ -122,8 +122,8 @@ def _elsewhere(name: str, prefixes: Sequence[str], location: str) -> UsageError:
     )
 
 
-def find_weights(index: DcpIndex, model: str, location: str) -> dict[str, str]:
-    """Return the name in a checkpoint of each weight of a model of which nothing else is known.
+def find_weights(index: DcpIndex, model: str, location: str) -> tuple[str, dict[str, str]]:
+    """Return the prefix, and the name in a checkpoint of each weight, of a model of which nothing else is known.
 
     Args:
         index: of the checkpoint.
@@ -133,30 +133,41 @@ def find_weights(index: DcpIndex, model: str, location: str) -> dict[str, str]:
     Raises:
         UsageError: it is unclear which tensors are the model's weights.
     """
-    inside = tuple(f"{prefix}{part}." for prefix in index.optimizers for part in ("state", "param_groups"))
-    tensors = {bare_name(name): name for name in index.tensors if not inside or not name.startswith(inside)}
-    heads = {"".join(f"{part}." for part in name.split(".")[:at]) for name in tensors for at in (1, 2)}
-    for tier in (0, 1, 2):
-        found = sorted(
-            prefix for prefix in heads if _tier(prefix, model) == tier and not prefix.endswith("module.")
+    optimizers = tuple(
+        f"{prefix}{part}." for prefix in index.optimizers for part in ("state", "param_groups")
+    )
+    paths = {
+        name: index.paths[name] for name in index.tensors if not optimizers or not name.startswith(optimizers)
+    }
+    heads = {path[:at] for path in paths.values() for at in (1, 2) if len(path) > at}
+    choices = [
+        sorted(head for head in heads if head[-1] != "module" and _tier(_text(head), model) == tier)
+        for tier in (0, 1, 2)
+    ]
+    choices[2] += [()] if any(len(path) == 1 for path in paths.values()) else []
+    found = next((heads for heads in choices if heads), [])
+    if len(found) > 1:
+        raise UsageError(
+            f"the checkpoint {location!r} has weights under {' and '.join(map(repr, map(_text, found)))}",
+            remedy="name the model as the program that wrote it",
         )
-        if len(found) > 1:
-            raise UsageError(
-                f"the checkpoint {location!r} has weights under {' and '.join(map(repr, found))}",
-                remedy="name the model",
-            )
-        if found:
-            return _without_module(
-                {n[len(found[0]) :]: s for n, s in tensors.items() if n.startswith(found[0])}
-            )
-    bare = {name: stored for name, stored in tensors.items() if len(index.paths[stored]) == 1}
-    if not bare:
-        keys = ", ".join(sorted({name.partition(".")[0] for name in tensors})) or "nothing"
+    if not found:
+        keys = ", ".join(sorted({str(path[0]) for path in paths.values()})) or "nothing"
         raise UsageError(
             f"the checkpoint {location!r} has no weights of a model {model!r}",
             remedy=f"name the key that the program saved the model under; it has tensors under: {keys}",
         )
-    return _without_module(bare)
+    at = len(found[0])
+    weights = {
+        bare_name(_text(path[at:])[:-1]): name
+        for name, path in paths.items()
+        if path[:at] == found[0] and (at or len(path) == 1)
+    }
+    return _text(found[0]), _without_module(weights)
+
+
+def _text(path: Iterable[str | int]) -> str:
+    return "".join(f"{part}." for part in path)
 
 
 def _without_module(names: Mapping[str, str]) -> dict[str, str]:

@@ -7,17 +7,27 @@ optimizer.state.7.exp_avg              optimizer.param_groups.0.lr    …0.param
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.checkpoint.interop.dcp_models import bare_name
 from paceline.checkpoint.interop.dcp_reader import DcpReader
 from paceline.errors import UsageError
+from paceline.world.plain_values import pack
 
-__all__ = ["FoundOptimizer", "Key", "StoredOptimizer", "find_optimizer", "nested"]
+__all__ = [
+    "FoundOptimizer",
+    "Key",
+    "StoredOptimizer",
+    "find_optimizer",
+    "labelled_entries",
+    "nested",
+    "packed_value",
+]
 
 Key = tuple[str | int, ...]
 
@@ -134,6 +144,46 @@ def nested(leaves: Mapping[Key, Any]) -> Any:
     if children and all(type(key) is int for key in children):
         return [nested(children[key]) for key in sorted(children)]
     return {key: nested(inner) for key, inner in children.items()}
+
+
+def packed_value(value: Any, label: str, made: dict[str, Tensor]) -> Any:
+    """Return a value as `plain_values.pack` does; its tensors are added to `made` by label."""
+    packed, tensors = pack(value, label)
+    made |= tensors
+    return packed
+
+
+def labelled_entries(
+    prefix: str,
+    tensors: Mapping[str, Mapping[Key, str]],
+    values: Mapping[str, Mapping[Key, str]],
+    load: Callable[[str], Any],
+    made: dict[str, Tensor],
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the state of an optimizer under the names that Paceline gives it.
+
+    Args:
+        prefix: of the names, such as ``"optimizer.state."``.
+        tensors, values: per parameter, names in the checkpoint by key.
+        load: returns what has a name in the checkpoint.
+        made: takes tensors that are part of values.
+
+    Returns:
+        Names in the checkpoint of tensors, and packed values; nested entries are values that refer to tensors.
+    """
+    labels: dict[str, str] = {}
+    trees: dict[str, dict[Key, Any]] = {}
+    for param, entries in tensors.items():
+        for key, stored in entries.items():
+            label = f"{prefix}{param}.{'.'.join(map(str, key))}"
+            labels[label] = stored
+            if len(key) > 1:
+                trees.setdefault(f"{prefix}{param}.{key[0]}", {})[key[1:]] = {"$tensor": label}
+    for param, entries in values.items():
+        for key, stored in entries.items():
+            packed = packed_value(load(stored), f"{prefix}{param}.{key[0]}", made)
+            trees.setdefault(f"{prefix}{param}.{key[0]}", {})[key[1:]] = packed
+    return labels, {label: nested(leaves) for label, leaves in trees.items()}
 
 
 def find_optimizer(

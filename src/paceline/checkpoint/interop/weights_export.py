@@ -27,7 +27,14 @@ from paceline.checkpoint.interop.weights_source import WeightsSource, use_weight
 from paceline.checkpoint.parts.model_weights import index_text, weight_files
 from paceline.errors import UsageError
 
-__all__ = ["export_weights", "read_weights"]
+__all__ = [
+    "check_without_weights",
+    "described",
+    "export_weights",
+    "read_weights",
+    "shards_of",
+    "write_folder",
+]
 
 _OTHER_FILES = {
     ".pt",
@@ -99,7 +106,7 @@ def export_weights(
     largest = parse_bytes(max_shard)
     if largest <= 0:
         raise UsageError(f"max_shard={max_shard!r}", remedy="pass a size such as '5GB'")
-    beside = _described(config)
+    beside = described(config)
     check_without_weights(target)
     use_weights(source, model, lambda weights: write_folder(weights, target, dtype, largest, beside))
     return target
@@ -193,7 +200,7 @@ def write_folder(
         DamagedCheckpoint: the checkpoint is not intact.
     """
     kinds = {name: _kind(weights, name, dtype) for name in weights.names}
-    shards = _shards({name: kind.nbytes for name, kind in kinds.items()}, largest)
+    shards = shards_of({name: kind.nbytes for name, kind in kinds.items()}, largest)
     files = weight_files("model", len(shards))
 
     def read(name: str) -> Tensor:
@@ -213,11 +220,11 @@ def write_folder(
             write_bytes(staging / index, index_text(locations, total), private=True)
 
 
-def _shards(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
+def shards_of(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
     """Return the names in each file: in their order, as many as fit.
 
     Example:
-        >>> _shards({"a": 3, "b": 2, "c": 9, "d": 1}, 5)
+        >>> shards_of({"a": 3, "b": 2, "c": 9, "d": 1}, 5)
         [['a', 'b'], ['c'], ['d']]
     """
     shards: list[list[str]] = [[]]
@@ -231,7 +238,7 @@ def _shards(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
     return shards
 
 
-def _described(config: Any) -> list[Callable[[Path], object]]:
+def described(config: Any) -> list[Callable[[Path], object]]:
     """Return what writes the files that describe a model."""
     if config is None:
         return []

@@ -17,10 +17,10 @@ from paceline.checkpoint.interop.safetensors_reader import SafetensorsReader
 from paceline.checkpoint.newest_checkpoint import open_checkpoint
 from paceline.checkpoint.parts.boxes import Box
 from paceline.checkpoint.parts.state_reader import Read, TensorInfo
-from paceline.checkpoint.storage.one_checkpoint import store_at
+from paceline.checkpoint.storage.stores import store_at
 from paceline.errors import DamagedCheckpoint, UsageError
 
-__all__ = ["WeightsSource", "use_weights"]
+__all__ = ["WeightsSource", "holds_checkpoints", "use_checkpoint", "use_weights", "weights_in"]
 
 T = TypeVar("T")
 
@@ -97,18 +97,32 @@ def use_weights(source: str | Path, model: str, use: Callable[[WeightsSource], T
         DamagedCheckpoint: none of the checkpoints is intact, as far as `use` reads them.
     """
     path = Path(source)
+    if not holds_checkpoints(path):
+        return use(_files(path))
+    return use_checkpoint(path, lambda reader: use(weights_in(reader, model)))
+
+
+def holds_checkpoints(path: Path) -> bool:
+    """Return whether a path is a checkpoint or a folder of them, not safetensors files.
+
+    Raises:
+        UsageError: it does not exist.
+    """
     if not path.exists():
         raise UsageError(f"{str(path)!r} does not exist", remedy="name a checkpoint, or a safetensors file")
+    return path.is_dir() and bool(store_at(path).names())
+
+
+def use_checkpoint(path: Path, use: Callable[[CheckpointReader | DcpReader], T]) -> T:
+    """Return what `use` makes of a checkpoint, or of the newest intact one in a folder; see `use_weights`."""
     store = store_at(path)
-    names = store.names() if path.is_dir() else []
-    if not names:
-        return use(_files(path))
+    names = store.names()
     problems = []
     for name in names:
         try:
             reader = open_checkpoint(store.files(name))
             try:
-                return use(_checkpoint(reader, model))
+                return use(reader)
             finally:
                 reader.close()
         except DamagedCheckpoint as error:
@@ -119,10 +133,11 @@ def use_weights(source: str | Path, model: str, use: Callable[[WeightsSource], T
     raise DamagedCheckpoint(problems[0], remedy="restore a copy of one")
 
 
-def _checkpoint(reader: CheckpointReader | DcpReader, model: str) -> WeightsSource:
+def weights_in(reader: CheckpointReader | DcpReader, model: str) -> WeightsSource:
+    """Return the weights of a model in a checkpoint; UsageError: it has no such model."""
     location = reader.files.location
     if isinstance(reader, DcpReader):
-        return WeightsSource(reader, find_weights(reader.index, model, location), {}, location)
+        return WeightsSource(reader, find_weights(reader.index, model, location)[1], {}, location)
     if model not in reader.manifest.aliases:
         raise UsageError(
             f"{location!r} holds no model {model!r}",

@@ -15,34 +15,26 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from paceline.checkpoint.parts.named_objects import NamedObjects
-from paceline.checkpoint.parts.state_parts import StateParts
-from paceline.world.plain_values import unpack
-
-__all__ = ["dcp_path", "dcp_values"]
+__all__ = ["dcp_aliases", "dcp_path", "dcp_values"]
 
 Path = tuple[str | int, ...]
 
 
 def dcp_values(
-    objects: NamedObjects, groups: Mapping[str, Sequence[Mapping[str, Any]]], parts: StateParts
+    groups: Mapping[str, Sequence[Mapping[str, Any]]], others: Mapping[str, Any], plain: Mapping[str, Any]
 ) -> dict[str, bytes]:
-    """Return what a rank writes that are no tensors, by name, as torch.save encodes it: training may change it.
+    """Return what is written that are no tensors, by name, as torch.save encodes it: training may change it.
 
     Args:
-        objects: all objects.
         groups: options of each group of each optimizer.
-        parts: of the rank.
+        others: states of the objects that are neither models nor optimizers; of models, what are no tensors.
+        plain: further values by name.
     """
-    values = {
-        name: unpack(packed, lambda label: _part_of(parts, label)) for name, packed in parts.values.items()
-    }
-    if parts.rank:
-        return {name: _encoded(value) for name, value in values.items()}
+    values = dict(plain)
     for name, each in groups.items():
         values |= {_name(path): value for path, value in _leaves(list(each), (name, "param_groups"))}
-    for name, other in objects.others.items():
-        values |= {_name(path): value for path, value in _leaves(other.state_dict(), (name,))}
+    for name, other in others.items():
+        values |= {_name(path): value for path, value in _leaves(other, (name,))}
     return {name: _encoded(value) for name, value in values.items()}
 
 
@@ -52,8 +44,13 @@ def _encoded(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _part_of(parts: StateParts, label: str) -> Tensor:
-    return next(each[label].data for each in parts.files.values() if label in each)
+def dcp_aliases(aliases: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the first names of tied weights by their other ones, both with their model's."""
+    return {
+        f"{model}.{other}": f"{model}.{first}"
+        for model, names in aliases.items()
+        for other, first in names.items()
+    }
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.parts.boxes import Box, box_of_shard, writes_replica
-from paceline.world.plain_values import pack
+from paceline.world.plain_values import pack, unpack
 
 __all__ = ["StateParts", "TensorPart", "dtype_name"]
 
@@ -66,6 +66,11 @@ class TensorPart:
         return cls(name, shape, box, tensor.to_local().detach())
 
     @property
+    def label(self) -> str:
+        """Its name, with the offsets of a box that is not the whole tensor."""
+        return self.name if self.is_whole else f"{self.name}@{','.join(map(str, self.box.offsets))}"
+
+    @property
     def is_whole(self) -> bool:
         """Whether it is the whole tensor."""
         return self.box.sizes == self.shape
@@ -97,10 +102,7 @@ class StateParts:
             file: where it is written; empty: with the state of the rank.
             label: its name in the file; empty: its own, with the offsets of a box that is not the whole tensor.
         """
-        if not label:
-            at = ",".join(map(str, part.box.offsets))
-            label = part.name if part.is_whole else f"{part.name}@{at}"
-        self.files.setdefault(file or f"state-rank{self.rank}.safetensors", {})[label] = part
+        self.files.setdefault(file or f"state-rank{self.rank}.safetensors", {})[label or part.label] = part
 
     def add_packed(self, name: str, value: Any) -> Any:
         """Add the tensors in a value under names that begin with `name`; return the rest, see `pack`.
@@ -112,6 +114,14 @@ class StateParts:
         for label, tensor in tensors.items():
             self.add(TensorPart.whole(label, tensor))
         return packed
+
+    def unpacked(self) -> dict[str, Any]:
+        """Return the plain values, with their tensors."""
+
+        def lookup(label: str) -> Tensor:
+            return next(parts[label].data for parts in self.files.values() if label in parts)
+
+        return {name: unpack(packed, lookup) for name, packed in self.values.items()}
 
     def in_files(self, changing: str, frozen: str) -> StateParts:
         """Return it with all parts in two files at most, under labels that are unique in them.

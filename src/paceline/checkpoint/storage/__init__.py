@@ -2,7 +2,7 @@
 
 checkpoint_store.py   what the rest of `checkpoint` needs of one
 local_folder.py       a folder that all ranks share
-one_checkpoint.py     a single checkpoint, or any folder of them, to read
+stores.py             the place, or the single checkpoint, that a path or URL names
 remote_folder.py      a remote file system: object stores, SFTP
 remote_attempt.py     a checkpoint that is being written there
 remote_files.py       the files of one, read in blocks
