@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
+import torch
 
 from checkpoint_places import save, small_files
 from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST
@@ -197,3 +199,13 @@ def test_one_run_at_a_time(place):
     lock.close()
     lock.close()
     place.store().lock().close()
+
+
+def test_the_programs_random_numbers_are_not_used_up(place):
+    """Its generators are part of what it saves."""
+    before = random.getstate(), torch.get_rng_state().tolist()
+    store = place.owned()
+    save(store, 1)
+    store.files("step-00000001").read(MANIFEST)
+    store.remove(["step-00000001"])
+    assert before == (random.getstate(), torch.get_rng_state().tolist())
