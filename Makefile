@@ -25,6 +25,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run
 	$(PIP) install --constraint constraints.txt --editable '.[report,mpi,ray,integrations,loggers,notebook,docs,dev]'
+	$(PIP) install --constraint constraints.txt --no-deps mosaicml-streaming # it pins older numpy and transformers
 	touch $@
 
 train: $(VENV)/.run

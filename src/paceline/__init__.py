@@ -21,8 +21,8 @@ from paceline._core import __version__
 if TYPE_CHECKING:
     from paceline.async_dp.api import AsyncDataParallel as AsyncDataParallel
     from paceline.checkpoint.api import Checkpoint as Checkpoint
-    from paceline.checkpoint.weights_export import export_weights as export_weights
-    from paceline.checkpoint.weights_export import import_weights as import_weights
+    from paceline.checkpoint.interop.weights_export import export_weights as export_weights
+    from paceline.checkpoint.interop.weights_import import import_weights as import_weights
     from paceline.data.evaluate import evaluate as evaluate
     from paceline.data.loader import Loader as Loader
     from paceline.elastic.live_training import Elastic as Elastic
@@ -70,8 +70,8 @@ _HOME = {
     "Watchdog": "paceline.health.watchdog",
     "World": "paceline.world",
     "evaluate": "paceline.data.evaluate",
-    "export_weights": "paceline.checkpoint.weights_export",
-    "import_weights": "paceline.checkpoint.weights_export",
+    "export_weights": "paceline.checkpoint.interop.weights_export",
+    "import_weights": "paceline.checkpoint.interop.weights_import",
     "init": "paceline.world",
     "launch_notebook": "paceline.launch.process.notebook_launcher",
     "matrix_parameters": "paceline.parallel.sharding.matrix_parameters",

@@ -21,6 +21,7 @@ import torch
 from safetensors.numpy import load_file
 
 from paceline.tools.models.gpt_sizes import gpt_size
+from paceline.tools.report.run.checkpoint_times import measure_checkpoints
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.trace_reader import read_timeline
 
@@ -221,6 +222,8 @@ def test_token_file(tmp_path, here):
         ("--strategy auto --every 4", "which chooses that itself"),
         ("--resume --overwrite", "exclude each other"),
         ("--resume", "leave --resume out"),
+        ("--resume later", "'later' is no option of paceline train"),
+        ("auto", "give --resume auto"),
         ("--data {tmp}/nowhere", "no such file or folder"),
         ("--data {tmp}/empty.txt", "is an empty file"),
         ("--data {tmp}/empty.txt", "→ give a text file"),
@@ -266,6 +269,11 @@ def test_killed_ranks_do_not_change_the_result(tmp_path, text, here, monkeypatch
         assert [(each.ranks_before, each.ranks_after) for each in record.restarts] == [(2, 2)]
         assert record.restarts[0].reason.endswith("was ended by SIGKILL")
         assert "<h2>Restarts</h2>" in (tmp_path / "run" / "report.html").read_text()
+        times = measure_checkpoints(record)
+        assert (times.failures, times.restarted) == (1, 1)
+        assert times.completed in (1, 2)
+        assert 0 < times.stall <= times.complete
+        assert 0 < times.restart < times.seconds
     else:
         assert re.search(r"rank 1 on .* was ended by SIGKILL .*the others train on", ended.stderr)
         assert not record.restarts
@@ -333,8 +341,8 @@ def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("every", "remedy"), [(1, "with --resume"), (0, "start anew with --overwrite")])
-def test_an_interrupt_explains_how_to_resume(tmp_path, text, here, every, remedy):
+@pytest.mark.parametrize("every", [1, 0])
+def test_an_interrupt_saves_and_explains_how_to_resume(tmp_path, text, here, every):
     out = tmp_path / "run"
     arguments = ["--data", text, "--out", out, "--nproc-per-node", 2, "--steps", 100_000, *SMALL]
     arguments[-3:] = [every, "--threads", 1]
@@ -359,17 +367,90 @@ def test_an_interrupt_explains_how_to_resume(tmp_path, text, here, every, remedy
         started.kill()  # its ranks end with it
     assert started.returncode == 130
     assert "Interrupted" in output
-    assert remedy in output
+    assert "with --resume" in output
     assert "Traceback" not in output
     again = here("--data", text, "--out", out, *SMALL)
     assert again.returncode == 2
-    assert ("--resume" in again.stderr) == bool(every)
-    if every:
-        step = int(max((out / "checkpoint").glob("step-????????")).name.removeprefix("step-"))
-        more = here(
-            "--data", text, "--out", out, "--resume", "--nproc-per-node", 1, "--steps", step + 1, *SMALL
-        )
-        assert more.returncode == 0, more.stderr
+    assert "--resume" in again.stderr
+    step = int(max((out / "checkpoint").glob("step-????????")).name.removeprefix("step-"))
+    more = here("--data", text, "--out", out, "--resume", "--nproc-per-node", 1, "--steps", step + 1, *SMALL)
+    assert more.returncode == 0, more.stderr
+
+
+def started_until(out, arguments, wanted):
+    """Start a training, and return it once a file is there."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    started = subprocess.Popen(
+        [sys.executable, *TRAIN, "--out", str(out), *map(str, arguments)],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (out / wanted).exists() and started.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, ["--recovery", "live"]),
+        (signal.SIGUSR1, ["--recovery", "live"]),
+        pytest.param(signal.SIGTERM, ["--recovery", "restart"], marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, ["--every", 3], marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, ["--nproc-per-node", 1], marks=pytest.mark.thorough),
+    ],
+)
+def test_a_warned_training_saves_and_is_resumed_by_the_same_command(tmp_path, text, number, options):
+    """There is nothing to resume first; then it goes on from the step that was done; a run that has ended ends again."""
+    out = tmp_path / "run"
+    small = ["--data", text, *SMALL[:4], "--eval-every", 0, "--checkpoint-every", 0, "--threads", 1, *options]
+    started = started_until(out, [*small, "--steps", 100_000, "--resume", "auto"], "steps.jsonl")
+    try:
+        started.send_signal(number)
+        output = started.communicate(timeout=100)[1]
+    finally:
+        started.kill()
+    assert started.returncode == 75, output
+    assert "Traceback" not in output
+    assert f"resume from the checkpoint in {out} with --resume" in output
+    step = int(max((out / "checkpoint").glob("step-????????")).name.removeprefix("step-"))
+    assert step > 0
+    for _ in range(2):
+        ended = run(*small, "--out", out, "--steps", step + 7, "--resume", "auto")
+        assert ended.returncode == 0, ended.stderr
+    assert f"resumed at step {step + 7}" in ended.stdout
+    logged = [each.step for each in read_run(out).steps]
+    assert logged == sorted(set(logged))
+    assert logged[-1] == step + 7
+
+
+def test_resume_auto_begins_anew_only_where_nothing_is_lost(tmp_path, text, here):
+    out, auto = (
+        tmp_path / "run",
+        ["--data", text, "--steps", 2, "--nproc-per-node", 1, *SMALL, "--resume", "auto"],
+    )
+    out.mkdir()
+    (out / "steps.jsonl").write_text(
+        '{"step": 1, "loss": 9.0}\n'
+    )  # killed before its first checkpoint was whole
+    (out / "checkpoint" / "step-00000003.tmp-5f0c").mkdir(parents=True)
+    (out / "notes").touch()
+    assert here(*auto, "--out", out).returncode == 0
+    assert [each.step for each in read_run(out).steps] == [1, 2]
+    assert (out / "notes").exists()
+    saved = out / "checkpoint" / "step-00000002"
+    (saved / "manifest.json").write_text("{}")
+    damaged = here(*auto, "--out", out)
+    assert (damaged.returncode, saved.exists()) == (2, True)
+    assert "no intact checkpoint in" in damaged.stderr
+    saved.rename(saved.with_suffix(".damaged"))
+    aside = here(*auto, "--out", out)
+    assert (aside.returncode, saved.with_suffix(".damaged").exists()) == (2, True)
+    assert "but damaged ones, such as step-00000002.damaged" in aside.stderr
 
 
 def test_bad_input_is_refused_before_torch_is_loaded():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from elastic_changes import ChangeModel
 from elastic_run import UP, Move, Proc, Scenario, State, Violation
@@ -28,6 +29,7 @@ from paceline.elastic.member_events import (
     Suspected,
     Train,
     WaitTimedOut,
+    WriteReport,
 )
 
 
@@ -85,13 +87,16 @@ class Model(ChangeModel):
         """Complete the gradients of a step, and apply the update."""
         step = len(proc.done)
         if (
-            step == self.scenario.steps
+            (step == self.scenario.steps and not member.view.closing)
             or proc.entered != step
             or member.phase not in ("training", "reported")
         ):
             return
         entered = [self._position(state, at, each, member) for each in member.view.members]
         if any(where[0] < step for where in entered):
+            return
+        if member.view.closing:
+            yield "save", self._gone(state, at, "saved")
             return
         gradients = member.view.epoch
         if self.sharded and proc.gradients < 0:
@@ -115,7 +120,8 @@ class Model(ChangeModel):
     def _begins(self, state: State, at: int, proc: Proc, label: str) -> Iterator[Move]:
         """Contribute to the next step, knowing joiners or not; or finish."""
         step = len(proc.done)
-        if step == self.scenario.steps and proc.cut:
+        closing = self.member(proc).view.closing  # what it contributes to is the save
+        if closing or (step == self.scenario.steps and proc.cut):
             yield label, self._with(state, at, proc._replace(entered=step))
             return
         if step == self.scenario.steps:
@@ -213,6 +219,12 @@ class Model(ChangeModel):
         number, actions = self.machines.feed(proc.machine, *events)
         after = proc._replace(machine=number)
         for action in actions:
+            if isinstance(action, WriteReport):
+                old = {each for each in self.reports(state) if each.member == action.report.member}
+                kept = state.reports - {self.machines.number(each) for each in old}
+                state = state._replace(reports=kept | {self.machines.number(action.report)})
+                member = replace(self.machines.known[number], proposed=False)  # it may compose later
+                after = proc._replace(machine=self.machines.number(member))
             if isinstance(action, Train):
                 yield from self._trained(state, at, after, label)
                 return

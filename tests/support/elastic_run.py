@@ -37,6 +37,7 @@ class Scenario:
         joins: whether a newcomer is there.
         min_ranks: of the rules.
         checkpoint: whether there is one, of step 0.
+        saves: whether the last members save one before they leave.
         mutation: a rule that drivers or store break.
     """
 
@@ -49,6 +50,7 @@ class Scenario:
     joins: bool = False
     min_ranks: int = 1
     checkpoint: bool = False
+    saves: bool = False
     mutation: str = ""
 
     @property
@@ -146,7 +148,7 @@ class RunModel:
         self.scenario, self.machines = scenario, Machines()
         self.names = scenario.names
         self.index = {name: at for at, name in enumerate(self.names)}
-        self.rules = Rules(scenario.strategy, scenario.min_ranks)
+        self.rules = Rules(scenario.strategy, scenario.min_ranks, scenario.saves)
         self.sharded = scenario.strategy == "sharded"
         self.first = first_view(self.names[: scenario.ranks])
 
@@ -240,7 +242,7 @@ class RunModel:
         """Return what is left of a process that has ended: what it has contributed, if others still train."""
         view = member.view if keep or self.scenario.mutation else self.first
         number = self.machines.number(Member(member.me, member.rules, view, "gone"))
-        done = proc.done if proc.status == "finished" else ()
+        done = proc.done if proc.status in ("finished", "saved") else ()
         if keep:
             gradients = self._contribution(proc)[2]
             return proc._replace(machine=number, done=done, data=(), gradients=gradients)
@@ -288,6 +290,7 @@ class RunModel:
         if waiting:
             phases = [self.member(state.procs[self.index[name]]).phase for name in waiting]
             raise Violation(f"{waiting} wait for ever, in {phases}")
-        histories = {proc.done for proc in state.procs if proc.status == "finished"}
-        if len(histories) > 1:
-            raise Violation(f"finished with different histories: {sorted(histories)}")
+        for status in ("finished", "saved"):
+            histories = {proc.done for proc in state.procs if proc.status == status}
+            if len(histories) > 1:
+                raise Violation(f"{status} with different histories: {sorted(histories)}")

@@ -46,7 +46,8 @@ def build(virtual_ranks: int | None = VIRTUAL_RANKS) -> tuple[paceline.DataParal
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(90) if virtual_ranks else nn.LayerNorm(90)
     net = nn.Sequential(nn.Linear(12, 90), norm, nn.Dropout(0.2), nn.Tanh(), nn.Linear(90, 3))
-    model = paceline.DataParallel(net, virtual_ranks=virtual_ranks)
+    sync = os.environ.get("LIVE_SYNC", "bucketed")
+    model = paceline.DataParallel(net, sync=sync, virtual_ranks=virtual_ranks)
     return model, paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
 
 
@@ -76,6 +77,8 @@ def train(model: paceline.DataParallel, optimizer: torch.optim.Optimizer, steps:
     record = paceline.Profiler(folder, model, every=1) if folder else None
     saves = os.environ.get("LIVE_CHECKPOINT")
     checkpoint = paceline.Checkpoint(saves, model, optimizer, every=10) if saves else None
+    if checkpoint is not None:
+        checkpoint.load()
     elastic = paceline.Elastic(model, optimizer, lost=2.0, checkpoint=checkpoint)
     if record is not None:
         elastic.on_world(record.rejoin)

@@ -29,7 +29,7 @@ WITHOUT_TORCH = [
     "collectives.closed_form_cost", "collectives.schedule_text", "collectives.prove", "collectives.schedule",
     "collectives.topology", "profiling.trace_file", "profiling.step_recorder", "profiling.metrics_writer",
     "data.map_loader_state", "data.batch_assignment", "data.sampling",
-    "checkpoint.format.checkpoint_folder", "checkpoint.format.manifest", "health.attribution", "health.failure_text",
+    "checkpoint.storage.local_folder", "checkpoint.format.manifest", "health.attribution", "health.failure_text",
     "elastic.view", "elastic.next_view", "elastic.member", "elastic.member_events", "elastic.store_records",
     "async_dp.wal", "tools.plan.uneven_batch_outcomes", "tools.plan.dispatch_forecast",
     "tools.plan.imbalance_statistics",

@@ -38,6 +38,12 @@ class ChildProcess:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the process alone, unless it has ended."""
+        if self.exit_code() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.process.pid, number)
+
     def signal_group(self, number: int) -> None:
         """Send a signal to the process and its children, unless it was reaped: its id may be another's then."""
         if self.process.returncode is not None:

@@ -7,6 +7,9 @@ passes to each rank: a rank that is requested to leave informs the others, and r
     "failed"    request to leave: a rank failed    "changed"   request to leave: the world changes
 
 After its last report the rank removes the file, and the launcher stops waiting for it.
+
+To `paceline.Checkpoint`, SIGTERM is a warning, after which the ranks save together. They can't once one has failed, so
+a rank that does notes it in a second file, and the launcher then ends it by SIGKILL at once.
 """
 
 from __future__ import annotations
@@ -16,7 +19,15 @@ import os
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["VARIABLE", "Reason", "ShutdownListener", "is_listening", "request_shutdown"]
+__all__ = [
+    "VARIABLE",
+    "Reason",
+    "ShutdownListener",
+    "is_listening",
+    "note_saves_on_sigterm",
+    "request_shutdown",
+    "saves_file",
+]
 
 VARIABLE = "PACELINE_LEAVE_FILE"
 """Names the file to a rank."""
@@ -34,6 +45,19 @@ def request_shutdown(path: Path, reason: Reason) -> None:
 def is_listening(path: Path) -> bool:
     """Return whether a rank listens and has not finished its reports."""
     return path.exists()
+
+
+def saves_file(path: Path) -> Path:
+    """Return the file that exists once a rank saves on SIGTERM, beside the one by which it is requested to leave."""
+    return path.with_name(f"{path.name}.saves")
+
+
+def note_saves_on_sigterm() -> None:
+    """Note for the launcher, if there is one, that SIGTERM has this rank save, and nothing else."""
+    name = os.environ.get(VARIABLE)
+    if name:
+        with contextlib.suppress(OSError):
+            saves_file(Path(name)).touch()
 
 
 class ShutdownListener:

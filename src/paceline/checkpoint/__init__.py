@@ -2,12 +2,16 @@
 
 api.py                     what a program uses: `Checkpoint`
 checkpoint_contents.py     collects the state of all objects, and restores it
-named_objects.py           names of the models, optimizers and other objects
-model_weights.py           collects weights, divided among ranks, and loads them
-optimizer_state_pieces.py  optimizer state as pieces of flattened parameters
 background_saver.py        writes a checkpoint during training
-save_cadence.py            after which step one is due
+unchanged_files.py         files of frozen weights, which need not be written again
+save_cadence.py            after which step one is due, and after which all ranks leave
+save_on_warning.py         warnings that the machine is about to go
+save_interval.py           how often one is worth its time
+retention.py               which complete ones stay
 newest_checkpoint.py       finds the newest intact checkpoint, on all ranks together
-weights_export.py          exports the weights to one safetensors file, and imports such files
-format/                    files, manifest and folder
+exclusive_use.py           lets one run, with all of its ranks, write to a place
+parts/                     parts of tensors that ranks hold, by name: of models, optimizers and other objects
+format/                    manifest and files of tensors: written and read, each byte verified
+storage/                   places that hold checkpoints
+interop/                   checkpoints and weights of other programs, read, written and converted
 """

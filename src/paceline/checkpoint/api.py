@@ -1,63 +1,54 @@
 """`Checkpoint`: saves the state of a training run in the background, and resumes it exactly.
 
-`background_saver` writes checkpoints, `contents` collects and restores the state, and `resume` finds the checkpoint
-that a run resumes from.
+`background_saver` writes checkpoints, `checkpoint_contents` collects and restores the state, and `newest_checkpoint`
+finds the checkpoint that a run resumes from.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
-import shutil
+import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from paceline._core import __version__
-from paceline._core.file_lock import FolderLock
 from paceline._core.step_state import step_state
-from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers
-from paceline.checkpoint.checkpoint_contents import collect_contents, restore_contents
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, checkpoint_name
-from paceline.checkpoint.named_objects import NamedObjects
-from paceline.checkpoint.newest_checkpoint import SkippedCheckpoint, find_resume_point
-from paceline.checkpoint.save_cadence import save_cadence
-from paceline.errors import CheckpointError, PacelineError, UsageError
-from paceline.world.control_collectives import gather_texts, rank_and_size, sum_over_ranks
+from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers, on_cpu
+from paceline.checkpoint.checkpoint_contents import collect_contents
+from paceline.checkpoint.exclusive_use import claim_store
+from paceline.checkpoint.interop.dcp_restore import plan_restore
+from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
+from paceline.checkpoint.parts.loader_epochs import LoaderEpochs, with_loader
+from paceline.checkpoint.parts.named_objects import NamedObjects
+from paceline.checkpoint.retention import Retention, remove_old
+from paceline.checkpoint.save_on_warning import SaveOnWarning
+from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
+from paceline.checkpoint.storage.local_folder import checkpoint_name, step_of
+from paceline.checkpoint.storage.stores import open_store, store_at
+from paceline.checkpoint.unchanged_files import UnchangedFiles
+from paceline.errors import CheckpointError, UsageError
+from paceline.world.control_collectives import gather_texts, rank_and_size
 from paceline.world.live_file import JOINER_VARIABLE
 
 __all__ = ["Checkpoint", "Resumed"]
 
+_CONTAINERS = {"paceline": "safetensors", "dcp": "dcp"}
+"""Kinds of files by format."""
+
 log = logging.getLogger("paceline.checkpoint")
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that a run resumed from.
-
-    Attributes:
-        path: the checkpoint.
-        step: its number of optimizer steps.
-        ranks: number of ranks that wrote it.
-        facts: the program's own values, saved with it.
-        passed_over: newer checkpoints that were skipped because they are not intact.
-    """
-
-    path: Path
-    step: int
-    ranks: int
-    facts: Mapping[str, Any]
-    passed_over: tuple[SkippedCheckpoint, ...]
 
 
 class Checkpoint:
@@ -65,29 +56,38 @@ class Checkpoint:
 
     All ranks create it with the same arguments and call its methods at the same places. It saves models, optimizers
     (with sharded state, resharded if the number of ranks changes), loaders, schedulers, any object with
-    ``state_dict()`` and ``load_state_dict()``, and the random generators of every rank. Of objects that are neither
-    models nor optimizers, rank 0's state is saved and loaded on all ranks; of `LocalSGD` and related ones, and of
-    compression residuals, every rank's.
+    ``state_dict()`` and ``load_state_dict()``, and the random generators of every rank. Of loaders of other libraries,
+    of `LocalSGD` and related ones, and of compression residuals, every rank's state is saved. Of other objects that are
+    neither models nor optimizers, rank 0's is saved and loaded on all ranks, with a warning if states differ.
+
+    After SIGTERM, SIGUSR1, `request_leave` or a `notice` on any rank, all ranks save a checkpoint after the same step,
+    and leave with exit code 75. Another signal, 2 s later or more, ends the process at once.
 
     Args:
-        folder: for this run's checkpoints, on a disk that all ranks share.
+        folder: for this run's checkpoints: a path on a disk that all ranks share, or a URL such as ``s3://bucket/run``
+            (see `RemoteFolder`).
         objects: to save, named by kind: ``"model"``, ``"optimizer"``, ``"scheduler"``, ``"loader"``, or by class.
         every: optimizer steps between two checkpoints, or a time such as ``"10min"``; None: only `save` saves.
-        keep: number of complete checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
+        keep: number of newest checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
+        keep_every: optimizer steps; the first checkpoint at or after each multiple is kept, too. None: no such rule.
+        keep_best: number of checkpoints with the lowest metric (see `save`) to keep, too.
         asynchronous: False: training waits until a checkpoint is complete, and no memory is used for copies.
+        format: of the checkpoints to write. ``"paceline"``: safetensors and a manifest; ``"dcp"``: files that
+            torch.distributed.checkpoint reads, too. `load` reads both, and checkpoints that it alone has written.
         facts: further values to save, as JSON; no NaN.
+        notice: returns whether this machine is about to go; called every 5 s in a thread, so it may block.
         group: process group of the ranks; None: all.
         named: objects to save under given names.
 
     Attributes:
-        folder: the folder.
+        folder: the folder, a path or URL.
         step: number of optimizer steps, including those before a restart (of the first optimizer if there are several).
         epoch: number of epochs that `resume` has completed.
         resumed: what `load` found; None: nothing.
 
     Raises:
         UsageError: the folder can't be written or is not shared, its file system does not rename atomically, an object
-            has no state, `facts` can't be encoded as JSON, or `every` or `keep` are invalid.
+            has no state, `facts` can't be encoded as JSON, or an option is invalid.
         CheckpointError: another run writes to the folder.
 
     Example:
@@ -98,36 +98,44 @@ class Checkpoint:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | CheckpointStore,
         *objects: Any,
         every: int | str | None = None,
         keep: int = 2,
+        keep_every: int | None = None,
+        keep_best: int = 0,
         asynchronous: bool = True,
+        format: str = "paceline",
         facts: Mapping[str, Any] | None = None,
+        notice: Callable[[], bool] | None = None,
         group: dist.ProcessGroup | None = None,
         **named: Any,
     ) -> None:
-        if type(keep) is not int or keep < 1:
-            raise UsageError(f"keep={keep!r}", remedy="keep at least 1 checkpoint")
+        self._retention, self._metrics = Retention(keep, keep_every, keep_best), dict[str, float | None]()
+        if format not in _CONTAINERS:
+            raise UsageError(f"format={format!r}", remedy=f"pass one of {', '.join(map(repr, _CONTAINERS))}")
+        self._container = _CONTAINERS[format]
         self._objects = NamedObjects.of(objects, named)
-        self.folder = Path(folder)
         self.step, self.epoch = 0, 0
         self.resumed: Resumed | None = None
         self.facts = _check_facts(facts or {})
         self._group, (self._rank, self._ranks) = group, rank_and_size(group)
-        self._cadence = save_cadence(every, self._share_from_rank_0)
-        self._keep, self._asynchronous = keep, asynchronous
-        self._folder = CheckpointFolder(folder)
-        self._lock: FolderLock | None = None
+        self._warning = SaveOnWarning(every, notice, group)
+        self._asynchronous = asynchronous
+        self._store = open_store(folder)
+        self.folder = getattr(self._store, "path", self._store.location)
+        self._lock: StoreLock | None = None
         self._joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
-        self._run_id = "" if self._joins else self._open()
-        self._buffers = HostBuffers()
+        self._run_id = ""
+        if not self._joins:
+            self._run_id, self._lock = claim_store(self._store, self._rank, group)
+        self._buffers, self._unchanged = HostBuffers(), UnchangedFiles(keep)
         self._pending: tuple[int, BackgroundSave] | None = None
         self._latest: BackgroundSave | None = None
         self._closed = False
         self._loaded = False  # load() was called
-        self._resume_epoch = False  # load() found a checkpoint, and no epoch has begun since
-        self._saved_at, self._checked_at = -1, 0  # steps
+        self._epochs = LoaderEpochs()
+        self._saved_at = -1  # step
         for optimizer in list(self._objects.optimizers.values())[:1]:
             _count_steps(optimizer, weakref.ref(self))
 
@@ -140,55 +148,39 @@ class Checkpoint:
         loop, if an optimizer made a step in it; and at the end of every epoch.
 
         Args:
-            loader: any iterable; if it has a state, that belongs to the checkpoint.
+            loader: any iterable; if it has a state, that belongs to the checkpoint. If it has ``set_epoch()``, that is
+                called before every epoch; a `Loader` counts epochs itself.
             epochs: total number of epochs since training began; None: the rest of one epoch.
 
         Raises:
             PacelineError: see `load`.
         """
-        self._add_loader(loader)
+        self._objects = with_loader(self._objects, loader, loaded=self._loaded)
+        self._warning.listen()
         if not self._loaded:
             self.load()
-        if self._resume_epoch and hasattr(loader, "set_epoch"):
-            loader.set_epoch(self.epoch)  # which may have no batches left
-        self._resume_epoch = False
+        self._warning.leave_if_warned(self)
         while epochs is None or self.epoch < epochs:
-            for batch in loader:
+            for batch in self._epochs.batches(loader, self.epoch):
                 yield batch
                 self.save_if_due()
             self.epoch += 1
-            if self._cadence is not None:
+            self._warning.leave_if_warned(self)
+            if self._warning.saves:
                 self.save()
             if epochs is None:
                 return
 
-    def _add_loader(self, loader: Any) -> None:
-        """Make `loader` part of the checkpoint, unless it is already."""
-        if any(each is loader for each in self._objects.others.values()):
-            return
-        if hasattr(loader, "state_dict") and not self._loaded:
-            self._objects = self._objects.with_other("loader", loader)
-        elif not self._loaded:
-            log.warning(
-                "a %s has no state_dict(): a resumed run repeats its epoch from the start; paceline.Loader continues "
-                "with the next batch",
-                type(loader).__qualname__,
-            )
-        elif hasattr(loader, "state_dict"):
-            log.warning(
-                "the loader was not part of the checkpoint when load() was called, so it is not saved: a resumed run "
-                "repeats its epoch from the start; pass it to paceline.Checkpoint too"
-            )
-
     # ------------------------------------------------------------------ save
 
-    def save(self, *, wait: bool = False) -> None:
+    def save(self, *, metric: float | None = None, wait: bool = False) -> None:
         """Start a checkpoint of the present state; return when it is copied. All ranks call this.
 
         If the previous checkpoint can't be completed (a full disk), a warning is logged, training continues, and
         complete checkpoints stay. A step that is saved already is not saved again.
 
         Args:
+            metric: by which the best checkpoints are kept, such as the loss on held-out data; lower is better.
             wait: return when it is complete.
 
         Raises:
@@ -202,10 +194,14 @@ class Checkpoint:
                 remedy="close at the end, or create another paceline.Checkpoint",
             )
         if self.step != self._saved_at:
-            self._finish_pending()
             with step_state.running_task("checkpoint"):
-                self._start()
-        if (wait or not self._asynchronous) and (failure := self._finish_pending()) and wait:
+                self._finish_pending()
+                self._start(metric)
+        failure = ""
+        if wait or not self._asynchronous:
+            with step_state.running_task("checkpoint"):
+                failure = self._finish_pending()
+        if failure and wait:
             raise CheckpointError(
                 failure,
                 rank=self._rank,
@@ -214,50 +210,85 @@ class Checkpoint:
             )
 
     def save_if_due(self) -> None:
-        """Save if one is due after the latest step, as `resume` and `Elastic` do; errors as for `save`. Collective."""
-        if self.step != self._checked_at:
-            self._checked_at = self.step
-            if self._cadence is not None and self._cadence.due(self.step):
-                self.save()
+        """Save if one is due after the latest step, as `resume` and `Elastic` do; after a warning, save and leave.
 
-    def _start(self) -> None:
-        self._warn_of_newer()
-        contents = collect_contents(self._objects, self._rank, self._ranks, epoch=self.epoch)
-        files = self._buffers.copy(contents.files) if self._asynchronous else _to_cpu(contents.files)
+        All ranks call this after each step. Errors as for `save`.
+
+        Raises:
+            SystemExit: with code 75, after a warning to any rank; the checkpoint of this step is complete.
+        """
+        if self._warning.due(self):
+            self.save()
+
+    def request_leave(self) -> None:
+        """Have all ranks save and leave, as after SIGTERM; for signal handlers of the program. One rank is enough."""
+        self._warning.request()
+
+    def _start(self, metric: float | None) -> None:
+        if not self._loaded:
+            self._warn_of_newer(self.step)
+        began = time.perf_counter()
+        contents = collect_contents(
+            self._objects,
+            self._rank,
+            self._ranks,
+            epoch=self.epoch,
+            between_epochs=self._epochs.between,
+            container=self._container,
+        )
+        unchanged = self._unchanged.find(contents.parts)
+        copied = {name: parts for name, parts in contents.parts.files.items() if name not in unchanged}
+        if self._asynchronous:
+            copied = self._buffers.copy(copied)
+        else:
+            copied = {name: on_cpu(parts) for name, parts in copied.items()}
         head = {
             "step": self.step,
             "facts": dict(self.facts),
+            "metric": metric if metric is not None and math.isfinite(metric) else None,
             "written": {
                 "at": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "paceline": __version__,
                 "torch": str(torch.__version__),
             },
+            **contents.shared,
         }
         self._latest = BackgroundSave(
-            self._folder,
-            self._folder.staging(self.step, self._run_id),
-            replace(contents, files=files),
+            partial(self._store.begin, self.step, self._run_id),
+            replace(contents, parts=contents.parts.with_files({**contents.parts.files, **copied})),
             head,
+            began=began,
             rank=self._rank,
             ranks=self._ranks,
-            keep=self._keep,
+            remove_old=partial(  # none of this object
+                remove_old, self._store, self._retention, self._metrics, spared=self._still_read()
+            ),
+            unchanged=unchanged,
+            earlier=self._unchanged.checkpoint,
             lock=self._lock,
             previous=self._latest,
         )
         self._pending, self._saved_at = (self.step, self._latest), self.step
-        if self._cadence is not None:
-            self._cadence.saved()
+        self._warning.saved()
 
-    def _warn_of_newer(self) -> None:
-        """Warn of another run's checkpoints that count as newer than the ones of this run."""
-        if self._loaded or self._rank != 0:
+    def _still_read(self) -> str:
+        """Return the name of the checkpoint that was loaded if an optimizer has yet to read its state."""
+        used = all(getattr(optimizer, "movable", True) for optimizer in self._objects.optimizers.values())
+        return "" if used or self.resumed is None else checkpoint_name(self.resumed.step)
+
+    def _warn_of_newer(self, step: int) -> None:
+        """Warn of checkpoints from `step` on that this run did not load, and that count as newer than its own."""
+        if self._rank != 0:
             return
-        newest = next(iter(self._folder.complete()), None)
-        if newest is not None and newest.name >= checkpoint_name(self.step):
+        try:
+            newest = next(iter(self._store.names()), None)
+        except OSError:  # of a remote place; the save itself is tried again
+            return
+        if newest is not None and step_of(newest) >= step:
             log.warning(
                 "%s already exists, and this run did not load it: checkpoints up to that step are removed as older "
                 "ones; call load() before training, or name another folder",
-                newest,
+                self._store.files(newest).location,
             )
 
     def _finish_pending(self) -> str:
@@ -271,9 +302,11 @@ class Checkpoint:
         last = gather_texts(pending.failure if self._rank == 0 and not reasons else "", self._group)[0]
         reasons += [f"rank 0: {last}"] if last else []
         if not reasons:
+            frozen = {name: file for name, file in pending.files.items() if name in pending.frozen}
+            self._unchanged.completed(checkpoint_name(step), frozen)
             return ""
         self._saved_at = -1
-        failure = f"the checkpoint of step {step} can't be written to {str(self._folder.path)!r}: {'; '.join(reasons)}"
+        failure = f"the checkpoint of step {step} can't be written to {self._store.location!r}: {'; '.join(reasons)}"
         if self._rank == 0:
             log.warning("%s; training continues, and complete checkpoints stay", failure)
         return failure
@@ -284,10 +317,17 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ load
 
-    def load(self) -> Resumed | None:
+    def load(self, path: str | Path | None = None) -> Resumed | None:
         """Load the newest intact checkpoint, if there is one. All ranks call this, before training.
 
-        Newer checkpoints that are not intact are skipped; the log and `Resumed.passed_over` say why.
+        Newer checkpoints that are not intact are skipped; the log and `Resumed.passed_over` say why. A checkpoint of
+        torch.distributed.checkpoint is loaded too: models and optimizers are found by the names of their parameters,
+        other objects by their own; what it lacks begins anew, and the log names that.
+
+        Args:
+            path: another checkpoint, of Paceline's or of torch.distributed.checkpoint, or a folder of them, whose
+                newest intact one is loaded. None: this folder's. To continue a run that began from another one:
+                ``checkpoint.load() or checkpoint.load(path)``.
 
         Returns:
             The checkpoint that was loaded; None: the folder holds none, or this process joins a running world, whose
@@ -295,30 +335,43 @@ class Checkpoint:
 
         Raises:
             CheckpointError: there are checkpoints, but none is intact.
-            UsageError: the checkpoint belongs to another model or optimizer, or has a newer format; nothing was
-                changed.
+            UsageError: the checkpoint belongs to another model or optimizer, has a newer format, holds a loader's state
+                that does not fit this number of ranks, or there is none at `path`; nothing was changed.
         """
         if self._joins:
             return None
+        store = self._store if path is None else store_at(path)
         found = find_resume_point(
-            self._folder, self._rank, self._ranks, lambda text: gather_texts(text, self._group)
+            store,
+            self._rank,
+            lambda text: gather_texts(text, self._group),
+            lambda reader: plan_restore(reader, self._objects, self._rank, self._ranks),
         )
         self._loaded = True
         if found is None:
+            if path is not None:
+                raise UsageError(
+                    f"{str(path)!r} holds no checkpoint", remedy="name a checkpoint, or a folder of them"
+                )
             return None
         if self._rank == 0:
             for skipped in found.skipped:
                 log.warning("skipped %s, which is not intact: %s", skipped.path, skipped.why)
-                self._folder.set_aside(skipped.path)
-        self._resume_epoch = True
-        self.epoch = restore_contents(found, self._objects, self._rank, self._ranks)
-        manifest = found.manifest
-        self.step = self._saved_at = self._checked_at = manifest.step
-        self.resumed = Resumed(
-            found.path, manifest.step, manifest.ranks, manifest.facts, tuple(found.skipped)
-        )
+                if path is None:
+                    self._store.set_aside(skipped.path.rpartition("/")[2])
+        self.epoch = found.plan.restore()
+        self._epochs.resume(between=bool(found.plan.first.get("between_epochs")))
+        manifest = found.plan.reader.manifest
+        self.step = manifest.step
+        self._warning.loaded(self.step)
+        self._saved_at = manifest.step if path is None else -1
+        if path is not None:
+            self._warn_of_newer(self.step + 1)
+        location = getattr(found.files, "path", found.files.location)
+        ranks = manifest.written.get("ranks", manifest.ranks)
+        self.resumed = Resumed(location, manifest.step, ranks, manifest.facts, tuple(found.skipped))
         if self._rank == 0:
-            log.info("resumed at step %d from %s, written by %d ranks", self.step, found.path, manifest.ranks)
+            log.info("resumed at step %d from %s, written by %d ranks", self.step, location, ranks)
         return self.resumed
 
     # ------------------------------------------------------------------ another world
@@ -326,7 +379,7 @@ class Checkpoint:
     @property
     def newest_step(self) -> int | None:
         """The step of the newest complete checkpoint in the folder; None: there is none."""
-        return next((int(path.name.rpartition("-")[2]) for path in self._folder.complete()), None)
+        return next((step_of(name) for name in self._store.names()), None)
 
     def rejoin(self) -> None:
         """Continue on the ranks of the default process group, after it was made anew; all ranks call this.
@@ -335,14 +388,13 @@ class Checkpoint:
         """
         if self._pending is not None:
             self._pending[1].finish(abandon=True)
-        self._pending, self._saved_at, self._checked_at = None, -1, -1
-        if self._cadence is not None:
-            self._cadence.rejoin()
+        self._pending, self._saved_at = None, -1
+        self._warning.rejoin()
         (self._rank, self._ranks), self._joins = rank_and_size(self._group), False
         self._loaded = True  # what lies in the folder belongs to this run
         if self._rank == 0 and self._lock is None:
-            self._lock = self._folder.lock()  # once the process that had it has ended
-            self._folder.remove_incomplete()
+            self._lock = self._store.lock()  # once the process that had it has ended
+            self._store.remove_incomplete()
         run_ids = gather_texts(
             self._run_id or (uuid.uuid4().hex[:12] if self._rank == 0 else ""), self._group
         )
@@ -353,43 +405,16 @@ class Checkpoint:
         if self._pending is not None:
             self._pending[1].finish(abandon=True)
             self._pending = None
+        self._warning.close()
         self._unlock()
 
-    # ------------------------------------------------------------------ open and close
-
-    def _open(self) -> str:
-        """Check that only this run, and all of its ranks, can write to the folder; return an id of the run."""
-        run_id, error = uuid.uuid4().hex[:12], None
-        if self._rank == 0:
-            try:
-                self._folder.prepare()
-                self._lock = self._folder.lock()
-                self._folder.remove_incomplete()
-                self._folder.probe(run_id).mkdir()
-            except PacelineError as refused:
-                error = refused
-        own = json.dumps([run_id, str(error or "")]) if self._rank == 0 else ""
-        run_id, refusal = json.loads(gather_texts(own, self._group)[0])
-        if error is not None:
-            raise error
-        if refusal:
-            raise UsageError(f"rank 0 can't use the folder: {refusal}", rank=self._rank)
-        probe = self._folder.probe(run_id)
-        answers = gather_texts("" if probe.is_dir() else "x", self._group)
-        unseen = [str(rank) for rank, text in enumerate(answers) if text]
-        if self._rank == 0:
-            shutil.rmtree(probe, ignore_errors=True)
-        if unseen:
-            raise UsageError(
-                f"rank 0 writes to {str(self._folder.path)!r}, but its files are not there on rank {', '.join(unseen)}",
-                remedy="name a folder on a disk that all hosts share",
-            )
-        return run_id
+    # ------------------------------------------------------------------ close
 
     def close(self) -> None:
         """Wait for the pending checkpoint, and let other runs write to the folder. All ranks call this."""
         self._finish_pending()
         self._closed = True
+        self._warning.close()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -408,10 +433,6 @@ class Checkpoint:
     ) -> None:
         if error is None:
             self.close()
-
-    def _share_from_rank_0(self, numbers: list[float]) -> list[float]:
-        mine = numbers if self._rank == 0 else [0.0] * len(numbers)
-        return sum_over_ranks(torch.tensor(mine, dtype=torch.float64), self._group).tolist()
 
 
 def _check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -434,11 +455,3 @@ def _count_steps(optimizer: torch.optim.Optimizer, reference: weakref.ref[Checkp
             checkpoint.step += 1
 
     optimizer.register_step_post_hook(count)
-
-
-def _to_cpu(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors, contiguous on the CPU; without a copy where they already are."""
-    return {
-        file: {label: tensor.detach().cpu().contiguous() for label, tensor in tensors.items()}
-        for file, tensors in files.items()
-    }

@@ -1,42 +1,56 @@
 """Writes a checkpoint while training continues.
 
     training thread, all ranks     copy the state (training waits for nothing else) and hand it over
-    writing thread, all ranks      write and flush the files; report in part-<rank>.json in the staging folder
-    writing thread, rank 0         wait for the parts of all ranks; write the manifest; rename the folder; only then
+    writing thread, all ranks      write, flush and publish the files; report the rank's piece of the manifest
+    writing thread, rank 0         wait for the pieces of all ranks; complete the checkpoint with the manifest; then
                                    remove older checkpoints, which no rank waits for
 
-The writing threads communicate through the folder alone: collectives of the process group belong to training. A rank
-that can't write reports that in its part, if it can. Before the next checkpoint the ranks exchange how the last one
-went (`Checkpoint.wait`), so that all abandon one that can't be completed, and training continues.
+The writing threads communicate through the place of the checkpoints alone: collectives of the process group belong to
+training. A rank that can't write reports that, if it can. Before the next checkpoint the ranks exchange how the last
+one went (`Checkpoint.wait`), so that all abandon one that can't be completed, and training continues.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
+import contextlib
+import logging
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
-from paceline._core.file_lock import FolderLock
-from paceline._core.files import make_private_folder, write_text
-from paceline._core.json_codec import decode
 from paceline.checkpoint.checkpoint_contents import CheckpointContents
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.checkpoint.format.manifest import Manifest, TensorFile
-from paceline.checkpoint.format.tensor_files import write_safetensors
+from paceline.checkpoint.format.dcp_files import METADATA, dcp_file, dcp_metadata, write_dcp
+from paceline.checkpoint.format.manifest import (
+    CHECKSUM,
+    MANIFEST,
+    Manifest,
+    RankPiece,
+    StoredFile,
+    piece_name,
+)
+from paceline.checkpoint.format.manifest_index import make_manifest
+from paceline.checkpoint.format.tensor_files import ChecksummedFile, write_parts
+from paceline.checkpoint.parts.dcp_names import dcp_aliases, dcp_path
+from paceline.checkpoint.parts.rank_digests import warn_of_differences
+from paceline.checkpoint.parts.state_parts import TensorPart
+from paceline.checkpoint.storage.checkpoint_store import SaveAttempt, StoreLock
 from paceline.world.accelerator import host_buffer, synchronize
 
-__all__ = ["BackgroundSave", "HostBuffers"]
+__all__ = ["BackgroundSave", "Files", "HostBuffers", "on_cpu"]
+
+log = logging.getLogger("paceline.checkpoint")
 
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0  # for which rank 0's thread waits for parts after the main thread has ended
+
+Files = Mapping[str, Mapping[str, TensorPart]]
+"""Parts of tensors by file and label."""
 
 
 class HostBuffers:
@@ -45,20 +59,21 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
-    def copy(self, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the tensors in `files`; the next call overwrites them."""
-        copies: dict[str, dict[str, Tensor]] = {}
+    def copy(self, files: Files) -> dict[str, dict[str, TensorPart]]:
+        """Return `files` with copies of the tensors, contiguous; the next call overwrites them."""
+        copies: dict[str, dict[str, TensorPart]] = {}
         devices: set[torch.device] = set()
-        for file, tensors in files.items():
+        for file, parts in files.items():
             copies[file] = {}
-            for label, tensor in tensors.items():
-                copies[file][label] = copy = self._buffer((file, label), tensor)
-                copy.copy_(tensor, non_blocking=True)
-                devices.add(tensor.device)
+            for label, part in parts.items():
+                copy = self._buffer((file, label), part.data)
+                copy.copy_(part.data, non_blocking=True)
+                copies[file][label] = replace(part, data=copy)
+                devices.add(part.data.device)
         for device in devices:
             synchronize(device)
         self._buffers = {
-            (file, label): copy for file, tensors in copies.items() for label, copy in tensors.items()
+            (file, label): part.data for file, parts in copies.items() for label, part in parts.items()
         }
         return copies
 
@@ -73,43 +88,56 @@ class BackgroundSave:
     """A checkpoint that is being written.
 
     Args:
-        folder: the run's checkpoints.
-        staging: the folder that is written.
+        begin: makes the attempt, in the writing thread.
         contents: what this rank writes, with copied tensors.
-        head: on rank 0, the manifest's step, facts and written.
+        head: on rank 0, the manifest's entries that do not come from ranks.
+        began: when the save began, as `time.perf_counter` counts.
         rank, ranks: this rank, and the number of ranks.
-        keep: number of complete checkpoints to keep.
-        lock: of the folder, on rank 0; referenced until the end, so that it stays held.
+        remove_old: on rank 0, removes older checkpoints once this one is complete.
+        unchanged: files that an earlier checkpoint has already; their tensors are not copied.
+        earlier: name of that checkpoint.
+        lock: of the store, on rank 0; referenced until the end, so that it stays held.
         previous: the save before, whose thread may still remove older checkpoints; joined by this one's.
 
     Attributes:
         failure: why this rank could not write; empty: it could.
-        path: on rank 0, the complete checkpoint.
+        complete: on rank 0, whether the checkpoint is complete.
+        files: what this rank has written.
     """
 
     def __init__(
         self,
-        folder: CheckpointFolder,
-        staging: Path,
+        begin: Callable[[], SaveAttempt],
         contents: CheckpointContents,
         head: Mapping[str, Any],
         *,
+        began: float,
         rank: int,
         ranks: int,
-        keep: int,
-        lock: FolderLock | None = None,
+        remove_old: Callable[[], None],
+        unchanged: Mapping[str, StoredFile],
+        earlier: str,
+        lock: StoreLock | None = None,
         previous: BackgroundSave | None = None,
     ) -> None:
         self.failure = ""
-        self.path: Path | None = None
-        self._folder, self._staging, self._contents, self._head = folder, staging, contents, head
-        self._rank, self._ranks, self._keep, self._lock = rank, ranks, keep, lock
+        self.complete = False
+        self._began = began
+        self._begin, self._contents, self._head = begin, contents, head
+        self._rank, self._ranks, self._remove_old, self._lock = rank, ranks, remove_old, lock
+        self._unchanged, self._earlier = unchanged, earlier
+        self.files: dict[str, StoredFile] = {}
         self._previous = previous
         self._written, self._finished, self._abandoned = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name="paceline-checkpoint")
         self._thread.start()
 
     # ------------------------------------------------------------------ called by the training thread
+
+    @property
+    def frozen(self) -> set[str]:
+        """Its files of weights that training does not change."""
+        return self._contents.parts.frozen
 
     def wait_written(self) -> str:
         """Wait until this rank's files are on the disk; return why they are not, or an empty text."""
@@ -129,64 +157,116 @@ class BackgroundSave:
     # ------------------------------------------------------------------ the writing thread
 
     def _run(self) -> None:
+        attempt: SaveAttempt | None = None
         try:
-            part = self._write()
+            attempt = self._begin()
+            attempt.report(piece_name(self._rank), self._write(attempt))
         except Exception as error:  # noqa: BLE001 — reported to all ranks instead of ending the thread
             self.failure = _reason(error)
-            part = {"failure": self.failure}
-        try:
-            write_text(self._part_file(self._rank), json.dumps(part), private=True)
-        except OSError as error:
-            self.failure = self.failure or _reason(error)
+            self._report_failure(attempt)
         self._written.set()
-        if self._rank == 0:
+        if self._rank == 0 and attempt is not None:
             try:
-                self._complete()
+                self._complete(attempt)
             except Exception as error:  # noqa: BLE001 — the training thread waits for the end of this one
                 self.failure = _reason(error)
-            if self.path is None:
-                shutil.rmtree(self._staging, ignore_errors=True)
+            if not self.complete:
+                attempt.abandon()
         self._finished.set()
         if self._previous is not None:
             self._previous.join()
             self._previous = None
-        if self.path is not None:
-            self._folder.remove_old(self._keep)
+        if self.complete:
+            try:
+                self._remove_old()
+            except OSError as error:
+                log.warning("older checkpoints stay until the next save: %s", error)
 
-    def _part_file(self, rank: int) -> Path:
-        return self._staging / f"part-{rank}.json"
+    def _report_failure(self, attempt: SaveAttempt | None) -> None:
+        if attempt is not None:
+            with contextlib.suppress(OSError):  # a full disk: the ranks find out before the next checkpoint
+                attempt.report(_failed_name(self._rank), self.failure.encode())
 
-    def _write(self) -> dict[str, Any]:
-        make_private_folder(self._staging)
-        files = {
-            name: asdict(write_safetensors(self._staging / name, tensors))
-            for name, tensors in self._contents.files.items()
-        }
-        return {"files": files, "state": self._contents.state}
+    def _write(self, attempt: SaveAttempt) -> bytes:
+        """Write and publish this rank's files; return the text of its piece of the manifest."""
+        contents, folder = self._contents, attempt.folder
+        records: dict[str, tuple[str, int, int]] = {}
+        written: list[str] = []
+        for name, parts in contents.parts.files.items():
+            known = self._unchanged.get(name)
+            if known is not None:
+                if attempt.link(attempt.prefix + name, self._earlier):
+                    self.files[name] = known
+                    continue
+                parts = on_cpu(parts)
+            written.append(name)
+            if contents.container == "dcp":
+                values = contents.values if name == dcp_file(self._rank) else {}
+                self.files[name], found = write_dcp(folder / name, parts, values)
+                records |= {label: (name, *where) for label, where in found.items()}
+            else:
+                self.files[name] = write_parts(folder / name, parts)
+            if known is not None and _checksums(self.files[name]) != _checksums(known):
+                raise RuntimeError(f"frozen weights in {name} changed while they were written")
+        for name, text in contents.parts.texts.items():
+            with ChecksummedFile(folder / name) as file:
+                file.write(text)
+                self.files[name] = file.finish()
+            written.append(name)
+        attempt.publish(written)
+        return RankPiece(self.files, contents.parts.values, contents.state, records).to_json()
 
-    def _complete(self) -> None:
-        """Wait for the parts of all ranks, and make them the newest checkpoint."""
-        parts = [self._wait_for_part(rank) for rank in range(self._ranks)]
-        if any(part is None or "failure" in part for part in parts):
+    def _complete(self, attempt: SaveAttempt) -> None:
+        """Wait for the pieces of all ranks, and make them the newest checkpoint."""
+        texts = [self._wait_for_piece(attempt, rank) for rank in range(self._ranks)]
+        given = [text for text in texts if text is not None]
+        if len(given) < len(texts):
             return
-        written = [part for part in parts if part is not None]
-        files = decode([part["files"] for part in written], list[dict[str, TensorFile]], "part")
-        by_name = {name: file for each in files for name, file in each.items()}
-        states = [part["state"] for part in written]
-        manifest = Manifest(files=by_name, states=states, weights=self._contents.weights, **self._head)
-        for rank in range(self._ranks):
-            os.unlink(self._part_file(rank))
-        self.path = self._folder.complete_with(self._staging, manifest)
+        pieces = [RankPiece.from_json(text, piece_name(rank)) for rank, text in enumerate(given)]
+        warn_of_differences(str(attempt.folder.parent), [piece.state for piece in pieces])
+        extra: dict[str, bytes] = {}
+        if self._contents.container == "dcp":
+            models, groups = list(self._contents.shared["aliases"]), self._contents.groups
+            extra[METADATA] = dcp_metadata(
+                pieces,
+                lambda name: dcp_path(name, models, groups),
+                attempt.prefix,
+                dcp_aliases(self._contents.shared["aliases"]),
+            )
+        checksums = {name: xxh3_128_hexdigest(content) for name, content in extra.items()}
+        written = {**self._head["written"], "seconds": round(time.perf_counter() - self._began, 3)}
+        head = {**self._head, "written": written, "prefix": attempt.prefix, "extra_files": checksums}
+        manifest: Manifest = make_manifest(pieces, given, head)
+        text = manifest.to_json()
+        last = [*extra.items(), (MANIFEST, text), (CHECKSUM, manifest.checksum_line(text))]
+        sizes = {name: file.nbytes for piece in pieces for name, file in piece.files.items()}
+        attempt.complete(last, sizes)
+        self.complete = True
 
-    def _wait_for_part(self, rank: int) -> dict[str, Any] | None:
-        """Return the part of `rank`, None once it is clear that none will come."""
+    def _wait_for_piece(self, attempt: SaveAttempt, rank: int) -> bytes | None:
+        """Return the piece of `rank`, None once it is clear that none will come."""
         left = _EXIT_SECONDS
-        while not (path := self._part_file(rank)).exists():
+        while (text := attempt.reported(piece_name(rank))) is None:
+            if attempt.reported(_failed_name(rank)) is not None:
+                return None
             if self._abandoned.wait(_POLL_SECONDS) or left <= 0:
                 return None
             if not threading.main_thread().is_alive():
                 left -= _POLL_SECONDS
-        return json.loads(path.read_bytes())
+        return text
+
+
+def on_cpu(parts: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
+    """Return parts with tensors that are contiguous on the CPU; without a copy where they already are."""
+    return {label: replace(part, data=part.data.detach().cpu().contiguous()) for label, part in parts.items()}
+
+
+def _checksums(file: StoredFile) -> dict[str, str]:
+    return {label: chunk.checksums for label, chunk in file.chunks.items()}
+
+
+def _failed_name(rank: int) -> str:
+    return f"rank-{rank:05d}.failed"
 
 
 def _reason(error: Exception) -> str:

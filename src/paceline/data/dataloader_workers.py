@@ -6,18 +6,31 @@ indices (`KeyedDataset`).
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from paceline._core.keyed_random import derive_key
+from paceline._core.warning_signals import WarningSignals
 from paceline.data.leaf_random import seed_generators
 from paceline.errors import DataError
 
-__all__ = ["BatchFetcher", "KeyedDataset", "KeyedIndices", "LoaderOptions", "PrepareWorker"]
+__all__ = [
+    "BatchFetcher",
+    "KeyedDataset",
+    "KeyedIndices",
+    "LoaderOptions",
+    "OutliveWarnings",
+    "PrepareWorker",
+]
+
+_OUTLIVES_SECONDS = 30.0  # a warning; the rank needs batches until its step is done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +87,29 @@ class PrepareWorker:
             self.worker_init_fn(worker)
 
 
+@dataclass(frozen=True)
+class OutliveWarnings:
+    """Has a worker serve the rank until that has left, where a launcher warns its whole process group.
+
+    torchrun does, and some schedulers. The first SIGTERM ends a worker only later, a second one, such as torch's
+    DataLoader sends, at once; SIGUSR1 has no effect.
+    """
+
+    worker_init_fn: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        WarningSignals(_exit_later, lambda _: os._exit(0)).install([signal.SIGTERM], replace=True)
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
+
+
+def _exit_later(number: int) -> None:
+    timer = threading.Timer(_OUTLIVES_SECONDS, os._exit, [0])
+    timer.daemon = True
+    timer.start()
+
+
 class BatchFetcher:
     """A DataLoader that is iterated once per epoch or more often, with workers that may persist.
 
@@ -88,6 +124,8 @@ class BatchFetcher:
     def __init__(self, dataset: Any, options: LoaderOptions, rank: int, seed: int, **more: Any) -> None:
         self._rank, self._seed = rank, seed
         self._generator = torch.Generator()
+        if options.num_workers:
+            options = replace(options, worker_init_fn=OutliveWarnings(options.worker_init_fn))
         self._loader = DataLoader(dataset, **vars(options), generator=self._generator, **more)
 
     def run(

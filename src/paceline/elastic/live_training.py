@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
+from paceline._core.warning_signals import WarningSignals
 from paceline.checkpoint.api import Checkpoint
-from paceline.checkpoint.named_objects import NamedObjects
+from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.elastic.member import ALL_TRAINED, AS_REQUESTED, Member
 from paceline.elastic.member_events import (
     Abort,
@@ -63,7 +64,8 @@ class Elastic:
     If another rank dies in an attempt, the others form a new world, bring each other to the same state, and the attempt
     ends without an error; `step` says whether its step has been done. A replacement that the launcher starts builds the
     same objects, gets their state from another rank, and joins between two steps. A rank that is requested to leave
-    (SIGTERM) leaves between two steps.
+    (SIGTERM) leaves between two steps, with exit code 75. The last ranks that leave save a checkpoint first. SIGUSR1 on
+    any rank, like other warnings to `checkpoint`, has all ranks save and leave.
 
     With virtual ranks the result has the same bits as that of an undisturbed run.
 
@@ -78,8 +80,9 @@ class Elastic:
         wait: seconds to wait for others to join.
         timeout: seconds that collectives wait for a rank.
         step: optimizer steps that are done already; None: those of `checkpoint`, or none.
-        checkpoint: saved when it is due, between two steps; continues in each new world. Training goes back to it
-            where sharded state is lost, as two neighbouring ranks have died. None: then the run ends.
+        checkpoint: saved when it is due, between two steps, and before the last ranks leave; continues in each new
+            world. Training goes back to it where sharded state is lost, as two neighbouring ranks have died. None:
+            then the run ends.
         named: objects under given names.
 
     Attributes:
@@ -122,7 +125,8 @@ class Elastic:
         self._state = TrainingState(found)
         self._enabled, self._watchdog, self._timeout = active, watchdog, timeout
         self._shards, self._checkpoint = ShardRecovery(self._state), checkpoint
-        self._rules = Rules("sharded" if self._shards.sharded else "replicated", min_ranks)
+        strategy = "sharded" if self._shards.sharded else "replicated"
+        self._rules = Rules(strategy, min_ranks, saves=checkpoint is not None)
         self._lost, self._wait = lost, wait
         done = step if step is not None else 0 if checkpoint is None else checkpoint.step
         self._steps = StepCounter(list(found.optimizers.values()), done)
@@ -134,7 +138,7 @@ class Elastic:
         self._forming: WorldForming | None = None
         self._live_file = LiveFile.from_environment(os.environ)
         self._on_world: list[Callable[[World], None]] = []
-        self._previous_handler: Any = None
+        self._signals = WarningSignals(self._request_leave)
 
     @property
     def step(self) -> int:
@@ -192,8 +196,7 @@ class Elastic:
             self._shards.joined(view)
         self._membership = Membership(store, member, lost=self._lost, wait=self._wait, on_abort=forming.abort)
         self._membership.start()
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, self._request_leave)
+        self._signals.install([signal.SIGTERM], replace=True)
         if self.is_joiner:
             self._membership.announce()
             self._go_on()
@@ -215,12 +218,11 @@ class Elastic:
             if error is None and self._live_file is not None:  # else this process ends: nobody waits for it
                 self._live_file.remove()
             self._membership = None
-            if self._previous_handler is not None:
-                signal.signal(signal.SIGTERM, self._previous_handler)
+            if error is None or not self._signals.taken:  # else it leaves, and may get the signal once more
+                self._signals.restore()
 
-    def _request_leave(self, number: int, frame: FrameType | None) -> None:
-        """Leave at the end of this step; a second signal ends the process at once."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def _request_leave(self, number: int) -> None:
+        """Leave at the end of this step."""
         if self._membership is not None:
             threading.Thread(target=self._membership.feed, args=(LeaveRequested(),), daemon=True).start()
 
@@ -292,6 +294,23 @@ class Elastic:
             return False
         return True
 
+    def _save_last(self) -> bool:
+        """Save what the last ranks have trained, before they leave; return whether that did not fail with a rank."""
+        assert self._checkpoint is not None, "the rules say so"
+        try:
+            if self.step > 0:
+                self._checkpoint.save(wait=True)
+        except BaseException as error:
+            if not is_symptom(error):
+                raise
+            self._steps.fail(error)
+            return False
+        if rank_and_size()[0] == 0:
+            log.warning("the last ranks leave after step %d, which is saved", self.step)
+        self._checkpoint.close()
+        leave_group()
+        return True
+
     def _recover(self, membership: Membership, undo: StepSnapshot | None) -> None:
         """Stop, undo a step that was not done, and go on in the next world."""
         self._stopped_at = time.perf_counter()
@@ -337,6 +356,12 @@ class Elastic:
                     if membership.aborting:
                         membership.stopped(self._stopped())
                 case Abort():
+                    membership.stopped(self._stopped())
+                case Train(view) if view.closing:
+                    self._shards.train()
+                    if self._save_last():
+                        raise SystemExit(LEFT_EXIT_CODE)
+                    membership.feed(Suspected())
                     membership.stopped(self._stopped())
                 case Train(view):
                     self._shards.train()

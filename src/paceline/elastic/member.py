@@ -152,7 +152,7 @@ class Member:
             case WaitTimedOut() if self.phase == "joining":
                 return self._end(Leave("no world admitted it in time"))
             case LeaveRequested():
-                return replace(self, leaving=True), ()
+                return replace(self, leaving=True)._revise()
             case Suspected():
                 return self._change()
             case ChangeSeen(epoch) if epoch == self.view.epoch + 1:
@@ -220,6 +220,15 @@ class Member:
         composed, actions = reported._compose()
         change = () if orderly else (WriteChange(report.epoch),)
         return composed, (WriteReport(report), *change, *actions)
+
+    def _revise(self) -> Step:
+        """Add to the written report that this member leaves, as a world with too few members may wait for joiners."""
+        written = next((each for each in self.reports if each.member == self.me), None)
+        if self.phase != "reported" or written is None or written.leaving or self.proposed:
+            return self, ()
+        report = replace(written, leaving=True)
+        revised, actions = replace(self, reports=self.reports - {written} | {report})._compose()
+        return revised, (WriteReport(report), *actions)
 
     def _compose(self) -> Step:
         """Propose the next view if it is this member's turn and everything is known."""

@@ -10,6 +10,7 @@
    is repeated. Sharded state: if one member has applied an update, all others hold the gradients for it, and apply it
    too; a lost shard comes from its copy.
 7. State that nobody holds comes from the newest checkpoint; without one, the run ends.
+8. If all leave, or so many that too few are left, the last ones form one more world, in which they save a checkpoint.
 
 The run ends well with a view too: when all members of a view have reported that they have trained all steps.
 """
@@ -62,22 +63,30 @@ def next_view(view: View, evidence: Evidence, rules: Rules) -> View | Literal["w
     present = [member for member in alive if member in received]
     trained = any(received[member].trained for member in present)
     present = mutually_reachable(present, received, patient=trained or view.attempt == 0)
-    voters = [member for member in alive if member in view.members]
+    voters = [member for member in alive if member in view.members] or alive
     if not has_quorum(voters, [member for member in present if member in voters]):
         return "no quorum"
     reports = {member: received[member] for member in present}
     members = [one for one, report in reports.items() if one in view.members and not report.leaving]
     ready: tuple[str, ...] = ()
+    closing = False
     if not members or not all(reports[one].finished for one in members):  # else nothing is left to train
         ready = max((evidence.joiners, *(each.joiners for each in reports.values())), key=len)
         members += [one for one in ready if one not in evidence.dead]
-        if 0 < len(members) < rules.min_ranks:
+        leave = any(report.leaving for report in reports.values())
+        closing = (
+            rules.saves and leave and len(members) < rules.min_ranks
+        )  # nobody waits with those that leave
+        if 0 < len(members) < rules.min_ranks and not closing:
             if not evidence.waited:
                 return "wait"
             return _end(
                 view, f"{len(members)} of at least {rules.min_ranks} ranks are left, and none joined in time"
             )
+    if closing:
+        members, ready = list(reports), ()
     following = _view_of(view, members, reports, evidence.dead, rules)
+    following = replace(following, closing=closing and not following.ends)
     attempt = 0 if trained else view.attempt + 1
     return replace(following, attempt=attempt, slots=view.slots + len(ready))
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.api import Checkpoint
-from paceline.checkpoint.model_weights import load_weights, weights_part
-from paceline.checkpoint.named_objects import unwrap
-from paceline.checkpoint.optimizer_state_pieces import (
+from paceline.checkpoint.parts.model_weights import load_weights, weights_of
+from paceline.checkpoint.parts.named_objects import unwrap
+from paceline.checkpoint.parts.optimizer_state_pieces import (
     copied_pieces,
     load_optimizer,
     optimizer_groups,
@@ -254,9 +254,8 @@ class ShardRecovery:
         weights, extra = {}, {}
         for name, model in objects.models.items():
             skipped = {key for key, param in unwrap(model).named_parameters() if id(param) in divided}
-            part = weights_part(model, 0, 1, {})
-            weights[name] = {key: value for key, value in part.tensors.items() if key not in skipped}
-            extra[name] = dict(part.extra)
+            tensors, extra[name] = weights_of(model)
+            weights[name] = {key: value for key, value in tensors.items() if key not in skipped}
         return {
             "weights": weights,
             "extra": extra,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.model_weights import load_weights, weights_part
-from paceline.checkpoint.named_objects import NamedObjects, unwrap
-from paceline.checkpoint.optimizer_state_pieces import load_optimizer, optimizer_state
+from paceline.checkpoint.parts.model_weights import load_weights, weights_of
+from paceline.checkpoint.parts.named_objects import NamedObjects, unwrap
+from paceline.checkpoint.parts.optimizer_state_pieces import load_optimizer, optimizer_state
 from paceline.errors import UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.sharding.optimizer_probe import group_options
@@ -167,10 +167,10 @@ class TrainingState:
 
     def _whole(self) -> dict[str, Any]:
         objects, names = self._objects, self._objects.param_names
-        parts = {name: weights_part(model, 0, 1, {}) for name, model in objects.models.items()}
+        parts = {name: weights_of(model) for name, model in objects.models.items()}
         return {
-            "weights": {name: dict(part.tensors) for name, part in parts.items()},
-            "extra": {name: dict(part.extra) for name, part in parts.items()},
+            "weights": {name: tensors for name, (tensors, _) in parts.items()},
+            "extra": {name: extra for name, (_, extra) in parts.items()},
             "optimizers": {
                 name: optimizer_state(optimizer, names, 0, 1)
                 for name, optimizer in objects.optimizers.items()

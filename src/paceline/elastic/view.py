@@ -37,10 +37,12 @@ class Rules:
     Attributes:
         strategy: how state is held.
         min_ranks: with fewer members the world waits for joiners.
+        saves: whether there are checkpoints, of which the last members save one.
     """
 
     strategy: Strategy
     min_ranks: int = 1
+    saves: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class View:
         attempt: worlds in sequence before this one that never formed.
         slots: of the list of joiners, whose newcomers this or an earlier view has admitted, or who were dead.
         finished: whether the run ends well, as all members have trained all steps.
+        closing: whether its members save a checkpoint and leave, once its world has formed.
         reason: why it ends otherwise, or why it goes on from a checkpoint.
     """
 
@@ -134,6 +137,7 @@ class View:
     attempt: Whole = 0
     slots: Whole = 0
     finished: bool = False
+    closing: bool = False
     reason: str = ""
 
     @property

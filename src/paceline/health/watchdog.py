@@ -52,14 +52,17 @@ from paceline.health.peer_mesh import PeerMesh
 from paceline.health.straggler import Straggler
 from paceline.health.thread_probe import format_exception
 from paceline.world.control_collectives import gather_texts, rank_and_size
+from paceline.world.live_file import LEFT_EXIT_CODE
 from paceline.world.process_probe import host_key, process_start_ticks
 from paceline.world.rendezvous import format_ranks
 
 __all__ = ["Watchdog", "is_symptom"]
 
 _ATTRIBUTION_SECONDS = 2.0
-_SIGNAL_STATUS = 128
 """How long a rank whose connection failed waits for an attribution by others."""
+
+_SIGNAL_STATUS = 128
+_ORDERLY_CODES = (None, 0, LEFT_EXIT_CODE)
 
 
 class Watchdog:
@@ -194,7 +197,9 @@ class Watchdog:
         monitor = self._monitor
         if monitor is None or isinstance(error, PeerFailed):
             return None
-        if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
+        if isinstance(error, GeneratorExit) or (
+            isinstance(error, SystemExit) and error.code in _ORDERLY_CODES
+        ):
             return None
         if is_symptom(error) and not monitor.decided.wait(_ATTRIBUTION_SECONDS):
             failed = monitor.attribute_now()

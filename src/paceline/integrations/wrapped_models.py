@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint.model_weights import load_weights
+from paceline.checkpoint.parts.model_weights import load_weights
 from paceline.errors import UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.sharding.zero import ShardedOptimizer

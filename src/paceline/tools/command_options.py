@@ -37,6 +37,11 @@ _SHARED = {  # by name without dashes: (metavar, meaning), the same in every com
     "optimizer": ("NAME", "Optimizer: adamw, muon, sgd, sgd-momentum, or package.module:Class"),
     "autocast": ("TYPE", "Mixed precision: off, bf16 or fp16"),
     "activation-checkpointing": (None, "Recompute activations in backward"),
+    # checkpoints and failures
+    "checkpoint-time": ("TIME", "Time that training waits for a checkpoint"),
+    "checkpoint-interval": ("TIME", "Training between two checkpoints"),
+    "restart-time": ("TIME", "Time from a failure until training resumes"),
+    "mtbf": ("TIME", "Mean time between failures of a host"),
     # synchronisation
     "strategy": ("NAME", "Strategy"),
     "bucket-mib": ("MIB", "Bucket size in MiB"),

@@ -55,8 +55,10 @@ def pack(state: Any, name: str = "", *, classes: bool = False) -> tuple[Any, dic
 def _pack(value: Any, path: str, tensors: dict[str, Tensor], classes: bool) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):

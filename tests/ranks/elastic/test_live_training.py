@@ -6,120 +6,12 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "support" / "live_program.py"
-STEPS = 150
-
-
-class Run:
-    """A run of the program under ``paceline run``."""
-
-    def __init__(self, folder, ranks, backend="paceline", steps=STEPS, data=()):
-        self.folder = folder
-        command = [
-            sys.executable,
-            "-m",
-            "paceline",
-            "run",
-            "--nproc-per-node",
-            str(ranks),
-            "--min-ranks",
-            "1",
-        ]
-        command += [
-            "--max-restarts",
-            "20",
-            "--log-dir",
-            str(folder / "logs"),
-            str(PROGRAM),
-            str(steps),
-            str(folder),
-            *data,
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "LIVE_BACKEND": backend}
-        with (folder / "output").open("w") as output:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, process_group=0
-            )
-
-    def lines(self):
-        """Return what each process has written: {member: [(pid, step, ranks)]}."""
-        found = {}
-        for path in self.folder.glob("*.log"):
-            rows = [line.split() for line in path.read_text().splitlines()]
-            found[path.stem] = [tuple(map(int, row)) for row in rows if len(row) == 3 and row[0].isdigit()]
-        return found
-
-    def logged(self, kind):
-        """Return the numbers in all processes' lines of a kind."""
-        lines = [line.split() for path in self.folder.glob("*.log") for line in path.read_text().splitlines()]
-        return [tuple(map(int, row[1:])) for row in lines if row[0] == kind]
-
-    def step(self):
-        return max((row[1] for rows in self.lines().values() for row in rows), default=0)
-
-    def wait_for(self, condition, seconds=60):
-        end = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > end or self.process.poll() is not None:
-                self.kill()
-                raise AssertionError(self.text())
-            time.sleep(0.02)
-
-    def training(self):
-        """Return the pids of the processes in the newest world, by member."""
-        alive = {member: rows[-1] for member, rows in self.lines().items() if rows and _runs(rows[-1][0])}
-        newest = max((row[1] for row in alive.values()), default=0)
-        return {member: row[0] for member, row in alive.items() if row[1] >= newest - 1}
-
-    def pid(self, local_rank):
-        (pid,) = [pid for member, pid in self.training().items() if member.split("-")[1] == str(local_rank)]
-        return pid
-
-    def text(self):
-        logs = sorted((self.folder / "logs").rglob("*.log"))
-        return "\n".join(path.read_text() for path in [self.folder / "output", *logs])
-
-    def end(self, seconds=90):
-        """Wait for the end; return the digests of all processes that have finished."""
-        try:
-            assert self.process.wait(seconds) == 0, self.text()
-        finally:
-            self.kill()
-        found = [re.findall(r"digest (\w+)", path.read_text()) for path in self.folder.glob("*.log")]
-        return {each for digests in found for each in digests}
-
-    def kill(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def records(self, event):
-        path = self.folder / "logs" / "restarts.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [record for record in map(json.loads, lines) if record["event"] == event]
-
-
-def _runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def run_alone(folder, *data):
-    """Return the digest of a run of one process."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), str(STEPS), str(folder), *data]
-    subprocess.run(command, check=True, timeout=60, env=environment)
-    return (folder / "alone.log").read_text().split()[-1]
+from live_run import STEPS, LiveRun, is_running, run_alone
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +22,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 def test_a_killed_rank_is_replaced_while_the_others_train_on(tmp_path, undisturbed, backend):
-    run = Run(tmp_path, 3, backend)
+    run = LiveRun(tmp_path, 3, backend)
     run.wait_for(lambda: run.step() >= 20)
     before = run.training()
     os.kill(run.pid(0), signal.SIGKILL)
@@ -151,7 +43,7 @@ def test_a_killed_rank_is_replaced_while_the_others_train_on(tmp_path, undisturb
 
 def test_a_profiler_goes_on_with_the_new_ranks(tmp_path, undisturbed, monkeypatch):
     monkeypatch.setenv("LIVE_RECORD", str(tmp_path / "record"))
-    run = Run(tmp_path, 3)
+    run = LiveRun(tmp_path, 3)
     run.wait_for(lambda: run.step() >= 20)
     os.kill(run.pid(0), signal.SIGKILL)
     assert run.end() == {undisturbed}
@@ -166,7 +58,7 @@ def test_a_profiler_goes_on_with_the_new_ranks(tmp_path, undisturbed, monkeypatc
 
 
 def test_a_rank_that_is_requested_to_leave_leaves_between_two_steps(tmp_path, undisturbed):
-    run = Run(tmp_path, 3)
+    run = LiveRun(tmp_path, 3)
     run.wait_for(lambda: run.step() >= 20)
     os.kill(run.pid(1), signal.SIGTERM)
     assert run.end() == {undisturbed}
@@ -176,7 +68,7 @@ def test_a_rank_that_is_requested_to_leave_leaves_between_two_steps(tmp_path, un
 
 
 def test_all_ranks_leave_at_once_without_an_error(tmp_path, undisturbed):
-    run = Run(tmp_path, 2)
+    run = LiveRun(tmp_path, 2)
     run.wait_for(lambda: run.step() >= 20)
     for pid in [run.pid(0), run.pid(1)]:
         os.kill(pid, signal.SIGTERM)
@@ -188,7 +80,7 @@ def test_all_ranks_leave_at_once_without_an_error(tmp_path, undisturbed):
 
 def test_rank_0_leaves_a_run_that_saves_checkpoints(tmp_path, undisturbed, monkeypatch):
     monkeypatch.setenv("LIVE_CHECKPOINT", str(tmp_path / "saves"))
-    run = Run(tmp_path, 3)
+    run = LiveRun(tmp_path, 3)
     run.wait_for(lambda: run.step() >= 20)
     os.kill(run.pid(0), signal.SIGTERM)
     assert run.end() == {undisturbed}
@@ -200,7 +92,7 @@ def test_rank_0_leaves_a_run_that_saves_checkpoints(tmp_path, undisturbed, monke
 
 
 def test_two_deaths_at_once_and_during_recovery(tmp_path, undisturbed):
-    run = Run(tmp_path, 4)
+    run = LiveRun(tmp_path, 4)
     run.wait_for(lambda: run.step() >= 20)
     for local_rank, pause in ((1, 0), (3, 0.15), (0, 0)):
         os.kill(run.pid(local_rank), signal.SIGKILL)
@@ -231,7 +123,7 @@ def undisturbed_with_loader(tmp_path_factory):
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_loader_goes_on_with_the_other_ranks(tmp_path, undisturbed_with_loader, workers):
-    run = Run(tmp_path, 3, data=("virtual", workers))
+    run = LiveRun(tmp_path, 3, data=("virtual", workers))
     run.wait_for(lambda: run.step() >= 20)
     os.kill(run.pid(0), signal.SIGKILL)
     assert run.end() == {undisturbed_with_loader}
@@ -241,13 +133,13 @@ def test_a_loader_goes_on_with_the_other_ranks(tmp_path, undisturbed_with_loader
     processes = run.logged("workers")
     assert max(map(len, processes)) == int(workers), "old workers end before new ones start"
     end = time.monotonic() + 20  # the killed rank's worker looks for its parent every few seconds
-    while any(_runs(pid) for each in processes for pid in each):
+    while any(is_running(pid) for each in processes for pid in each):
         assert time.monotonic() < end
         time.sleep(0.1)
 
 
 def test_a_loader_without_virtual_ranks_uses_every_sample_once(tmp_path):
-    run = Run(tmp_path, 3, data=("plain",))
+    run = LiveRun(tmp_path, 3, data=("plain",))
     run.wait_for(lambda: run.step() >= 20)
     os.kill(run.pid(1), signal.SIGKILL)
     run.wait_for(lambda: run.records("recovery"))
@@ -291,7 +183,7 @@ def storm(run, rng):
 @pytest.mark.parametrize("seed", range(3))
 def test_storms_end_with_the_bits_of_an_undisturbed_run(tmp_path, undisturbed, seed):
     rng = random.Random(seed)
-    run = Run(tmp_path, rng.choice([2, 3, 4]), rng.choice(["paceline", "gloo"]))
+    run = LiveRun(tmp_path, rng.choice([2, 3, 4]), rng.choice(["paceline", "gloo"]))
     run.wait_for(lambda: run.step() >= 3)
     assert storm(run, rng)
     assert run.end(150) == {undisturbed}
@@ -303,7 +195,7 @@ def test_storms_end_with_the_bits_of_an_undisturbed_run(tmp_path, undisturbed, s
 @pytest.mark.parametrize("seed", range(2))
 def test_storms_with_a_loader_use_every_sample_once(tmp_path, undisturbed_with_loader, seed, data):
     rng = random.Random(seed)
-    run = Run(tmp_path, rng.choice([3, 4]), rng.choice(["paceline", "gloo"]), data=(data,))
+    run = LiveRun(tmp_path, rng.choice([3, 4]), rng.choice(["paceline", "gloo"]), data=(data,))
     run.wait_for(lambda: run.step() >= 3)
     assert storm(run, rng)
     found = run.end(150)

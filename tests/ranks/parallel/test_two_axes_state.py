@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import model_zoo
 import paceline
 from model_zoo import max_difference
-from paceline.checkpoint.optimizer_state_pieces import optimizer_state
+from paceline.checkpoint.parts.boxes import Box
+from paceline.checkpoint.parts.optimizer_parts import collect_optimizer
+from paceline.checkpoint.parts.state_parts import StateParts
 
 ADAMW = {"lr": 0.02, "weight_decay": 0.05}
 SAMPLES = 18
@@ -75,21 +77,25 @@ def test_a_checkpoint_fits_one_axis_and_two(pool, tmp_path, backend, strategies)
     assert max(gaps) <= TOLERANCE
 
 
-def pieces_of(rank, size, sync):
+def boxes_of(rank, size, sync):
     model, optim = built(sync, size)
     train(model, optim, rank, size, range(2))
     names = {id(param): name for name, param in model.engine.named_parameters()}
-    pieces = optimizer_state(optim, names, rank, size)["pieces"]
-    return [(name, start, stop) for name, start, stop, _ in pieces]
+    parts = StateParts(rank)
+    collect_optimizer("optimizer", optim, names, parts, size)
+    found = [part for file in parts.files.values() for part in file.values()]
+    return [(part.name, part.box) for part in found if part.name.endswith("exp_avg")]
 
 
 @pytest.mark.parametrize("sync", ["sharded", "full-shard"])
 def test_each_part_is_saved_by_one_replica(pool, sync):
-    found = [piece for pieces in pool(4).run(pieces_of, sync) for piece in pieces]
+    found = [each for boxes in pool(4).run(boxes_of, sync) for each in boxes]
     for name, param in model_zoo.build("Plain").named_parameters():
-        covered = sorted((start, stop) for each, start, stop in found if each == name)
-        assert [stop for _, stop in covered] == [*(start for start, _ in covered[1:]), param.numel()]
-        assert covered[0][0] == 0
+        covered = torch.zeros(param.shape)
+        for each, box in found:
+            if each == f"optimizer.state.{name}.exp_avg":
+                covered[box.index_in(Box.whole(param.shape))] += 1
+        assert covered.eq(1).all()
 
 
 def consolidated(rank, size, sync):

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.checkpoint.weights_export import export_weights
+from paceline.checkpoint.interop.weights_export import export_weights
+from paceline.checkpoint.storage.local_folder import LocalFolder
 from paceline.errors import CheckpointError, UsageError
 
 
@@ -50,17 +50,17 @@ def test_facts_that_become_invalid_fail_a_save_without_a_hang(tmp_path):
 
 
 def test_close_waits_until_an_earlier_save_has_removed_old_checkpoints(tmp_path, monkeypatch):
-    remove_old, late = CheckpointFolder.remove_old, Event()
+    remove, late = LocalFolder.remove, Event()
 
-    def remove_old_late(folder, keep):
+    def remove_late(folder, names):
         if not (folder.path / "step-00000003").exists():  # the removal after step 2 is late
             late.wait(10)
             time.sleep(0.2)
-        remove_old(folder, keep)
+        remove(folder, names)
 
     checkpoint = paceline.Checkpoint(tmp_path, nn.Linear(2, 1), keep=1)
     for step in (1, 2, 3):
-        monkeypatch.setattr(CheckpointFolder, "remove_old", remove_old_late if step == 2 else remove_old)
+        monkeypatch.setattr(LocalFolder, "remove", remove_late if step == 2 else remove)
         checkpoint.step = step
         checkpoint.save(wait=True)
     late.set()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import paceline
-from paceline.checkpoint.weights_export import read_weights
+from paceline.checkpoint.interop.weights_export import read_weights
 from paceline.errors import DamagedCheckpoint, UsageError
 
 

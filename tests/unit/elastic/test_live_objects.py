@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.checkpoint.named_objects import NamedObjects
+from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.elastic.step_counter import StepCounter
 from paceline.elastic.training_state import TrainingState
 from paceline.errors import UsageError, WorldError

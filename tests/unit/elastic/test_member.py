@@ -85,6 +85,14 @@ def test_a_planned_change_interrupts_nobody():
     assert feed(member(), ReportSeen(actions[0].report))[1] == ()
 
 
+def test_a_member_that_waits_may_still_wish_to_leave():
+    waiting, _ = feed(member("b"), Suspected(), Stopped(4))
+    revised, actions = feed(waiting, LeaveRequested())
+    assert [(each.report.leaving, each.report.step) for each in actions] == [(True, 4)]
+    assert feed(revised, LeaveRequested()) == (revised, ())
+    assert [each.leaving for each in revised.reports] == [True]
+
+
 def test_wishes():
     assert not member().wants_change
     assert feed(member(), LeaveRequested())[0].wants_change

@@ -43,6 +43,9 @@ def run(scenario: Scenario, *permitted: str) -> set[tuple[str, str]]:
                 return f"{name} ended: {proc.status}"
         if scenario.checkpoint and not any(each.status == "finished" for each in state.procs):
             return "nobody finished"
+        kept = any(each.status in ("finished", "saved") for each in state.procs)
+        if scenario.saves and not kept and set(scenario.faults) == {"leave"}:
+            return "nobody has saved"
         return None
 
     explore(scenario, wrong)
@@ -99,6 +102,32 @@ def test_members_leave(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+def test_the_last_ones_save_before_they_leave(strategy):
+    leave = ("leave", "leave")
+    ends = run(Scenario(strategy, 2, steps=3, faults=leave, saves=True), LEFT, "saved")
+    assert {("a", "saved"), ("b", "saved"), ("a", LEFT), ("b", LEFT)} <= ends, (
+        "together or one after the other"
+    )
+    run(Scenario(strategy, 1, steps=3, faults=("leave",), saves=True), "saved")
+    run(Scenario(strategy, 3, faults=(*leave, "leave"), saves=True), LEFT, "saved")
+    run(Scenario(strategy, 2, faults=leave, joins=True, saves=True), LEFT, "saved", *NEWCOMER_LEAVES)
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+def test_nobody_waits_with_those_that_leave(strategy):
+    run(Scenario(strategy, 3, faults=("leave",), min_ranks=3, saves=True), "saved")
+    ends = run(
+        Scenario(strategy, 2, faults=("kill", "leave"), min_ranks=2, saves=True), LEFT, "saved", *TOO_FEW
+    )
+    assert {("a", "saved"), ("b", "saved")} <= ends, "one that waits for joiners, too"
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+def test_a_death_while_the_last_ones_save_holds_nobody_up(strategy):
+    run(Scenario(strategy, 2, faults=("leave", "leave", "kill"), saves=True), LEFT, "saved")
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
 def test_a_newcomer_joins(strategy):
     assert ("j", "finished") in run(Scenario(strategy, 2, steps=3, joins=True), *NEWCOMER_LEAVES)
     run(Scenario(strategy, 3, faults=("kill",), joins=True), *NEWCOMER_LEAVES)
@@ -151,6 +180,15 @@ def test_a_wrong_suspicion_removes_at_most_the_suspect(strategy):
         (Scenario("", 3, faults=("kill", "kill"), joins=True), (STATE_LOST, "the run is over", "no world")),
         (Scenario("", 3, faults=("leave", "kill"), joins=True), (LEFT, *NEWCOMER_LEAVES)),
         (Scenario("", 3, steps=3, faults=("leave", "vanish")), (LEFT, MINORITY, REMOVED)),
+        (
+            Scenario("", 3, faults=("leave", "leave", "leave", "kill"), saves=True),
+            (LEFT, "saved", STATE_LOST),
+        ),
+        (Scenario("", 4, faults=("leave", "leave", "leave"), min_ranks=3, saves=True), (LEFT, "saved")),
+        (
+            Scenario("", 2, faults=("leave", "leave", "glitch"), joins=True, saves=True),
+            (LEFT, "saved", *NEWCOMER_LEAVES),
+        ),
         (Scenario("", 3, faults=("suspect", "kill")), (REMOVED, STATE_LOST, MINORITY)),
         (Scenario("", 3, faults=("kill",), split="ab"), (REMOVED, STATE_LOST, MINORITY)),
     ],

@@ -91,6 +91,35 @@ def test_members_leave_once_they_have_handed_over():
     assert follow(*(report(one, leaving=True) for one in "abcd")).reason == "every member leaves"
 
 
+def test_the_last_members_save_in_one_more_world():
+    saves = replace(SHARDED, saves=True)
+    view = follow(*(report(one, leaving=True) for one in "abcd"), rules=saves)
+    assert (view.members, view.leaving, view.closing, view.recovery.step) == (tuple("abcd"), (), True, 7)
+    one = follow(report("c", leaving=True), dead="abd", rules=replace(REPLICATED, saves=True))
+    assert (one.members, one.closing) == (("c",), True)
+    goes_on = follow(report("a", leaving=True), report("b"), dead="cd", rules=replace(REPLICATED, saves=True))
+    assert (goes_on.members, goes_on.closing) == (("b",), False)
+    joined = follow(*(report(one, leaving=True) for one in "abcd"), joiners=("e",), rules=saves)
+    assert (joined.members, joined.closing) == (("e",), False)
+
+
+def test_members_that_leave_do_not_wait_for_joiners():
+    rules = Rules("replicated", min_ranks=3, saves=True)
+    reports = report("a"), report("b"), report("c", leaving=True)
+    view = follow(*reports, dead="d", joiners=(), rules=rules)
+    assert (view.members, view.closing) == (("a", "b", "c"), True)
+    assert follow(*reports[:2], dead="cd", rules=rules) == "wait"
+    assert follow(*reports, dead="d", rules=replace(rules, saves=False)) == "wait"
+
+
+def test_members_that_have_left_save_if_those_that_stayed_died():
+    view = replace(ABCD, members=("a", "b"), leaving=("c", "d"))
+    last = [report("c", leaving=True), report("d", leaving=True)]
+    ended = follow(*last, dead="ab", view=view, rules=replace(REPLICATED, saves=True))
+    assert (ended.members, ended.closing) == (("c", "d"), True)
+    assert follow(*last, dead="ab", view=view, rules=REPLICATED).reason == "every member leaves"
+
+
 def test_members_that_leave_do_not_vote():
     view = replace(ABCD, members=("a", "b"), leaving=("c", "d"))
     assert follow(report("b"), report("c"), report("d"), unreachable="a", view=view) == "no quorum"

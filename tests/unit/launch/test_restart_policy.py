@@ -53,6 +53,14 @@ def test_the_same_rank_without_progress_is_given_up(past, expected):
     assert action(past) == expected
 
 
+def test_ranks_that_leave_again_without_progress_end_the_run_and_cost_no_rank():
+    left = WorldRun("pc0/1", 4, progress=False, left=True)
+    assert action([left]) == "same"
+    assert action([left, left]) == action([WorldRun("pc1/0", 4, progress=False, left=True), left]) == "end"
+    assert action([left, WorldRun("pc0/1", 4, progress=True, left=True)]) == "same"
+    assert [action([world_run(), left]), action([left, world_run()])] == ["same", "same"]
+
+
 def test_the_minimum_world_size_is_kept():
     stuck = [world_run(), world_run()]
     assert action(stuck, ranks=3, min_ranks=2) == "fewer"
@@ -292,3 +300,14 @@ def test_usage_errors_are_recognised(code, lines, refused):
 def test_the_reason_is_separate_from_the_remedy():
     assert rank_failed(0, "step 1", "[rank0]: UsageError: no", "[rank0]:   → yes").why == "UsageError: no"
     assert rank_failed(0, "  → yes").why == rank_failed(0).why == ""
+
+
+def test_ranks_that_left_in_order_are_named_so_and_the_outcome_has_their_code():
+    failures = rank_failed(1, "a last line", code=75), rank_failed(0, code=75)
+    before = PreviousWorld((A,), failures, progress=False, seconds=12.0)
+    past = (WorldRun("pc0/0", 2, progress=True, left=True),)
+    agreement, runs = agree_on_world(2, before, [A], past, min_ranks=1, max_restarts=5)
+    assert runs[-1].left
+    outcome = failed_outcome(agreement)
+    assert outcome.code == 75
+    assert "left in order (exit code 75) after 12 s" in outcome.text

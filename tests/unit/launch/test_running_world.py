@@ -104,6 +104,13 @@ def test_only_a_rank_that_leaves_may_leave_those_behind_who_have_ended_well():
         assert job.view(0).outcome == (JobOutcome(0) if goes_on else None)
 
 
+def test_if_all_ranks_of_all_hosts_leave_the_world_is_over():
+    job = live_job(hosts=3)
+    for host in (0, 2):
+        assert job.depart(host, 0, "left", replace=False) == (True, False), "host 1 has a rank"
+    assert job.depart(1, 0, "left", replace=False) == (False, False)
+
+
 def test_a_process_that_has_not_joined_yet_disturbs_nobody():
     job = live_job(hosts=2)
     job.live(0, live=False)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import paceline
-from paceline.checkpoint.weights_export import read_weights
+from paceline.checkpoint.interop.weights_export import read_weights
 from paceline.errors import PeerFailed
 from paceline.testing import fault_injection
 from paceline.tools.models.corpus import load_corpus

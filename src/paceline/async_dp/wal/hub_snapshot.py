@@ -46,7 +46,8 @@ def write_snapshot(path: Path, snapshot: HubSnapshot, tensors: Mapping[str, Tens
     """
     import torch
 
-    from paceline.checkpoint.format.tensor_files import dtype_name, write_safetensors
+    from paceline.checkpoint.format.tensor_files import write_safetensors
+    from paceline.checkpoint.parts.state_parts import dtype_name
 
     facts = to_json(snapshot.facts, "facts of a snapshot")
     for name, tensor in tensors.items():
@@ -95,7 +96,7 @@ def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str
     """Return the checksum of a snapshot; the tensors are contiguous and on the CPU."""
     import torch
 
-    from paceline.checkpoint.format.tensor_files import dtype_name
+    from paceline.checkpoint.parts.state_parts import dtype_name
 
     state = xxh3_64(json.dumps([metadata, len(tensors)], sort_keys=True).encode())
     for name in sorted(tensors):

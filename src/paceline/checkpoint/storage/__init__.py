@@ -2,6 +2,7 @@
 
 checkpoint_store.py   what the rest of `checkpoint` needs of one
 local_folder.py       a folder that all ranks share
+stores.py             the place, or the single checkpoint, that a path or URL names
 remote_folder.py      a remote file system: object stores, SFTP
 remote_attempt.py     a checkpoint that is being written there
 remote_files.py       the files of one, read in blocks

@@ -276,6 +276,21 @@ class FileSystem:
                 raise
         self.write(path, content, seconds=seconds)
 
+    def copy(self, source: str, path: str) -> None:
+        """Copy a file without reading it, as object stores do.
+
+        Raises:
+            OSError: it can't be copied so.
+        """
+
+        def action(fs: Any, full: str) -> None:
+            try:
+                fs.cp_file(f"{self._root}/{source}", full)
+            except NotImplementedError as error:
+                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
+
+        self.retry(path, self.in_folder(action))
+
     def in_folder(self, action: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
         """Return an action that also makes the folder for the file that it writes, if that is missing."""
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline._core.file_lock import FolderLock
-from paceline._core.files import fsync, make_private_folder, open_private, write_bytes
+from paceline._core.files import fsync, make_private_folder, open_private
 from paceline.errors import CheckpointError, UsageError
 
 __all__ = ["LocalFiles", "LocalFolder", "checkpoint_name", "step_of"]
@@ -52,6 +52,8 @@ def step_of(name: str) -> int:
 
 class _LocalFile:
     """An open file."""
+
+    _handle = -1
 
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_RDONLY)
@@ -123,7 +125,9 @@ class _LocalAttempt:
         return True
 
     def report(self, name: str, text: bytes) -> None:
-        write_bytes(self.folder / name, text, private=True)
+        waiting = self.folder / f".{name}"
+        _write(waiting, text)
+        os.replace(waiting, self.folder / name)  # the last step: from here on rank 0 may rename the folder
 
     def reported(self, name: str) -> bytes | None:
         try:
@@ -136,10 +140,7 @@ class _LocalAttempt:
             if (self.folder / name).stat().st_size != nbytes:
                 raise OSError(errno.EIO, f"{name} is shorter or longer than what was written to it")
         for name, content in last:
-            with open(self.folder / name, "wb", opener=open_private) as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            _write(self.folder / name, content)
         fsync(self.folder)
         final = self._store.path / self._name
         if final.exists():  # from an earlier attempt at this step, skipped when the run resumed
@@ -276,6 +277,14 @@ class LocalFolder:
             with contextlib.suppress(OSError):
                 os.rename(path, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a private file, and flush it to the disk."""
+    with open(path, "wb", opener=open_private) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _file_system_of(path: Path, mounts: Path) -> str:

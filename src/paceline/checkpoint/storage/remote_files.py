@@ -91,6 +91,10 @@ class RemoteFiles:
         """Return a small file; errors as for `CheckpointFiles.read`."""
         return self._files.read(f"{self._name}/{file}")
 
+    def has(self, file: str) -> bool:
+        """Return whether a file is there; OSError: that can't be found out."""
+        return self._files.exists(f"{self._name}/{file}")
+
     def open(self, file: str) -> RemoteFile:
         """Open a file; errors as for `CheckpointFiles.read`."""
         path = f"{self._name}/{file}"

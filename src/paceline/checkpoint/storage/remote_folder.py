@@ -64,7 +64,7 @@ class RemoteFolder:
         cache: Path | None = None,
         options: Mapping[str, Any] | None = None,
         bandwidth: float | None = None,
-        reads_cache: bool = False,
+        reads_cache: bool = True,
     ) -> None:
         if bandwidth is not None and not 0 < bandwidth < float("inf"):
             raise UsageError(

@@ -6,11 +6,13 @@
 4. A host whose ranks have ended well waits for the others, and restarts with them if one of them fails.
 5. Watched ranks shut down gracefully, so that none takes another one's end for a failure.
 6. Ranks that can recover in place go on when others end, leave or join (`live_recovery`); no world begins for that.
+7. A warning to the agent (SIGTERM, SIGUSR1) is passed on to its ranks, which have time to save and leave.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import time
 import uuid
@@ -19,6 +21,7 @@ from paceline._core import graceful_shutdown
 from paceline._core.format import plural
 from paceline._core.job_key import JobKey
 from paceline._core.process_exit import signal_name
+from paceline._core.warning_signals import WarnedExit
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.coordinator import Coordinator, JoinTimeout, LocalCoordinator, too_few_hosts
 from paceline.launch.agent.first_failure import RankFailure, is_secondary
@@ -46,6 +49,7 @@ from paceline.launch.agent.restart_policy import (
 )
 from paceline.launch.process.rank_output import RankLogs
 from paceline.launch.process.rank_process import wait_for_exit
+from paceline.world.live_file import LEFT_EXIT_CODE
 from paceline.world.store.request_client import ConnectionLost
 from paceline.world.store.request_server import RequestServer
 
@@ -61,6 +65,10 @@ _LINGER_SECONDS = 5.0  # the server of the rendezvous lets the others read the o
 
 class _RepeatRendezvous(Exception):
     """This world must not begin, because a host leaves it first."""
+
+
+class _JobWarned(JobEnded):
+    """The job ends on all hosts, whose ranks may save first."""
 
 
 class ElasticAgent:
@@ -94,7 +102,7 @@ class ElasticAgent:
         self._ranks = HostRanks(job, member, logs, key)
         self._live = LiveRecovery(job, coordinator, self._ranks, logs, self._restart_log, key)
         self._world, self._started = -1, time.monotonic()
-        self._finished = False
+        self._finished = self._leaving = False
 
     def run(self) -> None:
         """Start ranks, and restart them after each failure, until the job has ended."""
@@ -103,14 +111,22 @@ class ElasticAgent:
             while not self._poll():
                 pass
         except KeyboardInterrupt:
-            outcome = JobOutcome(130, f"interrupted on {self._me.host}", remedy="start it again to continue")
-            self._end_job(outcome)
+            text, remedy = f"interrupted on {self._me.host}", "start it again to continue"
+            self._end_job(JobOutcome(130, text, remedy=remedy, warning=signal.SIGTERM))
+            self._leave_after(signal.SIGTERM, "interrupted")
             raise
+        except WarnedExit as warned:
+            if code := self._leave_after(warned.number, f"warned by {signal_name(warned.number)}"):
+                raise SystemExit(code) from None
+        except _JobWarned as warned:
+            code = self._leave_after(warned.outcome.warning, warned.outcome.text)
+            if code:
+                raise JobEnded(warned.outcome) if warned.outcome.code == 130 else SystemExit(code) from None
         except SystemExit as error:
             self._leave(int(error.code or 0))
             raise
         finally:
-            self._ranks.terminate()
+            self._ranks.terminate(at_once=self._leaving)
 
     def _start_world(self) -> None:
         """Repeat the rendezvous until a world can begin, and start this host's ranks of it."""
@@ -149,6 +165,8 @@ class ElasticAgent:
         self._finished = ended_well
         view = self._coordinator.view()
         if view.outcome is not None:
+            if view.outcome.warning:
+                raise _JobWarned(view.outcome)
             if view.outcome.code:
                 raise JobEnded(view.outcome)
             return True
@@ -185,6 +203,45 @@ class ElasticAgent:
         for failure in self._live.unrecovered():
             self._coordinator.report_failure(self._world, failure)
 
+    def _leave_after(self, number: int, how: str) -> int:
+        """Pass a warning on to this host's ranks, wait until they have left, and return the exit code."""
+        self._leaving = True
+        if self._serving:
+            text = f"{self._me.host}, which serves the rendezvous, was {how}"
+            self._end_job(JobOutcome(128 + number, text, warning=number))
+        running, seconds = sum(one.runs for one in self._ranks.present), self._job.timeouts.leave
+        if self._world < 0 or not (running or self._ranks.have_ended_well()):
+            return 128 + number
+        ranks = plural(running, "rank")
+        log_line(f"{how}; {ranks} may save and leave within {seconds:g} s, a second signal ends all at once")
+        self._ranks.warn(number)
+        deadline = time.monotonic() + seconds
+        while not self._have_left() and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(WarnedExit, ConnectionLost):  # it may have been another host's warning
+                self._coordinator.wait(self._ranks.processes, min(left, _LIVE_POLL_SECONDS))
+                self._coordinator.view()
+                self._live.mark_ended()
+        for one in self._ranks.present:
+            if one.process.exit_code() not in (0, LEFT_EXIT_CODE):
+                log_line(f"{one.failure(self._me)}" if not one.runs else f"rank {one.process.rank} is ended")
+        code = self._ranks.exit_code_after(number)
+        with contextlib.suppress(ConnectionLost):
+            if not self._serving and not (self._live.enabled and self._coordinator.view().live):
+                self._report_loss(how)
+        return code
+
+    def _have_left(self) -> bool:
+        """Return whether all ranks of this host have ended; if all did well, whether the job is over."""
+        if any(one.runs for one in self._ranks.present):
+            return False
+        if not self._ranks.have_ended_well():
+            return True
+        if not self._finished:
+            self._coordinator.report_finished(self._world)
+            self._finished = True
+        view = self._coordinator.view()
+        return view.outcome is not None or view.failed or view.lost
+
     def _leave(self, code: int) -> None:
         """End this host's ranks after a signal; the others continue, unless this host serves the rendezvous."""
         how = f"ended by {signal_name(code - 128)}"
@@ -197,9 +254,13 @@ class ElasticAgent:
             if self._live.enabled and self._coordinator.view().live:
                 self._live.leave()
                 return
-            seconds = time.monotonic() - self._started
-            failure = RankFailure(self._me.host, self._me.member, seconds=seconds, lines=(how,))
-            self._coordinator.report_failure(self._world, failure)
+            self._report_loss(how)
+
+    def _report_loss(self, how: str) -> None:
+        """Report that the others have to continue without this host."""
+        seconds = time.monotonic() - self._started
+        failure = RankFailure(self._me.host, self._me.member, seconds=seconds, lines=(how,))
+        self._coordinator.report_failure(self._world, failure)
 
     def _restart(self, reason: graceful_shutdown.Reason) -> None:
         """Stop this host's ranks, repeat the rendezvous, and start ranks again."""

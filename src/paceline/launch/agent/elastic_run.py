@@ -16,6 +16,7 @@ from typing import Literal
 
 from paceline._core.child_process import sigterm_raises
 from paceline._core.job_key import KEY_FILE_VARIABLE, JobKey
+from paceline._core.warning_signals import warnings_raise
 from paceline.errors import UsageError
 from paceline.launch.agent.elastic_agent import run_host
 from paceline.launch.agent.job_server import serve_jobs
@@ -99,6 +100,8 @@ def run_job(job: JobSpec) -> None:
         MissingRanks: the rendezvous was unreachable or too few hosts joined, within ``job.timeouts``.
         WorldError: the rendezvous was lost, or the job ended before this host joined.
         KeyboardInterrupt: Ctrl-C; all ranks of all hosts are ended.
+        SystemExit: SIGTERM or SIGUSR1, which the ranks got too: code 75 if they left in order, else 128 + the number of
+            the signal, or the exit code of a rank.
     """
     check_script(job.argv)
     check_log_dir(job.log_dir)
@@ -106,7 +109,7 @@ def run_job(job: JobSpec) -> None:
     if job.address is not None:
         is_local(job.address)  # raises if the name does not resolve
     key = job_key(several=job.hosts > 1, insecure=job.insecure)
-    with sigterm_raises(), RankLogs(job.log_dir) as logs:
+    with warnings_raise(), RankLogs(job.log_dir) as logs:
         run_host(job, logs, key)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from paceline._core.process_exit import describe_exit
+from paceline.world.live_file import LEFT_EXIT_CODE
 
 __all__ = ["RankFailure", "first_failure", "is_secondary"]
 
@@ -57,13 +58,20 @@ class RankFailure:
     @property
     def how(self) -> str:
         """How it ended."""
+        if self.left:
+            return f"left in order (exit code {LEFT_EXIT_CODE})"
         return "was lost" if self.exit_code is None else describe_exit(self.exit_code)
+
+    @property
+    def left(self) -> bool:
+        """Whether it left in order, after a warning."""
+        return self.exit_code == LEFT_EXIT_CODE
 
     @property
     def why(self) -> str:
         """The last line of output, without remedies; empty for a process that was ended by a signal."""
         lines = [line for line in self.last_lines() if not line.startswith("→")]
-        return lines[-1] if lines and (self.exit_code or 0) >= 0 else ""
+        return lines[-1] if lines and (self.exit_code or 0) >= 0 and not self.left else ""
 
     @property
     def refused(self) -> bool:

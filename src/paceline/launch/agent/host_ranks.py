@@ -192,6 +192,22 @@ class HostRanks:
             if one.follower is not None:
                 one.follower.copy()
 
+    def warn(self, number: int) -> None:
+        """Pass a signal on to the ranks, without the processes that they have started."""
+        for one in self.present:
+            one.process.signal(number)
+            one.process.signal(signal.SIGCONT)
+
+    def exit_code_after(self, number: int) -> int:
+        """Return the exit code of a launcher whose ranks have ended after a signal: 75 if they have left in order."""
+        codes = [one.process.exit_code() for one in self.present]
+        failed = [code for code in codes if code not in (None, 0, live_file.LEFT_EXIT_CODE) and code > 0]
+        if failed:
+            return failed[0]
+        if live_file.LEFT_EXIT_CODE in codes:
+            return live_file.LEFT_EXIT_CODE
+        return 0 if codes and all(code == 0 for code in codes) else 128 + number
+
     def stop(self, reason: graceful_shutdown.Reason) -> None:
         """End all processes: by a request to those that listen, by SIGTERM, and by SIGKILL."""
         files = {one.local_rank: self._logs.shutdown_file(one.local_rank) for one in self.present}
@@ -203,11 +219,15 @@ class HostRanks:
             if not any(graceful_shutdown.is_listening(files[one.local_rank]) for one in alive):
                 break
             wait_for_exit(alive, min(left, _POLL_SECONDS))
+        for one in self.present if reason == "failed" else ():
+            if graceful_shutdown.saves_file(files[one.local_rank]).exists():
+                one.process.signal_group(signal.SIGKILL)
         self.terminate()
 
-    def terminate(self) -> None:
-        """End all processes by SIGTERM, and after the grace period by SIGKILL."""
-        stop_processes([one.process for one in (*self.present, *self._removed)], self._job.timeouts.end)
+    def terminate(self, *, at_once: bool = False) -> None:
+        """End all processes by SIGTERM, and after the grace period, or `at_once`, by SIGKILL."""
+        seconds = 0.0 if at_once else self._job.timeouts.end
+        stop_processes([one.process for one in (*self.present, *self._removed)], seconds)
         self.copy_output()
         self._removed.clear()
 
@@ -238,7 +258,9 @@ class HostRanks:
         self._incarnations[local_rank] = incarnation
         member = live_file.member_id(self._agent, local_rank, incarnation)
         file = self._logs.live_file(member)
-        self._logs.shutdown_file(local_rank).unlink(missing_ok=True)
+        shutdown_file = self._logs.shutdown_file(local_rank)
+        for each in (shutdown_file, graceful_shutdown.saves_file(shutdown_file)):
+            each.unlink(missing_ok=True)
         own = dict(env)
         if self._job.recovery == "live":
             own |= {live_file.MEMBER_VARIABLE: member, live_file.LIVE_FILE_VARIABLE: str(file)}

@@ -116,6 +116,12 @@ class LiveRecovery:
         """Return how the ranks ended without which the others have not formed a new world yet."""
         return [failure for _, failure in self._departed]
 
+    def mark_ended(self) -> None:
+        """Mark the ranks that have ended while this host leaves."""
+        for one in self._ranks.present if self.enabled else ():
+            if not one.runs and not one.marked:
+                self._mark_dead(one)
+
     def leave(self) -> None:
         """End all ranks of this host in order, and mark them; the other hosts go on."""
         self._ranks.terminate()

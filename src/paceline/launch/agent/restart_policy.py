@@ -6,7 +6,8 @@ names the same first failure and does the same.
 [Note: repeated failures] A failure of a rank may be chance, such as memory taken by another program. When the same rank
 of the same host fails twice in a row and the world made no progress in between, it is not: that host then runs one rank
 fewer, as long as the minimum world size permits; else the job ends, since a restart would only fail again. It also
-ends when a program reports that it was called wrongly.
+ends when a program reports that it was called wrongly, and when its ranks leave in order twice in a row without
+progress in between, as they do while a notice says that their machine is about to go.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class WorldRun:
         progress: whether it got further than the world before it.
         of_rank: whether a rank failed whose host is still present, rather than a whole host.
         refused: whether the failed program reported that it was called wrongly.
+        left: whether its ranks left in order.
     """
 
     place: str
@@ -66,6 +68,7 @@ class WorldRun:
     progress: bool
     of_rank: bool = True
     refused: bool = False
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,8 @@ def decide_restart(
     """
     if past and past[-1].refused:
         return RestartDecision("end", "it was called wrongly, and would be again")
+    if len(past) > 1 and past[-2].left and past[-1].left and not past[-1].progress:
+        return RestartDecision("end", "as in the world before")
     if len(past) + replaced > max_restarts:
         return RestartDecision("end", _used_up(max_restarts, replaced))
     if ranks < min_ranks:
@@ -174,7 +179,12 @@ def _is_stuck(past: Sequence[WorldRun]) -> bool:
     """Return whether the same rank failed repeatedly, without progress since its first failure."""
     last = past[-MAX_REPEATED_FAILURES:]
     same = len(last) == MAX_REPEATED_FAILURES and len({(run.place, run.ranks) for run in last}) == 1
-    return same and last[-1].of_rank and not any(run.progress for run in last[1:])
+    return (
+        same
+        and last[-1].of_rank
+        and not any(run.left or run.progress for run in last[1:])
+        and not last[0].left
+    )
 
 
 def agree_on_world(
@@ -209,7 +219,7 @@ def agree_on_world(
     runs = tuple(past)
     if first and before:
         of_rank = first.rank is not None and first.member in present
-        runs += (WorldRun(first.place, ranks_before, before.progress, of_rank, first.refused),)
+        runs += (WorldRun(first.place, ranks_before, before.progress, of_rank, first.refused, first.left),)
     decision = decide_restart(
         runs if first else (), ranks, min_ranks=min_ranks, max_restarts=max_restarts, replaced=replaced
     )
@@ -242,12 +252,21 @@ def _with_lost_hosts(before: PreviousWorld, lost: Sequence[HostMember]) -> list[
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """End of a job: its exit code, and for any but 0 the error message."""
+    """End of a job.
+
+    Attributes:
+        code: its exit code.
+        text: for any but 0, the error message.
+        rank: that failed.
+        remedy: of the error.
+        warning: signal by which it was warned, and which its ranks are to get; 0: none.
+    """
 
     code: int
     text: str = ""
     rank: int | None = None
     remedy: str = ""
+    warning: int = 0
 
     def error(self) -> RankFailed:
         """Return the error to raise on every host."""

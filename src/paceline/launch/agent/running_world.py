@@ -167,11 +167,16 @@ class RunningWorld:
             case "joiner":
                 return True
             case "left":  # the others have formed a world without it, and may have ended since
-                return report.survivors > 0 or len(self.members) > 1
+                others = self._unfinished(besides=report.member)
+                unknown = any(each is None for each in others)
+                return self._survive(report) or unknown or bool(self.finished)
             case "failed":
-                survive = self.survivors(besides=report.member) + report.survivors > 0
-                survive = survive or any(self._may_run(each) for each in report.others)
-                return self.is_live(besides=report.member) and survive
+                return self.is_live(besides=report.member) and self._survive(report)
+
+    def _survive(self, report: ReportDeparture) -> bool:
+        """Return whether ranks are left, on the host that reports or on others."""
+        known = self.survivors(besides=report.member) + report.survivors > 0
+        return known or any(self._may_run(each) for each in report.others)
 
     def _may_run(self, process: str) -> bool:
         """Return whether no host has reported that a process has ended, and its host is there."""

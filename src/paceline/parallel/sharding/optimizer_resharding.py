@@ -10,7 +10,7 @@ shape.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,9 +25,12 @@ from paceline.parallel.sharding.update_units import UpdateUnit
 
 __all__ = [
     "Shards",
+    "StoredEntry",
     "flatten_state",
     "gather_owned",
     "gather_state",
+    "in_memory",
+    "is_per_element",
     "merge_shards",
     "sharded_like",
     "slice_state",
@@ -38,6 +41,32 @@ __all__ = [
 
 Shards = dict[str, list[dict[str, Any]]]
 """Shards by parameter name."""
+
+
+@runtime_checkable
+class StoredEntry(Protocol):
+    """A per-element entry that lies elsewhere, such as in a checkpoint, and is read where it is needed."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the flattened values of elements `start` up to `stop` of the parameter."""
+        ...
+
+
+def in_memory(shards: Shards) -> Shards:
+    """Return shards with the entries that are stored elsewhere."""
+    return {
+        name: [
+            {
+                **part,
+                "state": {
+                    key: value.read(part["start"], part["stop"]) if isinstance(value, StoredEntry) else value
+                    for key, value in part["state"].items()
+                },
+            }
+            for part in parts
+        ]
+        for name, parts in shards.items()
+    }
 
 
 def flatten_state(state: Mapping[str, Any], param: Tensor, elementwise: Collection[str]) -> dict[str, Any]:
@@ -142,7 +171,7 @@ def _gather_entries(
     dtypes: dict[str, dict[str, torch.dtype]] = {}
     for unit, state in units:
         for key, value in state.items():
-            if _is_per_element(key, value, unit.stop - unit.start, elementwise):
+            if is_per_element(key, value, unit.stop - unit.start, elementwise):
                 dtypes.setdefault(unit.name, {})[key] = value.dtype
             else:
                 kept = value.cpu() if isinstance(value, Tensor) else value
@@ -161,7 +190,7 @@ def _gather_entries(
     return whole, dtype_of
 
 
-def _is_per_element(key: str, value: object, numel: int, elementwise: Collection[str]) -> bool:
+def is_per_element(key: str, value: object, numel: int, elementwise: Collection[str]) -> bool:
     """Return whether an entry in the state of `numel` flattened elements has one value for each."""
     return key in elementwise or (isinstance(value, Tensor) and value.shape == (numel,) != (1,))
 
@@ -203,7 +232,13 @@ def slice_state(
             continue
         covered += high - low
         for key, value in shard["state"].items():
-            if _is_per_element(key, value, shard["stop"] - shard["start"], elementwise):
+            if isinstance(value, StoredEntry):
+                part = value.read(low, high)
+                whole = state.setdefault(
+                    key, part if high - low == stop - start else part.new_zeros(stop - start)
+                )
+                whole[low - start : high - start] = part
+            elif is_per_element(key, value, shard["stop"] - shard["start"], elementwise):
                 value = value.reshape(-1)
                 whole = state.setdefault(key, value.new_zeros(stop - start))
                 whole[low - start : high - start] = value[low - shard["start"] : high - shard["start"]]

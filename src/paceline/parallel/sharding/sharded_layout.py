@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from paceline.cost_model.bucket_assignment import update_parts
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.sharding.blocks import Block, Split, resolve_split, update_cost
 from paceline.parallel.sharding.optimizer_probe import group_options, takes_arguments
@@ -159,7 +159,7 @@ class ShardedLayout(ShardedState):
         """Create the update groups of this rank, with any loaded state; a collective.
 
         Raises:
-            UsageError: on all ranks, if elements of the loaded state are missing on any.
+            UsageError: on all ranks, if elements of the loaded state are missing or can't be read on any.
         """
         if self._reducer is not None:
             built = self._shard_groups(self._reducer)
@@ -171,9 +171,11 @@ class ShardedLayout(ShardedState):
             for unit in group.units:
                 try:
                     self._load_unit(group, unit, self.param_groups[index_of[unit.name]])
-                except UsageError as error:
+                except PacelineError as error:
                     problem = problem or str(error).partition("\n")[0]
-        self._raise_together(problem, "", remedy="load the shards of all ranks that wrote the state")
+        self._raise_together(
+            problem, "", remedy="load an intact checkpoint, or shards of all ranks that wrote the state"
+        )
         if self._probe.changes_groups or takes_arguments(self._class):
             here = {index for group in built for index in group.indices}
             missing = [index for index in range(len(self.param_groups)) if index not in here]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -117,14 +117,17 @@ class ShardedState(torch.optim.Optimizer):
             the rank that it names, the state in torch's format, as of the plain optimizer; with `split`, as of one
             whose parameters are the blocks.
         """
-        if self._consolidated is not None:
-            return self._consolidated
+        return self.own_state_dict() if self._consolidated is None else self._consolidated
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return what `state_dict` returns on a rank for which nothing was consolidated."""
         if self._plain is not None:
             return self._plain.state_dict()
         if self._updates_in_place and self._groups:
             return self._in_torchs_format(self._own_shards(), self.param_groups)
         options = [saved_options(group) for group in self.param_groups]
-        return {"param_groups": options, "shards": self._own_shards() if self._groups else self._loaded}
+        shards = self._own_shards() if self._groups else resharding.in_memory(self._loaded)
+        return {"param_groups": options, "shards": shards}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state, in torch's format, on rank `to`; all ranks must call this.
@@ -139,14 +142,24 @@ class ShardedState(torch.optim.Optimizer):
             shards = self._gather(to)
             whole = self._in_torchs_format(shards, self.param_groups) if comm.rank == to else None
         elif self._plain is None:
-            whole = self._unsharded(self.state_dict())
+            whole = self._unsharded(self.own_state_dict())
         elif self._engine.splits_gradients:  # the parameters are sharded, and the state with them
-            whole = resharding.with_whole_tensors(self.state_dict())
+            whole = resharding.with_whole_tensors(self.own_state_dict())
         self._consolidated = whole if comm.rank == to else None
 
     @property
     def _ready_to_build(self) -> bool:
         return self._reducer is None or self._reducer.has_buckets
+
+    def is_per_element(self, key: str, value: object, numel: int) -> bool:
+        """Return whether an entry in the state of `numel` flattened elements has one value for each.
+
+        Args:
+            key: of the entry.
+            value: its value.
+            numel: number of elements.
+        """
+        return resharding.is_per_element(key, value, numel, self._elementwise)
 
     def shards(self) -> Shards | None:
         """Return this rank's shards of the state; None where it is in torch's format.
@@ -155,7 +168,23 @@ class ShardedState(torch.optim.Optimizer):
         """
         if self._plain is not None:
             return None
-        return self._own_shards(share=True) if self._groups else self._loaded
+        return self._own_shards(share=True) if self._groups else self._share_of_loaded()
+
+    def _share_of_loaded(self) -> Shards:
+        """Return this rank's share of a state that no step has used, of which every rank has the whole."""
+        comm, sizes = self._engine.comm, Counter[str]()
+        for block in self._blocks():
+            sizes[block.name] += block.stop - block.start
+        covered = {
+            name: sum(part["stop"] - part["start"] for part in parts) for name, parts in self._loaded.items()
+        }
+        return resharding.in_memory(
+            {
+                name: parts
+                for number, (name, parts) in enumerate(self._loaded.items())
+                if covered[name] < sizes[name] or number % comm.shards == comm.shard
+            }
+        )
 
     def copied_shards(self) -> Shards:
         """Return the copy of the right neighbour's shards of the state, if this rank keeps one."""
@@ -203,23 +232,15 @@ class ShardedState(torch.optim.Optimizer):
         Raises:
             UsageError: the groups differ, or a part of the state is missing (if sharded, raised by the first step).
         """
-        saved = state_dict["param_groups"]
-        if len(saved) != len(self.param_groups):
-            raise UsageError(
-                f"the state has {len(saved)} parameter groups, this optimizer {len(self.param_groups)}"
-            )
         self._consolidated = None
         if self._plain is not None:
+            self._check_groups(state_dict["param_groups"])
             self._load_plain(self._unsharded(state_dict) if "shards" in state_dict else state_dict)
             return
         if "shards" not in state_dict:
-            self._check_sizes(saved)
-        groups = [
-            {**group, **copy.deepcopy(saved_options(options))}
-            for group, options in zip(self._bare_groups(), saved, strict=True)
-        ]
-        for group in groups:
-            self._check_group(group)
+            self._check_groups(state_dict["param_groups"])
+            self._check_sizes(state_dict["param_groups"])
+        groups = self._merged_groups(state_dict["param_groups"])
         if "shards" not in state_dict:
             elementwise = reduce(or_, map(self._probe_of, groups)).elementwise | {MASTER}
             loaded = self._in_shards(state_dict, elementwise)
@@ -227,6 +248,39 @@ class ShardedState(torch.optim.Optimizer):
             loaded = resharding.merge_shards(self._engine.comm.gather_values(state_dict["shards"]))
         else:
             loaded = state_dict["shards"]
+        self._take_over(groups, loaded)
+
+    def load_shards(self, param_groups: Sequence[Mapping[str, Any]], shards: Shards) -> None:
+        """Load a state in shards of which every rank has all, into a layout that is not torch's; no collective.
+
+        Args:
+            param_groups: options of each group.
+            shards: of all parameters; per-element entries may be `StoredEntry` objects.
+
+        Raises:
+            UsageError: the groups differ.
+        """
+        self._consolidated = None
+        self._take_over(self._merged_groups(param_groups), shards)
+
+    def _check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        if len(saved) != len(self.param_groups):
+            raise UsageError(
+                f"the state has {len(saved)} parameter groups, this optimizer {len(self.param_groups)}"
+            )
+
+    def _merged_groups(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return this optimizer's groups with the options of saved ones."""
+        self._check_groups(saved)
+        groups = [
+            {**group, **copy.deepcopy(saved_options(options))}
+            for group, options in zip(self._bare_groups(), saved, strict=True)
+        ]
+        for group in groups:
+            self._check_group(group)
+        return groups
+
+    def _take_over(self, groups: Sequence[Mapping[str, Any]], loaded: Shards) -> None:
         for group, new in zip(self.param_groups, groups, strict=True):
             group.clear()
             group.update(new)

@@ -42,7 +42,14 @@ def run(
         str, own("TIME", "How long a large enough world waits for missing hosts.")
     ] = f"{DEFAULT.last_call:g}s",
     wait: Annotated[str, shared("wait")] = f"{DEFAULT.join:g}s",
-    grace: Annotated[str, own("TIME", "From SIGTERM to SIGKILL when ranks must end.")] = f"{DEFAULT.end:g}s",
+    grace: Annotated[
+        str | None,
+        own(
+            "TIME",
+            f"From SIGTERM to SIGKILL when ranks must end; default {DEFAULT.end:g}s, and {DEFAULT.leave:g}s where this "
+            "command got SIGTERM or SIGUSR1, for them to save and leave.",
+        ),
+    ] = None,
     name: Annotated[str, shared("name", ", where one server serves several")] = "run",
     insecure: Annotated[bool, shared("insecure", ": several hosts without a job key")] = False,
     serve: Annotated[
@@ -91,7 +98,8 @@ def run(
         timeouts=JobTimeouts(
             last_call=_positive_seconds("--last-call", last_call),
             join=_positive_seconds("--wait", wait),
-            end=_positive_seconds("--grace", grace),
+            end=DEFAULT.end if grace is None else _positive_seconds("--grace", grace),
+            leave=DEFAULT.leave if grace is None else _positive_seconds("--grace", grace),
         ),
     )
     try:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.storage.local_folder import LocalFolder
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.tools.models.corpus import Corpus
 from paceline.tools.models.gpt_sizes import GptSize
@@ -32,8 +32,14 @@ def checkpoint_facts(settings: TrainSettings, size: GptSize, corpus: Corpus, win
     }
 
 
-def check_resumable(settings: TrainSettings, size: GptSize, corpus: Corpus) -> None:
+def check_resumable(settings: TrainSettings, size: GptSize, corpus: Corpus, *, again: bool = False) -> None:
     """Check that a training that resumes can do so, by the manifest of its newest checkpoint.
+
+    Args:
+        settings: of the training.
+        size: of the model.
+        corpus: its data.
+        again: it may have done its last step: a job that was requeued while it ended ends once more.
 
     Raises:
         UsageError: there is no checkpoint, it does not fit the training, or no step is left to do.
@@ -42,7 +48,7 @@ def check_resumable(settings: TrainSettings, size: GptSize, corpus: Corpus) -> N
         return
     path, manifest = _newest(RunFolder(settings.out).checkpoint)
     check_facts(path, manifest.facts, settings, size, corpus)
-    if manifest.step >= settings.steps:
+    if manifest.step >= settings.steps and not again:
         raise UsageError(
             f"nothing left to do: the checkpoint is at step {manifest.step} of {settings.steps}",
             remedy="raise --steps, or start anew with --overwrite",
@@ -52,7 +58,7 @@ def check_resumable(settings: TrainSettings, size: GptSize, corpus: Corpus) -> N
 def original_settings(settings: TrainSettings) -> dict[str, Any] | None:
     """Return the settings that the run to be resumed began with, by its newest checkpoint; None: no such run."""
     checkpoints = RunFolder(settings.out).checkpoint
-    if settings.existing != "resume" or not CheckpointFolder(checkpoints).complete():
+    if settings.existing != "resume" or not LocalFolder(checkpoints).names():
         return None
     saved = _newest(checkpoints)[1].facts.get("settings")
     return saved if isinstance(saved, dict) else None
@@ -60,16 +66,17 @@ def original_settings(settings: TrainSettings) -> dict[str, Any] | None:
 
 def _newest(folder: Path) -> tuple[Path, Manifest]:
     """Return the newest checkpoint whose manifest is intact."""
-    for path in CheckpointFolder(folder).complete():
+    store = LocalFolder(folder)
+    for name in store.names():
         try:
-            return path, Manifest.read(path)
+            return folder / name, Manifest.read(store.files(name).read)
         except DamagedCheckpoint:  # skipped, and reported, when checkpoints are loaded
             continue
-    raise UsageError(f"no intact checkpoint in {str(folder)!r}", remedy="leave --resume out to start anew")
+    raise UsageError(f"no intact checkpoint in {str(folder)!r}", remedy="start anew with --overwrite")
 
 
 def check_facts(
-    path: Path, facts: Mapping[str, Any], settings: TrainSettings, size: GptSize, corpus: Corpus
+    path: Path | str, facts: Mapping[str, Any], settings: TrainSettings, size: GptSize, corpus: Corpus
 ) -> None:
     """Check that the checkpoint at `path` is of the same model, data and kind of synchronisation.
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._core.files import write_text
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
+from paceline.checkpoint.storage.local_folder import LocalFolder
 from paceline.errors import UsageError
 from paceline.profiling.run_loggers import new_run_id
 from paceline.tools.train.train_settings import ExistingRun, TrainSettings
@@ -53,14 +53,34 @@ class RunFolder:
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
-        return CheckpointFolder(self.checkpoint).complete()[::-1]
+        return [self.checkpoint / name for name in LocalFolder(self.checkpoint).names()[::-1]]
+
+    def found(self, existing: ExistingRun) -> ExistingRun:
+        """Return the treatment of the run in the folder where ``"auto"`` leaves that to what is there.
+
+        A run is resumed if it has a complete checkpoint. One that ended before its first checkpoint is replaced.
+
+        Raises:
+            UsageError: there are checkpoints, and all of them are damaged.
+        """
+        if existing != "auto":
+            return existing
+        if self.complete_checkpoints():
+            return "resume"
+        damaged = sorted(self.checkpoint.glob("step-*.damaged"))
+        if damaged:
+            raise UsageError(
+                f"no intact checkpoint in {str(self.checkpoint)!r}, but damaged ones, such as {damaged[-1].name}",
+                remedy="restore one from a copy, or start anew with --overwrite",
+            )
+        return "overwrite"
 
     def prepare(self, existing: ExistingRun) -> None:
         """Make the folder ready for a run; on rank 0, before anything else is written.
 
         Args:
             existing: ``"refuse"`` a folder that holds a run, ``"resume"`` it, or ``"overwrite"`` it: files of the
-                run are removed, other files stay.
+                run are removed, other files stay. ``"auto"`` is resolved by `found` before.
 
         Raises:
             UsageError: the folder holds a run and `existing` is ``"refuse"``, holds none to resume, or can't be
@@ -89,7 +109,7 @@ class RunFolder:
         if existing == "resume" and not self.complete_checkpoints():
             raise UsageError(
                 f"nothing to resume: {str(self.path)!r} holds no complete checkpoint",
-                remedy="leave --resume out to start anew",
+                remedy="leave --resume out to start anew; --resume auto does where there is nothing to resume",
             )
 
     def _clear(self) -> None:

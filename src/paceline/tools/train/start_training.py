@@ -23,6 +23,7 @@ from paceline.tools.train.run_folder import RunFolder
 from paceline.tools.train.train_settings import TrainSettings
 from paceline.world import ProcessPlace, read_environment
 from paceline.world.device_selection import choose_device
+from paceline.world.live_file import LEFT_EXIT_CODE
 
 __all__ = ["start_training"]
 
@@ -48,7 +49,9 @@ def start_training(settings: TrainSettings) -> None:
 
 
 def _launch_ranks(settings: TrainSettings) -> None:
-    ranks = settings.nproc_per_node or DEFAULT_RANKS
+    ranks, folder = settings.nproc_per_node or DEFAULT_RANKS, RunFolder(settings.out)
+    again = settings.existing == "auto"
+    settings = replace(settings, existing=folder.found(settings.existing))
     if settings.min_ranks is not None and settings.min_ranks > ranks:
         raise UsageError(
             f"min_ranks={settings.min_ranks}, of {plural(ranks, 'rank')}", remedy=f"valid: 1 to {ranks}"
@@ -57,14 +60,17 @@ def _launch_ranks(settings: TrainSettings) -> None:
     if settings.device not in (None, "cpu"):
         for rank in range(ranks):
             choose_device(settings.device, None, rank, ranks)
-    settings = _fit_to_data(replace(settings, ranks=ranks, threads=threads), ranks)
-    folder = RunFolder(settings.out)
+    settings = _fit_to_data(replace(settings, ranks=ranks, threads=threads), ranks, again=again)
     folder.prepare(settings.existing)
     folder.write_settings(settings, _command())
     try:
         _run(settings, folder, ranks, threads)
     except KeyboardInterrupt:
         print(f"Interrupted{_resume_hint(folder)}", file=sys.stderr)
+        raise
+    except SystemExit as left:
+        if left.code == LEFT_EXIT_CODE:
+            print(f"Left after a warning{_resume_hint(folder)}", file=sys.stderr)
         raise
     _write_report(folder)
 
@@ -110,7 +116,9 @@ def _join_world(settings: TrainSettings, place: ProcessPlace) -> None:
             f"nproc_per_node={settings.nproc_per_node}, but {place.source} started {here}",
             remedy="leave --nproc-per-node out under a launcher",
         )
-    settings = _fit_to_data(replace(settings, ranks=place.size), place.size)
+    again = settings.existing == "auto"
+    settings = replace(settings, existing=RunFolder(settings.out).found(settings.existing), ranks=place.size)
+    settings = _fit_to_data(settings, place.size, again=again)
     from paceline.tools.train.train_worker import run_rank
 
     world = run_rank(settings, command=_command())
@@ -118,14 +126,20 @@ def _join_world(settings: TrainSettings, place: ProcessPlace) -> None:
         _write_report(RunFolder(settings.out))
 
 
-def _fit_to_data(settings: TrainSettings, ranks: int) -> TrainSettings:
-    """Return `settings` with the vocabulary that the data need, after checking data and checkpoint."""
+def _fit_to_data(settings: TrainSettings, ranks: int, *, again: bool) -> TrainSettings:
+    """Return `settings` with the vocabulary that the data need, after checking data and checkpoint.
+
+    Args:
+        settings: of the training.
+        ranks: of its world.
+        again: a training that has ended may end again.
+    """
     if settings.log:
         make_loggers(settings.log)  # raises if a library is missing
     corpus = corpora.load_corpus(settings.data)
     size = settings.model_size(corpus.vocabulary)
     corpora.check_corpus(corpus, batch=settings.micro_batch_size, context=size.context, ranks=ranks)
-    check_resumable(settings, size, corpus)
+    check_resumable(settings, size, corpus, again=again)
     return replace(settings, vocabulary=size.vocabulary)
 
 

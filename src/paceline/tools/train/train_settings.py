@@ -26,7 +26,7 @@ from paceline.world.device_selection import DEVICE_TYPES
 __all__ = ["AUTO", "CHOSEN_BY_AUTO", "RUN_PANEL", "ExistingRun", "TrainSettings"]
 
 Recovery = Literal["live", "restart"]
-ExistingRun = Literal["refuse", "resume", "overwrite"]
+ExistingRun = Literal["refuse", "resume", "overwrite", "auto"]
 
 AUTO = "auto"
 _AT_LEAST_ONE = ("micro_batch_size", "steps", "accumulate", "log_every")
@@ -56,7 +56,7 @@ class TrainSettings:
         ranks: of the world that the run began with; None until it is known.
         compression: of gradients, or with `every` of pseudo-gradients. None: uncompressed gradients, and the default
             compression of `outer` for pseudo-gradients; ``"none"``: uncompressed.
-        existing: treatment of a run that `out` holds already.
+        existing: treatment of a run that `out` holds already; see `RunFolder.prepare` and `RunFolder.found`.
         weight_decay: of AdamW.
         log_every: steps between two lines of the log.
         eval_windows: number of held-out windows that are evaluated, spread evenly; 0: all.

@@ -30,7 +30,7 @@ from paceline.tools.train.training_loop import run_training
 from paceline.tools.train.training_progress import TrainingProgress
 from paceline.world import World, init, shutdown
 from paceline.world.control_collectives import sum_over_ranks
-from paceline.world.live_file import JOINER_VARIABLE
+from paceline.world.live_file import JOINER_VARIABLE, LEFT_EXIT_CODE
 
 __all__ = ["main", "run_rank"]
 
@@ -100,6 +100,10 @@ def _train(settings: TrainSettings, world: World) -> None:
     joins = job.elastic.is_joiner
     shown = world.rank == 0 and not joins
     progress = TrainingProgress(settings.steps, first_step=job.step, shown=shown)
+    if signal.getsignal(signal.SIGTERM) == _exit_on_signal:
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # from the first step on, the checkpoint or `Elastic` takes it
     with watchdog, RankTimeline(settings.out, job.model) as timeline, progress:
         job.elastic.on_world(lambda _: timeline.rejoin(job.model))
         job.elastic.on_world(lambda now: progress.show(now.rank == 0))
@@ -124,6 +128,9 @@ def _logging(job: TrainingJob) -> Iterator[None]:
     try:
         yield
         failed = False
+    except SystemExit as left:
+        failed = left.code != LEFT_EXIT_CODE
+        raise
     finally:
         job.loggers.finish(failed)
 

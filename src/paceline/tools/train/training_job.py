@@ -88,8 +88,13 @@ class TrainingJob:
 
     def save(self, *, wait: bool = False) -> None:
         """Start writing a checkpoint, and `wait` until it is written; collective."""
-        self.checkpoint.facts["traffic"] = self.sent_bytes.state()
+        self.report(self.step)
         self.checkpoint.save(wait=wait)
+
+    def report(self, step: int) -> None:
+        """Note up to which step the run was evaluated, logged and saved; the checkpoint may save itself after that."""
+        self.reported = step
+        self.checkpoint.facts |= {"traffic": self.sent_bytes.state(), "reported": step}
 
     def count_bytes(self, *, step: bool = True) -> None:
         """Count the bytes sent since the last call, and those of float32 gradients if a `step` was done since."""
@@ -101,6 +106,7 @@ class TrainingJob:
         else:
             sent = self.model.timings.sent_nbytes if step else 0.0
         self.sent_bytes.add(sent, float32_gradient_nbytes(self.parameters, self.world.size) if step else 0.0)
+        self.report(self.reported)
 
     # ------------------------------------------------------------------ another world
 
@@ -138,7 +144,8 @@ class TrainingJob:
         """Continue from a checkpoint that was loaded."""
         self.checkpoint.facts |= {name: found.facts[name] for name in ("windows", "first_val_loss")}
         self.sent_bytes.restore(found.facts.get("traffic"))
-        self.reported, self.metrics = min(self.reported, found.step), StepMetrics(self.folder.path)
+        reported = min(self.reported, found.step, found.facts.get("reported", found.step))
+        self.reported, self.metrics = reported, StepMetrics(self.folder.path)
 
     @property
     def most_micro_batches(self) -> int:

@@ -81,7 +81,7 @@ def run_training(job: TrainingJob, progress: TrainingProgress, watchdog: Watchdo
                         stack.close()
                         job.count_bytes(step=False)
                     _after_step(job, measured, progress, watchdog, last=last)
-                    job.reported = job.step
+                    job.report(job.step)
                 elif not last:
                     measured = take_step(job)
                 else:

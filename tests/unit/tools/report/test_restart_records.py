@@ -65,6 +65,16 @@ def test_what_several_hosts_record_is_read_once():
     )
 
 
+def test_a_restart_that_several_hosts_record_is_read_once():
+    first = {"host": "pc2", "rank": 1, "how": "was ended by SIGKILL", "seconds": 31.25, "lines": []}
+    restart = HEAD | {"event": "restart", "restart": 1, "ranks_before": 2, "ranks_after": 2, "first": first}
+    later = {"time": "2026-08-01T10:11:42.731+00:00", "written_by": "pc2"}
+    of_next_job = restart | {"time": "2026-08-02T08:00:00.000+00:00"}
+    records = [restart, restart | later, of_next_job, of_next_job | later, restart | {"restart": 2}]
+    restarts, _ = parse_restart_log(records, [])
+    assert [each.time for each in restarts] == [HEAD["time"], of_next_job["time"], HEAD["time"]]
+
+
 def test_a_run_that_was_resumed_counts_its_epochs_anew():
     resumed = RECOVERY | {"members": ["b/0/0"]}
     assert len(parse_restart_log([RECOVERY, resumed, RECOVERY | {"restart": 1}], [])[1]) == 3

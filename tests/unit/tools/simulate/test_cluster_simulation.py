@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn_chart import svg_of
+from paceline.checkpoint.save_interval import FailureModel, expected_slowdown
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.errors import UsageError
 from paceline.tools.report.charts.simulation_charts import cluster_chart
@@ -20,7 +21,6 @@ from paceline.tools.simulate.cluster.cluster_simulation import DAY, LOSSES, simu
 from paceline.tools.simulate.cluster.cluster_text import cluster_findings
 from paceline.tools.simulate.cluster.compute_times import ClusterMachines
 from paceline.tools.simulate.cluster.exposed_communication import STRATEGIES, exposed_seconds
-from paceline.tools.simulate.cluster.failure_cost import FailureModel, expected_slowdown
 from paceline.tools.simulate.cluster.live_recovery import (
     LiveRecovery,
     expected_live_slowdown,

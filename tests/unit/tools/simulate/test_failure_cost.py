@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import UsageError
-from paceline.tools.simulate.cluster.failure_cost import (
+from paceline.checkpoint.save_interval import (
     FailureModel,
-    best_interval,
     daly_interval,
     expected_slowdown,
-    simulate_jobs,
     young_interval,
 )
+from paceline.tools.simulate.cluster.failure_cost import best_interval, simulate_jobs
 
 HOUR = 3600.0
 RISKS = [
@@ -54,17 +52,6 @@ def test_the_simulated_optimum_is_dalys_within_a_few_percent(risk):
     found = best_interval(risk, 64, [3])
     assert found == pytest.approx(exact, rel=0.1)
     assert expected_slowdown(risk, found) == pytest.approx(expected_slowdown(risk, exact), rel=1e-3)
-
-
-def test_young_is_dalys_first_order():
-    assert young_interval(FailureModel(7200.0, 16.0)) == 480.0
-    for write in (1.0, 0.1, 0.01):
-        risk = FailureModel(7200.0, write)
-        assert abs(daly_interval(risk) / young_interval(risk) - 1) < math.sqrt(write / 7200)
-
-
-def test_writing_that_takes_longer_than_nothing_fails_has_the_time_between_failures_as_interval():
-    assert daly_interval(FailureModel(100.0, 300.0)) == 100.0
 
 
 @given(
@@ -124,9 +111,3 @@ def test_the_same_seed_gives_the_same_to_the_bit():
     first, again, other = (simulate_jobs(risk, 900.0, jobs(1e6), [seed, 2]) for seed in (1, 1, 2))
     assert (first.seconds == again.seconds).all()
     assert (first.seconds != other.seconds).any()
-
-
-@pytest.mark.parametrize("bad", [(0.0, 1.0, 1.0), (1.0, -1.0, 0.0), (1.0, 0.0, -1.0), (math.nan, 1.0, 1.0)])
-def test_invalid_values_are_refused(bad):
-    with pytest.raises(UsageError):
-        FailureModel(*bad)

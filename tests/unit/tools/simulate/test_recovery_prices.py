@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.checkpoint.save_interval import FailureModel, expected_slowdown
 from paceline.errors import UsageError
 from paceline.tools.simulate.cluster.cluster_network import ClusterNetwork
-from paceline.tools.simulate.cluster.failure_cost import FAILURE_PARTS, FailureModel, expected_slowdown
+from paceline.tools.simulate.cluster.failure_cost import FAILURE_PARTS
 from paceline.tools.simulate.cluster.live_jobs import _Drawn, _job, simulate_live_jobs
 from paceline.tools.simulate.cluster.live_recovery import (
     FailureKind,

@@ -99,17 +99,13 @@ def cluster(
     ] = None,
     mtbf: Annotated[
         str | None,
-        own("TIME", "Mean time between failures of a host: 1000d; default: no failures.", panel=_FAILURES),
+        shared("mtbf", ": 1000d; default: no failures", panel=_FAILURES),
     ] = None,
-    checkpoint_time: Annotated[
-        str, own("TIME", "Time that training waits for a checkpoint: 30s.", panel=_FAILURES)
-    ] = "0s",
+    checkpoint_time: Annotated[str, shared("checkpoint-time", ": 30s", panel=_FAILURES)] = "0s",
     checkpoint_interval: Annotated[
-        str, own("TIME", "Training between two checkpoints: a time, or auto (Daly's).", panel=_FAILURES)
+        str, shared("checkpoint-interval", ": a time, or auto (Daly's)", panel=_FAILURES)
     ] = "auto",
-    restart_time: Annotated[
-        str, own("TIME", "Time from a failure until training resumes: 5min.", panel=_FAILURES)
-    ] = "0s",
+    restart_time: Annotated[str, shared("restart-time", ": 5min", panel=_FAILURES)] = "0s",
     recovery: Annotated[str, shared("recovery", "; or both, to compare them", panel=_FAILURES)] = "both",
     host_loss: Annotated[
         str,

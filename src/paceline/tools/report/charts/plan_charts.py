@@ -1,4 +1,4 @@
-"""Charts of predicted steps: time by phase, time over bucket size, and throughput over ranks.
+"""Charts of plans: a step by phase and over bucket size, throughput over ranks, time lost over the checkpoint interval.
 
 The first two follow the DDP paper (Li et al., PyTorch Distributed, arXiv 2006.15704: latency breakdown, bucket size).
 """
@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.tools.plan.checkpoint_interval import CheckpointPlan
 from paceline.tools.plan.strategy_advice import ScalingPoint
 from paceline.tools.report.charts.chart_style import (
     COLOURS,
+    INK,
     MARKERS,
     MUTED,
     Chart,
@@ -21,13 +23,21 @@ from paceline.tools.report.charts.chart_style import (
     label_line_ends,
     set_title,
     stacked_panels,
+    time_unit,
 )
 from paceline.tools.report.charts.training_charts import StackedBar, breakdown_chart
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
 
-__all__ = ["PredictedBucketLine", "PredictedStepBar", "bucket_chart", "scaling_chart", "step_chart"]
+__all__ = [
+    "PredictedBucketLine",
+    "PredictedStepBar",
+    "bucket_chart",
+    "checkpoint_chart",
+    "scaling_chart",
+    "step_chart",
+]
 
 
 @dataclass(frozen=True)
@@ -121,11 +131,16 @@ def _axis(axes: Axes, low: float, high: float, marked: Sequence[tuple[str, float
     ticks = [step**power for power in range(-4, 12) if low <= step**power <= high]
     axes.set_xticks(ticks, [f"{size:.3g}" for size in ticks])
     axes.minorticks_off()
-    for name, size in marked:
-        axes.axvline(size, color=MUTED, linewidth=1, linestyle=":")
+    _mark(axes, marked)
+
+
+def _mark(axes: Axes, marked: Sequence[tuple[str, float]]) -> None:
+    """Draw a named vertical line at each marked place."""
+    for name, place in marked:
+        axes.axvline(place, color=MUTED, linewidth=1, linestyle=":")
         axes.annotate(
             name,
-            (size, 1.0),
+            (place, 1.0),
             (0, 3),
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
@@ -176,4 +191,59 @@ def scaling_chart(points: Sequence[ScalingPoint], title: str) -> Chart:
     for axes in (top, below):
         axes.set_xticks(ranks)
         axes.grid(axis="y")
+    return Chart(figure)
+
+
+_REACH, _INTERVALS = 16.0, 129
+
+
+@in_paceline_style
+def checkpoint_chart(plan: CheckpointPlan, *, title: str) -> Chart:
+    """Return a chart of the time lost over the interval between saves, with the advised and the present interval.
+
+    The band is what the failures that were counted leave open. Intervals at which saves wait for each other are grey.
+
+    Args:
+        plan: how often to save.
+        title: of what.
+    """
+    from matplotlib.ticker import LogLocator
+
+    figure, (axes,) = stacked_panels(width=10, height=4.6)
+    marked = [(f"every {plan.every}", plan.seconds)]
+    if plan.present is not None:
+        marked.append(("now", plan.present.interval))
+    low = min(plan.best / _REACH, *(0.8 * at for _, at in marked))
+    high = max(plan.best * _REACH, *(1.25 * at for _, at in marked))
+    rows = [plan.losses(low * (high / low) ** (at / (_INTERVALS - 1))) for at in range(_INTERVALS)]
+    unit, scale = time_unit(plan.best)
+    at = [row.interval / scale for row in rows]
+    axes.fill_between(
+        at, [100 * row.low for row in rows], [100 * row.high for row in rows],
+        color=INK, alpha=0.1, linewidth=0,
+    )  # fmt: skip
+    lines = {
+        "in all": ([row.total for row in rows], INK, 2.2),
+        "saves": ([row.saves for row in rows], COLOURS[0], 1.5),
+        "lost work": ([row.work for row in rows], COLOURS[1], 1.5),
+        "restarts": ([row.restarts for row in rows], COLOURS[2], 1.5),
+    }
+    ends: list[LineEnd] = []
+    for name, (shares, colour, width) in lines.items():
+        percent = [100 * share for share in shares]
+        axes.plot(at, percent, color=colour, linewidth=width)
+        ends.append((at[-1], percent[-1], name, colour))
+    axes.set_xscale("log")
+    axes.set_xlim(at[0], at[-1])
+    if (shortest := plan.costs.shortest / scale) > at[0]:
+        axes.axvspan(at[0], shortest, color=MUTED, alpha=0.12, linewidth=0)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(lambda value, _: "")
+    _mark(axes, [(name, place / scale) for name, place in marked])
+    set_title(axes, title, pad=22)
+    axes.set(xlabel=f"training between two saves ({unit})", ylabel="% of all time lost")
+    axes.set_ylim(0, min(100.0, 1.1 * max(100 * max(rows[0].total, rows[-1].total), 1e-3)))
+    axes.grid(axis="y")
+    label_line_ends(axes, ends, wide=True)
     return Chart(figure)

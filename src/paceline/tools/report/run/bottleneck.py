@@ -122,6 +122,7 @@ def _tasks(between: float) -> Bottleneck:
         ),
         (
             Remedy("Do it less often", "--eval-every, --checkpoint-every; paceline.Checkpoint(every=…)"),
+            Remedy("Plan how often to save", "paceline plan checkpoint, with this run's folder"),
             Remedy("Share the evaluation among ranks", "paceline.evaluate; and evaluate on fewer batches"),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -118,9 +119,10 @@ def parse_restart_log(
 ) -> tuple[tuple[RestartRecord, ...], tuple[LiveRecord, ...]]:
     """Return the restarts, and the live records, each in order; invalid ones are skipped and reported in `notes`.
 
-    Changes and recoveries that several hosts have written are returned once.
+    What several hosts have written of one event is returned once.
     """
     restarts: list[RestartRecord] = []
+    written: dict[str, set[object]] = {}  # hosts that have written each restart
     live: dict[object, LiveRecord] = {}
     invalid: list[str] = []
     for record in records:
@@ -128,7 +130,12 @@ def parse_restart_log(
         if kind is None and all(
             isinstance(record.get(size), int) for size in ("ranks_before", "ranks_after")
         ):
-            restarts.append(_restart(record))
+            same = {name: value for name, value in record.items() if name not in ("time", "written_by")}
+            hosts = written.setdefault(json.dumps(same, sort_keys=True), set())
+            if not hosts or record.get("written_by") in hosts:  # a host writes every restart once
+                restarts.append(_restart(record))
+                hosts.clear()
+            hosts.add(record.get("written_by"))
             continue
         try:
             if kind is None:

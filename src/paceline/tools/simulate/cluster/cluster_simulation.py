@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.checkpoint.save_interval import FailureModel, daly_interval, young_interval
 from paceline.errors import UsageError
 from paceline.tools.simulate.cluster.cluster_network import AllReduceTime
 from paceline.tools.simulate.cluster.cluster_plan import MOST_NODES, ClusterPlan
@@ -33,13 +34,10 @@ from paceline.tools.simulate.cluster.exposed_communication import (
     step_messages,
 )
 from paceline.tools.simulate.cluster.failure_cost import (
-    FailureModel,
     JobTimes,
     best_interval,
-    daly_interval,
     restart_cost,
     simulate_jobs,
-    young_interval,
 )
 from paceline.tools.simulate.cluster.live_jobs import LiveTimes, simulate_live_jobs
 from paceline.tools.simulate.cluster.live_recovery import live_cost, live_failures, state_risk

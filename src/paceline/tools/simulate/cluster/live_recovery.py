@@ -16,7 +16,8 @@ takes longer by the factor
 
     e^(Σ λ·(P + J)) · M·(e^(T/M) − 1)/T / E[speed]     T: a step, M: mean time between failures, 1/Σ λ
 
-which is Daly's formula (`failure_cost`) with a checkpoint after every step that takes no time, and a restart of P + J.
+which is Daly's formula (`paceline.checkpoint.save_interval`) with a checkpoint after every step that takes no time, and
+a restart of P + J.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.checkpoint.save_interval import FailureModel, expected_undone
 from paceline.errors import UsageError
 from paceline.tools.simulate.cluster.cluster_network import NetworkModel
-from paceline.tools.simulate.cluster.failure_cost import FAILURE_PARTS, FailureModel, expected_undone
+from paceline.tools.simulate.cluster.failure_cost import FAILURE_PARTS
 
 __all__ = [
     "FailureKind",

@@ -1,19 +1,17 @@
 """Optimizer state as pieces: the state of a range of flattened elements of a parameter.
 
-Pieces represent the state of every strategy, whole or sharded, so a checkpoint fits any number of ranks and any
+Pieces represent the state of whole parameters and of ZeRO's shards, so that ranks can give it to each other in any
 strategy. Elements are counted in the order in which the parameter is stored, a complex one as two, as in shards
 (`paceline.parallel.sharding.optimizer_resharding`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from paceline.errors import UsageError
 from paceline.parallel.buckets.grad_slot import storage_numel
@@ -28,6 +26,7 @@ __all__ = [
     "optimizer_groups",
     "optimizer_state",
     "partition_by_size",
+    "whole_states",
 ]
 
 Piece = tuple[str, int, int, Mapping[str, Any]]
@@ -171,18 +170,28 @@ def _names_by_slot(group_names: Sequence[Sequence[str]]) -> dict[str, str]:
 def _pieces(
     optimizer: torch.optim.Optimizer, param_names: Mapping[int, str], rank: int, ranks: int
 ) -> list[Piece]:
-    """Return the pieces of `rank`: its rows of sharded parameters, and a share of the whole ones."""
+    """Return the pieces of `rank`: a share of whole parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    states = optimizer.state_dict()["state"]
-    sizes = [0 if isinstance(param, DTensor) else param.numel() for param in params]
-    pieces: list[Piece] = []
-    for index, (param, owner) in enumerate(zip(params, partition_by_size(sizes, ranks), strict=True)):
-        start, stop = _own_rows(param) if isinstance(param, DTensor) else (0, storage_numel(param))
-        mine = _is_first_replica(param) if isinstance(param, DTensor) else owner == rank
-        if mine and start < stop and states.get(index):
-            state = {key: _flatten(key, value, param) for key, value in states[index].items()}
-            pieces.append((param_names[id(param)], start, stop, state))
-    return pieces
+    states = whole_states(optimizer)
+    owners = partition_by_size([param.numel() for param in params], ranks)
+    return [
+        (
+            param_names[id(param)],
+            0,
+            storage_numel(param),
+            {key: _flatten(key, value, param) for key, value in states[index].items()},
+        )
+        for index, (param, owner) in enumerate(zip(params, owners, strict=True))
+        if owner == rank and param.numel() and states.get(index)
+    ]
+
+
+def whole_states(optimizer: torch.optim.Optimizer) -> Mapping[int, Mapping[str, Any]]:
+    """Return the state of each parameter of an optimizer that does not shard, by its number in torch's format."""
+    own = isinstance(
+        optimizer, ShardedOptimizer
+    )  # not what was gathered on one rank by `consolidate_state_dict`
+    return (optimizer.own_state_dict() if own else optimizer.state_dict())["state"]
 
 
 def partition_by_size(sizes: Sequence[int], parts: int) -> list[int]:
@@ -199,42 +208,24 @@ def partition_by_size(sizes: Sequence[int], parts: int) -> list[int]:
     return owners
 
 
-def _own_rows(param: DTensor) -> tuple[int, int]:
-    """Return start and stop of this rank's rows of a sharded parameter, in elements; the mesh's last axis shards."""
-    mesh = param.device_mesh
-    rows, row_numel = param.shape[0], math.prod(param.shape[1:])
-    first = min(rows, mesh.get_local_rank(mesh.ndim - 1) * -(-rows // mesh.shape[-1]))
-    return first * row_numel, first * row_numel + param.to_local().numel()
-
-
-def _is_first_replica(param: DTensor) -> bool:
-    """Return whether this rank is the first of those with the same rows."""
-    return all(param.device_mesh.get_local_rank(axis) == 0 for axis in range(param.device_mesh.ndim - 1))
-
-
 def _flatten(key: str, value: Any, param: Tensor) -> Any:
     """Return `value` flattened if it has the shape of `param`, else unchanged."""
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != param.shape:
         return value
-    if isinstance(value, DTensor):
-        return value.to_local().flatten()
     if value.is_contiguous() and param.is_contiguous() and not param.is_complex():
         return value.flatten()  # without a copy
     return flatten_state({key: value}, param, [key])[key]
 
 
 def _join(name: str, param: Tensor, pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Return the state of `param` from all its pieces; of a sharded parameter this rank's rows."""
+    """Return the state of `param` from all its pieces."""
     joined: dict[str, Any] = {}
     covered, numel = 0, storage_numel(param)
     for _, start, stop, state in pieces:
         covered += stop - start
         for key, value in state.items():
-            if not isinstance(value, Tensor) or value.dim() == 0:
+            if not isinstance(value, Tensor) or value.dim() == 0 or stop - start == numel:
                 joined[key] = value
-            elif stop - start == numel:
-                # A view of a mapped file is copied: the file may be removed while the state is still in use.
-                joined[key] = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
             else:
                 if key not in joined:
                     joined[key] = value.new_zeros(numel)
@@ -244,17 +235,4 @@ def _join(name: str, param: Tensor, pieces: Iterable[Piece]) -> dict[str, Any]:
             f"the checkpoint's optimizer state covers {covered} of {numel} elements of {name!r}",
             remedy="resume with the model and the optimizer that the checkpoint was written with",
         )
-    if isinstance(param, DTensor):
-        return {key: _shard_rows(param, value) for key, value in joined.items()}
     return unflatten_state(joined, param)
-
-
-def _shard_rows(param: DTensor, whole: Any) -> Any:
-    """Return this rank's rows of a flattened tensor as a DTensor like `param`; other values unchanged."""
-    if not isinstance(whole, Tensor) or whole.dim() == 0:
-        return whole
-    start, stop = _own_rows(param)
-    local = whole[start:stop].view(param.to_local().shape).to(param.device)
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
-    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.data.loader import Loader
+from paceline.checkpoint.parts.loader_states import check_savable, is_loader
 from paceline.errors import UsageError
 from paceline.parallel.data_parallel import DataParallel
 
@@ -36,7 +36,8 @@ class NamedObjects:
         """Return `unnamed` objects under the names of their kinds, and `named` ones.
 
         Raises:
-            UsageError: an object has no state, or two have the same name.
+            UsageError: an object has no state, or one that only its loader can collect, two have the same name, or a
+                name can't be that of a file.
         """
         objects = dict(named)
         for each in unnamed:
@@ -48,11 +49,17 @@ class NamedObjects:
                 )
             objects[name] = each
         for name, each in objects.items():
+            if name == "rank" or set(name) & set("./\0"):  # "rank" begins the names of ranks' own states
+                raise UsageError(
+                    f"an object of the checkpoint is called {name!r}",
+                    remedy="name it differently: not 'rank', and without '.' and '/'",
+                )
             if not (callable(getattr(each, "state_dict", None)) and hasattr(each, "load_state_dict")):
                 raise UsageError(
                     f"{name}, a {type(each).__qualname__}, has no state_dict() and load_state_dict()",
                     remedy="pass models, optimizers, loaders, schedulers, or objects with these two methods",
                 )
+            check_savable(name, each)
         models = {name: each for name, each in objects.items() if isinstance(each, nn.Module)}
         optimizers = {name: each for name, each in objects.items() if isinstance(each, torch.optim.Optimizer)}
         rest = {name: each for name, each in objects.items() if name not in models and name not in optimizers}
@@ -80,7 +87,7 @@ def _default_name(each: Any) -> str:
         return "optimizer"
     if isinstance(each, torch.optim.lr_scheduler.LRScheduler):
         return "scheduler"
-    if isinstance(each, Loader):
+    if is_loader(each):
         return "loader"
     return type(each).__name__.lower()
 

@@ -1,0 +1,354 @@
+"""Reads tensors of a checkpoint: only what is needed, each byte verified by the rank that uses it.
+
+A read names a box of a tensor. The reader finds the stored boxes that overlap it, reads the blocks of 4 MiB with the
+elements in common, compares their checksums, and copies. Where what is read is contiguous in the file and in memory, it
+is read into place. Several threads read: a single one would wait for the disk while it could hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from threading import local
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64
+
+from paceline.checkpoint.format.manifest import (
+    BLOCK_NBYTES,
+    Manifest,
+    RankPiece,
+    StoredChunk,
+    StoredTensor,
+    item_nbytes,
+)
+from paceline.checkpoint.format.tensor_files import bytes_of
+from paceline.checkpoint.parts.boxes import Box, boxes_of_range
+from paceline.checkpoint.parts.state_reader import Read, TensorInfo
+from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles, OpenFile
+from paceline.errors import DamagedCheckpoint
+
+__all__ = ["CheckpointReader"]
+
+_STRIDE_NBYTES = 1 << 20
+_RUN_BLOCKS = 8  # read by one thread in a row
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A stored box and its file."""
+
+    file: str
+    file_nbytes: int
+    label: str
+    stored: StoredChunk
+
+    @property
+    def box(self) -> Box:
+        """The box, with complex numbers as pairs of real ones."""
+        return _as_real(self.stored, Box(self.stored.offsets, self.stored.sizes))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of it."""
+        return item_nbytes(self.stored.dtype) // (2 if self.stored.dtype.startswith("complex") else 1)
+
+
+class CheckpointReader:
+    """The contents of a complete checkpoint; its files stay open until `close`.
+
+    Args:
+        files: its files.
+
+    Attributes:
+        manifest: verified.
+
+    Raises:
+        DamagedCheckpoint: the manifest is not intact.
+        UsageError: it has another format.
+    """
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        self.files = files
+        self.manifest = Manifest.read(files.read)
+        self._pieces: dict[int, RankPiece] = {}
+        self._chunks: dict[int, dict[str, list[_Chunk]]] = {}
+        self._open: dict[str, OpenFile] = {}
+        self._scratch = local()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    # ------------------------------------------------------------------ what there is
+
+    def piece(self, rank: int) -> RankPiece:
+        """Return the piece of the manifest that a rank has written.
+
+        Raises:
+            DamagedCheckpoint: it is not intact.
+        """
+        if rank not in self._pieces:
+            piece = self.manifest.read_piece(self.files.read, rank)
+            found: dict[str, list[_Chunk]] = {}
+            for file, stored in piece.files.items():
+                for label, chunk in stored.chunks.items():
+                    found.setdefault(chunk.tensor, []).append(_Chunk(file, stored.nbytes, label, chunk))
+            self._pieces[rank], self._chunks[rank] = piece, found
+        return self._pieces[rank]
+
+    def info(self, name: str, rank: int | None = None) -> TensorInfo:
+        """Return dtype and shape of a tensor.
+
+        Args:
+            name: of the tensor.
+            rank: whose own state it belongs to; None: it is one of the manifest.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        if rank is None:
+            found = self.manifest.tensors[name]
+        else:
+            self.piece(rank)
+            found = self._chunks[rank][name][0].stored
+        return TensorInfo(getattr(torch, found.dtype), tuple(found.shape))
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all tensors, except those of ranks' own states."""
+        return self.manifest.tensors
+
+    def value_names(self) -> Iterable[str]:
+        """Return the names of plain values."""
+        return self.manifest.values
+
+    def value(self, name: str) -> Any:
+        """Return a plain value, as `plain_values.pack` returned it; KeyError: there is none."""
+        return self.piece(self.manifest.values[name]).values[name]
+
+    def own(self, rank: int, name: str) -> Tensor:
+        """Read a tensor that belongs to a rank's own state; errors as for `read`."""
+        info = self.info(name, rank)
+        whole = torch.empty(info.shape, dtype=info.dtype)
+        chunks = self._chunks[rank][name]
+        wanted = _as_real(chunks[0].stored, Box.whole(info.shape))
+        self._run(
+            self._jobs(_overlaps(chunks, wanted, torch.view_as_real(whole) if whole.is_complex() else whole))
+        )
+        return whole
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Read boxes of tensors; the tensors to fill are valid once this returns.
+
+        Raises:
+            DamagedCheckpoint: a file differs from what was written, or can't be read; names the file and the tensor.
+            KeyError: there is no such tensor.
+        """
+        self._run(job for each in reads for job in self._jobs_of(each))
+
+    def tensor(self, name: str, box: Box | None = None) -> Tensor:
+        """Read a tensor, or a box of it, into new memory; errors as for `read`."""
+        info = self.info(name)
+        box = Box.whole(info.shape) if box is None else box
+        found = torch.empty(box.sizes, dtype=info.dtype)
+        self.read([Read(name, box, found)])
+        return found
+
+    def verify(self, rank: int) -> None:
+        """Read everything that a rank has written, and verify it; errors as for `read`."""
+        self.verify_rest(rank)
+        jobs: list[_Job] = []
+        for file, stored in self.piece(rank).files.items():
+            for label, chunk in stored.chunks.items():
+                found = _Chunk(file, stored.nbytes, label, chunk)
+                jobs += self._jobs(_overlaps([found], found.box, None))
+        self._run(jobs)
+
+    def verify_rest(self, rank: int) -> None:
+        """Verify what belongs to no tensor in what a rank has written: headers, small files; errors as for `read`.
+
+        With rank 0, also the files beside the manifest.
+        """
+        if rank == 0:
+            self.manifest.check_extra_files(self.files.read)
+        for file, stored in self.piece(rank).files.items():
+            self._file(file, stored.nbytes)
+            self._verify_rest(file, stored.gaps(), stored.rest)
+
+    def _jobs_of(self, each: Read) -> Iterator[_Job]:
+        info = self.manifest.tensors[each.name]
+        wanted, into = _as_real(info, each.box), each.into
+        if into is not None and into.is_complex():
+            into = torch.view_as_real(into)
+        covered = 0
+        for rank, offsets, sizes in self.manifest.layouts[info.layout]:
+            part = _as_real(info, Box(tuple(offsets), tuple(sizes))).intersection(wanted)
+            if part is not None:
+                covered += part.numel
+                self.piece(rank)
+                wanted_chunk = (info.dtype, info.shape, tuple(offsets), tuple(sizes))
+                chunks = [
+                    chunk
+                    for chunk in self._chunks[rank].get(each.name, [])
+                    if wanted_chunk
+                    == (chunk.stored.dtype, chunk.stored.shape, chunk.stored.offsets, chunk.stored.sizes)
+                ]
+                if len(chunks) != 1:
+                    raise DamagedCheckpoint(
+                        f"{each.name!r} at {list(offsets)} is not in the piece of rank {rank}"
+                    )
+                yield from self._jobs(_overlaps(chunks, wanted, into))
+        if covered != wanted.numel:
+            raise DamagedCheckpoint(f"{each.name!r}: {covered} of {wanted.numel} elements are there")
+
+    def _jobs(self, overlaps: Iterable[_Overlap]) -> Iterator[_Job]:
+        for overlap in overlaps:
+            chunk = overlap.chunk
+            self._file(chunk.file, chunk.file_nbytes)
+            start, stop = overlap.span
+            first, end = start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)
+            for block in range(first, end, _RUN_BLOCKS):
+                yield _Job(overlap, range(block, min(block + _RUN_BLOCKS, end)))
+
+    def _file(self, name: str, nbytes: int) -> OpenFile:
+        if name not in self._open:
+            try:
+                opened = self.files.open(self.manifest.prefix + name)
+            except FileNotFoundError:
+                raise DamagedCheckpoint(f"{name} is missing") from None
+            except OSError as error:
+                raise DamagedCheckpoint(f"{name} can't be read: {error.strerror or error}") from error
+            if opened.nbytes != nbytes:
+                opened.close()
+                raise DamagedCheckpoint(f"{name} has {opened.nbytes} bytes instead of {nbytes}")
+            self._open[name] = opened
+        return self._open[name]
+
+    def _run(self, jobs: Iterable[_Job]) -> None:
+        listed = list(jobs)
+        if len(listed) < 2:
+            for job in listed:
+                self._read_run(job)
+            return
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for done in [pool.submit(self._read_run, job) for job in listed]:
+                done.result()
+
+    def _read_run(self, job: _Job) -> None:
+        overlap = job.overlap
+        chunk = overlap.chunk
+        start, stop = overlap.span
+        direct = overlap.direct
+        for block in job.blocks:
+            first, end = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, chunk.stored.nbytes)
+            if direct is not None and start <= first and end <= stop:
+                self._read_block(chunk, block, direct[first - start : end - start])
+                continue
+            target = self._memory(end - first)
+            self._read_block(chunk, block, target)
+            if direct is not None:
+                low, high = max(first, start), min(end, stop)
+                direct[low - start : high - start] = target[low - first : high - first]
+            elif overlap.target is not None:
+                overlap.scatter(target, first)
+
+    def _memory(self, nbytes: int) -> memoryview:
+        """Return memory of this thread, which the next call overwrites."""
+        if not hasattr(self._scratch, "memory"):
+            self._scratch.memory = memoryview(bytearray(BLOCK_NBYTES))
+        return self._scratch.memory[:nbytes]
+
+    def _read_block(self, chunk: _Chunk, block: int, target: memoryview) -> None:
+        """Read a block of a stored box, and verify it."""
+        checksum, start = xxh3_64(), chunk.stored.start + block * BLOCK_NBYTES
+        for at in range(0, len(target), _STRIDE_NBYTES):
+            stride = target[at : at + _STRIDE_NBYTES]
+            self._read_bytes(chunk.file, start + at, stride)
+            checksum.update(stride)
+        if checksum.hexdigest() != chunk.stored.checksum(block):
+            raise DamagedCheckpoint(f"{chunk.file}: wrong checksum of tensor {chunk.label!r}")
+
+    def _read_bytes(self, file: str, start: int, target: memoryview) -> None:
+        try:
+            self._open[file].read_into(start, target)
+        except EOFError:
+            raise DamagedCheckpoint(f"{file} ended while it was read") from None
+        except OSError as error:
+            raise DamagedCheckpoint(f"{file} can't be read: {error.strerror or error}") from error
+
+    def _verify_rest(self, file: str, gaps: Sequence[tuple[int, int]], expected: str) -> None:
+        checksum = xxh3_64()
+        for start, stop in gaps:
+            for at in range(start, stop, _STRIDE_NBYTES):
+                target = self._memory(min(_STRIDE_NBYTES, stop - at))
+                self._read_bytes(file, at, target)
+                checksum.update(target)
+        if checksum.hexdigest() != expected:
+            raise DamagedCheckpoint(f"{file}: wrong checksum of what is no tensor in it")
+
+
+class _Overlap:
+    """What a stored box and a read have in common.
+
+    Args:
+        chunk: the stored box.
+        common: the region.
+        target: the part of the tensor to fill that it belongs to; None: it is verified only.
+    """
+
+    def __init__(self, chunk: _Chunk, common: Box, target: Tensor | None) -> None:
+        self.chunk, self.common, self.target = chunk, common, target
+        flat = common.flat_range_in(chunk.box)
+        if flat is None:  # from its first element to its last
+            corner = tuple(a + n - 1 for a, n in zip(common.offsets, common.sizes, strict=True))
+            ends = (replace(common, sizes=(1,) * len(corner)), Box(corner, (1,) * len(corner)))
+            (first, _), (_, stop) = (end.flat_range_in(chunk.box) or (0, 0) for end in ends)
+            self.span = first * chunk.itemsize, stop * chunk.itemsize
+        else:
+            self.span = flat[0] * chunk.itemsize, flat[1] * chunk.itemsize
+        self.direct: memoryview | None = None
+        if flat is not None and target is not None and target.is_contiguous():
+            self.direct = bytes_of(target)
+
+    def scatter(self, data: memoryview, first: int) -> None:
+        """Copy the elements in common from a block that begins at byte `first` of the stored box."""
+        assert self.target is not None
+        box, itemsize = self.chunk.box, self.chunk.itemsize
+        start, stop = max(first, self.span[0]), min(first + len(data), self.span[1])
+        flat = torch.frombuffer(data, dtype=torch.uint8)[start - first : stop - first].view(self.target.dtype)
+        for run in boxes_of_range(box.sizes, start // itemsize, stop // itemsize):
+            moved = Box(tuple(a + b for a, b in zip(run.offsets, box.offsets, strict=True)), run.sizes)
+            values, flat = flat[: run.numel].view(run.sizes), flat[run.numel :]
+            common = moved.intersection(self.common)
+            if common is not None:
+                self.target[common.index_in(self.common)] = values[common.index_in(moved)]
+
+
+class _Job(NamedTuple):
+    """Blocks of a stored box that one thread reads."""
+
+    overlap: _Overlap
+    blocks: range
+
+
+def _overlaps(chunks: Iterable[_Chunk], wanted: Box, into: Tensor | None) -> Iterator[_Overlap]:
+    """Yield what stored boxes and a read have in common; all with complex numbers as pairs of real ones."""
+    for chunk in chunks:
+        common = chunk.box.intersection(wanted)
+        if common is not None:
+            yield _Overlap(chunk, common, None if into is None else into[common.index_in(wanted)])
+
+
+def _as_real(stored: StoredTensor | StoredChunk, box: Box) -> Box:
+    """Return a box of a stored tensor with complex numbers as pairs of real ones, which it may have already."""
+    if not stored.dtype.startswith("complex") or len(box.sizes) > len(stored.shape):
+        return box
+    return Box((*box.offsets, 0), (*box.sizes, 2))
