@@ -46,7 +46,7 @@ _CALLS = ("call_s3", "cat_file", "info", "ls", "makedirs", "mv", "pipe_file", "r
 
 _PERMANENT = (
     PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError,
-    TypeError, ValueError, LookupError, AttributeError, ImportError, RuntimeError,
+    TypeError, ValueError, LookupError, AttributeError, ImportError, RuntimeError,  # NotImplementedError, too
 )  # fmt: skip
 _PERMANENT_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EPERM, errno.EACCES, errno.ENOSYS}
 _NO_CREDENTIALS = {
@@ -284,12 +284,11 @@ class FileSystem:
         """
 
         def action(fs: Any, full: str) -> None:
-            try:
-                fs.cp_file(f"{self._root}/{source}", full)
-            except NotImplementedError as error:
-                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
+            fs.cp_file(f"{self._root}/{source}", full)
 
-        self.retry(path, self.in_folder(action))
+        if self.renames:  # no object store: sshfs would need a shell on the server
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        self.retry(path, action)
 
     def in_folder(self, action: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
         """Return an action that also makes the folder for the file that it writes, if that is missing."""
