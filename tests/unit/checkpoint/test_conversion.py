@@ -449,3 +449,23 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, source, to):
     assert len(most) >= 8 * 4  # a weight, two moments and a count
     assert max(most) <= 2
     assert peak < 12 << 20
+
+
+def test_a_checkpoint_by_its_url(tmp_path, monkeypatch):
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    run = Run().train()
+    run.save(tmp_path / "run")
+    for url in (f"file://{tmp_path}/run", f"file://{tmp_path}/run/step-00000007"):
+        number = len(list(tmp_path.iterdir()))
+        convert(url, tmp_path / f"dcp{number}", "dcp")
+        other = Run(lr=9.0)
+        other.load(tmp_path / f"dcp{number}")
+        assert same(run.state(), other.state())
+        paceline.export_weights(url, tmp_path / f"hf{number}")
+        paceline.import_weights(fresh := Net(), url)
+        fresh.note = run.model.note
+        assert same(dict(fresh.state_dict()), dict(run.model.state_dict()))
+    with pytest.raises(UsageError, match=r"'file://.*nowhere' holds no checkpoint"):
+        paceline.import_weights(Net(), f"file://{tmp_path}/nowhere")

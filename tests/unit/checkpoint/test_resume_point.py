@@ -230,7 +230,7 @@ def test_only_rank_0_lists_the_checkpoints(tmp_path):
     """A disk may show another rank a folder that is about to be renamed."""
     for step in (1, 2):
         write(tmp_path, step)
-    texts, from_rank_0 = [], iter([json.dumps(["step-00000001"]), ""])
+    texts, from_rank_0 = [], iter([json.dumps([["step-00000001"], ""]), ""])
     found = find_resume_point(
         LocalFolder(tmp_path), 1, lambda text: texts.append(text) or [next(from_rank_0), text], everything
     )

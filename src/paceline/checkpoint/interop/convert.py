@@ -61,8 +61,8 @@ def convert_checkpoint(
     """Write a checkpoint, or weights, in another format; return notes for the user.
 
     Args:
-        source: a checkpoint of Paceline's or of plain DCP, a folder of them, whose newest intact one is used, a
-            safetensors file, or a folder of such files.
+        source: a checkpoint of Paceline's or of plain DCP, or a folder of them, whose newest intact one is used, by
+            path or URL; a safetensors file, or a folder of such files.
         target: the new checkpoint's own folder; it must not exist.
         to: ``"paceline"``, ``"dcp"``, which has Paceline's manifest too, or ``"hf"``: a folder of weights.
         progress: shows it.
@@ -73,7 +73,7 @@ def convert_checkpoint(
         UsageError: an argument is wrong, or the target can't be written.
         DamagedCheckpoint: the checkpoint is not intact.
     """
-    path, folder = Path(source), Path(target)
+    folder = Path(target)
     if to not in FORMATS:
         raise UsageError(f"{to!r} is not a format", remedy=f"choose one of {', '.join(FORMATS)}")
     if config is not None and to != "hf":
@@ -81,12 +81,12 @@ def convert_checkpoint(
     if folder.exists():
         raise UsageError(f"{str(folder)!r} exists already", remedy="name a new folder")
     if to == "hf":
-        return _to_hugging_face(path, folder, progress, model, config)
-    if not holds_checkpoints(path):
+        return _to_hugging_face(source, folder, progress, model, config)
+    if not holds_checkpoints(source):
         return use_weights(
-            path, model, lambda weights: _write(of_weights(weights, model), folder, to, progress)
+            source, model, lambda weights: _write(of_weights(weights, model), folder, to, progress)
         )
-    return use_checkpoint(path, lambda reader: _write(_contents(reader, model), folder, to, progress))
+    return use_checkpoint(source, lambda reader: _write(_contents(reader, model), folder, to, progress))
 
 
 def _contents(reader: CheckpointReader | DcpReader, model: str) -> Conversion:
@@ -94,7 +94,7 @@ def _contents(reader: CheckpointReader | DcpReader, model: str) -> Conversion:
 
 
 def _to_hugging_face(
-    source: Path, folder: Path, progress: Progress, model: str, config: str | Path | None
+    source: str | Path, folder: Path, progress: Progress, model: str, config: str | Path | None
 ) -> list[str]:
     beside = described(config)
 

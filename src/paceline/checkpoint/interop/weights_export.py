@@ -73,7 +73,7 @@ def export_weights(
 
     Args:
         source: a checkpoint of Paceline's or of torch.distributed.checkpoint, or a run's folder, whose newest intact
-            checkpoint is used; also safetensors files.
+            checkpoint is used, by path or URL; also safetensors files.
         path: a file with the suffix ``.safetensors``, which is replaced once the new one is complete; or a folder
             without weights, which may exist.
         model: which model, if the checkpoint holds several.

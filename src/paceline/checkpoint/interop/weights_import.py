@@ -35,7 +35,7 @@ def import_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
         model: any module, wrapped or not; floating-point weights are cast to its dtypes. A model of transformers
             accepts what its ``from_pretrained`` does, with or without the prefix of the base model.
         source: a state_dict of the bare module, a safetensors file, a folder of such files (as Hugging Face's), a
-            checkpoint of Paceline's or of torch.distributed.checkpoint, or a run's folder.
+            checkpoint of Paceline's or of torch.distributed.checkpoint, or a run's folder, by path or URL.
 
     Raises:
         UsageError: the weights belong to another model, or can't be read; nothing was changed.

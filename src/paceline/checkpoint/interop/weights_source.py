@@ -17,7 +17,7 @@ from paceline.checkpoint.interop.safetensors_reader import SafetensorsReader
 from paceline.checkpoint.newest_checkpoint import open_checkpoint
 from paceline.checkpoint.parts.boxes import Box
 from paceline.checkpoint.parts.state_reader import Read, TensorInfo
-from paceline.checkpoint.storage.stores import store_at
+from paceline.checkpoint.storage.stores import is_url, store_at
 from paceline.errors import DamagedCheckpoint, UsageError
 
 __all__ = ["WeightsSource", "holds_checkpoints", "use_checkpoint", "use_weights", "weights_in"]
@@ -88,7 +88,7 @@ def use_weights(source: str | Path, model: str, use: Callable[[WeightsSource], T
     """Return what `use` makes of the weights at a path; in a folder of checkpoints of the newest intact one.
 
     Args:
-        source: a checkpoint, a folder of them, a safetensors file, or a folder of such files.
+        source: a checkpoint, a folder of them, or the URL of one; a safetensors file, or a folder of such files.
         model: which model, if a checkpoint holds several.
         use: reads what it needs; called again with an older checkpoint if that raises DamagedCheckpoint.
 
@@ -96,26 +96,34 @@ def use_weights(source: str | Path, model: str, use: Callable[[WeightsSource], T
         UsageError: there is no such source or model, or it can't be read.
         DamagedCheckpoint: none of the checkpoints is intact, as far as `use` reads them.
     """
-    path = Path(source)
-    if not holds_checkpoints(path):
-        return use(_files(path))
-    return use_checkpoint(path, lambda reader: use(weights_in(reader, model)))
+    if not holds_checkpoints(source):
+        return use(_files(Path(source)))
+    return use_checkpoint(source, lambda reader: use(weights_in(reader, model)))
 
 
-def holds_checkpoints(path: Path) -> bool:
-    """Return whether a path is a checkpoint or a folder of them, not safetensors files.
+def holds_checkpoints(source: str | Path) -> bool:
+    """Return whether a path or URL is a checkpoint or a folder of them, not safetensors files.
 
     Raises:
-        UsageError: it does not exist.
+        UsageError: it does not exist; at a URL, there are no checkpoints.
+        OSError: a remote place can't be read.
     """
+    if is_url(source):
+        store = store_at(source)
+        if not store.names():
+            raise UsageError(
+                f"{store.location!r} holds no checkpoint", remedy="name a checkpoint, or a folder of them"
+            )
+        return True
+    path = Path(source)
     if not path.exists():
         raise UsageError(f"{str(path)!r} does not exist", remedy="name a checkpoint, or a safetensors file")
     return path.is_dir() and bool(store_at(path).names())
 
 
-def use_checkpoint(path: Path, use: Callable[[CheckpointReader | DcpReader], T]) -> T:
+def use_checkpoint(source: str | Path, use: Callable[[CheckpointReader | DcpReader], T]) -> T:
     """Return what `use` makes of a checkpoint, or of the newest intact one in a folder; see `use_weights`."""
-    store = store_at(path)
+    store = store_at(source)
     names = store.names()
     problems = []
     for name in names:

@@ -86,11 +86,11 @@ def export(
 @app.command("convert")
 def convert(
     source: Annotated[
-        Path,
+        str,
         Argument(
             metavar="SOURCE",
             help="A checkpoint of Paceline's or of torch.distributed.checkpoint, a folder of them (the newest intact "
-            "one), a .safetensors file, or a Hugging Face folder.",
+            "one), or the URL of one; a .safetensors file, or a Hugging Face folder.",
         ),
     ],
     target: Annotated[Path, Argument(metavar="TARGET", help="The folder to write, which must not exist.")],
