@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
+import torch
 
 from checkpoint_places import save, small_files
 from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST
@@ -82,6 +84,20 @@ def test_what_is_reported_can_be_read_in_the_checkpoint(place):
     attempt.report("piece-0", b"text")
     attempt.complete(small_files("3"), {})
     assert store.files("step-00000003").read(f"{attempt.prefix}piece-0") == b"text"
+
+
+def test_a_file_of_an_earlier_checkpoint_is_linked_where_that_is_possible(place):
+    store = place.owned()
+    earlier = save(store, 1, {"model.safetensors": b"frozen"}, mark="mark")
+    attempt = store.begin(2, "mark")
+    name = f"{attempt.prefix}model.safetensors"
+    linked = attempt.link(name, "step-00000001")
+    assert linked == (not place.url.startswith(("file:", "sftp:")))
+    assert not attempt.link(f"{attempt.prefix}nothing.safetensors", "step-00000001")
+    if linked:
+        attempt.complete(small_files("2"), {"model.safetensors": 6})
+        store.remove(["step-00000001"])
+        assert content(store, earlier, "model.safetensors") == b"frozen"
 
 
 def test_an_abandoned_checkpoint_is_gone(place):
@@ -197,3 +213,13 @@ def test_one_run_at_a_time(place):
     lock.close()
     lock.close()
     place.store().lock().close()
+
+
+def test_the_programs_random_numbers_are_not_used_up(place):
+    """Its generators are part of what it saves."""
+    before = random.getstate(), torch.get_rng_state().tolist()
+    store = place.owned()
+    save(store, 1)
+    store.files("step-00000001").read(MANIFEST)
+    store.remove(["step-00000001"])
+    assert before == (random.getstate(), torch.get_rng_state().tolist())

@@ -1,16 +1,13 @@
-"""Checkpoints on a remote file system: errors, retries, late uploads of earlier runs, the rate limit, and DCP."""
+"""Checkpoints on a remote file system: errors, retries, late uploads of earlier runs, and the rate limit."""
 
 from __future__ import annotations
 
 import errno
 import logging
-import pickle
 import threading
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from checkpoint_places import Place, save, small_files
 from forked_child import in_child
@@ -414,7 +411,7 @@ def test_a_store_uploads_at_its_bandwidth(memory, monkeypatch):
     assert clock.time == pytest.approx((2e6 - (256 << 10)) / 1e5, rel=1e-3)
 
 
-# ------------------------------------------------------------------ forks, and other programs
+# ------------------------------------------------------------------ forks
 
 
 def test_a_forked_process_uses_the_place_too(make_place):
@@ -438,28 +435,3 @@ def test_a_forked_process_does_not_give_up_the_place(memory):
     assert in_child(lambda: lock.close() is None) == 0
     lock.verify()
     lock.close()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["memory", "file", "s3"])
-def test_torch_reads_a_checkpoint_with_its_files_from_the_url(make_place, kind, tmp_path):
-    place = make_place(kind)
-    store = place.owned()
-    state = {"weight": torch.arange(12.0).view(3, 4), "step": 7}
-    dcp.save(state, checkpoint_id=str(tmp_path / "plain"), no_dist=True)
-    attempt = store.begin(7, "mark")
-    data = sorted(path.name for path in (tmp_path / "plain").glob("*.distcp"))
-    for name in data:
-        (attempt.folder / name).write_bytes((tmp_path / "plain" / name).read_bytes())
-    attempt.publish(data)
-    metadata = pickle.loads((tmp_path / "plain" / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.relative_path = attempt.prefix + info.relative_path
-    attempt.complete([(".metadata", pickle.dumps(metadata)), *small_files("7")], {})
-
-    found = {"weight": torch.zeros(3, 4), "step": 0}
-    location = store.files(store.names()[0]).location
-    reader = dcp._fsspec_filesystem.FsspecReader(location, **place.options)
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    assert torch.equal(found["weight"], state["weight"])
-    assert found["step"] == 7

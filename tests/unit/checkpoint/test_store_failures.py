@@ -96,10 +96,10 @@ def proxy(s3: S3Server) -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def behind(s3: S3Server, proxy: FaultyProxy, make_place, monkeypatch) -> Place:
-    """A place on S3, behind the proxy; botocore itself retries once, and waits for an answer for 2 s."""
+    """A place on S3, behind the proxy; botocore waits for an answer for 2 s."""
     monkeypatch.setattr(file_system, "_CALL_SECONDS", 5.0)
     place = make_place("s3")
-    config = {"retries": {"max_attempts": 1}, "read_timeout": 2, "connect_timeout": 2}
+    config = {"read_timeout": 2, "connect_timeout": 2}
     through = replace(place, options={**s3.options(proxy.port), "config_kwargs": config})
     place.closers = through.closers
     return through
@@ -164,7 +164,9 @@ def test_a_save_survives_a_store_that_fails_for_a_moment(behind, s3, proxy, quic
         timers[0].start()
 
     store._limit = AtByte(NBYTES - MIB // 2, fail)  # the first part is there
+    numbers = random.getstate()
     save_step(store, 2)
+    assert random.getstate() == numbers  # of the program, which saves them
     timers[0].join()
     assert intact_steps(direct(behind, s3)) == [2, 1]
 

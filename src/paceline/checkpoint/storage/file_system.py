@@ -46,7 +46,7 @@ _CALLS = ("call_s3", "cat_file", "info", "ls", "makedirs", "mv", "pipe_file", "r
 
 _PERMANENT = (
     PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError,
-    TypeError, ValueError, LookupError, AttributeError, ImportError, RuntimeError,
+    TypeError, ValueError, LookupError, AttributeError, ImportError, RuntimeError,  # NotImplementedError, too
 )  # fmt: skip
 _PERMANENT_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EPERM, errno.EACCES, errno.ENOSYS}
 _NO_CREDENTIALS = {
@@ -106,7 +106,7 @@ class FileSystem:
         self.location = shown.rstrip("/")
         implementation = _implementation(protocol, self.location)
         self._url, self._root = url, str(implementation._strip_protocol(url)).rstrip("/")
-        self._options = {**_default_options(implementation), **(options or {})}
+        self._options = _with_defaults(implementation, options or {})
         self._is_async = bool(getattr(implementation, "async_impl", False))
         self._has_folders = protocol not in _BUCKETS
         self.renames = self._has_folders and _overrides(implementation, "mv")
@@ -115,7 +115,7 @@ class FileSystem:
         self._creates = not self.renames and _takes(implementation, f"{prefix}pipe_file", "mode")
         self._shared: tuple[int, Any] | None = None
         self._of_thread = threading.local()
-        self._random = random.Random(uuid.uuid4().int)  # the program's generator is part of its checkpoints
+        self._random = random.Random(uuid.uuid4().int)  # not the program's generator, see `_with_defaults`
 
     # ------------------------------------------------------------------ calls
 
@@ -284,12 +284,11 @@ class FileSystem:
         """
 
         def action(fs: Any, full: str) -> None:
-            try:
-                fs.cp_file(f"{self._root}/{source}", full)
-            except NotImplementedError as error:
-                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
+            fs.cp_file(f"{self._root}/{source}", full)
 
-        self.retry(path, self.in_folder(action))
+        if self.renames:  # no object store: sshfs would need a shell on the server
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        self.retry(path, action)
 
     def in_folder(self, action: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
         """Return an action that also makes the folder for the file that it writes, if that is missing."""
@@ -348,20 +347,27 @@ def _implementation(protocol: str, location: str) -> Any:
 
 
 def _limit_calls(instance: Any) -> None:
-    """Limit the time of each request, and of s3fs the number of retries, on top of botocore's and ours."""
+    """Limit the time of each request."""
     for name in _CALLS:
         call = getattr(instance, name, None)
         # Of those that fsspec.asyn.sync_wrapper has made:
         if call is not None and inspect.iscoroutinefunction(getattr(call, "__wrapped__", None)):
             setattr(instance, name, functools.partial(call, timeout=_CALL_SECONDS))
-    if "retries" in vars(type(instance)):
-        instance.retries = 1
 
 
-def _default_options(implementation: Any) -> Mapping[str, Any]:
-    """Return options that the caller may override: by default, sshfs waits for a lost host for ever."""
-    is_sshfs = implementation.__module__.startswith("sshfs.")
-    return {"keepalive_interval": 15, "connect_timeout": 20} if is_sshfs else {}
+def _with_defaults(implementation: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with defaults of ours: sshfs would wait for a lost host for ever.
+
+    botocore does not retry: it would draw waiting times from the program's generator, which is part of its checkpoints.
+    s3fs itself retries what is slow or cut.
+    """
+    package = implementation.__module__.partition(".")[0]
+    if package == "sshfs":
+        return {"keepalive_interval": 15, "connect_timeout": 20, **options}
+    if package == "s3fs":
+        config = {"retries": {"max_attempts": 0}, **options.get("config_kwargs", {})}
+        return {**options, "config_kwargs": config}
+    return dict(options)
 
 
 def _overrides(implementation: Any, method: str) -> bool:

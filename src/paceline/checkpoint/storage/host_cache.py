@@ -151,7 +151,7 @@ class HostCache:
         parent: folder for it and those of other URLs; None: ``$TMPDIR/paceline-<user>``, or in ``/var/tmp``.
     """
 
-    def __init__(self, url: str, parent: Path | None = None) -> None:
+    def __init__(self, url: str, parent: str | Path | None = None) -> None:
         self._parent = _default_parent() if parent is None else Path(parent)
         self._is_default = parent is None
         self.path = self._parent / xxh3_64_hexdigest(url.encode())

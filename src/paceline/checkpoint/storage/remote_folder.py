@@ -61,7 +61,7 @@ class RemoteFolder:
         self,
         url: str,
         *,
-        cache: Path | None = None,
+        cache: str | Path | None = None,
         options: Mapping[str, Any] | None = None,
         bandwidth: float | None = None,
         reads_cache: bool = True,
