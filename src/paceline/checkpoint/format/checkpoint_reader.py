@@ -1,8 +1,9 @@
 """Reads tensors of a checkpoint: only what is needed, each byte verified by the rank that uses it.
 
 A read names a box of a tensor. The reader finds the stored boxes that overlap it, reads the blocks of 4 MiB with the
-elements in common, compares their checksums, and copies. Where what is read is contiguous in the file and in memory, it
-is read into place. Several threads read: a single one would wait for the disk while it could hash.
+elements in common, compares their checksums, and copies. Where a large block is contiguous in memory, too, it is read
+into place; small ones that are neighbours in a file are read together. Several threads read: a single one would wait
+for the disk while it could hash.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from paceline.checkpoint.format.manifest import (
     BLOCK_NBYTES,
@@ -33,8 +34,9 @@ from paceline.errors import DamagedCheckpoint
 
 __all__ = ["CheckpointReader"]
 
-_STRIDE_NBYTES = 1 << 20
-_RUN_BLOCKS = 8  # read by one thread in a row
+_STRIDE_NBYTES = 1 << 20  # read and hashed at once: it stays in the processor's cache in between
+_SMALL_NBYTES = 256 << 10  # blocks that are read together with their neighbours in the file
+_GAP_NBYTES = 64 << 10  # between neighbours, at most
 _THREADS = 4
 
 
@@ -213,10 +215,11 @@ class CheckpointReader:
         for overlap in overlaps:
             chunk = overlap.chunk
             self._file(chunk.file, chunk.file_nbytes)
-            start, stop = overlap.span
-            first, end = start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)
-            for block in range(first, end, _RUN_BLOCKS):
-                yield _Job(overlap, range(block, min(block + _RUN_BLOCKS, end)))
+            first, stop = overlap.span
+            at, end = chunk.stored.start, chunk.stored.start + chunk.stored.nbytes
+            for block in range(first // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
+                start = at + block * BLOCK_NBYTES
+                yield _Job(chunk.file, start, min(start + BLOCK_NBYTES, end), block, overlap)
 
     def _file(self, name: str, nbytes: int) -> OpenFile:
         if name not in self._open:
@@ -233,48 +236,47 @@ class CheckpointReader:
         return self._open[name]
 
     def _run(self, jobs: Iterable[_Job]) -> None:
-        listed = list(jobs)
-        if len(listed) < 2:
-            for job in listed:
-                self._read_run(job)
+        runs = _neighbours(sorted(jobs, key=lambda job: job[:2]))
+        if len(runs) < 2:
+            for run in runs:
+                self._read_run(run)
             return
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for done in [pool.submit(self._read_run, job) for job in listed]:
+        with ThreadPoolExecutor(min(_THREADS, len(runs))) as pool:
+            for done in [pool.submit(self._read_run, run) for run in runs]:
                 done.result()
 
-    def _read_run(self, job: _Job) -> None:
-        overlap = job.overlap
-        chunk = overlap.chunk
-        start, stop = overlap.span
-        direct = overlap.direct
-        for block in job.blocks:
-            first, end = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, chunk.stored.nbytes)
-            if direct is not None and start <= first and end <= stop:
-                self._read_block(chunk, block, direct[first - start : end - start])
-                continue
-            target = self._memory(end - first)
-            self._read_block(chunk, block, target)
-            if direct is not None:
-                low, high = max(first, start), min(end, stop)
-                direct[low - start : high - start] = target[low - first : high - first]
-            elif overlap.target is not None:
-                overlap.scatter(target, first)
+    def _read_run(self, run: Sequence[_Job]) -> None:
+        """Read neighbouring blocks, verify them, and copy what is wanted of them."""
+        if len(run) == 1:
+            self._read_block(run[0])
+            return
+        first = run[0].start
+        data = self._memory(run[-1].stop - first)
+        self._read_bytes(run[0].file, first, data)
+        for job in run:
+            part = data[job.start - first : job.stop - first]
+            job.check(xxh3_64_hexdigest(part))
+            job.overlap.take(part, job.block * BLOCK_NBYTES)
+
+    def _read_block(self, job: _Job) -> None:
+        """Read a block into place if it can be, verify it, and copy what is wanted of it otherwise."""
+        nbytes = job.stop - job.start
+        place = job.overlap.place(job.block * BLOCK_NBYTES, nbytes)
+        target = self._memory(nbytes) if place is None else place
+        checksum = xxh3_64()
+        for at in range(0, nbytes, _STRIDE_NBYTES):
+            stride = target[at : at + _STRIDE_NBYTES]
+            self._read_bytes(job.file, job.start + at, stride)
+            checksum.update(stride)
+        job.check(checksum.hexdigest())
+        if place is None:
+            job.overlap.take(target, job.block * BLOCK_NBYTES)
 
     def _memory(self, nbytes: int) -> memoryview:
         """Return memory of this thread, which the next call overwrites."""
         if not hasattr(self._scratch, "memory"):
             self._scratch.memory = memoryview(bytearray(BLOCK_NBYTES))
         return self._scratch.memory[:nbytes]
-
-    def _read_block(self, chunk: _Chunk, block: int, target: memoryview) -> None:
-        """Read a block of a stored box, and verify it."""
-        checksum, start = xxh3_64(), chunk.stored.start + block * BLOCK_NBYTES
-        for at in range(0, len(target), _STRIDE_NBYTES):
-            stride = target[at : at + _STRIDE_NBYTES]
-            self._read_bytes(chunk.file, start + at, stride)
-            checksum.update(stride)
-        if checksum.hexdigest() != chunk.stored.checksum(block):
-            raise DamagedCheckpoint(f"{chunk.file}: wrong checksum of tensor {chunk.label!r}")
 
     def _read_bytes(self, file: str, start: int, target: memoryview) -> None:
         try:
@@ -318,25 +320,73 @@ class _Overlap:
         if flat is not None and target is not None and target.is_contiguous():
             self.direct = bytes_of(target)
 
-    def scatter(self, data: memoryview, first: int) -> None:
+    def place(self, first: int, nbytes: int) -> memoryview | None:
+        """Return where a block that begins at byte `first` of the stored box can be read into place; None: it can't."""
+        start, stop = self.span
+        if self.direct is None or first < start or first + nbytes > stop:
+            return None
+        return self.direct[first - start : first - start + nbytes]
+
+    def take(self, data: memoryview, first: int) -> None:
         """Copy the elements in common from a block that begins at byte `first` of the stored box."""
-        assert self.target is not None
+        if self.direct is not None:
+            start, stop = self.span
+            low, high = max(first, start), min(first + len(data), stop)
+            self.direct[low - start : high - start] = data[low - first : high - first]
+        elif self.target is not None:
+            self._scatter(data, first, self.target)
+
+    def _scatter(self, data: memoryview, first: int, target: Tensor) -> None:
         box, itemsize = self.chunk.box, self.chunk.itemsize
         start, stop = max(first, self.span[0]), min(first + len(data), self.span[1])
-        flat = torch.frombuffer(data, dtype=torch.uint8)[start - first : stop - first].view(self.target.dtype)
+        flat = torch.frombuffer(data, dtype=torch.uint8)[start - first : stop - first].view(target.dtype)
         for run in boxes_of_range(box.sizes, start // itemsize, stop // itemsize):
             moved = Box(tuple(a + b for a, b in zip(run.offsets, box.offsets, strict=True)), run.sizes)
             values, flat = flat[: run.numel].view(run.sizes), flat[run.numel :]
             common = moved.intersection(self.common)
             if common is not None:
-                self.target[common.index_in(self.common)] = values[common.index_in(moved)]
+                target[common.index_in(self.common)] = values[common.index_in(moved)]
 
 
 class _Job(NamedTuple):
-    """Blocks of a stored box that one thread reads."""
+    """A block of a stored box to read.
 
+    Attributes:
+        file: with the block.
+        start, stop: its bytes in the file.
+        block: its number.
+        overlap: what is wanted of the box.
+    """
+
+    file: str
+    start: int
+    stop: int
+    block: int
     overlap: _Overlap
-    blocks: range
+
+    def check(self, checksum: str) -> None:
+        """Raise a `DamagedCheckpoint` unless this is the checksum of the block."""
+        chunk = self.overlap.chunk
+        if checksum != chunk.stored.checksum(self.block):
+            raise DamagedCheckpoint(f"{self.file}: wrong checksum of tensor {chunk.label!r}")
+
+
+def _neighbours(jobs: Sequence[_Job]) -> list[list[_Job]]:
+    """Return runs of small blocks that are neighbours in a file, and large blocks by themselves."""
+    runs: list[list[_Job]] = []
+    for job in jobs:
+        if job.stop - job.start <= _SMALL_NBYTES and runs:
+            first, last = runs[-1][0], runs[-1][-1]
+            if (
+                last.file == job.file
+                and last.stop - last.start <= _SMALL_NBYTES
+                and job.start - last.stop <= _GAP_NBYTES
+                and job.stop - first.start <= BLOCK_NBYTES
+            ):
+                runs[-1].append(job)
+                continue
+        runs.append([job])
+    return runs
 
 
 def _overlaps(chunks: Iterable[_Chunk], wanted: Box, into: Tensor | None) -> Iterator[_Overlap]:
