@@ -258,7 +258,6 @@ class Checkpoint:
         self._latest = BackgroundSave(
             partial(self._store.begin, self.step, self._run_id),
             replace(contents, parts=contents.parts.with_files({**contents.parts.files, **ready})),
-            copy,
             head,
             began=began,
             rank=self._rank,
@@ -268,6 +267,7 @@ class Checkpoint:
             ),
             unchanged=unchanged,
             earlier=self._unchanged.checkpoint,
+            copy=copy,
             lock=self._lock,
             previous=self._latest,
         )

@@ -55,13 +55,13 @@ class BackgroundSave:
     Args:
         begin: makes the attempt, in the writing thread.
         contents: what this rank writes, with copied tensors.
-        copy: of the tensors; None: training waits until they are written.
         head: on rank 0, the manifest's entries that do not come from ranks.
         began: when the save began, as `time.perf_counter` counts.
         rank, ranks: this rank, and the number of ranks.
         remove_old: on rank 0, removes older checkpoints once this one is complete.
         unchanged: files that an earlier checkpoint has already; their tensors are not copied.
         earlier: name of that checkpoint.
+        copy: of the tensors, which this completes; None: they do not change until they are written.
         lock: of the store, on rank 0; referenced until the end, so that it stays held.
         previous: the save before, whose thread may still remove older checkpoints; joined by this one's.
 
@@ -75,7 +75,6 @@ class BackgroundSave:
         self,
         begin: Callable[[], SaveAttempt],
         contents: CheckpointContents,
-        copy: StateCopy | None,
         head: Mapping[str, Any],
         *,
         began: float,
@@ -84,6 +83,7 @@ class BackgroundSave:
         remove_old: Callable[[], None],
         unchanged: Mapping[str, StoredFile],
         earlier: str,
+        copy: StateCopy | None = None,
         lock: StoreLock | None = None,
         previous: BackgroundSave | None = None,
     ) -> None:
