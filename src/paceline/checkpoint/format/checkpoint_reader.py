@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from threading import local
 from typing import Any, NamedTuple
 
@@ -18,16 +17,9 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from paceline.checkpoint.format.manifest import (
-    BLOCK_NBYTES,
-    Manifest,
-    RankPiece,
-    StoredChunk,
-    StoredTensor,
-    item_nbytes,
-)
-from paceline.checkpoint.format.tensor_files import bytes_of
-from paceline.checkpoint.parts.boxes import Box, boxes_of_range
+from paceline.checkpoint.format.manifest import BLOCK_NBYTES, Manifest, RankPiece
+from paceline.checkpoint.format.stored_boxes import Overlap, StoredBox, as_real, overlaps
+from paceline.checkpoint.parts.boxes import Box
 from paceline.checkpoint.parts.state_reader import Read, TensorInfo
 from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles, OpenFile
 from paceline.errors import DamagedCheckpoint
@@ -38,26 +30,6 @@ _STRIDE_NBYTES = 1 << 20  # read and hashed at once: it stays in the processor's
 _SMALL_NBYTES = 256 << 10  # blocks that are read together with their neighbours in the file
 _GAP_NBYTES = 64 << 10  # between neighbours, at most
 _THREADS = 4
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A stored box and its file."""
-
-    file: str
-    file_nbytes: int
-    label: str
-    stored: StoredChunk
-
-    @property
-    def box(self) -> Box:
-        """The box, with complex numbers as pairs of real ones."""
-        return _as_real(self.stored, Box(self.stored.offsets, self.stored.sizes))
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of it."""
-        return item_nbytes(self.stored.dtype) // (2 if self.stored.dtype.startswith("complex") else 1)
 
 
 class CheckpointReader:
@@ -78,7 +50,7 @@ class CheckpointReader:
         self.files = files
         self.manifest = Manifest.read(files.read)
         self._pieces: dict[int, RankPiece] = {}
-        self._chunks: dict[int, dict[str, list[_Chunk]]] = {}
+        self._chunks: dict[int, dict[str, list[StoredBox]]] = {}
         self._open: dict[str, OpenFile] = {}
         self._scratch = local()
 
@@ -98,10 +70,10 @@ class CheckpointReader:
         """
         if rank not in self._pieces:
             piece = self.manifest.read_piece(self.files.read, rank)
-            found: dict[str, list[_Chunk]] = {}
+            found: dict[str, list[StoredBox]] = {}
             for file, stored in piece.files.items():
                 for label, chunk in stored.chunks.items():
-                    found.setdefault(chunk.tensor, []).append(_Chunk(file, stored.nbytes, label, chunk))
+                    found.setdefault(chunk.tensor, []).append(StoredBox(file, stored.nbytes, label, chunk))
             self._pieces[rank], self._chunks[rank] = piece, found
         return self._pieces[rank]
 
@@ -139,9 +111,9 @@ class CheckpointReader:
         info = self.info(name, rank)
         whole = torch.empty(info.shape, dtype=info.dtype)
         chunks = self._chunks[rank][name]
-        wanted = _as_real(chunks[0].stored, Box.whole(info.shape))
+        wanted = as_real(chunks[0].stored, Box.whole(info.shape))
         self._run(
-            self._jobs(_overlaps(chunks, wanted, torch.view_as_real(whole) if whole.is_complex() else whole))
+            self._jobs(overlaps(chunks, wanted, torch.view_as_real(whole) if whole.is_complex() else whole))
         )
         return whole
 
@@ -170,8 +142,8 @@ class CheckpointReader:
         jobs: list[_Job] = []
         for file, stored in self.piece(rank).files.items():
             for label, chunk in stored.chunks.items():
-                found = _Chunk(file, stored.nbytes, label, chunk)
-                jobs += self._jobs(_overlaps([found], found.box, None))
+                found = StoredBox(file, stored.nbytes, label, chunk)
+                jobs += self._jobs(overlaps([found], found.box, None))
         self._run(jobs)
 
     def verify_rest(self, rank: int) -> None:
@@ -187,12 +159,12 @@ class CheckpointReader:
 
     def _jobs_of(self, each: Read) -> Iterator[_Job]:
         info = self.manifest.tensors[each.name]
-        wanted, into = _as_real(info, each.box), each.into
+        wanted, into = as_real(info, each.box), each.into
         if into is not None and into.is_complex():
             into = torch.view_as_real(into)
         covered = 0
         for rank, offsets, sizes in self.manifest.layouts[info.layout]:
-            part = _as_real(info, Box(tuple(offsets), tuple(sizes))).intersection(wanted)
+            part = as_real(info, Box(tuple(offsets), tuple(sizes))).intersection(wanted)
             if part is not None:
                 covered += part.numel
                 self.piece(rank)
@@ -207,12 +179,12 @@ class CheckpointReader:
                     raise DamagedCheckpoint(
                         f"{each.name!r} at {list(offsets)} is not in the piece of rank {rank}"
                     )
-                yield from self._jobs(_overlaps(chunks, wanted, into))
+                yield from self._jobs(overlaps(chunks, wanted, into))
         if covered != wanted.numel:
             raise DamagedCheckpoint(f"{each.name!r}: {covered} of {wanted.numel} elements are there")
 
-    def _jobs(self, overlaps: Iterable[_Overlap]) -> Iterator[_Job]:
-        for overlap in overlaps:
+    def _jobs(self, found: Iterable[Overlap]) -> Iterator[_Job]:
+        for overlap in found:
             chunk = overlap.chunk
             self._file(chunk.file, chunk.file_nbytes)
             first, stop = overlap.span
@@ -297,57 +269,6 @@ class CheckpointReader:
             raise DamagedCheckpoint(f"{file}: wrong checksum of what is no tensor in it")
 
 
-class _Overlap:
-    """What a stored box and a read have in common.
-
-    Args:
-        chunk: the stored box.
-        common: the region.
-        target: the part of the tensor to fill that it belongs to; None: it is verified only.
-    """
-
-    def __init__(self, chunk: _Chunk, common: Box, target: Tensor | None) -> None:
-        self.chunk, self.common, self.target = chunk, common, target
-        flat = common.flat_range_in(chunk.box)
-        if flat is None:  # from its first element to its last
-            corner = tuple(a + n - 1 for a, n in zip(common.offsets, common.sizes, strict=True))
-            ends = (replace(common, sizes=(1,) * len(corner)), Box(corner, (1,) * len(corner)))
-            (first, _), (_, stop) = (end.flat_range_in(chunk.box) or (0, 0) for end in ends)
-            self.span = first * chunk.itemsize, stop * chunk.itemsize
-        else:
-            self.span = flat[0] * chunk.itemsize, flat[1] * chunk.itemsize
-        self.direct: memoryview | None = None
-        if flat is not None and target is not None and target.is_contiguous():
-            self.direct = bytes_of(target)
-
-    def place(self, first: int, nbytes: int) -> memoryview | None:
-        """Return where a block that begins at byte `first` of the stored box can be read into place; None: it can't."""
-        start, stop = self.span
-        if self.direct is None or first < start or first + nbytes > stop:
-            return None
-        return self.direct[first - start : first - start + nbytes]
-
-    def take(self, data: memoryview, first: int) -> None:
-        """Copy the elements in common from a block that begins at byte `first` of the stored box."""
-        if self.direct is not None:
-            start, stop = self.span
-            low, high = max(first, start), min(first + len(data), stop)
-            self.direct[low - start : high - start] = data[low - first : high - first]
-        elif self.target is not None:
-            self._scatter(data, first, self.target)
-
-    def _scatter(self, data: memoryview, first: int, target: Tensor) -> None:
-        box, itemsize = self.chunk.box, self.chunk.itemsize
-        start, stop = max(first, self.span[0]), min(first + len(data), self.span[1])
-        flat = torch.frombuffer(data, dtype=torch.uint8)[start - first : stop - first].view(target.dtype)
-        for run in boxes_of_range(box.sizes, start // itemsize, stop // itemsize):
-            moved = Box(tuple(a + b for a, b in zip(run.offsets, box.offsets, strict=True)), run.sizes)
-            values, flat = flat[: run.numel].view(run.sizes), flat[run.numel :]
-            common = moved.intersection(self.common)
-            if common is not None:
-                target[common.index_in(self.common)] = values[common.index_in(moved)]
-
-
 class _Job(NamedTuple):
     """A block of a stored box to read.
 
@@ -362,7 +283,7 @@ class _Job(NamedTuple):
     start: int
     stop: int
     block: int
-    overlap: _Overlap
+    overlap: Overlap
 
     def check(self, checksum: str) -> None:
         """Raise a `DamagedCheckpoint` unless this is the checksum of the block."""
@@ -387,18 +308,3 @@ def _neighbours(jobs: Sequence[_Job]) -> list[list[_Job]]:
                 continue
         runs.append([job])
     return runs
-
-
-def _overlaps(chunks: Iterable[_Chunk], wanted: Box, into: Tensor | None) -> Iterator[_Overlap]:
-    """Yield what stored boxes and a read have in common; all with complex numbers as pairs of real ones."""
-    for chunk in chunks:
-        common = chunk.box.intersection(wanted)
-        if common is not None:
-            yield _Overlap(chunk, common, None if into is None else into[common.index_in(wanted)])
-
-
-def _as_real(stored: StoredTensor | StoredChunk, box: Box) -> Box:
-    """Return a box of a stored tensor with complex numbers as pairs of real ones, which it may have already."""
-    if not stored.dtype.startswith("complex") or len(box.sizes) > len(stored.shape):
-        return box
-    return Box((*box.offsets, 0), (*box.sizes, 2))
