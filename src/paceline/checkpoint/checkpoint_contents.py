@@ -117,6 +117,7 @@ def collect_contents(
     }
     for engine in engines.values():
         engine.settle()
+        engine.parameter_gather.wait_all()
     parts = StateParts(rank)
     aliases: dict[str, dict[str, str]] = {}
     extra: dict[str, Any] = {}

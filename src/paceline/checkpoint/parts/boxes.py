@@ -161,14 +161,19 @@ def _simple_box(tensor: DTensor) -> Box | None:
     This is what `__create_chunk_list__` returns, in a twentieth of the time.
     """
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    place = tensor.device_mesh.get_coordinate()
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             continue
-        if type(placement) is not Shard or sizes[placement.dim] != tensor.shape[placement.dim]:
+        if (
+            type(placement) is not Shard
+            or place is None
+            or sizes[placement.dim] != tensor.shape[placement.dim]
+        ):
             return None
-        mesh, whole = tensor.device_mesh, sizes[placement.dim]
-        chunk = -(-whole // mesh.size(axis))
-        start = chunk * mesh.get_local_rank(axis)
+        whole = sizes[placement.dim]
+        chunk = -(-whole // tensor.device_mesh.shape[axis])
+        start = chunk * place[axis]
         if start >= whole:
             return None
         offsets[placement.dim], sizes[placement.dim] = start, min(chunk, whole - start)
