@@ -392,14 +392,14 @@ def started_until(out, arguments, wanted):
     ("number", "options"),
     [
         (signal.SIGTERM, ["--recovery", "live"]),
-        (signal.SIGUSR1, ["--recovery", "live"]),
+        pytest.param(signal.SIGUSR1, ["--recovery", "live"], marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, ["--recovery", "restart"], marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, ["--every", 3], marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, ["--nproc-per-node", 1], marks=pytest.mark.thorough),
     ],
 )
 def test_a_warned_training_saves_and_is_resumed_by_the_same_command(tmp_path, text, number, options):
-    """There is nothing to resume first; then it goes on from the step that was done; a run that has ended ends again."""
+    """There is nothing to resume first; then it goes on from the step that was done; an ended run ends again."""
     out = tmp_path / "run"
     small = ["--data", text, *SMALL[:4], "--eval-every", 0, "--checkpoint-every", 0, "--threads", 1, *options]
     started = started_until(out, [*small, "--steps", 100_000, "--resume", "auto"], "steps.jsonl")
