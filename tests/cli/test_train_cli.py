@@ -21,7 +21,6 @@ import torch
 from safetensors.numpy import load_file
 
 from paceline.tools.models.gpt_sizes import gpt_size
-from paceline.tools.report.run.checkpoint_times import measure_checkpoints
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.trace_reader import read_timeline
 
@@ -269,11 +268,6 @@ def test_killed_ranks_do_not_change_the_result(tmp_path, text, here, monkeypatch
         assert [(each.ranks_before, each.ranks_after) for each in record.restarts] == [(2, 2)]
         assert record.restarts[0].reason.endswith("was ended by SIGKILL")
         assert "<h2>Restarts</h2>" in (tmp_path / "run" / "report.html").read_text()
-        times = measure_checkpoints(record)
-        assert (times.failures, times.restarted) == (1, 1)
-        assert times.completed in (1, 2)
-        assert 0 < times.stall <= times.complete
-        assert 0 < times.restart < times.seconds
     else:
         assert re.search(r"rank 1 on .* was ended by SIGKILL .*the others train on", ended.stderr)
         assert not record.restarts
@@ -398,14 +392,14 @@ def started_until(out, arguments, wanted):
     ("number", "options"),
     [
         (signal.SIGTERM, ["--recovery", "live"]),
-        (signal.SIGUSR1, ["--recovery", "live"]),
+        pytest.param(signal.SIGUSR1, ["--recovery", "live"], marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, ["--recovery", "restart"], marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, ["--every", 3], marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, ["--nproc-per-node", 1], marks=pytest.mark.thorough),
     ],
 )
 def test_a_warned_training_saves_and_is_resumed_by_the_same_command(tmp_path, text, number, options):
-    """There is nothing to resume first; then it goes on from the step that was done; after its end, it ends again."""
+    """There is nothing to resume first; then it goes on from the step that was done; an ended run ends again."""
     out = tmp_path / "run"
     small = ["--data", text, *SMALL[:4], "--eval-every", 0, "--checkpoint-every", 0, "--threads", 1, *options]
     started = started_until(out, [*small, "--steps", 100_000, "--resume", "auto"], "steps.jsonl")

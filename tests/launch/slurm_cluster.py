@@ -1,6 +1,7 @@
 """A Slurm cluster of its own on the hosts of a lab: munged, slurmctld, and a slurmd on each host.
 
 Hosts of the lab have a network and a process table of their own, so ports are free, and no process outlives them.
+Jobs in the partition "urgent" preempt those in "all", which is the default.
 All that Slurm writes is in one folder.
 """
 
@@ -42,7 +43,10 @@ ReturnToService=2
 KillWait=2
 MpiDefault=none
 NodeName={nodes} CPUs=4 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE State=UP
 """
 
 
@@ -81,7 +85,8 @@ class SlurmCluster:
         self._await(lambda: (self.folder / "munge.socket").exists(), jobs)
         jobs.append(self._daemon(["slurmctld", "-D", "-i"], 0))
         jobs += [self._daemon(["slurmd", "-D"], host) for host in range(self.lab.hosts)]
-        self._await(lambda: self.run("sinfo", "--noheader", "-o", "%T %D") == f"idle {self.lab.hosts}", jobs)
+        states = ["sinfo", "--noheader", "--partition=all", "-o", "%T %D"]
+        self._await(lambda: self.run(*states) == f"idle {self.lab.hosts}", jobs)
 
     def run(self, *command: str) -> str:
         """Run one of Slurm's commands on the first host, and return its output."""

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from notes import STEPS
 from slurm_cluster import SlurmCluster, lacking
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(450)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,7 @@ def await_state(cluster, job, state, reason=""):
 def start_again(cluster, job):
     """Spare a requeued job the two minutes that Slurm lets it wait, which begin once its processes have ended."""
     await_state(cluster, job, "PENDING", "Reason=BeginTime")
+    time.sleep(2.0)  # slurmd refuses a start in the second in which the one before was ended
     assert cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now") == ""
 
 
@@ -91,6 +93,50 @@ def test_a_requeued_job_resumes_and_a_cancelled_one_once_it_is_submitted_again(
     [result] = launch("--nnodes", "2", "--watch").wait(timeout=240, check=False)
     assert result.code == 0, result.stdout + result.stderr
     notes.check_resumed(expected_digest, starts=3, nodes=2)
+
+
+def finish(cluster, job):
+    """Wait until a job is complete; start it again whenever it was requeued."""
+    deadline = time.monotonic() + 350
+    while "JobState=COMPLETED " not in (state := cluster.run("scontrol", "show", "job", "--oneliner", job)):
+        assert time.monotonic() < deadline, state
+        if "JobState=PENDING Reason=BeginTime" in state:
+            start_again(cluster, job)
+        time.sleep(0.5)
+
+
+def check_no_step_was_lost(notes, job, expected_digest):
+    """Check that each start went on with the step after the last one of the start before; return the job's log."""
+    made = notes.steps()
+    assert [step for steps in made for step in steps] == list(range(STEPS)), made
+    notes.check_resumed(expected_digest, starts=len(made), nodes=2)
+    log = notes.folder.joinpath(f"train-{job}.log").read_text()
+    assert log.count("all ranks leave after step") == len(made) - 1 >= 1
+    return log
+
+
+@pytest.mark.thorough
+def test_before_its_time_limit_a_job_saves_and_it_resumes_without_a_lost_step(
+    cluster, launch, notes, expected_digest
+):
+    """Here slurmctld itself sends the warning; nothing is saved but after it."""
+    options = ["--time", "2min", "--warn", "30", "--env", "SAVE_EVERY=1000"]
+    job = number_of(launch("--nnodes", "2", *options, "--submit", pause=8.0))
+    finish(cluster, job)
+    assert "was warned by SIGUSR1" in check_no_step_was_lost(notes, job, expected_digest)
+
+
+@pytest.mark.thorough
+def test_a_preempted_job_saves_within_the_grace_and_resumes_without_a_lost_step(
+    cluster, launch, notes, expected_digest
+):
+    job = number_of(launch("--nnodes", "2", "--env", "SAVE_EVERY=1000", "--submit", pause=0.5))
+    notes.await_step(3)
+    urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true"]
+    other = cluster.run("sbatch", "--parsable", *urgent)
+    finish(cluster, job)
+    await_state(cluster, other, "COMPLETED")
+    assert "was warned by SIGTERM" in check_no_step_was_lost(notes, job, expected_digest)
 
 
 def test_tasks_that_srun_starts_join_without_a_launcher(cluster, notes, expected_digest):

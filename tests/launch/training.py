@@ -25,7 +25,8 @@ model = paceline.DataParallel(net, sync="sharded")
 optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
 data = torch.randn(8 * steps, 8, generator=torch.Generator().manual_seed(1))
 loader = paceline.Loader(data, batch_size=4)
-checkpoint = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=1)
+every = int(os.environ.get("SAVE_EVERY", "1"))
+checkpoint = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=every)
 
 
 def note(**what):

@@ -99,7 +99,7 @@ def test_a_warned_command_saves_ends_with_75_and_continues_when_it_is_started_ag
     assert command.end() == 75, command.text()
     check_saved(command)
     text = command.text()
-    assert f"paceline: warned by {number.name}; 2 ranks may save and leave within 120 s" in text
+    assert f"paceline: warned by {number.name}; 2 ranks may save and leave within 600 s" in text
     assert f"warned by {number.name}: all ranks leave after step" in text or "was warned by" in text
     assert "restart 1" not in text
     again = Command(tmp_path, paceline_run(tmp_path, 2))

@@ -26,8 +26,8 @@ class JobTimeouts:
         graceful: for ranks that listen to shut down by themselves (`paceline._core.graceful_shutdown`), before SIGTERM.
         end: between SIGTERM and SIGKILL.
         follow: for the rank that failed first to end, if all failed ranks report a lost peer.
-        leave: for ranks to save and leave after a warning to the launcher, before SIGKILL. Spot machines have 120 s;
-            where a platform gives less, it ends the launcher too.
+        leave: for ranks to save and leave after a warning to the launcher, before SIGKILL; where the platform gives
+            less (Kubernetes 30 s, spot machines 120 s), it ends the launcher too.
     """
 
     last_call: float = 3.0
@@ -36,7 +36,7 @@ class JobTimeouts:
     graceful: float = 2.0
     end: float = 3.0
     follow: float = 1.0
-    leave: float = 120.0
+    leave: float = 600.0
 
 
 @dataclass(frozen=True)

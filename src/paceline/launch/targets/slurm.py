@@ -4,6 +4,11 @@ Slurm starts one ``paceline run`` on every host, which starts the ranks: a faile
 allocation. The job is requeued when a host is lost, when it is preempted, and before its time limit; then the script
 runs again, and the program resumes from its newest checkpoint.
 
+[Note: warnings] Before the time limit Slurm signals the batch script (USR1), which passes that on to srun, and that to
+the ``paceline run`` of every host. On a preemption with a grace time Slurm signals these itself (TERM). The ranks save,
+and leave with exit code 75; only then the script requeues the job. It does not if the job is no longer running: scancel
+sends TERM too. A host may be ready before the others, so srun must not end them when the first one exits.
+
 The state of a job is read with scontrol, which needs no accounting, but forgets a job some minutes after its end
 (MinJobAge).
 """
@@ -22,7 +27,9 @@ from shutil import which
 
 from paceline._core.format import plural
 from paceline.errors import RankFailed, UsageError
+from paceline.launch.agent.job_spec import JobTimeouts
 from paceline.launch.targets.cluster_job import DRAW_JOB_KEY, ClusterJob, run_command
+from paceline.world.live_file import LEFT_EXIT_CODE
 
 __all__ = [
     "JobState",
@@ -51,7 +58,7 @@ class SlurmOptions:
         partition: empty: Slurm's default.
         account: empty: Slurm's default.
         options: further options of sbatch, such as ``"--constraint=ib"``.
-        warn: seconds before the time limit at which the job is requeued, if it has one.
+        warn: seconds before the time limit at which the ranks save and the job is requeued, if it has one.
 
     Raises:
         UsageError: an option is invalid.
@@ -87,21 +94,35 @@ def batch_script(job: ClusterJob, cluster: SlurmOptions | None = None) -> str:
     """
     options = _options(job, cluster or SlurmOptions())
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", *_setup(job)]
-    if job.seconds is not None:
-        lines += [
-            "# Before the time limit: back into the queue; the program resumes from its newest checkpoint.",
-            "trap 'scontrol requeue \"$SLURM_JOB_ID\"' USR1",
-        ]
     words = [shlex.quote(word) for word in run_command(job, "-")]
+    warn = SlurmOptions().warn if cluster is None else cluster.warn
+    if warn > JobTimeouts.leave:
+        words[words.index("run") + 1 : words.index("run") + 1] = ["--grace", f"{warn}s"]
     if job.hosts > 1:
         words[words.index("--rendezvous") + 1] = '"$first:$port"'  # our options precede the program's
-    srun = f"srun --ntasks-per-node=1 --cpus-per-task={job.cpus_per_host} --kill-on-bad-exit=1"
-    lines += [
-        f"{srun} {' '.join(words)} &",
-        "# A signal ends a wait, but not the process that is waited for.",
-        'wait "$!"; while kill -0 "$!" 2>/dev/null; do wait "$!"; done; wait "$!"; exit $?',
-    ]
-    return "\n".join(lines) + "\n"
+    srun = f"srun --ntasks-per-node=1 --cpus-per-task={job.cpus_per_host} --kill-on-bad-exit=0"
+    lines.append("warned= step=")
+    if job.seconds is not None:
+        lines += [
+            "# Before the time limit: the ranks save and leave.",
+            """trap 'warned=1; test -z "$step" || kill -USR1 "$step"' USR1""",
+        ]
+    return "\n".join([*lines, _RUN.format(step=f"{srun} {' '.join(words)}")])
+
+
+_RUN = """\
+{step} &
+step=$!
+# A signal ends a wait, but not the process that is waited for.
+wait "$step"; while kill -0 "$step" 2>/dev/null; do wait "$step"; done; wait "$step"; code=$?
+# If the ranks saved and left, back into the queue, unless the job was cancelled; it resumes from that checkpoint.
+if [ "$code" = {left} ] || [ -n "$warned" -a "$code" != 0 ]; then
+  case "$(scontrol show job --oneliner "$SLURM_JOB_ID")" in
+    *" JobState=RUNNING "*) scontrol requeue "$SLURM_JOB_ID" ;;
+  esac
+fi
+exit "$code"
+""".replace("{left}", str(LEFT_EXIT_CODE))
 
 
 def _options(job: ClusterJob, cluster: SlurmOptions) -> list[str]:
