@@ -128,7 +128,9 @@ def test_a_rank_that_cant_look_says_why(scripted, impatient, caplog):
 
 
 @pytest.mark.parametrize("operations", ["write create", "upload", "read", "info", "list", "remove"])
-@pytest.mark.parametrize("error", [ConnectionResetError(), TimeoutError(), OSError(errno.EBUSY, "SlowDown")])
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError(), EOFError("lost"), OSError(errno.EBUSY, "SlowDown")]
+)
 def test_a_save_survives_errors_that_pass(scripted, monkeypatch, operations, error):
     monkeypatch.setattr(file_system, "_FIRST_WAIT_SECONDS", 0.001)
     store = scripted.owned()
@@ -264,6 +266,16 @@ def test_a_file_that_arrives_short_is_uploaded_again(scripted, monkeypatch):
     file = store.files("step-00000001").open(f"{attempt.prefix}model.safetensors")
     assert (file.nbytes, lies) == (13, [])
     file.close()
+
+
+def test_a_file_that_became_shorter_ends_early(scripted):
+    store = scripted.owned()
+    attempt = save(store, 1)
+    path = f"{attempt.prefix}model.safetensors"
+    file = scripted.store(reads_cache=False).files("step-00000001").open(path)
+    store._files.write(f"step-00000001/{path}", b"wei")
+    with pytest.raises(EOFError, match="it ends before byte 7"):
+        file.read_into(0, memoryview(bytearray(5)))
 
 
 def test_an_interrupted_upload_is_not_completed_with_what_there_is(scripted, impatient, tmp_path):

@@ -8,6 +8,7 @@ remote_attempt.py     a checkpoint that is being written there
 remote_files.py       the files of one, read in blocks
 run_ownership.py      one run at a time, without locks
 file_system.py        calls through fsspec, repeated while it is down
+store_errors.py       errors of file systems: which may pass
 paced_upload.py       uploads at a limited rate
 host_cache.py         files on a disk of this host, shared by its ranks
 """

@@ -30,6 +30,7 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
+from paceline.checkpoint.storage.store_errors import as_os_error, is_permanent
 from paceline.errors import UsageError
 
 __all__ = ["RETRY_SECONDS", "Entry", "FileInfo", "FileSystem", "file_info"]
@@ -44,17 +45,6 @@ _CALL_SECONDS = 120.0
 
 _CALLS = ("call_s3", "cat_file", "info", "ls", "makedirs", "mv", "pipe_file", "rm", "rm_file")
 
-_PERMANENT = (
-    PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError,
-    TypeError, ValueError, LookupError, AttributeError, ImportError, RuntimeError,  # NotImplementedError, too
-)  # fmt: skip
-_PERMANENT_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EPERM, errno.EACCES, errno.ENOSYS}
-_NO_CREDENTIALS = {
-    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError",
-    "DefaultCredentialsError", "PermissionDenied", "HostKeyNotVerifiable",
-}  # fmt: skip
-"""Errors of botocore, google-auth and asyncssh, none of which needs to be installed."""
-
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "tos", "oci"}
 """Protocols of stores without folders, in which making one would make a bucket."""
 
@@ -65,6 +55,10 @@ _VERSION = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modifie
 """What implementations call the version of a file."""
 
 T = TypeVar("T")
+
+
+class _FileEnds(EOFError):
+    """A file is shorter than it was; some clients raise EOFError when a connection is lost."""
 
 
 class Entry(NamedTuple):
@@ -145,19 +139,19 @@ class FileSystem:
             try:
                 instance = self._instance()
                 return action(instance, f"{self._root}/{path}" if path else self._root)
-            except EOFError:
+            except _FileEnds:
                 raise
             except Exception as error:
                 now = time.monotonic()
                 permanent = (
-                    _is_permanent(error) or not threading.main_thread().is_alive()
+                    is_permanent(error) or not threading.main_thread().is_alive()
                 )  # see `remote_attempt`
                 if self._has_folders and not permanent:
                     self._discard(instance)
                 if reached() > best:
                     wait, best, failing_since = _FIRST_WAIT_SECONDS, reached(), now
                 if permanent or now - failing_since >= seconds:
-                    raise _as_os_error(error, f"{self.location}/{path}") from error
+                    raise as_os_error(error, f"{self.location}/{path}") from error
             time.sleep(wait * self._random.uniform(0.5, 1))
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
@@ -233,7 +227,7 @@ class FileSystem:
                     data = bytes(file.read(stop - start))
             if len(data) != stop - start:
                 if file_info(fs, full).nbytes < stop:
-                    raise EOFError(f"it ends before byte {stop}")
+                    raise _FileEnds(f"it ends before byte {stop}")
                 raise OSError(errno.EIO, f"{len(data)} bytes arrived instead of {stop - start}")
             return data
 
@@ -377,27 +371,3 @@ def _overrides(implementation: Any, method: str) -> bool:
 
 def _takes(implementation: Any, method: str, argument: str) -> bool:
     return argument in inspect.signature(getattr(implementation, method)).parameters
-
-
-def _is_permanent(error: Exception) -> bool:
-    return (
-        isinstance(error, _PERMANENT)
-        or type(error).__name__ in _NO_CREDENTIALS
-        or (isinstance(error, OSError) and error.errno in _PERMANENT_CODES)
-    )
-
-
-def _as_os_error(error: Exception, where: str) -> OSError:
-    """Return an error of the same kind that names the file or folder."""
-    reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError):
-        reason = error.strerror or str(error) or type(error).__name__
-    if isinstance(error, TimeoutError):
-        reason = f"no answer in time ({reason})"
-    if type(error).__name__ in _NO_CREDENTIALS:
-        return PermissionError(errno.EACCES, f"{where}: {reason}")
-    if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
-        code = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}.get(type(error), errno.EACCES)
-        return type(error)(code, f"{where}: {reason}")
-    code = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else errno.EIO
-    return OSError(code, f"{where}: {reason}")
