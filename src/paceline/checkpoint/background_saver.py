@@ -35,7 +35,7 @@ from paceline.checkpoint.format.manifest import (
 )
 from paceline.checkpoint.format.manifest_index import make_manifest
 from paceline.checkpoint.format.tensor_files import ChecksummedFile, write_parts
-from paceline.checkpoint.parts.dcp_names import dcp_aliases, dcp_path
+from paceline.checkpoint.parts.dcp_names import dcp_aliases
 from paceline.checkpoint.parts.rank_digests import warn_of_differences
 from paceline.checkpoint.parts.state_parts import TensorPart
 from paceline.checkpoint.state_copies import StateCopy
@@ -202,13 +202,11 @@ class BackgroundSave:
         warn_of_differences(str(attempt.folder.parent), [piece.state for piece in pieces])
         extra: dict[str, bytes] = {}
         if self._contents.container == "dcp":
-            models, groups = list(self._contents.shared["aliases"]), self._contents.groups
-            extra[METADATA] = dcp_metadata(
-                pieces,
-                lambda name: dcp_path(name, models, groups),
-                attempt.prefix,
-                dcp_aliases(self._contents.shared["aliases"]),
-            )
+            names = self._contents.names
+            for piece in pieces:
+                names.add_values(piece.values)
+            aliases = dcp_aliases(self._contents.shared["aliases"]) | names.aliases
+            extra[METADATA] = dcp_metadata(pieces, names.path, attempt.prefix, aliases)
         checksums = {name: xxh3_128_hexdigest(content) for name, content in extra.items()}
         written = {**self._head["written"], "seconds": round(time.perf_counter() - self._began, 3)}
         head = {**self._head, "written": written, "prefix": attempt.prefix, "extra_files": checksums}

@@ -30,7 +30,7 @@ from torch import Tensor
 from paceline.checkpoint.format.dcp_files import dcp_file
 from paceline.checkpoint.format.manifest_index import OWN
 from paceline.checkpoint.parts.boxes import Box
-from paceline.checkpoint.parts.dcp_names import dcp_values
+from paceline.checkpoint.parts.dcp_names import DcpNames, dcp_values
 from paceline.checkpoint.parts.loader_states import (
     check_states,
     collect_state,
@@ -75,14 +75,14 @@ class CheckpointContents:
         state: its own state, as JSON values.
         shared: on rank 0, entries of the manifest that come from the objects.
         values: with ``container="dcp"``, what is written besides tensors, by name, encoded.
-        groups: per optimizer, the options of each group, with the names of its parameters.
+        names: with ``container="dcp"``, the names in its files, on rank 0.
     """
 
     parts: StateParts
     state: Any
     shared: Mapping[str, Any]
     values: Mapping[str, bytes] = field(default_factory=dict)
-    groups: Mapping[str, Any] = field(default_factory=dict)
+    names: DcpNames = field(default_factory=DcpNames)
 
     @property
     def container(self) -> str:
@@ -158,15 +158,16 @@ def collect_contents(
         shared["optimizers"] = {
             name: parts.add_packed(f"{name}.param_groups", each) for name, each in groups.items()
         }
-    values: dict[str, bytes] = {}
-    if container == "dcp":
-        further: dict[str, Any] = {}
-        if rank == 0:
-            further = {name: plain_state(each) for name, each in others.items()}
-            further |= {name: each for name, each in extra.items() if each}
-        values = dcp_values(groups if rank == 0 else {}, further, parts.unpacked())
-        parts = parts.in_files(dcp_file(rank), dcp_file(rank, 1))
-    return CheckpointContents(parts, state, shared, values, groups)
+    if container != "dcp":
+        return CheckpointContents(parts, state, shared)
+    optimizers = shared.get("optimizers", {})
+    nested: dict[str, Any] = {}
+    if rank == 0:
+        nested = {name: plain_state(each, state["own"].get(name)) for name, each in state["others"].items()}
+        nested |= {name: each for name, each in state["extra"].items() if each}
+    values = dcp_values(optimizers, nested, parts.values, parts.tensors().__getitem__)
+    names = DcpNames(aliases, optimizers, nested)
+    return CheckpointContents(parts.in_files(dcp_file(rank), dcp_file(rank, 1)), state, shared, values, names)
 
 
 def _engine_state(engine: Reducer) -> dict[str, Any]:

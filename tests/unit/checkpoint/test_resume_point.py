@@ -238,6 +238,17 @@ def test_only_rank_0_lists_the_checkpoints(tmp_path):
     assert found.files.name == "step-00000001"
 
 
+def test_a_place_that_rank_0_can_not_list_raises_on_all(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+
+    def fail(*_):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(LocalFolder, "names", fail)
+    found = at_once(tmp_path, 2, [part_of(0), part_of(1)])
+    assert all("can't be listed: Permission denied" in str(each) for each in found)
+
+
 def test_a_piece_that_contradicts_the_manifest_is_damage(tmp_path):
     """Both have the checksums that they should have."""
     files = write(tmp_path, 1)

@@ -26,7 +26,6 @@ from paceline.checkpoint.interop.weights_source import WeightsSource
 from paceline.checkpoint.parts.boxes import Box
 from paceline.checkpoint.parts.state_parts import TensorPart
 from paceline.errors import UsageError
-from paceline.world.plain_values import unpack
 
 __all__ = ["Conversion", "LazyPart", "RankContents", "of_checkpoint", "of_dcp", "of_weights"]
 
@@ -90,16 +89,10 @@ class Conversion:
     notes: Sequence[str] = ()
 
     @property
-    def groups(self) -> dict[str, Any]:
-        """The options of the groups of each optimizer."""
-        return {name: unpack(packed, self.tensor) for name, packed in self.optimizers.items()}
-
-    @property
     def nested(self) -> dict[str, Any]:
-        """The states of the objects that are neither models nor optimizers, and what models have besides tensors."""
+        """The packed states of other objects than models and optimizers, and what models have besides tensors."""
         state = self.ranks[0].state
-        extra = {name: each for name, each in unpack(state["extra"], self.tensor).items() if each}
-        return unpack(state["others"], self.tensor) | extra
+        return {**state["others"], **{name: each for name, each in state["extra"].items() if each}}
 
 
 def of_checkpoint(reader: CheckpointReader) -> Conversion:

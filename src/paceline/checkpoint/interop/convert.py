@@ -35,10 +35,9 @@ from paceline.checkpoint.interop.weights_source import (
     use_checkpoint,
     use_weights,
 )
-from paceline.checkpoint.parts.dcp_names import dcp_aliases, dcp_path, dcp_values
+from paceline.checkpoint.parts.dcp_names import DcpNames, dcp_aliases, dcp_values
 from paceline.checkpoint.parts.model_weights import index_text, weight_files
 from paceline.errors import UsageError
-from paceline.world.plain_values import unpack
 
 __all__ = ["FORMATS", "convert_checkpoint"]
 
@@ -127,10 +126,11 @@ def _write(contents: Conversion, folder: Path, container: str, progress: Progres
         }
         extra: dict[str, bytes] = {}
         if container == "dcp":
-            models, groups = list(contents.aliases), contents.groups
-            extra[METADATA] = dcp_metadata(
-                pieces, lambda name: dcp_path(name, models, groups), aliases=dcp_aliases(contents.aliases)
-            )
+            names = DcpNames(contents.aliases, contents.optimizers, contents.nested)
+            for piece in pieces:
+                names.add_values(piece.values)
+            aliases = dcp_aliases(contents.aliases) | names.aliases
+            extra[METADATA] = dcp_metadata(pieces, names.path, aliases=aliases)
         for name, content in extra.items():
             write_bytes(staging / name, content, private=True)
         head = {
@@ -158,12 +158,11 @@ def _reading(parts: Mapping[str, LazyPart], advance: Callable[[], object]) -> Ca
 
 def _write_dcp(contents: Conversion, folder: Path, advance: Callable[[], object]) -> list[RankPiece]:
     pieces = []
-    groups, others = contents.groups, contents.nested
+    optimizers, others = contents.optimizers, contents.nested
     for rank, each in enumerate(contents.ranks):
         name = dcp_file(rank)
         parts = {part.part.label: part for part in each.parts}
-        plain = {value: unpack(packed, contents.tensor) for value, packed in each.values.items()}
-        values = dcp_values({} if rank else groups, {} if rank else others, plain)
+        values = dcp_values({} if rank else optimizers, {} if rank else others, each.values, contents.tensor)
         described = {label: part.part for label, part in parts.items()}
         stored, found = write_dcp(folder / name, described, values, _reading(parts, advance))
         records = {label: (name, *where) for label, where in found.items()}

@@ -148,9 +148,9 @@ def collect_state(name: str, other: Any, rank: int, ranks: int) -> ObjectState:
     return ObjectState(common, digest=state_digest(name, state))
 
 
-def plain_state(state: ObjectState) -> Any:
-    """Return what ``state_dict()`` of an object has returned."""
-    return (state.own or state.common)["state"] if _saved_kind(state.common) else state.common
+def plain_state(common: Any, own: Any) -> Any:
+    """Return what ``state_dict()`` of an object has returned, from what is saved of it."""
+    return (own or common)["state"] if _saved_kind(common) else common
 
 
 # ------------------------------------------------------------------ check

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.parts.boxes import Box, box_of_shard, writes_replica
-from paceline.world.plain_values import pack, unpack
+from paceline.world.plain_values import pack
 
 __all__ = ["StateParts", "TensorPart", "dtype_name"]
 
@@ -120,13 +120,9 @@ class StateParts:
             self.add(TensorPart.whole(label, tensor))
         return packed
 
-    def unpacked(self) -> dict[str, Any]:
-        """Return the plain values, with their tensors."""
-
-        def lookup(label: str) -> Tensor:
-            return next(parts[label].data for parts in self.files.values() if label in parts)
-
-        return {name: unpack(packed, lookup) for name, packed in self.values.items()}
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the data of all parts by their names; of several boxes of a tensor that of one."""
+        return {part.name: part.data for parts in self.files.values() for part in parts.values()}
 
     def in_files(self, changing: str, frozen: str) -> StateParts:
         """Return it with all parts in two files at most, under labels that are unique in them.
