@@ -29,7 +29,7 @@ from bench_harness.markdown import table
 from bench_harness.progress import progress
 from bench_harness.turns import Ratio, ratio_of, seconds_of
 from paceline._core.format import format_bytes, format_seconds
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
+from paceline.checkpoint.storage.local_folder import LocalFolder
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt_sizes import gpt_size
@@ -122,7 +122,8 @@ def load_turn(checkpoint: paceline.Checkpoint) -> dict[str, float]:
 
 def tensor_files(checkpoint: paceline.Checkpoint) -> list[Path]:
     """Return the files of tensors in the newest checkpoint."""
-    return sorted(CheckpointFolder(checkpoint.folder).complete()[0].glob("*.safetensors"))
+    store = LocalFolder(checkpoint.folder)
+    return sorted(store.files(store.names()[0]).path.glob("*.safetensors"))
 
 
 def dd(*arguments: str) -> None:

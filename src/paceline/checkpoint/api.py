@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from paceline._core import __version__
 from paceline._core.step_state import step_state
-from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers, on_cpu
+from paceline.checkpoint.background_saver import BackgroundSave, on_cpu
 from paceline.checkpoint.checkpoint_contents import collect_contents
 from paceline.checkpoint.exclusive_use import claim_store
 from paceline.checkpoint.interop.dcp_restore import plan_restore
@@ -35,6 +35,7 @@ from paceline.checkpoint.parts.loader_epochs import LoaderEpochs, with_loader
 from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.checkpoint.retention import Retention, remove_old
 from paceline.checkpoint.save_on_warning import SaveOnWarning
+from paceline.checkpoint.state_copies import HostBuffers, call_before_steps
 from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
 from paceline.checkpoint.storage.local_folder import checkpoint_name, step_of
 from paceline.checkpoint.storage.stores import open_store, store_at
@@ -129,15 +130,18 @@ class Checkpoint:
         self._run_id = ""
         if not self._joins:
             self._run_id, self._lock = claim_store(self._store, self._rank, group)
-        self._buffers, self._unchanged = HostBuffers(), UnchangedFiles(keep)
+        optimizers = list(self._objects.optimizers.values())
+        self._buffers, self._unchanged = HostBuffers(later=bool(optimizers)), UnchangedFiles(keep)
         self._pending: tuple[int, BackgroundSave] | None = None
         self._latest: BackgroundSave | None = None
         self._closed = False
         self._loaded = False  # load() was called
         self._epochs = LoaderEpochs()
         self._saved_at = -1  # step
-        for optimizer in list(self._objects.optimizers.values())[:1]:
+        for optimizer in optimizers[:1]:
             _count_steps(optimizer, weakref.ref(self))
+        if asynchronous:
+            call_before_steps(optimizers, weakref.WeakMethod(self._before_step))
 
     # ------------------------------------------------------------------ the loop
 
@@ -238,10 +242,8 @@ class Checkpoint:
         )
         unchanged = self._unchanged.find(contents.parts)
         copied = {name: parts for name, parts in contents.parts.files.items() if name not in unchanged}
-        if self._asynchronous:
-            copied = self._buffers.copy(copied)
-        else:
-            copied = {name: on_cpu(parts) for name, parts in copied.items()}
+        copy = self._buffers.copy(copied) if self._asynchronous else None
+        ready = {name: on_cpu(parts) for name, parts in copied.items()} if copy is None else copy.files
         head = {
             "step": self.step,
             "facts": dict(self.facts),
@@ -255,7 +257,7 @@ class Checkpoint:
         }
         self._latest = BackgroundSave(
             partial(self._store.begin, self.step, self._run_id),
-            replace(contents, parts=contents.parts.with_files({**contents.parts.files, **copied})),
+            replace(contents, parts=contents.parts.with_files({**contents.parts.files, **ready})),
             head,
             began=began,
             rank=self._rank,
@@ -265,6 +267,7 @@ class Checkpoint:
             ),
             unchanged=unchanged,
             earlier=self._unchanged.checkpoint,
+            copy=copy,
             lock=self._lock,
             previous=self._latest,
         )
@@ -275,6 +278,11 @@ class Checkpoint:
         """Return the name of the checkpoint that was loaded if an optimizer has yet to read its state."""
         used = all(getattr(optimizer, "movable", True) for optimizer in self._objects.optimizers.values())
         return "" if used or self.resumed is None else checkpoint_name(self.resumed.step)
+
+    def _before_step(self) -> None:
+        """Wait until the state may change."""
+        if self._latest is not None:
+            self._latest.before_step()
 
     def _warn_of_newer(self, step: int) -> None:
         """Warn of checkpoints from `step` on that this run did not load, and that count as newer than its own."""
@@ -359,6 +367,7 @@ class Checkpoint:
                 log.warning("skipped %s, which is not intact: %s", skipped.path, skipped.why)
                 if path is None:
                     self._store.set_aside(skipped.path.rpartition("/")[2])
+        self._before_step()
         self.epoch = found.plan.restore()
         self._epochs.resume(between=bool(found.plan.first.get("between_epochs")))
         manifest = found.plan.reader.manifest

@@ -1,7 +1,8 @@
 """Writes a checkpoint while training continues.
 
     training thread, all ranks     copy the state (training waits for nothing else) and hand it over
-    writing thread, all ranks      write, flush and publish the files; report the rank's piece of the manifest
+    writing thread, all ranks      copy the rest, see `state_copies`; write, flush and publish the files; report the
+                                   rank's piece of the manifest
     writing thread, rank 0         wait for the pieces of all ranks; complete the checkpoint with the manifest; then
                                    remove older checkpoints, which no rank waits for
 
@@ -20,8 +21,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from paceline.checkpoint.checkpoint_contents import CheckpointContents
@@ -39,49 +38,15 @@ from paceline.checkpoint.format.tensor_files import ChecksummedFile, write_parts
 from paceline.checkpoint.parts.dcp_names import dcp_aliases, dcp_path
 from paceline.checkpoint.parts.rank_digests import warn_of_differences
 from paceline.checkpoint.parts.state_parts import TensorPart
+from paceline.checkpoint.state_copies import StateCopy
 from paceline.checkpoint.storage.checkpoint_store import SaveAttempt, StoreLock
-from paceline.world.accelerator import host_buffer, synchronize
 
-__all__ = ["BackgroundSave", "Files", "HostBuffers", "on_cpu"]
+__all__ = ["BackgroundSave", "on_cpu"]
 
 log = logging.getLogger("paceline.checkpoint")
 
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0  # for which rank 0's thread waits for parts after the main thread has ended
-
-Files = Mapping[str, Mapping[str, TensorPart]]
-"""Parts of tensors by file and label."""
-
-
-class HostBuffers:
-    """CPU memory for copies of tensors, reused by every checkpoint."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], Tensor] = {}
-
-    def copy(self, files: Files) -> dict[str, dict[str, TensorPart]]:
-        """Return `files` with copies of the tensors, contiguous; the next call overwrites them."""
-        copies: dict[str, dict[str, TensorPart]] = {}
-        devices: set[torch.device] = set()
-        for file, parts in files.items():
-            copies[file] = {}
-            for label, part in parts.items():
-                copy = self._buffer((file, label), part.data)
-                copy.copy_(part.data, non_blocking=True)
-                copies[file][label] = replace(part, data=copy)
-                devices.add(part.data.device)
-        for device in devices:
-            synchronize(device)
-        self._buffers = {
-            (file, label): part.data for file, parts in copies.items() for label, part in parts.items()
-        }
-        return copies
-
-    def _buffer(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
-        known = self._buffers.get(key)
-        if known is not None and known.shape == tensor.shape and known.dtype is tensor.dtype:
-            return known
-        return host_buffer(tensor.shape, tensor.dtype, tensor.device)
 
 
 class BackgroundSave:
@@ -96,6 +61,7 @@ class BackgroundSave:
         remove_old: on rank 0, removes older checkpoints once this one is complete.
         unchanged: files that an earlier checkpoint has already; their tensors are not copied.
         earlier: name of that checkpoint.
+        copy: of the tensors, which this completes; None: they do not change until they are written.
         lock: of the store, on rank 0; referenced until the end, so that it stays held.
         previous: the save before, whose thread may still remove older checkpoints; joined by this one's.
 
@@ -117,13 +83,14 @@ class BackgroundSave:
         remove_old: Callable[[], None],
         unchanged: Mapping[str, StoredFile],
         earlier: str,
+        copy: StateCopy | None = None,
         lock: StoreLock | None = None,
         previous: BackgroundSave | None = None,
     ) -> None:
         self.failure = ""
         self.complete = False
         self._began = began
-        self._begin, self._contents, self._head = begin, contents, head
+        self._begin, self._contents, self._copy, self._head = begin, contents, copy, head
         self._rank, self._ranks, self._remove_old, self._lock = rank, ranks, remove_old, lock
         self._unchanged, self._earlier = unchanged, earlier
         self.files: dict[str, StoredFile] = {}
@@ -138,6 +105,11 @@ class BackgroundSave:
     def frozen(self) -> set[str]:
         """Its files of weights that training does not change."""
         return self._contents.parts.frozen
+
+    def before_step(self) -> None:
+        """Wait until an optimizer may change the state."""
+        if self._copy is not None:
+            self._copy.before_step()
 
     def wait_written(self) -> str:
         """Wait until this rank's files are on the disk; return why they are not, or an empty text."""
@@ -159,6 +131,8 @@ class BackgroundSave:
     def _run(self) -> None:
         attempt: SaveAttempt | None = None
         try:
+            if self._copy is not None:
+                self._copy.finish()
             attempt = self._begin()
             attempt.report(piece_name(self._rank), self._write(attempt))
         except Exception as error:  # noqa: BLE001 — reported to all ranks instead of ending the thread
@@ -213,6 +187,8 @@ class BackgroundSave:
                 file.write(text)
                 self.files[name] = file.finish()
             written.append(name)
+        if self._copy is not None:
+            self._copy.check(self.files)
         attempt.publish(written)
         return RankPiece(self.files, contents.parts.values, contents.state, records).to_json()
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from paceline.checkpoint.format.dcp_files import dcp_file
 from paceline.checkpoint.format.manifest_index import OWN
+from paceline.checkpoint.parts.boxes import Box
 from paceline.checkpoint.parts.dcp_names import dcp_values
 from paceline.checkpoint.parts.loader_states import (
     check_states,
@@ -89,6 +90,7 @@ class CheckpointContents:
         return self.shared["container"]
 
 
+@torch.no_grad()
 def collect_contents(
     objects: NamedObjects,
     rank: int,
@@ -116,6 +118,7 @@ def collect_contents(
     }
     for engine in engines.values():
         engine.settle()
+        engine.parameter_gather.wait_all()
     parts = StateParts(rank)
     aliases: dict[str, dict[str, str]] = {}
     extra: dict[str, Any] = {}
@@ -199,7 +202,14 @@ class RestorePlan:
             self._check_objects(groups)
             for name, optimizer in objects.optimizers.items():
                 self.optimizers[name] = plan_optimizer(
-                    name, optimizer, groups[name], objects.param_names, reader, self.rank, self.ranks
+                    name,
+                    optimizer,
+                    groups[name],
+                    objects.param_names,
+                    reader,
+                    self.rank,
+                    self.ranks,
+                    self._written,
                 )
             # A number of ranks that shrinks takes over the residuals of others; see `ResidualState.load`.
             self.states = {
@@ -216,11 +226,21 @@ class RestorePlan:
                 f"the contents of {reader.files.location!r} are invalid: {error!r:.200}"
             ) from error
         reads = [read for plan in self.optimizers.values() for read in plan.reads]
-        reads += [read for name, model in objects.models.items() for read in plan_weights(name, model)]
+        for name, model in objects.models.items():
+            reads += plan_weights(name, model, self.rank, self.ranks)
         reader.read(reads)
         for rank in range(manifest.ranks):  # a damaged header makes no difference here, but to other programs
             if rank % self.ranks == self.rank:
                 reader.verify_rest(rank)
+
+    def _written(self, name: str) -> list[Box] | None:
+        """Return what this rank has written of a tensor; None: another number of ranks wrote the checkpoint."""
+        manifest = self.reader.manifest
+        stored = manifest.tensors.get(name)
+        if stored is None or manifest.ranks != self.ranks:
+            return None
+        layout = manifest.layouts[stored.layout]
+        return [Box(tuple(offsets), tuple(sizes)) for rank, offsets, sizes in layout if rank == self.rank]
 
     def _unpacked(self, rank: int) -> dict[str, Any]:
         """Return the state of a rank."""

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.checkpoint.background_saver import HostBuffers
+from paceline.checkpoint.parts.state_parts import TensorPart
+from paceline.checkpoint.state_copies import HostBuffers
 from paceline.errors import MismatchError
 from paceline.parallel.buckets.bucket_builder import build_buckets
 from paceline.parallel.gradient_collectives import Comm
@@ -138,7 +139,8 @@ def test_init_enters_a_world_of_the_accelerator(simulated_pool, tmp_path, argume
 def copies_for_a_checkpoint(rank, size):
     with simulated_device(rank):
         x = torch.arange(5.0).to("sim") * 2
-        return HostBuffers().copy({"file": {"x": x}})["file"]["x"].tolist(), accelerator.find_accelerator()
+        copies = HostBuffers().copy({"file": {"x": TensorPart.whole("x", x)}}).files
+        return copies["file"]["x"].data.tolist(), accelerator.find_accelerator()
 
 
 def test_a_checkpoint_copies_what_the_accelerator_has_computed(simulated_pool):

@@ -157,7 +157,7 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path, monkeypatch):
         monkeypatch.setattr(
             CheckpointReader,
             "_read_block",
-            lambda self, chunk, block, target: read.append(block) or read_block(self, chunk, block, target),
+            lambda self, job: read.append(job.block) or read_block(self, job),
         )
         found = reader.tensor("a", Box((40,), (20,)))
     assert found.tolist() == list(range(40, 60))
@@ -215,15 +215,40 @@ def test_several_threads_read_and_the_first_error_is_raised(tmp_path, monkeypatc
         assert torch.equal(reader.tensor("a"), tensor)
         read_block = CheckpointReader._read_block
 
-        def fail(self, chunk, block, into):
-            if block >= 700:
-                raise DamagedCheckpoint(f"block {block}")
-            read_block(self, chunk, block, into)
+        def fail(self, job):
+            if job.block >= 700:
+                raise DamagedCheckpoint(f"block {job.block}")
+            read_block(self, job)
 
         monkeypatch.setattr(CheckpointReader, "_read_block", fail)
         with pytest.raises(DamagedCheckpoint, match=r"^block 7\d\d$"):
             reader.tensor("a")
     assert module._THREADS > 1
+
+
+def test_small_neighbours_are_read_together_and_each_is_verified(tmp_path, monkeypatch):
+    tensors = {f"t{at:02}": torch.full((at + 1,), float(at)) for at in range(40)}
+    files = write_checkpoint(LocalFolder(tmp_path), 1, [state_of(tensors, file="model.safetensors")])
+    reader, reads = CheckpointReader(files), []
+    read_bytes = CheckpointReader._read_bytes
+    monkeypatch.setattr(
+        CheckpointReader, "_read_bytes", lambda self, *where: reads.append(where) or read_bytes(self, *where)
+    )
+    found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    reader.read([Read(name, Box.whole(each.shape), found[name]) for name, each in tensors.items()])
+    assert all(torch.equal(found[name], each) for name, each in tensors.items())
+    assert len(reads) == 1
+
+    chunk = reader.piece(0).files["model.safetensors"].chunks["t17"]
+    path = files.path / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[chunk.start + 3] ^= 1
+    path.write_bytes(content)
+    reader = CheckpointReader(files)
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors: wrong checksum of tensor 't17'"):
+        reader.read([Read(name, Box.whole(each.shape), found[name]) for name, each in tensors.items()])
+    reader.tensor("t16")
+    reader.tensor("t18")
 
 
 def test_names_that_do_not_exist(tmp_path):

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.checkpoint import background_saver
+from paceline.checkpoint import state_copies
 from paceline.checkpoint.checkpoint_contents import _random_state, _set_random_state
+from paceline.checkpoint.parts.state_parts import TensorPart
 from paceline.health.abort_collectives import _abort_on_streams
 from paceline.profiling import rank_timeline
 from paceline.profiling.profiler import machine_facts
@@ -89,7 +90,7 @@ def test_a_generator_of_cuda_from_an_older_checkpoint(monkeypatch, available):
 
 def test_copies_for_a_checkpoint_are_waited_for_on_every_device(monkeypatch):
     waited = []
-    monkeypatch.setattr(background_saver, "synchronize", waited.append)
+    monkeypatch.setattr(state_copies, "synchronize", waited.append)
 
     class Elsewhere(torch.Tensor):
         """A tensor of the CPU that says it is on another device."""
@@ -101,8 +102,9 @@ def test_copies_for_a_checkpoint_are_waited_for_on_every_device(monkeypatch):
             return self.where
 
     elsewhere = torch.ones(3).as_subclass(Elsewhere)
-    copies = background_saver.HostBuffers().copy({"file": {"here": torch.ones(2), "there": elsewhere}})
-    assert copies["file"]["there"].tolist() == [1, 1, 1]
+    parts = {"here": TensorPart.whole("here", torch.ones(2)), "there": TensorPart.whole("there", elsewhere)}
+    copies = state_copies.HostBuffers().copy({"file": parts}).files
+    assert copies["file"]["there"].data.tolist() == [1, 1, 1]
     assert set(waited) == {torch.device("cpu"), torch.device("xpu:1")}
 
 

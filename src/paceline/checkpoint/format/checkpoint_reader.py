@@ -1,61 +1,35 @@
 """Reads tensors of a checkpoint: only what is needed, each byte verified by the rank that uses it.
 
 A read names a box of a tensor. The reader finds the stored boxes that overlap it, reads the blocks of 4 MiB with the
-elements in common, compares their checksums, and copies. Where what is read is contiguous in the file and in memory, it
-is read into place. Several threads read: a single one would wait for the disk while it could hash.
+elements in common, compares their checksums, and copies. Where a large block is contiguous in memory, too, it is read
+into place; small ones that are neighbours in a file are read together. Several threads read: a single one would wait
+for the disk while it could hash.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from threading import local
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from paceline.checkpoint.format.manifest import (
-    BLOCK_NBYTES,
-    Manifest,
-    RankPiece,
-    StoredChunk,
-    StoredTensor,
-    item_nbytes,
-)
-from paceline.checkpoint.format.tensor_files import bytes_of
-from paceline.checkpoint.parts.boxes import Box, boxes_of_range
+from paceline.checkpoint.format.manifest import BLOCK_NBYTES, Manifest, RankPiece
+from paceline.checkpoint.format.stored_boxes import Overlap, StoredBox, as_real, overlaps
+from paceline.checkpoint.parts.boxes import Box
 from paceline.checkpoint.parts.state_reader import Read, TensorInfo
 from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles, OpenFile
 from paceline.errors import DamagedCheckpoint
 
 __all__ = ["CheckpointReader"]
 
-_STRIDE_NBYTES = 1 << 20
-_RUN_BLOCKS = 8  # read by one thread in a row
+_STRIDE_NBYTES = 1 << 20  # read and hashed at once: it stays in the processor's cache in between
+_SMALL_NBYTES = 256 << 10  # blocks that are read together with their neighbours in the file
+_GAP_NBYTES = 64 << 10  # between neighbours, at most
 _THREADS = 4
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A stored box and its file."""
-
-    file: str
-    file_nbytes: int
-    label: str
-    stored: StoredChunk
-
-    @property
-    def box(self) -> Box:
-        """The box, with complex numbers as pairs of real ones."""
-        return _as_real(self.stored, Box(self.stored.offsets, self.stored.sizes))
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of it."""
-        return item_nbytes(self.stored.dtype) // (2 if self.stored.dtype.startswith("complex") else 1)
 
 
 class CheckpointReader:
@@ -76,7 +50,7 @@ class CheckpointReader:
         self.files = files
         self.manifest = Manifest.read(files.read)
         self._pieces: dict[int, RankPiece] = {}
-        self._chunks: dict[int, dict[str, list[_Chunk]]] = {}
+        self._chunks: dict[int, dict[str, list[StoredBox]]] = {}
         self._open: dict[str, OpenFile] = {}
         self._scratch = local()
 
@@ -96,10 +70,10 @@ class CheckpointReader:
         """
         if rank not in self._pieces:
             piece = self.manifest.read_piece(self.files.read, rank)
-            found: dict[str, list[_Chunk]] = {}
+            found: dict[str, list[StoredBox]] = {}
             for file, stored in piece.files.items():
                 for label, chunk in stored.chunks.items():
-                    found.setdefault(chunk.tensor, []).append(_Chunk(file, stored.nbytes, label, chunk))
+                    found.setdefault(chunk.tensor, []).append(StoredBox(file, stored.nbytes, label, chunk))
             self._pieces[rank], self._chunks[rank] = piece, found
         return self._pieces[rank]
 
@@ -137,9 +111,9 @@ class CheckpointReader:
         info = self.info(name, rank)
         whole = torch.empty(info.shape, dtype=info.dtype)
         chunks = self._chunks[rank][name]
-        wanted = _as_real(chunks[0].stored, Box.whole(info.shape))
+        wanted = as_real(chunks[0].stored, Box.whole(info.shape))
         self._run(
-            self._jobs(_overlaps(chunks, wanted, torch.view_as_real(whole) if whole.is_complex() else whole))
+            self._jobs(overlaps(chunks, wanted, torch.view_as_real(whole) if whole.is_complex() else whole))
         )
         return whole
 
@@ -168,8 +142,8 @@ class CheckpointReader:
         jobs: list[_Job] = []
         for file, stored in self.piece(rank).files.items():
             for label, chunk in stored.chunks.items():
-                found = _Chunk(file, stored.nbytes, label, chunk)
-                jobs += self._jobs(_overlaps([found], found.box, None))
+                found = StoredBox(file, stored.nbytes, label, chunk)
+                jobs += self._jobs(overlaps([found], found.box, None))
         self._run(jobs)
 
     def verify_rest(self, rank: int) -> None:
@@ -185,12 +159,12 @@ class CheckpointReader:
 
     def _jobs_of(self, each: Read) -> Iterator[_Job]:
         info = self.manifest.tensors[each.name]
-        wanted, into = _as_real(info, each.box), each.into
+        wanted, into = as_real(info, each.box), each.into
         if into is not None and into.is_complex():
             into = torch.view_as_real(into)
         covered = 0
         for rank, offsets, sizes in self.manifest.layouts[info.layout]:
-            part = _as_real(info, Box(tuple(offsets), tuple(sizes))).intersection(wanted)
+            part = as_real(info, Box(tuple(offsets), tuple(sizes))).intersection(wanted)
             if part is not None:
                 covered += part.numel
                 self.piece(rank)
@@ -205,18 +179,19 @@ class CheckpointReader:
                     raise DamagedCheckpoint(
                         f"{each.name!r} at {list(offsets)} is not in the piece of rank {rank}"
                     )
-                yield from self._jobs(_overlaps(chunks, wanted, into))
+                yield from self._jobs(overlaps(chunks, wanted, into))
         if covered != wanted.numel:
             raise DamagedCheckpoint(f"{each.name!r}: {covered} of {wanted.numel} elements are there")
 
-    def _jobs(self, overlaps: Iterable[_Overlap]) -> Iterator[_Job]:
-        for overlap in overlaps:
+    def _jobs(self, found: Iterable[Overlap]) -> Iterator[_Job]:
+        for overlap in found:
             chunk = overlap.chunk
             self._file(chunk.file, chunk.file_nbytes)
-            start, stop = overlap.span
-            first, end = start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)
-            for block in range(first, end, _RUN_BLOCKS):
-                yield _Job(overlap, range(block, min(block + _RUN_BLOCKS, end)))
+            first, stop = overlap.span
+            at, end = chunk.stored.start, chunk.stored.start + chunk.stored.nbytes
+            for block in range(first // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
+                start = at + block * BLOCK_NBYTES
+                yield _Job(chunk.file, start, min(start + BLOCK_NBYTES, end), block, overlap)
 
     def _file(self, name: str, nbytes: int) -> OpenFile:
         if name not in self._open:
@@ -233,48 +208,47 @@ class CheckpointReader:
         return self._open[name]
 
     def _run(self, jobs: Iterable[_Job]) -> None:
-        listed = list(jobs)
-        if len(listed) < 2:
-            for job in listed:
-                self._read_run(job)
+        runs = _neighbours(sorted(jobs, key=lambda job: job[:2]))
+        if len(runs) < 2:
+            for run in runs:
+                self._read_run(run)
             return
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for done in [pool.submit(self._read_run, job) for job in listed]:
+        with ThreadPoolExecutor(min(_THREADS, len(runs))) as pool:
+            for done in [pool.submit(self._read_run, run) for run in runs]:
                 done.result()
 
-    def _read_run(self, job: _Job) -> None:
-        overlap = job.overlap
-        chunk = overlap.chunk
-        start, stop = overlap.span
-        direct = overlap.direct
-        for block in job.blocks:
-            first, end = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, chunk.stored.nbytes)
-            if direct is not None and start <= first and end <= stop:
-                self._read_block(chunk, block, direct[first - start : end - start])
-                continue
-            target = self._memory(end - first)
-            self._read_block(chunk, block, target)
-            if direct is not None:
-                low, high = max(first, start), min(end, stop)
-                direct[low - start : high - start] = target[low - first : high - first]
-            elif overlap.target is not None:
-                overlap.scatter(target, first)
+    def _read_run(self, run: Sequence[_Job]) -> None:
+        """Read neighbouring blocks, verify them, and copy what is wanted of them."""
+        if len(run) == 1:
+            self._read_block(run[0])
+            return
+        first = run[0].start
+        data = self._memory(run[-1].stop - first)
+        self._read_bytes(run[0].file, first, data)
+        for job in run:
+            part = data[job.start - first : job.stop - first]
+            job.check(xxh3_64_hexdigest(part))
+            job.overlap.take(part, job.block * BLOCK_NBYTES)
+
+    def _read_block(self, job: _Job) -> None:
+        """Read a block into place if it can be, verify it, and copy what is wanted of it otherwise."""
+        nbytes = job.stop - job.start
+        place = job.overlap.place(job.block * BLOCK_NBYTES, nbytes)
+        target = self._memory(nbytes) if place is None else place
+        checksum = xxh3_64()
+        for at in range(0, nbytes, _STRIDE_NBYTES):
+            stride = target[at : at + _STRIDE_NBYTES]
+            self._read_bytes(job.file, job.start + at, stride)
+            checksum.update(stride)
+        job.check(checksum.hexdigest())
+        if place is None:
+            job.overlap.take(target, job.block * BLOCK_NBYTES)
 
     def _memory(self, nbytes: int) -> memoryview:
         """Return memory of this thread, which the next call overwrites."""
         if not hasattr(self._scratch, "memory"):
             self._scratch.memory = memoryview(bytearray(BLOCK_NBYTES))
         return self._scratch.memory[:nbytes]
-
-    def _read_block(self, chunk: _Chunk, block: int, target: memoryview) -> None:
-        """Read a block of a stored box, and verify it."""
-        checksum, start = xxh3_64(), chunk.stored.start + block * BLOCK_NBYTES
-        for at in range(0, len(target), _STRIDE_NBYTES):
-            stride = target[at : at + _STRIDE_NBYTES]
-            self._read_bytes(chunk.file, start + at, stride)
-            checksum.update(stride)
-        if checksum.hexdigest() != chunk.stored.checksum(block):
-            raise DamagedCheckpoint(f"{chunk.file}: wrong checksum of tensor {chunk.label!r}")
 
     def _read_bytes(self, file: str, start: int, target: memoryview) -> None:
         try:
@@ -295,60 +269,42 @@ class CheckpointReader:
             raise DamagedCheckpoint(f"{file}: wrong checksum of what is no tensor in it")
 
 
-class _Overlap:
-    """What a stored box and a read have in common.
+class _Job(NamedTuple):
+    """A block of a stored box to read.
 
-    Args:
-        chunk: the stored box.
-        common: the region.
-        target: the part of the tensor to fill that it belongs to; None: it is verified only.
+    Attributes:
+        file: with the block.
+        start, stop: its bytes in the file.
+        block: its number.
+        overlap: what is wanted of the box.
     """
 
-    def __init__(self, chunk: _Chunk, common: Box, target: Tensor | None) -> None:
-        self.chunk, self.common, self.target = chunk, common, target
-        flat = common.flat_range_in(chunk.box)
-        if flat is None:  # from its first element to its last
-            corner = tuple(a + n - 1 for a, n in zip(common.offsets, common.sizes, strict=True))
-            ends = (replace(common, sizes=(1,) * len(corner)), Box(corner, (1,) * len(corner)))
-            (first, _), (_, stop) = (end.flat_range_in(chunk.box) or (0, 0) for end in ends)
-            self.span = first * chunk.itemsize, stop * chunk.itemsize
-        else:
-            self.span = flat[0] * chunk.itemsize, flat[1] * chunk.itemsize
-        self.direct: memoryview | None = None
-        if flat is not None and target is not None and target.is_contiguous():
-            self.direct = bytes_of(target)
+    file: str
+    start: int
+    stop: int
+    block: int
+    overlap: Overlap
 
-    def scatter(self, data: memoryview, first: int) -> None:
-        """Copy the elements in common from a block that begins at byte `first` of the stored box."""
-        assert self.target is not None
-        box, itemsize = self.chunk.box, self.chunk.itemsize
-        start, stop = max(first, self.span[0]), min(first + len(data), self.span[1])
-        flat = torch.frombuffer(data, dtype=torch.uint8)[start - first : stop - first].view(self.target.dtype)
-        for run in boxes_of_range(box.sizes, start // itemsize, stop // itemsize):
-            moved = Box(tuple(a + b for a, b in zip(run.offsets, box.offsets, strict=True)), run.sizes)
-            values, flat = flat[: run.numel].view(run.sizes), flat[run.numel :]
-            common = moved.intersection(self.common)
-            if common is not None:
-                self.target[common.index_in(self.common)] = values[common.index_in(moved)]
+    def check(self, checksum: str) -> None:
+        """Raise a `DamagedCheckpoint` unless this is the checksum of the block."""
+        chunk = self.overlap.chunk
+        if checksum != chunk.stored.checksum(self.block):
+            raise DamagedCheckpoint(f"{self.file}: wrong checksum of tensor {chunk.label!r}")
 
 
-class _Job(NamedTuple):
-    """Blocks of a stored box that one thread reads."""
-
-    overlap: _Overlap
-    blocks: range
-
-
-def _overlaps(chunks: Iterable[_Chunk], wanted: Box, into: Tensor | None) -> Iterator[_Overlap]:
-    """Yield what stored boxes and a read have in common; all with complex numbers as pairs of real ones."""
-    for chunk in chunks:
-        common = chunk.box.intersection(wanted)
-        if common is not None:
-            yield _Overlap(chunk, common, None if into is None else into[common.index_in(wanted)])
-
-
-def _as_real(stored: StoredTensor | StoredChunk, box: Box) -> Box:
-    """Return a box of a stored tensor with complex numbers as pairs of real ones, which it may have already."""
-    if not stored.dtype.startswith("complex") or len(box.sizes) > len(stored.shape):
-        return box
-    return Box((*box.offsets, 0), (*box.sizes, 2))
+def _neighbours(jobs: Sequence[_Job]) -> list[list[_Job]]:
+    """Return runs of small blocks that are neighbours in a file, and large blocks by themselves."""
+    runs: list[list[_Job]] = []
+    for job in jobs:
+        if job.stop - job.start <= _SMALL_NBYTES and runs:
+            first, last = runs[-1][0], runs[-1][-1]
+            if (
+                last.file == job.file
+                and last.stop - last.start <= _SMALL_NBYTES
+                and job.start - last.stop <= _GAP_NBYTES
+                and job.stop - first.start <= BLOCK_NBYTES
+            ):
+                runs[-1].append(job)
+                continue
+        runs.append([job])
+    return runs

@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from paceline._core.files import EarlyFlush, open_private
 from paceline.checkpoint.format.manifest import BLOCK_NBYTES, StoredChunk, StoredFile
@@ -54,12 +54,15 @@ def block_checksums(data: memoryview, use: Callable[[memoryview], object] | None
     """
     digests = []
     for block in range(0, len(data), BLOCK_NBYTES):
-        checksum, end = xxh3_64(), min(block + BLOCK_NBYTES, len(data))
+        end = min(block + BLOCK_NBYTES, len(data))
+        if use is None:
+            digests.append(xxh3_64_hexdigest(data[block:end]))
+            continue
+        checksum = xxh3_64()
         for at in range(block, end, _STRIDE_NBYTES):
             stride = data[at : min(at + _STRIDE_NBYTES, end)]
             checksum.update(stride)
-            if use is not None:
-                use(stride)
+            use(stride)
         digests.append(checksum.hexdigest())
     return "".join(digests)
 

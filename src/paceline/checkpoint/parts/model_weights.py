@@ -89,12 +89,13 @@ def collect_weights(
         rank_of_file, file = owners[each], names[files.index((owners[each], each in frozen))]
         if rank == rank_of_file:
             value = instead[each].to(tensor.dtype) if each in instead else tensor
-            parts.add(TensorPart.whole(f"{name}.{each}", value), file=file, label=each)
+            steady = each not in buffers and each not in instead
+            parts.add(TensorPart.whole(f"{name}.{each}", value, steady=steady), file=file, label=each)
     parts.frozen |= {names[at] for at, (_, is_frozen) in enumerate(files) if is_frozen}
     for number, (each, tensor) in enumerate(tensors.items()):
         if not isinstance(tensor, DTensor):
             continue
-        part = TensorPart.of_shard(f"{name}.{each}", tensor, number, rank)
+        part = TensorPart.of_shard(f"{name}.{each}", tensor, number, rank, steady=each not in buffers)
         if part is not None:
             kind = "frozen-shard" if each in frozen else "shard"
             file = f"{name}-{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
@@ -190,12 +191,18 @@ def _describe(kind: tuple[str, tuple[int, ...]] | None) -> str:
     return "missing" if kind is None else f"{kind[0]} {list(kind[1])}"
 
 
-def plan_weights(name: str, model: nn.Module) -> list[Read]:
-    """Return what a rank reads of a model's weights, all to be verified only; `fill_weights` reads it into place."""
+def plan_weights(name: str, model: nn.Module, rank: int, ranks: int) -> list[Read]:
+    """Return what a rank verifies of a model's weights, before `fill_weights` reads them into place.
+
+    Of sharded ones it is this rank's shard, of whole ones, which all ranks read later, a share.
+    """
+    tensors = _split_state(model)[0]
+    sizes = [0 if isinstance(tensor, DTensor) else tensor.nbytes for tensor in tensors.values()]
+    owners = partition_by_size(sizes, ranks)
     return [
         Read(f"{name}.{each}", box, None)
-        for each, tensor in _split_state(model)[0].items()
-        if (box := _box(each, tensor)).numel
+        for (each, tensor), owner in zip(tensors.items(), owners, strict=True)
+        if (isinstance(tensor, DTensor) or owner == rank) and (box := _box(each, tensor)).numel
     ]
 
 

@@ -52,6 +52,19 @@ class FlatOrder:
             yield box.permuted(self._back), start
             start += box.numel
 
+    def range_of(self, boxes: Sequence[Box]) -> tuple[int, int] | None:
+        """Return start and stop of the elements of boxes if they are one range, and in its order; else None."""
+        whole = Box.whole([self.shape[at] for at in self._order])
+        start = stop = None
+        for box in boxes:
+            if len(box.sizes) < len(self.shape):  # of complex numbers that were not in shards
+                box = Box((*box.offsets, 0), (*box.sizes, 2))
+            found = box.permuted(self._order).flat_range_in(whole)
+            if found is None or stop not in (None, found[0]):
+                return None
+            start, stop = found[0] if start is None else start, found[1]
+        return None if start is None or stop is None else (start, stop)
+
     def shaped(self, flat: Tensor, box: Box) -> Tensor:
         """Return a view of a box's flattened elements in the shape of the box."""
         return flat.view([box.sizes[at] for at in self._order]).permute(self._back)
@@ -114,7 +127,7 @@ def _collect_whole(
             has_first = part is not None and not any(part.box.offsets)
         for key, value in (states.get(index) or {}).items():
             if isinstance(value, DTensor):
-                part = TensorPart.of_shard(f"{prefix}.{key}", value, index, parts.rank)
+                part = TensorPart.of_shard(f"{prefix}.{key}", value, index, parts.rank, steady=True)
                 if part is not None:
                     parts.add(part)
             elif has_first:
@@ -137,7 +150,8 @@ def _collect_shards(
             if optimizer.is_per_element(key, value, stop - start):
                 for box, first in flat.boxes(start, stop):
                     data = value.reshape(-1)[first - start : first - start + box.numel]
-                    parts.add(TensorPart(entry, flat.shape, box, flat.shaped(data, box).detach()))
+                    part = TensorPart(entry, flat.shape, box, flat.shaped(data, box).detach(), steady=True)
+                    parts.add(part)
             elif (start, stop) != (0, flat.numel) and _is_large(value):
                 _add_entry(parts, f"{entry}[{start}:{stop}]", value)
             elif start == 0:  # the same for all shards
@@ -151,6 +165,6 @@ def _is_large(value: object) -> bool:
 
 def _add_entry(parts: StateParts, name: str, value: Any) -> None:
     if isinstance(value, Tensor):
-        parts.add(TensorPart.whole(name, value))
+        parts.add(TensorPart.whole(name, value, steady=True))
     else:
         parts.values[name] = parts.add_packed(name, value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,20 +58,41 @@ class _StoredFlat:
         self._reader, self._name, self._order = reader, name, order
         dtype = reader.info(name).dtype
         self._dtype = dtype.to_real() if dtype.is_complex else dtype
+        self._ready: tuple[int, int, Tensor] | None = None
+
+    def read_ahead(self, boxes: Sequence[Box]) -> list[Read]:
+        """Return what reads boxes now, because `read` probably needs them later."""
+        found = self._order.range_of(boxes)
+        if found is None:
+            return [Read(self._name, box, None) for box in boxes if box.numel]
+        flat = torch.empty(found[1] - found[0], dtype=self._dtype)
+        reads, later = self._reads(*found, flat)
+        if later:
+            return [replace(read, into=None) for read in reads]
+        self._ready = (*found, flat)
+        return reads
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return elements start … stop - 1."""
+        ready, self._ready = self._ready, None
+        if ready is not None and ready[:2] == (start, stop):
+            return ready[2]
         flat = torch.empty(stop - start, dtype=self._dtype)
+        reads, later = self._reads(start, stop, flat)
+        self._reader.read(reads)
+        for shaped, into in later:
+            shaped.copy_(into)
+        return flat
+
+    def _reads(self, start: int, stop: int, flat: Tensor) -> tuple[list[Read], list[tuple[Tensor, Tensor]]]:
+        """Return what fills `flat` with elements start … stop - 1, and what must be copied to it afterwards."""
         reads, later = [], []
         for box, first in self._order.boxes(start, stop):
             shaped = self._order.shaped(flat[first - start : first - start + box.numel], box)
             into = shaped if shaped.is_contiguous() else torch.empty(box.sizes, dtype=self._dtype)
             reads.append(Read(self._name, box, into))
             later += [] if into is shaped else [(shaped, into)]
-        self._reader.read(reads)
-        for shaped, into in later:
-            shaped.copy_(into)
-        return flat
+        return reads, later
 
 
 def plan_optimizer(
@@ -82,6 +103,7 @@ def plan_optimizer(
     reader: StateReader,
     rank: int,
     ranks: int,
+    written: Callable[[str], list[Box] | None],
 ) -> OptimizerPlan:
     """Return what this rank reads of an optimizer's state, and what loads it then.
 
@@ -92,6 +114,7 @@ def plan_optimizer(
         param_names: names of parameters by id.
         reader: of the checkpoint.
         rank, ranks: this rank, and the number of ranks.
+        written: returns what this rank has written of a tensor; None: another number of ranks wrote the checkpoint.
 
     Raises:
         UsageError: the state belongs to other shapes, or to parts of parameters that this optimizer does not divide.
@@ -99,8 +122,8 @@ def plan_optimizer(
     saved = {param for group in groups for param in group["params"]}
     entries = _entries(name, saved, reader)
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    if isinstance(optimizer, ShardedOptimizer) and optimizer.shards() is not None:
-        return _plan_shards(optimizer, options, entries, param_names, reader, rank, ranks)
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.in_shards:
+        return _plan_shards(optimizer, options, entries, param_names, reader, rank, ranks, written)
     return _plan_whole(optimizer, options, entries, param_names, reader)
 
 
@@ -228,11 +251,15 @@ def _plan_shards(
     reader: StateReader,
     rank: int,
     ranks: int,
+    written: Callable[[str], list[Box] | None],
 ) -> OptimizerPlan:
-    """Plan the state in shards: per-element entries are read later, and verified now by one of the ranks."""
+    """Plan the state in shards: the layout is known later, and then per-element entries are read.
+
+    Now each is verified by one of the ranks; or each rank reads what it has written, as it will probably hold that.
+    """
     shards: dict[str, list[dict[str, Any]]] = {}
     reads: list[Read] = []
-    flat: list[str] = []
+    later: list[str] = []
     for slot, (name, param) in slot_names(optimizer, param_names).items():
         entry = entries.get(name)
         if entry is None:
@@ -250,8 +277,11 @@ def _plan_shards(
                     remedy="resume with the model and the optimizer that the checkpoint was written with",
                 )
             if named or (fits and info.shape):
-                state[key] = _StoredFlat(reader, stored, order)
-                flat.append(stored)
+                state[key] = entry_in_file = _StoredFlat(reader, stored, order)
+                if (mine := written(stored)) is None:
+                    later.append(stored)
+                else:
+                    reads += entry_in_file.read_ahead(mine)
             else:
                 state[key] = torch.empty(info.shape, dtype=info.dtype)
                 reads.append(Read(stored, Box.whole(info.shape), state[key]))
@@ -259,11 +289,11 @@ def _plan_shards(
         shards[slot] += [
             {"start": start, "stop": stop, "state": part} for (start, stop), part in entry.ranges.items()
         ]
-    infos = [reader.info(stored) for stored in flat]
+    infos = [reader.info(stored) for stored in later]
     owners = partition_by_size([Box.whole(info.shape).numel for info in infos], ranks)
     reads += [
         Read(stored, Box.whole(info.shape), None)
-        for stored, info, owner in zip(flat, infos, owners, strict=True)
+        for stored, info, owner in zip(later, infos, owners, strict=True)
         if owner == rank
     ]
     return OptimizerPlan(reads, lambda: optimizer.load_shards(options, shards))

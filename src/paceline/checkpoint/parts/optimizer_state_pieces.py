@@ -122,7 +122,7 @@ def load_optimizer(
     for piece in pieces:
         pieces_of.setdefault(piece[0], []).append(piece)
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    if _shards(optimizer) is not None:
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.in_shards:
         shards = {
             slot: [
                 {"start": start, "stop": stop, "state": dict(state)}

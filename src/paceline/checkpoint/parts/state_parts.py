@@ -31,21 +31,25 @@ class TensorPart:
         shape: of the whole tensor.
         box: the region.
         data: its elements, in the shape of the box; may have any strides, and lie on any device.
+        steady: only steps of optimizers change them, unless the program itself writes to them.
     """
 
     name: str
     shape: tuple[int, ...]
     box: Box
     data: Tensor
+    steady: bool = False
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> TensorPart:
+    def whole(cls, name: str, tensor: Tensor, *, steady: bool = False) -> TensorPart:
         """Return a part that is the whole tensor."""
         shape = tuple(tensor.shape)
-        return cls(name, shape, Box.whole(shape), tensor.detach())
+        return cls(name, shape, Box.whole(shape), tensor.detach(), steady)
 
     @classmethod
-    def of_shard(cls, name: str, tensor: DTensor, number: int, rank: int) -> TensorPart | None:
+    def of_shard(
+        cls, name: str, tensor: DTensor, number: int, rank: int, *, steady: bool = False
+    ) -> TensorPart | None:
         """Return the part of a DTensor that a rank writes; None: it has none, or a replica writes it.
 
         Args:
@@ -53,6 +57,7 @@ class TensorPart:
             tensor: sharded in any way that gives every rank one box.
             number: of the tensor, see `writes_replica`.
             rank: the rank; the first one writes tensors without elements.
+            steady: see `TensorPart`.
 
         Raises:
             UsageError: it is sharded in another way.
@@ -63,7 +68,7 @@ class TensorPart:
         box = box_of_shard(name, tensor)
         if not box.numel or not writes_replica(tensor, number):
             return None
-        return cls(name, shape, box, tensor.to_local().detach())
+        return cls(name, shape, box, tensor.to_local().detach(), steady)
 
     @property
     def label(self) -> str:

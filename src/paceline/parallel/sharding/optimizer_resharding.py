@@ -69,8 +69,16 @@ def in_memory(shards: Shards) -> Shards:
     }
 
 
-def flatten_state(state: Mapping[str, Any], param: Tensor, elementwise: Collection[str]) -> dict[str, Any]:
-    """Return a parameter's state as it is between layouts; `elementwise` names the per-element entries.
+def flatten_state(
+    state: Mapping[str, Any], param: Tensor, elementwise: Collection[str], *, copy: bool = True
+) -> dict[str, Any]:
+    """Return a parameter's state as it is between layouts.
+
+    Args:
+        state: of the parameter.
+        param: the parameter.
+        elementwise: names of the per-element entries.
+        copy: whether these are copied; False: only where they are not flat in memory.
 
     Raises:
         UsageError: a per-element entry has another shape than the parameter.
@@ -78,17 +86,19 @@ def flatten_state(state: Mapping[str, Any], param: Tensor, elementwise: Collecti
     flat = {}
     for key, value in state.items():
         unknown = isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape
-        flat[key] = _flat(key, value, param) if key in elementwise or unknown else value
+        flat[key] = _flat(key, value, param, copy) if key in elementwise or unknown else value
     return flat
 
 
-def _flat(key: str, value: Tensor, param: Tensor) -> Tensor:
+def _flat(key: str, value: Tensor, param: Tensor, copy: bool) -> Tensor:
     if value.shape != param.shape:
         raise UsageError(
             f"the state's {key!r} has shape {list(value.shape)}, its parameter {list(param.shape)}",
             remedy="load a state of the same model, with the parameters in the same order",
         )
     real = value.dtype.to_real() if value.is_complex() else value.dtype
+    if not copy and value.is_contiguous() and param.is_contiguous():
+        return torch.view_as_real(value).flatten() if value.is_complex() else value.flatten()
     flat = torch.empty(storage_numel(param), dtype=real, device=value.device)
     shaped_as(param, flat).copy_(value)
     return flat
@@ -234,10 +244,10 @@ def slice_state(
         for key, value in shard["state"].items():
             if isinstance(value, StoredEntry):
                 part = value.read(low, high)
-                whole = state.setdefault(
-                    key, part if high - low == stop - start else part.new_zeros(stop - start)
-                )
-                whole[low - start : high - start] = part
+                if high - low == stop - start:
+                    state[key] = part
+                else:
+                    state.setdefault(key, part.new_zeros(stop - start))[low - start : high - start] = part
             elif is_per_element(key, value, shard["stop"] - shard["start"], elementwise):
                 value = value.reshape(-1)
                 whole = state.setdefault(key, value.new_zeros(stop - start))

@@ -98,13 +98,15 @@ class ShardedState(torch.optim.Optimizer):
     def _blocks(self) -> list[Block]:
         return [block for group in self.param_groups for block in self._blocks_of(group)]
 
-    def _units_with_state(self, *, in_copy: bool = False) -> Iterator[tuple[UpdateUnit, dict[str, Any]]]:
+    def _units_with_state(
+        self, *, in_copy: bool = False, copy: bool = True
+    ) -> Iterator[tuple[UpdateUnit, dict[str, Any]]]:
         """Yield this rank's units, or those of the copy of its neighbour's shard, with their flattened state."""
         elementwise = self._elementwise
         for group in self._groups:
             for unit in [unit for unit in group.units if unit.in_copy == in_copy]:
                 state = {**group.state_of(unit), **unit.extra_state()}
-                yield unit, resharding.flatten_state(state, unit.like, elementwise)
+                yield unit, resharding.flatten_state(state, unit.like, elementwise, copy=copy)
 
     # ------------------------------------------------------------------ save
 
@@ -161,14 +163,19 @@ class ShardedState(torch.optim.Optimizer):
         """
         return resharding.is_per_element(key, value, numel, self._elementwise)
 
+    @property
+    def in_shards(self) -> bool:
+        """Whether the state is in shards; False: in torch's format."""
+        return self._plain is None
+
     def shards(self) -> Shards | None:
-        """Return this rank's shards of the state; None where it is in torch's format.
+        """Return this rank's shards of the state, which the next step changes; None where it is in torch's format.
 
         Of what every rank updates, each returns its share: over all ranks, every element once.
         """
         if self._plain is not None:
             return None
-        return self._own_shards(share=True) if self._groups else self._share_of_loaded()
+        return self._own_shards(share=True, copy=False) if self._groups else self._share_of_loaded()
 
     def _share_of_loaded(self) -> Shards:
         """Return this rank's share of a state that no step has used, of which every rank has the whole."""
@@ -190,10 +197,10 @@ class ShardedState(torch.optim.Optimizer):
         """Return the copy of the right neighbour's shards of the state, if this rank keeps one."""
         return self._own_shards(in_copy=True)
 
-    def _own_shards(self, *, share: bool = False, in_copy: bool = False) -> Shards:
+    def _own_shards(self, *, share: bool = False, in_copy: bool = False, copy: bool = True) -> Shards:
         shards: Shards = {}
         comm = self._engine.comm
-        for number, (unit, state) in enumerate(self._units_with_state(in_copy=in_copy)):
+        for number, (unit, state) in enumerate(self._units_with_state(in_copy=in_copy, copy=copy)):
             if share and unit.replicated and number % comm.shards != comm.shard:
                 continue
             shard = {"start": unit.start, "stop": unit.stop, "state": state}
