@@ -404,10 +404,8 @@ class Checkpoint:
         if self._rank == 0 and self._lock is None:
             self._lock = self._store.lock()  # once the process that had it has ended
             self._store.remove_incomplete()
-        run_ids = gather_texts(
-            self._run_id or (uuid.uuid4().hex[:12] if self._rank == 0 else ""), self._group
-        )
-        self._run_id = next(run_id for run_id in run_ids if run_id)
+        # Another id: a rank of the world before may still be writing.
+        self._run_id = gather_texts(uuid.uuid4().hex[:12] if self._rank == 0 else "", self._group)[0]
 
     def leave(self) -> None:
         """Leave the run to its other ranks: give up the checkpoint that is being written, and the folder's lock."""

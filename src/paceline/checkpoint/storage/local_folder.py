@@ -260,6 +260,8 @@ class LocalFolder:
         """Rename a damaged checkpoint, so that no resume reads it again."""
         path = self.path / name
         aside = path.with_suffix(".damaged")
+        if not path.exists():  # another call was faster
+            return
         shutil.rmtree(aside, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, aside)
