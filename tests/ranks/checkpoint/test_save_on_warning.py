@@ -270,13 +270,13 @@ def test_workers_of_a_loader_outlive_a_warning_to_their_group(killable, number):
 
 def slow_writing(rank, folder):
     """The thread that writes a checkpoint may be held up, while training goes on."""
-    write = background_saver.write_safetensors
+    write = background_saver.write_parts
 
     def held_up(*args):
         hold(folder, "write")
         return write(*args)
 
-    background_saver.write_safetensors = held_up
+    background_saver.write_parts = held_up
 
 
 def held(fork, folder, place, epochs):
