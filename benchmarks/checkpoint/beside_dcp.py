@@ -230,7 +230,7 @@ def saves(result: dict[str, Any]) -> str:
             cells += [median(each["total"] for each in turns[name])]
             times = [format_seconds(each) for each in cells]
             rows.append([title(case), name, *times, f"{1e3 * median(added):.0f} ms"])
-    titles = ["", "save", "training waits", "first save", "until complete", "step is longer by"]
+    titles = ["", "save", "training waits", "first save", "until complete", "step longer by"]
     return table(titles, rows, words=2)
 
 
@@ -238,21 +238,22 @@ def ratios(result: dict[str, Any]) -> str:
     """Return the table of ratios to torch's best."""
     rows = []
     for case in result["cases"]:
-        turns = {
-            name: [stall(each) for each in of] for name, of in case["saves"].items() if "no save" not in name
-        }
+        turns = {name: [stall(each) for each in case["saves"][name]] for name in (OURS, *STAGING)}
         peer = best([name for name, each in STAGING.items() if not each.background], turns)
-        row = [
-            title(case),
-            f"{format_seconds(median(turns[OURS]))}, {format_seconds(median(turns[peer]))} ({peer})",
-        ]
-        row.append(str(ratio_of(turns[OURS], turns[peer])))
+        times = [format_seconds(median(turns[name])) for name in (OURS, peer)]
+        row = [title(case), *times, str(ratio_of(turns[OURS], turns[peer]))]
         for cache in ("warm", "cold"):
-            times = case[f"{cache} loads"]
-            row.append(str(ratio_of(times[OURS], times[best(list(LOADS), times)])))
+            seconds = case[f"{cache} loads"]
+            row.append(str(ratio_of(seconds[OURS], seconds[best(list(LOADS), seconds)])))
         rows.append(row)
-    titles = ["", "training waits: Paceline, DCP", "ratio", "loading, cached", "loading, from disk"]
-    return table(titles, rows, words=2)
+    titles = ["", "training waits", "DCP", "ratio", "load, cached: ratio", "load, from disk: ratio"]
+    settings, machine = result["settings"], result["machine"]
+    parameters = gpt_size(settings["size"]).parameters()
+    return (
+        f"{table(titles, rows)}\n\n"
+        f"{parameters / 1e6:.0f} M parameters with AdamW, ranks on one thread each, one machine with "
+        f"{machine['usable_cores']:g} cores; medians of {settings['rounds']} rounds, ratios with their 95 % interval."
+    )
 
 
 def loads(result: dict[str, Any]) -> str:

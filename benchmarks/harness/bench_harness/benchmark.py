@@ -16,6 +16,8 @@ A program declares what it does by decorators, and each becomes a command of it:
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -155,14 +157,15 @@ class Benchmark:
         **parts: Any,
     ) -> dict[str, Any]:
         """Write a result and return it: head (kind, command, machine, versions of packages), settings, then `parts`."""
-        result = result_head(kind, packages) | {"settings": dict(settings)} | parts
+        head = result_head(kind, packages, command=_command(sys.argv))
+        result = head | {"settings": dict(settings)} | parts
         write_json(path, result)
         print(path)
         return result
 
     def write_computed(self, path: Path, kind: str, **parts: Any) -> None:
         """Write a result that is the same on every machine: a head without machine and versions, then `parts`."""
-        head = result_head(kind, (), machine={})
+        head = result_head(kind, (), machine={}, command=_command(sys.argv))
         del head["machine"]
         write_json(path, head | parts)
         print(path)
@@ -242,3 +245,16 @@ class Benchmark:
     def command(self, function: Callable[..., Any], *arguments: Any) -> list[str]:
         """Return the command line, as `Lab.start` takes it, that runs a `process` with arguments that are JSON."""
         return [str(self._program), function.__name__, json.dumps(arguments)]
+
+
+def _command(argv: Sequence[str]) -> str:
+    """Return a command line without options that name a place on this machine only."""
+    words: list[str] = []
+    for word in argv[1:]:
+        option, _, value = word.rpartition("=")
+        if os.path.isabs(value):
+            if not option and words and words[-1].startswith("--"):
+                words.pop()
+            continue
+        words.append(word)
+    return shlex.join(["python", os.path.relpath(argv[0], _DOCS.parent), *words])

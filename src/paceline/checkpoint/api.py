@@ -178,7 +178,10 @@ class Checkpoint:
     # ------------------------------------------------------------------ save
 
     def save(self, *, metric: float | None = None, wait: bool = False) -> None:
-        """Start a checkpoint of the present state; return when it is copied. All ranks call this.
+        """Start a checkpoint of the present state; return when training may go on. All ranks call this.
+
+        Weights and optimizer state on the CPU may be copied until the next step of an optimizer, which waits for that:
+        a program that changes them in between loses the checkpoint, with a warning, and later ones are copied at once.
 
         If the previous checkpoint can't be completed (a full disk), a warning is logged, training continues, and
         complete checkpoints stay. A step that is saved already is not saved again.
