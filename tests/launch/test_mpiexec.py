@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
 
 import pytest
-from notes import WEIRD
+from notes import STEPS, WEIRD
 
 from paceline.world.mpi_world import find_mpiexec
 
@@ -21,7 +22,7 @@ pytestmark = [
 def launch(notes):
     """Run ``paceline launch mpi``."""
 
-    def run(*options):
+    def run(*options, pause=0.05, number=None):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -37,8 +38,17 @@ def launch(notes):
             port,
             "--submit",
         ]
-        line += ["--workdir", str(notes.folder), *options, *notes.words(0.05)]
-        return subprocess.run(line, capture_output=True, text=True, timeout=240)
+        line += ["--workdir", str(notes.folder), *options, *notes.words(pause)]
+        if number is None:
+            return subprocess.run(line, capture_output=True, text=True, timeout=240)
+        with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            try:
+                notes.await_step(3)
+                process.send_signal(number)
+                output = process.communicate(timeout=120)[0]
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(line, process.returncode, output, "")
 
     return run
 
@@ -49,6 +59,19 @@ def test_it_finishes(launch, notes, expected_digest):
     assert result.returncode == 0, result.stdout + result.stderr
     notes.check_finished(expected_digest)
     assert notes.all()[-1]["words"] == list(WEIRD)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_warned_world_saves_and_is_not_started_again(launch, notes, expected_digest, number):
+    saves = ["--env", "SAVE_EVERY=1000"]
+    ended = launch(*saves, pause=0.3, number=number)
+    assert ended.returncode == 75, ended.stdout
+    assert "restart 1" not in ended.stdout
+    result = launch(*saves)
+    assert result.returncode == 0, result.stdout + result.stderr
+    notes.check_resumed(expected_digest)
+    assert [step for steps in notes.steps() for step in steps] == list(range(STEPS))
 
 
 @pytest.mark.thorough

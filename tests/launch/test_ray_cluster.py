@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 
 import pytest
+from notes import STEPS
 
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
@@ -60,6 +62,27 @@ def test_it_finishes_on_a_cluster_of_this_machine(notes, expected_digest):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     notes.check_finished(expected_digest)
+
+
+@pytest.mark.thorough
+def test_a_warned_driver_has_the_ranks_save(notes, expected_digest):
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | ENV
+    options = ["--nproc-per-node", "2", "--env", "SAVE_EVERY=1000"]
+    output = subprocess.PIPE
+    with subprocess.Popen(
+        line(notes, *options, pause=0.3), env=env, stdout=output, stderr=subprocess.STDOUT, text=True
+    ) as driver:
+        try:
+            notes.await_step(3)
+            driver.send_signal(signal.SIGTERM)
+            text = driver.communicate(timeout=120)[0]
+        finally:
+            driver.kill()
+    assert driver.returncode == 75, text
+    again = subprocess.run(line(notes, *options), env=env, capture_output=True, text=True, timeout=240)
+    assert again.returncode == 0, again.stdout + again.stderr
+    notes.check_resumed(expected_digest)
+    assert [step for steps in notes.steps() for step in steps] == list(range(STEPS))
 
 
 @pytest.mark.thorough

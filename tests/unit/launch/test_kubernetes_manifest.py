@@ -68,6 +68,7 @@ def test_a_job_is_one_of_the_published_schema(check):
     worker = spec["pytorchReplicaSpecs"]["Worker"]
     assert (worker["replicas"], worker["restartPolicy"]) == (4, "OnFailure")
     pod = worker["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > 30, "torchrun kills its ranks 30 s after SIGTERM"
     [container] = pod["containers"]
     assert container["command"] == ["python3", "-m", "torch.distributed.run", "train.py", "--lr", "1e-3"]
     assert container["resources"] == {

@@ -18,12 +18,13 @@ from typing import IO
 from paceline._core.child_process import (
     POLL_SECONDS,
     ChildProcess,
-    sigterm_raises,
     stop_processes,
     with_pdeathsig,
 )
+from paceline._core.warning_signals import WarnedExit, warnings_raise
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.process.rank_process import exit_status
+from paceline.world.live_file import LEFT_EXIT_CODE
 
 __all__ = ["run_commands"]
 
@@ -39,7 +40,8 @@ def run_commands(
 ) -> int:
     """Run a command per host, and return the first exit status that is not 0, else 0.
 
-    The commands end with this process, however it ends.
+    The commands end with this process, however it ends. SIGTERM and SIGUSR1 are passed on to them once, so that ranks
+    may save and leave; a second signal ends all at once.
 
     Args:
         command_of_host: if there are several, their output lines are prefixed with the names of their hosts.
@@ -50,11 +52,13 @@ def run_commands(
     Raises:
         UsageError: a program does not exist.
         RankFailed: time was up; the commands have been ended.
+        SystemExit: after SIGTERM or SIGUSR1: code 75 if a command ended with that, else 128 + the number.
     """
     variables = {"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})}
     running: list[ChildProcess] = []
     copiers: list[threading.Thread] = []
-    with sigterm_raises():
+    warned = False
+    with warnings_raise():
         try:
             for host, command in command_of_host.items():
                 child = _start(command, variables, piped=len(command_of_host) > 1)
@@ -62,8 +66,14 @@ def run_commands(
                 if child.process.stdout is not None:
                     copiers.append(_copy_lines(host, child.process.stdout))
             return exit_status(_wait(running, follow, timeout))
+        except WarnedExit as warning:
+            warned = True
+            for child in running:
+                child.signal(warning.number)
+            codes = _wait_for_all(running)
+            raise SystemExit(LEFT_EXIT_CODE if LEFT_EXIT_CODE in codes else warning.code) from None
         finally:
-            stop_processes(running)
+            stop_processes(running, 0.0 if warned else None)
             for thread in copiers:
                 thread.join(timeout=1.0)  # a child of the command may keep the other end open
 
@@ -98,6 +108,13 @@ def _copy_lines(host: str, lines: IO[bytes]) -> threading.Thread:
     thread = threading.Thread(target=run, name=f"paceline-lines-{host}", daemon=True)
     thread.start()
     return thread
+
+
+def _wait_for_all(running: Sequence[ChildProcess]) -> list[int]:
+    """Return the exit codes of all."""
+    while any(child.exit_code() is None for child in running):
+        time.sleep(POLL_SECONDS)
+    return [child.exit_code() or 0 for child in running]
 
 
 def _wait(running: Sequence[ChildProcess], follow: float, timeout: float | None) -> int:

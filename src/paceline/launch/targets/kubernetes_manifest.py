@@ -2,7 +2,8 @@
 
 Every host is a pod that runs torchrun. The operator passes the rendezvous in torchrun's variables (``PET_…``), and
 restarts failed pods. The job's key is in a Secret. The folder is a volume that all pods share, so checkpoints outlive
-them.
+them. A pod that is to go gets SIGTERM, which torchrun passes on to its ranks. They have 30 s to save and leave, then it
+kills them; so the pod has longer until it is killed itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
 
 __all__ = ["PodOptions", "kubernetes_manifest", "pytorch_job", "secret_name", "yaml_text"]
+
+_GRACE_SECONDS = 60  # from SIGTERM to SIGKILL; torchrun gives its ranks half of it
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def _pod(job: ClusterJob, pods: PodOptions) -> dict[str, Any]:
     }
     if job.folder:
         container["workingDir"] = job.folder
-    return {"containers": [container], "volumes": volumes}
+    return {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": _GRACE_SECONDS}
 
 
 def _key(job: ClusterJob) -> dict[str, Any]:

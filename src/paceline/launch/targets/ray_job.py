@@ -3,7 +3,8 @@
 Ray reserves resources for all hosts at once (a placement group) and runs a small actor on each; the actor runs
 ``paceline run``, which starts the ranks. The driver gives all of them a job key, through Ray. `paceline run` restarts
 failed ranks; Ray restarts lost actors and machines, where it has room, and retries their task: ``paceline run`` starts
-again there, and the program resumes from its newest checkpoint.
+again there, and the program resumes from its newest checkpoint. SIGTERM or SIGUSR1 to the driver is passed on to every
+``paceline run``, so that the ranks save and leave.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ from paceline._core.child_process import ChildProcess, sigterm_raises, stop_proc
 from paceline._core.format import plural
 from paceline._core.job_key import JobKey
 from paceline._core.json_codec import decode, encode
+from paceline._core.warning_signals import WarningSignals
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.rendezvous_address import RendezvousAddress, wait_for_server
 from paceline.launch.process.rank_process import exit_status
 from paceline.launch.targets.cluster_job import ClusterJob, run_command
+from paceline.world.live_file import LEFT_EXIT_CODE
 
 __all__ = ["job_from_json", "ray_driver", "run_on_ray"]
 
 _RESERVE_SECONDS = 300.0
 _SERVE_SECONDS = 60.0
 _REACH_SECONDS = 10.0
+_POLL_SECONDS = 0.5
 _STORE_NBYTES = 80 << 20  # nothing is sent through Ray's object store; this is close to its minimum
 
 
@@ -91,7 +95,8 @@ def run_on_ray(job: ClusterJob, address: str | None = None, *, wait: float = _RE
         command = run_command(job, rendezvous)
         env = {name: value for name, value in job.variables().items() if name in job.env}
         env |= key.environment()
-        return _wait(ray, [actor.run.remote(command, env, job.folder) for actor in actors])
+        running = [actor.run.remote(command, env, job.folder) for actor in actors]
+        return _wait(ray, running, actors)
 
 
 @contextlib.contextmanager
@@ -186,6 +191,7 @@ def _actor(ray: Any, job: ClusterJob, group: Any, number: int) -> Any:
             num_gpus=job.gpus_per_host,
             max_restarts=job.max_restarts,
             max_task_retries=job.max_restarts,
+            max_concurrency=2,  # a signal while the program runs
         )
         .remote()
     )
@@ -194,30 +200,52 @@ def _actor(ray: Any, job: ClusterJob, group: Any, number: int) -> Any:
 class _HostActor:
     """Ray actor that runs a program, which ends with it."""
 
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the program, if it has been started."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def run(self, command: list[str], env: dict[str, str], folder: str) -> int:
         """Run `command`, and return its exit status."""
         variables = os.environ | {"PYTHONUNBUFFERED": "1"}
         variables.pop("OMP_NUM_THREADS", None)  # Ray sets it
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             with_pdeathsig(command),
             env=variables | env,
             cwd=folder or None,
             stdin=subprocess.DEVNULL,
         )
-        return exit_status(process.wait())
+        return exit_status(self._process.wait())
 
 
-def _wait(ray: Any, running: list[Any]) -> int:
-    """Return the first exit code that is not 0, or 0 once all have ended well."""
-    while running:
-        ended, running = ray.wait(running)
-        try:
-            code = ray.get(ended[0])
-        except ray.exceptions.RayError as error:
-            raise WorldError(
-                f"a host of the Ray cluster was lost for good: {str(error).splitlines()[0]}",
-                remedy="raise --max-restarts, or find out what ends its machine",
-            ) from error
-        if code:
-            return int(code)
-    return 0
+def _wait(ray: Any, running: list[Any], actors: list[Any]) -> int:
+    """Return the first exit code that is not 0, or 0 once all have ended well; after a warning, 75 if ranks left so."""
+    taken: list[int] = []
+    signals = WarningSignals(taken.append)  # Ray would replace an exception by its own
+    signals.install(replace=True)
+    passed_on, codes = False, []
+    try:
+        while running and (taken or not any(codes)):
+            ended, running = ray.wait(running, timeout=_POLL_SECONDS)
+            codes += [_exit_code(ray, one) for one in ended]
+            if taken and not passed_on:
+                passed_on = True
+                ray.get([actor.signal.remote(taken[0]) for actor in actors])
+    finally:
+        signals.restore()
+    if taken and LEFT_EXIT_CODE in codes:
+        return LEFT_EXIT_CODE
+    return next((code for code in codes if code), 0)
+
+
+def _exit_code(ray: Any, ended: Any) -> int:
+    try:
+        return int(ray.get(ended))
+    except ray.exceptions.RayError as error:
+        raise WorldError(
+            f"a host of the Ray cluster was lost for good: {str(error).splitlines()[0]}",
+            remedy="raise --max-restarts, or find out what ends its machine",
+        ) from error
