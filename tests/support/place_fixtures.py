@@ -21,7 +21,7 @@ __all__ = ["make_place", "memory", "place", "s3", "sftp_session"]
 def s3() -> Iterator[S3Server]:
     """An S3 server."""
     pytest.importorskip("s3fs", reason="s3fs is not installed")
-    pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    pytest.importorskip("moto.server", reason="moto or flask is not installed")
     server = S3Server()
     yield server
     server.close()
