@@ -14,8 +14,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,7 +23,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from bench_harness.benchmark import Benchmark
-from bench_harness.fault_injection.saved_training import PROGRAM, used_once, weight_difference
+from bench_harness.fault_injection.disturbed_run import start_run, training_pids, wait_for_moment
+from bench_harness.fault_injection.saved_training import used_once, weight_difference
 from bench_harness.markdown import table
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
@@ -51,7 +50,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as place, ProgressBar("kills", kills) as tick:
         undisturbed = Path(place, "undisturbed")
         undisturbed.mkdir()
-        assert start(undisturbed).wait() == 0, (undisturbed / "output").read_text()
+        assert start_run(undisturbed, RANKS).wait() == 0, (undisturbed / "output").read_text()
         assert used_once(undisturbed)
         while kinds:
             folder = Path(place, f"run-{len(runs)}")
@@ -71,52 +70,14 @@ def run(
     bench.write(path, "kills", {"seed": seed}, **facts)
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a run, for the first time or again."""
-    options = ["--nproc-per-node", str(RANKS), "--max-restarts", "1000", "--log-dir", str(folder / "logs")]
-    command = [sys.executable, "-m", "paceline", "run", *options, PROGRAM, str(folder)]
-    with (folder / "output").open("ab") as output:
-        return subprocess.Popen(
-            command, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-
-
-def training_pids(folder: Path) -> list[int]:
-    """Return the process ids of the ranks that are in their loop now, none while a world begins."""
-    pids = []
-    for rank in range(RANKS):
-        try:
-            pid = int((folder / f"pid-{rank}").read_text())
-            if PROGRAM.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                pids.append(pid)
-        except (OSError, ValueError):
-            return []
-    return pids if len(pids) == RANKS else []
-
-
-def wait_for_moment(
-    folder: Path, kind: str, generator: random.Random, process: subprocess.Popen[bytes]
-) -> list[int]:
-    """Wait for a random moment of the kind; return the ranks' process ids, none if the run ended before."""
-    seconds, since = generator.uniform(0.0, 1.5), None
-    while process.poll() is None:
-        pids = training_pids(folder)
-        since = (since or time.monotonic()) if pids else None
-        saving = "save" not in kind or any((folder / "checkpoint").glob("step-*.tmp-*"))
-        if since is not None and time.monotonic() - since >= seconds and saving:
-            time.sleep(generator.uniform(0.0, 0.02))
-            return pids
-        time.sleep(0.001)
-    return []
-
-
 def disturb(folder: Path, kinds: list[str], generator: random.Random) -> dict[str, Any]:
     """Do one run with a kill of each of `kinds`; return what happened."""
     folder.mkdir()
-    process, again, killed = start(folder), 0, []
+    process, again, killed = start_run(folder, RANKS), 0, []
     while True:
         left = kinds[len(killed) :]
-        pids = wait_for_moment(folder, left[0], generator, process) if left else []
+        during_save = bool(left) and "save" in left[0]
+        pids = wait_for_moment(folder, RANKS, generator, process, during_save=during_save) if left else []
         if pids:
             chosen = (
                 pids if "all" in left[0] else pids[:1] if left[0] == "rank 0" else [generator.choice(pids)]
@@ -124,13 +85,13 @@ def disturb(folder: Path, kinds: list[str], generator: random.Random) -> dict[st
             for pid in chosen:
                 os.kill(pid, signal.SIGKILL)
             killed.append(left[0])
-            while training_pids(folder) and process.poll() is None:
+            while training_pids(folder, RANKS) and process.poll() is None:
                 time.sleep(0.01)
         elif process.wait() == 0:
             return {"kills": killed, "started again": again}
         else:
             again += 1
-            process = start(folder)
+            process = start_run(folder, RANKS)
 
 
 @bench.tables

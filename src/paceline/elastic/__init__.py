@@ -11,5 +11,6 @@ training_state.py  what members bring to the same values
 shard_recovery.py  copies of the neighbours' shards, and what is built from them
 world_forming.py   connects the members of a view and brings them to the same state
 step_counter.py    counts steps, and failures between them
+live_checkpoint.py saves between steps, and before the last ranks leave
 live_training.py   `paceline.Elastic`: attempts at steps
 """

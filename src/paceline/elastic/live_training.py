@@ -18,6 +18,7 @@ from typing import Any, Self
 from paceline._core.warning_signals import WarningSignals
 from paceline.checkpoint.api import Checkpoint
 from paceline.checkpoint.parts.named_objects import NamedObjects
+from paceline.elastic.live_checkpoint import LiveCheckpoint
 from paceline.elastic.member import ALL_TRAINED, AS_REQUESTED, Member
 from paceline.elastic.member_events import (
     Abort,
@@ -63,9 +64,8 @@ class Elastic:
 
     If another rank dies in an attempt, the others form a new world, bring each other to the same state, and the attempt
     ends without an error; `step` says whether its step has been done. A replacement that the launcher starts builds the
-    same objects, gets their state from another rank, and joins between two steps. A rank that is requested to leave
-    (SIGTERM) leaves between two steps, with exit code 75. The last ranks that leave save a checkpoint first. SIGUSR1 on
-    any rank, like other warnings to `checkpoint`, has all ranks save and leave.
+    same objects, gets their state from another rank, and joins between two steps. On SIGTERM a rank leaves between two
+    steps, with exit code 75; the last ones save before. After another warning to `checkpoint` all ranks save and leave.
 
     With virtual ranks the result has the same bits as that of an undisturbed run.
 
@@ -80,9 +80,8 @@ class Elastic:
         wait: seconds to wait for others to join.
         timeout: seconds that collectives wait for a rank.
         step: optimizer steps that are done already; None: those of `checkpoint`, or none.
-        checkpoint: saved when it is due, between two steps, and before the last ranks leave; continues in each new
-            world. Training goes back to it where sharded state is lost, as two neighbouring ranks have died. None:
-            then the run ends.
+        checkpoint: saved when it is due, between two steps; continues in each new world. Training goes back to it
+            where sharded state is lost, as two neighbouring ranks have died. None: then the run ends.
         named: objects under given names.
 
     Attributes:
@@ -130,6 +129,7 @@ class Elastic:
         self._lost, self._wait = lost, wait
         done = step if step is not None else 0 if checkpoint is None else checkpoint.step
         self._steps = StepCounter(list(found.optimizers.values()), done)
+        self._saves = LiveCheckpoint(checkpoint, self._steps)
         self.recoveries = 0
         self.world: World | None = None
         self._undo: StepSnapshot | None = None  # of a step whose update is held
@@ -261,7 +261,7 @@ class Elastic:
             yield
             self._steps.end(held=False)
             return
-        while membership.aborting or membership.member.wants_change or not self._save_if_due():
+        while membership.aborting or membership.member.wants_change or not self._saves.save_if_due():
             membership.feed(Suspected())
             self._recover(membership, None)
         before, failed, self._shards.ended = self._state.snapshot(), False, False
@@ -282,35 +282,6 @@ class Elastic:
         if failed or membership.aborting:
             self._recover(membership, before if self._repeats else None)
 
-    def _save_if_due(self) -> bool:
-        """Save a checkpoint that is due; return whether that did not fail with another rank."""
-        try:
-            if self._checkpoint is not None:
-                self._checkpoint.save_if_due()
-        except BaseException as error:
-            if not is_symptom(error):
-                raise
-            self._steps.fail(error)
-            return False
-        return True
-
-    def _save_last(self) -> bool:
-        """Save what the last ranks have trained, before they leave; return whether that did not fail with a rank."""
-        assert self._checkpoint is not None, "the rules say so"
-        try:
-            if self.step > 0:
-                self._checkpoint.save(wait=True)
-        except BaseException as error:
-            if not is_symptom(error):
-                raise
-            self._steps.fail(error)
-            return False
-        if rank_and_size()[0] == 0:
-            log.warning("the last ranks leave after step %d, which is saved", self.step)
-        self._checkpoint.close()
-        leave_group()
-        return True
-
     def _recover(self, membership: Membership, undo: StepSnapshot | None) -> None:
         """Stop, undo a step that was not done, and go on in the next world."""
         self._stopped_at = time.perf_counter()
@@ -330,8 +301,7 @@ class Elastic:
     def _stopped(self, *, finished: bool = False) -> Stopped:
         """Return how far this rank is."""
         stage = "complete" if self._shards.held else "computing"
-        newest = None if self._checkpoint is None else self._checkpoint.newest_step
-        return Stopped(self.step, stage, finished, newest)
+        return Stopped(self.step, stage, finished, self._saves.newest_step)
 
     def _go_on(self, action: TrainingAction | None = None) -> None:
         """Carry out what the membership decides until this rank trains again."""
@@ -359,7 +329,8 @@ class Elastic:
                     membership.stopped(self._stopped())
                 case Train(view) if view.closing:
                     self._shards.train()
-                    if self._save_last():
+                    if self._saves.save_last():
+                        leave_group()
                         raise SystemExit(LEFT_EXIT_CODE)
                     membership.feed(Suspected())
                     membership.stopped(self._stopped())
@@ -369,8 +340,7 @@ class Elastic:
                     self._publish(view)
                     return
                 case Leave(reason):
-                    if self._checkpoint is not None:
-                        self._checkpoint.leave()  # now: the others wait for the folder's lock
+                    self._saves.leave()  # now: the others wait for the folder's lock
                     leave_group()
                     if reason in (AS_REQUESTED, ALL_TRAINED):
                         raise SystemExit(LEFT_EXIT_CODE if reason == AS_REQUESTED else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 import time
 from contextlib import nullcontext
@@ -437,3 +438,39 @@ def handlers(fork, folder):
 
 def test_handlers_are_installed_while_it_is_used_and_restored(killable):
     assert killable.run_ranks(handlers) == [True, False, True]
+
+
+# ------------------------------------------------------------------ at random moments
+
+
+def often(fork, folder, seed):
+    """Warn ranks at random moments, life after life, until the run has ended; check each checkpoint."""
+    rng = random.Random(seed)
+    where, size, lives = f"{folder}/run", rng.choice([2, 3]), 0
+    while True:
+        ranks = Ranks(fork, folder, where, size, every=rng.choice([3, 1000]), pause=0.01)
+        time.sleep(rng.uniform(0.0, 0.6))
+        victims = rng.sample(range(size), rng.randint(1, size))
+        for rank in victims:
+            ranks.kill(rank, rng.choice([TERM, USR1]))
+            time.sleep(rng.choice([0.0, 0.02]))
+        codes, lives = ranks.codes(), lives + 1
+        if codes == [0] * size:
+            break
+        killed = (
+            -TERM in codes or -USR1 in codes
+        )  # before or after the training, where signals have their default
+        assert killed or codes == [75] * size, codes
+        assert killed or newest(ranks.folder) == max(ranks.lines.last_step(), 0)
+    assert len(ranks.lines.digests()) == 1
+    done = sorted(step for steps in ranks.lines.steps().values() for step in steps)
+    assert done == sorted([*range(1, 61)] * size), "each step once"
+    assert ranks.lines.digests() == {undisturbed(fork, folder, size)}
+    return lives
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(3))
+def test_warnings_at_random_moments_lose_no_step(killable, seed):
+    """benchmarks/save-on-warning is the whole experiment, with a hundred SIGTERMs."""
+    assert killable.run_ranks(often, seed, timeout=200) > 1

@@ -1,7 +1,8 @@
 """Training that saves checkpoints, logs the samples of its steps, and can have a fault: mini GPT on windows of text.
 
 Its ranks are started by `paceline run saved_training.py FOLDER`. The global batch is the same for any number of ranks
-that divides it. ``FAULT_ON=host1 FAULT="fail_at(rank={rank}, step=14)"`` has the rank there fail.
+that divides it. ``FAULT_ON=host1 FAULT="fail_at(rank={rank}, step=14)"`` has the rank there fail. ``SAVE_EVERY=100``
+sets the steps between two checkpoints.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def main(folder: Path) -> None:
     )
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
     loader = paceline.Loader(Windows(corpus.train), GLOBAL_BATCH // world.size)
-    checkpoint = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=EVERY)
+    every = int(os.environ.get("SAVE_EVERY", EVERY))
+    checkpoint = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=every)
     (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
     host = os.uname().nodename
     if host == os.environ.get("FAULT_ON"):
