@@ -142,17 +142,18 @@ def _collect_shards(
     parts: StateParts,
 ) -> None:
     """Add shards of a parameter's state."""
-    flat = FlatOrder(param)
+    flat, has_blocks = FlatOrder(param), optimizer.has_blocks
     for piece in pieces:
         start, stop = piece["start"], piece["stop"]
+        is_block = has_blocks and (start, stop) != (0, flat.numel)
         for key, value in piece["state"].items():
             entry = f"{prefix}.{key}"
-            if optimizer.is_per_element(key, value, stop - start):
+            if optimizer.is_per_element(key, None if is_block else value, stop - start):
                 for box, first in flat.boxes(start, stop):
                     data = value.reshape(-1)[first - start : first - start + box.numel]
                     part = TensorPart(entry, flat.shape, box, flat.shaped(data, box).detach(), steady=True)
                     parts.add(part)
-            elif (start, stop) != (0, flat.numel) and _is_large(value):
+            elif is_block or ((start, stop) != (0, flat.numel) and _is_large(value)):
                 _add_entry(parts, f"{entry}[{start}:{stop}]", value)
             elif start == 0:  # the same for all shards
                 _add_entry(parts, entry, value)

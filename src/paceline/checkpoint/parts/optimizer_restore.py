@@ -152,7 +152,27 @@ def _entries(name: str, params: set[str], reader: StateReader) -> dict[str, _Ent
             entry.ranges.setdefault((int(part[2]), int(part[3])), {})[part[1]] = reader.tensor(stored)
         else:
             entry.tensors[key] = stored
+    for entry in found.values():
+        _merge_ranges(entry)
     return found
+
+
+def _merge_ranges(entry: _Entries) -> None:
+    """Let single numbers that all ranges have in common, such as a step count, belong to the whole parameter."""
+    first = next(iter(entry.ranges.values()), {})
+    for key in [key for key, value in first.items() if _is_number(value)]:
+        values = [part.get(key) for part in entry.ranges.values()]
+        if all(
+            _is_number(value) and type(value) is type(first[key]) and value == first[key] for value in values
+        ):
+            entry.values[key] = first[key]
+            for part in entry.ranges.values():
+                del part[key]
+    entry.ranges = {place: part for place, part in entry.ranges.items() if part}
+
+
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int | float | bool)
 
 
 def _split_names(prefix: str, params: set[str], names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
@@ -186,13 +206,8 @@ def _plan_whole(
         for param in group["params"]:
             entry = entries.get(name := param_names[id(param)])
             if entry is not None:
-                if entry.ranges:
-                    start, stop = next(iter(entry.ranges))
-                    raise UsageError(
-                        f"the state of parameter {name!r} belongs to its elements {start} to {stop}, and the optimizer "
-                        "updates all of them together",
-                        remedy="split parameters as in the run that wrote the state",
-                    )
+                for place in entry.ranges:
+                    raise _other_blocks(name, place)
                 state[index] = {key: lambda value=value: value for key, value in entry.values.items()}
                 for key, stored in entry.tensors.items():
                     read, make = _whole_entry(param, stored, reader)
@@ -205,6 +220,14 @@ def _plan_whole(
         optimizer.load_state_dict({"state": made, "param_groups": packed_groups})
 
     return OptimizerPlan(reads, load)
+
+
+def _other_blocks(name: str, place: tuple[int, int]) -> UsageError:
+    return UsageError(
+        f"the state of parameter {name!r} belongs to its elements {place[0]} to {place[1]}, and the optimizer updates "
+        "others together",
+        remedy="split parameters as in the run that wrote the state",
+    )
 
 
 def _whole_entry(param: Tensor, stored: str, reader: StateReader) -> tuple[list[Read], Callable[[], Tensor]]:
@@ -260,10 +283,14 @@ def _plan_shards(
     shards: dict[str, list[dict[str, Any]]] = {}
     reads: list[Read] = []
     later: list[str] = []
+    blocks = optimizer.block_ranges()
     for slot, (name, param) in slot_names(optimizer, param_names).items():
         entry = entries.get(name)
         if entry is None:
             continue
+        for place in entry.ranges:
+            if (slot, *place) not in blocks:
+                raise _other_blocks(name, place)
         order = FlatOrder(param)
         state: dict[str, Any] = dict(entry.values)
         for key, stored in entry.tensors.items():

@@ -168,6 +168,15 @@ class ShardedState(torch.optim.Optimizer):
         """Whether the state is in shards; False: in torch's format."""
         return self._plain is None
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a shard is a matrix with a state of its own, whole or a block of a parameter; else any elements."""
+        return self._plain is None and self._probe.whole
+
+    def block_ranges(self) -> set[tuple[str, int, int]]:
+        """Return parameter, start and stop of what is updated as one matrix; elementwise optimizers may cut it."""
+        return {(block.name, block.start, block.stop) for block in self._blocks()}
+
     def shards(self) -> Shards | None:
         """Return this rank's shards of the state, which the next step changes; None where it is in torch's format.
 
