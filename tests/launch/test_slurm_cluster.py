@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -120,8 +121,29 @@ def test_before_its_time_limit_a_job_saves_and_it_resumes_without_a_lost_step(
     cluster, launch, notes, expected_digest
 ):
     """Here slurmctld itself sends the warning; nothing is saved but after it."""
-    options = ["--time", "2min", "--warn", "30", "--env", "SAVE_EVERY=1000"]
-    job = number_of(launch("--nnodes", "2", *options, "--submit", pause=8.0))
+    options = ["--time", "2min", "--warn", "20", "--env", "SAVE_EVERY=1000"]
+    job = number_of(launch("--nnodes", "2", *options, "--submit", pause=11.0))
+    finish(cluster, job)
+    assert "was warned by SIGUSR1" in check_no_step_was_lost(notes, job, expected_digest)
+
+
+@pytest.mark.thorough
+def test_a_script_of_ones_own_needs_a_signal_to_its_steps_and_a_requeue(cluster, notes, expected_digest):
+    """Without a launcher of Paceline's: sbatch --signal=USR1@20 signals the ranks, which srun has started."""
+    line = shlex.join([sys.executable, *notes.words(pause=11.0)])
+    script = notes.folder / "own.sh"
+    script.write_text(
+        f"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --time=2 --signal=USR1@20 --requeue --open-mode=append
+export SAVE_EVERY=1000
+srun {line}
+code=$?
+[ "$code" = 75 ] && scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
+"""
+    )
+    log = notes.folder / "train-%j.log"
+    job = cluster.run("sbatch", "--parsable", f"--output={log}", str(script)).strip()
     finish(cluster, job)
     assert "was warned by SIGUSR1" in check_no_step_was_lost(notes, job, expected_digest)
 
