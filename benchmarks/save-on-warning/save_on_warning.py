@@ -43,7 +43,7 @@ KINDS = ["the command", "one rank", "all ranks", "every process", "the command d
 RANKS, SIGNALS_PER_RUN, GRACE = 2, 5, "10s"
 STEPS = EPOCHS * SAMPLES // GLOBAL_BATCH
 
-bench = Benchmark(__file__)
+bench = Benchmark(__file__, docs=["save-on-warning.md"])
 
 
 @bench.run
