@@ -51,7 +51,7 @@ LOADS = {
 }
 """Loads of torch's: files that each rank has written, and whether each rank loads by itself."""
 
-bench = Benchmark(__file__, docs=["checkpoints.md"])
+bench = Benchmark(__file__, docs=["checkpoint-costs.md"])
 
 logging.disable(logging.WARNING)  # here, since torch logs each save in a process that imports this file
 
@@ -290,7 +290,7 @@ def memory_table(result: dict[str, Any]) -> str:
 
 @bench.tables
 def tables() -> dict[str, str]:
-    """Return the blocks of README.md and docs/checkpoints.md."""
+    """Return the blocks of README.md and docs/checkpoint-costs.md."""
     result = bench.read("beside-dcp")
     return {
         "beside-dcp": ratios(result),

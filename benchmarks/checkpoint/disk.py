@@ -41,7 +41,7 @@ COMPARED = {  # turns, own time, the other's time
     "loading, every byte checked": ("loads", "load", "dd"),
 }
 
-bench = Benchmark(__file__, docs=["checkpoints.md"])
+bench = Benchmark(__file__, docs=["checkpoint-costs.md"])
 
 
 @bench.run
@@ -154,7 +154,7 @@ def disk(result: dict[str, Any]) -> str:
 
 @bench.tables
 def tables() -> dict[str, str]:
-    """Return the block of README.md and docs/checkpoints.md."""
+    """Return the block of README.md and docs/checkpoint-costs.md."""
     return {"disk": disk(bench.read("disk"))}
 
 
