@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
     loader = paceline.Loader(Windows(corpus.train), GLOBAL_BATCH // world.size)
     every = int(os.environ.get("SAVE_EVERY", EVERY))
     checkpoint = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=every)
-    (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
+    pid_file = folder / f"pid-{world.rank}"
     host = os.uname().nodename
     if host == os.environ.get("FAULT_ON"):
         fault_injection.arm(os.environ["FAULT"].format(rank=world.rank))
@@ -67,6 +67,8 @@ def main(folder: Path) -> None:
     try:
         with paceline.Watchdog(stall=STALL, lost=LOST):
             for batch in checkpoint.resume(loader, epochs=EPOCHS):
+                if not pid_file.exists() or pid_file.read_text() != str(os.getpid()):
+                    pid_file.write_text(str(os.getpid()))  # of a rank that trains now
                 numbers, windows = batch
                 mean = token_loss(model(windows[:, :-1]), windows[:, 1:])
                 model.backward(mean, samples=batch.samples)
