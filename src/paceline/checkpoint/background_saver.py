@@ -24,10 +24,11 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from paceline.checkpoint.checkpoint_contents import CheckpointContents
-from paceline.checkpoint.format.dcp_files import METADATA, dcp_file, dcp_metadata, write_dcp
+from paceline.checkpoint.format.dcp_files import dcp_file, dcp_metadata, write_dcp
 from paceline.checkpoint.format.manifest import (
     CHECKSUM,
     MANIFEST,
+    METADATA,
     Manifest,
     RankPiece,
     StoredFile,

@@ -35,7 +35,7 @@ __all__ = ["RemoteFolder"]
 log = logging.getLogger("paceline.checkpoint")
 
 _PREPARE_SECONDS = 20.0
-"""How long a place that can't be reached is tried before a run."""
+"""How long a place that can't be reached is tried before a run, or before it is read."""
 
 _DAMAGED, _PROBE = ".damaged", "probe-"
 
@@ -123,16 +123,25 @@ class RemoteFolder:
         except OSError as error:
             raise self._refusal(error) from error
 
-    def _refusal(self, error: OSError) -> UsageError:
+    def check_readable(self) -> None:
+        """Check that the place answers; it may hold nothing.
+
+        Raises:
+            UsageError: it can't be read.
+        """
+        try:
+            self._files.list(seconds=_PREPARE_SECONDS)
+        except OSError as error:
+            raise self._refusal(error, "read checkpoints in") from error
+
+    def _refusal(self, error: OSError, action: str = "write checkpoints to") -> UsageError:
         if isinstance(error, PermissionError):
             remedy = "check the credentials that the implementation finds or is passed, and what they permit"
         elif isinstance(error, FileNotFoundError):
             remedy = "make the bucket first, or correct the URL"
         else:
             remedy = "check the URL, and whether this host reaches the place"
-        return UsageError(
-            f"can't write checkpoints to {self.location!r}: {error.strerror or error}", remedy=remedy
-        )
+        return UsageError(f"can't {action} {self.location!r}: {error.strerror or error}", remedy=remedy)
 
     def lock(self) -> RunOwnership:
         """Make this run the only one that writes, until the lock is closed or the process ends.
