@@ -6,7 +6,8 @@
         step-00000100.damaged/          the manifest of one that was skipped, without which it is not complete
 
 Object stores have neither locks nor renames, so none is needed: a checkpoint is complete with its last small file, and
-is no longer with that file's removal.
+is no longer with that file's removal. Checkpoints that torch.distributed.checkpoint has written here are listed, too;
+they, and files that are not Paceline's, are never removed as incomplete.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.format.manifest import CHECKSUM
-from paceline.checkpoint.storage.file_system import FileSystem
+from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, METADATA
+from paceline.checkpoint.storage.file_system import Entry, FileSystem
 from paceline.checkpoint.storage.host_cache import HostCache
 from paceline.checkpoint.storage.local_folder import checkpoint_name, step_of
 from paceline.checkpoint.storage.paced_upload import RateLimit
@@ -38,6 +39,9 @@ _PREPARE_SECONDS = 20.0
 """How long a place that can't be reached is tried before a run, or before it is read."""
 
 _DAMAGED, _PROBE = ".damaged", "probe-"
+
+_SMALL = (CHECKSUM, MANIFEST, METADATA)
+"""Files of a checkpoint outside of the folder of its run, without any of which it is not complete."""
 
 
 class RemoteFolder:
@@ -97,7 +101,7 @@ class RemoteFolder:
         return [
             name
             for name in sorted(folders, key=step_of, reverse=True)
-            if self._files.exists(f"{name}/{CHECKSUM}", seconds=seconds)
+            if _is_complete(self._files.list(name, seconds=seconds))
         ]
 
     def files(self, name: str) -> RemoteFiles:
@@ -169,7 +173,10 @@ class RemoteFolder:
             for name, entry in listing.items():
                 is_step = entry.is_folder and re.fullmatch(r"step-\d+", name)
                 if is_step and name not in complete and f"{name}{_DAMAGED}" not in listing:
-                    self._files.remove_folder(name)
+                    if _is_own(self._files.list(name)):
+                        self._files.remove_folder(name)
+                    else:
+                        log.warning("%s/%s is no checkpoint, and stays", self.location, name)
                 elif (name.startswith((HEARTBEAT, _PROBE)) or ".part-" in name) and name != heartbeat:
                     self._files.remove(name)
         except OSError as error:
@@ -224,9 +231,10 @@ class RemoteFolder:
         Raises:
             OSError: it can't be done.
         """
-        small = [file for file, entry in self._files.list(name).items() if not entry.is_folder]
-        small.sort(key=lambda file: file != CHECKSUM)
-        for file in small:
+        there = self._files.list(name)
+        for file in _SMALL:
+            if file not in there:
+                continue
             self._files.write(f"{name}{_DAMAGED}/{file}", self._files.read(f"{name}/{file}"))
             self._files.remove(f"{name}/{file}")
 
@@ -249,3 +257,14 @@ class RemoteFolder:
         self._files.remove(f"{name}/{CHECKSUM}")
         self._files.remove_folder(name)
         self._files.remove_folder(f"{name}{_DAMAGED}")
+
+
+def _is_complete(entries: Mapping[str, Entry]) -> bool:
+    """Return whether a folder is a complete checkpoint: Paceline's, or one that torch has written into it."""
+    is_torchs = METADATA in entries and MANIFEST not in entries and not _is_own(entries)
+    return CHECKSUM in entries or is_torchs
+
+
+def _is_own(entries: Mapping[str, Entry]) -> bool:
+    """Return whether a folder has files only that Paceline writes there; others are in folders of their runs."""
+    return all(entry.is_folder or name.partition(".part-")[0] in _SMALL for name, entry in entries.items())
