@@ -73,7 +73,7 @@ def test_a_password_is_not_shown():
     assert store.location == "memory://me:…@host/run"
 
 
-@pytest.mark.parametrize("bandwidth", [0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("bandwidth", [0, -1.0, float("inf"), float("nan"), "50MB", True])
 def test_a_bandwidth_that_is_not_positive_is_refused(bandwidth):
     with pytest.raises(UsageError, match="bandwidth"):
         RemoteFolder("memory://host/run", bandwidth=bandwidth)

@@ -45,12 +45,17 @@ _SMALL = (CHECKSUM, MANIFEST, METADATA)
 
 
 class RemoteFolder:
-    """The checkpoints of one run on a remote file system. See `CheckpointStore` for the methods.
+    """The checkpoints of a run on S3, GCS, Azure, SFTP or another remote file system, to pass to `Checkpoint`.
+
+    Files are written to a disk of the host and uploaded in the background. Calls that fail are repeated until nothing
+    has worked for 3 minutes; then that save fails with a warning, and training continues. `Checkpoint` also takes a
+    URL alone, which is the same with the defaults of all other arguments.
 
     Args:
         url: of the folder, such as ``s3://bucket/run``; it need not exist, a bucket must.
         cache: folder on a disk of this host, where files are written before they are uploaded, and the newest
-            checkpoint's are kept; None: in ``$TMPDIR`` or ``/var/tmp``.
+            checkpoint's are kept: room for two checkpoints' files of the host's ranks. None: in ``$TMPDIR`` or
+            ``/var/tmp``.
         options: of fsspec's implementation, such as ``{"endpoint_url": …}``; the credentials that it finds itself need
             not be passed.
         bandwidth: bytes per second at which this rank uploads, on average over a few seconds; None: unlimited.
@@ -58,7 +63,11 @@ class RemoteFolder:
             the remote file system only, as a check of a checkpoint must.
 
     Raises:
-        UsageError: the URL is not valid, a package for it is missing, or `bandwidth` is not positive.
+        UsageError: the URL is not valid, a package for it is missing, or `bandwidth` is not a positive number.
+
+    Example:
+        >>> place = RemoteFolder("s3://bucket/run-a", cache="/scratch", bandwidth=50e6)  # doctest: +SKIP
+        >>> checkpoint = Checkpoint(place, model, optim, loader, every="10min")  # doctest: +SKIP
     """
 
     def __init__(
@@ -70,7 +79,7 @@ class RemoteFolder:
         bandwidth: float | None = None,
         reads_cache: bool = True,
     ) -> None:
-        if bandwidth is not None and not 0 < bandwidth < float("inf"):
+        if bandwidth is not None and not (_is_number(bandwidth) and 0 < bandwidth < float("inf")):
             raise UsageError(
                 f"bandwidth={bandwidth!r}", remedy="pass bytes per second > 0, or None for no limit"
             )
@@ -257,6 +266,10 @@ class RemoteFolder:
         self._files.remove(f"{name}/{CHECKSUM}")
         self._files.remove_folder(name)
         self._files.remove_folder(f"{name}{_DAMAGED}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_complete(entries: Mapping[str, Entry]) -> bool:
