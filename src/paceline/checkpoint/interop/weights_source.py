@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,20 +124,26 @@ def use_checkpoint(
 ) -> T:
     """Return what `use` makes of a checkpoint, or of the newest intact one in a folder; see `use_weights`."""
     store, names = checkpoints_at(source, reads_cache=reads_cache)
-    problems = []
-    for name in names:
-        try:
-            reader = open_checkpoint(store.files(name))
+    problems: dict[str, str] = {}
+    while names:
+        for name in names:
             try:
-                return use(reader)
-            finally:
-                reader.close()
-        except DamagedCheckpoint as error:
-            problems.append(str(error).partition("\n")[0])
-    if len(names) > 1:
-        listed = "; ".join(f"{name}: {problem}" for name, problem in zip(names, problems, strict=True))
-        problems = [f"no checkpoint in {store.location!r} is intact: {listed}"]
-    raise DamagedCheckpoint(problems[0], remedy="restore a copy of one")
+                reader = open_checkpoint(store.files(name))
+                try:
+                    return use(reader)
+                finally:
+                    reader.close()
+            except DamagedCheckpoint as error:
+                problems[name] = str(error).partition("\n")[0]
+        # A run that writes there has replaced them, if others have appeared meanwhile:
+        names = []
+        with contextlib.suppress(OSError):
+            names = [name for name in store.names() if name not in problems]
+    found = next(iter(problems.values()))
+    if len(problems) > 1:
+        listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        found = f"no checkpoint in {store.location!r} is intact: {listed}"
+    raise DamagedCheckpoint(found, remedy="restore a copy of one")
 
 
 def weights_in(reader: CheckpointReader | DcpReader, model: str) -> WeightsSource:
