@@ -73,10 +73,18 @@ def test_a_password_is_not_shown():
     assert store.location == "memory://me:…@host/run"
 
 
-@pytest.mark.parametrize("bandwidth", [0, -1.0, float("inf"), float("nan"), "50MB", True])
+@pytest.mark.parametrize("bandwidth", [0, -1.0, float("inf"), float("nan"), "0MB/s"])
 def test_a_bandwidth_that_is_not_positive_is_refused(bandwidth):
     with pytest.raises(UsageError, match="bandwidth"):
         RemoteFolder("memory://host/run", bandwidth=bandwidth)
+
+
+def test_a_bandwidth_is_a_number_or_a_rate(memory):
+    assert RemoteFolder("memory://host/run", bandwidth="80Mbit/s")._limit._bucket.rate == 1e7
+    assert RemoteFolder("memory://host/run", bandwidth=1e7)._limit._bucket.rate == 1e7
+    assert memory.store()._limit._bucket is None
+    with pytest.raises(UsageError, match="'50MB'"):
+        RemoteFolder("memory://host/run", bandwidth="50MB")
 
 
 class NoCredentialsError(Exception):

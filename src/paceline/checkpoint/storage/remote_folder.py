@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline._core.units import parse_rate
 from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, METADATA
 from paceline.checkpoint.storage.file_system import Entry, FileSystem
 from paceline.checkpoint.storage.host_cache import HostCache
@@ -58,15 +59,16 @@ class RemoteFolder:
             ``/var/tmp``.
         options: of fsspec's implementation, such as ``{"endpoint_url": …}``; the credentials that it finds itself need
             not be passed.
-        bandwidth: bytes per second at which this rank uploads, on average over a few seconds; None: unlimited.
+        bandwidth: rate at which this rank uploads, on average over a few seconds: in bytes per second, or a text such
+            as ``"50MB/s"`` or ``"1Gbit/s"``; None: unlimited.
         reads_cache: read what is on this host from there, and keep what is downloaded for its other ranks. False: read
             the remote file system only, as a check of a checkpoint must.
 
     Raises:
-        UsageError: the URL is not valid, a package for it is missing, or `bandwidth` is not a positive number.
+        UsageError: the URL is not valid, a package for it is missing, or `bandwidth` is no positive rate.
 
     Example:
-        >>> place = RemoteFolder("s3://bucket/run-a", cache="/scratch", bandwidth=50e6)  # doctest: +SKIP
+        >>> place = RemoteFolder("s3://bucket/run-a", cache="/scratch", bandwidth="50MB/s")  # doctest: +SKIP
         >>> checkpoint = Checkpoint(place, model, optim, loader, every="10min")  # doctest: +SKIP
     """
 
@@ -76,16 +78,17 @@ class RemoteFolder:
         *,
         cache: str | Path | None = None,
         options: Mapping[str, Any] | None = None,
-        bandwidth: float | None = None,
+        bandwidth: str | float | None = None,
         reads_cache: bool = True,
     ) -> None:
-        if bandwidth is not None and not (_is_number(bandwidth) and 0 < bandwidth < float("inf")):
+        rate = None if bandwidth is None else parse_rate(bandwidth)
+        if rate is not None and not 0 < rate < float("inf"):
             raise UsageError(
-                f"bandwidth={bandwidth!r}", remedy="pass bytes per second > 0, or None for no limit"
+                f"bandwidth={bandwidth!r}", remedy="pass a rate such as '50MB/s', or None for no limit"
             )
         self._files = FileSystem(url, options)
         self._cache, self._reads_cache = HostCache(url.rstrip("/"), cache), reads_cache
-        self._limit = RateLimit(bandwidth)
+        self._limit = RateLimit(rate)
         self._ownership: RunOwnership | None = None
         self._attempt: RemoteAttempt | None = None
 
@@ -266,10 +269,6 @@ class RemoteFolder:
         self._files.remove(f"{name}/{CHECKSUM}")
         self._files.remove_folder(name)
         self._files.remove_folder(f"{name}{_DAMAGED}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_complete(entries: Mapping[str, Entry]) -> bool:
