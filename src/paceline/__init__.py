@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.api import Checkpoint as Checkpoint
     from paceline.checkpoint.interop.weights_export import export_weights as export_weights
     from paceline.checkpoint.interop.weights_import import import_weights as import_weights
+    from paceline.checkpoint.storage.remote_folder import RemoteFolder as RemoteFolder
     from paceline.data.evaluate import evaluate as evaluate
     from paceline.data.loader import Loader as Loader
     from paceline.elastic.live_training import Elastic as Elastic
@@ -63,6 +64,7 @@ _HOME = {
     "NonFiniteGuard": "paceline.health.non_finite_guard",
     "PacelineError": "paceline.errors",
     "Profiler": "paceline.profiling.profiler",
+    "RemoteFolder": "paceline.checkpoint.storage.remote_folder",
     "ReplicaCheck": "paceline.health.replica_check",
     "ShardedOptimizer": "paceline.parallel.sharding.zero",
     "SlowMo": "paceline.parallel.local_sgd.local_sgd",
@@ -91,6 +93,7 @@ __all__ = [
     "NonFiniteGuard",
     "PacelineError",
     "Profiler",
+    "RemoteFolder",
     "ReplicaCheck",
     "ShardedOptimizer",
     "SlowMo",

@@ -1,4 +1,4 @@
-"""Runs the command line in the process of the test."""
+"""Runs the command line in the process of the test; fixtures of places for checkpoints, see place_fixtures.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from paceline.tools.cli.app import main
+from place_fixtures import make_place, s3, sftp_session  # noqa: F401
 
 
 @pytest.fixture

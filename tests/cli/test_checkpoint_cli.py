@@ -59,7 +59,7 @@ def test_an_unwritable_export_is_refused_first(command, run, tmp_path):
 def test_a_folder_without_checkpoints(command, tmp_path):
     code, _, error = command("checkpoint", "ls", tmp_path)
     assert code == 2
-    assert "no checkpoint in" in error
+    assert f"{str(tmp_path)!r} holds no checkpoint" in error
 
 
 # ------------------------------------------------------------------ other formats

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,10 +25,11 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from paceline.checkpoint.checkpoint_contents import CheckpointContents
-from paceline.checkpoint.format.dcp_files import METADATA, dcp_file, dcp_metadata, write_dcp
+from paceline.checkpoint.format.dcp_files import dcp_file, dcp_metadata, write_dcp
 from paceline.checkpoint.format.manifest import (
     CHECKSUM,
     MANIFEST,
+    METADATA,
     Manifest,
     RankPiece,
     StoredFile,
@@ -40,13 +42,16 @@ from paceline.checkpoint.parts.rank_digests import warn_of_differences
 from paceline.checkpoint.parts.state_parts import TensorPart
 from paceline.checkpoint.state_copies import StateCopy
 from paceline.checkpoint.storage.checkpoint_store import SaveAttempt, StoreLock
+from paceline.checkpoint.storage.remote_attempt import has_program_ended
 
 __all__ = ["BackgroundSave", "on_cpu"]
 
 log = logging.getLogger("paceline.checkpoint")
 
 _POLL_SECONDS = 0.02
-_EXIT_SECONDS = 60.0  # for which rank 0's thread waits for parts after the main thread has ended
+
+_EXIT_SECONDS = 60.0
+"""How long rank 0's thread waits for the parts of all other ranks after its main thread has ended; one may be dead."""
 
 
 class BackgroundSave:
@@ -95,6 +100,7 @@ class BackgroundSave:
         self._unchanged, self._earlier = unchanged, earlier
         self.files: dict[str, StoredFile] = {}
         self._previous = previous
+        self._deadline, self._missing = math.inf, ""
         self._written, self._finished, self._abandoned = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name="paceline-checkpoint")
         self._thread.start()
@@ -147,6 +153,7 @@ class BackgroundSave:
             if not self.complete:
                 attempt.abandon()
         self._finished.set()
+        self._warn_at_end()
         if self._previous is not None:
             self._previous.join()
             self._previous = None
@@ -155,6 +162,13 @@ class BackgroundSave:
                 self._remove_old()
             except OSError as error:
                 log.warning("older checkpoints stay until the next save: %s", error)
+
+    def _warn_at_end(self) -> None:
+        """Log that the checkpoint is lost, if no training thread will."""
+        reason = self.failure or self._missing
+        if reason and not self.complete and has_program_ended():
+            step = self._head.get("step")
+            log.warning("the checkpoint of step %s is lost, and earlier ones stay: %s", step, reason)
 
     def _report_failure(self, attempt: SaveAttempt | None) -> None:
         if attempt is not None:
@@ -219,14 +233,18 @@ class BackgroundSave:
 
     def _wait_for_piece(self, attempt: SaveAttempt, rank: int) -> bytes | None:
         """Return the piece of `rank`, None once it is clear that none will come."""
-        left = _EXIT_SECONDS
         while (text := attempt.reported(piece_name(rank))) is None:
-            if attempt.reported(_failed_name(rank)) is not None:
+            if (failure := attempt.reported(_failed_name(rank))) is not None:
+                self._missing = f"rank {rank}: {failure.decode(errors='replace')}"
                 return None
-            if self._abandoned.wait(_POLL_SECONDS) or left <= 0:
+            if self._abandoned.wait(_POLL_SECONDS):
                 return None
             if not threading.main_thread().is_alive():
-                left -= _POLL_SECONDS
+                self._deadline = min(self._deadline, time.monotonic() + _EXIT_SECONDS)
+            if time.monotonic() > self._deadline:
+                waited = f"within {_EXIT_SECONDS:g} s of the end of this program"
+                self._missing = f"rank {rank} has not written its part {waited}"
+                return None
         return text
 
 

@@ -77,6 +77,8 @@ def find_resume_point(
 ) -> ResumePoint[P] | None:
     """Return the newest intact checkpoint; None if there is no checkpoint. All ranks call this.
 
+    If none is, those that have appeared meanwhile are tried: a run that writes here removes the ones it replaces.
+
     Args:
         store: the checkpoints.
         rank: this rank.
@@ -88,25 +90,25 @@ def find_resume_point(
         CheckpointError: there are checkpoints, but none is intact.
         UsageError: the newest intact one has another format, or does not fit.
     """
-    names, problem = _listed(gather(_list(store) if rank == 0 else "")[0])
-    if problem:
-        raise CheckpointError(f"the checkpoints in {store.location!r} can't be listed: {problem}", rank=rank)
     skipped: list[SkippedCheckpoint] = []
-    for name in names:
-        files = store.files(name)
-        plan, problem, error = _try(files, prepare)
-        problems = {at: text for at, text in enumerate(gather(problem)) if text}
-        refused = {
-            at: text.removeprefix(_REFUSED) for at, text in problems.items() if text.startswith(_REFUSED)
-        }
-        if error is not None and rank in refused:
-            raise error
-        if refused:
-            at, text = next(iter(refused.items()))
-            raise UsageError(f"rank {at} can't use {files.location!r}: {text}", rank=rank)
-        if not problems and plan is not None:
-            return ResumePoint(files, plan, skipped)
-        skipped.append(SkippedCheckpoint(files.location, next(iter(problems.values()))))
+    tried: set[str] = set()
+    while names := [name for name in _names(store, rank, gather) if name not in tried]:
+        tried.update(names)
+        for name in names:
+            files = store.files(name)
+            plan, problem, error = _try(files, prepare)
+            problems = {at: text for at, text in enumerate(gather(problem)) if text}
+            refused = {
+                at: text.removeprefix(_REFUSED) for at, text in problems.items() if text.startswith(_REFUSED)
+            }
+            if error is not None and rank in refused:
+                raise error
+            if refused:
+                at, text = next(iter(refused.items()))
+                raise UsageError(f"rank {at} can't use {files.location!r}: {text}", rank=rank)
+            if not problems and plan is not None:
+                return ResumePoint(files, plan, skipped)
+            skipped.append(SkippedCheckpoint(files.location, next(iter(problems.values()))))
     if skipped:
         raise CheckpointError(
             f"none of the {len(skipped)} checkpoints in {store.location!r} is intact: "
@@ -126,17 +128,24 @@ def open_checkpoint(files: CheckpointFiles) -> CheckpointReader | DcpReader:
     return DcpReader(files) if is_plain_dcp(files) else CheckpointReader(files)
 
 
+def _names(store: ReadableStore, rank: int, gather: GatherTexts) -> list[str]:
+    """Return the names of the checkpoints that rank 0 sees now, newest first.
+
+    Raises:
+        CheckpointError: they can't be listed.
+    """
+    names, problem = json.loads(gather(_list(store) if rank == 0 else "")[0])
+    if problem:
+        raise CheckpointError(f"the checkpoints in {store.location!r} can't be listed: {problem}", rank=rank)
+    return names
+
+
 def _list(store: ReadableStore) -> str:
     """Return the names of checkpoints, or why they can't be listed, as a text."""
     try:
         return json.dumps([store.names(), ""])
     except OSError as error:
         return json.dumps([[], error.strerror or str(error)])
-
-
-def _listed(text: str) -> tuple[list[str], str]:
-    names, problem = json.loads(text)
-    return names, problem
 
 
 def _try(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from paceline.checkpoint.format.dcp_files import METADATA
+from paceline.checkpoint.format.manifest import METADATA
 from paceline.checkpoint.interop.dcp_index import DcpIndex
 from paceline.checkpoint.interop.dcp_reader import DcpReader, is_plain_dcp
 from paceline.checkpoint.newest_checkpoint import find_problem

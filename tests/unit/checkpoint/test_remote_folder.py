@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -73,10 +75,18 @@ def test_a_password_is_not_shown():
     assert store.location == "memory://me:…@host/run"
 
 
-@pytest.mark.parametrize("bandwidth", [0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("bandwidth", [0, -1.0, float("inf"), float("nan"), "0MB/s"])
 def test_a_bandwidth_that_is_not_positive_is_refused(bandwidth):
     with pytest.raises(UsageError, match="bandwidth"):
         RemoteFolder("memory://host/run", bandwidth=bandwidth)
+
+
+def test_a_bandwidth_is_a_number_or_a_rate(memory):
+    assert RemoteFolder("memory://host/run", bandwidth="80Mbit/s")._limit._bucket.rate == 1e7
+    assert RemoteFolder("memory://host/run", bandwidth=1e7)._limit._bucket.rate == 1e7
+    assert memory.store()._limit._bucket is None
+    with pytest.raises(UsageError, match="'50MB'"):
+        RemoteFolder("memory://host/run", bandwidth="50MB")
 
 
 class NoCredentialsError(Exception):
@@ -265,6 +275,43 @@ def test_a_file_that_arrives_short_is_uploaded_again(scripted, monkeypatch):
     attempt = save(store, 1, {"model.safetensors": b"whole weights"})
     file = store.files("step-00000001").open(f"{attempt.prefix}model.safetensors")
     assert (file.nbytes, lies) == (13, [])
+    file.close()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_threads_that_read_at_any_boundary_download_each_block_once(memory, tmp_path, monkeypatch, cached):
+    data = random.Random(5).randbytes(21 * MIB + 5)
+    attempt = save(memory.owned(), 1, {"model.safetensors": data})
+    path, downloaded = f"{attempt.prefix}model.safetensors", list[tuple[int, int]]()
+    genuine = file_system.FileSystem.read_range
+
+    def read_range(self, path, start, stop):
+        downloaded.append((start, stop))
+        return genuine(self, path, start, stop)
+
+    monkeypatch.setattr(file_system.FileSystem, "read_range", read_range)
+    store = memory.store(reads_cache=cached, cache=tmp_path / "other")
+    file = store.files("step-00000001").open(path)
+
+    def read(start):
+        target = bytearray(min(3 * MIB, len(data) - start))
+        file.read_into(start, memoryview(target))
+        return target == data[start : start + len(target)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(0, len(data), 3 * MIB)))
+    file.close()
+    assert sorted(downloaded) == [(at, min(at + 4 * MIB, len(data))) for at in range(0, len(data), 4 * MIB)]
+
+
+def test_a_block_that_cant_be_read_is_read_anew_by_the_next_call(scripted, impatient):
+    attempt = save(scripted.owned(), 1)
+    file = scripted.store(reads_cache=False).files("step-00000001").open(f"{attempt.prefix}model.safetensors")
+    target = bytearray(7)
+    with script(failing(ConnectionResetError("reset"), "read")), pytest.raises(OSError, match="reset"):
+        file.read_into(0, memoryview(target))
+    file.read_into(0, memoryview(target))
+    assert target == b"weights"
     file.close()
 
 

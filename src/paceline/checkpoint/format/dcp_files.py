@@ -32,9 +32,7 @@ from paceline.checkpoint.format.manifest import RankPiece, StoredFile
 from paceline.checkpoint.format.tensor_files import ChecksummedFile, bytes_of
 from paceline.checkpoint.parts.state_parts import TensorPart
 
-__all__ = ["METADATA", "dcp_file", "dcp_metadata", "write_dcp"]
-
-METADATA = ".metadata"
+__all__ = ["dcp_file", "dcp_metadata", "write_dcp"]
 
 
 def dcp_file(rank: int, number: int = 0) -> str:

@@ -32,6 +32,7 @@ __all__ = [
     "CHECKSUM",
     "FORMAT",
     "MANIFEST",
+    "METADATA",
     "Layout",
     "Manifest",
     "PieceFile",
@@ -46,6 +47,9 @@ __all__ = [
 FORMAT = 2
 MANIFEST = "manifest.json"
 CHECKSUM = "manifest.json.xxh128"
+
+METADATA = ".metadata"
+"""What torch.distributed.checkpoint writes in place of a manifest, and last, too."""
 
 BLOCK_NBYTES = 4 << 20
 """Bytes of a tensor that have one checksum; a multiple of the size of any element."""

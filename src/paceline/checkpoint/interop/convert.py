@@ -17,8 +17,15 @@ from xxhash import xxh3_128_hexdigest
 from paceline._core import __version__
 from paceline._core.files import write_bytes
 from paceline.checkpoint.format.checkpoint_reader import CheckpointReader
-from paceline.checkpoint.format.dcp_files import METADATA, dcp_file, dcp_metadata, write_dcp
-from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, RankPiece, StoredFile, piece_name
+from paceline.checkpoint.format.dcp_files import dcp_file, dcp_metadata, write_dcp
+from paceline.checkpoint.format.manifest import (
+    CHECKSUM,
+    MANIFEST,
+    METADATA,
+    RankPiece,
+    StoredFile,
+    piece_name,
+)
 from paceline.checkpoint.format.manifest_index import make_manifest
 from paceline.checkpoint.format.tensor_files import ChecksummedFile, write_parts
 from paceline.checkpoint.interop.conversion import Conversion, LazyPart, of_checkpoint, of_dcp, of_weights
@@ -37,6 +44,7 @@ from paceline.checkpoint.interop.weights_source import (
 )
 from paceline.checkpoint.parts.dcp_names import DcpNames, dcp_aliases, dcp_values
 from paceline.checkpoint.parts.model_weights import index_text, weight_files
+from paceline.checkpoint.storage.stores import local_path
 from paceline.errors import UsageError
 
 __all__ = ["FORMATS", "convert_checkpoint"]
@@ -72,7 +80,7 @@ def convert_checkpoint(
         UsageError: an argument is wrong, or the target can't be written.
         DamagedCheckpoint: the checkpoint is not intact.
     """
-    folder = Path(target)
+    folder = local_path(target)
     if to not in FORMATS:
         raise UsageError(f"{to!r} is not a format", remedy=f"choose one of {', '.join(FORMATS)}")
     if config is not None and to != "hf":

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.format.dcp_files import METADATA
+from paceline.checkpoint.format.manifest import METADATA
 from paceline.checkpoint.parts.boxes import Box
 from paceline.errors import DamagedCheckpoint, UsageError
 

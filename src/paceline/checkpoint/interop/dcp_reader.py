@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.format.dcp_files import METADATA
-from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, piece_name
+from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, METADATA, piece_name
 from paceline.checkpoint.interop.dcp_index import DcpChunk, DcpIndex, DcpItem, DcpTensor
 from paceline.checkpoint.parts.boxes import Box
 from paceline.checkpoint.parts.state_reader import Read, TensorInfo

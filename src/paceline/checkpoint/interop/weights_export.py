@@ -25,6 +25,7 @@ from paceline.checkpoint.interop.safetensors_reader import INDEX_SUFFIX
 from paceline.checkpoint.interop.staged_folder import staged_folder
 from paceline.checkpoint.interop.weights_source import WeightsSource, use_weights
 from paceline.checkpoint.parts.model_weights import index_text, weight_files
+from paceline.checkpoint.storage.stores import local_path
 from paceline.errors import UsageError
 
 __all__ = [
@@ -90,7 +91,7 @@ def export_weights(
         >>> export_weights("runs/train/checkpoint", "model.safetensors")  # doctest: +SKIP
         >>> export_weights("runs/train", "exported", dtype=torch.bfloat16, config=model.module.config)  # doctest: +SKIP
     """
-    target = Path(path)
+    target = local_path(path)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(f"dtype={dtype!r}", remedy="pass a floating-point dtype, such as torch.bfloat16")
     if target.suffix == ".safetensors":

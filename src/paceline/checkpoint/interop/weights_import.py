@@ -55,7 +55,7 @@ def import_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
         names = {name: name for name in source}
         _import(model, WeightsSource(_DictReader(source), names, {}, "the state_dict"))
     else:
-        use_weights(source, "model", lambda weights: _import(model, weights))
+        use_weights(source, "model", lambda weights: _import(model, weights), reads_cache=True)
 
 
 class _DictReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from paceline.checkpoint.interop.safetensors_reader import SafetensorsReader
 from paceline.checkpoint.newest_checkpoint import open_checkpoint
 from paceline.checkpoint.parts.boxes import Box
 from paceline.checkpoint.parts.state_reader import Read, TensorInfo
-from paceline.checkpoint.storage.stores import is_url, store_at
+from paceline.checkpoint.storage.stores import checkpoints_at, is_url, store_at
 from paceline.errors import DamagedCheckpoint, UsageError
 
 __all__ = ["WeightsSource", "holds_checkpoints", "use_checkpoint", "use_weights", "weights_in"]
@@ -84,13 +85,16 @@ class WeightsSource:
         self.reader.read(reads)
 
 
-def use_weights(source: str | Path, model: str, use: Callable[[WeightsSource], T]) -> T:
+def use_weights(
+    source: str | Path, model: str, use: Callable[[WeightsSource], T], *, reads_cache: bool = False
+) -> T:
     """Return what `use` makes of the weights at a path; in a folder of checkpoints of the newest intact one.
 
     Args:
         source: a checkpoint, a folder of them, or the URL of one; a safetensors file, or a folder of such files.
         model: which model, if a checkpoint holds several.
         use: reads what it needs; called again with an older checkpoint if that raises DamagedCheckpoint.
+        reads_cache: of a URL, read what is on this host from there, and keep what is downloaded for its other ranks.
 
     Raises:
         UsageError: there is no such source or model, or it can't be read.
@@ -98,22 +102,16 @@ def use_weights(source: str | Path, model: str, use: Callable[[WeightsSource], T
     """
     if not holds_checkpoints(source):
         return use(_files(Path(source)))
-    return use_checkpoint(source, lambda reader: use(weights_in(reader, model)))
+    return use_checkpoint(source, lambda reader: use(weights_in(reader, model)), reads_cache=reads_cache)
 
 
 def holds_checkpoints(source: str | Path) -> bool:
-    """Return whether a path or URL is a checkpoint or a folder of them, not safetensors files.
+    """Return whether a path is a checkpoint or a folder of them, not safetensors files; a URL can't be anything else.
 
     Raises:
-        UsageError: it does not exist; at a URL, there are no checkpoints.
-        OSError: a remote place can't be read.
+        UsageError: it does not exist.
     """
     if is_url(source):
-        store = store_at(source)
-        if not store.names():
-            raise UsageError(
-                f"{store.location!r} holds no checkpoint", remedy="name a checkpoint, or a folder of them"
-            )
         return True
     path = Path(source)
     if not path.exists():
@@ -121,24 +119,31 @@ def holds_checkpoints(source: str | Path) -> bool:
     return path.is_dir() and bool(store_at(path).names())
 
 
-def use_checkpoint(source: str | Path, use: Callable[[CheckpointReader | DcpReader], T]) -> T:
+def use_checkpoint(
+    source: str | Path, use: Callable[[CheckpointReader | DcpReader], T], *, reads_cache: bool = False
+) -> T:
     """Return what `use` makes of a checkpoint, or of the newest intact one in a folder; see `use_weights`."""
-    store = store_at(source)
-    names = store.names()
-    problems = []
-    for name in names:
-        try:
-            reader = open_checkpoint(store.files(name))
+    store, names = checkpoints_at(source, reads_cache=reads_cache)
+    problems: dict[str, str] = {}
+    while names:
+        for name in names:
             try:
-                return use(reader)
-            finally:
-                reader.close()
-        except DamagedCheckpoint as error:
-            problems.append(str(error).partition("\n")[0])
-    if len(names) > 1:
-        listed = "; ".join(f"{name}: {problem}" for name, problem in zip(names, problems, strict=True))
-        problems = [f"no checkpoint in {store.location!r} is intact: {listed}"]
-    raise DamagedCheckpoint(problems[0], remedy="restore a copy of one")
+                reader = open_checkpoint(store.files(name))
+                try:
+                    return use(reader)
+                finally:
+                    reader.close()
+            except DamagedCheckpoint as error:
+                problems[name] = str(error).partition("\n")[0]
+        # A run that writes there has replaced them, if others have appeared meanwhile:
+        names = []
+        with contextlib.suppress(OSError):
+            names = [name for name in store.names() if name not in problems]
+    found = next(iter(problems.values()))
+    if len(problems) > 1:
+        listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        found = f"no checkpoint in {store.location!r} is intact: {listed}"
+    raise DamagedCheckpoint(found, remedy="restore a copy of one")
 
 
 def weights_in(reader: CheckpointReader | DcpReader, model: str) -> WeightsSource:

@@ -30,7 +30,11 @@ class OpenFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Release it; closing twice is no error. Until then it can be read even if the checkpoint is removed."""
+        """Release it; closing twice is no error.
+
+        If the checkpoint is removed before, a file on a disk can be read to its end, and of a remote one only what is
+        on this host.
+        """
         ...
 
 

@@ -26,7 +26,7 @@ from paceline.checkpoint.storage.file_system import RETRY_SECONDS, FileSystem
 from paceline.checkpoint.storage.host_cache import HostCache
 from paceline.checkpoint.storage.paced_upload import RateLimit, upload
 
-__all__ = ["AttemptPlace", "RemoteAttempt"]
+__all__ = ["AttemptPlace", "RemoteAttempt", "has_program_ended"]
 
 log = logging.getLogger("paceline.checkpoint")
 
@@ -38,9 +38,16 @@ _EXIT_SECONDS = 300.0
 """How long a program that has reached its end waits for its last checkpoint."""
 
 _saving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_ended = threading.Event()
+
+
+def has_program_ended() -> bool:
+    """Return whether the program has reached its end, and only saves keep its process alive."""
+    return _ended.is_set() or not threading.main_thread().is_alive()
 
 
 def _finish_saving() -> None:
+    _ended.set()
     deadline = time.monotonic() + _EXIT_SECONDS
     for thread in list(_saving):
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -131,7 +138,7 @@ class RemoteAttempt:
             return None
         except OSError:
             self._failing_since = self._failing_since or now
-            if now - self._failing_since >= RETRY_SECONDS:
+            if now - self._failing_since >= RETRY_SECONDS or not threading.main_thread().is_alive():
                 raise
             return None  # rank 0 asks again
         self._failing_since = 0.0

@@ -6,7 +6,8 @@
         step-00000100.damaged/          the manifest of one that was skipped, without which it is not complete
 
 Object stores have neither locks nor renames, so none is needed: a checkpoint is complete with its last small file, and
-is no longer with that file's removal.
+is no longer with that file's removal. Checkpoints that torch.distributed.checkpoint has written here are listed, too;
+they, and files that are not Paceline's, are never removed as incomplete.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.format.manifest import CHECKSUM
-from paceline.checkpoint.storage.file_system import FileSystem
+from paceline._core.units import parse_rate
+from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, METADATA
+from paceline.checkpoint.storage.file_system import Entry, FileSystem
 from paceline.checkpoint.storage.host_cache import HostCache
 from paceline.checkpoint.storage.local_folder import checkpoint_name, step_of
 from paceline.checkpoint.storage.paced_upload import RateLimit
@@ -35,26 +37,39 @@ __all__ = ["RemoteFolder"]
 log = logging.getLogger("paceline.checkpoint")
 
 _PREPARE_SECONDS = 20.0
-"""How long a place that can't be reached is tried before a run."""
+"""How long a place that can't be reached is tried before a run, or before it is read."""
 
 _DAMAGED, _PROBE = ".damaged", "probe-"
 
+_SMALL = (CHECKSUM, MANIFEST, METADATA)
+"""Files of a checkpoint outside of the folder of its run, without any of which it is not complete."""
+
 
 class RemoteFolder:
-    """The checkpoints of one run on a remote file system. See `CheckpointStore` for the methods.
+    """The checkpoints of a run on S3, GCS, Azure, SFTP or another remote file system, to pass to `Checkpoint`.
+
+    Files are written to a disk of the host and uploaded in the background. Calls that fail are repeated until nothing
+    has worked for 3 minutes; then that save fails with a warning, and training continues. `Checkpoint` also takes a
+    URL alone, which is the same with the defaults of all other arguments.
 
     Args:
         url: of the folder, such as ``s3://bucket/run``; it need not exist, a bucket must.
         cache: folder on a disk of this host, where files are written before they are uploaded, and the newest
-            checkpoint's are kept; None: in ``$TMPDIR`` or ``/var/tmp``.
+            checkpoint's are kept: room for two checkpoints' files of the host's ranks. None: in ``$TMPDIR`` or
+            ``/var/tmp``.
         options: of fsspec's implementation, such as ``{"endpoint_url": …}``; the credentials that it finds itself need
             not be passed.
-        bandwidth: bytes per second at which this rank uploads, on average over a few seconds; None: unlimited.
+        bandwidth: rate at which this rank uploads, on average over a few seconds: in bytes per second, or a text such
+            as ``"50MB/s"`` or ``"1Gbit/s"``; None: unlimited.
         reads_cache: read what is on this host from there, and keep what is downloaded for its other ranks. False: read
             the remote file system only, as a check of a checkpoint must.
 
     Raises:
-        UsageError: the URL is not valid, a package for it is missing, or `bandwidth` is not positive.
+        UsageError: the URL is not valid, a package for it is missing, or `bandwidth` is no positive rate.
+
+    Example:
+        >>> place = RemoteFolder("s3://bucket/run-a", cache="/scratch", bandwidth="50MB/s")  # doctest: +SKIP
+        >>> checkpoint = Checkpoint(place, model, optim, loader, every="10min")  # doctest: +SKIP
     """
 
     def __init__(
@@ -63,16 +78,17 @@ class RemoteFolder:
         *,
         cache: str | Path | None = None,
         options: Mapping[str, Any] | None = None,
-        bandwidth: float | None = None,
+        bandwidth: str | float | None = None,
         reads_cache: bool = True,
     ) -> None:
-        if bandwidth is not None and not 0 < bandwidth < float("inf"):
+        rate = None if bandwidth is None else parse_rate(bandwidth)
+        if rate is not None and not 0 < rate < float("inf"):
             raise UsageError(
-                f"bandwidth={bandwidth!r}", remedy="pass bytes per second > 0, or None for no limit"
+                f"bandwidth={bandwidth!r}", remedy="pass a rate such as '50MB/s', or None for no limit"
             )
         self._files = FileSystem(url, options)
         self._cache, self._reads_cache = HostCache(url.rstrip("/"), cache), reads_cache
-        self._limit = RateLimit(bandwidth)
+        self._limit = RateLimit(rate)
         self._ownership: RunOwnership | None = None
         self._attempt: RemoteAttempt | None = None
 
@@ -97,7 +113,7 @@ class RemoteFolder:
         return [
             name
             for name in sorted(folders, key=step_of, reverse=True)
-            if self._files.exists(f"{name}/{CHECKSUM}", seconds=seconds)
+            if _is_complete(self._files.list(name, seconds=seconds))
         ]
 
     def files(self, name: str) -> RemoteFiles:
@@ -123,16 +139,25 @@ class RemoteFolder:
         except OSError as error:
             raise self._refusal(error) from error
 
-    def _refusal(self, error: OSError) -> UsageError:
+    def check_readable(self) -> None:
+        """Check that the place answers; it may hold nothing.
+
+        Raises:
+            UsageError: it can't be read.
+        """
+        try:
+            self._files.list(seconds=_PREPARE_SECONDS)
+        except OSError as error:
+            raise self._refusal(error, "read checkpoints in") from error
+
+    def _refusal(self, error: OSError, action: str = "write checkpoints to") -> UsageError:
         if isinstance(error, PermissionError):
             remedy = "check the credentials that the implementation finds or is passed, and what they permit"
         elif isinstance(error, FileNotFoundError):
             remedy = "make the bucket first, or correct the URL"
         else:
             remedy = "check the URL, and whether this host reaches the place"
-        return UsageError(
-            f"can't write checkpoints to {self.location!r}: {error.strerror or error}", remedy=remedy
-        )
+        return UsageError(f"can't {action} {self.location!r}: {error.strerror or error}", remedy=remedy)
 
     def lock(self) -> RunOwnership:
         """Make this run the only one that writes, until the lock is closed or the process ends.
@@ -160,7 +185,10 @@ class RemoteFolder:
             for name, entry in listing.items():
                 is_step = entry.is_folder and re.fullmatch(r"step-\d+", name)
                 if is_step and name not in complete and f"{name}{_DAMAGED}" not in listing:
-                    self._files.remove_folder(name)
+                    if _is_own(self._files.list(name)):
+                        self._files.remove_folder(name)
+                    else:
+                        log.warning("%s/%s is no checkpoint, and stays", self.location, name)
                 elif (name.startswith((HEARTBEAT, _PROBE)) or ".part-" in name) and name != heartbeat:
                     self._files.remove(name)
         except OSError as error:
@@ -215,9 +243,10 @@ class RemoteFolder:
         Raises:
             OSError: it can't be done.
         """
-        small = [file for file, entry in self._files.list(name).items() if not entry.is_folder]
-        small.sort(key=lambda file: file != CHECKSUM)
-        for file in small:
+        there = self._files.list(name)
+        for file in _SMALL:
+            if file not in there:
+                continue
             self._files.write(f"{name}{_DAMAGED}/{file}", self._files.read(f"{name}/{file}"))
             self._files.remove(f"{name}/{file}")
 
@@ -240,3 +269,14 @@ class RemoteFolder:
         self._files.remove(f"{name}/{CHECKSUM}")
         self._files.remove_folder(name)
         self._files.remove_folder(f"{name}{_DAMAGED}")
+
+
+def _is_complete(entries: Mapping[str, Entry]) -> bool:
+    """Return whether a folder is a complete checkpoint: Paceline's, or one that torch has written into it."""
+    is_torchs = METADATA in entries and MANIFEST not in entries and not _is_own(entries)
+    return CHECKSUM in entries or is_torchs
+
+
+def _is_own(entries: Mapping[str, Entry]) -> bool:
+    """Return whether a folder has files only that Paceline writes there; others are in folders of their runs."""
+    return all(entry.is_folder or name.partition(".part-")[0] in _SMALL for name, entry in entries.items())

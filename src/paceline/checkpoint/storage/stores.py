@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Protocol
 
-from paceline.checkpoint.format.dcp_files import METADATA
-from paceline.checkpoint.format.manifest import MANIFEST
+from paceline.checkpoint.format.manifest import MANIFEST, METADATA
 from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles, CheckpointStore
 from paceline.checkpoint.storage.local_folder import LocalFiles, LocalFolder
 from paceline.checkpoint.storage.remote_folder import RemoteFolder
+from paceline.errors import UsageError
 
-__all__ = ["ReadableStore", "is_url", "open_store", "store_at"]
+__all__ = ["ReadableStore", "checkpoints_at", "is_url", "local_path", "open_store", "store_at"]
 
 
 class ReadableStore(Protocol):
@@ -46,8 +47,32 @@ class _OneCheckpoint:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a URL, such as ``s3://bucket/run``."""
-    return "://" in os.fspath(path)
+    """Return whether a path is a URL, such as ``s3://bucket/run``.
+
+    Raises:
+        UsageError: it is what a `Path` makes of a URL, and would name a folder on this host.
+    """
+    text = os.fspath(path)
+    if re.match(r"\w[\w+.-]*:/(?!/)", text):
+        raise UsageError(
+            f"{text!r} is neither a path nor a URL",
+            remedy="pass a URL as a string, such as 's3://bucket/run'",
+        )
+    return "://" in text
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of what is to be written on a disk.
+
+    Raises:
+        UsageError: it is a URL.
+    """
+    if is_url(path):
+        raise UsageError(
+            f"{os.fspath(path)!r} is a URL, and this is written to a disk",
+            remedy="name a path, and copy what is written there",
+        )
+    return Path(path)
 
 
 def open_store(folder: str | os.PathLike[str] | CheckpointStore) -> CheckpointStore:
@@ -82,6 +107,37 @@ def store_at(path: str | Path, *, reads_cache: bool = True) -> ReadableStore:
         return _OneCheckpoint(LocalFiles(folder))
     inner = LocalFolder(folder / "checkpoint")
     return inner if inner.names() else LocalFolder(folder)
+
+
+def checkpoints_at(path: str | Path, *, reads_cache: bool = False) -> tuple[ReadableStore, list[str]]:
+    """Return what is at a path, and the names of the checkpoints there, newest first.
+
+    Args:
+        path: path or URL, see `store_at`.
+        reads_cache: of a URL, read what is on this host from there, and keep what is downloaded.
+
+    Raises:
+        UsageError: there are none; a URL is not valid, a package for it is missing, or it can't be read.
+    """
+    if is_url(path):
+        RemoteFolder(os.fspath(path)).check_readable()
+    elif not Path(path).exists():
+        raise UsageError(f"{str(path)!r} does not exist", remedy="name a checkpoint, or a folder of them")
+    try:
+        store = store_at(path, reads_cache=reads_cache)
+        names = store.names()
+    except OSError as error:
+        raise UsageError(
+            f"checkpoints can't be read: {error.strerror or error}",
+            remedy="check the path, and what it permits",
+        ) from error
+    if not names:
+        where = "; check the bucket, and the folder in it" if is_url(path) else ""
+        raise UsageError(
+            f"{store.location!r} holds no checkpoint",
+            remedy=f"name the folder passed to paceline.Checkpoint, or a checkpoint{where}",
+        )
+    return store, names
 
 
 def _remote_store_at(url: str, reads_cache: bool) -> ReadableStore:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,17 +15,18 @@ from typer import Argument
 
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes
-from paceline.checkpoint.format.manifest import MANIFEST, Manifest
-from paceline.checkpoint.storage.local_folder import LocalFiles, LocalFolder
-from paceline.errors import DamagedCheckpoint, UsageError
+from paceline.checkpoint.format.manifest import METADATA, Manifest
+from paceline.errors import DamagedCheckpoint
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.command_options import own
 from paceline.tools.console_table import make_table, print_wide
 from paceline.tools.result_files import check_writable
 
-__all__ = ["app"]
+if TYPE_CHECKING:
+    from paceline.checkpoint.storage.checkpoint_store import CheckpointFiles
+    from paceline.checkpoint.storage.stores import ReadableStore
 
-_METADATA = ".metadata"  # of torch.distributed.checkpoint; its module imports torch
+__all__ = ["app"]
 
 
 @dataclass(frozen=True)
@@ -33,25 +34,31 @@ class CheckpointRow:
     """One checkpoint.
 
     Attributes:
-        path: its folder.
+        name: of its folder.
+        location: path or URL of its folder.
         facts: step, ranks that wrote it, nbytes, what is known of when it was written, and its format: ``"paceline"``,
             ``"dcp"``, or ``"plain dcp"`` if torch.distributed.checkpoint wrote it alone. Empty: damaged.
         problem: what is damaged; empty: intact; None: its files were not read.
     """
 
-    path: Path
+    name: str
+    location: str
     facts: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the row for JSON."""
-        return {"path": str(self.path), "problem": self.problem, **self.facts}
+        return {"path": self.location, "problem": self.problem, **self.facts}
 
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
 FolderArgument = Annotated[
-    Path, Argument(metavar="FOLDER", help="Folder of a run, or of its checkpoints, or a checkpoint.")
+    str,
+    Argument(
+        metavar="FOLDER",
+        help="Folder of a run, or of its checkpoints, or a checkpoint: a path, or a URL such as s3://bucket/run.",
+    ),
 ]
 ModelName = Annotated[str, own("NAME", "Name of the model to export, if there are several.")]
 
@@ -71,15 +78,16 @@ def verify(folder: FolderArgument, json_file: JsonOption = None) -> None:
 @app.command("export")
 def export(
     folder: FolderArgument,
-    file: Annotated[Path, Argument(metavar="FILE", help="The .safetensors file to write.")],
+    file: Annotated[str, Argument(metavar="FILE", help="The .safetensors file to write.")],
     model_name: ModelName = "model",
 ) -> None:
     """Write the weights of the newest intact checkpoint to a .safetensors file."""
     from paceline.checkpoint.interop.weights_export import export_weights
+    from paceline.checkpoint.storage.stores import checkpoints_at, local_path
 
-    checkpoints, _ = _find(folder)
-    check_writable(file, "FILE")
-    written = export_weights(checkpoints, file, model=model_name)
+    check_writable(local_path(file), "FILE")
+    checkpoints_at(folder)
+    written = export_weights(folder, file, model=model_name)
     typer.echo(f"weights: {written} ({format_bytes(written.stat().st_size)})")
 
 
@@ -93,7 +101,7 @@ def convert(
             "one), or the URL of one; a .safetensors file, or a Hugging Face folder.",
         ),
     ],
-    target: Annotated[Path, Argument(metavar="TARGET", help="The folder to write, which must not exist.")],
+    target: Annotated[str, Argument(metavar="TARGET", help="The folder to write, which must not exist.")],
     to: Annotated[str, own("FORMAT", "Format to write: paceline, dcp or hf.", "--to")],
     model_name: ModelName = "model",
     config: Annotated[
@@ -105,7 +113,7 @@ def convert(
     from paceline.checkpoint.interop.convert import convert_checkpoint
 
     notes = convert_checkpoint(source, target, to, _progress, model=model_name, config=config)
-    nbytes = sum(file.stat().st_size for file in target.iterdir())
+    nbytes = sum(file.stat().st_size for file in Path(target).iterdir())
     typer.echo(f"{to}: {target} ({format_bytes(nbytes)})")
     for note in notes:
         typer.echo(f"note: {note}")
@@ -117,33 +125,20 @@ def _progress(total: int) -> AbstractContextManager[Callable[[], object]]:
     return ProgressBar("tensors", total)
 
 
-def _find(folder: Path) -> tuple[Path, list[Path]]:
-    """Return the folder of checkpoints, or a checkpoint, and the checkpoints there, newest first.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if (folder / MANIFEST).exists() or (folder / _METADATA).exists():
-        return folder, [folder]
-    checkpoints = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-    complete = [checkpoints / name for name in LocalFolder(checkpoints).names()]
-    if not complete:
-        raise UsageError(
-            f"no checkpoint in {str(checkpoints)!r}", remedy="name the folder passed to paceline.Checkpoint"
-        )
-    return checkpoints, complete
-
-
-def _show(folder: Path, json_file: Path | None, *, verify: bool) -> None:
+def _show(folder: str, json_file: Path | None, *, verify: bool) -> None:
     """Print the checkpoints and what is damaged, write them as JSON, and exit with 1 after damage."""
-    _, complete = _find(folder)
+    from paceline.checkpoint.storage.stores import checkpoints_at
+
     if json_file is not None:
         check_writable(json_file, "--json")
-    rows = [_read_row(path, verify) for path in complete]
+    store, names = checkpoints_at(folder)  # not what this host has in a cache
+    rows = [_read_row(store.files(name), verify) for name in names]
+    if any(row.problem for row in rows):
+        rows = _without_removed(rows, store)
     _print_table(rows)
     for row in rows:
         if row.problem:
-            problem = f"{row.path.name}: {row.problem}"
+            problem = f"{row.name}: {row.problem}"
             Console().print(problem, style="red", highlight=False, soft_wrap=True)
     if json_file is not None:
         write_json(json_file, [row.to_json() for row in rows], indent=2)
@@ -151,26 +146,37 @@ def _show(folder: Path, json_file: Path | None, *, verify: bool) -> None:
         raise typer.Exit(1)
 
 
-def _read_row(path: Path, verify: bool) -> CheckpointRow:
+def _without_removed(rows: list[CheckpointRow], store: ReadableStore) -> list[CheckpointRow]:
+    """Return rows without those of checkpoints that a run has removed meanwhile, which are not damaged."""
     try:
-        facts = _facts(path)
+        there = store.names()
+    except OSError:
+        return rows
+    removed = [row for row in rows if row.problem and row.name not in there]
+    for row in removed:
+        typer.echo(f"note: {row.name} was removed while it was read", err=True)
+    return [row for row in rows if row not in removed]
+
+
+def _read_row(files: CheckpointFiles, verify: bool) -> CheckpointRow:
+    try:
+        facts = _facts(files)
     except DamagedCheckpoint as error:
-        return CheckpointRow(path, problem=str(error))
+        return CheckpointRow(files.name, files.location, problem=str(error))
     if not verify:
-        return CheckpointRow(path, facts)
+        return CheckpointRow(files.name, files.location, facts)
     from paceline.checkpoint.newest_checkpoint import find_problem
 
-    return CheckpointRow(path, facts, find_problem(LocalFiles(path)))
+    return CheckpointRow(files.name, files.location, facts, find_problem(files))
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def _facts(files: CheckpointFiles) -> dict[str, Any]:
     """Return the facts of a checkpoint; DamagedCheckpoint: it has none that can be read."""
-    files = LocalFiles(path)
-    if (path / _METADATA).exists():
+    if _has(files, METADATA):
         from paceline.checkpoint.interop.dcp_reader import DcpReader, is_plain_dcp
 
         if is_plain_dcp(files):
-            return _facts_of_dcp(DcpReader(files), path)
+            return _facts_of_dcp(DcpReader(files))
     manifest = Manifest.read(files.read)
     return {
         "step": manifest.step,
@@ -181,15 +187,26 @@ def _facts(path: Path) -> dict[str, Any]:
     }
 
 
-def _facts_of_dcp(reader: Any, path: Path) -> dict[str, Any]:
+def _has(files: CheckpointFiles, name: str) -> bool:
+    try:
+        files.open(name).close()
+    except OSError:
+        return False
+    return True
+
+
+def _facts_of_dcp(reader: Any) -> dict[str, Any]:
     from paceline.checkpoint.interop.dcp_match import step_of_dcp
 
-    at = datetime.fromtimestamp((path / _METADATA).stat().st_mtime).astimezone()
+    written, folder = {}, getattr(reader.files, "path", None)
+    if folder is not None:  # a path, not a URL
+        at = datetime.fromtimestamp((folder / METADATA).stat().st_mtime).astimezone()
+        written["at"] = at.isoformat(timespec="seconds")
     facts = {
         "step": step_of_dcp(reader),
         "ranks": reader.index.writers,
         "nbytes": sum(item.nbytes for _, item in reader.index.items()),
-        "written": {"at": at.isoformat(timespec="seconds")},
+        "written": written,
         "format": "plain dcp",
     }
     reader.close()
@@ -202,11 +219,11 @@ def _print_table(rows: list[CheckpointRow]) -> None:
         facts = row.facts
         state = "not read" if row.problem is None else "DAMAGED" if row.problem else "intact"
         if not facts:
-            table.add_row(row.path.name, "", "", "", "", "DAMAGED", style="red")
+            table.add_row(row.name, "", "", "", "", "DAMAGED", style="red")
             continue
         if facts["format"] == "plain dcp":
             state = f"DCP, {state}"
         step = "?" if facts["step"] is None else str(facts["step"])
         numbers = step, str(facts["ranks"]), format_bytes(facts["nbytes"])
-        table.add_row(row.path.name, *numbers, facts["written"].get("at", ""), state)
+        table.add_row(row.name, *numbers, facts["written"].get("at", ""), state)
     print_wide(table)

@@ -186,6 +186,10 @@ class TrainSettings:
             check_logger_names(self.log)
         if not self.out:
             raise UsageError("out is empty", remedy="name a folder for the run, for example runs/train")
+        if "://" in self.out:
+            raise UsageError(
+                f"out={self.out!r} is a URL", remedy="name a folder on a disk; paceline.Checkpoint takes URLs"
+            )
         size = self.model_size(self.vocabulary or 256)  # this and the following raise on invalid values
         if not self.is_auto:
             object.__setattr__(
