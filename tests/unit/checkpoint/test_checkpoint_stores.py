@@ -119,16 +119,16 @@ def test_incomplete_checkpoints_of_runs_that_died_are_removed(place):
     dead = place.store()
     dead.prepare()
     lock = dead.lock()
-    attempt = dead.begin(5, "dead")
+    attempt = dead.begin(5, "dead" * 3)
     (attempt.folder / "model.safetensors").write_bytes(b"123")
     attempt.publish(["model.safetensors"])
     attempt.report("piece-0", b"text")
-    save(dead, 4, mark="dead")
+    save(dead, 4, mark="dead" * 3)
     lock.close()
     store = place.owned()
     store.remove_incomplete()
     assert steps(store) == [4]
-    assert store.begin(5, "dead").reported("piece-0") is None
+    assert store.begin(5, "dead" * 3).reported("piece-0") is None
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_kept_until_newer_ones_are_enough(place):

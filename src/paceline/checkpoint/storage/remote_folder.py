@@ -41,6 +41,9 @@ _PREPARE_SECONDS = 20.0
 
 _DAMAGED, _PROBE = ".damaged", "probe-"
 
+_RUN = "[0-9a-f]{12}"
+"""Name of the folder of a run in that of a checkpoint."""
+
 _SMALL = (CHECKSUM, MANIFEST, METADATA)
 """Files of a checkpoint outside of the folder of its run, without any of which it is not complete."""
 
@@ -278,5 +281,8 @@ def _is_complete(entries: Mapping[str, Entry]) -> bool:
 
 
 def _is_own(entries: Mapping[str, Entry]) -> bool:
-    """Return whether a folder has files only that Paceline writes there; others are in folders of their runs."""
-    return all(entry.is_folder or name.partition(".part-")[0] in _SMALL for name, entry in entries.items())
+    """Return whether a folder has files only that Paceline writes there, and folders of runs."""
+    return all(
+        re.fullmatch(_RUN, name) if entry.is_folder else name.partition(".part-")[0] in _SMALL
+        for name, entry in entries.items()
+    )
