@@ -90,7 +90,7 @@ def train(model: paceline.DataParallel, optimizer: torch.optim.Optimizer, steps:
                     if record is not None:
                         record.log(loss=float(elastic.step))
             except SystemExit:
-                log.write(f"left {int(checkpoint is not None and checkpoint._lock is not None)}\n")
+                log.write(f"left {int(checkpoint is not None and checkpoint._writer.lock is not None)}\n")
                 raise
             log.write(f"{os.getpid()} {elastic.step} {model.comm.size}\n")
             time.sleep(0.005)
