@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +25,7 @@ from paceline.checkpoint.checkpoint_writer import CheckpointWriter
 from paceline.checkpoint.interop.dcp_restore import plan_restore
 from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
 from paceline.checkpoint.parts.loader_epochs import LoaderEpochs, with_loader
+from paceline.checkpoint.parts.loader_states import check_loaders_move, check_moves
 from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.save_on_warning import SaveOnWarning
@@ -124,6 +125,7 @@ class Checkpoint:
         )
         self._closed = False
         self._loaded = False  # load() was called
+        self._moves = False  # ranks may leave and join
         self._epochs = LoaderEpochs()
         for optimizer in optimizers[:1]:
             _count_steps(optimizer, weakref.ref(self))
@@ -144,8 +146,10 @@ class Checkpoint:
             epochs: total number of epochs since training began; None: the rest of one epoch.
 
         Raises:
-            PacelineError: see `load`.
+            PacelineError: see `load`; or ranks may leave and join (`Elastic`), and the loader can't be dealt to others.
         """
+        if self._moves:
+            check_moves("loader", loader)
         self._objects = with_loader(self._objects, loader, loaded=self._loaded)
         self._warning.listen()
         if not self._loaded:
@@ -309,6 +313,18 @@ class Checkpoint:
     def newest_step(self) -> int | None:
         """The step of the newest complete checkpoint in the folder; None: there is none."""
         return next((step_of(name) for name in self._store.names()), None)
+
+    def check_rejoin(self, moved: Iterable[Any] = ()) -> None:
+        """Check that this run can go on when ranks leave or join, as they may from now on.
+
+        Args:
+            moved: the objects whose ``rejoin()`` is called then.
+
+        Raises:
+            UsageError: a loader that is saved can't be dealt to other ranks, or is not among them; names it.
+        """
+        check_loaders_move(self._objects.others, moved)
+        self._moves = True
 
     def rejoin(self) -> None:
         """Continue on the ranks of the default process group, after it was made anew; all ranks call this.
