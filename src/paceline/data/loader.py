@@ -229,7 +229,7 @@ class Loader:
             MismatchError: ranks are about to serve different data; names the first difference and the ranks.
         """
         source = self._source
-        check_unmoved(self.group, self._place)
+        check_unmoved(self._place, *rank_and_size(self.group))
         self._iteration += 1
         with self._place.naming_virtual_ranks():
             source.begin()
@@ -308,7 +308,7 @@ class Loader:
                 remedy="create a Loader for each of two loops that run at the same time; leave a loop before loading; "
                 "with paceline.Elastic, loop over steps()",
             )
-        check_unmoved(self.group, self._place)
+        check_unmoved(self._place, *rank_and_size(self.group))
 
     def __len__(self) -> int:
         """Return the steps of the present epoch, the same on all ranks; with virtual ranks a step has more batches.

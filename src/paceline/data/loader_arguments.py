@@ -14,7 +14,6 @@ from paceline.data.sampling.block_dispatch import DispatchScheme, dispatch_block
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import UnevenPolicy, check_batching
 from paceline.errors import UsageError, unknown
-from paceline.world.control_collectives import rank_and_size
 
 __all__ = [
     "Dealing",
@@ -169,17 +168,16 @@ def check_movable(group: ProcessGroup | None, iterable: bool, dealing: Dealing, 
     raise UsageError(f"a Loader with {problem} can't move to other ranks", rank=place.rank, remedy=remedy)
 
 
-def check_unmoved(group: ProcessGroup | None, place: RankPlace) -> None:
+def check_unmoved(place: RankPlace, rank: int, ranks: int) -> None:
     """Check that this process is still the rank that a loader serves, among as many.
 
     Args:
-        group: of the ranks; None: all.
         place: the ranks that the loader serves.
+        rank, ranks: this process, and the number of processes.
 
     Raises:
         UsageError: it is not; samples would be used twice or never.
     """
-    rank, ranks = rank_and_size(group)
     if (rank, ranks) != (place.rank, place.ranks):
         raise UsageError(
             f"this loader was made for rank {place.rank} of {place.ranks}; this process is now rank {rank} of {ranks}",
