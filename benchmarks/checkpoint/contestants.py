@@ -171,7 +171,7 @@ class OurRun(TrainingRun):
     def _ready(self, _: object) -> float:
         """Do what the checkpoint's hook does when the optimizer steps, which then has nothing to wait for."""
         started = time.perf_counter()
-        self.checkpoint._before_step()
+        self.checkpoint._writer.before_step()
         return time.perf_counter() - started
 
     def tidy(self) -> None:

@@ -1,9 +1,11 @@
-"""A program whose ranks recover live: ``live_program.py STEPS FOLDER [virtual|plain] [WORKERS]``, under `paceline run`.
+"""A program whose ranks recover live: ``live_program.py STEPS FOLDER [DATA] [WORKERS]``, under `paceline run`.
 
 Every process writes a line per attempt to ``FOLDER/<member>.log``: its pid, the step reached, the number of ranks; and
 at its end the digest of the parameters and buffers. With ``virtual`` or ``plain`` it trains with a `Loader`, with or
 without virtual ranks, which ``WORKERS`` processes read. Then there are further lines, ``used EPOCH STEP SAMPLE…`` with
-the samples that all ranks used in a step, and ``workers PID…`` with the worker processes of this one.
+the samples that all ranks used in a step, and ``workers PID…`` with the worker processes of this one. With
+``forgotten`` the plain one is not passed to `Elastic`; with ``foreign`` the loader is not Paceline's, and reads this
+rank's own samples.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import paceline
+from foreign_loaders import BATCHES, make_loader
 from paceline._core.summation_tree import leaves_of
 from paceline.data.leaf_random import seed_leaf
 from paceline.world.value_collectives import gather_values
@@ -90,7 +93,7 @@ def train(model: paceline.DataParallel, optimizer: torch.optim.Optimizer, steps:
                     if record is not None:
                         record.log(loss=float(elastic.step))
             except SystemExit:
-                log.write(f"left {int(checkpoint is not None and checkpoint._lock is not None)}\n")
+                log.write(f"left {int(checkpoint is not None and checkpoint._writer.lock is not None)}\n")
                 raise
             log.write(f"{os.getpid()} {elastic.step} {model.comm.size}\n")
             time.sleep(0.005)
@@ -102,9 +105,17 @@ def train_with_loader(
     loader: paceline.Loader,
     epochs: int,
     log: TextIO,
+    passed: bool,
 ) -> None:
-    """Train on the batches of a loader, and log each attempt and the samples it used."""
-    with paceline.Elastic(model, optimizer, loader, lost=2.0) as elastic:
+    """Train on the batches of a loader, and log each attempt and the samples it used.
+
+    Args:
+        model, optimizer, loader: of this rank.
+        epochs: number of epochs.
+        log: of this process.
+        passed: whether `Elastic` gets the loader.
+    """
+    with paceline.Elastic(model, optimizer, *([loader] if passed else []), lost=2.0) as elastic:
         for batches in loader.steps(epochs):
             step, used = elastic.step, []
             with elastic.attempt():
@@ -124,20 +135,42 @@ def train_with_loader(
             time.sleep(0.02)
 
 
+def train_with_foreign_loader(
+    model: paceline.DataParallel, optimizer: torch.optim.Optimizer, epochs: int, log: TextIO
+) -> None:
+    """Train on the batches of a loader that knows this rank only, and log the samples that all ranks used."""
+    loader = make_loader("Countdown", model.comm.rank, model.comm.size)
+    with paceline.Elastic(model, optimizer, loader, lost=2.0) as elastic:
+        for epoch in range(epochs):
+            for numbers in loader:
+                step, used = elastic.step, []
+                with elastic.attempt():
+                    used = [*chain(*gather_values(numbers))]
+                    model.backward(model(torch.ones(4, 12)).mean(), samples=4)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                log.write(f"used {epoch} {step} {' '.join(map(str, sorted(used)))}\n")
+                log.write(f"{os.getpid()} {elastic.step} {model.comm.size}\n")
+                time.sleep(0.02)
+
+
 def main(steps: int, folder: Path, data: str = "", workers: str = "0") -> None:
     """Train, and write the log of this process."""
     torch.set_num_threads(1)
     paceline.init(os.environ.get("LIVE_BACKEND"), device="cpu")
-    virtual_ranks = None if data == "plain" else VIRTUAL_RANKS
+    virtual_ranks = None if data in ("plain", "forgotten", "foreign") else VIRTUAL_RANKS
     model, optimizer = build(virtual_ranks)
     member = os.environ.get("PACELINE_MEMBER", "alone").replace("/", "-")
     with (folder / f"{member}.log").open("a", buffering=1) as log:
-        if data:
-            batch_size = 4 if data == "plain" else 2
+        if data == "foreign":
+            train_with_foreign_loader(model, optimizer, steps // BATCHES, log)
+        elif data:
+            batch_size = 2 if virtual_ranks else 4
             loader = paceline.Loader(
                 Noisy(), batch_size, virtual_ranks=virtual_ranks, num_workers=int(workers)
             )
-            train_with_loader(model, optimizer, loader, steps // STEPS_PER_EPOCH, log)
+            epochs = steps // STEPS_PER_EPOCH
+            train_with_loader(model, optimizer, loader, epochs, log, passed=data != "forgotten")
         else:
             train(model, optimizer, steps, log)
         log.write(f"digest {digest(model)}\n")

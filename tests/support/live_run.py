@@ -21,7 +21,7 @@ STEPS = 150
 class LiveRun:
     """A run of the program under ``paceline run``."""
 
-    def __init__(self, folder, ranks, backend="paceline", steps=STEPS, data=()):
+    def __init__(self, folder, ranks, backend="paceline", steps=STEPS, data=(), options=()):
         self.folder = folder
         command = [
             sys.executable,
@@ -32,6 +32,7 @@ class LiveRun:
             str(ranks),
             "--min-ranks",
             "1",
+            *options,
         ]
         command += [
             "--max-restarts",

@@ -25,7 +25,7 @@ class LoaderRun:
         self.optim = torch.optim.SGD(self.model.parameters(), lr=1e-2)
         self.loader = loader
         self.checkpoint = paceline.Checkpoint(folder, self.model, self.optim, *objects, every=every, **named)
-        torch.manual_seed(10 + self.checkpoint._rank)
+        torch.manual_seed(10 + self.checkpoint._writer.rank)
 
     def train(self, *, epochs: int = 3, stop: int | None = None) -> list[tuple[int, list[int], float]]:
         """Train until step `stop`; return for each step its epoch, the numbers in its batch and a random number."""

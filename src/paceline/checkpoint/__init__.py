@@ -2,7 +2,8 @@
 
 api.py                     what a program uses: `Checkpoint`
 checkpoint_contents.py     collects the state of all objects, and restores it
-background_saver.py        writes a checkpoint during training
+checkpoint_writer.py       writes the checkpoints of a run, one after another
+background_saver.py        writes one during training
 state_copies.py            copies of the state, part of which the writing thread makes
 unchanged_files.py         files of frozen weights, which need not be written again
 save_cadence.py            after which step one is due, and after which all ranks leave

@@ -1,6 +1,6 @@
 """`Checkpoint`: saves the state of a training run in the background, and resumes it exactly.
 
-`background_saver` writes checkpoints, `checkpoint_contents` collects and restores the state, and `newest_checkpoint`
+`checkpoint_writer` writes checkpoints, `checkpoint_contents` collects and restores the state, and `newest_checkpoint`
 finds the checkpoint that a run resumes from.
 """
 
@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
-import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from datetime import datetime
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,22 +19,20 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from paceline._core import __version__
 from paceline._core.step_state import step_state
-from paceline.checkpoint.background_saver import BackgroundSave, on_cpu
 from paceline.checkpoint.checkpoint_contents import collect_contents
-from paceline.checkpoint.exclusive_use import claim_store
+from paceline.checkpoint.checkpoint_writer import CheckpointWriter
 from paceline.checkpoint.interop.dcp_restore import plan_restore
 from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
 from paceline.checkpoint.parts.loader_epochs import LoaderEpochs, with_loader
+from paceline.checkpoint.parts.loader_states import check_loaders_move, check_moves
 from paceline.checkpoint.parts.named_objects import NamedObjects
-from paceline.checkpoint.retention import Retention, remove_old
+from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.save_on_warning import SaveOnWarning
-from paceline.checkpoint.state_copies import HostBuffers, call_before_steps
-from paceline.checkpoint.storage.checkpoint_store import CheckpointStore, StoreLock
+from paceline.checkpoint.state_copies import call_before_steps
+from paceline.checkpoint.storage.checkpoint_store import CheckpointStore
 from paceline.checkpoint.storage.local_folder import checkpoint_name, step_of
 from paceline.checkpoint.storage.stores import open_store, store_at
-from paceline.checkpoint.unchanged_files import UnchangedFiles
 from paceline.errors import CheckpointError, UsageError
 from paceline.world.control_collectives import gather_texts, rank_and_size
 from paceline.world.live_file import JOINER_VARIABLE
@@ -112,7 +105,7 @@ class Checkpoint:
         group: dist.ProcessGroup | None = None,
         **named: Any,
     ) -> None:
-        self._retention, self._metrics = Retention(keep, keep_every, keep_best), dict[str, float | None]()
+        retention = Retention(keep, keep_every, keep_best)
         if format not in _CONTAINERS:
             raise UsageError(f"format={format!r}", remedy=f"pass one of {', '.join(map(repr, _CONTAINERS))}")
         self._container = _CONTAINERS[format]
@@ -120,28 +113,24 @@ class Checkpoint:
         self.step, self.epoch = 0, 0
         self.resumed: Resumed | None = None
         self.facts = _check_facts(facts or {})
-        self._group, (self._rank, self._ranks) = group, rank_and_size(group)
+        self._group = group
         self._warning = SaveOnWarning(every, notice, group)
         self._asynchronous = asynchronous
         self._store = open_store(folder)
         self.folder = getattr(self._store, "path", self._store.location)
-        self._lock: StoreLock | None = None
-        self._joins = self._ranks == 1 and bool(os.environ.get(JOINER_VARIABLE))
-        self._run_id = ""
-        if not self._joins:
-            self._run_id, self._lock = claim_store(self._store, self._rank, group)
         optimizers = list(self._objects.optimizers.values())
-        self._buffers, self._unchanged = HostBuffers(later=bool(optimizers)), UnchangedFiles(keep)
-        self._pending: tuple[int, BackgroundSave] | None = None
-        self._latest: BackgroundSave | None = None
+        self._joins = rank_and_size(group)[1] == 1 and bool(os.environ.get(JOINER_VARIABLE))
+        self._writer = CheckpointWriter(
+            self._store, group, retention, copies=asynchronous, later=bool(optimizers), joins=self._joins
+        )
         self._closed = False
         self._loaded = False  # load() was called
+        self._moves = False  # ranks may leave and join
         self._epochs = LoaderEpochs()
-        self._saved_at = -1  # step
         for optimizer in optimizers[:1]:
             _count_steps(optimizer, weakref.ref(self))
         if asynchronous:
-            call_before_steps(optimizers, weakref.WeakMethod(self._before_step))
+            call_before_steps(optimizers, weakref.WeakMethod(self._writer.before_step))
 
     # ------------------------------------------------------------------ the loop
 
@@ -157,8 +146,10 @@ class Checkpoint:
             epochs: total number of epochs since training began; None: the rest of one epoch.
 
         Raises:
-            PacelineError: see `load`.
+            PacelineError: see `load`; or ranks may leave and join (`Elastic`), and the loader can't be dealt to others.
         """
+        if self._moves:
+            check_moves("loader", loader)
         self._objects = with_loader(self._objects, loader, loaded=self._loaded)
         self._warning.listen()
         if not self._loaded:
@@ -196,22 +187,22 @@ class Checkpoint:
         if self._closed:
             raise CheckpointError(
                 f"save() into {self.folder} after close()",
-                rank=self._rank,
+                rank=self._writer.rank,
                 step=self.step,
                 remedy="close at the end, or create another paceline.Checkpoint",
             )
-        if self.step != self._saved_at:
+        if self.step != self._writer.saved_step:
             with step_state.running_task("checkpoint"):
-                self._finish_pending()
-                self._start(metric)
+                self._writer.finish()
+                self._begin(metric)
         failure = ""
         if wait or not self._asynchronous:
             with step_state.running_task("checkpoint"):
-                failure = self._finish_pending()
+                failure = self._writer.finish()
         if failure and wait:
             raise CheckpointError(
                 failure,
-                rank=self._rank,
+                rank=self._writer.rank,
                 step=self.step,
                 remedy="the previous checkpoint is untouched: make room, and resume from that",
             )
@@ -231,50 +222,20 @@ class Checkpoint:
         """Have all ranks save and leave, as after SIGTERM; for signal handlers of the program. One rank is enough."""
         self._warning.request()
 
-    def _start(self, metric: float | None) -> None:
+    def _begin(self, metric: float | None) -> None:
         if not self._loaded:
-            self._warn_of_newer(self.step)
+            self._writer.warn_of_newer(self.step)
         began = time.perf_counter()
         contents = collect_contents(
             self._objects,
-            self._rank,
-            self._ranks,
+            self._writer.rank,
+            self._writer.ranks,
             epoch=self.epoch,
             between_epochs=self._epochs.between,
             container=self._container,
         )
-        unchanged = self._unchanged.find(contents.parts)
-        copied = {name: parts for name, parts in contents.parts.files.items() if name not in unchanged}
-        copy = self._buffers.copy(copied) if self._asynchronous else None
-        ready = {name: on_cpu(parts) for name, parts in copied.items()} if copy is None else copy.files
-        head = {
-            "step": self.step,
-            "facts": dict(self.facts),
-            "metric": metric if metric is not None and math.isfinite(metric) else None,
-            "written": {
-                "at": datetime.now().astimezone().isoformat(timespec="seconds"),
-                "paceline": __version__,
-                "torch": str(torch.__version__),
-            },
-            **contents.shared,
-        }
-        self._latest = BackgroundSave(
-            partial(self._store.begin, self.step, self._run_id),
-            replace(contents, parts=contents.parts.with_files({**contents.parts.files, **ready})),
-            head,
-            began=began,
-            rank=self._rank,
-            ranks=self._ranks,
-            remove_old=partial(  # none of this object
-                remove_old, self._store, self._retention, self._metrics, spared=self._still_read()
-            ),
-            unchanged=unchanged,
-            earlier=self._unchanged.checkpoint,
-            copy=copy,
-            lock=self._lock,
-            previous=self._latest,
-        )
-        self._pending, self._saved_at = (self.step, self._latest), self.step
+        spared = self._still_read()
+        self._writer.begin(self.step, contents, began=began, facts=self.facts, metric=metric, spared=spared)
         self._warning.saved()
 
     def _still_read(self) -> str:
@@ -282,49 +243,9 @@ class Checkpoint:
         used = all(getattr(optimizer, "movable", True) for optimizer in self._objects.optimizers.values())
         return "" if used or self.resumed is None else checkpoint_name(self.resumed.step)
 
-    def _before_step(self) -> None:
-        """Wait until the state may change."""
-        if self._latest is not None:
-            self._latest.before_step()
-
-    def _warn_of_newer(self, step: int) -> None:
-        """Warn of checkpoints from `step` on that this run did not load, and that count as newer than its own."""
-        if self._rank != 0:
-            return
-        try:
-            newest = next(iter(self._store.names()), None)
-        except OSError:  # of a remote place; the save itself is tried again
-            return
-        if newest is not None and step_of(newest) >= step:
-            log.warning(
-                "%s already exists, and this run did not load it: checkpoints up to that step are removed as older "
-                "ones; call load() before training, or name another folder",
-                self._store.files(newest).location,
-            )
-
-    def _finish_pending(self) -> str:
-        """Wait for the pending checkpoint; return why it can't be completed, or an empty text."""
-        if self._pending is None:
-            return ""
-        (step, pending), self._pending = self._pending, None
-        failures = gather_texts(pending.wait_written(), self._group)
-        reasons = [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why]
-        pending.finish(abandon=bool(reasons))
-        last = gather_texts(pending.failure if self._rank == 0 and not reasons else "", self._group)[0]
-        reasons += [f"rank 0: {last}"] if last else []
-        if not reasons:
-            frozen = {name: file for name, file in pending.files.items() if name in pending.frozen}
-            self._unchanged.completed(checkpoint_name(step), frozen)
-            return ""
-        self._saved_at = -1
-        failure = f"the checkpoint of step {step} can't be written to {self._store.location!r}: {'; '.join(reasons)}"
-        if self._rank == 0:
-            log.warning("%s; training continues, and complete checkpoints stay", failure)
-        return failure
-
     def wait(self) -> None:
         """Return when the pending checkpoint is complete, or has failed with a warning. All ranks call this."""
-        self._finish_pending()
+        self._writer.finish()
 
     # ------------------------------------------------------------------ load
 
@@ -354,9 +275,9 @@ class Checkpoint:
         store = self._store if path is None else store_at(path)
         found = find_resume_point(
             store,
-            self._rank,
+            self._writer.rank,
             lambda text: gather_texts(text, self._group),
-            lambda reader: plan_restore(reader, self._objects, self._rank, self._ranks),
+            lambda reader: plan_restore(reader, self._objects, self._writer.rank, self._writer.ranks),
         )
         self._loaded = True
         if found is None:
@@ -365,24 +286,24 @@ class Checkpoint:
                     f"{str(path)!r} holds no checkpoint", remedy="name a checkpoint, or a folder of them"
                 )
             return None
-        if self._rank == 0:
+        if self._writer.rank == 0:
             for skipped in found.skipped:
                 log.warning("skipped %s, which is not intact: %s", skipped.path, skipped.why)
                 if path is None:
                     self._store.set_aside(skipped.path.rpartition("/")[2])
-        self._before_step()
+        self._writer.before_step()
         self.epoch = found.plan.restore()
         self._epochs.resume(between=bool(found.plan.first.get("between_epochs")))
         manifest = found.plan.reader.manifest
         self.step = manifest.step
         self._warning.loaded(self.step)
-        self._saved_at = manifest.step if path is None else -1
+        self._writer.saved_step = manifest.step if path is None else -1
         if path is not None:
-            self._warn_of_newer(self.step + 1)
+            self._writer.warn_of_newer(self.step + 1)
         location = getattr(found.files, "path", found.files.location)
         ranks = manifest.written.get("ranks", manifest.ranks)
         self.resumed = Resumed(location, manifest.step, ranks, manifest.facts, tuple(found.skipped))
-        if self._rank == 0:
+        if self._writer.rank == 0:
             log.info("resumed at step %d from %s, written by %d ranks", self.step, location, ranks)
         return self.resumed
 
@@ -393,47 +314,42 @@ class Checkpoint:
         """The step of the newest complete checkpoint in the folder; None: there is none."""
         return next((step_of(name) for name in self._store.names()), None)
 
+    def check_rejoin(self, moved: Iterable[Any] = ()) -> None:
+        """Check that this run can go on when ranks leave or join, as they may from now on.
+
+        Args:
+            moved: the objects whose ``rejoin()`` is called then.
+
+        Raises:
+            UsageError: a loader that is saved can't be dealt to other ranks, or is not among them; names it.
+        """
+        check_loaders_move(self._objects.others, moved)
+        self._moves = True
+
     def rejoin(self) -> None:
         """Continue on the ranks of the default process group, after it was made anew; all ranks call this.
 
         A checkpoint that was being written by other ranks is given up unless it is complete.
         """
-        if self._pending is not None:
-            self._pending[1].finish(abandon=True)
-        self._pending, self._saved_at = None, -1
         self._warning.rejoin()
-        (self._rank, self._ranks), self._joins = rank_and_size(self._group), False
+        self._joins = False
         self._loaded = True  # what lies in the folder belongs to this run
-        if self._rank == 0 and self._lock is None:
-            self._lock = self._store.lock()  # once the process that had it has ended
-            self._store.remove_incomplete()
-        # Another id: a rank of the world before may still be writing.
-        self._run_id = gather_texts(uuid.uuid4().hex[:12] if self._rank == 0 else "", self._group)[0]
+        self._writer.rejoin()
 
     def leave(self) -> None:
         """Leave the run to its other ranks: give up the checkpoint that is being written, and the folder's lock."""
-        if self._pending is not None:
-            self._pending[1].finish(abandon=True)
-            self._pending = None
+        self._writer.abandon()
         self._warning.close()
-        self._unlock()
+        self._writer.unlock()
 
     # ------------------------------------------------------------------ close
 
     def close(self) -> None:
         """Wait for the pending checkpoint, and let other runs write to the folder. All ranks call this."""
-        self._finish_pending()
+        self._writer.finish()
         self._closed = True
         self._warning.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        """Let other runs write to the folder, once this process has ended its own work in it."""
-        if self._latest is not None:
-            self._latest.join()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._writer.unlock()
 
     def __enter__(self) -> Self:
         return self

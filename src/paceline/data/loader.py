@@ -18,6 +18,7 @@ from paceline.data.loader_arguments import (
     Dealing,
     check_movable,
     check_stream,
+    check_unmoved,
     check_virtual,
     length_of,
     measured_shares,
@@ -228,12 +229,7 @@ class Loader:
             MismatchError: ranks are about to serve different data; names the first difference and the ranks.
         """
         source = self._source
-        if rank_and_size(self.group) != (self._place.rank, self._place.ranks):
-            raise UsageError(
-                f"this loader was made for rank {self._place.rank} of {self._place.ranks}; "
-                f"this process is now rank {rank_and_size(self.group)[0]} of {rank_and_size(self.group)[1]}",
-                remedy="call paceline.init() before creating a Loader",
-            )
+        check_unmoved(self._place, *rank_and_size(self.group))
         self._iteration += 1
         with self._place.naming_virtual_ranks():
             source.begin()
@@ -312,6 +308,7 @@ class Loader:
                 remedy="create a Loader for each of two loops that run at the same time; leave a loop before loading; "
                 "with paceline.Elastic, loop over steps()",
             )
+        check_unmoved(self._place, *rank_and_size(self.group))
 
     def __len__(self) -> int:
         """Return the steps of the present epoch, the same on all ranks; with virtual ranks a step has more batches.

@@ -19,6 +19,7 @@ __all__ = [
     "Dealing",
     "check_movable",
     "check_stream",
+    "check_unmoved",
     "check_virtual",
     "length_of",
     "measured_shares",
@@ -165,6 +166,23 @@ def check_movable(group: ProcessGroup | None, iterable: bool, dealing: Dealing, 
     else:
         return
     raise UsageError(f"a Loader with {problem} can't move to other ranks", rank=place.rank, remedy=remedy)
+
+
+def check_unmoved(place: RankPlace, rank: int, ranks: int) -> None:
+    """Check that this process is still the rank that a loader serves, among as many.
+
+    Args:
+        place: the ranks that the loader serves.
+        rank, ranks: this process, and the number of processes.
+
+    Raises:
+        UsageError: it is not; samples would be used twice or never.
+    """
+    if (rank, ranks) != (place.rank, place.ranks):
+        raise UsageError(
+            f"this loader was made for rank {place.rank} of {place.ranks}; this process is now rank {rank} of {ranks}",
+            remedy="call paceline.init() before creating a Loader; with paceline.Elastic, pass the loader to that",
+        )
 
 
 def check_virtual(shares: object, every: int | None) -> None:

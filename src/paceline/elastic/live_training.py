@@ -71,8 +71,8 @@ class Elastic:
 
     Args:
         objects: models, optimizers, and others with ``state_dict()`` and ``load_state_dict()``, all that a step
-            changes; a ``rejoin()`` is called in each new world. With a sharded optimizer, what follows its step in an
-            attempt must not read parameters.
+            changes; a ``rejoin()`` is called in each new world, and a loader needs one, as a `Loader` has it. With a
+            sharded optimizer, what follows its step in an attempt must not read parameters.
         active: False: failures are not recovered from.
         watchdog: to watch each new world with.
         min_ranks: fewer ranks wait for others to join.
@@ -175,8 +175,8 @@ class Elastic:
         me = os.environ.get(MEMBER_VARIABLE, "") if self._enabled else ""
         if not (me and has_launched_store(os.environ)) or (not self.is_joiner and rank_and_size()[1] == 1):
             return self
+        self._state.check(self._checkpoint)
         store = StoreLink(open_launched_store(os.environ, self._timeout))
-        self._state.check()
         self._shards.begin()
         forming = self._forming = WorldForming(
             me,

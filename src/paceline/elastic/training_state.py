@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.api import Checkpoint
+from paceline.checkpoint.parts.loader_states import check_moves, is_loader
 from paceline.checkpoint.parts.model_weights import load_weights, weights_of
 from paceline.checkpoint.parts.named_objects import NamedObjects, unwrap
 from paceline.checkpoint.parts.optimizer_state_pieces import load_optimizer, optimizer_state
@@ -51,9 +53,16 @@ class TrainingState:
 
     def __init__(self, objects: NamedObjects) -> None:
         self._objects = objects
+        self._moves = False  # ranks may leave and join
 
     def add(self, name: str, other: Any) -> None:
-        """Add an object that is neither model nor optimizer."""
+        """Add an object that is neither model nor optimizer.
+
+        Raises:
+            UsageError: `check` has passed, and this object can't move.
+        """
+        if self._moves:
+            _check_other(name, other)
         self._objects = self._objects.with_other(name, other)
 
     @property
@@ -68,8 +77,11 @@ class TrainingState:
             name: model for name, model in self._objects.models.items() if isinstance(model, DataParallel)
         }
 
-    def check(self) -> None:
+    def check(self, checkpoint: Checkpoint | None = None) -> None:
         """Check that the objects can move to another world without losing anything.
+
+        Args:
+            checkpoint: of the run; its loaders have to move, too.
 
         Raises:
             UsageError: names what can't.
@@ -88,10 +100,11 @@ class TrainingState:
             else:
                 continue
             raise UsageError(f"live recovery with {problem}", remedy=remedy)
-        for each in self._objects.others.values():
-            check = getattr(each, "check_rejoin", None)
-            if check is not None:
-                check()
+        for name, each in self._objects.others.items():
+            _check_other(name, each)
+        if checkpoint is not None:
+            checkpoint.check_rejoin(self._objects.others.values())
+        self._moves = True
 
     # ------------------------------------------------------------------ a step that is given up
 
@@ -204,3 +217,12 @@ class TrainingState:
             every = gather_values([weights.agreed, float(weights.reference)])
             if not all(agreed for agreed, _ in every):
                 weights.restart()
+
+
+def _check_other(name: str, other: Any) -> None:
+    """Raise unless an object that is neither model nor optimizer can move to another world."""
+    if is_loader(other):
+        check_moves(name, other)
+    check = getattr(other, "check_rejoin", None)
+    if check is not None:
+        check()

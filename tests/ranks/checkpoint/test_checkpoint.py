@@ -70,7 +70,7 @@ class Set:
         """Close, and return (losses, weights, random number, learning rate, epochs, step)."""
         self.checkpoint.close()
         weights = [param.clone() for param in self.model.whole_parameters()]
-        if self.checkpoint._rank == 0:
+        if self.checkpoint._writer.rank == 0:
             weights += [buffer.clone() for buffer in self.model.buffers()]
         lr = self.optim.param_groups[0]["lr"]
         return self.losses, weights, torch.rand(1).item(), lr, self.checkpoint.epoch, self.checkpoint.step

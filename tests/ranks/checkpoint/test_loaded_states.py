@@ -135,7 +135,7 @@ def train_one(rank, size, folder, expected, damage):
 
 def names_when_idle(checkpoint, folder):
     """Return the steps of the checkpoints once old ones are removed, which no rank waits for."""
-    checkpoint._latest.join()
+    checkpoint._writer.latest.join()
     torch.distributed.barrier()
     found = [int(name[5:]) for name in LocalFolder(folder).names()]
     torch.distributed.barrier()

@@ -184,5 +184,5 @@ def test_state_that_was_replaced_does_not_stay_in_memory(run):
     run.checkpoint.save(wait=True)
     run.step()
     run.checkpoint.save(wait=True)
-    copy = run.checkpoint._latest._copy
+    copy = run.checkpoint._writer.latest._copy
     assert copy._steady == []

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import paceline
+from foreign_loaders import Countdown, make_loader
+from mosaic_streaming import installed, streaming_base, streaming_ranks
 from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.elastic.step_counter import StepCounter
 from paceline.elastic.training_state import TrainingState
@@ -28,6 +31,72 @@ def test_objects_that_would_lose_something_are_refused_by_name():
     check(paceline.Loader([1, 2], 1))
     with pytest.raises(UsageError, match="a share for each rank can't move"):
         check(paceline.Loader([1, 2], 1, shares=[1.0]))
+
+
+LOADERS = ["StatefulDataLoader", "IterableDataset", "torchdata.nodes", "Countdown"]
+
+
+def refuses(name, kind):
+    return pytest.raises(UsageError, match=f"the loader {name!r}, a {kind}, which has no rejoin")
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_of_one_ranks_samples_is_refused_by_name(kind):
+    if kind != "Countdown":
+        pytest.importorskip("datasets" if kind == "IterableDataset" else "torchdata")
+    loader = make_loader(kind, 0, 2)
+    name = type(loader).__qualname__
+    with refuses("loader", name) as error:
+        check(loader)
+    assert "paceline.Loader" in str(error.value)
+    state = TrainingState(NamedObjects.of((), {}))
+    state.add("before", loader)
+    with refuses("before", name):
+        state.check()
+    state = TrainingState(NamedObjects.of((), {}))
+    state.check()
+    with refuses("after", name):
+        state.add("after", loader)
+    assert state.objects.others == {}
+
+
+@pytest.mark.skipif(not installed(), reason="Mosaic's streaming is not installed")
+def test_mosaics_loader_is_refused_whatever_its_batching_method(tmp_path):
+    with streaming_base().MDSWriter(out=str(tmp_path / "shards"), columns={"x": "int"}) as writer:
+        writer.write({"x": 1})
+    with streaming_ranks(tmp_path / "locks") as streaming:
+        data = streaming.StreamingDataset(
+            local=str(tmp_path / "shards"), batch_size=1, batching_method="random"
+        )
+        with refuses("loader", "StreamingDataLoader"):
+            check(streaming.StreamingDataLoader(data, batch_size=1))
+
+
+def test_a_loader_that_deals_to_other_ranks_is_accepted():
+    class Dealt(Countdown):
+        def rejoin(self):
+            self.skipped = 0
+
+    check(Dealt(0))
+
+
+def test_loaders_of_the_checkpoint_have_to_move(tmp_path):
+    loader, model = paceline.Loader([1, 2], 1), paceline.DataParallel(nn.Linear(2, 2))
+    state = TrainingState(NamedObjects.of((model, loader), {}))
+    missing = pytest.raises(UsageError, match="without 'loader', a Loader: the checkpoint saves this loader")
+    with paceline.Checkpoint(tmp_path, model, data=Countdown(0)) as checkpoint, refuses("data", "Countdown"):
+        state.check(checkpoint)
+    with paceline.Checkpoint(tmp_path, model, paceline.Loader([1, 2], 1)) as checkpoint, missing:
+        state.check(checkpoint)
+    with paceline.Checkpoint(tmp_path, model, loader) as checkpoint:
+        state.check(checkpoint)
+        for other in (
+            Countdown(0),
+            DataLoader([1, 2]),
+        ):  # the second one has no state, but no rejoin() either
+            with refuses("loader", type(other).__qualname__):
+                next(checkpoint.resume(other))
+        assert checkpoint.step == 0
 
 
 def test_without_a_launcher_steps_are_counted_and_errors_pass():

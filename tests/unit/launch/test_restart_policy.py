@@ -285,6 +285,7 @@ def test_a_program_that_was_called_wrongly_is_not_started_again():
         (2, ["usage: train.py"], True),
         (1, ["paceline.errors.UsageError: every=0", "  → pass a number of optimizer steps"], True),
         (1, ["[rank1]: paceline.errors.UsageError: every=0", "[rank1]:   → pass a number"], True),
+        (1, ["[rank1]: [rank2]: paceline.errors.UsageError: every=0", "[rank1]: [rank2]:   → pass it"], True),
         (1, ["ValueError: a bad batch"], False),
         (1, ["PeerFailed: [rank 1] UsageError: every=0"], False),
         (-9, [], False),

@@ -32,6 +32,8 @@ from paceline.errors import UsageError
 
 __all__ = [
     "ObjectState",
+    "check_loaders_move",
+    "check_moves",
     "check_savable",
     "check_states",
     "collect_state",
@@ -121,6 +123,52 @@ def check_savable(name: str, other: Any) -> None:
             name,
             type(sampler).__qualname__,
         )
+
+
+# ------------------------------------------------------------------ live recovery
+
+
+def check_moves(name: str, loader: Any) -> None:
+    """Check that a loader can continue in the same process when ranks leave or join.
+
+    Args:
+        name: of the loader.
+        loader: any iterable; its ``rejoin()`` deals the rest of the epoch to the ranks of a new world.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if not callable(getattr(loader, "rejoin", None)):
+        raise UsageError(
+            f"live recovery with the loader {name!r}, a {type(loader).__qualname__}, which has no rejoin(): when ranks "
+            "leave or join, the rest of its epoch can't be dealt to the new ranks, so samples would be used twice or "
+            "never",
+            remedy="use a paceline.Loader; or start with --recovery restart, and paceline.Checkpoint resumes it on the "
+            "same number of ranks",
+        )
+
+
+def check_loaders_move(others: Mapping[str, Any], moved: Iterable[Any]) -> None:
+    """Check that all loaders of a checkpoint can continue in the same process when ranks leave or join.
+
+    Args:
+        others: objects of the checkpoint that are neither models nor optimizers, by name.
+        moved: objects whose ``rejoin()`` is called in a new world.
+
+    Raises:
+        UsageError: names a loader that can't, or that is not among `moved`.
+    """
+    known = {id(each) for each in moved}
+    for name, each in others.items():
+        if not is_loader(each):
+            continue
+        check_moves(name, each)
+        if id(each) not in known:
+            raise UsageError(
+                f"live recovery without {name!r}, a {type(each).__qualname__}: the checkpoint saves this loader, and "
+                "with other ranks it would go on serving the batches of the ranks before",
+                remedy="pass it to paceline.Elastic too",
+            )
 
 
 # ------------------------------------------------------------------ save

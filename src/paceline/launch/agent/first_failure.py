@@ -80,8 +80,8 @@ class RankFailure:
         return self.exit_code == _USAGE_EXIT_CODE or usage_error
 
     def last_lines(self) -> list[str]:
-        """Return the last lines of output without torch's prefix."""
-        return [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in self.lines[-_REASON_LINES:]]
+        """Return the last lines of output without torch's prefixes, one for each world that the process was in."""
+        return [re.sub(r"^(\[rank\d+\]: ?)+", "", line).strip() for line in self.lines[-_REASON_LINES:]]
 
     def __str__(self) -> str:
         name = self.host if self.rank is None else f"rank {self.rank} on {self.host}"
