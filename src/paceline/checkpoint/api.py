@@ -25,7 +25,7 @@ from paceline.checkpoint.checkpoint_writer import CheckpointWriter
 from paceline.checkpoint.interop.dcp_restore import plan_restore
 from paceline.checkpoint.newest_checkpoint import Resumed, find_resume_point
 from paceline.checkpoint.parts.loader_epochs import LoaderEpochs, with_loader
-from paceline.checkpoint.parts.loader_states import check_loaders_move, check_moves
+from paceline.checkpoint.parts.loader_states import check_moves, check_others_move
 from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.save_on_warning import SaveOnWarning
@@ -175,7 +175,7 @@ class Checkpoint:
         a program that changes them in between loses the checkpoint, with a warning, and later ones are copied at once.
 
         If the previous checkpoint can't be completed (a full disk), a warning is logged, training continues, and
-        complete checkpoints stay. A step that is saved already is not saved again.
+        complete checkpoints stay. A step that is saved already is not saved again, but gets its metric.
 
         Args:
             metric: by which the best checkpoints are kept, such as the loss on held-out data; lower is better.
@@ -195,6 +195,8 @@ class Checkpoint:
             with step_state.running_task("checkpoint"):
                 self._writer.finish()
                 self._begin(metric)
+        else:
+            self._writer.note_metric(self.step, metric)
         failure = ""
         if wait or not self._asynchronous:
             with step_state.running_task("checkpoint"):
@@ -321,9 +323,9 @@ class Checkpoint:
             moved: the objects whose ``rejoin()`` is called then.
 
         Raises:
-            UsageError: a loader that is saved can't be dealt to other ranks, or is not among them; names it.
+            UsageError: names a loader that can't be dealt to other ranks, or a loader or scheduler not among `moved`.
         """
-        check_loaders_move(self._objects.others, moved)
+        check_others_move(self._objects.others, moved)
         self._moves = True
 
     def rejoin(self) -> None:

@@ -94,9 +94,11 @@ class CheckpointWriter:
             contents: what this rank writes.
             began: when the save began, as `time.perf_counter` counts.
             facts: values of the program.
-            metric: by which the best checkpoints are kept; None: there is none.
+            metric: by which the best checkpoints are kept; None: none is known yet.
             spared: name of a checkpoint that stays now, as it is still being read.
         """
+        self._metrics[checkpoint_name(step)] = None  # of another checkpoint of that step
+        self.note_metric(step, metric)
         unchanged = self._unchanged.find(contents.parts)
         copied = {name: parts for name, parts in contents.parts.files.items() if name not in unchanged}
         copy = self._buffers.copy(copied) if self._copies else None
@@ -104,7 +106,7 @@ class CheckpointWriter:
         self.latest = BackgroundSave(
             partial(self._store.begin, step, self._run_id),
             replace(contents, parts=contents.parts.with_files({**contents.parts.files, **ready})),
-            {**_head(step, facts, metric), **contents.shared},
+            {**_head(step, facts, dict(self._metrics)), **contents.shared},
             began=began,
             rank=self.rank,
             ranks=self.ranks,
@@ -118,6 +120,11 @@ class CheckpointWriter:
             previous=self.latest,
         )
         self._pending, self.saved_step = (step, self.latest), step
+
+    def note_metric(self, step: int, metric: float | None) -> None:
+        """Note the metric of a checkpoint that is begun; later ones have it in their manifest, too."""
+        if metric is not None and math.isfinite(metric):
+            self._metrics[checkpoint_name(step)] = float(metric)
 
     def before_step(self) -> None:
         """Wait until the state may change."""
@@ -185,12 +192,14 @@ class CheckpointWriter:
             self.lock = None
 
 
-def _head(step: int, facts: Mapping[str, Any], metric: float | None) -> dict[str, Any]:
+def _head(step: int, facts: Mapping[str, Any], metrics: Mapping[str, float | None]) -> dict[str, Any]:
     """Return the entries of a manifest that come from no object."""
+    own = checkpoint_name(step)
     return {
         "step": step,
         "facts": dict(facts),
-        "metric": metric if metric is not None and math.isfinite(metric) else None,
+        "metric": metrics.get(own),
+        "metrics": {name: each for name, each in metrics.items() if name != own and each is not None},
         "written": {
             "at": datetime.now().astimezone().isoformat(timespec="seconds"),
             "paceline": __version__,

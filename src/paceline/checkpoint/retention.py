@@ -107,10 +107,22 @@ def remove_old(
     names = [name for name in named if not is_plain_dcp(store.files(name))]
     for name in names if policy.keep_best else []:
         if name not in metrics:
-            try:
-                metrics[name] = Manifest.read(store.files(name).read).metric
-            except PacelineError:  # damaged: never one of the best
-                metrics[name] = None
+            _learn(store, name, metrics, names)
     if len(names) >= policy.keep:
         steps = policy.steps_to_remove([(step_of(name), metrics.get(name)) for name in names])
-        store.remove([name for name in map(checkpoint_name, steps) if name != spared])
+        removed = [name for name in map(checkpoint_name, steps) if name != spared]
+        store.remove(removed)
+        for name in removed:
+            metrics.pop(name, None)
+
+
+def _learn(store: CheckpointStore, name: str, metrics: dict[str, float | None], names: Sequence[str]) -> None:
+    """Add the metrics of `names` that a checkpoint has, after those of newer ones, which know more."""
+    try:
+        manifest = Manifest.read(store.files(name).read)
+    except PacelineError:  # damaged: never one of the best
+        metrics[name] = None
+        return
+    for known, metric in {name: manifest.metric, **manifest.metrics}.items():
+        if known in names:
+            metrics.setdefault(known, metric)

@@ -144,3 +144,46 @@ def test_a_group_that_shares_the_folder_can_read_checkpoints(tmp_path):
     found = list((tmp_path / "run").rglob("*"))
     assert {path.stat().st_mode & 0o777 for path in found if path.is_file()} == {0o640}
     assert {path.stat().st_mode & 0o777 for path in found if path.is_dir()} == {0o750}
+
+
+# ------------------------------------------------------------------ which stay
+
+
+def steps_in(folder):
+    return [int(name[5:]) for name in LocalFolder(folder).names()]
+
+
+@pytest.mark.parametrize("format", ["paceline", "dcp"])
+@pytest.mark.parametrize("late", [False, True], ids=["with its save", "after it"])
+def test_the_best_stay_across_runs(tmp_path, late, format):
+    """A metric that is known only after a save, as `resume` saves at the end of an epoch, counts all the same."""
+    metrics = {1: 3.0, 2: 1.0, 3: 2.0, 4: math.nan, 5: 4.0, 6: 5.0, 7: None, 8: 6.0}
+    for run in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        with paceline.Checkpoint(tmp_path, nn.Linear(2, 1), keep=1, keep_best=2, format=format) as checkpoint:
+            checkpoint.load()
+            for step in run:
+                checkpoint.step = step
+                checkpoint.save(metric=None if late else metrics[step], wait=step % 2 == 0)
+                checkpoint.save(metric=metrics[step])
+    assert steps_in(tmp_path) == [8, 3, 2]
+
+
+def test_the_metric_of_another_checkpoint_of_the_same_step_is_forgotten(tmp_path):
+    with paceline.Checkpoint(tmp_path, nn.Linear(2, 1), keep=1, keep_best=1) as checkpoint:
+        for step, metric in [(1, 2.0), (2, 1.0), (3, 3.0)]:
+            checkpoint.step = step
+            checkpoint.save(metric=metric, wait=True)
+        assert steps_in(tmp_path) == [3, 2]
+        shutil.rmtree(tmp_path / "step-00000002")
+        for step, metric in [(2, None), (4, 3.5), (5, None)]:
+            checkpoint.step = step
+            checkpoint.save(metric=metric, wait=True)
+    assert steps_in(tmp_path) == [5, 3]
+
+
+def test_multiples_stay(tmp_path):
+    with paceline.Checkpoint(tmp_path, nn.Linear(2, 1), keep=2, keep_every=4) as checkpoint:
+        for step in (1, 3, 5, 6, 9, 10, 11, 13, 14):
+            checkpoint.step = step
+            checkpoint.save()
+    assert steps_in(tmp_path) == [14, 13, 9, 5]

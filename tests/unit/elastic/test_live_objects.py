@@ -83,7 +83,7 @@ def test_a_loader_that_deals_to_other_ranks_is_accepted():
 def test_loaders_of_the_checkpoint_have_to_move(tmp_path):
     loader, model = paceline.Loader([1, 2], 1), paceline.DataParallel(nn.Linear(2, 2))
     state = TrainingState(NamedObjects.of((model, loader), {}))
-    missing = pytest.raises(UsageError, match="without 'loader', a Loader: the checkpoint saves this loader")
+    missing = pytest.raises(UsageError, match="without 'loader', a Loader: the checkpoint saves it, but")
     with paceline.Checkpoint(tmp_path, model, data=Countdown(0)) as checkpoint, refuses("data", "Countdown"):
         state.check(checkpoint)
     with paceline.Checkpoint(tmp_path, model, paceline.Loader([1, 2], 1)) as checkpoint, missing:
@@ -97,6 +97,16 @@ def test_loaders_of_the_checkpoint_have_to_move(tmp_path):
             with refuses("loader", type(other).__qualname__):
                 next(checkpoint.resume(other))
         assert checkpoint.step == 0
+
+
+def test_schedulers_of_the_checkpoint_have_to_move(tmp_path):
+    model = paceline.DataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with paceline.Checkpoint(tmp_path, model, optimizer, scheduler) as checkpoint:
+        TrainingState(NamedObjects.of((model, optimizer, scheduler), {})).check(checkpoint)
+        with pytest.raises(UsageError, match="without 'scheduler', a StepLR: the checkpoint saves it, but"):
+            TrainingState(NamedObjects.of((model, optimizer), {})).check(checkpoint)
 
 
 def test_without_a_launcher_steps_are_counted_and_errors_pass():

@@ -249,6 +249,7 @@ class Manifest:
         optimizers: per optimizer, the options of each group, with the names of its parameters.
         extra_files: checksums (xxh3, 128 bits) of further files beside it, such as ``.metadata``, by name.
         metric: by which the best checkpoints are kept; None: it has none.
+        metrics: of earlier checkpoints, by name; some were known only after those had been saved.
         written: time (ISO 8601), versions, and seconds that the save has taken.
 
     Raises:
@@ -268,6 +269,7 @@ class Manifest:
     prefix: str = ""
     extra_files: Mapping[str, str] = field(default_factory=dict)
     metric: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from paceline.checkpoint.parts.rank_digests import state_digest
@@ -32,8 +33,8 @@ from paceline.errors import UsageError
 
 __all__ = [
     "ObjectState",
-    "check_loaders_move",
     "check_moves",
+    "check_others_move",
     "check_savable",
     "check_states",
     "collect_state",
@@ -148,25 +149,28 @@ def check_moves(name: str, loader: Any) -> None:
         )
 
 
-def check_loaders_move(others: Mapping[str, Any], moved: Iterable[Any]) -> None:
-    """Check that all loaders of a checkpoint can continue in the same process when ranks leave or join.
+def check_others_move(others: Mapping[str, Any], moved: Iterable[Any]) -> None:
+    """Check that loaders and schedulers of a checkpoint can continue when ranks leave or join.
 
     Args:
         others: objects of the checkpoint that are neither models nor optimizers, by name.
-        moved: objects whose ``rejoin()`` is called in a new world.
+        moved: objects whose state joining ranks get, and whose ``rejoin()`` is called in a new world.
 
     Raises:
-        UsageError: names a loader that can't, or that is not among `moved`.
+        UsageError: names a loader that can't, or one of them that is not among `moved`.
     """
     known = {id(each) for each in moved}
     for name, each in others.items():
-        if not is_loader(each):
+        if is_loader(each):
+            check_moves(name, each)
+            problem = "with other ranks it would go on serving the batches of the ranks before"
+        elif isinstance(each, LRScheduler):
+            problem = "in a rank that joins it would start anew, with another learning rate"
+        else:
             continue
-        check_moves(name, each)
         if id(each) not in known:
             raise UsageError(
-                f"live recovery without {name!r}, a {type(each).__qualname__}: the checkpoint saves this loader, and "
-                "with other ranks it would go on serving the batches of the ranks before",
+                f"live recovery without {name!r}, a {type(each).__qualname__}: the checkpoint saves it, but {problem}",
                 remedy="pass it to paceline.Elastic too",
             )
 
