@@ -157,7 +157,7 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path, monkeypatch):
         monkeypatch.setattr(
             CheckpointReader,
             "_read_block",
-            lambda self, job: read.append(job.block) or read_block(self, job),
+            lambda self, job, file: read.append(job.block) or read_block(self, job, file),
         )
         found = reader.tensor("a", Box((40,), (20,)))
     assert found.tolist() == list(range(40, 60))
@@ -215,10 +215,10 @@ def test_several_threads_read_and_the_first_error_is_raised(tmp_path, monkeypatc
         assert torch.equal(reader.tensor("a"), tensor)
         read_block = CheckpointReader._read_block
 
-        def fail(self, job):
+        def fail(self, job, file):
             if job.block >= 700:
                 raise DamagedCheckpoint(f"block {job.block}")
-            read_block(self, job)
+            read_block(self, job, file)
 
         monkeypatch.setattr(CheckpointReader, "_read_block", fail)
         with pytest.raises(DamagedCheckpoint, match=r"^block 7\d\d$"):

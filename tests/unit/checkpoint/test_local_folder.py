@@ -12,7 +12,7 @@ import pytest
 
 from paceline.checkpoint.retention import Retention, remove_old
 from paceline.checkpoint.storage import local_folder as module
-from paceline.checkpoint.storage.local_folder import LocalFolder, checkpoint_name, step_of
+from paceline.checkpoint.storage.local_folder import LocalFiles, LocalFolder, checkpoint_name, step_of
 from paceline.errors import CheckpointError, UsageError
 
 
@@ -240,3 +240,20 @@ def test_a_lock_that_can_not_be_taken_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(UsageError, match=r"can't be locked: No locks available"):
         LocalFolder(tmp_path).lock()
+
+
+def test_threads_read_a_file_to_its_end_that_was_removed(tmp_path):
+    path = tmp_path / "step-00000001" / "data"
+    path.parent.mkdir()
+    path.write_bytes(bytes(range(200)))
+    file = LocalFiles(path.parent).open("data")
+    path.unlink()
+    memory = bytearray(100)
+    with file.for_thread() as mine:
+        mine.read_into(100, memoryview(memory))
+    assert memory == bytes(range(100, 200))
+    with file.for_thread() as mine, pytest.raises(EOFError):
+        mine.read_into(150, memoryview(memory))
+    file.read_into(0, memoryview(memory))  # as before
+    assert memory == bytes(range(100))
+    file.close()

@@ -2,14 +2,15 @@
 
 A read names a box of a tensor. The reader finds the stored boxes that overlap it, reads the blocks of 4 MiB with the
 elements in common, compares their checksums, and copies. Where a large block is contiguous in memory, too, it is read
-into place; small ones that are neighbours in a file are read together. Several threads read: a single one would wait
-for the disk while it could hash.
+into place; small ones that are neighbours in a file are read together. Several threads read, each from one place on
+to another, as a disk likes it: a single one would wait for the disk while it could hash.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, groupby
 from threading import local
 from typing import Any, NamedTuple
 
@@ -209,28 +210,36 @@ class CheckpointReader:
 
     def _run(self, jobs: Iterable[_Job]) -> None:
         runs = _neighbours(sorted(jobs, key=lambda job: job[:2]))
-        if len(runs) < 2:
-            for run in runs:
-                self._read_run(run)
+        parts = _shares(runs, _THREADS)
+        if len(parts) < 2:
+            for part in parts:
+                self._read_part(part)
             return
-        with ThreadPoolExecutor(min(_THREADS, len(runs))) as pool:
-            for done in [pool.submit(self._read_run, run) for run in runs]:
+        with ThreadPoolExecutor(len(parts)) as pool:
+            for done in [pool.submit(self._read_part, part) for part in parts]:
                 done.result()
 
-    def _read_run(self, run: Sequence[_Job]) -> None:
+    def _read_part(self, part: Sequence[Sequence[_Job]]) -> None:
+        """Read runs of blocks in their order."""
+        for name, runs in groupby(part, lambda run: run[0].file):
+            with self._open[name].for_thread() as file:
+                for run in runs:
+                    if len(run) == 1:
+                        self._read_block(run[0], file)
+                    else:
+                        self._read_run(run, file)
+
+    def _read_run(self, run: Sequence[_Job], file: OpenFile) -> None:
         """Read neighbouring blocks, verify them, and copy what is wanted of them."""
-        if len(run) == 1:
-            self._read_block(run[0])
-            return
         first = run[0].start
         data = self._memory(run[-1].stop - first)
-        self._read_bytes(run[0].file, first, data)
+        self._read_bytes(run[0].file, file, first, data)
         for job in run:
             part = data[job.start - first : job.stop - first]
             job.check(xxh3_64_hexdigest(part))
             job.overlap.take(part, job.block * BLOCK_NBYTES)
 
-    def _read_block(self, job: _Job) -> None:
+    def _read_block(self, job: _Job, file: OpenFile) -> None:
         """Read a block into place if it can be, verify it, and copy what is wanted of it otherwise."""
         nbytes = job.stop - job.start
         place = job.overlap.place(job.block * BLOCK_NBYTES, nbytes)
@@ -238,7 +247,7 @@ class CheckpointReader:
         checksum = xxh3_64()
         for at in range(0, nbytes, _STRIDE_NBYTES):
             stride = target[at : at + _STRIDE_NBYTES]
-            self._read_bytes(job.file, job.start + at, stride)
+            self._read_bytes(job.file, file, job.start + at, stride)
             checksum.update(stride)
         job.check(checksum.hexdigest())
         if place is None:
@@ -250,20 +259,20 @@ class CheckpointReader:
             self._scratch.memory = memoryview(bytearray(BLOCK_NBYTES))
         return self._scratch.memory[:nbytes]
 
-    def _read_bytes(self, file: str, start: int, target: memoryview) -> None:
+    def _read_bytes(self, name: str, file: OpenFile, start: int, target: memoryview) -> None:
         try:
-            self._open[file].read_into(start, target)
+            file.read_into(start, target)
         except EOFError:
-            raise DamagedCheckpoint(f"{file} ended while it was read") from None
+            raise DamagedCheckpoint(f"{name} ended while it was read") from None
         except OSError as error:
-            raise DamagedCheckpoint(f"{file} can't be read: {error.strerror or error}") from error
+            raise DamagedCheckpoint(f"{name} can't be read: {error.strerror or error}") from error
 
     def _verify_rest(self, file: str, gaps: Sequence[tuple[int, int]], expected: str) -> None:
         checksum = xxh3_64()
         for start, stop in gaps:
             for at in range(start, stop, _STRIDE_NBYTES):
                 target = self._memory(min(_STRIDE_NBYTES, stop - at))
-                self._read_bytes(file, at, target)
+                self._read_bytes(file, self._open[file], at, target)
                 checksum.update(target)
         if checksum.hexdigest() != expected:
             raise DamagedCheckpoint(f"{file}: wrong checksum of what is no tensor in it")
@@ -308,3 +317,13 @@ def _neighbours(jobs: Sequence[_Job]) -> list[list[_Job]]:
                 continue
         runs.append([job])
     return runs
+
+
+def _shares(runs: Sequence[list[_Job]], count: int) -> list[list[list[_Job]]]:
+    """Divide runs, in their order, into at most `count` shares of about as many bytes each."""
+    ends = list(accumulate(run[-1].stop - run[0].start for run in runs))
+    shares: list[list[list[_Job]]] = [[] for _ in range(count)]
+    for run, end in zip(runs, ends, strict=True):
+        nbytes = run[-1].stop - run[0].start
+        shares[count * (2 * end - nbytes) // (2 * ends[-1] + 1)].append(run)  # by its middle
+    return [share for share in shares if share]

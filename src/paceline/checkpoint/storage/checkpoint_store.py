@@ -7,6 +7,7 @@ a disk first (`SaveAttempt.folder`), publish them, and report; once all have, ra
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,10 @@ class OpenFile(Protocol):
         Raises:
             OSError: they can't be read; EOFError: the file ends before.
         """
+        ...
+
+    def for_thread(self) -> AbstractContextManager[OpenFile]:
+        """Return the same file for one thread that reads a part of it from the beginning to the end."""
         ...
 
     def close(self) -> None:

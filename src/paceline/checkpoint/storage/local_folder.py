@@ -55,7 +55,7 @@ class _LocalFile:
 
     _handle = -1
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self._handle = os.open(path, os.O_RDONLY)
         self.nbytes = os.fstat(self._handle).st_size
 
@@ -65,6 +65,13 @@ class _LocalFile:
             if not nbytes:
                 raise EOFError(f"it ends at byte {start}")
             start, target = start + nbytes, target[nbytes:]
+
+    def for_thread(self) -> contextlib.AbstractContextManager[_LocalFile]:
+        """Return the same file with a handle of its own, since the kernel reads ahead for each handle."""
+        try:
+            return contextlib.closing(_LocalFile(f"/proc/self/fd/{self._handle}"))  # also if it was removed
+        except OSError:
+            return contextlib.nullcontext(self)
 
     def close(self) -> None:
         handle, self._handle = self._handle, -1

@@ -103,6 +103,9 @@ class RemoteFile:
         start = block * BLOCK_NBYTES
         return self._files.read_range(self._path, start, min(start + BLOCK_NBYTES, self.nbytes))
 
+    def for_thread(self) -> contextlib.AbstractContextManager[RemoteFile]:
+        return contextlib.nullcontext(self)
+
     def close(self) -> None:
         self._blocks.drop(self._key)
         if self._cached is not None:
