@@ -127,6 +127,12 @@ def kills() -> str:
     return f"in {len(found['runs'])} runs with {found['kills']} SIGKILLs no weight and no sample differed"
 
 
+def warnings() -> str:
+    found = result("save-on-warning/save-on-warning")
+    assert found["all the same"]
+    return f"after {found['saved the very step']} of {found['signals']} SIGTERMs, that very step"
+
+
 def same_bits() -> str:
     cases = result("virtual-ranks/same-bits")["cases"]
     assert len({each["sha256"] for each in cases}) == 1
@@ -180,6 +186,7 @@ CLAIMS = {
     ),
     **{text: Claim("benchmarks/slow-networks/README.md", lambda text=text: text) for text in loss_settings()},
     "kills": Claim("benchmarks/kills/README.md", kills),
+    "warnings": Claim("benchmarks/save-on-warning/README.md", warnings),
     "same bits": Claim("benchmarks/virtual-ranks/README.md", same_bits),
     "random failures": Claim("benchmarks/live-recovery/README.md", random_failures),
 }
