@@ -235,15 +235,19 @@ def checkpoint_chart(plan: CheckpointPlan, *, title: str) -> Chart:
         ends.append((at[-1], percent[-1], name, colour))
     axes.set_xscale("log")
     axes.set_xlim(at[0], at[-1])
+    xlabel = f"training between two saves ({unit})"
     if (shortest := plan.costs.shortest / scale) > at[0]:
         axes.axvspan(at[0], shortest, color=MUTED, alpha=0.12, linewidth=0)
+        xlabel += "; grey: a save waits for the one before"
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_formatter(lambda value, _: "")
     _mark(axes, [(name, place / scale) for name, place in marked])
     set_title(axes, title, pad=22)
-    axes.set(xlabel=f"training between two saves ({unit})", ylabel="% of all time lost")
-    axes.set_ylim(0, min(100.0, 1.1 * max(100 * max(rows[0].total, rows[-1].total), 1e-3)))
+    axes.set(xlabel=xlabel, ylabel="% of all time lost")
+    free = [row for row in rows if row.interval >= plan.costs.shortest] or rows
+    shares = [row.total for row in (free[0], free[-1], *(plan.losses(place) for _, place in marked))]
+    axes.set_ylim(0, min(100.0, 1.1 * max(100 * max(shares), 1e-3)))
     axes.grid(axis="y")
     label_line_ends(axes, ends, wide=True)
     return Chart(figure)
