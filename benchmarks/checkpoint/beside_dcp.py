@@ -8,7 +8,8 @@ A save begins before a training step, as in a training loop, and is complete bef
 contestant takes a turn, in the same processes; the slowest rank counts. The first save of each, which takes its memory,
 is kept apart. Loads take turns in the same way, with the files in the page cache and without.
 
-Memory is measured in new processes: the highest resident memory during the first save, less that before.
+Memory is measured in new processes: the highest resident memory during the first save and the training step after it,
+less that during a step without a save.
 """
 
 from __future__ import annotations
@@ -176,28 +177,34 @@ def check_load(run: OurRun | DcpRun, load: Callable[[], float]) -> None:
 
 
 def measure_memory(job: dict[str, Any], place: Path) -> dict[str, Any]:
-    """Return the memory that the first save takes, of the rank with the most, and the bytes of a rank's part."""
+    """Return the memory that the first save adds, of the rank with the most, and the bytes of a rank's part."""
     size = gpt_size(job["size"])
     batch = random_batch(size, WINDOWS, CONTEXT, dist.get_rank(), "cpu")
     run_of = OurRun if job["who"] == OURS else DcpRun
     run = run_of("full-shard", size, batch, place / "run")
     for _ in range(3):
         run.step()
-    save = run.first_save(optimizer=job["optimizer"], asynchronous=job["way"] == "asynchronous")
+    begin = run.first_save(optimizer=job["optimizer"], asynchronous=job["way"] == "asynchronous")
     part = sum(tensor.nbytes for tensor in run.tensors(optimizer=job["optimizer"]))
-    gc.collect()
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = status_nbytes("VmRSS")
-    save()
-    found = gather((status_nbytes("VmHWM") - before, part))
+
+    def save_and_step() -> None:
+        wait = begin()
+        run.step()
+        wait()
+
+    without = max(peak_nbytes(run.step) for _ in range(3))
+    found = gather((peak_nbytes(save_and_step) - without, part))
     return {"extra": max(extra for extra, _ in found), "part": max(part for _, part in found)}
 
 
-def status_nbytes(name: str) -> int:
-    """Return a number of bytes that the kernel counts for this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
+def peak_nbytes(measured: Callable[[], object]) -> int:
+    """Return the highest resident memory of this process during a call."""
+    gc.collect()
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    measured()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
 # ------------------------------------------------------------------ tables

@@ -189,17 +189,22 @@ class OurRun(TrainingRun):
             self.sharded._build()
         return time.perf_counter() - started
 
-    def first_save(self, *, optimizer: bool, asynchronous: bool) -> Callable[[], None]:
-        """Return what saves once, and returns when that is complete.
+    def first_save(self, *, optimizer: bool, asynchronous: bool) -> Callable[[], Callable[[], None]]:
+        """Return what begins a save, and returns what waits until that is complete.
 
         Args:
             optimizer: whether its state is saved, too.
-            asynchronous: whether training could go on meanwhile.
+            asynchronous: whether training goes on meanwhile.
         """
         objects = [self.model, self.optimizer] if optimizer else [self.model]
         checkpoint = paceline.Checkpoint(self.folder / "first", *objects, asynchronous=asynchronous)
         checkpoint.step = 1
-        return lambda: checkpoint.save(wait=True)
+
+        def begin() -> Callable[[], None]:
+            checkpoint.save()
+            return checkpoint.wait
+
+        return begin
 
     def tensors(self, *, optimizer: bool = True) -> list[Tensor]:
         self.model.wait_for_parameters()
@@ -301,16 +306,22 @@ class DcpRun(TrainingRun):
         self.optimizer.load_state_dict(state["optimizer"])
         return time.perf_counter() - started
 
-    def first_save(self, *, optimizer: bool, asynchronous: bool) -> Callable[[], None]:
-        """Return what saves once, and returns when that is complete; see `OurRun.first_save`."""
+    def first_save(self, *, optimizer: bool, asynchronous: bool) -> Callable[[], Callable[[], None]]:
+        """Return what begins a save; see `OurRun.first_save`."""
         state = self.state() if optimizer else {"model": self.net.state_dict()}
         writer = dcp.FileSystemWriter(self.folder / "first")
-        if not asynchronous:
-            return lambda: dcp.save(state, storage_writer=writer)
         stager = STAGING["stager kept"].stager()
-        return lambda: _written(
-            dcp.async_save(state, storage_writer=writer, async_stager=stager, process_group=self._group)
-        ).result()
+
+        def begin() -> Callable[[], None]:
+            if not asynchronous:
+                dcp.save(state, storage_writer=writer)
+                return lambda: None
+            pending = dcp.async_save(
+                state, storage_writer=writer, async_stager=stager, process_group=self._group
+            )
+            return lambda: _written(pending).result()
+
+        return begin
 
     def tensors(self, *, optimizer: bool = True) -> list[Tensor]:
         return local_tensors(

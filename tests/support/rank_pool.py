@@ -39,6 +39,10 @@ __all__ = ["Pool", "RankError", "RankProcesses", "serve", "spawn"]
 _fork_server = ForkServer()  # shared by all processes: importing takes seconds
 GRACE_SECONDS = 2.0  # after the first failure: how long the other ranks may take to fail too
 
+MOST_THREADS = 64
+"""Of a process, which a fresh one replaces beyond that: gloo's threads look for messages every 10 ms, and groups of a
+device mesh outlive their world. Hundreds of them would take all of the processors' time."""
+
 
 class RankError(Exception):
     """A case failed on a rank.
@@ -77,10 +81,20 @@ class Worker:
         self.stacks = folder / f"stacks-{random.getrandbits(48):x}"
         self.fork_server, self.pid = fork_server, fork_server.fork(theirs, self.stacks)
         theirs.close()
+        self.has_meshes = False  # it made device meshes, which torch's caches keep beyond their world
 
     def runs(self) -> bool:
         """Return whether it has not ended."""
         return self.fork_server.code(self.pid) is None
+
+    def can_serve(self, same_world: bool) -> bool:
+        """Return whether it runs, and is fresh enough for another case in the same world or another one."""
+        if not self.runs() or (self.has_meshes and not same_world):
+            return False
+        try:
+            return len(os.listdir(f"/proc/{self.pid}/task")) <= MOST_THREADS
+        except OSError:
+            return False
 
     def ended(self) -> str:
         """Return how the process ended, as text."""
@@ -117,17 +131,26 @@ class RankProcesses:
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-pool-"))
         self.workers: dict[int, Worker] = {}
         self.worlds = 0
-        self.latest = (0, "")  # size and backend of the latest world
+        self.latest = (
+            0,
+            "",
+        )  # size and backend of the latest world; the next case makes another one if they differ
 
     def __call__(self, size: int, backend: str = "gloo") -> Pool:
         """Return the pool of `size` ranks, whose world has `backend`."""
         return Pool(self, size, backend)
 
-    def acquire(self, size: int) -> list[Worker]:
-        """Return the processes of ranks 0 … size − 1, starting those that are not there."""
+    def acquire(self, size: int, backend: str) -> list[Worker]:
+        """Return the processes of ranks 0 … size − 1 for a world, starting those that are not there."""
+        here = [rank for rank in range(size) if rank in self.workers]
+        for same_world in (
+            self.latest == (size, backend),
+            False,
+        ):  # if one is replaced, the others change worlds
+            old = [rank for rank in here if not self.workers[rank].can_serve(same_world)]
+            self.discard(old)
+            here = [rank for rank in here if rank not in old] if old else []
         for rank in range(size):
-            if rank in self.workers and not self.workers[rank].runs():
-                self.discard([rank])
             if rank not in self.workers:
                 self.workers[rank] = Worker(_fork_server, self.folder)
         return [self.workers[rank] for rank in range(size)]
@@ -136,7 +159,8 @@ class RankProcesses:
         """End the processes of `ranks`; the other ranks of their world get a new one."""
         for rank in ranks:
             self.workers.pop(rank).close()
-        self.worlds += 1
+        if ranks:
+            self.latest = (0, "")
 
     def init_method(self, size: int, backend: str) -> str:
         """Return the rendezvous of the current world; another size or backend is another world."""
@@ -176,7 +200,7 @@ class Pool:
         Raises:
             RankError: the function raised, died or hung on some rank.
         """
-        workers = self.processes.acquire(self.size)
+        workers = self.processes.acquire(self.size, self.backend)
         try:
             for rank, worker in enumerate(workers):
                 worker.pipe.send_bytes(pickle.dumps(self._case(function, args, rank, world, env)))
@@ -189,7 +213,7 @@ class Pool:
             self.processes.discard(range(self.size))
             raise
         if not world:
-            self.processes.worlds += 1
+            self.processes.latest = (0, "")
         return outcome
 
     def _case(
@@ -224,7 +248,7 @@ class Pool:
             ready = wait(list(open_ranks), timeout=max(0.0, deadline - time.monotonic()))
             for pipe in ready:
                 rank = open_ranks[pipe]  # type: ignore[index]
-                outcome, value, error = _receive(workers[rank])
+                outcome, value, error, workers[rank].has_meshes = _receive(workers[rank])
                 if outcome == "ok":
                     results[rank] = value
                     continue
@@ -250,11 +274,12 @@ def spawn(
         return processes(ranks).run(function, *args, timeout=timeout, world=False, env=env)
 
 
-def _receive(worker: Worker) -> tuple[str, Any, BaseException | None]:
+def _receive(worker: Worker) -> tuple[str, Any, BaseException | None, bool]:
     try:
-        return pickle.loads(worker.pipe.recv_bytes())
+        outcome, value, error, has_meshes = pickle.loads(worker.pipe.recv_bytes())
     except (EOFError, OSError):
-        return "error", worker.ended(), None
+        return "error", worker.ended(), None, False
+    return outcome, value, error, has_meshes or worker.has_meshes
 
 
 # In the process itself.
@@ -280,19 +305,26 @@ def _enter(case: Case, present: str | None) -> str | None:
     return case.init_method
 
 
+def _has_meshes() -> bool:
+    """Return whether there are groups of device meshes."""
+    import torch.distributed.distributed_c10d as c10d
+
+    return any(group.group_desc.startswith("mesh") for group in c10d._world.pg_map)
+
+
 def _answer(pipe: Connection, work: Callable[[], Any]) -> bool:
     """Do `work`, send the outcome to the other end, and return whether it succeeded."""
     well = False
     try:
-        message = pickle.dumps(("ok", work(), None))
+        message = pickle.dumps(("ok", work(), None, _has_meshes()))
         well = True
     except BaseException as error:  # noqa: BLE001 — whatever it is, the test must see it
         text = traceback.format_exc()
         try:
-            message = pickle.dumps(("error", text, error))
+            message = pickle.dumps(("error", text, error, True))
             pickle.loads(message)
         except Exception:  # noqa: BLE001 — an exception that can't be pickled is sent as text
-            message = pickle.dumps(("error", text, None))
+            message = pickle.dumps(("error", text, None, True))
     pipe.send_bytes(message)
     return well
 
