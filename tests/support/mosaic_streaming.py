@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import importlib
 import importlib.util
 import logging
@@ -47,8 +48,11 @@ def streaming_ranks(folder: Path) -> Iterator[Any]:
     """Provide `streaming.base` on a rank; afterwards nothing of its data sets is left, in memory or in files.
 
     Args:
-        folder: for the files by which the ranks of a data set exclude each other; the same on all ranks.
+        folder: the same on all ranks; it gives its name to a folder for the files by which they exclude each other.
+            That one has a short path, since it also holds the sockets by which workers send batches.
     """
+    name = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir(), f"mosaic-{name}")
     before, tempfile.tempdir = tempfile.tempdir, str(folder)
     folder.mkdir(exist_ok=True)
     logging.getLogger("streaming").setLevel(logging.ERROR)
