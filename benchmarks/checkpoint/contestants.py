@@ -87,11 +87,27 @@ STAGING = {
 class TrainingRun:
     """A model in training, with its checkpoints.
 
+    Args:
+        sync: Paceline's strategy, or the one to compare with.
+        size: of the model.
+        batch: of every step.
+        folder: of the checkpoints.
+
     Attributes:
         optimizer: of the model.
     """
 
     optimizer: torch.optim.Optimizer
+
+    def __init__(self, sync: str, size: GptSize, batch: TokenBatch, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.batch, self.folder = batch, folder
+        self.net = GPT(size)
+        self.build(sync)
+
+    def build(self, sync: str) -> None:
+        """Wrap the model, and make its optimizer and what saves them."""
+        raise NotImplementedError
 
     def forward_backward(self) -> None:
         """Compute gradients."""
@@ -144,22 +160,12 @@ def timed_save(
 
 
 class OurRun(TrainingRun):
-    """Training with Paceline.
+    """Training with Paceline."""
 
-    Args:
-        sync: the strategy.
-        size: of the model.
-        batch: of every step.
-        folder: of the checkpoints.
-    """
-
-    def __init__(self, sync: str, size: GptSize, batch: TokenBatch, folder: Path) -> None:
-        torch.manual_seed(0)
-        self.batch, self.folder = batch, folder
-        self.net = GPT(size)
+    def build(self, sync: str) -> None:
         self.model = paceline.DataParallel(self.net, sync=STRATEGIES[sync])
         self.optimizer = self.sharded = paceline.ShardedOptimizer(self.model, torch.optim.AdamW, **ADAMW)
-        self.checkpoint = paceline.Checkpoint(folder / "times", self.model, self.optimizer)
+        self.checkpoint = paceline.Checkpoint(self.folder / "times", self.model, self.optimizer)
 
     def forward_backward(self) -> None:
         self.model.backward(token_loss(self.model(self.batch.inputs), self.batch.targets))
@@ -214,19 +220,9 @@ class OurRun(TrainingRun):
 
 
 class DcpRun(TrainingRun):
-    """Training with torch.
+    """Training with torch."""
 
-    Args:
-        sync: Paceline's strategy to compare with.
-        size: of the model.
-        batch: of every step.
-        folder: of the checkpoints.
-    """
-
-    def __init__(self, sync: str, size: GptSize, batch: TokenBatch, folder: Path) -> None:
-        torch.manual_seed(0)
-        self.batch, self.folder = batch, folder
-        self.net = GPT(size)
+    def build(self, sync: str) -> None:
         self.model: Any = self.net
         if sync == "bucketed":
             self.model = tuned_ddp(self.net, 25)

@@ -3,9 +3,10 @@
     python benchmarks/checkpoint/disk.py run --turns 11      (as root: drops the disk's cache before loading)
     python benchmarks/checkpoint/disk.py table
 
-One process trains a GPT with AdamW. A turn is an asynchronous `paceline.Checkpoint` save, `torch.save` of the same
-state, and dd of as many bytes that are on the disk at the end (conv=fsync). As many turns of loading follow:
-`Checkpoint.load`, which checks every byte, and dd of the same files.
+One process trains a GPT with AdamW. A turn is an asynchronous `paceline.Checkpoint` save with a step of the optimizer
+right after it, which waits until the state is copied, `torch.save` of the same state, and dd of as many bytes that are
+on the disk at the end (conv=fsync). As many turns of loading follow: `Checkpoint.load`, which checks every byte, and dd
+of the same files.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def run(
 
     with tempfile.TemporaryDirectory(prefix="paceline-disk-", dir=folder) as place:
         checkpoint = paceline.Checkpoint(Path(place, "run"), net, optim)
-        first, *saves = [save_turn(checkpoint, state) for _ in progress("saves", range(turns + 1))]
+        first, *saves = [save_turn(checkpoint, optim, state) for _ in progress("saves", range(turns + 1))]
         loads = [load_turn(checkpoint) for _ in progress("loads", range(turns))]
         nbytes = sum(file.stat().st_size for file in tensor_files(checkpoint))
         checkpoint.close()
@@ -85,12 +86,14 @@ def run(
     print(disk(bench.write(path, "checkpoint-disk", {"size": size, "turns": turns}, **parts)))
 
 
-def save_turn(checkpoint: paceline.Checkpoint, state_of: Callable[[], dict[str, Any]]) -> dict[str, float]:
+def save_turn(
+    checkpoint: paceline.Checkpoint, optim: torch.optim.Optimizer, state_of: Callable[[], dict[str, Any]]
+) -> dict[str, float]:
     """Return the seconds of one turn of saving."""
-    checkpoint.step += 1
     os.sync()
     started = time.perf_counter()
     checkpoint.save()
+    optim.step()  # there are no gradients: it does nothing but wait
     stall = time.perf_counter() - started
     checkpoint.wait()
     seconds = {"stall": stall, "save": time.perf_counter() - started}

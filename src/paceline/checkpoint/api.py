@@ -175,7 +175,8 @@ class Checkpoint:
         a program that changes them in between loses the checkpoint, with a warning, and later ones are copied at once.
 
         If the previous checkpoint can't be completed (a full disk), a warning is logged, training continues, and
-        complete checkpoints stay. A step that is saved already is not saved again, but gets its metric.
+        complete checkpoints stay. A step that is saved already is not saved again, but gets its metric, which
+        the next checkpoint records.
 
         Args:
             metric: by which the best checkpoints are kept, such as the loss on held-out data; lower is better.

@@ -205,11 +205,11 @@ class ShardRecovery:
         names, engine = self._state.objects.param_names, self._model.engine
         divided = {name: each for name, each in self._optimizers.items() if each.divided}
         whole = {
-            name: optimizer_state(each, names, 0, 1)["pieces"]
+            name: optimizer_state(each, names)["pieces"]
             for name, each in self._optimizers.items()
             if name not in divided
         }
-        own = {name: optimizer_state(each, names, 0, 1)["pieces"] for name, each in divided.items()}
+        own = {name: optimizer_state(each, names)["pieces"] for name, each in divided.items()}
         copies = {name: copied_pieces(each, names) for name, each in divided.items()}
         if whole or not divided:
             weights = {None: [_whole_weight(name, param) for name, param in engine.trains()]}

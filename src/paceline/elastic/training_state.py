@@ -177,6 +177,11 @@ class TrainingState:
         if before_loading is not None:
             before_loading()
             self._load(state)
+        for optimizer in self._objects.optimizers.values():
+            if isinstance(optimizer, ShardedOptimizer) and optimizer.in_shards:
+                optimizer.resume_state(
+                    optimizer.gather_state()
+                )  # what was loaded is used by all ranks together
 
     def _whole(self) -> dict[str, Any]:
         objects, names = self._objects, self._objects.param_names
@@ -185,8 +190,7 @@ class TrainingState:
             "weights": {name: tensors for name, (tensors, _) in parts.items()},
             "extra": {name: extra for name, (_, extra) in parts.items()},
             "optimizers": {
-                name: optimizer_state(optimizer, names, 0, 1)
-                for name, optimizer in objects.optimizers.items()
+                name: optimizer_state(optimizer, names) for name, optimizer in objects.optimizers.items()
             },
             "engines": {
                 name: [model.engine.step, float(model.engine.weights.reference), model.engine.weights.agreed]

@@ -36,7 +36,7 @@ def wrapped(net, sync, seed=0, **options):
 
 def step(model, optimizer, count=1):
     for _ in range(count):
-        model.backward(model(torch.ones(2, 3)))
+        model.backward(model(torch.ones(2, 3)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
@@ -211,6 +211,43 @@ def consolidated_before_a_save(rank, size, folder, sync):
 @pytest.mark.parametrize("sync", ["sharded", "full-shard", "bucketed"])
 def test_a_state_may_be_gathered_before_a_save(pool, tmp_path, sync):
     assert pool(2).run(consolidated_before_a_save, tmp_path, sync) == [""] * 2
+
+
+def small_training(adds_group):
+    """Return a model of small parameters, its optimizer of all or of the first ones, and the others."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2))
+    model = paceline.DataParallel(net, sync="sharded")
+    params = list(model.parameters())
+    first, others = (params[:4], params[4:]) if adds_group else (params, [])
+    return model, paceline.ShardedOptimizer(model, torch.optim.AdamW, first, lr=0.125), others
+
+
+def own_shards_only(rank, size, folder, adds_group):
+    """Save where each rank has only its own shards for the next step, some of which are whole parameters."""
+    paceline.init()
+    model, optimizer, others = small_training(adds_group)
+    step(model, optimizer, 2)
+    _, expected = whole(model, optimizer)
+    if adds_group:
+        optimizer.add_param_group({"params": others})
+    else:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.own_state_dict()))
+    with paceline.Checkpoint(folder, model, optimizer) as checkpoint:
+        checkpoint.save(wait=True)
+    model, optimizer, others = small_training(adds_group)
+    if adds_group:
+        optimizer.add_param_group({"params": others})
+    with paceline.Checkpoint(folder, model, optimizer) as checkpoint:
+        checkpoint.load()
+    _, found = whole(model, optimizer)
+    return difference(found["state"], expected["state"]) if rank == 0 else ""
+
+
+@pytest.mark.parametrize("adds_group", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_that_only_one_rank_has_are_saved(pool, tmp_path, ranks, adds_group):
+    assert pool(ranks).run(own_shards_only, tmp_path, adds_group) == [""] * ranks
 
 
 # ------------------------------------------------------------------ not changed

@@ -1,4 +1,4 @@
-"""Ranks that train with sharded optimizers, recover live, and die at given places."""
+"""Ranks that train with sharded optimizers or master weights, recover live, and die at given places."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from paceline.errors import CollectiveError
 from paceline.parallel.buckets.neighbour_exchange import NeighbourExchange
 from paceline.parallel.engine.launch_queue import LaunchQueue
 from paceline.parallel.sharding.copying_update import CopyingUpdate
+from world_entry import free_port
 
 VIRTUAL_RANKS = 6
 SMALL = paceline.Sync(0.02, shard="optimizer")
@@ -29,7 +30,15 @@ SMALL = paceline.Sync(0.02, shard="optimizer")
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run trains with."""
+    """What a run trains with.
+
+    Attributes:
+        kind: "adamw", "muon", "masters" (whole bfloat16 weights, updated in float32) or "plain" (no virtual ranks).
+        backend, sync, steps: of the run.
+        pause: after each step, in seconds.
+        checkpoint: the step after which one is saved; 0: none.
+        waits_at: the step before which ranks attempt nothing until the file ``over`` exists; −1: none.
+    """
 
     kind: str = "adamw"
     backend: str = "paceline"
@@ -139,6 +148,11 @@ def build(setup):
         nn.Linear(12, 90), nn.BatchNorm1d(90), nn.Dropout(0.2), nn.Linear(90, 60), nn.Tanh(), nn.Linear(60, 3)
     )
     virtual = None if setup.kind == "plain" else VIRTUAL_RANKS
+    if setup.kind == "masters":
+        options = {"virtual_ranks": virtual, "reduce_dtype": torch.float32}
+        model = paceline.DataParallel(net.bfloat16(), sync="bucketed", **options)
+        options = {"lr": 1e-2, "master_dtype": torch.float32}
+        return model, [paceline.ShardedOptimizer(model, torch.optim.AdamW, **options)]
     model = paceline.DataParallel(net, sync=setup.sync, virtual_ranks=virtual)
     if setup.kind != "muon":
         return model, [paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)]
@@ -154,6 +168,7 @@ def run_step(model, optimizers, scheduler, step):
         seed_leaf(0, 0, step, leaf)
         samples = (3 * step + leaf) % 4 + 2
         inputs, targets = torch.randn(samples, 12), torch.randn(samples, 3)
+        inputs = inputs.to(next(model.module.parameters()).dtype)
         model.backward((model(inputs) - targets).square().mean(), samples=samples)
     model.clip_grad_norm_(0.1)
     for each in optimizers:
@@ -166,23 +181,29 @@ def run_step(model, optimizers, scheduler, step):
 def digest(model, optimizers, scheduler):
     found = hashlib.sha256(str(scheduler.steps).encode())
     for value in model.module.state_dict().values():
-        found.update(value.numpy().tobytes())
+        found.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def start_run(folder):
+    """Choose the port of a run in `folder`, before its ranks begin."""
+    Path(folder, "port").write_text(str(free_port()))
 
 
 def train(send, folder, rank, size, setup, faults=(), incarnation=0, joins=False):
     """Train, and send ``("digest", digest, worlds)`` at the end or ``("error", text)``."""
+    port = Path(folder, "port").read_text()
     os.environ |= {
         "RANK": str(rank % size),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank % size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29876",
+        "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if size > 1:
-        os.environ["PACELINE_STORE"] = f"file://{folder}/store?master=127.0.0.1%3A29876"
+        os.environ["PACELINE_STORE"] = f"file://{folder}/store?master=127.0.0.1%3A{port}"
         os.environ["PACELINE_MEMBER"] = f"host/{rank}/{incarnation}"
     if joins:
         os.environ["PACELINE_JOINER"] = "1"

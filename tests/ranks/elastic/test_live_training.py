@@ -155,10 +155,10 @@ def test_a_loader_without_virtual_ranks_uses_every_sample_once(tmp_path):
 
 def storm(run, rng):
     """Kill, stop and end ranks at random until the run is nearly over; one at least trains on."""
-    events = 0
+    events, leaving = 0, set()
     while run.process.poll() is None and run.step() < STEPS - 50:
         time.sleep(rng.random())
-        training = run.training()
+        training = {member: pid for member, pid in run.training().items() if pid not in leaving}
         if len(training) < 2 or run.step() >= STEPS - 50:
             continue
         pid, events = rng.choice(list(training.values())), events + 1
@@ -167,6 +167,7 @@ def storm(run, rng):
                 case "kill":
                     os.kill(pid, signal.SIGKILL)
                 case "leave":
+                    leaving.add(pid)
                     os.kill(pid, signal.SIGTERM)
                 case "stop":
                     os.kill(pid, signal.SIGSTOP)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sharded_ranks import Fault, Setup, train
+from sharded_ranks import Fault, Setup, start_run, train
 
 import paceline
 
@@ -29,6 +29,7 @@ def result_of(process, timeout=60.0):
 
 
 def run(fork, folder, size, setup, faults):
+    start_run(folder)
     ranks = [fork(train, folder, rank, size, setup, faults.get(rank, ())) for rank in range(size)]
     return [result_of(process) for process in ranks]
 
@@ -128,6 +129,12 @@ def test_down_to_one_rank(killable, alone, kind, places):
     check(killable, alone, 3, Setup(kind), faults, [2, 1])
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_next_world_dies_before_its_first_update(killable, alone, kind):
+    faults = {1: [Fault("backward")], 2: [Fault("forward", count=4)]}  # the second time in the repeated step
+    check(killable, alone, 3, Setup(kind), faults, [2, 1])
+
+
 @pytest.mark.parametrize(
     "places", [("launch", "launch"), ("confirmed", "updated"), ("confirmed", "confirmed")]
 )
@@ -185,6 +192,7 @@ def test_other_ways_to_shard_are_refused(killable, sync, problem):
 
 def storm(fork, folder, seed, setup):
     """Let ranks die, leave and join at random times; return the events and the results of those that are left."""
+    start_run(folder)
     rng, size, events = random.Random(seed), 3, []
     alive = {rank: fork(train, folder, rank, size, setup) for rank in range(size)}
     wait_for_world(alive, size)
@@ -216,6 +224,15 @@ def test_storms(killable, alone, seed):
     setup = Setup(
         ["adamw", "muon"][seed % 2], ["paceline", "gloo"][seed // 2 % 2], steps=120, pause=0.01, waits_at=100
     )
+    events, results = killable.run_ranks(storm, seed, setup, timeout=200)
+    assert results, events
+    assert {result[0] for result in results} == {alone(setup)}, (events, results)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", [2, 3, 5, 7])
+def test_storms_with_master_weights(killable, alone, seed):
+    setup = Setup("masters", ["paceline", "gloo"][seed // 2 % 2], steps=120, pause=0.01, waits_at=100)
     events, results = killable.run_ranks(storm, seed, setup, timeout=200)
     assert results, events
     assert {result[0] for result in results} == {alone(setup)}, (events, results)

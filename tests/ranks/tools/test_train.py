@@ -156,6 +156,8 @@ def test_checkpoints_are_the_latest_two_and_no_pickle(pool, settings):
         "manifest.json",
         "manifest.json.xxh128",
         "model.safetensors",
+        "rank-00000.json",
+        "rank-00001.json",
         "state-rank0.safetensors",
         "state-rank1.safetensors",
     ]

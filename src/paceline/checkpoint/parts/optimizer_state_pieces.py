@@ -34,27 +34,21 @@ Piece = tuple[str, int, int, Mapping[str, Any]]
 with one value per element (``exp_avg``), and state of the whole parameter (``step``, Adafactor's ``row_var``)."""
 
 
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, param_names: Mapping[int, str], rank: int, ranks: int
-) -> dict[str, Any]:
-    """Return the options of each group, and the pieces of `rank`; over all ranks they cover each element once.
+def optimizer_state(optimizer: torch.optim.Optimizer, param_names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the options of each group, and the pieces of all state that this rank has.
 
     Args:
         optimizer: one of torch's, or a `ShardedOptimizer`.
         param_names: names of parameters by id.
-        rank, ranks: this rank, and the number of ranks.
 
     Raises:
         UsageError: it has a parameter without a name.
     """
-    groups, shards = optimizer_groups(optimizer, param_names), _shards(optimizer)
-    if shards is None:
-        pieces = _pieces(optimizer, param_names, rank, ranks)
-    elif isinstance(optimizer, ShardedOptimizer) and optimizer.replica:
-        pieces = []
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.in_shards:
+        pieces = _pieces_of_shards(optimizer.held_shards(), optimizer, param_names)
     else:
-        pieces = _pieces_of_shards(shards, optimizer, param_names)
-    return {"groups": groups, "pieces": pieces}
+        pieces = _pieces(optimizer, param_names)
+    return {"groups": optimizer_groups(optimizer, param_names), "pieces": pieces}
 
 
 def optimizer_groups(
@@ -131,7 +125,7 @@ def load_optimizer(
             for slot, name in _names_by_slot(_group_names(optimizer, param_names)).items()
             if name in pieces_of
         }
-        optimizer.load_state_dict({"param_groups": options, "shards": shards})
+        optimizer.load_shards(options, shards)
         return
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     index = 0
@@ -157,23 +151,15 @@ def _group_names(optimizer: torch.optim.Optimizer, param_names: Mapping[int, str
     return [[param_names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def _shards(optimizer: torch.optim.Optimizer) -> dict[str, list[dict[str, Any]]] | None:
-    """Return the shards of an optimizer; None if its strategy does not shard."""
-    return optimizer.shards() if isinstance(optimizer, ShardedOptimizer) else None
-
-
 def _names_by_slot(group_names: Sequence[Sequence[str]]) -> dict[str, str]:
     """Return the names of parameters by their names in their own model."""
     return {name.partition("/")[2] or name: name for names in group_names for name in names}
 
 
-def _pieces(
-    optimizer: torch.optim.Optimizer, param_names: Mapping[int, str], rank: int, ranks: int
-) -> list[Piece]:
-    """Return the pieces of `rank`: a share of whole parameters."""
+def _pieces(optimizer: torch.optim.Optimizer, param_names: Mapping[int, str]) -> list[Piece]:
+    """Return the state of whole parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = whole_states(optimizer)
-    owners = partition_by_size([param.numel() for param in params], ranks)
     return [
         (
             param_names[id(param)],
@@ -181,8 +167,8 @@ def _pieces(
             storage_numel(param),
             {key: _flatten(key, value, param) for key, value in states[index].items()},
         )
-        for index, (param, owner) in enumerate(zip(params, owners, strict=True))
-        if owner == rank and param.numel() and states.get(index)
+        for index, param in enumerate(params)
+        if param.numel() and states.get(index)
     ]
 
 

@@ -28,6 +28,9 @@ class _Blocks:
     """The latest blocks of a checkpoint's files, each loaded by one thread while others wait for it."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._process, self._lock = os.getpid(), threading.Lock()
         self._kept: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
 
@@ -38,7 +41,7 @@ class _Blocks:
             BaseException: of `load`; the next call loads it again.
         """
         if self._process != os.getpid():  # threads of the parent that load blocks are not here
-            self.__init__()
+            self._begin()
         with self._lock:
             known = self._kept.get((file, block))
             found = self._kept[file, block] = known or Future()

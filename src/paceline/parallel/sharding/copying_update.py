@@ -95,7 +95,7 @@ class CopyingUpdate(ShardedLayout):
         own = self._gather() if self._reducer is not None and self._groups else None
         self._engine.keep_copies()
         if own is not None:  # the next step builds the copy
-            self._loaded, self._groups = own, []
+            self._loaded, self._loaded_everywhere, self._groups = own, True, []
 
     def _update_with_copy(
         self, reducer: Reducer, neighbours: NeighbourExchange, args: tuple[Any, ...], kwargs: dict[str, Any]

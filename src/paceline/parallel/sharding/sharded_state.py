@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -40,7 +40,8 @@ class ShardedState(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._plain: torch.optim.Optimizer | None = None
         self._groups: list[UpdateGroup] = []
-        self._loaded: Shards = {}
+        self._loaded: Shards = {}  # used by the next step
+        self._loaded_everywhere = True  # every rank has the whole of `_loaded`
         self._consolidated: dict[str, Any] | None = None
         self._probes: dict[str, OptimizerProbe] = {}
         self._step_arguments: dict[str, Any] = {}  # of the trials
@@ -128,8 +129,7 @@ class ShardedState(torch.optim.Optimizer):
         if self._updates_in_place and self._groups:
             return self._in_torchs_format(self._own_shards(), self.param_groups)
         options = [saved_options(group) for group in self.param_groups]
-        shards = self._own_shards() if self._groups else resharding.in_memory(self._loaded)
-        return {"param_groups": options, "shards": shards}
+        return {"param_groups": options, "shards": self.held_shards()}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state, in torch's format, on rank `to`; all ranks must call this.
@@ -184,23 +184,20 @@ class ShardedState(torch.optim.Optimizer):
         """
         if self._plain is not None:
             return None
-        return self._own_shards(share=True, copy=False) if self._groups else self._share_of_loaded()
-
-    def _share_of_loaded(self) -> Shards:
-        """Return this rank's share of a state that no step has used, of which every rank has the whole."""
-        comm, sizes = self._engine.comm, Counter[str]()
-        for block in self._blocks():
-            sizes[block.name] += block.stop - block.start
-        covered = {
-            name: sum(part["stop"] - part["start"] for part in parts) for name, parts in self._loaded.items()
-        }
+        if self._groups:
+            return self._own_shards(share=True, copy=False)
+        comm, everywhere = self._engine.comm, self._loaded_everywhere
         return resharding.in_memory(
             {
                 name: parts
                 for number, (name, parts) in enumerate(self._loaded.items())
-                if covered[name] < sizes[name] or number % comm.shards == comm.shard
+                if not everywhere or number % comm.shards == comm.shard
             }
         )
+
+    def held_shards(self) -> Shards:
+        """Return all shards of the state that this rank has: until a step uses loaded ones, those."""
+        return self._own_shards() if self._groups else resharding.in_memory(self._loaded)
 
     def copied_shards(self) -> Shards:
         """Return the copy of the right neighbour's shards of the state, if this rank keeps one."""
@@ -230,7 +227,7 @@ class ShardedState(torch.optim.Optimizer):
                 if state
             }
         if self._updates_in_place:
-            return self._own_shards()
+            return self.held_shards()
         comm, units = self._engine.comm, list(self._units_with_state())
         if self._probe.whole or self._reducer is None:
             return resharding.gather_owned(self._own_shards(), comm, to=to)
@@ -264,7 +261,7 @@ class ShardedState(torch.optim.Optimizer):
             loaded = resharding.merge_shards(self._engine.comm.gather_values(state_dict["shards"]))
         else:
             loaded = state_dict["shards"]
-        self._take_over(groups, loaded)
+        self._take_over(groups, loaded, everywhere="shards" not in state_dict or self._updates_in_place)
 
     def load_shards(self, param_groups: Sequence[Mapping[str, Any]], shards: Shards) -> None:
         """Load a state in shards of which every rank has all, into a layout that is not torch's; no collective.
@@ -277,7 +274,7 @@ class ShardedState(torch.optim.Optimizer):
             UsageError: the groups differ.
         """
         self._consolidated = None
-        self._take_over(self._merged_groups(param_groups), shards)
+        self._take_over(self._merged_groups(param_groups), shards, everywhere=True)
 
     def _check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         if len(saved) != len(self.param_groups):
@@ -296,11 +293,11 @@ class ShardedState(torch.optim.Optimizer):
             self._check_group(group)
         return groups
 
-    def _take_over(self, groups: Sequence[Mapping[str, Any]], loaded: Shards) -> None:
+    def _take_over(self, groups: Sequence[Mapping[str, Any]], loaded: Shards, *, everywhere: bool) -> None:
         for group, new in zip(self.param_groups, groups, strict=True):
             group.clear()
             group.update(new)
-        self._loaded, self._groups = loaded, []
+        self._loaded, self._loaded_everywhere, self._groups = loaded, everywhere, []
 
     def _load_plain(self, state_dict: dict[str, Any]) -> None:
         plain = self._plain
@@ -393,7 +390,7 @@ class ShardedState(torch.optim.Optimizer):
         named = {block.name for block in self._blocks()}
         kept = {name: shards for name, shards in state.items() if name in named}
         if self._plain is None:
-            self._loaded = kept
+            self._loaded, self._loaded_everywhere = kept, True
             if self._ready_to_build:
                 self._build()
         else:

@@ -159,8 +159,9 @@ class ShardedOptimizer(CopyingUpdate, ConsumesShards):
             del self.param_groups[-1]
             raise
         if self._groups:  # the next step builds them anew, and may deal matrices to other owners
-            own = self.shards() or {} if self._reducer is not None else self._gather()
-            self._loaded, self._groups, self._exchanges = own, [], []
+            own = self.held_shards() if self._reducer is not None else self._gather()
+            self._loaded, self._loaded_everywhere = own, self._reducer is None
+            self._groups, self._exchanges = [], []
         self._consolidated = None
 
     # ------------------------------------------------------------------ step

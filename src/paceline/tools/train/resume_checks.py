@@ -46,7 +46,9 @@ def check_resumable(settings: TrainSettings, size: GptSize, corpus: Corpus, *, a
     """
     if settings.existing != "resume":
         return
-    path, manifest = _newest(RunFolder(settings.out).checkpoint)
+    folder = RunFolder(settings.out)
+    folder.require_checkpoint()
+    path, manifest = _newest(folder.checkpoint)
     check_facts(path, manifest.facts, settings, size, corpus)
     if manifest.step >= settings.steps and not again:
         raise UsageError(

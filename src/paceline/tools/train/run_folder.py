@@ -106,7 +106,12 @@ class RunFolder:
                 remedy=("resume it with --resume, " if self.complete_checkpoints() else "")
                 + "replace it with --overwrite, or name another folder with --out",
             )
-        if existing == "resume" and not self.complete_checkpoints():
+        if existing == "resume":
+            self.require_checkpoint()
+
+    def require_checkpoint(self) -> None:
+        """Raise a `UsageError` unless there is a checkpoint to resume from."""
+        if not self.complete_checkpoints():
             raise UsageError(
                 f"nothing to resume: {str(self.path)!r} holds no complete checkpoint",
                 remedy="leave --resume out to start anew; --resume auto does where there is nothing to resume",

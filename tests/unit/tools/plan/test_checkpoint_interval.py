@@ -161,10 +161,10 @@ def test_the_advice_can_be_passed_and_is_possible(costs, rate):
     plan = plan_checkpoints(costs, rate)
     assert parse_seconds(plan.every) == pytest.approx(plan.seconds)
     assert plan.seconds >= costs.shortest * (1 - 1e-12)
-    assert save_cadence(plan.every, list) is not None
+    assert save_cadence(plan.every) is not None
     assert plan.seconds == pytest.approx(plan.best, rel=0.126)
     if plan.steps is not None:
-        assert save_cadence(plan.steps, list) is not None
+        assert save_cadence(plan.steps) is not None
         assert plan.steps * costs.step >= costs.shortest * (1 - 1e-12)
     low, high = plan.best_range
     assert low <= plan.best <= high
