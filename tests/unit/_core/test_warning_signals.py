@@ -16,6 +16,15 @@ from paceline._core.warning_signals import SAME_SECONDS, WarnedExit, WarningSign
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 
+@pytest.fixture(autouse=True)
+def default_actions():
+    """Other tests may have left handlers."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (TERM, USR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def test_the_first_signal_is_taken_and_its_repetitions_are_the_same_warning():
     def work():
         taken, now = [], [0.0]

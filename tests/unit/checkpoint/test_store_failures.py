@@ -302,7 +302,7 @@ def test_ranks_killed_while_they_save_damage_nothing(make_place, kind):
         step = max((int(name.removeprefix("step-")) for name in store.names()), default=0)
         while lock is not None:
             step += 1
-            save_step(store, step, mark=f"run{os.getpid()}")
+            save_step(store, step, mark=f"{os.getpid():012x}")
             store.remove(store.names()[2:])
         return False
 

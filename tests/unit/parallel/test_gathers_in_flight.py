@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from forked_child import in_child
 from paceline.errors import SyncError
+from paceline.parallel.engine import parameter_gather
 from paceline.parallel.engine.parameter_gather import ParameterGather
 from paceline.parallel.gradient_collectives import Comm
 
@@ -72,7 +73,9 @@ def stack():
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(monkeypatch):
+    torch._dynamo.reset()  # what other tests have compiled
+    monkeypatch.setattr(parameter_gather, "_compiled", parameter_gather._CompiledCode())
     assert stack() == []
     yield
     ParameterGather(Comm(), None, lambda seconds: None)  # as the next model does

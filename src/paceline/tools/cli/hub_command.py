@@ -165,8 +165,8 @@ def serve(
     exchange = HubExchange(
         bind, "", keys=hub_keys, insecure=insecure, settings=SocketSettings(rate=rules.bandwidth)
     )
+    stop = _StopCondition(seconds)
     try:
-        stop = _StopCondition(seconds)
         journal = _open_journal(out, new, standby, exchange, hub_keys, rules.silent_after, stop)
         if journal is None:
             return
@@ -174,6 +174,7 @@ def serve(
             run = _run_name(name, journal)
             _serve_run(journal, rules, exchange, hub_keys, run, standby, worker_key, prometheus, stop)
     finally:
+        stop.restore()
         exchange.close()
 
 
@@ -349,8 +350,14 @@ class _StopCondition:
     def __init__(self, seconds: float | None) -> None:
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._signalled = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        self._before = {
+            number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+
+    def restore(self) -> None:
+        """Restore the handlers before."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._signalled:
