@@ -149,10 +149,11 @@ def build(setup):
     )
     virtual = None if setup.kind == "plain" else VIRTUAL_RANKS
     if setup.kind == "masters":
-        options = {"virtual_ranks": virtual, "reduce_dtype": torch.float32}
-        model = paceline.DataParallel(net.bfloat16(), sync="bucketed", **options)
-        options = {"lr": 1e-2, "master_dtype": torch.float32}
-        return model, [paceline.ShardedOptimizer(model, torch.optim.AdamW, **options)]
+        model = paceline.DataParallel(
+            net.bfloat16(), sync="bucketed", virtual_ranks=virtual, reduce_dtype=torch.float32
+        )
+        adamw = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2, master_dtype=torch.float32)
+        return model, [adamw]
     model = paceline.DataParallel(net, sync=setup.sync, virtual_ranks=virtual)
     if setup.kind != "muon":
         return model, [paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)]
