@@ -179,9 +179,7 @@ class TrainingState:
             self._load(state)
         for optimizer in self._objects.optimizers.values():
             if isinstance(optimizer, ShardedOptimizer) and optimizer.in_shards:
-                optimizer.resume_state(
-                    optimizer.gather_state()
-                )  # what was loaded is used by all ranks together
+                optimizer.resume_state(optimizer.gather_state())  # all ranks build what was loaded
 
     def _whole(self) -> dict[str, Any]:
         objects, names = self._objects, self._objects.param_names
