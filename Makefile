@@ -15,7 +15,7 @@ PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 help:
 	@sed -n 's/^#   //p' Makefile
 
-$(VENV)/.run: pyproject.toml constraints.txt
+$(VENV)/.run: pyproject.toml constraints.txt hatch_build.py src/paceline/_core/native.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Paceline needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 ...")'
 	$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing Paceline into $(VENV) (the first time this fetches PyTorch: a few minutes) ..."
@@ -51,8 +51,8 @@ test-fast: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q tests/unit tests/cli
 
 check: $(VENV)/.dev
-	$(VENV)/bin/ruff check src tests examples benchmarks docs/site docs/pictures
-	$(VENV)/bin/ruff format --check src tests examples benchmarks docs/site docs/pictures
+	$(VENV)/bin/ruff check hatch_build.py src tests examples benchmarks docs/site docs/pictures
+	$(VENV)/bin/ruff format --check hatch_build.py src tests examples benchmarks docs/site docs/pictures
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/lint-imports
 

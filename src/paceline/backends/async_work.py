@@ -20,7 +20,7 @@ from torch._C._dynamo import eval_frame
 
 from paceline.errors import CollectiveTimeout
 
-__all__ = ["CollectiveWork", "WorkQueue", "untraced"]
+__all__ = ["CollectiveWork", "FinishedWork", "WorkQueue", "untraced"]
 
 _Class = TypeVar("_Class", bound=type)
 Callback = Callable[[], None]
@@ -180,12 +180,54 @@ class CollectiveWork(dist.Work):
         return self._tensors
 
 
+@untraced
+class FinishedWork(dist.Work):
+    """A call that was done when it returned.
+
+    Args:
+        tensors: value of its future.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return at once."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Return True."""
+        return True
+
+    def exception(self) -> None:
+        """Return None: it has not failed."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Return its tensors."""
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future that has its tensors."""
+        future = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
 class _QueueState:
     """State that a queue shares with its thread, which outlives the queue until it notices that it was closed."""
 
     def __init__(self) -> None:
         self.pending: deque[tuple[Callback, CollectiveWork]] = deque()
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.unfinished = 0
         self.inline = False
         self.closed = False
@@ -275,16 +317,30 @@ class WorkQueue:
         return work
 
     def _run_inline(self, job: Callback, work: CollectiveWork) -> None:
-        state = self._state
         try:
             with torch.inference_mode():
                 job()
         finally:
-            with state.changed:
-                state.unfinished -= 1
-                state.inline = False
-                state.changed.notify_all()
+            self.leave()
         work.finish()
+
+    def enter(self) -> bool:
+        """Return whether the caller may run a call itself: nothing is before it. Then `leave` must follow."""
+        state = self._state
+        with state.lock:
+            if state.unfinished:
+                return False
+            state.unfinished, state.inline = 1, True
+        return True
+
+    def leave(self) -> None:
+        """End a call that the caller ran itself."""
+        state = self._state
+        with state.lock:
+            state.unfinished -= 1
+            state.inline = False
+            if state.pending or state.closed:
+                state.changed.notify_all()
 
     def abort(self, error: BaseException) -> None:
         """Fail the pending calls, and the one that runs in the thread, which may never return."""

@@ -36,9 +36,6 @@ from paceline.world.environment import host_label
 
 __all__ = ["create_paceline_group", "register_fallbacks"]
 
-_SPIN_SECONDS = 100e-6
-"""How long a rank with its own core polls before it sleeps: about the time that waking up takes."""
-
 
 def create_paceline_group(options: Any) -> PacelineProcessGroup:
     """Create the group that torch's ``_DistributedBackendOptions`` describe: store, rank, ranks, time-out."""
@@ -121,8 +118,7 @@ def _connect(
         nbytes=ControlBlock.nbytes(len(local)),
     )
     control = ControlBlock(host_peers.segment, local.index(me), len(local))
-    spin = _SPIN_SECONDS if len(local) <= usable_cores() else 0.0
-    intra = ShmCollectives(host_peers, control, timeout, spin)
+    intra = ShmCollectives(host_peers, control, timeout, crowded=len(local) > usable_cores())
     if len(by_host) == 1:
         return intra, ShmPointToPoint(intra) if len(local) > 1 else None
     hosts = list(by_host.values())

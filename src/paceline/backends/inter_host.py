@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.backends.block_reduction import Reduction, Scratch, split_blocks
 from paceline.backends.op_arguments import Tensors
-from paceline.backends.shm.shm_collectives import slice_bounds
+from paceline.backends.shm.shm_all_reduce import slice_bounds
 
 __all__ = ["HostUnreachable", "InterHostCollectives"]
 

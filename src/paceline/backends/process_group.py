@@ -50,6 +50,12 @@ class PacelineProcessGroup(GroupBase):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Reduce one tensor over all ranks, in place."""
+        if self._repeated is not None and self.spans is None:
+            work = self._repeated.all_reduce(tensors, opts)
+            if work is not None:
+                self.calls += 1
+                self.payload_nbytes += tensors[0].nbytes
+                return work
         tensors, opts = as_list(tensors), parse_options(opts, c10d.AllreduceOptions)
         ops = self._select("all_reduce", tensors) if len(tensors) == 1 else None
         if ops is None:
@@ -290,6 +296,10 @@ class PacelineProcessGroup(GroupBase):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return when all ranks have called."""
+        if self._repeated is not None and self.spans is None:
+            work = self._repeated.barrier(opts)
+            if work is not None:
+                return work
         opts = parse_options(opts, c10d.BarrierOptions)
         ops = self._select("barrier", [])
         if ops is None:

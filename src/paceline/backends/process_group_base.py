@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,17 @@ from paceline.backends.async_work import WorkQueue, untraced
 from paceline.backends.block_reduction import Reduction
 from paceline.backends.op_arguments import Tensors, are_strided_cpu, timeout_of
 from paceline.backends.op_signature import AllCollectiveOps, CollectiveOps, OpSignature, PointToPointOps
+from paceline.backends.repeated_calls import RepeatedCalls
 from paceline.backends.shm.shared_arena import arena
+from paceline.backends.shm.shm_collectives import ShmCollectives
 from paceline.errors import CollectiveError, UsageError
 
 __all__ = ["GroupBase"]
+
+
+def _is_on_one_host(collectives: CollectiveOps | None) -> TypeGuard[ShmCollectives]:
+    return isinstance(collectives, ShmCollectives)
+
 
 _open_groups: weakref.WeakSet[GroupBase] = weakref.WeakSet()
 
@@ -66,6 +73,9 @@ class GroupBase(dist.ProcessGroup):
         self._kept: deque[dist.Work] = deque(maxlen=64)
         self.calls, self.payload_nbytes = 0, 0
         self.spans: list[tuple[float, float]] | None = None
+        self._repeated = (
+            RepeatedCalls(collectives, self._queue, size) if _is_on_one_host(collectives) else None
+        )
         _open_groups.add(self)
 
     def getBackendName(self) -> str:
@@ -149,7 +159,7 @@ class GroupBase(dist.ProcessGroup):
             self._p2p.close()
         if self._collectives is not None:
             self._collectives.close()
-        self._collectives, self._p2p = None, None
+        self._collectives, self._p2p, self._repeated = None, None, None
 
     # How calls run.
 

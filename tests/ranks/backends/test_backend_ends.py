@@ -25,15 +25,15 @@ def late_in_the_middle(report, rank, size, folder):
     """Rank 1 is slow during a call; when it continues, rank 0 has reused the memory long since."""
     group = enter(folder, rank, size, timeout=0.5)
     tensor = group.allocate_tensor(16 * BLOCK_NBYTES // 4).fill_(1)
-    place, check = tensor.data_ptr(), ShmCollectives._check_if_failed
+    place, read = tensor.data_ptr(), ShmCollectives._notices
 
     def slowly(self):
         if rank == 1:
-            ShmCollectives._check_if_failed = check
+            ShmCollectives._notices = read
             time.sleep(2.0)
-        check(self)
+        return read(self)
 
-    ShmCollectives._check_if_failed = slowly
+    ShmCollectives._notices = slowly
     held = [dist.all_reduce(tensor, async_op=True)]
     kind, text = error_of(lambda: held[0])
     held.clear()
@@ -82,14 +82,14 @@ def test_a_rank_that_arrives_too_late_raises(killable):
 def failing_during_a_call(report, rank, size, folder):
     group = enter(folder, rank, size)
     group.note_step(4)
-    tensor, check = group.allocate_tensor(1_000_000).fill_(1), ShmCollectives._check_if_failed
+    tensor, read = group.allocate_tensor(1_000_000).fill_(1), ShmCollectives._notices
 
     def breaking(self):
-        check(self)
         if rank == 2:
             raise MemoryError("no memory for the scratch")
+        return read(self)
 
-    ShmCollectives._check_if_failed = breaking
+    ShmCollectives._notices = breaking
     report(error_of(lambda: dist.all_reduce(tensor)))
     dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import warnings
@@ -64,8 +65,16 @@ def compare_with_gloo(call, rank, ours, gloo):
     return True
 
 
-def stream(rank, size, seed, count, backend="paceline", agrees=same):
+COMPILED = {  # which ranks have compiled code
+    "compiled": lambda rank: True,
+    "python": lambda rank: False,
+    "mixed": lambda rank: rank % 2 == 0,
+}
+
+
+def stream(rank, size, seed, count, backend="paceline", agrees=same, code="compiled"):
     """Make random calls on random groups, some of them in a row without waiting."""
+    os.environ["PACELINE_NATIVE"] = str(int(COMPILED[code](rank)))
     warnings.simplefilter("ignore", FutureWarning)  # torch renames calls
     members = [list(range(size)), *SUBGROUPS[size]]
     ours = [dist.new_group(ranks, backend=backend) for ranks in members]
@@ -101,9 +110,11 @@ def stream(rank, size, seed, count, backend="paceline", agrees=same):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("code", COMPILED)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_random_collectives_equal_a_plain_loop_and_gloo(pool, size):
-    for made, on_gloo, _ in pool(size).run(stream, 20 + size, CALLS[size], timeout=200):
+def test_random_collectives_equal_a_plain_loop_and_gloo(pool, size, code):
+    arguments = (20 + size, CALLS[size], "paceline", same, code)
+    for made, on_gloo, _ in pool(size).run(stream, *arguments, timeout=200):
         assert made >= CALLS[size]
         assert on_gloo > made / 4
 

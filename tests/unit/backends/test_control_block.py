@@ -28,17 +28,15 @@ pytestmark = pytest.mark.skipif(not futex.SUPPORTED, reason="no futex here")
 LOST = GroupFailure(2, "host", "ended (ended by SIGKILL)", step=7, exit_code=-9)
 
 
-def blocks(size, start_at=0):
-    """Return one control block per rank, each with its own mapping; arrivals count from `start_at`."""
+def blocks(size, passed=0):
+    """Return one control block per rank, each with its own mapping, as after `passed` barriers."""
     first = Segment.create(ControlBlock.nbytes(size))
     found = []
     for rank in range(size):
         block = ControlBlock(Segment.from_fd(os.dup(first.fd)), rank, size)
-        block._target = start_at
-        block._progress = start_at
-        block._words[(block._own_slot + module._PROGRESS) // 4] = start_at
+        block._words[(block._own_slot + module._PROGRESS) // 4] = passed
         found.append(block)
-    found[0]._words[0] = start_at
+    found[0]._words[0] = passed * size & module._MASK
     return found
 
 
@@ -70,21 +68,22 @@ def test_no_rank_passes_a_barrier_before_all_have_arrived(size, spin):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_count_of_arrivals_wraps_around(size):
-    every = blocks(size, start_at=2**32 - 5 * size - 1)
+@pytest.mark.parametrize("passed", [2**32 - 7, 2**31 - 3, (2**32 - 9) // 3])
+def test_the_counts_of_barriers_and_arrivals_wrap_around(size, passed):
+    every = blocks(size, passed)
 
     def run(block):
         for _ in range(20):
             pass_barrier(block)
             if block.missing():
                 return False
-        return block.all_arrived() and block._target == 15 * size - 1
+        return block.all_arrived() and block._target == (passed + 20) * size % 2**32
 
     assert [ended(pid) for pid in [start(lambda b=block: run(b)) for block in every]] == [0] * size
 
 
 def test_missing_ranks_are_known_when_counts_wrap_around():
-    every = blocks(3, start_at=2**32 - 1)
+    every = blocks(3, passed=2**32 - 1)
     every[0].arrive()
     assert not every[0].all_arrived()
     assert every[0].missing() == [1, 2]

@@ -122,7 +122,7 @@ def test_tensors_never_overlap_and_are_found(plan):
         assert torch.equal(tensor, torch.full_like(tensor, number % 2))
         if tensor.numel():
             assert tensor.data_ptr() % 64 == 0
-            segment, offset = arena.locate(tensor)
+            segment, offset = arena.locate(tensor.data_ptr(), tensor.nbytes)
             assert arena.segments[segment].address + offset == tensor.data_ptr()
             places.append((segment, offset, tensor.nbytes))
     places.sort()
@@ -170,7 +170,7 @@ def test_threads_may_allocate_and_free_concurrently():
             held.append((tensor, seed * 1000 + number))
             if len(held) > 5:
                 kept, value = held.pop(number % 5)
-                if not bool((kept == value).all()) or arena.locate(kept) is None:
+                if not bool((kept == value).all()) or arena.locate(kept.data_ptr(), kept.nbytes) is None:
                     wrong.append((seed, number))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -223,15 +223,15 @@ def test_adjacent_segments_are_not_one():
     arena = Arena()
     first = arena.allocate(8 * MIB, torch.uint8)
     last = first[-64:]
-    assert arena.locate(last, 64) is not None
-    assert arena.locate(last, 128) is None
-    assert arena.locate(torch.empty(64)) is None
+    assert arena.locate(last.data_ptr(), 64) is not None
+    assert arena.locate(last.data_ptr(), 128) is None
+    assert arena.locate(torch.empty(64).data_ptr(), 256) is None
 
 
 def test_retired_memory_is_never_allocated_again():
     arena = Arena()
     tensor = arena.allocate(MIB, torch.uint8).fill_(1)
-    segment, offset = arena.locate(tensor[4096:])
+    segment, offset = arena.locate(tensor[4096:].data_ptr(), tensor[4096:].nbytes)
     arena.retire(segment, offset)
     place = tensor.data_ptr()
     del tensor
@@ -239,7 +239,7 @@ def test_retired_memory_is_never_allocated_again():
     held = [arena.allocate(MIB, torch.uint8) for _ in range(7)]
     assert place not in [each.data_ptr() for each in held]
     assert len(arena.segments) == 1
-    assert arena.locate(arena.allocate(MIB, torch.uint8))[0] == 1
+    assert arena.locate(arena.allocate(MIB, torch.uint8).data_ptr(), MIB)[0] == 1
 
 
 # Other processes.

@@ -21,16 +21,17 @@ import struct
 import threading
 import time
 from dataclasses import KW_ONLY, asdict, dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from paceline._core.native import load_native
 from paceline.backends.shm import futex
 from paceline.backends.shm.shared_arena import Segment
 
 __all__ = ["EAGER_NBYTES", "FIFO_NBYTES", "STAGING_NBYTES", "ControlBlock", "GroupFailure", "OpNotice"]
 
-EAGER_NBYTES = 32 << 10
+EAGER_NBYTES = 64 << 10
 """Data up to this size travel with the notice, with one barrier instead of two."""
 
 STAGING_NBYTES = 1 << 20
@@ -41,7 +42,8 @@ FIFO_NBYTES = 256 << 10
 
 _PAGE = 4096
 _SLOT_NBYTES = 4096
-_ARRIVALS, _FAILED = 0, 64
+_ARRIVALS, _FAILED, _SLEEPERS = 0, 64, 128
+_NOTICE_NBYTES = 64
 _P2P_SIGNAL, _PROGRESS, _STEP, _FAILURE = 128, 256, 264, 512
 _NOTICE = struct.Struct("=16siq")
 _FAILURE_HEAD = struct.Struct("=dI")  # time, number of the barrier
@@ -101,9 +103,7 @@ class ControlBlock:
         self._view = memoryview(segment.map)
         # Words are read and written whole; struct's pack_into() writes zeros first, which other ranks would see.
         self._words, self._longs = self._view.cast("I"), self._view.cast("q")
-        self._arrivals = segment.address + _ARRIVALS
-        self._target = 0
-        self._progress = 0
+        self._arrivals, self._sleepers = segment.address + _ARRIVALS, segment.address + _SLEEPERS
         self._slots = [_PAGE + rank * _SLOT_NBYTES for rank in range(size)]
         self._buffers = _PAGE + size * _SLOT_NBYTES
         self._fifos = self._buffers + size * _BUFFERS_NBYTES
@@ -118,18 +118,42 @@ class ControlBlock:
         total = _PAGE + size * (_SLOT_NBYTES + _BUFFERS_NBYTES) + size * size * (FIFO_NBYTES + _PAGE)
         return -(-total // (2 << 20)) * (2 << 20)
 
+    def compiled(self, spin: float, yielding: float) -> Any:
+        """Return the compiled view of this memory; None: there is none.
+
+        Args:
+            spin: seconds that a rank polls at a barrier.
+            yielding: seconds that it lets other processes run, in all, before it sleeps.
+        """
+        native = load_native()
+        if native is None:
+            return None
+        layout = (
+            *(_ARRIVALS, _SLEEPERS, _FAILED, _PAGE, _SLOT_NBYTES, _PROGRESS, _NOTICE_NBYTES),
+            *(self._buffers, _BUFFERS_NBYTES, EAGER_NBYTES, STAGING_NBYTES),
+        )
+        return native.Ranks(self.segment.address, self.index, self.size, spin, yielding, layout)
+
     # Barriers.
 
     def arrive(self) -> bool:
         """Arrive at the next barrier, and return whether all ranks have arrived."""
-        self._progress = (self._progress + 1) & _MASK
-        self._target = (self._target + self.size) & _MASK
-        self._words[(self._own_slot + _PROGRESS) // 4] = self._progress
+        self._words[(self._own_slot + _PROGRESS) // 4] = (self._progress + 1) & _MASK
         futex.add(self._arrivals)
         complete = self.all_arrived()
-        if complete:
+        if complete and self._words[_SLEEPERS // 4]:
             futex.wake(self._arrivals)
         return complete
+
+    @property
+    def _progress(self) -> int:
+        """Barriers that this rank has arrived at."""
+        return self._words[(self._own_slot + _PROGRESS) // 4]
+
+    @property
+    def _target(self) -> int:
+        """Count of arrivals that completes this rank's current barrier."""
+        return self._progress * self.size & _MASK
 
     def all_arrived(self) -> bool:
         """Return whether all ranks have arrived at this rank's current barrier."""
@@ -137,9 +161,13 @@ class ControlBlock:
 
     def sleep(self, seconds: float) -> None:
         """Sleep until all ranks have arrived, a rank posts a failure, or `seconds` have passed."""
-        seen = self._words[_ARRIVALS // 4]
-        if (seen - self._target) & _MASK >= _HALF:
-            futex.wait(self._arrivals, seen, seconds)
+        futex.add(self._sleepers)  # before it looks: the last to arrive wakes others only if there are any
+        try:
+            seen = self._words[_ARRIVALS // 4]
+            if (seen - self._target) & _MASK >= _HALF:
+                futex.wait(self._arrivals, seen, seconds)
+        finally:
+            futex.subtract(self._sleepers)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived at this rank's current barrier."""
@@ -150,12 +178,12 @@ class ControlBlock:
 
     def post_notice(self, turn: int, notice: OpNotice) -> None:
         """Announce this rank's collective number `turn`."""
-        at = self._own_slot + 64 * (turn & 1)
+        at = self._own_slot + _NOTICE_NBYTES * (turn & 1)
         _NOTICE.pack_into(self._view, at, notice.call, notice.segment, notice.offset)
 
     def read_notice(self, turn: int, rank: int) -> OpNotice:
         """Return the notice of `rank` for collective number `turn`."""
-        return OpNotice(*_NOTICE.unpack_from(self._view, self._slots[rank] + 64 * (turn & 1)))
+        return OpNotice(*_NOTICE.unpack_from(self._view, self._slots[rank] + _NOTICE_NBYTES * (turn & 1)))
 
     @property
     def step(self) -> int:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-__all__ = ["SUPPORTED", "add", "fence", "wait", "wake"]
+__all__ = ["SUPPORTED", "add", "fence", "subtract", "wait", "wake"]
 
 _SYSCALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _NUMBER = _SYSCALL.get(platform.machine(), 0) if sys.maxsize > 2**32 else 0
@@ -22,8 +22,9 @@ SUPPORTED = sys.platform == "linux" and _NUMBER > 0
 """True if this platform supports the functions of this module."""
 
 _WAIT, _WAKE, _WAKE_OP = 0, 1, 5
-# Op ADD, argument 1; wakes a second word only if old == −1.
+# Op ADD, argument 1 or, in 12 bits, −1; wakes a second word only if old == −1.
 _ADD_ONE_NEVER_WAKE = (1 << 28) | (1 << 12) | 0xFFF
+_SUBTRACT_ONE_NEVER_WAKE = (1 << 28) | (0xFFF << 12) | 0xFFF
 _ALL = 2**31 - 1
 _STRONG_ORDER = platform.machine() in ("x86_64", "AMD64")
 
@@ -50,6 +51,11 @@ _futex_keeping_gil, _futex_releasing_gil = _futex_call(ctypes.PyDLL), _futex_cal
 def add(address: int) -> None:
     """Add 1 to the word at `address`, atomically over all processes that share it."""
     _futex_keeping_gil(_unused_address, _WAKE_OP, 0, None, address, _ADD_ONE_NEVER_WAKE)
+
+
+def subtract(address: int) -> None:
+    """Subtract 1 from the word at `address`, atomically over all processes that share it."""
+    _futex_keeping_gil(_unused_address, _WAKE_OP, 0, None, address, _SUBTRACT_ONE_NEVER_WAKE)
 
 
 def wake(address: int) -> None:

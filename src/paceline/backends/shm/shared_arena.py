@@ -167,22 +167,15 @@ class Arena:
         weakref.finalize(memory, self._free, self._freed, segment, offset, nbytes).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=max(numel, 1))[:numel]
 
-    def locate(self, tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int] | None:
-        """Return (segment, byte offset) of a contiguous tensor; None: it lies elsewhere.
-
-        Args:
-            tensor: the tensor.
-            nbytes: bytes from its beginning that must lie in the segment; None: the tensor's.
-        """
-        address = tensor.data_ptr()
+    def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Return (segment, byte offset) of `nbytes` bytes of memory from `address` on; None: they lie elsewhere."""
         with self._lock:
             at = bisect_right(self._starts, (address, len(self.segments))) - 1
             if at < 0:
                 return None
             start, segment = self._starts[at]
             end = start + self.segments[segment].nbytes
-        needed = tensor.numel() * tensor.element_size() if nbytes is None else nbytes
-        return (segment, address - start) if address + needed <= end else None
+        return (segment, address - start) if address + nbytes <= end else None
 
     def release_free_pages(self) -> None:
         """Return the pages of free memory to the system."""

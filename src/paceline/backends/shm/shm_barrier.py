@@ -1,8 +1,11 @@
 """Barriers of the ranks of a host: every rank announces its next collective, waits for the others, or learns why not.
 
 post a notice → arrive → all arrived?  yes: continue
-                                       no: spin for a moment, then sleep; now and then check whether a rank
+                                       no: poll or yield for a moment, then sleep; now and then check whether a rank
                                            ended, posted a failure or timed out: then raise, and post the failure
+
+A rank with its own core polls before it sleeps. Ranks that share cores yield theirs instead (sched_yield), for the rank
+that they wait for may be the next one there: a sleep and a wake by the kernel take several times as long.
 """
 
 from __future__ import annotations
@@ -24,6 +27,12 @@ __all__ = ["ShmBarrier"]
 
 _CHECK_SECONDS = 0.1
 
+SPIN_SECONDS = 100e-6
+"""How long a rank with its own core polls before it sleeps: about the time that waking up takes."""
+
+YIELD_SECONDS = 200e-6
+"""How long a rank that shares its core lets others run before it sleeps."""
+
 
 class ShmBarrier:
     """Barriers and failures of the ranks of a group on this host, which are numbered in that order here.
@@ -34,16 +43,18 @@ class ShmBarrier:
         peers: connections to the other ranks.
         control: the shared control block.
         timeout: seconds that a call waits for a rank.
-        spin: seconds to poll before sleeping; 0 where ranks share cores.
+        crowded: ranks share cores.
 
     Attributes:
         interrupted: the error that every call raises, although the group still exists; None: it works.
     """
 
-    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, spin: float) -> None:
+    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, *, crowded: bool) -> None:
         self.index, self.size = control.index, control.size
         self.timeout, self.control = timeout, control
-        self._peers, self._spin = peers, spin
+        self._peers = peers
+        self._spin, self._yielding = (0.0, YIELD_SECONDS) if crowded else (SPIN_SECONDS, 0.0)
+        self._compiled = control.compiled(self._spin, self._yielding)
         self._turn = 0
         self._failure: GroupFailure | None = None
         self._cancelled = self._forked = False
@@ -51,13 +62,26 @@ class ShmBarrier:
         self._call, self._call_timeout = OpSignature("barrier"), timeout
         _instances.add(self)
 
-    def _start_call(self, call: OpSignature, notice: OpNotice) -> list[OpNotice]:
-        """Post a notice, wait for all ranks, and return their notices.
+    def _start_call(self, call: OpSignature, notice: OpNotice) -> None:
+        """Post a notice, and wait for those of all ranks.
 
         Raises:
             MismatchError: ranks call different collectives; all ranks raise it, and the group stays usable.
             UsageError: this process was forked from a rank.
         """
+        self._check_usable(call)
+        if self._compiled is not None:
+            same = self._compiled.start(self._turn, *notice, self._attend)
+        else:
+            self.control.post_notice(self._turn, notice)
+            self._wait_all()
+            same = False
+        self._turn += 1
+        if not same:
+            self._check_match(call)
+
+    def _check_usable(self, call: OpSignature) -> None:
+        """Raise if the group makes no more calls; else this is its call from now on."""
         if self.interrupted is not None:
             raise self.interrupted
         if self._failure is not None:
@@ -68,15 +92,18 @@ class ShmBarrier:
                 remedy="fork before init, or leave collectives to the ranks themselves",
             )
         self._call, self._call_timeout = call, self.timeout if call.timeout is None else call.timeout
-        self.control.post_notice(self._turn, notice)
-        self._wait_all()
-        notices = [self.control.read_notice(self._turn, rank) for rank in range(self.size)]
-        self._turn += 1
-        for rank, other in enumerate(notices):
-            if other.call != notice.call and not call.matches(other.call):
+
+    def _notices(self) -> list[OpNotice]:
+        """Return the notices of all ranks for the call that has started."""
+        return [self.control.read_notice(self._turn - 1, rank) for rank in range(self.size)]
+
+    def _check_match(self, call: OpSignature) -> None:
+        """Raise MismatchError unless all ranks made the call that has started."""
+        packed = call.pack()
+        for rank, other in enumerate(self._notices()):
+            if other.call != packed and not call.matches(other.call):
                 me, peer = self._peers.me, self._peers.peers[rank]
                 raise call.mismatch(other.call, me=me.world_rank, other=peer.world_rank)
-        return notices
 
     def _wait_all(self) -> None:
         """Return when all ranks have arrived.
@@ -85,11 +112,14 @@ class ShmBarrier:
             PeerLost: a rank ended. The group is unusable from then on.
             CollectiveTimeout: a rank did not arrive in time. The group is unusable from then on.
         """
+        if self._compiled is not None:
+            self._compiled.wait(self._attend)
+            return
         if not self.control.arrive():
             self._wait()
         futex.fence()
-        if self.control.failed and self.control.barrier_failed():
-            self.check()
+        if self.control.failed:
+            self._attend(-1.0)
 
     def _wait(self) -> None:
         control = self.control
@@ -97,13 +127,29 @@ class ShmBarrier:
         while time.perf_counter() - start < self._spin:
             if control.all_arrived():
                 return
+        while time.perf_counter() - start < self._yielding:
+            os.sched_yield()
+            if control.all_arrived():
+                return
         while True:
             control.sleep(_CHECK_SECONDS)
             if control.all_arrived():
                 return
-            self.check()
-            if time.perf_counter() - start > self._call_timeout and (missing := control.missing()):
-                self._raise(self._timeout_failure(missing, self._call_timeout))
+            self._attend(time.perf_counter() - start)
+
+    def _attend(self, waited: float) -> None:
+        """Raise if the call can't continue.
+
+        Args:
+            waited: seconds that this rank has slept at the barrier; −1: all ranks have arrived, and one has failed.
+        """
+        if waited < 0:
+            if self.control.barrier_failed():
+                self.check()
+            return
+        self.check()
+        if waited > self._call_timeout and (missing := self.control.missing()):
+            self._raise(self._timeout_failure(missing, self._call_timeout))
 
     def check(self) -> None:
         """Raise if the group can't continue."""

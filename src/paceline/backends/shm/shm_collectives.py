@@ -9,8 +9,7 @@ Phases of every collective:
 
 How data are exposed depends on where they lie (`transfer_modes`).
 
-All-reduce, direct, on rank r of N: reduce the r-th slice of all ranks into the own tensor, block by block, and write
-each block into the others' tensors while it is in the cache: about the memory traffic of one copy.
+All-reduce has a file of its own, `shm_all_reduce`.
 
 A result may overlap an input. Where the others still read there, a copy takes the place of one of them.
 """
@@ -20,109 +19,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.backends.block_reduction import Reduction, Scratch, reduce_into_all, split_blocks
+from paceline.backends.block_reduction import Reduction, split_blocks
 from paceline.backends.op_arguments import Tensors, as_bytes, as_row, copy_unless_same, overlap, same_memory
 from paceline.backends.op_signature import ALL_OPS, OpSignature, check_exchange_sizes
-from paceline.backends.shm.control_block import EAGER_NBYTES, STAGING_NBYTES, ControlBlock, OpNotice
-from paceline.backends.shm.peer_sockets import HostPeers
-from paceline.backends.shm.shared_arena import arena
-from paceline.backends.shm.transfer_modes import ALIGN_NUMEL, DataPaths
+from paceline.backends.shm.control_block import EAGER_NBYTES, OpNotice
+from paceline.backends.shm.shm_all_reduce import ShmAllReduce
 
-__all__ = ["ShmCollectives", "slice_bounds"]
+__all__ = ["ShmCollectives"]
 
 
-def slice_bounds(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """Return first and one-past-last element of slice `index` of `parts`; slices may be empty.
-
-    Example:
-        >>> [slice_bounds(100, 2, index) for index in (0, 1)]
-        [(0, 64), (64, 100)]
-    """
-    length = -(-numel // (parts * ALIGN_NUMEL)) * ALIGN_NUMEL
-    return min(index * length, numel), min((index + 1) * length, numel)
+_BARRIER_NOTICE = OpNotice(OpSignature("barrier").pack())
 
 
-class ShmCollectives(DataPaths):
+class ShmCollectives(ShmAllReduce):
     """`AllCollectiveOps` on one host, whose ranks are numbered on the host. Parameters as for `ShmBarrier`."""
 
     shares_memory = True
     ops = frozenset(ALL_OPS)
     along_tree = True
 
-    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, spin: float) -> None:
-        super().__init__(peers, control, timeout, spin)
-        self._scratch = Scratch()
-
     def barrier(self, call: OpSignature) -> None:
-        self._start_call(call, OpNotice(call.pack()))
-
-    def all_reduce(self, call: OpSignature, tensor: Tensor, reduction: Reduction) -> None:
-        flat = tensor.view(-1)
-        if tensor.nbytes <= EAGER_NBYTES:
-            for part in self._exchange(call, [flat], range(self.size)):
-                reduction([part.read(rank, 0) for rank in range(self.size)], flat, 0, self._scratch)
-            return
-        notices = self._start_call(call, self._notice(call, [flat]))
-        mixed = any(notice.call != notices[self.index].call for notice in notices)  # means and sums
-        common = reduction.as_sum() if mixed else reduction
-        if all(notice.segment >= 0 for notice in notices):
-            tensors = [
-                flat if rank == self.index else self._map_region(rank, notice, flat.numel(), flat.dtype)
-                for rank, notice in enumerate(notices)
-            ]
-            low, high = slice_bounds(flat.numel(), self.size, self.index)
-            slices = [tensor[low:high] for tensor in tensors]
-            try:
-                if low < high:
-                    reduce_into_all(slices, self.index, common, self._scratch, self._check_if_failed)
-                self._wait_all()
-            except BaseException:  # the others may write there until they learn of it
-                arena.retire(notices[self.index].segment, notices[self.index].offset)
-                raise
-        else:
-            self._all_reduce_staged(flat, common)
-        if common is not reduction:
-            reduction.divide(flat)
-
-    def _check_if_failed(self) -> None:
-        """Raise before writing where another rank may keep something else by now."""
-        if self.control.failed:
-            self.check()
-
-    def _all_reduce_staged(self, flat: Tensor, reduction: Reduction) -> None:
-        """Expose part t, wait for all ranks, reduce the own slice of it, and copy the others' results of part t − 1."""
-        previous: list[Tensor] = []
-        number = 0
-        for number, part in enumerate(flat.split(STAGING_NBYTES // flat.element_size())):
-            bounds = [slice_bounds(part.numel(), self.size, rank) for rank in range(self.size)]
-            slices = [part[low:high] for low, high in bounds]
-            buffer = self.control.staging_buffer(self.index, number, part.numel(), flat.dtype)
-            for rank, (low, high) in enumerate(bounds):
-                if rank != self.index:
-                    buffer[low:high].copy_(slices[rank])
-            self._wait_all()
-            own = slices[self.index]
-            low, high = bounds[self.index]
-            if low < high:
-                exposed = [
-                    own
-                    if rank == self.index
-                    else self.control.staging_buffer(rank, number, part.numel(), flat.dtype)[low:high]
-                    for rank in range(self.size)
-                ]
-                result = self.control.result_buffer(self.index, number, high - low, flat.dtype)
-                for *inputs, mine, out in split_blocks([*exposed, own, result]):
-                    reduction(inputs, mine, self.index, self._scratch)
-                    out.copy_(mine)
-            self._copy_results(number - 1, previous)
-            previous = slices
-        self._wait_all()
-        self._copy_results(number, previous)
-
-    def _copy_results(self, number: int, slices: list[Tensor]) -> None:
-        for rank, target in enumerate(slices):
-            if rank != self.index and target.numel():
-                target.copy_(self.control.result_buffer(rank, number, target.numel(), target.dtype))
+        self._start_call(call, _BARRIER_NOTICE)
 
     def reduce(self, call: OpSignature, tensor: Tensor, root: int, reduction: Reduction) -> None:
         flat = tensor.view(-1)

@@ -1,6 +1,6 @@
 """How the ranks of a host read each other's data: by one of three paths, the same on all ranks.
 
-eager    up to 32 KiB: copied into the control block before the barrier, which is the only one
+eager    up to 64 KiB: copied into the control block before the barrier, which is the only one
 direct   all data lie in arenas: read in place, without a copy
 staged   otherwise: part by part through a staging buffer that stays in the cache
 """
@@ -40,8 +40,10 @@ class DataPaths(ShmBarrier):
     Parameters as for `ShmBarrier`.
     """
 
-    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, spin: float) -> None:
-        super().__init__(peers, control, timeout, spin)
+    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, *, crowded: bool) -> None:
+        super().__init__(peers, control, timeout, crowded=crowded)
+        self._parts = 0  # staged so far: two parts in a row never use the same buffer
+        self._shared: set[int] = set()  # own segments that all other ranks have
         self._sent_fds: set[tuple[int, int]] = set()  # (rank, own segment)
         self._segments: dict[tuple[int, int], Segment] = {}  # by (index of the owner, its number)
 
@@ -61,7 +63,8 @@ class DataPaths(ShmBarrier):
         if longest is None and len(pieces) * length * pieces[0].element_size() <= EAGER_NBYTES:
             yield self._eager(call, pieces, length, exposes)
             return
-        notices = self._start_call(call, self._notice(call, pieces if exposes and longest is None else []))
+        self._start_call(call, self._notice(call, pieces if exposes and longest is None else []))
+        notices = self._notices()
         if all(notices[rank].segment >= 0 for rank in sources):
             yield self._direct(pieces, sources, notices)
             self._wait_all()
@@ -99,7 +102,8 @@ class DataPaths(ShmBarrier):
     def _staged(self, pieces: Tensors, length: int, exposes: bool) -> Iterator[Part]:
         dtype, count = pieces[0].dtype, len(pieces)
         step = STAGING_NBYTES // (count * pieces[0].element_size()) // ALIGN_NUMEL * ALIGN_NUMEL
-        for number, low in enumerate(range(0, length, step)):
+        first, self._parts = self._parts, self._parts + -(-length // step)
+        for number, low in enumerate(range(0, length, step), first):
             high = min(low + step, length)
             if exposes:
                 buffer = self.control.staging_buffer(self.index, number, count * step, dtype)
@@ -125,13 +129,18 @@ class DataPaths(ShmBarrier):
             return OpNotice(call.pack())
         first, nbytes = pieces[0].data_ptr(), pieces[0].nbytes
         adjacent = all(piece.data_ptr() == first + index * nbytes for index, piece in enumerate(pieces))
-        place = arena.locate(pieces[0], len(pieces) * nbytes) if adjacent else None
-        if place is None or not self._share(place[0]):
-            return OpNotice(call.pack())
-        return OpNotice(call.pack(), *place)
+        place = self._locate(first, len(pieces) * nbytes) if adjacent else None
+        return OpNotice(call.pack(), *(place or ()))
+
+    def _locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Return (segment, offset) of memory of the arena that the other ranks can map; None: they can't."""
+        place = arena.locate(address, nbytes)
+        return place if place is not None and self._share(place[0]) else None
 
     def _share(self, segment: int) -> bool:
         """Send a segment of this rank's arena to the other ranks, and return whether all of them have it."""
+        if segment in self._shared:
+            return True
         fd = arena.segments[segment].fd
         for peer in self._peers.peers:
             key = peer.rank, segment
@@ -139,16 +148,21 @@ class DataPaths(ShmBarrier):
                 if not self._peers.send_fd(peer.rank, segment, fd):
                     return False
                 self._sent_fds.add(key)
+        self._shared.add(segment)
         return True
+
+    def _map_segment(self, index: int, number: int) -> Segment:
+        """Return a segment of another rank's arena, mapped into this process."""
+        segment = self._segments.get((index, number))
+        if segment is None:
+            fd = self._peers.receive_fd(self._peers.peers[index].rank, number)
+            assert fd is not None, "sent before its notice was posted"
+            segment = self._segments[index, number] = Segment.from_fd(fd)
+        return segment
 
     def _map_region(self, index: int, notice: OpNotice, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the tensor that another rank announced, mapped into this process."""
-        key = index, notice.segment
-        if key not in self._segments:
-            fd = self._peers.receive_fd(self._peers.peers[index].rank, notice.segment)
-            assert fd is not None, "sent before its notice was posted"
-            self._segments[key] = Segment.from_fd(fd)
-        return self._segments[key].tensor(notice.offset, numel, dtype)
+        return self._map_segment(index, notice.segment).tensor(notice.offset, numel, dtype)
 
     def close(self) -> None:
         super().close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline._core.format import format_bytes, format_seconds
+from paceline._core.native import why_not_native
 from paceline._core.network_interfaces import is_loopback
 from paceline.world.machine_facts import LoopbackTiming, MachineFacts
 
@@ -45,7 +46,14 @@ def diagnose_machine(facts: MachineFacts, loopback: LoopbackTiming | str | None)
         loopback: the measured all-reduce, or the error message; None if it was not tried.
     """
     found = [_system(facts), _cores(facts), _thread_variables(facts), _memory(facts), _shared_memory(facts)]
-    found += [_open_files(facts), _locked_memory(facts), _torch(facts), _backends(facts), _gpus(facts)]
+    found += [
+        _compiled_part(facts),
+        _open_files(facts),
+        _locked_memory(facts),
+        _torch(facts),
+        _backends(facts),
+        _gpus(facts),
+    ]
     found += [_loopback(loopback), _host_address(facts), *_interfaces(facts), _mpi(facts), _compiler(facts)]
     return found
 
@@ -110,6 +118,15 @@ def _shared_memory(facts: MachineFacts) -> MachineFinding:
         remedy = "in a container: --shm-size=8g or --ipc=host; else: mount -o remount,size=8G /dev/shm"
         return MachineFinding("shared memory", "warn", value, remedy)
     return MachineFinding("shared memory", "ok", value)
+
+
+def _compiled_part(facts: MachineFacts) -> MachineFinding:
+    problem = why_not_native()
+    if not problem:
+        return MachineFinding("compiled part", "ok", "calls between ranks of a host run in compiled code")
+    if not _on_linux(facts):
+        return MachineFinding("compiled part", "note", "none: Linux only")
+    return MachineFinding("compiled part", "note", f"none, small messages take longer: {problem}")
 
 
 def _open_files(facts: MachineFacts) -> MachineFinding:
