@@ -166,6 +166,9 @@ class HierarchicalCollectives:
         self._intra.report_error(error)
         self._publish_failure()
 
+    def set_background(self, background: bool) -> None:
+        self._intra.set_background(background)
+
     def note_step(self, step: int) -> None:
         self._intra.note_step(step)
 

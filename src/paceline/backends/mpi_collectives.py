@@ -221,6 +221,9 @@ class MpiCollectives:
         """Record that a call failed in the middle: the state of MPI is unknown."""
         self._failure = self._failure or f"an earlier call failed: {error}"
 
+    def set_background(self, background: bool) -> None:
+        """Do nothing: MPI waits in its own way."""
+
     def note_step(self, step: int) -> None:
         """Do nothing: ranks do not publish their steps over MPI."""
 

@@ -162,6 +162,9 @@ class CollectiveOps(Protocol):
     def report_error(self, error: BaseException) -> None:
         """Report an error of this rank in the middle of a collective to the others."""
 
+    def set_background(self, background: bool) -> None:
+        """Set whether the calls from now on run beside the program, which computes on the same cores meanwhile."""
+
     def note_step(self, step: int) -> None:
         """Publish the optimizer step that this rank is in; the other ranks' errors name it."""
 

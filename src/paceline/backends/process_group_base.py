@@ -198,7 +198,10 @@ class GroupBase(dist.ProcessGroup):
         if record is not None:
             record.__enter__()  # exited where the call ends, in any thread
 
+        asynchronous = getattr(opts, "asyncOp", True)
+
         def run() -> None:
+            ops.set_background(asynchronous)
             try:
                 job()
                 if spans is not None:
@@ -212,5 +215,4 @@ class GroupBase(dist.ProcessGroup):
                 if record is not None:
                     record.__exit__(None, None, None)
 
-        asynchronous = getattr(opts, "asyncOp", True)
         return self._queue.submit(run, list(result), name, asynchronous=asynchronous)

@@ -83,6 +83,7 @@ class RepeatedCalls:
 
     def _run(self, call: Callable[..., None], *arguments: object) -> None:
         try:
+            self._ops.set_background(False)
             call(*arguments)
         except UsageError:
             raise  # before anything was written; the group stays usable

@@ -33,6 +33,9 @@ SPIN_SECONDS = 100e-6
 YIELD_SECONDS = 200e-6
 """How long a rank that shares its core lets others run before it sleeps."""
 
+BACKGROUND_YIELD_SECONDS = 10e-6
+"""The same for a call that runs beside the program: polling would take the core from it."""
+
 
 class ShmBarrier:
     """Barriers and failures of the ranks of a group on this host, which are numbered in that order here.
@@ -53,14 +56,24 @@ class ShmBarrier:
         self.index, self.size = control.index, control.size
         self.timeout, self.control = timeout, control
         self._peers = peers
-        self._spin, self._yielding = (0.0, YIELD_SECONDS) if crowded else (SPIN_SECONDS, 0.0)
-        self._compiled = control.compiled(self._spin, self._yielding)
+        self._waits = {
+            False: (0.0, YIELD_SECONDS) if crowded else (SPIN_SECONDS, 0.0),
+            True: (0.0, BACKGROUND_YIELD_SECONDS),
+        }
+        self._views = {background: control.compiled(*waits) for background, waits in self._waits.items()}
+        self.set_background(False)
         self._turn = 0
         self._failure: GroupFailure | None = None
         self._cancelled = self._forked = False
         self.interrupted: CollectiveError | None = None
         self._call, self._call_timeout = OpSignature("barrier"), timeout
         _instances.add(self)
+
+    def set_background(self, background: bool) -> None:
+        """Set whether the calls from now on run beside the program, which computes on the same cores meanwhile."""
+        self._background = background
+        self._spin, self._yielding = self._waits[background]
+        self._compiled = self._views[background]
 
     def _start_call(self, call: OpSignature, notice: OpNotice) -> None:
         """Post a notice, and wait for those of all ranks.
