@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from paceline.backends.async_work import WorkQueue, untraced
+from paceline.backends.async_work import Job, Steps, WorkQueue, untraced
 from paceline.backends.block_reduction import Reduction
 from paceline.backends.op_arguments import Tensors, are_strided_cpu, timeout_of
 from paceline.backends.op_signature import AllCollectiveOps, CollectiveOps, OpSignature, PointToPointOps
@@ -175,7 +175,7 @@ class GroupBase(dist.ProcessGroup):
         return OpSignature(op, tensor.numel(), tensor.dtype, name, root=root, timeout=timeout_of(opts))
 
     def _submit(
-        self, ops: CollectiveOps, name: str, job: Callable[[], None], result: Any, opts: Any, *, nbytes: int
+        self, ops: CollectiveOps, name: str, job: Job, result: Any, opts: Any, *, nbytes: int
     ) -> dist.Work:
         """Queue a call; `result` is the value of its future, `nbytes` its payload."""
         if name != "barrier":
@@ -188,9 +188,9 @@ class GroupBase(dist.ProcessGroup):
         if record is not None:
             record.__enter__()  # exited where the call ends, in any thread
 
-        def run() -> None:
+        def run() -> Steps:
             try:
-                job()
+                yield from job() or ()
                 if spans is not None:
                     spans.append((launched, time.perf_counter()))
             except UsageError:
@@ -203,4 +203,5 @@ class GroupBase(dist.ProcessGroup):
                     record.__exit__(None, None, None)
 
         asynchronous = getattr(opts, "asyncOp", True)
-        return self._queue.submit(run, list(result), name, asynchronous=asynchronous)
+        overlaps = name in getattr(ops, "overlapping", ())
+        return self._queue.submit(run, list(result), name, asynchronous=asynchronous, overlaps=overlaps)
