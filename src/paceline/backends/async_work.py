@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from inspect import isfunction
@@ -18,19 +18,15 @@ import torch
 import torch.distributed as dist
 from torch._C._dynamo import eval_frame
 
+from paceline.backends.call_steps import Job, Stage, run_job, run_steps
 from paceline.errors import CollectiveTimeout
 
-__all__ = ["CollectiveWork", "Job", "Steps", "WorkQueue", "in_callback", "untraced"]
+__all__ = ["CollectiveWork", "WorkQueue", "untraced"]
 
 _Class = TypeVar("_Class", bound=type)
 Callback = Callable[[], None]
-Steps = Iterator[bool]
-"""A call under way: `next` runs its next step, and returns whether the call behind it may begin meanwhile."""
 
-Job = Callable[[], "Steps | None"]
-"""Runs a call, or returns its steps."""
-
-_MOST_OPEN = 4
+_MOST_OPEN = 12
 """Calls that have begun and are not done."""
 
 _JOIN_SECONDS = 1.0
@@ -117,6 +113,11 @@ class CollectiveWork(dist.Work):
         if run_callbacks is not None:
             run_callbacks()
 
+    @property
+    def has_future(self) -> bool:
+        """Whether its future was requested, which may have callbacks."""
+        return self._future is not None
+
     def mark_done(self, error: BaseException | None) -> Callback | None:
         """Mark it done or failed; return a function that runs the callbacks of its future, or None without any.
 
@@ -188,14 +189,6 @@ class CollectiveWork(dist.Work):
         return self._tensors
 
 
-_thread = threading.local()
-
-
-def in_callback() -> bool:
-    """Return whether this thread is in a call that a callback has made, see [Note: callbacks]."""
-    return getattr(_thread, "in_callback", False)
-
-
 class _QueuedCall:
     """A call in a queue.
 
@@ -207,7 +200,7 @@ class _QueuedCall:
 
     def __init__(self, job: Job, work: CollectiveWork, overlaps: bool) -> None:
         self.work, self.overlaps = work, overlaps
-        self.next_may_begin = False
+        self.stage = Stage.BEGUN
         self.error: BaseException | None = None
         self._job, self._steps = job, iter(())
         self._begun = self._ended = False
@@ -220,7 +213,7 @@ class _QueuedCall:
             with torch.inference_mode():  # may write into any tensor; builds no graph
                 if not self._begun:
                     self._begun, self._steps = True, self._job() or self._steps
-                self.next_may_begin = next(self._steps)
+                self.stage = next(self._steps)
         except StopIteration:
             self._ended = True
         except BaseException as error:  # noqa: BLE001 — raised by the work's wait()
@@ -284,6 +277,7 @@ class _QueueState:
         call = self.open[0]
         while call.step():
             self._begin_next()
+            self._advance_behind()
         with self.changed:
             self.open.popleft()
             run_callbacks = call.work.mark_done(call.error)
@@ -292,6 +286,19 @@ class _QueueState:
             run_callbacks()
             with self.changed:
                 self.unfinished -= 1
+
+    def _advance_behind(self) -> None:
+        """Run a step of the first open call that other ranks wait for, if no call before it has a future.
+
+        Its callbacks may make calls, which have to be complete before other ranks go on with later calls.
+        """
+        for call in self.open:
+            if call.stage < Stage.SENT:
+                if call is not self.open[0]:
+                    call.step()
+                return
+            if call.work.has_future:
+                return
 
     def _begin_next(self) -> None:
         """Run the first step of the next pending call, if there is one and it may begin."""
@@ -305,7 +312,7 @@ class _QueueState:
     def _may_begin(self, call: _QueuedCall) -> bool:
         if not self.open:
             return True
-        return call.overlaps and self.open[-1].next_may_begin and len(self.open) < _MOST_OPEN
+        return call.overlaps and self.open[-1].stage >= Stage.POSTED and len(self.open) < _MOST_OPEN
 
 
 class WorkQueue:
@@ -339,12 +346,7 @@ class WorkQueue:
         work = CollectiveWork(tensors, name)
         state = self._state
         if threading.current_thread() is self._thread:  # [Note: callbacks]
-            outer, _thread.in_callback = in_callback(), True
-            try:
-                error = _run_job(job)
-            finally:
-                _thread.in_callback = outer
-            work.finish(error)
+            work.finish(run_job(job))
             if not asynchronous:
                 work.wait()
             return work
@@ -368,9 +370,7 @@ class WorkQueue:
     def _run_inline(self, job: Job, work: CollectiveWork) -> None:
         state = self._state
         try:
-            with torch.inference_mode():
-                for _ in job() or ():
-                    pass
+            run_steps(job)
         finally:
             with state.changed:
                 state.unfinished -= 1
@@ -391,14 +391,3 @@ class WorkQueue:
         self._state.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS if self._aborted else None)
-
-
-def _run_job(job: Job) -> BaseException | None:
-    """Run a call and return the error that it raised."""
-    try:
-        with torch.inference_mode():  # may write into any tensor; builds no graph
-            for _ in job() or ():
-                pass
-    except BaseException as error:  # noqa: BLE001 — raised by the work's wait()
-        return error
-    return None

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.backends.async_work import Steps
 from paceline.backends.block_reduction import Reduction, get_reduction
+from paceline.backends.call_steps import Steps
 from paceline.backends.inter_host import HostUnreachable, InterHostCollectives
 from paceline.backends.op_arguments import Tensors, copy_unless_same, overlap, same_memory
 from paceline.backends.op_signature import OpSignature
@@ -40,6 +40,9 @@ _REPORT_SECONDS = 1.5
 _FAILURE_KEY = "failure"
 _PART_NBYTES = 1 << 20
 """Bytes of a rank's slice that are sent over the network at a time, while the next ones are reduced on the host."""
+
+_LONE_PART_NBYTES = 2 << 20
+"""The same for hosts of one rank, which have nothing else to do meanwhile: fewer messages."""
 
 
 class HierarchicalCollectives:
@@ -107,8 +110,8 @@ class HierarchicalCollectives:
         """All-reduce among hosts of one rank, in steps."""
         with self._failures_shared():
             self._intra.check()
-            for progress in self._inter.all_reduce(self._parts(flat), reduction):
-                yield progress.posted
+            for progress in self._inter.all_reduce(self._parts(flat), reduction, prompt=False):
+                yield progress.stage
 
     def _all_reduce_slices(self, call: OpSignature, flat: Tensor, reduction: Reduction) -> None:
         """All-reduce a tensor that divides into one slice per rank of a host, part by part."""
@@ -137,11 +140,11 @@ class HierarchicalCollectives:
         self._intra.broadcast(call.as_copy("broadcast", root=0), flat, 0)
 
     def _reduce_between(self, flat: Tensor, reduction: Reduction) -> None:
-        for _ in self._inter.all_reduce(self._parts(flat), reduction):
+        for _ in self._inter.all_reduce(self._parts(flat), reduction, prompt=False):
             pass
 
     def _parts(self, flat: Tensor) -> Tensors:
-        return flat.split(_PART_NBYTES // flat.element_size())
+        return flat.split((_LONE_PART_NBYTES if self._alone else _PART_NBYTES) // flat.element_size())
 
     def reduce_scatter(
         self, call: OpSignature, output: Tensor, inputs: Tensors, reduction: Reduction

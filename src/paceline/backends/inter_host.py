@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.backends.async_work import in_callback
 from paceline.backends.block_reduction import Reduction, Scratch, split_blocks
+from paceline.backends.call_steps import Stage, Steps, in_callback
 from paceline.backends.op_arguments import Tensors
 from paceline.backends.shm.shm_collectives import slice_bounds
 
@@ -37,7 +37,7 @@ _TAG = 1 << 24
 _SCATTER, _GATHER, _EXCHANGE = range(3)
 _TAGS = 3
 
-_AHEAD_NBYTES = 4 << 20
+_AHEAD_NBYTES = 8 << 20
 """Bytes of parts that are scattered before the first of them has to arrive: enough for hosts that lag a moment."""
 
 _KEPT_NBYTES = 64 << 20
@@ -51,11 +51,11 @@ class Progress(NamedTuple):
 
     Attributes:
         done: a part that is reduced; None: no other one.
-        posted: all parts are on their way, so another call may begin.
+        stage: of the call.
     """
 
     done: Tensor | None
-    posted: bool
+    stage: Stage
 
 
 class _Part(NamedTuple):
@@ -100,11 +100,18 @@ class InterHostCollectives:
         self._others = [(host + distance) % self._hosts for distance in range(1, self._hosts)]
         self._scratch, self._buffers = Scratch(), _Buffers()
 
-    def all_reduce(self, parts: Iterable[Tensor], reduction: Reduction) -> Iterator[Progress]:
-        """Reduce tensors over the hosts, in place, along the tree over them; yield before each wait, and each part.
+    def all_reduce(
+        self, parts: Iterable[Tensor], reduction: Reduction, *, prompt: bool = True
+    ) -> Iterator[Progress]:
+        """Reduce tensors over the hosts, in place, along the tree over them; yield before each wait, and reduced parts.
 
         Later parts are taken from `parts`, and sent, before the first ones have arrived, so the caller's work on parts
         overlaps the transfer of others.
+
+        Args:
+            parts: contiguous and 1-D.
+            reduction: the reduction.
+            prompt: yield each part soon after it is reduced; else none, which waits less.
         """
         upcoming = iter(parts)
         scattering, gathering, sends = deque[_Part](), deque[_Part](), list[_Transfer]()
@@ -118,7 +125,7 @@ class InterHostCollectives:
                     scattering.append(self._post(tensor, sends))
             if not scattering:
                 break
-            yield Progress(None, posted)
+            yield Progress(None, Stage.POSTED if posted else Stage.BEGUN)
             part = scattering.popleft()
             self._wait(part.scattered)
             ahead -= part.tensor.nbytes
@@ -130,14 +137,15 @@ class InterHostCollectives:
                 self._buffers.give(each)
             sends += self._start_all(self._gloo.send, [own] * self._hosts, _GATHER)
             gathering.append(part)
-            if len(gathering) > len(scattering) + 1:
+            if prompt and len(gathering) > len(scattering) + 1:
                 done = gathering.popleft()
                 self._wait(done.gathered)
-                yield Progress(done.tensor, posted)
+                yield Progress(done.tensor, Stage.POSTED if posted else Stage.BEGUN)
         for part in gathering:
-            yield Progress(None, posted)
+            yield Progress(None, Stage.SENT)
             self._wait(part.gathered)
-            yield Progress(part.tensor, posted)
+            if prompt:
+                yield Progress(part.tensor, Stage.SENT)
         self._wait(sends)
 
     def _post(self, tensor: Tensor, sends: list[_Transfer]) -> _Part:
@@ -161,15 +169,15 @@ class InterHostCollectives:
         for *inputs, result in split_blocks([*rows, out]):
             reduction(inputs, result, self.host, self._scratch)
 
-    def exchange(self, outgoing: Tensors, incoming: Tensors) -> Iterator[bool]:
-        """Send ``outgoing[h]`` to host h and receive ``incoming[h]`` from it, for all other hosts; yield before waiting."""
+    def exchange(self, outgoing: Tensors, incoming: Tensors) -> Steps:
+        """Send ``outgoing[h]`` to every other host h and receive ``incoming[h]`` from it; yield before each wait."""
         transfers = self._start_all(self._gloo.recv, incoming, _EXCHANGE)
         transfers += self._start_all(self._gloo.send, outgoing, _EXCHANGE)
         for transfer in transfers:
-            yield True
+            yield Stage.SENT
             self._wait([transfer])
 
-    def reduce_scatter(self, output: Tensor, inputs: Tensors, reduction: Reduction) -> Iterator[bool]:
+    def reduce_scatter(self, output: Tensor, inputs: Tensors, reduction: Reduction) -> Steps:
         """Reduce ``inputs[h]`` over all hosts into the `output` of host h, which may be its input."""
         received = {host: self._buffers.take(output.numel(), output.dtype) for host in self._others}
         rows = [received.get(host, inputs[host]) for host in range(self._hosts)]

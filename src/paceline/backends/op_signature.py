@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.backends.async_work import Steps
 from paceline.backends.block_reduction import REDUCTION_NAMES, Reduction
+from paceline.backends.call_steps import Steps
 from paceline.backends.op_arguments import Tensors
 from paceline.errors import CollectiveError, MismatchError
 

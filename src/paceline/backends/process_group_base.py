@@ -6,7 +6,6 @@ import atexit
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -15,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from paceline.backends.async_work import Job, Steps, WorkQueue, untraced
+from paceline.backends.async_work import WorkQueue, untraced
 from paceline.backends.block_reduction import Reduction
+from paceline.backends.call_steps import Job, Steps
 from paceline.backends.op_arguments import Tensors, are_strided_cpu, timeout_of
 from paceline.backends.op_signature import AllCollectiveOps, CollectiveOps, OpSignature, PointToPointOps
 from paceline.backends.shm.shared_arena import arena
@@ -193,8 +193,8 @@ class GroupBase(dist.ProcessGroup):
                 yield from job() or ()
                 if spans is not None:
                     spans.append((launched, time.perf_counter()))
-            except UsageError:
-                raise  # before anything was written; the group stays usable
+            except (UsageError, GeneratorExit):
+                raise  # before anything was written; the group stays usable, or nobody runs the rest
             except BaseException as error:
                 ops.report_error(error)
                 raise
