@@ -209,8 +209,8 @@ def turn(variant: Variant, least: int) -> tuple[float, int, int]:
     before, started = interface_bytes(), time.perf_counter()
     for _ in range(steps):
         variant.step()
+    dist.barrier()  # parameters may still be gathered, which belongs to the turn; then all its bytes have arrived
     seconds = time.perf_counter() - started
-    dist.barrier()  # before it all bytes of the others' turn have arrived
     passed = interface_bytes() - before
     bench.tick()
     return seconds / steps, passed.sent // steps, passed.received // steps
