@@ -10,6 +10,8 @@ One rank per host. All variants live in the same processes and take turns ([Note
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from typer import Option
-from workload import EVERY, FACTS, SIZE, batch_of, digest_of, model_and_optimizer, stepper, train_step
+from workload import ADAMW, EVERY, FACTS, SIZE, batch_of, digest_of, model_and_optimizer, stepper, train_step
 
 import paceline
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
 from bench_harness.ranks import gather, interface_bytes, tuned_ddp
 from bench_harness.turns import Ratio, ratio_of, take_turns
+from paceline._core.units import parse_rate
 from paceline.errors import unknown
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.report.charts.chart_style import (
@@ -46,7 +49,8 @@ if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
 
 NO_SYNC = "no synchronisation"
-BUCKET_MIB = 5.0  # of Paceline's gradients
+BUCKET_MIB = 5.0  # of Paceline's compressed gradients
+WIRE_OVERHEAD = 1514 / 1448  # a full frame ÷ its payload: Ethernet 14, IPv4 20, TCP with time stamps 32
 
 bench = Benchmark(__file__)
 
@@ -103,6 +107,18 @@ def compressed(group: dist.ProcessGroup, *, compression: str) -> Variant:
     return Variant(step, net, model.timings.sent_nbytes)
 
 
+def exact(_group: dist.ProcessGroup, *, sync: paceline.Sync | str) -> Variant:
+    """Return float32 gradients over the "paceline" backend; ``"auto"`` once it has chosen a strategy."""
+    net, _ = model_and_optimizer()
+    model = paceline.DataParallel(net, sync=sync)
+    optimizer = paceline.ShardedOptimizer(model, torch.optim.AdamW, **ADAMW)
+    step = step_of(model, optimizer)
+    step()  # learns the order of the buckets
+    while model.tuning is not None and model.tuning.settled is None:
+        step()
+    return Variant(step, net, float32_gradient_nbytes(SIZE.parameters(), dist.get_world_size()))
+
+
 def diloco(group: dist.ProcessGroup, *, fragments: int, delay: int) -> Variant:
     """Return local steps, with an int4 exchange of what was learnt every 20th."""
     net, optimizer = model_and_optimizer()
@@ -117,12 +133,16 @@ def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     return partial(train_step, model, batch_of(dist.get_rank()), stepper(optimizer))
 
 
+EXACT = {f"Paceline, {mib} MiB": partial(exact, sync=paceline.Sync(bucket_mib=mib)) for mib in (5, 25)}
+AUTO = "Paceline, auto"
 DDP = {f"torch DDP, {mib} MiB": partial(ddp, mib=mib) for mib in (1, 5, 25, 100)}
 
 VARIANTS: dict[str, Callable[[dist.ProcessGroup], Variant]] = {
     NO_SYNC: no_sync,
     **DDP,
     **{f"torch DDP, fp16 hook, {mib} MiB": partial(ddp, mib=mib, fp16=True) for mib in (1, 25)},
+    **EXACT,
+    AUTO: partial(exact, sync="auto"),
     **{
         f"Paceline, {name}": partial(compressed, compression=name)
         for name in ("bf16", "int8", "int4", "powersgd")
@@ -164,9 +184,11 @@ def rank(job: dict[str, Any]) -> dict[str, Any] | None:
     """Build all variants on a gloo group, let them take turns, and compare the parameters of all ranks."""
     dist.init_process_group("paceline")
     gloo, variants = dist.new_group(backend="gloo"), {}
-    for name in job["names"]:
-        variants[name] = VARIANTS[name](gloo)
-        turn(variants[name], 2)  # warms up; DDP lays out its buckets anew after its first step
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # a choice of "auto" for other links is no choice for these
+        for name in job["names"]:
+            variants[name] = VARIANTS[name](gloo)
+            turn(variants[name], 2)  # warms up; DDP lays out its buckets anew after its first step
     rows = measure(variants, job["rounds"], job["steps"])
     for name, variant in variants.items():
         check_equal(name, variant)
@@ -187,8 +209,8 @@ def turn(variant: Variant, least: int) -> tuple[float, int, int]:
     before, started = interface_bytes(), time.perf_counter()
     for _ in range(steps):
         variant.step()
+    dist.barrier()  # parameters may still be gathered, which belongs to the turn; then all its bytes have arrived
     seconds = time.perf_counter() - started
-    dist.barrier()  # before it all bytes of the others' turn have arrived
     passed = interface_bytes() - before
     bench.tick()
     return seconds / steps, passed.sent // steps, passed.received // steps
@@ -271,7 +293,30 @@ def figures(rows: Rows) -> str:
 @bench.tables
 def tables() -> dict[str, str]:
     """Return the block of README.md."""
-    return {"steps": figures(bench.read("step-4x200Mbit")["rows"])}
+    links = bench.find("exact-*")
+    return {
+        "steps": figures(bench.read("step-4x200Mbit")["rows"]),
+        "exact": "\n\n".join(exact_figures(links[name]) for name in sorted(links)),
+    }
+
+
+def exact_figures(result: dict[str, Any]) -> str:
+    """Return the table of float32 steps on one kind of link: each variant's time, and its ratio to each DDP."""
+    rows, settings = result["rows"], result["settings"]
+    bases = [name for name in rows if name in DDP]
+    cells = [
+        [name, f"{seconds_of(row):.3f}", f"{wire_share(row, settings['rate']):.3f}"]
+        + [f"{ratio_of(row['seconds'], rows[base]['seconds']):.3f}" for base in bases]
+        for name, row in rows.items()
+        if name != NO_SYNC
+    ]
+    head = f"{settings['hosts']} hosts, {settings['rate']}"
+    return table([head, "s per step", "wire's share", *(f"÷ {base}" for base in bases)], cells)
+
+
+def wire_share(row: dict[str, Any], rate: str) -> float:
+    """Return the share of a step in which a link carries what it has to, with headers, at its full rate."""
+    return row["expected_sent"] * WIRE_OVERHEAD / parse_rate(rate) / seconds_of(row)
 
 
 @bench.charts

@@ -25,6 +25,9 @@ BATCH = 2
 EVERY = 20
 """Inner steps of a round, wherever ranks synchronise every so many steps."""
 
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+"""Of the inner optimizer."""
+
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """Of the outer Nesterov step in `peers.py` (DiLoCo, arXiv 2311.08105, section 3)."""
 
@@ -42,9 +45,7 @@ def model_and_optimizer() -> tuple[GPT, torch.optim.AdamW]:
     """Return the model, the same on every rank, and its inner optimizer."""
     torch.manual_seed(0)
     model = GPT(SIZE)
-    return model, torch.optim.AdamW(
-        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
 def batch_of(rank: int) -> TokenBatch:

@@ -18,12 +18,16 @@ import torch
 import torch.distributed as dist
 from torch._C._dynamo import eval_frame
 
+from paceline.backends.call_steps import Job, Stage, run_job, run_steps
 from paceline.errors import CollectiveTimeout
 
 __all__ = ["CollectiveWork", "FinishedWork", "WorkQueue", "untraced"]
 
 _Class = TypeVar("_Class", bound=type)
 Callback = Callable[[], None]
+
+_MOST_OPEN = 12
+"""Calls that have begun and are not done."""
 
 _JOIN_SECONDS = 1.0
 """Wait for the thread of an aborted queue to return from its call."""
@@ -108,6 +112,11 @@ class CollectiveWork(dist.Work):
         run_callbacks = self.mark_done(error)
         if run_callbacks is not None:
             run_callbacks()
+
+    @property
+    def has_future(self) -> bool:
+        """Whether its future was requested, which may have callbacks."""
+        return self._future is not None
 
     def mark_done(self, error: BaseException | None) -> Callback | None:
         """Mark it done or failed; return a function that runs the callbacks of its future, or None without any.
@@ -221,17 +230,49 @@ class FinishedWork(dist.Work):
         return future
 
 
+class _QueuedCall:
+    """A call in a queue.
+
+    Args:
+        job: what it does.
+        work: its work object.
+        overlaps: its first step does not wait for other ranks, so the call before it may still be open.
+    """
+
+    def __init__(self, job: Job, work: CollectiveWork, overlaps: bool) -> None:
+        self.work, self.overlaps = work, overlaps
+        self.stage = Stage.BEGUN
+        self.error: BaseException | None = None
+        self._job, self._steps = job, iter(())
+        self._begun = self._ended = False
+
+    def step(self) -> bool:
+        """Run the next step; return whether the call is still open."""
+        if self._ended:
+            return False
+        try:
+            with torch.inference_mode():  # may write into any tensor; builds no graph
+                if not self._begun:
+                    self._begun, self._steps = True, self._job() or self._steps
+                self.stage = next(self._steps)
+        except StopIteration:
+            self._ended = True
+        except BaseException as error:  # noqa: BLE001 — raised by the work's wait()
+            self.error, self._ended = error, True
+        return not self._ended
+
+
 class _QueueState:
     """State that a queue shares with its thread, which outlives the queue until it notices that it was closed."""
 
     def __init__(self) -> None:
-        self.pending: deque[tuple[Callback, CollectiveWork]] = deque()
+        self.pending: deque[_QueuedCall] = deque()
+        self.open: deque[_QueuedCall] = deque()  # begun by the thread; the first one is completed first
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.unfinished = 0
         self.inline = False
         self.closed = False
-        self.running: CollectiveWork | None = None
 
     def close(self) -> None:
         """End the thread once nothing is pending."""
@@ -241,42 +282,86 @@ class _QueueState:
 
     def fail_pending(self, error: BaseException) -> None:
         with self.changed:
-            failed = [work for _, work in self.pending]
+            failed = [call.work for call in self.pending]
             self.pending.clear()
             self.unfinished -= len(failed)
         for work in failed:
             work.finish(error)
 
+    def fail_open(self, error: BaseException) -> None:
+        with self.changed:
+            works = [call.work for call in self.open]
+        for work in works:
+            work.finish(error)
+
     def run(self) -> None:
         """Run calls in order until closed.
 
-        [Note: callbacks] The callbacks of a call's future run here, before the next call. A call made by a callback
-        runs at once, so that the callback can wait for it, and runs on all ranks at the same place in the order.
+        [Note: callbacks] The callbacks of a call's future run here, before the next call is completed. A call made by
+        a callback runs at once, so that the callback can wait for it, and runs on all ranks at the same place among
+        the calls that callbacks make; calls that are open stay as they are meanwhile, and may be fewer on other ranks.
         Until the callbacks have returned, the call counts as unfinished: no other thread runs one inline meanwhile.
         """
         while True:
             with self.changed:
-                while self.inline or not self.pending:
+                while not self.open and (self.inline or not self.pending):
                     if self.closed and not self.pending:
                         return
                     self.changed.wait()
-                job, work = self.pending.popleft()
-                self.running = work
-            error = _run_job(job)
-            del job
+            if not self.open:
+                self._begin_next()
+            self._complete_first()
+
+    def _complete_first(self) -> None:
+        """Complete the first open call, beginning others meanwhile, and run its callbacks."""
+        if not self.open:  # the pending calls were failed a moment ago
+            return
+        call = self.open[0]
+        while call.step():
+            self._begin_next()
+            self._advance_behind()
+        with self.changed:
+            self.open.popleft()
+            run_callbacks = call.work.mark_done(call.error)
+            self.unfinished -= run_callbacks is None
+        if run_callbacks is not None:
+            run_callbacks()
             with self.changed:
-                self.running = None
-                run_callbacks = work.mark_done(error)
-                self.unfinished -= run_callbacks is None
-            if run_callbacks is not None:
-                run_callbacks()
-                with self.changed:
-                    self.unfinished -= 1
-            del work, error, run_callbacks
+                self.unfinished -= 1
+
+    def _advance_behind(self) -> None:
+        """Run a step of the first open call that other ranks wait for, if no call before it has a future.
+
+        Its callbacks may make calls, which have to be complete before other ranks go on with later calls.
+        """
+        for call in self.open:
+            if call.stage < Stage.SENT:
+                if call is not self.open[0]:
+                    call.step()
+                return
+            if call.work.has_future:
+                return
+
+    def _begin_next(self) -> None:
+        """Run the first step of the next pending call, if there is one and it may begin."""
+        with self.changed:
+            if not self.pending or not self._may_begin(self.pending[0]):
+                return
+            call = self.pending.popleft()
+            self.open.append(call)
+        call.step()
+
+    def _may_begin(self, call: _QueuedCall) -> bool:
+        if not self.open:
+            return True
+        return call.overlaps and self.open[-1].stage >= Stage.POSTED and len(self.open) < _MOST_OPEN
 
 
 class WorkQueue:
-    """Runs calls one after the other: in the caller's thread if it waits anyway and nothing is before it.
+    """Completes calls one after the other: in the caller's thread if it waits anyway and nothing is before it.
+
+    The first steps of a call run before the one before is done, where both allow that: so the messages of a call
+    follow those of the one before without a pause.
 
     Args:
         name: of the thread, which starts with the first asynchronous call.
@@ -289,13 +374,21 @@ class WorkQueue:
         weakref.finalize(self, self._state.close)  # for queues that nobody closes
 
     def submit(
-        self, job: Callback, tensors: list[torch.Tensor], name: str, *, asynchronous: bool
+        self, job: Job, tensors: list[torch.Tensor], name: str, *, asynchronous: bool, overlaps: bool = False
     ) -> CollectiveWork:
-        """Run `job` in its turn; unless `asynchronous`, it is done on return."""
+        """Run `job` in its turn; unless `asynchronous`, it is done on return.
+
+        Args:
+            job: runs the call, or returns its steps.
+            tensors: value of its future.
+            name: of the call, for messages.
+            asynchronous: return at once.
+            overlaps: its first step does not wait for other ranks, so the call before it may still be open.
+        """
         work = CollectiveWork(tensors, name)
         state = self._state
         if threading.current_thread() is self._thread:  # [Note: callbacks]
-            work.finish(_run_job(job))
+            work.finish(run_job(job))
             if not asynchronous:
                 work.wait()
             return work
@@ -304,7 +397,7 @@ class WorkQueue:
             state.unfinished += 1
             state.inline = inline or state.inline
             if not inline:
-                state.pending.append((job, work))
+                state.pending.append(_QueuedCall(job, work, overlaps))
                 state.changed.notify_all()
         if inline:
             self._run_inline(job, work)
@@ -316,10 +409,9 @@ class WorkQueue:
             work.wait()
         return work
 
-    def _run_inline(self, job: Callback, work: CollectiveWork) -> None:
+    def _run_inline(self, job: Job, work: CollectiveWork) -> None:
         try:
-            with torch.inference_mode():
-                job()
+            run_steps(job)
         finally:
             self.leave()
         work.finish()
@@ -343,12 +435,10 @@ class WorkQueue:
                 state.changed.notify_all()
 
     def abort(self, error: BaseException) -> None:
-        """Fail the pending calls, and the one that runs in the thread, which may never return."""
+        """Fail the pending calls, and those that run in the thread, which may never return."""
         self._aborted = True
-        running = self._state.running
         self._state.fail_pending(error)
-        if running is not None:
-            running.finish(error)
+        self._state.fail_open(error)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the thread, once every pending call is done or, given an error, has failed with it."""
@@ -357,13 +447,3 @@ class WorkQueue:
         self._state.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS if self._aborted else None)
-
-
-def _run_job(job: Callback) -> BaseException | None:
-    """Run a call and return the error that it raised."""
-    try:
-        with torch.inference_mode():  # may write into any tensor; builds no graph
-            job()
-    except BaseException as error:  # noqa: BLE001 — raised by the work's wait()
-        return error
-    return None

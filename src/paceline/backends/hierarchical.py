@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.backends.block_reduction import Reduction, get_reduction
+from paceline.backends.call_steps import Steps
 from paceline.backends.inter_host import HostUnreachable, InterHostCollectives
-from paceline.backends.op_arguments import Tensors
+from paceline.backends.op_arguments import Tensors, copy_unless_same, overlap, same_memory
 from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm.control_block import EAGER_NBYTES, GroupFailure
 from paceline.backends.shm.peer_sockets import PeerInfo
@@ -39,6 +40,9 @@ _REPORT_SECONDS = 1.5
 _FAILURE_KEY = "failure"
 _PART_NBYTES = 1 << 20
 """Bytes of a rank's slice that are sent over the network at a time, while the next ones are reduced on the host."""
+
+_LONE_PART_NBYTES = 2 << 20
+"""The same for hosts of one rank, which have nothing else to do meanwhile: fewer messages."""
 
 
 class HierarchicalCollectives:
@@ -69,6 +73,8 @@ class HierarchicalCollectives:
         self.along_tree = self._even and consecutive and intra.size & (intra.size - 1) == 0
         even_only = {"reduce_scatter", "all_gather"} if self._even else set()
         self.ops = frozenset({"barrier", "all_reduce", "broadcast"} | even_only)
+        self._alone = all(len(host) == 1 for host in hosts)
+        self.overlapping = frozenset({"all_reduce", "reduce_scatter", "all_gather"} if self._alone else ())
 
     @property
     def timeout(self) -> float:
@@ -87,8 +93,10 @@ class HierarchicalCollectives:
                 self._reduce_between(token, get_reduction(dist.ReduceOp.MAX, token.dtype, 1))
             self._intra.barrier(call)
 
-    def all_reduce(self, call: OpSignature, tensor: Tensor, reduction: Reduction) -> None:
+    def all_reduce(self, call: OpSignature, tensor: Tensor, reduction: Reduction) -> Steps | None:
         flat, ranks = tensor.view(-1), self._intra.size
+        if self._alone:
+            return self._all_reduce_alone(flat, reduction)
         body = flat.numel() // ranks * ranks if self._even and flat.nbytes > EAGER_NBYTES else 0
         with self._failures_shared():
             if body:
@@ -96,6 +104,14 @@ class HierarchicalCollectives:
             if body < flat.numel():
                 rest = flat[body:]
                 self._all_reduce_by_leaders(replace(call, numel=rest.numel()), rest, reduction)
+        return None
+
+    def _all_reduce_alone(self, flat: Tensor, reduction: Reduction) -> Steps:
+        """All-reduce among hosts of one rank, in steps."""
+        with self._failures_shared():
+            self._intra.check()
+            for progress in self._inter.all_reduce(self._parts(flat), reduction, prompt=False):
+                yield progress.stage
 
     def _all_reduce_slices(self, call: OpSignature, flat: Tensor, reduction: Reduction) -> None:
         """All-reduce a tensor that divides into one slice per rank of a host, part by part."""
@@ -108,7 +124,12 @@ class HierarchicalCollectives:
                 self._intra.reduce_scatter(replace(call, numel=own.numel()), own, slices, host_sum)
                 yield own
 
-        for slices, own in zip(parts, self._inter.all_reduce(reduced_on_host(), reduction), strict=True):
+        reduced = (
+            progress.done
+            for progress in self._inter.all_reduce(reduced_on_host(), reduction)
+            if progress.done is not None
+        )
+        for slices, own in zip(parts, reduced, strict=True):
             self._intra.all_gather(replace(call, numel=own.numel()).as_copy("all_gather"), slices, own)
 
     def _all_reduce_by_leaders(self, call: OpSignature, flat: Tensor, reduction: Reduction) -> None:
@@ -119,31 +140,61 @@ class HierarchicalCollectives:
         self._intra.broadcast(call.as_copy("broadcast", root=0), flat, 0)
 
     def _reduce_between(self, flat: Tensor, reduction: Reduction) -> None:
-        for _ in self._inter.all_reduce(flat.split(_PART_NBYTES // flat.element_size()), reduction):
+        for _ in self._inter.all_reduce(self._parts(flat), reduction, prompt=False):
             pass
+
+    def _parts(self, flat: Tensor) -> Tensors:
+        return flat.split((_LONE_PART_NBYTES if self._alone else _PART_NBYTES) // flat.element_size())
 
     def reduce_scatter(
         self, call: OpSignature, output: Tensor, inputs: Tensors, reduction: Reduction
-    ) -> None:
+    ) -> Steps | None:
+        if self._alone:
+            return self._reduce_scatter_alone(output, [each.view(-1) for each in inputs], reduction)
         host, host_sum = self._inter.host, reduction.as_sum()
         sums = [torch.empty_like(output).view(-1) for _ in self._ranks]  # over this host, one per target host
         received = [torch.empty_like(each) for each in sums]
         with self._failures_shared():
             for own, targets in zip(sums, self._ranks, strict=True):
                 self._intra.reduce_scatter(call, own, [inputs[rank].view(-1) for rank in targets], host_sum)
-            self._inter.exchange(sums, received)
+            for _ in self._inter.exchange(sums, received):
+                pass
             received[host] = sums[host]
             self._inter.combine(received, output.view(-1), reduction)
+        return None
 
-    def all_gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor) -> None:
+    def _reduce_scatter_alone(self, output: Tensor, inputs: Tensors, reduction: Reduction) -> Steps:
+        """Reduce-scatter among hosts of one rank, in steps."""
+        own = inputs[self._inter.host]
+        result = output.view(-1)
+        if overlap([result], inputs) and not same_memory(result, own):  # which are still being sent
+            result = torch.empty_like(own)
+        with self._failures_shared():
+            self._intra.check()
+            yield from self._inter.reduce_scatter(result, inputs, reduction)
+        copy_unless_same(output.view(-1), result)
+
+    def all_gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor) -> Steps | None:
+        if self._alone:
+            return self._all_gather_alone([each.view(-1) for each in outputs], tensor.view(-1))
         host, index = self._inter.host, self._intra.index
         column = [outputs[ranks[index]].view(-1) for ranks in self._ranks]  # of the counterparts
         if column[host].data_ptr() != tensor.data_ptr():
             column[host].copy_(tensor.view(-1))
         with self._failures_shared():
-            self._inter.exchange([column[host]] * len(column), column)
+            for _ in self._inter.exchange([column[host]] * len(column), column):
+                pass
             for ranks, piece in zip(self._ranks, column, strict=True):
                 self._intra.all_gather(call, [outputs[rank] for rank in ranks], piece)
+        return None
+
+    def _all_gather_alone(self, outputs: Tensors, tensor: Tensor) -> Steps:
+        """All-gather among hosts of one rank, in steps."""
+        own = outputs[self._inter.host]
+        copy_unless_same(own, tensor)
+        with self._failures_shared():
+            self._intra.check()
+            yield from self._inter.exchange([own] * len(outputs), outputs)
 
     def broadcast(self, call: OpSignature, tensor: Tensor, root: int) -> None:
         source = next(host for host, ranks in enumerate(self._ranks) if root in ranks)

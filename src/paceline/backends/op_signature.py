@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.backends.block_reduction import REDUCTION_NAMES, Reduction
+from paceline.backends.call_steps import Steps
 from paceline.backends.op_arguments import Tensors
 from paceline.errors import CollectiveError, MismatchError
 
@@ -124,7 +125,7 @@ def check_exchange_sizes(call: OpSignature, table: Tensor) -> None:
 class CollectiveOps(Protocol):
     """Runs the collectives of a group, over one host or several.
 
-    Calls block. Ranks are the group's, tensors contiguous and on the CPU.
+    Calls block, or return their steps. Ranks are the group's, tensors contiguous and on the CPU.
 
     Attributes:
         shares_memory: tensors of the arena are reduced in place.
@@ -145,15 +146,15 @@ class CollectiveOps(Protocol):
     def barrier(self, call: OpSignature) -> None:
         """Return when all ranks have called."""
 
-    def all_reduce(self, call: OpSignature, tensor: Tensor, reduction: Reduction) -> None:
+    def all_reduce(self, call: OpSignature, tensor: Tensor, reduction: Reduction) -> Steps | None:
         """Reduce `tensor` over all ranks, in place."""
 
     def reduce_scatter(
         self, call: OpSignature, output: Tensor, inputs: Tensors, reduction: Reduction
-    ) -> None:
+    ) -> Steps | None:
         """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
 
-    def all_gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor) -> None:
+    def all_gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor) -> Steps | None:
         """Copy the `tensor` of every rank r into ``outputs[r]`` on all ranks."""
 
     def broadcast(self, call: OpSignature, tensor: Tensor, root: int) -> None:

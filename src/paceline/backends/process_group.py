@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.backends.async_work import untraced
 from paceline.backends.block_reduction import get_reduction
+from paceline.backends.call_steps import Steps
 from paceline.backends.op_arguments import (
     Contiguous,
     ContiguousList,
@@ -73,11 +74,11 @@ class PacelineProcessGroup(GroupBase):
     def _all_reduce(self, ops: CollectiveOps, tensors: Tensors, opts: Any) -> dist.Work:
         reductions = [get_reduction(opts.reduceOp, tensor.dtype, self.size()) for tensor in tensors]
 
-        def job() -> None:
+        def job() -> Steps:
             for tensor, reduction in zip(tensors, reductions, strict=True):
                 call = self._signature("all_reduce", tensor, opts, reduction)
                 with Contiguous(tensor) as memory:
-                    ops.all_reduce(call, memory, reduction)
+                    yield from ops.all_reduce(call, memory, reduction) or ()
 
         nbytes = total_nbytes(tensors)
         work = self._submit(ops, "all_reduce", job, tensors, opts, nbytes=nbytes)
@@ -139,11 +140,11 @@ class PacelineProcessGroup(GroupBase):
         for output, inputs in pairs:
             check_list("reduce_scatter", inputs, output, self.size())
 
-        def job() -> None:
+        def job() -> Steps:
             for (output, inputs), reduction in zip(pairs, reductions, strict=True):
                 call = self._signature("reduce_scatter", output, opts, reduction)
                 with Contiguous(output, read=False) as memory:
-                    ops.reduce_scatter(call, memory, contiguous(inputs), reduction)
+                    yield from ops.reduce_scatter(call, memory, contiguous(inputs), reduction) or ()
 
         outputs, nbytes = [output for output, _ in pairs], sum(total_nbytes(inputs) for _, inputs in pairs)
         return self._submit(ops, "reduce_scatter", job, outputs, opts, nbytes=nbytes)
@@ -214,11 +215,11 @@ class PacelineProcessGroup(GroupBase):
         for outputs, tensor in pairs:
             check_list("all_gather", outputs, tensor, self.size())
 
-        def job() -> None:
+        def job() -> Steps:
             for outputs, tensor in pairs:
                 with ContiguousList(outputs) as memory:
                     call = self._signature("all_gather", tensor, opts)
-                    ops.all_gather(call, memory, contiguous([tensor])[0])
+                    yield from ops.all_gather(call, memory, contiguous([tensor])[0]) or ()
 
         nbytes = sum(total_nbytes(outputs) for outputs, _ in pairs)
         return self._submit(ops, "all_gather", job, result, opts, nbytes=nbytes)

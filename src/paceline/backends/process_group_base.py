@@ -6,7 +6,6 @@ import atexit
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeGuard, cast
 
@@ -17,6 +16,7 @@ from torch.autograd.profiler import record_function
 
 from paceline.backends.async_work import WorkQueue, untraced
 from paceline.backends.block_reduction import Reduction
+from paceline.backends.call_steps import Job, Steps
 from paceline.backends.op_arguments import Tensors, are_strided_cpu, timeout_of
 from paceline.backends.op_signature import AllCollectiveOps, CollectiveOps, OpSignature, PointToPointOps
 from paceline.backends.repeated_calls import RepeatedCalls
@@ -185,7 +185,7 @@ class GroupBase(dist.ProcessGroup):
         return OpSignature(op, tensor.numel(), tensor.dtype, name, root=root, timeout=timeout_of(opts))
 
     def _submit(
-        self, ops: CollectiveOps, name: str, job: Callable[[], None], result: Any, opts: Any, *, nbytes: int
+        self, ops: CollectiveOps, name: str, job: Job, result: Any, opts: Any, *, nbytes: int
     ) -> dist.Work:
         """Queue a call; `result` is the value of its future, `nbytes` its payload."""
         if name != "barrier":
@@ -200,14 +200,14 @@ class GroupBase(dist.ProcessGroup):
 
         asynchronous = getattr(opts, "asyncOp", True)
 
-        def run() -> None:
+        def run() -> Steps:
             ops.set_background(asynchronous)
             try:
-                job()
+                yield from job() or ()
                 if spans is not None:
                     spans.append((launched, time.perf_counter()))
-            except UsageError:
-                raise  # before anything was written; the group stays usable
+            except (UsageError, GeneratorExit):
+                raise  # before anything was written; the group stays usable, or nobody runs the rest
             except BaseException as error:
                 ops.report_error(error)
                 raise
@@ -215,4 +215,5 @@ class GroupBase(dist.ProcessGroup):
                 if record is not None:
                     record.__exit__(None, None, None)
 
-        return self._queue.submit(run, list(result), name, asynchronous=asynchronous)
+        overlaps = name in getattr(ops, "overlapping", ())
+        return self._queue.submit(run, list(result), name, asynchronous=asynchronous, overlaps=overlaps)

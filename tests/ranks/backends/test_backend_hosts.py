@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
+import time
 
 import pytest
 import torch
@@ -155,3 +158,83 @@ def test_a_rank_that_is_killed_is_named_on_every_host(tmp_path, victim):
         kind, named, code, text = (tmp_path / f"error-{rank}").read_text().split(" ", 3)
         assert (kind, int(named), int(code)) == ("PeerLost", victim, -signal.SIGKILL), text
         assert "in step 20" in text
+
+
+def along_tree(every):
+    """Sum four ranks' values along the tree."""
+    return (every[0] + every[1]) + (every[2] + every[3])
+
+
+def overlapping(rank, size, path):
+    """Make calls while the ones before are pending, each rank at its own pace, some of them from callbacks."""
+    enter(path)
+    kinds, pace = random.Random(0), random.Random(rank)
+    pending = []
+    for number in range(60):
+        numel = kinds.choice((3, 70_001, 600_000, 1_500_000))
+        every = [values(each + 10 * number, numel) for each in range(size)]
+        total = along_tree(every)
+        kind = kinds.choice(("sum", "sum", "mean", "scatter", "gather", "copy", "barrier", "callback"))
+        mine = every[rank].clone()
+        if kind in ("sum", "callback"):
+            work, expected = dist.all_reduce(mine, async_op=True), total
+        elif kind == "mean":
+            work, expected = dist.all_reduce(mine, op=dist.ReduceOp.AVG, async_op=True), total / size
+        elif kind == "scatter":
+            work = dist.reduce_scatter(out := torch.empty(numel), [mine] * size, async_op=True)
+            mine, expected = out, total
+        elif kind == "gather":
+            out = torch.empty(size * numel)
+            work = dist.all_gather_into_tensor(out, mine, async_op=True)
+            mine, expected = out, torch.cat(every)
+        elif kind == "copy":
+            work, expected = dist.broadcast(mine, 2, async_op=True), every[2]
+        else:
+            work, expected = dist.barrier(async_op=True), mine
+        if kind == "callback":
+            again = every[rank].clone()
+            done = work.get_future().then(lambda _, again=again: dist.all_reduce(again))
+            pending.append((number, done.wait, again, total))
+        pending.append((number, work.wait, mine, expected))
+        if pace.random() < 0.3:
+            time.sleep(0.02 * pace.random())
+        while len(pending) > 8 * pace.random():
+            check(*pending.pop(0))
+    for each in pending:
+        check(*each)
+    paceline.shutdown()
+
+
+def check(number, wait, tensor, expected):
+    wait()
+    assert torch.equal(tensor, expected), number
+
+
+def test_calls_that_overlap_stay_in_order(tmp_path):
+    spawn(overlapping, 4, str(tmp_path), env=as_hosts((0, 1, 2, 3)))
+
+
+def until_host_lost(rank, size, path, victim):
+    """Keep calls pending until a host is lost, and write the error to a file."""
+    enter(path)
+    tensors = [torch.ones(1_500_000) for _ in range(4)]
+    works = []
+    try:
+        for step in itertools.count():
+            works.append(dist.all_reduce(tensors[step % 4], op=dist.ReduceOp.MAX, async_op=True))
+            if rank == victim and step == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while len(works) > 3:
+                works.pop(0).wait()
+    except PeerLost as error:
+        with open(f"{path}/error-{rank}", "w") as file:
+            file.write(f"{error.rank} {error}")
+    os._exit(0)
+
+
+def test_a_host_of_one_rank_that_dies_amid_overlapping_calls_is_named(tmp_path):
+    with pytest.raises(Exception, match="rank 1: died of SIGKILL"):
+        spawn(until_host_lost, 3, str(tmp_path), 1, env=as_hosts((0, 1, 2)))
+    for rank in (0, 2):
+        named, text = (tmp_path / f"error-{rank}").read_text().split(" ", 1)
+        assert int(named) == 1, text
