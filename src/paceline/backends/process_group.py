@@ -16,9 +16,9 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.backends.async_work import untraced
 from paceline.backends.block_reduction import get_reduction
 from paceline.backends.call_steps import Steps
+from paceline.backends.collective_work import untraced
 from paceline.backends.op_arguments import (
     Contiguous,
     ContiguousList,

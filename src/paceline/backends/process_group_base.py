@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from paceline.backends.async_work import WorkQueue, untraced
+from paceline.backends.async_work import WorkQueue
 from paceline.backends.block_reduction import Reduction
 from paceline.backends.call_steps import Job, Steps
+from paceline.backends.collective_work import untraced
 from paceline.backends.op_arguments import Tensors, are_strided_cpu, timeout_of
 from paceline.backends.op_signature import AllCollectiveOps, CollectiveOps, OpSignature, PointToPointOps
 from paceline.backends.repeated_calls import RepeatedCalls

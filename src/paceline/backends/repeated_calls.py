@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import _profiler_enabled
 
-from paceline.backends.async_work import FinishedWork, WorkQueue, untraced
+from paceline.backends.async_work import WorkQueue
 from paceline.backends.block_reduction import get_reduction
+from paceline.backends.collective_work import FinishedWork, untraced
 from paceline.backends.op_arguments import timeout_of
 from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm.shm_all_reduce import CompiledSum

@@ -14,7 +14,7 @@ from paceline.backends.call_steps import Stage
 PROGRAM = """
 import sys, threading, time
 import torch
-from paceline.backends.async_work import CollectiveWork
+from paceline.backends.collective_work import CollectiveWork
 
 work, begun = CollectiveWork([torch.ones(1)]), threading.Event()
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.backends.async_work import CollectiveWork
+from paceline.backends.collective_work import CollectiveWork
 from paceline.backends.op_arguments import as_bytes, check_peer
 from paceline.backends.shm import futex
 from paceline.backends.shm.control_block import FIFO_NBYTES, ControlBlock
