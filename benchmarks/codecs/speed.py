@@ -123,10 +123,12 @@ def tables() -> dict[str, str]:
     """Return the blocks of README.md."""
     result = bench.read("speed")
     speed: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        cells = speed.setdefault(row["name"], [row["name"], f"{row['ratio']:.2f}"])
+    rows = {(row["name"], row["work"]): row for row in result["rows"]}
+    for (name, _), row in rows.items():
+        both = sum(1 / rows[name, work]["gb_per_s"][OURS] for work in ("compress", "decompress"))
+        cells = speed.setdefault(name, [name, f"{row['ratio']:.2f}", f"{1 / both:.1f}"])
         cells += [f"{row['gb_per_s'][OURS]:.1f}", f"{row['times_ours'][PLAIN]['median']:.1f}"]
-    columns = ["codec", "times smaller"]
+    columns = ["codec", "times smaller", "both, GB/s"]
     for work in ("compress", "decompress", "add"):
         columns += [f"{work}, GB/s", "plain ÷ ours"]
     copies = [row["gb_per_s"][COPY] for row in result["rows"]]

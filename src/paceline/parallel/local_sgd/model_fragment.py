@@ -268,6 +268,9 @@ class ModelFragment:
             own = new
             if self._sent is not None:
                 # In this order it is exactly θ' if nothing was learnt.
+                if not mix and self.rejected is False and param.dtype == new.dtype:
+                    param.sub_(slot.of(self._sent)).add_(new)
+                    continue
                 own = (param - slot.of(self._sent)).add_(new)
             if mix:
                 own = torch.lerp(own, param.to(own.dtype), mix)
