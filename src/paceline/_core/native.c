@@ -5,8 +5,9 @@
    It needs CPython's stable ABI and Linux alone, no compiler flags, and no other library.
 
    A barrier: add 1 to the count of arrivals, which the last rank makes a multiple of the number of ranks; until then
-   poll (each rank has a core), yield the core (ranks share cores), then sleep on a futex. A sleeper wakes every
-   100 ms and calls back into Python, which finds out whether a rank has ended.
+   poll, yield the core, then sleep on a futex. A sleeper wakes every 100 ms and calls back into Python, which finds out
+   whether a rank has ended. A rank with a core of its own that meets another rank there sleeps at once: the kernel
+   moves a process to an idle core when it wakes, but leaves two that yield to each other where they are.
 
    Sums are added along the tree of `paceline._core.summation_tree`: (x0 + x1) + (x2 + x3), in blocks that stay in the
    innermost cache. -ffp-contract=off is implied by the absence of products. */
@@ -150,7 +151,7 @@ typedef struct {
     char *base;
     size_t index, size;
     /* offsets and sizes in the shared memory, see control_block.py */
-    size_t arrivals, sleepers, failed, slots, slot_nbytes, progress, notices_nbytes;
+    size_t arrivals, sleepers, failed, slots, slot_nbytes, progress, core, notices_nbytes;
     size_t buffers, buffers_nbytes, eager_nbytes, staging_nbytes;
     int64_t spin_ns, yield_ns;
     char *scratch;
@@ -184,6 +185,18 @@ static int call_attend(PyObject *attend, double seconds) {
     return 0;
 }
 
+/* Whether a rank that has not arrived runs on this core. */
+static int shares_core(Ranks *self, uint32_t number) {
+    uint32_t own = *(uint32_t *)(slot(self, self->index) + self->core);
+    for (size_t rank = 0; rank < self->size; rank++) {
+        char *other = slot(self, rank);
+        if (rank != self->index && __atomic_load_n((uint32_t *)(other + self->core), __ATOMIC_RELAXED) == own &&
+            (int32_t)(__atomic_load_n((uint32_t *)(other + self->progress), __ATOMIC_RELAXED) - number) < 0)
+            return 1;
+    }
+    return 0;
+}
+
 static int wait_asleep(Ranks *self, uint32_t target, int64_t start, PyObject *attend) {
     uint32_t *arrivals = word(self, self->arrivals), *sleepers = word(self, self->sleepers);
     const struct timespec limit = {0, SLEEP_NS};
@@ -206,6 +219,7 @@ static int wait_all(Ranks *self, PyObject *attend) {
     uint32_t *progress = (uint32_t *)(slot(self, self->index) + self->progress);
     uint32_t number = __atomic_load_n(progress, __ATOMIC_RELAXED) + 1;
     uint32_t target = number * (uint32_t)self->size;
+    __atomic_store_n((uint32_t *)(slot(self, self->index) + self->core), (uint32_t)sched_getcpu(), __ATOMIC_RELAXED);
     __atomic_store_n(progress, number, __ATOMIC_RELEASE);
     uint32_t count = __atomic_add_fetch(arrivals, 1, __ATOMIC_SEQ_CST);
     if ((int32_t)(count - target) >= 0) {
@@ -214,9 +228,10 @@ static int wait_all(Ranks *self, PyObject *attend) {
     } else {
         int64_t start = now_ns();
         int here = 0;
-        while (!(here = arrived(arrivals, target)) && now_ns() - start < self->spin_ns)
+        while (!here && now_ns() - start < self->spin_ns)
             for (int poll = 0; poll < 32 && !(here = arrived(arrivals, target)); poll++) pause_core();
-        while (!here && now_ns() - start < self->yield_ns) {
+        int moves = !here && self->spin_ns && shares_core(self, number);
+        while (!here && !moves && now_ns() - start < self->yield_ns) {
             sched_yield();
             here = arrived(arrivals, target);
         }
@@ -419,12 +434,12 @@ static PyMethodDef ranks_methods[] = {
 };
 
 static PyObject *ranks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Py_ssize_t base, index, size, layout[11];
+    Py_ssize_t base, index, size, layout[12];
     double spin, yield;
     (void)kwargs;
     if (!PyArg_ParseTuple(
-            args, "nnndd(nnnnnnnnnnn)", &base, &index, &size, &spin, &yield, layout, layout + 1, layout + 2,
-            layout + 3, layout + 4, layout + 5, layout + 6, layout + 7, layout + 8, layout + 9, layout + 10))
+            args, "nnndd(nnnnnnnnnnnn)", &base, &index, &size, &spin, &yield, layout, layout + 1, layout + 2,
+            layout + 3, layout + 4, layout + 5, layout + 6, layout + 7, layout + 8, layout + 9, layout + 10, layout + 11))
         return NULL;
     Ranks *self = (Ranks *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL) return NULL;

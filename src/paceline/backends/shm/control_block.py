@@ -44,7 +44,7 @@ _PAGE = 4096
 _SLOT_NBYTES = 4096
 _ARRIVALS, _FAILED, _SLEEPERS = 0, 64, 128
 _NOTICE_NBYTES = 64
-_P2P_SIGNAL, _PROGRESS, _STEP, _FAILURE = 128, 256, 264, 512
+_P2P_SIGNAL, _PROGRESS, _CORE, _STEP, _FAILURE = 128, 256, 260, 264, 512
 _NOTICE = struct.Struct("=16siq")
 _FAILURE_HEAD = struct.Struct("=dI")  # time, number of the barrier
 _FAILURE_LENGTH, _FAILURE_TEXT = _FAILURE + 12, _FAILURE + 16
@@ -129,7 +129,7 @@ class ControlBlock:
         if native is None:
             return None
         layout = (
-            *(_ARRIVALS, _SLEEPERS, _FAILED, _PAGE, _SLOT_NBYTES, _PROGRESS, _NOTICE_NBYTES),
+            *(_ARRIVALS, _SLEEPERS, _FAILED, _PAGE, _SLOT_NBYTES, _PROGRESS, _CORE, _NOTICE_NBYTES),
             *(self._buffers, _BUFFERS_NBYTES, EAGER_NBYTES, STAGING_NBYTES),
         )
         return native.Ranks(self.segment.address, self.index, self.size, spin, yielding, layout)

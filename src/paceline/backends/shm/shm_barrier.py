@@ -4,8 +4,8 @@ post a notice → arrive → all arrived?  yes: continue
                                        no: poll or yield for a moment, then sleep; now and then check whether a rank
                                            ended, posted a failure or timed out: then raise, and post the failure
 
-A rank with its own core polls before it sleeps. Ranks that share cores yield theirs instead (sched_yield), for the rank
-that they wait for may be the next one there: a sleep and a wake by the kernel take several times as long.
+A rank with its own core polls for a moment. Then it yields its core (sched_yield), for the rank that it waits for may be
+the next one there, and then it sleeps: a sleep and a wake by the kernel take several times as long as an exchange.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["ShmBarrier"]
 
 _CHECK_SECONDS = 0.1
 
-SPIN_SECONDS = 100e-6
-"""How long a rank with its own core polls before it sleeps: about the time that waking up takes."""
+SPIN_SECONDS = 5e-6
+"""How long a rank with its own core polls before it yields that core: most waits of ranks in step end before."""
 
 YIELD_SECONDS = 200e-6
-"""How long a rank that shares its core lets others run before it sleeps."""
+"""How long a rank lets others run on its core, in all, before it sleeps: about twice the time that waking up takes."""
 
 BACKGROUND_YIELD_SECONDS = 10e-6
 """The same for a call that runs beside the program: polling would take the core from it."""
@@ -57,7 +57,7 @@ class ShmBarrier:
         self.timeout, self.control = timeout, control
         self._peers = peers
         self._waits = {
-            False: (0.0, YIELD_SECONDS) if crowded else (SPIN_SECONDS, 0.0),
+            False: (0.0 if crowded else SPIN_SECONDS, YIELD_SECONDS),
             True: (0.0, BACKGROUND_YIELD_SECONDS),
         }
         self._views = {background: control.compiled(*waits) for background, waits in self._waits.items()}
