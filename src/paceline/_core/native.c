@@ -6,8 +6,7 @@
 
    A barrier: add 1 to the count of arrivals, which the last rank makes a multiple of the number of ranks; until then
    poll, yield the core, then sleep on a futex. A sleeper wakes every 100 ms and calls back into Python, which finds out
-   whether a rank has ended. A rank with a core of its own that meets another rank there sleeps at once: the kernel
-   moves a process to an idle core when it wakes, but leaves two that yield to each other where they are.
+   whether a rank has ended. Ranks that meet on one core while others are free part: see `spread`.
 
    Sums are added along the tree of `paceline._core.summation_tree`: (x0 + x1) + (x2 + x3), in blocks that stay in the
    innermost cache. -ffp-contract=off is implied by the absence of products. */
@@ -30,6 +29,7 @@
 #endif
 
 #define SLEEP_NS 100000000L
+#define MOVE_NS 500000          /* between two moves of a rank to another core */
 #define BLOCK_NBYTES 16384      /* of one input; with the scratch of a deep tree still in a first-level cache */
 #define RELEASE_NBYTES (128 << 10) /* from this size on other threads may run while numbers are added */
 #define MAX_DEPTH 16            /* of the tree: 65,536 ranks on a host */
@@ -149,11 +149,11 @@ static void copy_to_share(char *to, const char *from, size_t nbytes) {
 typedef struct {
     PyObject_HEAD
     char *base;
-    size_t index, size;
+    size_t index, size, share;
     /* offsets and sizes in the shared memory, see control_block.py */
     size_t arrivals, sleepers, failed, slots, slot_nbytes, progress, core, notices_nbytes;
     size_t buffers, buffers_nbytes, eager_nbytes, staging_nbytes;
-    int64_t spin_ns, yield_ns;
+    int64_t spin_ns, yield_ns, moved;
     char *scratch;
     const char **inputs;
     char **outputs;
@@ -185,16 +185,38 @@ static int call_attend(PyObject *attend, double seconds) {
     return 0;
 }
 
-/* Whether a rank that has not arrived runs on this core. */
-static int shares_core(Ranks *self, uint32_t number) {
-    uint32_t own = *(uint32_t *)(slot(self, self->index) + self->core);
-    for (size_t rank = 0; rank < self->size; rank++) {
-        char *other = slot(self, rank);
-        if (rank != self->index && __atomic_load_n((uint32_t *)(other + self->core), __ATOMIC_RELAXED) == own &&
-            (int32_t)(__atomic_load_n((uint32_t *)(other + self->progress), __ATOMIC_RELAXED) - number) < 0)
-            return 1;
+/* Ranks on a core, as of their latest barriers, and the last of them. */
+static size_t ranks_on(Ranks *self, uint32_t core, size_t *last) {
+    size_t count = 0;
+    for (size_t rank = 0; rank < self->size; rank++)
+        if (__atomic_load_n((uint32_t *)(slot(self, rank) + self->core), __ATOMIC_RELAXED) == core) {
+            count++;
+            *last = rank;
+        }
+    return count;
+}
+
+/* Move this rank, if it is the last one on a core that has more ranks than its share, to the core that has the fewest:
+   ranks that yield to each other look busy, so the kernel would leave them for many milliseconds. The thread may still
+   run on every core that it might run on before. */
+static void spread(Ranks *self, int64_t now) {
+    uint32_t *own = (uint32_t *)(slot(self, self->index) + self->core);
+    size_t last = self->size, other, best = ranks_on(self, *own, &last) - 1;
+    cpu_set_t allowed, chosen;
+    int core = -1;
+    if (best < self->share || last != self->index || now - self->moved < MOVE_NS) return;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) < 0) return;
+    for (int each = 0; each < CPU_SETSIZE; each++) {
+        size_t count = CPU_ISSET(each, &allowed) ? ranks_on(self, (uint32_t)each, &other) : best;
+        if (count < best) { best = count; core = each; }
     }
-    return 0;
+    if (core < 0) return;
+    self->moved = now;
+    CPU_ZERO(&chosen);
+    CPU_SET(core, &chosen);
+    if (sched_setaffinity(0, sizeof chosen, &chosen) < 0) return;
+    sched_setaffinity(0, sizeof allowed, &allowed);
+    __atomic_store_n(own, (uint32_t)core, __ATOMIC_RELAXED);
 }
 
 static int wait_asleep(Ranks *self, uint32_t target, int64_t start, PyObject *attend) {
@@ -230,8 +252,8 @@ static int wait_all(Ranks *self, PyObject *attend) {
         int here = 0;
         while (!here && now_ns() - start < self->spin_ns)
             for (int poll = 0; poll < 32 && !(here = arrived(arrivals, target)); poll++) pause_core();
-        int moves = !here && self->spin_ns && shares_core(self, number);
-        while (!here && !moves && now_ns() - start < self->yield_ns) {
+        if (!here) spread(self, start);
+        while (!here && now_ns() - start < self->yield_ns) {
             sched_yield();
             here = arrived(arrivals, target);
         }
@@ -434,11 +456,11 @@ static PyMethodDef ranks_methods[] = {
 };
 
 static PyObject *ranks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Py_ssize_t base, index, size, layout[12];
+    Py_ssize_t base, index, size, share, layout[12];
     double spin, yield;
     (void)kwargs;
     if (!PyArg_ParseTuple(
-            args, "nnndd(nnnnnnnnnnnn)", &base, &index, &size, &spin, &yield, layout, layout + 1, layout + 2,
+            args, "nnnndd(nnnnnnnnnnnn)", &base, &index, &size, &share, &spin, &yield, layout, layout + 1, layout + 2,
             layout + 3, layout + 4, layout + 5, layout + 6, layout + 7, layout + 8, layout + 9, layout + 10, layout + 11))
         return NULL;
     Ranks *self = (Ranks *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -446,6 +468,7 @@ static PyObject *ranks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->base = (char *)base;
     self->index = (size_t)index;
     self->size = (size_t)size;
+    self->share = (size_t)share;
     self->spin_ns = (int64_t)(spin * 1e9);
     self->yield_ns = (int64_t)(yield * 1e9);
     memcpy(&self->arrivals, layout, sizeof layout);

@@ -118,7 +118,7 @@ def _connect(
         nbytes=ControlBlock.nbytes(len(local)),
     )
     control = ControlBlock(host_peers.segment, local.index(me), len(local))
-    intra = ShmCollectives(host_peers, control, timeout, crowded=len(local) > usable_cores())
+    intra = ShmCollectives(host_peers, control, timeout, cores=usable_cores())
     if len(by_host) == 1:
         return intra, ShmPointToPoint(intra) if len(local) > 1 else None
     hosts = list(by_host.values())

@@ -43,7 +43,7 @@ def test_wrong_arguments_raise_and_touch_nothing(method, arguments):
     native = load_native()
     assert native is not None
     ranks = native.Ranks(
-        0, 0, 1, 0.0, 0.0, (0, 64, 128, 4096, 4096, 256, 260, 64, 8192, 1 << 20, 1 << 16, 1 << 18)
+        0, 0, 1, 1, 0.0, 0.0, (0, 64, 128, 4096, 4096, 256, 260, 64, 8192, 1 << 20, 1 << 16, 1 << 18)
     )
     with pytest.raises((TypeError, ValueError)):
         getattr(ranks, method)(*arguments)

@@ -118,12 +118,13 @@ class ControlBlock:
         total = _PAGE + size * (_SLOT_NBYTES + _BUFFERS_NBYTES) + size * size * (FIFO_NBYTES + _PAGE)
         return -(-total // (2 << 20)) * (2 << 20)
 
-    def compiled(self, spin: float, yielding: float) -> Any:
+    def compiled(self, spin: float, yielding: float, share: int) -> Any:
         """Return the compiled view of this memory; None: there is none.
 
         Args:
             spin: seconds that a rank polls at a barrier.
             yielding: seconds that it lets other processes run, in all, before it sleeps.
+            share: ranks on a core; where there are more, one of them moves to another core.
         """
         native = load_native()
         if native is None:
@@ -132,7 +133,7 @@ class ControlBlock:
             *(_ARRIVALS, _SLEEPERS, _FAILED, _PAGE, _SLOT_NBYTES, _PROGRESS, _CORE, _NOTICE_NBYTES),
             *(self._buffers, _BUFFERS_NBYTES, EAGER_NBYTES, STAGING_NBYTES),
         )
-        return native.Ranks(self.segment.address, self.index, self.size, spin, yielding, layout)
+        return native.Ranks(self.segment.address, self.index, self.size, share, spin, yielding, layout)
 
     # Barriers.
 

@@ -71,8 +71,8 @@ class _Staging(NamedTuple):
 class ShmAllReduce(DataPaths):
     """All-reduce on one host, whose ranks are numbered on the host. Parameters as for `ShmBarrier`."""
 
-    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, *, crowded: bool) -> None:
-        super().__init__(peers, control, timeout, crowded=crowded)
+    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, *, cores: float) -> None:
+        super().__init__(peers, control, timeout, cores=cores)
         self._scratch = Scratch()
         # Every rank reads the eager data of all: of many ranks, that is more than two barriers cost.
         self._eager_nbytes = min(EAGER_NBYTES, 3 * EAGER_NBYTES // max(1, self.size - 1))

@@ -4,12 +4,13 @@ post a notice → arrive → all arrived?  yes: continue
                                        no: poll or yield for a moment, then sleep; now and then check whether a rank
                                            ended, posted a failure or timed out: then raise, and post the failure
 
-A rank with its own core polls for a moment. Then it yields its core (sched_yield), for the rank that it waits for may be
-the next one there, and then it sleeps: a sleep and a wake by the kernel take several times as long as an exchange.
+A rank with its own core polls for a moment. Then it yields its core (sched_yield), for the rank that it waits for may
+be the next one there, and then it sleeps: a sleep and a wake by the kernel take several times as long as an exchange.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
@@ -46,21 +47,23 @@ class ShmBarrier:
         peers: connections to the other ranks.
         control: the shared control block.
         timeout: seconds that a call waits for a rank.
-        crowded: ranks share cores.
+        cores: that the ranks of this host may use.
 
     Attributes:
         interrupted: the error that every call raises, although the group still exists; None: it works.
     """
 
-    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, *, crowded: bool) -> None:
+    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, *, cores: float) -> None:
         self.index, self.size = control.index, control.size
         self.timeout, self.control = timeout, control
         self._peers = peers
+        share = math.ceil(self.size / cores)
         self._waits = {
-            False: (0.0 if crowded else SPIN_SECONDS, YIELD_SECONDS),
+            False: (SPIN_SECONDS if share == 1 else 0.0, YIELD_SECONDS),
             True: (0.0, BACKGROUND_YIELD_SECONDS),
         }
-        self._views = {background: control.compiled(*waits) for background, waits in self._waits.items()}
+        shares = {False: share, True: self.size}
+        self._views = {each: control.compiled(*self._waits[each], shares[each]) for each in shares}
         self.set_background(False)
         self._turn = 0
         self._failure: GroupFailure | None = None

@@ -40,8 +40,8 @@ class DataPaths(ShmBarrier):
     Parameters as for `ShmBarrier`.
     """
 
-    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, *, crowded: bool) -> None:
-        super().__init__(peers, control, timeout, crowded=crowded)
+    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, *, cores: float) -> None:
+        super().__init__(peers, control, timeout, cores=cores)
         self._parts = 0  # staged so far: two parts in a row never use the same buffer
         self._shared: set[int] = set()  # own segments that all other ranks have
         self._sent_fds: set[tuple[int, int]] = set()  # (rank, own segment)
