@@ -134,6 +134,12 @@ def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
 
 
 EXACT = {f"Paceline, {mib} MiB": partial(exact, sync=paceline.Sync(bucket_mib=mib)) for mib in (5, 25)}
+SHARDED = {
+    f"Paceline, sharded optimizer, {mib} MiB": partial(
+        exact, sync=paceline.Sync(bucket_mib=mib, shard="optimizer")
+    )
+    for mib in (5,)
+}
 AUTO = "Paceline, auto"
 DDP = {f"torch DDP, {mib} MiB": partial(ddp, mib=mib) for mib in (1, 5, 25, 100)}
 
@@ -142,6 +148,7 @@ VARIANTS: dict[str, Callable[[dist.ProcessGroup], Variant]] = {
     **DDP,
     **{f"torch DDP, fp16 hook, {mib} MiB": partial(ddp, mib=mib, fp16=True) for mib in (1, 25)},
     **EXACT,
+    **SHARDED,
     AUTO: partial(exact, sync="auto"),
     **{
         f"Paceline, {name}": partial(compressed, compression=name)
@@ -183,7 +190,8 @@ def run(
 def rank(job: dict[str, Any]) -> dict[str, Any] | None:
     """Build all variants on a gloo group, let them take turns, and compare the parameters of all ranks."""
     dist.init_process_group("paceline")
-    gloo, variants = dist.new_group(backend="gloo"), {}
+    gloo: Any = dist.new_group(backend="gloo")  # typed as if it could be none, as for other ranks
+    variants = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # a choice of "auto" for other links is no choice for these
         for name in job["names"]:
