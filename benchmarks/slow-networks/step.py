@@ -134,12 +134,6 @@ def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
 
 
 EXACT = {f"Paceline, {mib} MiB": partial(exact, sync=paceline.Sync(bucket_mib=mib)) for mib in (5, 25)}
-SHARDED = {
-    f"Paceline, sharded optimizer, {mib} MiB": partial(
-        exact, sync=paceline.Sync(bucket_mib=mib, shard="optimizer")
-    )
-    for mib in (5,)
-}
 AUTO = "Paceline, auto"
 DDP = {f"torch DDP, {mib} MiB": partial(ddp, mib=mib) for mib in (1, 5, 25, 100)}
 
@@ -148,7 +142,6 @@ VARIANTS: dict[str, Callable[[dist.ProcessGroup], Variant]] = {
     **DDP,
     **{f"torch DDP, fp16 hook, {mib} MiB": partial(ddp, mib=mib, fp16=True) for mib in (1, 25)},
     **EXACT,
-    **SHARDED,
     AUTO: partial(exact, sync="auto"),
     **{
         f"Paceline, {name}": partial(compressed, compression=name)
