@@ -183,7 +183,8 @@ def run(
 def rank(job: dict[str, Any]) -> dict[str, Any] | None:
     """Build all variants on a gloo group, let them take turns, and compare the parameters of all ranks."""
     dist.init_process_group("paceline")
-    gloo, variants = dist.new_group(backend="gloo"), {}
+    gloo: Any = dist.new_group(backend="gloo")  # typed as if it could be none, as for other ranks
+    variants = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # a choice of "auto" for other links is no choice for these
         for name in job["names"]:

@@ -16,6 +16,11 @@ __all__ = ["WorkQueue"]
 _MOST_OPEN = 12
 """Calls that have begun and are not done."""
 
+_AHEAD_NBYTES = 8 << 20
+"""Bytes of calls that have begun and not sent everything, a long call counting as half of it: short ones need several
+for a link that is never idle.
+"""
+
 _JOIN_SECONDS = 1.0
 """Wait for the thread of an aborted queue to return from its call."""
 
@@ -98,8 +103,7 @@ class _QueueState:
                     if self.closed and not self.pending:
                         return
                     self.changed.wait()
-            if not self.open:
-                self._begin_next()
+            self._begin_next()
             self._complete_first()
 
     def _complete_first(self) -> None:
@@ -133,18 +137,22 @@ class _QueueState:
                 return
 
     def _begin_next(self) -> None:
-        """Run the first step of the next pending call, if there is one and it may begin."""
-        with self.changed:
-            if not self.pending or not self._may_begin(self.pending[0]):
-                return
-            call = self.pending.popleft()
-            self.open.append(call)
-        call.step()
+        """Run the first step of the pending calls that may begin."""
+        while True:
+            with self.changed:
+                if not self.pending or not self._may_begin(self.pending[0]):
+                    return
+                call = self.pending.popleft()
+                self.open.append(call)
+            call.step()
 
     def _may_begin(self, call: _QueuedCall) -> bool:
         if not self.open:
             return True
-        return call.overlaps and self.open[-1].stage >= Stage.POSTED and len(self.open) < _MOST_OPEN
+        if not call.overlaps or self.open[-1].stage < Stage.POSTED or len(self.open) >= _MOST_OPEN:
+            return False
+        unsent = (each.work.nbytes for each in self.open if each.stage < Stage.SENT)
+        return sum(min(nbytes, _AHEAD_NBYTES // 2) for nbytes in unsent) < _AHEAD_NBYTES
 
 
 class WorkQueue:

@@ -105,6 +105,11 @@ class CollectiveWork(dist.Work):
             run_callbacks()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
     def has_future(self) -> bool:
         """Whether its future was requested, which may have callbacks."""
         return self._future is not None

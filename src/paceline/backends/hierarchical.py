@@ -41,9 +41,6 @@ _FAILURE_KEY = "failure"
 _PART_NBYTES = 1 << 20
 """Bytes of a rank's slice that are sent over the network at a time, while the next ones are reduced on the host."""
 
-_LONE_PART_NBYTES = 2 << 20
-"""The same for hosts of one rank, which have nothing else to do meanwhile: fewer messages."""
-
 
 class HierarchicalCollectives:
     """`CollectiveOps` over several hosts; if all have the same number of ranks, with reduce-scatter and all-gather.
@@ -144,7 +141,7 @@ class HierarchicalCollectives:
             pass
 
     def _parts(self, flat: Tensor) -> Tensors:
-        return flat.split((_LONE_PART_NBYTES if self._alone else _PART_NBYTES) // flat.element_size())
+        return flat.split(_PART_NBYTES // flat.element_size())
 
     def reduce_scatter(
         self, call: OpSignature, output: Tensor, inputs: Tensors, reduction: Reduction

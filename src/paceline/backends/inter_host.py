@@ -37,8 +37,11 @@ _TAG = 1 << 24
 _SCATTER, _GATHER, _EXCHANGE = range(3)
 _TAGS = 3
 
-_AHEAD_NBYTES = 8 << 20
-"""Bytes of parts that are scattered before the first of them has to arrive: enough for hosts that lag a moment."""
+_AHEAD_NBYTES = 4 << 20
+"""Bytes of parts that are scattered before the first of them has to arrive: enough for hosts that lag a moment.
+
+More of them would delay the reduced slices, which follow them on the same connections.
+"""
 
 _KEPT_NBYTES = 64 << 20
 """Most bytes of receive buffers that are kept for later calls: new memory costs as much time as adding in it."""

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from paceline.backends.async_work import WorkQueue
 from paceline.backends.call_steps import Stage
@@ -53,9 +54,9 @@ class Calls:
             yield stage
             self.events.append((f"step {step}", number))
 
-    def submit(self, number, *stages, overlaps=True):
+    def submit(self, number, *stages, overlaps=True, tensors=()):
         return self.queue.submit(
-            lambda: self.steps(number, stages), [], "call", asynchronous=True, overlaps=overlaps
+            lambda: self.steps(number, stages), list(tensors), "call", asynchronous=True, overlaps=overlaps
         )
 
     def run(self, *works):
@@ -73,6 +74,16 @@ def test_a_call_begins_once_the_one_before_is_posted_and_ends_after_it():
     assert events == [
         ("begins", 0), ("step 0", 0), ("begins", 1), ("step 1", 0), ("step 0", 1), ("step 2", 0), ("step 1", 1)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mib", "together"), [(1, 8), (3, 3), (64, 2)])
+def test_short_calls_begin_together_until_they_have_enough_to_send(mib, together):
+    calls, tensor = Calls(), torch.empty(mib << 20, dtype=torch.uint8)
+    works = [calls.submit(number, Stage.POSTED, Stage.SENT, tensors=[tensor]) for number in range(10)]
+    events = calls.run(*works)
+    assert events[:together] == [("begins", number) for number in range(together)]
+    assert events[together] == ("step 0", 0)
+    assert [number for event, number in events if event == "step 1"] == list(range(10))
 
 
 def test_a_call_that_may_have_callbacks_is_completed_before_others_go_on():
