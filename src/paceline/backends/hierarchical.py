@@ -71,8 +71,8 @@ class HierarchicalCollectives:
         even_only = {"reduce_scatter", "all_gather"} if self._even else set()
         self.ops = frozenset({"barrier", "all_reduce", "broadcast"} | even_only)
         self._alone = all(len(host) == 1 for host in hosts)
-        # TODO: {"all_reduce", "reduce_scatter", "all_gather"} if self._alone, once
-        # test_calls_that_overlap_stay_in_order holds every time: of some fifteen runs in two, a message met the receive of another call.
+        # TODO: {"all_reduce", "reduce_scatter", "all_gather"} if self._alone, once messages stay in order: in two of
+        # fifteen runs of test_calls_that_overlap_stay_in_order, one met the receive of another call.
         self.overlapping: frozenset[str] = frozenset()
 
     @property
