@@ -1,22 +1,20 @@
 /* Barriers, and sums of arrays, of the processes of a host that share memory: what Python's calls would cost most.
 
-   It has no state of its own: it reads and writes the shared memory that `paceline.backends.shm.control_block`
-   lays out, in the order in which the Python code does, so processes with and without it work together.
-   It needs CPython's stable ABI and Linux alone, no compiler flags, and no other library.
+   It reads and writes the shared memory that `paceline.backends.shm.control_block` lays out, in the order in which the
+   Python code does, so processes with and without it work together. It needs CPython's stable ABI and Linux alone.
 
    A barrier: add 1 to the count of arrivals, which the last rank makes a multiple of the number of ranks; until then
    poll, yield the core, then sleep on a futex. A sleeper wakes every 100 ms and calls back into Python, which finds out
    whether a rank has ended. Ranks that meet on one core while others are free part: see `spread`.
 
    Sums are added along the tree of `paceline._core.summation_tree`: (x0 + x1) + (x2 + x3), in blocks that stay in the
-   innermost cache. -ffp-contract=off is implied by the absence of products. */
+   cache. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #define _GNU_SOURCE
 #include <Python.h>
 
-#include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdint.h>
@@ -30,9 +28,9 @@
 
 #define SLEEP_NS 100000000L
 #define MOVE_NS 500000          /* between two moves of a rank to another core */
-#define BLOCK_NBYTES 16384      /* of one input; with the scratch of a deep tree still in a first-level cache */
-#define RELEASE_NBYTES (128 << 10) /* from this size on other threads may run while numbers are added */
-#define MAX_DEPTH 16            /* of the tree: 65,536 ranks on a host */
+#define BLOCK_NBYTES 16384      /* of one input */
+#define RELEASE_NBYTES (128 << 10) /* from this size on other threads may run meanwhile */
+#define SCRATCH_BLOCKS 64       /* a level of the tree takes two: enough for any number of ranks */
 #define STREAM_NBYTES 8192       /* from this size on eager copies pass the caches */
 #define CALL_NBYTES 16
 
@@ -108,7 +106,7 @@ static void divide(int kind, void *out, int64_t divisor, size_t n) {
 }
 
 /* Add one block of `count` inputs along the tree into `out`, which may be one of them: it is written last. `scratch`
-   has a block for each level below. */
+   has two blocks for each level below. */
 static void add_tree(int kind, void *out, const char *const *in, size_t count, size_t n, char *scratch) {
     if (count == 2) { add2(kind, out, in[0], in[1], n); return; }
     if (count == 4) { add4(kind, out, in, n); return; }
@@ -185,7 +183,7 @@ static int call_attend(PyObject *attend, double seconds) {
     return 0;
 }
 
-/* Ranks on a core, as of their latest barriers, and the last of them. */
+/* Ranks on a core (its number + 1; 0: unknown), as of their latest barriers, and the last of them. */
 static size_t ranks_on(Ranks *self, uint32_t core, size_t *last) {
     size_t count = 0;
     for (size_t rank = 0; rank < self->size; rank++)
@@ -207,7 +205,7 @@ static void spread(Ranks *self, int64_t now) {
     if (best < self->share || last != self->index || now - self->moved < MOVE_NS) return;
     if (sched_getaffinity(0, sizeof allowed, &allowed) < 0) return;
     for (int each = 0; each < CPU_SETSIZE; each++) {
-        size_t count = CPU_ISSET(each, &allowed) ? ranks_on(self, (uint32_t)each, &other) : best;
+        size_t count = CPU_ISSET(each, &allowed) ? ranks_on(self, (uint32_t)each + 1, &other) : best;
         if (count < best) { best = count; core = each; }
     }
     if (core < 0) return;
@@ -216,7 +214,7 @@ static void spread(Ranks *self, int64_t now) {
     CPU_SET(core, &chosen);
     if (sched_setaffinity(0, sizeof chosen, &chosen) < 0) return;
     sched_setaffinity(0, sizeof allowed, &allowed);
-    __atomic_store_n(own, (uint32_t)core, __ATOMIC_RELAXED);
+    __atomic_store_n(own, (uint32_t)core + 1, __ATOMIC_RELAXED);
 }
 
 static int wait_asleep(Ranks *self, uint32_t target, int64_t start, PyObject *attend) {
@@ -241,7 +239,7 @@ static int wait_all(Ranks *self, PyObject *attend) {
     uint32_t *progress = (uint32_t *)(slot(self, self->index) + self->progress);
     uint32_t number = __atomic_load_n(progress, __ATOMIC_RELAXED) + 1;
     uint32_t target = number * (uint32_t)self->size;
-    __atomic_store_n((uint32_t *)(slot(self, self->index) + self->core), (uint32_t)sched_getcpu(), __ATOMIC_RELAXED);
+    __atomic_store_n((uint32_t *)(slot(self, self->index) + self->core), (uint32_t)sched_getcpu() + 1, __ATOMIC_RELAXED);
     __atomic_store_n(progress, number, __ATOMIC_RELEASE);
     uint32_t count = __atomic_add_fetch(arrivals, 1, __ATOMIC_SEQ_CST);
     if ((int32_t)(count - target) >= 0) {
@@ -314,6 +312,12 @@ static int expects(Py_ssize_t given, Py_ssize_t wanted) {
     return 0;
 }
 
+static int is_kind(size_t kind) {
+    if (kind < KINDS) return 1;
+    PyErr_SetString(PyExc_ValueError, "no kind of numbers");
+    return 0;
+}
+
 static const char *as_call(PyObject *value) {
     if (!PyBytes_Check(value) || PyBytes_Size(value) != CALL_NBYTES) {
         PyErr_SetString(PyExc_TypeError, "a call is 16 bytes");
@@ -365,14 +369,14 @@ static PyObject *ranks_add_eager(Ranks *self, PyObject *const *args, Py_ssize_t 
     char *address = as_address(args[1]);
     size_t numel = as_size(args[2]), kind = as_size(args[3]);
     int64_t divisor = PyLong_AsLongLong(args[4]);
-    if (PyErr_Occurred() || kind >= KINDS) return NULL;
+    if (PyErr_Occurred() || !is_kind(kind)) return NULL;
     for (size_t rank = 0; rank < self->size; rank++)
         self->inputs[rank] = rank == self->index ? address : eager(self, rank, turn);
     add_blocks(self, (int)kind, address, numel, divisor, 0, NULL);
     Py_RETURN_NONE;
 }
 
-/* Slice `rank` of `size`: cache lines, as `slice_bounds` in shm_collectives.py. */
+/* Slice `rank` of `size`: whole cache lines, as `slice_bounds` in shm_all_reduce.py. */
 static void slice(size_t numel, size_t size, size_t rank, size_t *low, size_t *high) {
     size_t length = (numel + size * 64 - 1) / (size * 64) * 64;
     *low = rank * length < numel ? rank * length : numel;
@@ -402,16 +406,18 @@ static PyObject *ranks_all_reduce_direct(Ranks *self, PyObject *const *args, Py_
     Py_RETURN_NONE;
 }
 
-/* The parts of a tensor outside of the arena, see `_all_reduce_staged` in shm_collectives.py. */
+/* The steps of a part of a tensor outside of the arena, see `_run_staged` in shm_all_reduce.py. */
 static PyObject *ranks_stage(Ranks *self, PyObject *const *args, Py_ssize_t count) {
     if (!expects(count, 4)) return NULL;
     size_t part = as_size(args[0]), numel = as_size(args[2]), item = as_size(args[3]), low, high;
     char *address = as_address(args[1]), *to = staging(self, self->index, part);
     if (PyErr_Occurred()) return NULL;
+    PyThreadState *thread = numel * item >= RELEASE_NBYTES ? PyEval_SaveThread() : NULL;
     for (size_t rank = 0; rank < self->size; rank++) {
         slice(numel, self->size, rank, &low, &high);
         if (rank != self->index) memcpy(to + low * item, address + low * item, (high - low) * item);
     }
+    if (thread != NULL) PyEval_RestoreThread(thread);
     Py_RETURN_NONE;
 }
 
@@ -420,7 +426,7 @@ static PyObject *ranks_reduce_staged(Ranks *self, PyObject *const *args, Py_ssiz
     size_t part = as_size(args[0]), numel = as_size(args[2]), kind = as_size(args[3]), low, high;
     char *address = as_address(args[1]);
     int64_t divisor = PyLong_AsLongLong(args[4]);
-    if (PyErr_Occurred() || kind >= KINDS) return NULL;
+    if (PyErr_Occurred() || !is_kind(kind)) return NULL;
     slice(numel, self->size, self->index, &low, &high);
     size_t at = low * ITEM_NBYTES[kind];
     for (size_t rank = 0; rank < self->size; rank++)
@@ -435,11 +441,13 @@ static PyObject *ranks_take_results(Ranks *self, PyObject *const *args, Py_ssize
     size_t part = as_size(args[0]), numel = as_size(args[2]), item = as_size(args[3]), low, high;
     char *address = as_address(args[1]);
     if (PyErr_Occurred()) return NULL;
+    PyThreadState *thread = numel * item >= RELEASE_NBYTES ? PyEval_SaveThread() : NULL;
     for (size_t distance = 1; distance < self->size; distance++) {
         size_t rank = (self->index + distance) % self->size;
         slice(numel, self->size, rank, &low, &high);
         memcpy(address + low * item, result(self, rank, part), (high - low) * item);
     }
+    if (thread != NULL) PyEval_RestoreThread(thread);
     Py_RETURN_NONE;
 }
 
@@ -472,7 +480,7 @@ static PyObject *ranks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->spin_ns = (int64_t)(spin * 1e9);
     self->yield_ns = (int64_t)(yield * 1e9);
     memcpy(&self->arrivals, layout, sizeof layout);
-    self->scratch = PyMem_Malloc(MAX_DEPTH * BLOCK_NBYTES);
+    self->scratch = PyMem_Malloc(SCRATCH_BLOCKS * BLOCK_NBYTES);
     self->inputs = PyMem_Malloc(sizeof *self->inputs * self->size);
     self->outputs = PyMem_Malloc(sizeof *self->outputs * self->size);
     if (self->scratch == NULL || self->inputs == NULL || self->outputs == NULL) {

@@ -55,10 +55,12 @@ class RepeatedCalls:
 
     def all_reduce(self, tensors: object, opts: object) -> dist.Work | None:
         """Run an all-reduce; None: it takes the general path."""
-        if type(opts) is not c10d.AllreduceOptions or opts.asyncOp or type(tensors) is not list:
+        if type(opts) is not c10d.AllreduceOptions or opts.asyncOp:
+            return None
+        if type(tensors) is not list or len(tensors) != 1:
             return None
         tensor = tensors[0]
-        if len(tensors) != 1 or type(tensor) not in _PLAIN or not tensor.is_cpu:
+        if type(tensor) not in _PLAIN or not tensor.is_cpu:
             return None
         key = opts.reduceOp.op, tensor.dtype, tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
         try:

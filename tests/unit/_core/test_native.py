@@ -37,6 +37,8 @@ def test_without_it_the_reason_and_the_remedy_are_given(monkeypatch):
         ("wait", ()),
         ("start", (0, b"short", -1, 0, print)),
         ("all_reduce_eager", (0, b"0" * 16, 0, 10**6, 0, 1, print)),
+        ("reduce_staged", (0, 0, 64, 9, 1)),
+        ("add_eager", (0, 0, 64, 9, 1)),
     ],
 )
 def test_wrong_arguments_raise_and_touch_nothing(method, arguments):

@@ -74,7 +74,6 @@ class ShmBarrier:
 
     def set_background(self, background: bool) -> None:
         """Set whether the calls from now on run beside the program, which computes on the same cores meanwhile."""
-        self._background = background
         self._spin, self._yielding = self._waits[background]
         self._compiled = self._views[background]
 
