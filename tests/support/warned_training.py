@@ -4,11 +4,13 @@
 
 Every process appends lines to ``FOLDER/<pid>.log``: ``begun``, ``step N``, ``end`` with a digest of the weights. A
 file ``FOLDER/hold-<place>`` makes each rank wait at that place (load, first, save, epoch, last) until it is gone,
-after a line ``at <place>``. A file ``FOLDER/notice`` is the cloud's notice.
+after a line ``at <place>``; a number in it is the step from which on they wait. A file ``FOLDER/notice`` is the
+cloud's notice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -42,12 +44,14 @@ class Noted:
         hold(self.folder, "load")
 
 
-def hold(folder: Path, place: str) -> None:
-    """Wait while there is a file that asks for it."""
-    if (folder / f"hold-{place}").exists():
-        note(folder, f"at {place}")
-        while (folder / f"hold-{place}").exists():
-            time.sleep(0.005)
+def hold(folder: Path, place: str, step: int = 0) -> None:
+    """Wait while there is a file that asks for it, and whose step, if it has one, is reached."""
+    file = folder / f"hold-{place}"
+    with contextlib.suppress(FileNotFoundError):
+        if step >= int(file.read_text() or 0):
+            note(folder, f"at {place}")
+            while file.exists():
+                time.sleep(0.005)
 
 
 def note(folder: Path, line: str) -> None:
@@ -80,7 +84,7 @@ def train(
     note(folder, "begun")
     epoch = 0
     for batch in checkpoint.resume(loader, epochs=epochs):
-        hold(folder, "first")
+        hold(folder, "first", checkpoint.step)
         if checkpoint.epoch > epoch:
             epoch = checkpoint.epoch
             hold(folder, "epoch")

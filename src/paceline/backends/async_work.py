@@ -8,7 +8,7 @@ from collections import deque
 
 import torch
 
-from paceline.backends.call_steps import Job, Stage, run_job, run_steps
+from paceline.backends.call_steps import Job, Stage, run_steps
 from paceline.backends.collective_work import CollectiveWork
 
 __all__ = ["WorkQueue"]
@@ -92,10 +92,11 @@ class _QueueState:
     def run(self) -> None:
         """Run calls in order until closed.
 
-        [Note: callbacks] The callbacks of a call's future run here, before the next call is completed. A call made by
-        a callback runs at once, so that the callback can wait for it, and runs on all ranks at the same place among
-        the calls that callbacks make; calls that are open stay as they are meanwhile, and may be fewer on other ranks.
-        Until the callbacks have returned, the call counts as unfinished: no other thread runs one inline meanwhile.
+        [Note: callbacks] The callbacks of a call's future run here, or in the thread that adds one once the call is
+        done. A call made by a callback runs at once, so that the callback can wait for it. On all ranks it is to run
+        after the call whose future has the callback, and before the next one: so no call begins while an open one has
+        a future, and until its callbacks have returned a call counts as unfinished, so that no other thread runs one
+        inline meanwhile.
         """
         while True:
             with self.changed:
@@ -124,16 +125,11 @@ class _QueueState:
                 self.unfinished -= 1
 
     def _advance_behind(self) -> None:
-        """Run a step of the first open call that other ranks wait for, if no call before it has a future.
-
-        Its callbacks may make calls, which have to be complete before other ranks go on with later calls.
-        """
+        """Run a step of the first open call that other ranks wait for, unless it is the first of all."""
         for call in self.open:
             if call.stage < Stage.SENT:
                 if call is not self.open[0]:
                     call.step()
-                return
-            if call.work.has_future:
                 return
 
     def _begin_next(self) -> None:
@@ -151,8 +147,19 @@ class _QueueState:
             return True
         if not call.overlaps or self.open[-1].stage < Stage.POSTED or len(self.open) >= _MOST_OPEN:
             return False
+        if any(each.work.has_future for each in self.open):  # [Note: callbacks]
+            return False
         unsent = (each.work.nbytes for each in self.open if each.stage < Stage.SENT)
         return sum(min(nbytes, _AHEAD_NBYTES // 2) for nbytes in unsent) < _AHEAD_NBYTES
+
+
+def _outcome(job: Job) -> BaseException | None:
+    """Run a whole call, and return the error that it raised."""
+    try:
+        run_steps(job)
+    except BaseException as error:  # noqa: BLE001 — raised by the work's wait()
+        return error
+    return None
 
 
 class WorkQueue:
@@ -186,7 +193,7 @@ class WorkQueue:
         work = CollectiveWork(tensors, name)
         state = self._state
         if threading.current_thread() is self._thread:  # [Note: callbacks]
-            work.finish(run_job(job))
+            work.finish(_outcome(job))
             if not asynchronous:
                 work.wait()
             return work

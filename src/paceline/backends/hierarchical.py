@@ -71,9 +71,7 @@ class HierarchicalCollectives:
         even_only = {"reduce_scatter", "all_gather"} if self._even else set()
         self.ops = frozenset({"barrier", "all_reduce", "broadcast"} | even_only)
         self._alone = all(len(host) == 1 for host in hosts)
-        # TODO: {"all_reduce", "reduce_scatter", "all_gather"} if self._alone, once messages stay in order: in two of
-        # fifteen runs of test_calls_that_overlap_stay_in_order, one met the receive of another call.
-        self.overlapping: frozenset[str] = frozenset()
+        self.overlapping = frozenset({"all_reduce", "reduce_scatter", "all_gather"} if self._alone else ())
 
     @property
     def timeout(self) -> float:

@@ -5,9 +5,8 @@ buffer out and in, as a ring, but summed along the tree over the hosts. Long buf
 parts are gathered the next ones are scattered, so the link is never idle.
 
 [Note: order of messages] Calls may overlap: the next one begins to scatter while this one gathers. When it begins
-differs between hosts, so messages are matched by tags: each kind has its own, and so have the calls that callbacks
-make ([Note: callbacks] in `async_work`). Within a tag, messages follow the order of the calls, then of the parts. For
-that a call reports that the next one may begin only once all its receives and scatters are posted.
+differs between hosts, so each kind of message has its tag. Within a tag, messages follow the order of the calls, then
+of the parts. For that a call reports that the next one may begin only once all its receives and scatters are posted.
 
 Receives are posted as early as possible: gloo sends a message once its receiver is known, which saves a round trip.
 """
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.backends.block_reduction import Reduction, Scratch, split_blocks
-from paceline.backends.call_steps import Stage, Steps, in_callback
+from paceline.backends.call_steps import Stage, Steps
 from paceline.backends.op_arguments import Tensors
 from paceline.backends.shm.shm_all_reduce import slice_bounds
 
@@ -35,7 +34,6 @@ _TAG = 1 << 24
 """First tag of these messages; those of user programs are small."""
 
 _SCATTER, _GATHER, _EXCHANGE = range(3)
-_TAGS = 3
 
 _AHEAD_NBYTES = 4 << 20
 """Bytes of parts that are scattered before the first of them has to arrive: enough for hosts that lag a moment.
@@ -218,7 +216,7 @@ class InterHostCollectives:
     def _start(self, call: Callable[..., dist.Work], tensor: Tensor, host: int, kind: int) -> list[_Transfer]:
         """Start a send or receive; nothing for an empty tensor."""
         rank = self._ranks[host]
-        tag = _TAG + kind + (_TAGS if in_callback() else 0)  # [Note: order of messages]
+        tag = _TAG + kind  # [Note: order of messages]
         with _unreachable(rank):
             return [(rank, call([tensor], rank, tag))] if tensor.numel() else []
 

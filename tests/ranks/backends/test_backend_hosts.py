@@ -214,6 +214,28 @@ def test_calls_that_overlap_stay_in_order(tmp_path):
     spawn(overlapping, 4, str(tmp_path), env=as_hosts((0, 1, 2, 3)))
 
 
+def calls_of_callbacks(rank, size, path):
+    """Add a callback that makes a call: on even ranks once the call before is done, elsewhere while it is pending."""
+    enter(path)
+    for number in range(20):
+        first = torch.full((70_001,), float(rank))
+        work = dist.all_reduce(first, async_op=True)
+        if rank % 2 == 0:
+            work.wait()
+        of_callback, behind = first.new_full((3,), rank + 1.0), first.new_full((600_000,), rank + 2.0)
+        done = work.get_future().then(lambda _, tensor=of_callback: dist.all_reduce(tensor))
+        last = dist.all_reduce(behind, async_op=True)
+        done.wait()
+        last.wait()
+        for offset, tensor in enumerate((first, of_callback, behind)):
+            assert (tensor == size * (size - 1) / 2 + offset * size).all(), (number, offset)
+    paceline.shutdown()
+
+
+def test_a_call_of_a_callback_precedes_the_next_call_on_every_host(tmp_path):
+    spawn(calls_of_callbacks, 4, str(tmp_path), env=as_hosts((0, 1, 2, 3)))
+
+
 def until_host_lost(rank, size, path, victim):
     """Keep calls pending until a host is lost, and write the error to a file."""
     enter(path)

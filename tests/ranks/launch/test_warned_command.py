@@ -207,9 +207,8 @@ def test_a_save_that_fails_ends_with_the_error_and_without_a_restart(tmp_path):
 @pytest.mark.thorough
 def test_ranks_that_save_on_a_warning_do_not_hold_a_restart_up(tmp_path):
     """When one is killed, the others can't save: they are ended without the grace of a hundred seconds."""
+    (tmp_path / "hold-first").write_text("3")
     command = Command(tmp_path, paceline_run(tmp_path, 2, "--grace", "100s"))
-    command.reach(3)
-    (tmp_path / "hold-first").touch()
     command.wait_for(lambda: command.lines.count("at first") == 2)
     pids = sorted(command.lines.by_process())
     os.kill(pids[1], signal.SIGKILL)
