@@ -15,7 +15,7 @@ PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 help:
 	@sed -n 's/^#   //p' Makefile
 
-$(VENV)/.run: pyproject.toml constraints.txt hatch_build.py src/paceline/_core/native.c
+$(VENV)/.run: pyproject.toml constraints.txt hatch_build.py $(wildcard src/paceline/_core/native*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Paceline needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 ...")'
 	$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing Paceline into $(VENV) (the first time this fetches PyTorch: a few minutes) ..."

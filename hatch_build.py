@@ -1,4 +1,4 @@
-"""Build hook: compiles `src/paceline/_core/native.c` where there is a C compiler.
+"""Build hook: compiles the C files of `src/paceline/_core` where there is a C compiler.
 
 Without one the wheel has Python alone, which does the same more slowly (`paceline._core.native`).
 """
@@ -15,7 +15,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from setuptools import Distribution, Extension
 from setuptools.command.build_ext import build_ext
 
-SOURCE = "src/paceline/_core/native.c"
+CORE = "src/paceline/_core"
+SOURCES = [f"{CORE}/native.c", f"{CORE}/native_calls.c"]
 FLAGS = ["-O3", "-ffp-contract=off"]  # the second: every sum is rounded as Python's libraries round it
 
 
@@ -39,10 +40,10 @@ class CompiledPart(BuildHookInterface):
         """Return the compiled module, beside its source."""
         extension = Extension(
             "paceline._core._native",
-            [SOURCE],
+            SOURCES,
             extra_compile_args=FLAGS,
             py_limited_api=True,
-            depends=[SOURCE],
+            depends=[*SOURCES, f"{CORE}/native_calls.h"],
         )
         command = build_ext(Distribution({"name": "paceline", "ext_modules": [extension]}))
         with tempfile.TemporaryDirectory() as temporary:

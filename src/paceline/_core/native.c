@@ -15,6 +15,8 @@
 #define _GNU_SOURCE
 #include <Python.h>
 
+#include "native_calls.h"
+
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdint.h>
@@ -509,14 +511,20 @@ static PyType_Spec ranks_spec = {"paceline._core._native.Ranks", sizeof(Ranks), 
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, NULL, NULL, NULL, NULL, NULL};
 
+/* Add a type, and drop it; −1 with an exception. */
+static int add_type(PyObject *to, const char *name, PyObject *type) {
+    int added = type == NULL ? -1 : PyModule_AddObjectRef(to, name, type);
+    Py_XDECREF(type);
+    return added;
+}
+
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
-    PyObject *type = made == NULL ? NULL : PyType_FromSpec(&ranks_spec);
-    if (type == NULL || PyModule_AddObjectRef(made, "Ranks", type) < 0) {
-        Py_XDECREF(type);
-        Py_XDECREF(made);
+    if (made == NULL) return NULL;
+    if (add_type(made, "Ranks", PyType_FromSpec(&ranks_spec)) < 0 ||
+        add_type(made, "SumReader", make_sum_reader()) < 0) {
+        Py_DECREF(made);
         return NULL;
     }
-    Py_DECREF(type);
     return made;
 }

@@ -18,7 +18,7 @@ from torch._C._dynamo import eval_frame
 
 from paceline.errors import CollectiveTimeout
 
-__all__ = ["Callback", "CollectiveWork", "FinishedWork", "untraced"]
+__all__ = ["Callback", "CollectiveWork", "untraced"]
 
 _Class = TypeVar("_Class", bound=type)
 Callback = Callable[[], None]
@@ -183,44 +183,3 @@ class CollectiveWork(dist.Work):
         if self._error is not None:
             raise self._error
         return self._tensors
-
-
-@untraced
-class FinishedWork(dist.Work):
-    """A call that was done when it returned.
-
-    Args:
-        tensors: value of its future.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return at once."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def is_success(self) -> bool:
-        """Return True."""
-        return True
-
-    def exception(self) -> None:
-        """Return None: it has not failed."""
-
-    def result(self) -> list[torch.Tensor]:
-        """Return its tensors."""
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future:
-        """Return a future that has its tensors."""
-        future = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future

@@ -49,14 +49,14 @@ class PacelineProcessGroup(GroupBase):
 
     # Reductions.
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Reduce one tensor over all ranks, in place."""
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work | None:
+        """Reduce one tensor over all ranks, in place; None: done."""
         if self._repeated is not None and self.spans is None:
-            work = self._repeated.all_reduce(tensors, opts)
-            if work is not None:
+            nbytes = self._repeated.all_reduce(tensors, opts)
+            if nbytes is not None:
                 self.calls += 1
-                self.payload_nbytes += tensors[0].nbytes
-                return work
+                self.payload_nbytes += nbytes
+                return None
         tensors, opts = as_list(tensors), parse_options(opts, c10d.AllreduceOptions)
         ops = self._select("all_reduce", tensors) if len(tensors) == 1 else None
         if ops is None:
@@ -295,12 +295,10 @@ class PacelineProcessGroup(GroupBase):
 
     alltoall_base = all_to_all_single  # its name before torch 2.13
 
-    def barrier(self, opts: Any = None) -> dist.Work:
-        """Return when all ranks have called."""
-        if self._repeated is not None and self.spans is None:
-            work = self._repeated.barrier(opts)
-            if work is not None:
-                return work
+    def barrier(self, opts: Any = None) -> dist.Work | None:
+        """Return when all ranks have called; None: they have."""
+        if self._repeated is not None and self.spans is None and self._repeated.barrier(opts):
+            return None
         opts = parse_options(opts, c10d.BarrierOptions)
         ops = self._select("barrier", [])
         if ops is None:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from datetime import timedelta
 
 import pytest
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch.autograd import _profiler_enabled
+from torch.nn import Parameter
 
 from paceline._core.native import load_native, why_not_native
 
@@ -49,3 +55,63 @@ def test_wrong_arguments_raise_and_touch_nothing(method, arguments):
     )
     with pytest.raises((TypeError, ValueError)):
         getattr(ranks, method)(*arguments)
+
+
+NAMED = {"grad": Parameter(torch.ones(3)), "float32": torch.ones(3), "int64": torch.arange(3)}
+OTHERS = {
+    "strided": torch.ones(3, 2).t(),
+    "negated": torch.ones(3, dtype=torch.complex64).conj().imag,
+    "sparse": torch.ones(3).to_sparse(),
+    "another device": torch.ones(3, device="meta"),
+}
+
+
+def read(tensors, **options):
+    """Read the arguments of an all-reduce that the caller waits for."""
+    native, opts = load_native(), c10d.AllreduceOptions()
+    assert native is not None
+    opts.asyncOp = False
+    for name, value in options.items():
+        setattr(opts, name, value)
+    reader = native.SumReader(
+        *(
+            c10d.AllreduceOptions,
+            torch.Tensor,
+            Parameter,
+            torch.strided,
+            dist.ReduceOp.SUM,
+            dist.ReduceOp.AVG,
+        ),
+        *(c10d.AllreduceOptions().timeout, _profiler_enabled),
+    )
+    return reader.read(tensors, opts)
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG])
+@pytest.mark.parametrize("tensor", NAMED.values(), ids=NAMED)
+def test_sums_and_means_of_plain_tensors_are_read(op, tensor):
+    key = (op == dist.ReduceOp.AVG, tensor.dtype, 3)
+    assert read([tensor], reduceOp=op) == (key, tensor.data_ptr())
+
+
+@pytest.mark.parametrize("tensor", OTHERS.values(), ids=OTHERS)
+def test_other_tensors_are_left_to_the_general_path(tensor):
+    assert read([tensor]) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"reduceOp": dist.ReduceOp.MAX}, {"asyncOp": True}, {"timeout": timedelta(seconds=5)}],
+    ids=["operation", "asynchronous", "time-out"],
+)
+def test_other_calls_are_left_to_the_general_path(options):
+    assert read([torch.ones(3)], **options) is None
+
+
+def test_other_arguments_and_recorded_calls_are_left_to_the_general_path():
+    tensor = torch.ones(3)
+    for tensors in ([], [tensor, tensor], (tensor,), tensor):
+        assert read(tensors) is None
+    with torch.profiler.profile():
+        assert read([tensor]) is None
+    assert read([tensor]) is not None

@@ -48,6 +48,7 @@ class CompiledSum(NamedTuple):
         packed: its signature.
         numel: elements of the tensor.
         item: bytes of an element.
+        nbytes: of the tensor.
         kind: of the elements, as the compiled code numbers them.
         divisor: of a mean; 1: a sum.
     """
@@ -56,6 +57,7 @@ class CompiledSum(NamedTuple):
     packed: bytes
     numel: int
     item: int
+    nbytes: int
     kind: int
     divisor: int
 
@@ -201,7 +203,8 @@ class ShmAllReduce(DataPaths):
         if self._compiled is None or kind is None or reduction.name not in ("SUM", "AVG"):
             return None
         assert call.dtype is not None
-        return CompiledSum(call, call.pack(), call.numel, call.dtype.itemsize, kind, reduction.divisor)
+        numel, item = call.numel, call.dtype.itemsize
+        return CompiledSum(call, call.pack(), numel, item, numel * item, kind, reduction.divisor)
 
     def all_reduce_compiled(self, what: CompiledSum, tensor: Tensor, address: int) -> None:
         """All-reduce a contiguous tensor.
@@ -211,17 +214,17 @@ class ShmAllReduce(DataPaths):
             tensor: the tensor.
             address: of its first element.
         """
-        call, packed, numel, item, kind, divisor = what
+        call, packed, numel, item, nbytes, kind, divisor = what
         self._check_usable(call)
         compiled = self._compiled
-        if numel * item <= self._eager_nbytes:
+        if nbytes <= self._eager_nbytes:
             turn, self._turn = self._turn, self._turn + 1
             same = compiled.all_reduce_eager(turn, packed, address, numel, kind, divisor, self._attend)
             if not same:
                 self._check_match(call)
                 compiled.add_eager(turn, address, numel, kind, divisor)
             return
-        place = self._locate(address, numel * item)
+        place = self._locate(address, nbytes)
         if place is None:
             compiled.stage(self._parts, address, min(numel, STAGING_NBYTES // item), item)
         turn, self._turn = self._turn, self._turn + 1
@@ -254,7 +257,7 @@ def _part_count(numel: int, item: int) -> int:
 
 
 def _compiled_staging(compiled: Any, what: CompiledSum, address: int) -> _Staging:
-    _, _, numel, item, kind, divisor = what
+    _, _, numel, item, _, kind, divisor = what
     step = STAGING_NBYTES // item
 
     def expose(number: int, index: int) -> None:
