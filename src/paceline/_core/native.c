@@ -33,7 +33,11 @@
 #define BLOCK_NBYTES 16384      /* of one input */
 #define RELEASE_NBYTES (128 << 10) /* from this size on other threads may run meanwhile */
 #define SCRATCH_BLOCKS 64       /* a level of the tree takes two: enough for any number of ranks */
-#define STREAM_NBYTES 8192       /* from this size on eager copies pass the caches */
+#define STREAM_NBYTES 8192      /* shorter copies never pass the caches */
+#define SLOW_COPY 10            /* an ordinary copy is slow if it takes so many times as long as one past the caches */
+#define SLOW_COPIES 10          /* so many slow ones in a row: the next ones pass the caches */
+#define STREAMED_COPIES 2000    /* so many of them, then an ordinary copy is tried again */
+#define FIRST_COPIES 16         /* that pass the caches, to measure them */
 #define CALL_NBYTES 16
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -127,9 +131,9 @@ static void add_tree(int kind, void *out, const char *const *in, size_t count, s
     add2(kind, out, left, right, n);
 }
 
-/* Copy a few numbers to where other ranks read next. Their cores still have the old ones in their caches: a copy that
-   passes the caches need not take them back line by line. Of more numbers, the caches are the faster way. */
-static void copy_to_share(char *to, const char *from, size_t nbytes) {
+/* Copy past the caches. Where other ranks have read before, their cores still have the old numbers in their caches,
+   from which an ordinary copy takes them back line by line. */
+static void stream(char *to, const char *from, size_t nbytes) {
     size_t done = 0;
 #if defined(__x86_64__)
     if (nbytes >= STREAM_NBYTES && (uintptr_t)to % 16 == 0) {
@@ -146,6 +150,13 @@ static void copy_to_share(char *to, const char *from, size_t nbytes) {
 
 /* ------------------------------------------------------------------------------------------- ranks of one host */
 
+/* How numbers come to another rank: the time of a byte past the caches at best (0: not measured yet), ordinary copies
+   in a row that were slow, and copies that are to pass the caches. */
+typedef struct {
+    double stream_ns;
+    unsigned slow, to_stream;
+} Way;
+
 typedef struct {
     PyObject_HEAD
     char *base;
@@ -154,6 +165,7 @@ typedef struct {
     size_t arrivals, sleepers, failed, slots, slot_nbytes, progress, core, notices_nbytes;
     size_t buffers, buffers_nbytes, eager_nbytes, staging_nbytes;
     int64_t spin_ns, yield_ns, moved;
+    Way *ways;
     char *scratch;
     const char **inputs;
     char **outputs;
@@ -171,6 +183,32 @@ static char *staging(Ranks *self, size_t rank, size_t part) {
 }
 static char *result(Ranks *self, size_t rank, size_t part) {
     return buffers(self, rank) + 2 * self->eager_nbytes + self->staging_nbytes * (2 + (part & 1));
+}
+
+/* Copy many numbers to where another rank reads next. It is faster if it finds them in this core's cache, unless the
+   way between the two cores is slow: then both are faster past the caches. Virtual machines change between both as
+   they are moved about, so the copies themselves are timed. */
+static void share(Way *way, char *to, const char *from, size_t nbytes) {
+    int64_t start = now_ns();
+    if (way->to_stream > 0) {
+        stream(to, from, nbytes);
+        double ns = (double)(now_ns() - start) / (double)nbytes;
+        if (way->stream_ns == 0 || ns < way->stream_ns) way->stream_ns = ns;
+        way->to_stream--;
+        return;
+    }
+    memcpy(to, from, nbytes);
+    int slow = (double)(now_ns() - start) > SLOW_COPY * way->stream_ns * (double)nbytes;
+    way->slow = slow ? way->slow + 1 : 0;
+    if (way->slow < SLOW_COPIES) return;
+    *way = (Way){.to_stream = STREAMED_COPIES};
+}
+
+/* Whether a copy that all ranks read is faster past the caches. */
+static int is_slow(Ranks *self) {
+    for (size_t rank = 0; rank < self->size; rank++)
+        if (rank != self->index && self->ways[rank].to_stream > 0) return 1;
+    return 0;
 }
 
 static int arrived(uint32_t *arrivals, uint32_t target) {
@@ -241,7 +279,8 @@ static int wait_all(Ranks *self, PyObject *attend) {
     uint32_t *progress = (uint32_t *)(slot(self, self->index) + self->progress);
     uint32_t number = __atomic_load_n(progress, __ATOMIC_RELAXED) + 1;
     uint32_t target = number * (uint32_t)self->size;
-    __atomic_store_n((uint32_t *)(slot(self, self->index) + self->core), (uint32_t)sched_getcpu() + 1, __ATOMIC_RELAXED);
+    uint32_t *core = (uint32_t *)(slot(self, self->index) + self->core);
+    __atomic_store_n(core, (uint32_t)sched_getcpu() + 1, __ATOMIC_RELAXED);
     __atomic_store_n(progress, number, __ATOMIC_RELEASE);
     uint32_t count = __atomic_add_fetch(arrivals, 1, __ATOMIC_SEQ_CST);
     if ((int32_t)(count - target) >= 0) {
@@ -276,9 +315,10 @@ static int start(Ranks *self, unsigned turn, const char *call, int32_t segment, 
     return 1;
 }
 
-/* Add `size` inputs into `out`, block by block, and copy each block into the `copies` outputs. */
+/* Add `size` inputs into `out`, block by block, and copy each block into the `copies` outputs, past the caches if it
+   `streams`. */
 static int add_blocks(
-    Ranks *self, int kind, char *out, size_t numel, int64_t divisor, size_t copies, PyObject *attend) {
+    Ranks *self, int kind, char *out, size_t numel, int64_t divisor, size_t copies, int streams, PyObject *attend) {
     size_t step = BLOCK_NBYTES / ITEM_NBYTES[kind], item = ITEM_NBYTES[kind];
     const char *block[self->size];
     PyThreadState *thread = numel * item >= RELEASE_NBYTES ? PyEval_SaveThread() : NULL;
@@ -297,7 +337,8 @@ static int add_blocks(
             if (failed) break;
         }
         for (size_t copy = 0; copy < copies; copy++)
-            memcpy(self->outputs[copy] + low * item, out + low * item, n * item);
+            if (streams) stream(self->outputs[copy] + low * item, out + low * item, n * item);
+            else memcpy(self->outputs[copy] + low * item, out + low * item, n * item);
     }
     if (thread != NULL) PyEval_RestoreThread(thread);
     return failed ? -1 : 0;
@@ -356,12 +397,12 @@ static PyObject *ranks_all_reduce_eager(Ranks *self, PyObject *const *args, Py_s
         PyErr_SetString(PyExc_ValueError, "no eager data");
         return NULL;
     }
-    copy_to_share(eager(self, self->index, turn), address, numel * ITEM_NBYTES[kind]);
+    stream(eager(self, self->index, turn), address, numel * ITEM_NBYTES[kind]);
     int same = start(self, turn, call, -1, 0, args[6]);
     if (same <= 0) return same < 0 ? NULL : PyBool_FromLong(0);
     for (size_t rank = 0; rank < self->size; rank++)
         self->inputs[rank] = rank == self->index ? address : eager(self, rank, turn);
-    add_blocks(self, (int)kind, address, numel, divisor, 0, NULL);
+    add_blocks(self, (int)kind, address, numel, divisor, 0, 0, NULL);
     return PyBool_FromLong(1);
 }
 
@@ -374,7 +415,7 @@ static PyObject *ranks_add_eager(Ranks *self, PyObject *const *args, Py_ssize_t 
     if (PyErr_Occurred() || !is_kind(kind)) return NULL;
     for (size_t rank = 0; rank < self->size; rank++)
         self->inputs[rank] = rank == self->index ? address : eager(self, rank, turn);
-    add_blocks(self, (int)kind, address, numel, divisor, 0, NULL);
+    add_blocks(self, (int)kind, address, numel, divisor, 0, 0, NULL);
     Py_RETURN_NONE;
 }
 
@@ -403,7 +444,7 @@ static PyObject *ranks_all_reduce_direct(Ranks *self, PyObject *const *args, Py_
         if (rank != self->index) self->outputs[copies++] = address;
     }
     char *own = (char *)self->inputs[self->index];
-    if (add_blocks(self, (int)kind, own, high - low, divisor, copies, args[4]) < 0) return NULL;
+    if (add_blocks(self, (int)kind, own, high - low, divisor, copies, 0, args[4]) < 0) return NULL;
     if (wait_all(self, args[4]) < 0) return NULL;
     Py_RETURN_NONE;
 }
@@ -417,7 +458,8 @@ static PyObject *ranks_stage(Ranks *self, PyObject *const *args, Py_ssize_t coun
     PyThreadState *thread = numel * item >= RELEASE_NBYTES ? PyEval_SaveThread() : NULL;
     for (size_t rank = 0; rank < self->size; rank++) {
         slice(numel, self->size, rank, &low, &high);
-        if (rank != self->index) memcpy(to + low * item, address + low * item, (high - low) * item);
+        if (rank != self->index && low < high)
+            share(self->ways + rank, to + low * item, address + low * item, (high - low) * item);
     }
     if (thread != NULL) PyEval_RestoreThread(thread);
     Py_RETURN_NONE;
@@ -434,7 +476,7 @@ static PyObject *ranks_reduce_staged(Ranks *self, PyObject *const *args, Py_ssiz
     for (size_t rank = 0; rank < self->size; rank++)
         self->inputs[rank] = (rank == self->index ? address : staging(self, rank, part)) + at;
     self->outputs[0] = result(self, self->index, part);
-    add_blocks(self, (int)kind, address + at, high - low, divisor, 1, NULL);
+    add_blocks(self, (int)kind, address + at, high - low, divisor, 1, is_slow(self), NULL);
     Py_RETURN_NONE;
 }
 
@@ -482,18 +524,21 @@ static PyObject *ranks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->spin_ns = (int64_t)(spin * 1e9);
     self->yield_ns = (int64_t)(yield * 1e9);
     memcpy(&self->arrivals, layout, sizeof layout);
+    self->ways = PyMem_Malloc(sizeof *self->ways * self->size);
     self->scratch = PyMem_Malloc(SCRATCH_BLOCKS * BLOCK_NBYTES);
     self->inputs = PyMem_Malloc(sizeof *self->inputs * self->size);
     self->outputs = PyMem_Malloc(sizeof *self->outputs * self->size);
-    if (self->scratch == NULL || self->inputs == NULL || self->outputs == NULL) {
+    if (self->ways == NULL || self->scratch == NULL || self->inputs == NULL || self->outputs == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
+    for (size_t rank = 0; rank < self->size; rank++) self->ways[rank] = (Way){.to_stream = FIRST_COPIES};
     return (PyObject *)self;
 }
 
 static void ranks_dealloc(Ranks *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyMem_Free(self->ways);
     PyMem_Free(self->scratch);
     PyMem_Free((void *)self->inputs);
     PyMem_Free(self->outputs);

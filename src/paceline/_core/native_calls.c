@@ -1,4 +1,4 @@
-/* Reads the arguments of torch.distributed's all-reduces: Python takes longer for that than a small tensor's exchange. */
+/* Reads the arguments of all-reduces of torch.distributed: Python would take longer than a small tensor to exchange. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
