@@ -20,7 +20,7 @@ MODULES = sorted(
     if path.name != "__main__.py"
 )
 
-PROGRAMS = {"paceline._core.pdeathsig", "paceline.testing.netlab.namespace_main"}
+PROGRAMS = {"paceline._core.processes.pdeathsig", "paceline.testing.netlab.namespace_main"}
 """Run by their path, never imported."""
 
 WITHOUT_TORCH = [

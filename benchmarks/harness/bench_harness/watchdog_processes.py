@@ -11,7 +11,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from paceline._core.graceful_shutdown import ShutdownListener
+from paceline._core.processes.graceful_shutdown import ShutdownListener
 from paceline.health.aggregation.groups import PeerGroups
 from paceline.health.attribution import StallLimits
 from paceline.health.monitor_thread import MonitorThread

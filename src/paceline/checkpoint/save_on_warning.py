@@ -16,9 +16,9 @@ from typing import NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from paceline._core.graceful_shutdown import note_saves_on_sigterm
-from paceline._core.process_exit import signal_name
-from paceline._core.warning_signals import WARNING_SIGNALS, WarningSignals, act_by_default
+from paceline._core.processes.graceful_shutdown import note_saves_on_sigterm
+from paceline._core.processes.process_exit import signal_name
+from paceline._core.processes.warning_signals import WARNING_SIGNALS, WarningSignals, act_by_default
 from paceline.checkpoint.save_cadence import StepDecisions, save_cadence
 from paceline.world.control_collectives import gather_rows, gather_texts, rank_and_size
 from paceline.world.live_file import LEFT_EXIT_CODE

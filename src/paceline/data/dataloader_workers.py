@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from paceline._core.keyed_random import derive_key
-from paceline._core.warning_signals import WarningSignals
+from paceline._core.processes.warning_signals import WarningSignals
 from paceline.data.leaf_random import seed_generators
 from paceline.errors import DataError
 

@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from paceline._core.warning_signals import WarningSignals
+from paceline._core.processes.warning_signals import WarningSignals
 from paceline.checkpoint.api import Checkpoint
 from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.elastic.live_checkpoint import LiveCheckpoint

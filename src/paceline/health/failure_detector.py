@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from paceline._core.graceful_shutdown import Reason
+from paceline._core.processes.graceful_shutdown import Reason
 from paceline._core.step_state import StepState, step_state
 from paceline.errors import PeerFailed
 from paceline.health import thread_probe

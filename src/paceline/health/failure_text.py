@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline._core.format import format_seconds
-from paceline._core.process_exit import describe_exit
+from paceline._core.processes.process_exit import describe_exit
 from paceline.errors import PeerFailed
 from paceline.health.attribution import Attribution, RankObservation
 from paceline.health.heartbeat import FailureNotice

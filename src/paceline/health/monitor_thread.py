@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 
-from paceline._core.graceful_shutdown import ShutdownListener
+from paceline._core.processes.graceful_shutdown import ShutdownListener
 from paceline.errors import PeerFailed
 from paceline.health import abort_collectives, thread_probe
 from paceline.health.aggregation.groups import PeerGroups

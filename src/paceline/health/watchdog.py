@@ -31,8 +31,8 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from paceline._core.graceful_shutdown import ShutdownListener
 from paceline._core.job_key import KEY_FILE_VARIABLE, KEY_VARIABLE, JobKey
+from paceline._core.processes.graceful_shutdown import ShutdownListener
 from paceline.errors import (
     BackwardFailed,
     CollectiveError,

@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Literal
 
-from paceline._core.process_exit import exit_status_of, has_ended
+from paceline._core.processes.process_exit import exit_status_of, has_ended
 from paceline.world.environment import boot_id
 
 __all__ = ["LocalProcess", "has_process_ended", "host_key", "process_start_ticks"]

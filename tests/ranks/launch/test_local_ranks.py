@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import paceline
-from paceline._core.child_process import ChildProcess, stop_processes
+from paceline._core.processes.child_process import ChildProcess, stop_processes
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.process.local_ranks import run_ranks
 
@@ -179,7 +179,7 @@ wait_for("printed")
 
 
 def test_a_rank_that_ignores_sigterm_or_is_stopped_is_ended_too(home, monkeypatch):
-    monkeypatch.setattr("paceline._core.child_process._TERMINATE_SECONDS", 0.5)
+    monkeypatch.setattr("paceline._core.processes.child_process._TERMINATE_SECONDS", 0.5)
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 note(f"ready{rank}", "")
@@ -348,7 +348,7 @@ def test_programs_that_cannot_run_are_refused(argv, ranks, text):
 
 
 def test_the_pdeathsig_wrapper_keeps_the_process_id():
-    from paceline._core import pdeathsig
+    from paceline._core.processes import pdeathsig
 
     code = "import os; print(os.getpid())"
     command = [sys.executable, pdeathsig.__file__, str(os.getpid()), sys.executable, "-c", code]

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from forked_child import start
-from paceline._core.process_exit import ExitStatus, exit_status_of, has_ended
+from paceline._core.processes.process_exit import ExitStatus, exit_status_of, has_ended
 
 
 def end(how):

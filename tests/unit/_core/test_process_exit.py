@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline._core.process_exit import ExitStatus, describe_exit
+from paceline._core.processes.process_exit import ExitStatus, describe_exit
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from forked_child import ended, in_child, start
-from paceline._core.warning_signals import SAME_SECONDS, WarnedExit, WarningSignals, warnings_raise
+from paceline._core.processes.warning_signals import SAME_SECONDS, WarnedExit, WarningSignals, warnings_raise
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from forked_child import ended, in_child, start
 from paceline._core.format import format_bytes
-from paceline._core.process_exit import ExitStatus
+from paceline._core.processes.process_exit import ExitStatus
 from paceline.backends.shm.peer_sockets import (
     HostPeers,
     PeerInfo,

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from paceline._core import graceful_shutdown
+from paceline._core.processes import graceful_shutdown
 from paceline.health import abort_collectives, thread_probe
 from paceline.health.aggregation.groups import PeerGroups
 from paceline.health.attribution import StallLimits

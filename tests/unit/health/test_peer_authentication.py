@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline._core import graceful_shutdown
 from paceline._core.job_key import JobKey
+from paceline._core.processes import graceful_shutdown
 from paceline.errors import MismatchError
 from paceline.health import abort_collectives, watchdog
 from paceline.health.aggregation.groups import PeerGroups

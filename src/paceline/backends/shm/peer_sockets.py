@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from paceline._core.process_exit import ExitStatus, exit_status_of, has_ended
+from paceline._core.processes.process_exit import ExitStatus, exit_status_of, has_ended
 from paceline.backends.shm.shared_arena import Segment
 from paceline.errors import CollectiveTimeout
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from paceline._core.process_exit import ExitStatus
+from paceline._core.processes.process_exit import ExitStatus
 from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm import futex
 from paceline.backends.shm.control_block import ControlBlock, GroupFailure, OpNotice

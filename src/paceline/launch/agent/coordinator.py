@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from paceline._core.child_process import ChildProcess
 from paceline._core.format import plural
+from paceline._core.processes.child_process import ChildProcess
 from paceline.errors import MissingRanks, UsageError, WorldError
 from paceline.launch.agent.first_failure import RankFailure
 from paceline.launch.agent.job_messages import (

@@ -17,11 +17,11 @@ import socket
 import time
 import uuid
 
-from paceline._core import graceful_shutdown
 from paceline._core.format import plural
 from paceline._core.job_key import JobKey
-from paceline._core.process_exit import signal_name
-from paceline._core.warning_signals import WarnedExit
+from paceline._core.processes import graceful_shutdown
+from paceline._core.processes.process_exit import signal_name
+from paceline._core.processes.warning_signals import WarnedExit
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.coordinator import Coordinator, JoinTimeout, LocalCoordinator, too_few_hosts
 from paceline.launch.agent.first_failure import RankFailure, is_secondary

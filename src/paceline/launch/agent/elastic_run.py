@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from paceline._core.child_process import sigterm_raises
 from paceline._core.job_key import KEY_FILE_VARIABLE, JobKey
-from paceline._core.warning_signals import warnings_raise
+from paceline._core.processes.child_process import sigterm_raises
+from paceline._core.processes.warning_signals import warnings_raise
 from paceline.errors import UsageError
 from paceline.launch.agent.elastic_agent import run_host
 from paceline.launch.agent.job_server import serve_jobs

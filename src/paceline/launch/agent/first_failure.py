@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from paceline._core.process_exit import describe_exit
+from paceline._core.processes.process_exit import describe_exit
 from paceline.world.live_file import LEFT_EXIT_CODE
 
 __all__ = ["RankFailure", "first_failure", "is_secondary"]

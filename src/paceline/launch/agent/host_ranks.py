@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline._core import graceful_shutdown
-from paceline._core.child_process import stop_processes
 from paceline._core.job_key import JobKey
+from paceline._core.processes import graceful_shutdown
+from paceline._core.processes.child_process import stop_processes
 from paceline.launch.agent.first_failure import RankFailure
 from paceline.launch.agent.job_messages import WorldPlan
 from paceline.launch.agent.job_server import world_space

@@ -23,7 +23,8 @@ class JobTimeouts:
         last_call: that a world which could begin waits for missing hosts (torch's term).
         first_call: the same at the start of a job, when people start commands by hand.
         join: until enough hosts have joined, at the start and after a loss.
-        graceful: for ranks that listen to shut down by themselves (`paceline._core.graceful_shutdown`), before SIGTERM.
+        graceful: for ranks that listen to shut down by themselves, before SIGTERM
+            (`paceline._core.processes.graceful_shutdown`).
         end: between SIGTERM and SIGKILL.
         follow: for the rank that failed first to end, if all failed ranks report a lost peer.
         leave: for ranks to save and leave after a warning to the launcher, before SIGKILL; where the platform gives

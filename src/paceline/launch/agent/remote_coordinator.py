@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from paceline._core.child_process import POLL_SECONDS, ChildProcess
 from paceline._core.job_key import JobKey
+from paceline._core.processes.child_process import POLL_SECONDS, ChildProcess
 from paceline.errors import WorldError
 from paceline.launch.agent.coordinator import Coordinator, JoinTimeout
 from paceline.launch.agent.job_messages import (

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from shutil import which
 from typing import IO
 
-from paceline._core.child_process import (
+from paceline._core.processes.child_process import (
     POLL_SECONDS,
     ChildProcess,
     stop_processes,
     with_pdeathsig,
 )
-from paceline._core.warning_signals import WarnedExit, warnings_raise
+from paceline._core.processes.warning_signals import WarnedExit, warnings_raise
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.process.rank_process import exit_status
 from paceline.world.live_file import LEFT_EXIT_CODE

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline._core.child_process import POLL_SECONDS, sigterm_raises, stop_processes
-from paceline._core.process_exit import describe_exit
+from paceline._core.processes.child_process import POLL_SECONDS, sigterm_raises, stop_processes
+from paceline._core.processes.process_exit import describe_exit
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.process.rank_output import check_log_dir
 from paceline.launch.process.rank_process import (

@@ -30,8 +30,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from paceline._core.child_process import POLL_SECONDS, sigterm_raises, stop_processes
-from paceline._core.process_exit import describe_exit
+from paceline._core.processes.child_process import POLL_SECONDS, sigterm_raises, stop_processes
+from paceline._core.processes.process_exit import describe_exit
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.process.notebook_rank import FailedCall, NotebookCall, read_pickle
 from paceline.launch.process.rank_process import (

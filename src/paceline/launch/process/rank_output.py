@@ -128,7 +128,7 @@ class RankLogs:
         shutil.rmtree(self._private, ignore_errors=True)
 
     def shutdown_file(self, local_rank: int) -> Path:
-        """Return the file that requests a rank's shutdown (`paceline._core.graceful_shutdown`)."""
+        """Return the file that requests a rank's shutdown (`paceline._core.processes.graceful_shutdown`)."""
         return self._private / f"leave{local_rank}"
 
     def live_file(self, member: str) -> Path:

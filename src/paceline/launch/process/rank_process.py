@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline._core.child_process import POLL_SECONDS, ChildProcess, with_pdeathsig
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.network_interfaces import list_interfaces
+from paceline._core.processes.child_process import POLL_SECONDS, ChildProcess, with_pdeathsig
 from paceline.launch.process.rank_output import StderrTee, last_lines
 
 __all__ = [

@@ -21,11 +21,16 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from paceline._core.child_process import ChildProcess, sigterm_raises, stop_processes, with_pdeathsig
 from paceline._core.format import plural
 from paceline._core.job_key import JobKey
 from paceline._core.json_codec import decode, encode
-from paceline._core.warning_signals import WarningSignals
+from paceline._core.processes.child_process import (
+    ChildProcess,
+    sigterm_raises,
+    stop_processes,
+    with_pdeathsig,
+)
+from paceline._core.processes.warning_signals import WarningSignals
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.rendezvous_address import RendezvousAddress, wait_for_server
 from paceline.launch.process.rank_process import exit_status

@@ -15,7 +15,7 @@ from typing import IO
 
 import psutil
 
-from paceline._core.process_exit import describe_exit
+from paceline._core.processes.process_exit import describe_exit
 from paceline.errors import HostFailed, UsageError
 from paceline.testing.netlab.lab_network import host_address, host_name
 from paceline.testing.netlab.lab_requirements import is_python

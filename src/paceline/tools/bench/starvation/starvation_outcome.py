@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline._core.json_codec import encode
-from paceline._core.process_exit import signal_name
+from paceline._core.processes.process_exit import signal_name
 from paceline.tools.bench.starvation.starvation_cases import StarvationCase
 from paceline.tools.bench.starvation.starvation_settings import StarvationSettings
 

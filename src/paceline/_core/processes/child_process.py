@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from paceline._core import pdeathsig
+from paceline._core.processes import pdeathsig
 
 __all__ = ["POLL_SECONDS", "ChildProcess", "sigterm_raises", "stop_processes", "with_pdeathsig"]
 
