@@ -189,6 +189,10 @@ static char *result(Ranks *self, size_t rank, size_t part) {
    way between the two cores is slow: then both are faster past the caches. Virtual machines change between both as
    they are moved about, so the copies themselves are timed. */
 static void share(Way *way, char *to, const char *from, size_t nbytes) {
+    if (nbytes < STREAM_NBYTES) {
+        memcpy(to, from, nbytes);
+        return;
+    }
     int64_t start = now_ns();
     if (way->to_stream > 0) {
         stream(to, from, nbytes);
@@ -458,8 +462,7 @@ static PyObject *ranks_stage(Ranks *self, PyObject *const *args, Py_ssize_t coun
     PyThreadState *thread = numel * item >= RELEASE_NBYTES ? PyEval_SaveThread() : NULL;
     for (size_t rank = 0; rank < self->size; rank++) {
         slice(numel, self->size, rank, &low, &high);
-        if (rank != self->index && low < high)
-            share(self->ways + rank, to + low * item, address + low * item, (high - low) * item);
+        if (rank != self->index) share(self->ways + rank, to + low * item, address + low * item, (high - low) * item);
     }
     if (thread != NULL) PyEval_RestoreThread(thread);
     Py_RETURN_NONE;
