@@ -4,6 +4,8 @@
     python benchmarks/netlab/netlab.py chart
     python benchmarks/netlab/netlab.py table
 
+The rates are those of the links; `--congestion` is TCP's way to find them, if it is to be another than this machine's.
+
 Both backends live in the same processes and take turns ([Note: turns] in `paceline.tools.bench.turn_statistics`);
 every result is checked. gloo at its best is, at each size, the faster of one call and of two concurrent halves.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -21,10 +24,10 @@ from typer import Option
 
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
-from bench_harness.ranks import interface_bytes
+from bench_harness.ranks import WIRE_OVERHEAD, interface_bytes
 from bench_harness.turns import InterleavedTimes, take_turns
 from paceline._core.format import format_count
-from paceline._core.units import parse_bytes
+from paceline._core.units import parse_bytes, parse_rate
 from paceline.errors import UsageError
 from paceline.testing.netlab.lab_network import InterfaceBytes
 from paceline.tools.bench.collectives import exact_buffers
@@ -36,6 +39,7 @@ ORDINARY, ARENA = "paceline", "paceline, arena"
 LABELS = {ARENA: "paceline, arena", BEST: "gloo", ORDINARY: "paceline, ordinary"}
 HALVES_FROM_NBYTES = 1_000_000
 LARGE_NBYTES = 100_000_000
+TCP = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 bench = Benchmark(__file__)
 
@@ -52,24 +56,39 @@ def run(
     rate: Annotated[str, Option(help="Rate of every link, each direction.")] = "1Gbit/s",
     sizes: Annotated[str, Option(help="Buffer sizes, by commas.")] = "64kB,1MB,10MB,100MB",
     rounds: Annotated[int | None, Option(min=1, help="Turns of each; default: 6 to 20 by size.")] = None,
+    congestion: Annotated[
+        str | None, Option(help="TCP's congestion control, such as reno; default: this machine's.")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time an all-reduce of float32 between hosts, by paceline and by gloo, and count the bytes."""
     chosen = [parse_bytes(text) // 4 * 4 for text in sizes.split(",")]
     if min(chosen) < 4:
         raise UsageError(f"--sizes {sizes}: nothing to measure", remedy="give sizes that hold a float32")
-    path = bench.output(json_file, f"{hosts}x{ranks}-{rate.removesuffix('/s')}")
+    allowed = TCP.with_name("tcp_allowed_congestion_control").read_text().split()
+    if congestion not in (None, *allowed):
+        raise UsageError(f"--congestion {congestion}: not for hosts of a lab", remedy=f"valid: {allowed}")
+    path = bench.output(
+        json_file, "-".join(filter(None, [f"{hosts}x{ranks}", rate.removesuffix("/s"), congestion]))
+    )
     plan = [(nbytes, *rounds_and_calls(nbytes, rounds)) for nbytes in chosen]
     turns = sum(2 + count for _, count, _ in plan)
     rows = bench.start_ranks(
-        {"plan": plan},
+        {"plan": plan, "congestion": congestion},
         hosts,
         rate=rate,
         per_host=ranks,
         turns=turns,
         title=f"all-reduce, {ranks} ranks a host",
     )
-    settings = {"hosts": hosts, "ranks_per_host": ranks, "rate": rate, "dtype": "float32", "threads": 1}
+    settings: dict[str, Any] = {
+        "hosts": hosts,
+        "ranks_per_host": ranks,
+        "rate": rate,
+        "dtype": "float32",
+        "threads": 1,
+    }
+    settings["congestion"] = congestion or TCP.read_text().strip()
     steps = [dict(zip(("nbytes", "rounds", "calls"), each, strict=True)) for each in plan]
     print(figures(bench.write(path, "all-reduce-between-hosts", settings | {"plan": steps}, rows=rows)))
 
@@ -88,6 +107,8 @@ def rounds_and_calls(nbytes: int, rounds: int | None) -> tuple[int, int]:
 @bench.rank
 def rank(job: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Form a paceline group and a gloo group of the same processes, and measure all sizes."""
+    if job["congestion"]:
+        TCP.write_text(job["congestion"])  # of this host's network namespace
     dist.init_process_group("paceline")
     gloo = dist.new_group(backend="gloo")
     rows = [measure(gloo, *size) for size in job["plan"]]
@@ -196,17 +217,33 @@ def figures(result: dict[str, Any]) -> str:
     return table(titles, [*rows, ["expected", *[""] * 5, *least]])
 
 
+def link_figures(results: list[dict[str, Any]]) -> str:
+    """Return the table of the largest buffer of each result: times, and how much of the wire they use."""
+    rows = []
+    for result in results:
+        times, settings = times_of(result["rows"][-1]), result["settings"]
+        hosts, rate = settings["hosts"], settings["rate"]
+        least = 2 * (hosts - 1) / hosts * times.nbytes * WIRE_OVERHEAD / parse_rate(rate)
+        cells = [str(hosts), rate, settings["congestion"], f"{format_count(times.nbytes)}B"]
+        cells += [f"{times.seconds[name]:.3f}" for name in (BEST, ORDINARY)]
+        cells += [str(times.ratio(BEST, ORDINARY))]
+        rows.append([*cells, *(f"{least / times.seconds[name]:.3f}" for name in (BEST, ORDINARY))])
+    titles = ["hosts", "links", "TCP", "bytes", "gloo, s", "paceline, s", "gloo ÷ paceline"]
+    return table([*titles, "gloo's share of the wire", "paceline's"], rows, words=3)
+
+
 @bench.tables
 def tables() -> dict[str, str]:
-    """Return the block of README.md."""
-    return {"figures": figures(bench.read("2x2-1Gbit"))}
+    """Return the blocks of README.md."""
+    alone = list(bench.find("*x1-*").values())
+    return {"figures": figures(bench.read("2x2-1Gbit")), "links": link_figures(alone)}
 
 
 @bench.charts
 def charts() -> dict[str, Chart]:
     """Return a chart per result: time against size, and the speed-up over gloo."""
     drawn = {}
-    for name, result in bench.find().items():
+    for name, result in bench.find("*x2-*").items():
         rows, settings = [times_of(row) for row in result["rows"]], result["settings"]
         lines = {
             key: ChartLine(label, [(row.nbytes, row.seconds[key]) for row in rows])

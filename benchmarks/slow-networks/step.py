@@ -28,7 +28,7 @@ from workload import ADAMW, EVERY, FACTS, SIZE, batch_of, digest_of, model_and_o
 import paceline
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
-from bench_harness.ranks import gather, interface_bytes, tuned_ddp
+from bench_harness.ranks import WIRE_OVERHEAD, gather, interface_bytes, tuned_ddp
 from bench_harness.turns import Ratio, ratio_of, take_turns
 from paceline._core.units import parse_rate
 from paceline.errors import unknown
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 NO_SYNC = "no synchronisation"
 BUCKET_MIB = 5.0  # of Paceline's compressed gradients
-WIRE_OVERHEAD = 1514 / 1448  # a full frame ÷ its payload: Ethernet 14, IPv4 20, TCP with time stamps 32
 
 bench = Benchmark(__file__)
 

@@ -15,7 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.testing.netlab.lab_network import InterfaceBytes, parse_traffic
 from paceline.world import World, init
 
-__all__ = ["gather", "interface_bytes", "on_one_gpu", "tuned_ddp"]
+__all__ = ["WIRE_OVERHEAD", "gather", "interface_bytes", "on_one_gpu", "tuned_ddp"]
+
+WIRE_OVERHEAD = 1514 / 1448
+"""A full frame ÷ its payload: Ethernet 14, IPv4 20, TCP with time stamps 32."""
 
 
 def on_one_gpu() -> World:
