@@ -10,7 +10,6 @@ cloud's notice.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import sys
@@ -47,11 +46,14 @@ class Noted:
 def hold(folder: Path, place: str, step: int = 0) -> None:
     """Wait while there is a file that asks for it, and whose step, if it has one, is reached."""
     file = folder / f"hold-{place}"
-    with contextlib.suppress(FileNotFoundError):
-        if step >= int(file.read_text() or 0):
-            note(folder, f"at {place}")
-            while file.exists():
-                time.sleep(0.005)
+    try:
+        first = int(file.read_text() or 0)
+    except FileNotFoundError:
+        return
+    if step >= first:
+        note(folder, f"at {place}")
+        while file.exists():
+            time.sleep(0.005)
 
 
 def note(folder: Path, line: str) -> None:

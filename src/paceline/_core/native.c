@@ -150,12 +150,12 @@ static void stream(char *to, const char *from, size_t nbytes) {
 
 /* ------------------------------------------------------------------------------------------- ranks of one host */
 
-/* How numbers come to another rank: the time of a byte past the caches at best (0: not measured yet), ordinary copies
-   in a row that were slow, and copies that are to pass the caches. */
+/* Copies to another rank: the time of a byte past the caches at best (0: not measured yet), ordinary copies in a row
+   that were slow, and how many of the next ones are to pass the caches. */
 typedef struct {
     double stream_ns;
     unsigned slow, to_stream;
-} Way;
+} Peer;
 
 typedef struct {
     PyObject_HEAD
@@ -165,7 +165,7 @@ typedef struct {
     size_t arrivals, sleepers, failed, slots, slot_nbytes, progress, core, notices_nbytes;
     size_t buffers, buffers_nbytes, eager_nbytes, staging_nbytes;
     int64_t spin_ns, yield_ns, moved;
-    Way *ways;
+    Peer *peers;
     char *scratch;
     const char **inputs;
     char **outputs;
@@ -185,33 +185,33 @@ static char *result(Ranks *self, size_t rank, size_t part) {
     return buffers(self, rank) + 2 * self->eager_nbytes + self->staging_nbytes * (2 + (part & 1));
 }
 
-/* Copy many numbers to where another rank reads next. It is faster if it finds them in this core's cache, unless the
-   way between the two cores is slow: then both are faster past the caches. Virtual machines change between both as
-   they are moved about, so the copies themselves are timed. */
-static void share(Way *way, char *to, const char *from, size_t nbytes) {
+/* Copy many numbers to where another rank reads next. It is faster if it finds them in this core's cache, unless
+   transfers between the two cores are slow: then both are faster past the caches. Where a virtual machine is moved
+   about, that changes while it runs, so the copies themselves are timed. */
+static void share(Peer *peer, char *to, const char *from, size_t nbytes) {
     if (nbytes < STREAM_NBYTES) {
         memcpy(to, from, nbytes);
         return;
     }
     int64_t start = now_ns();
-    if (way->to_stream > 0) {
+    if (peer->to_stream > 0) {
         stream(to, from, nbytes);
         double ns = (double)(now_ns() - start) / (double)nbytes;
-        if (way->stream_ns == 0 || ns < way->stream_ns) way->stream_ns = ns;
-        way->to_stream--;
+        if (peer->stream_ns == 0 || ns < peer->stream_ns) peer->stream_ns = ns;
+        peer->to_stream--;
         return;
     }
     memcpy(to, from, nbytes);
-    int slow = (double)(now_ns() - start) > SLOW_COPY * way->stream_ns * (double)nbytes;
-    way->slow = slow ? way->slow + 1 : 0;
-    if (way->slow < SLOW_COPIES) return;
-    *way = (Way){.to_stream = STREAMED_COPIES};
+    int slow = (double)(now_ns() - start) > SLOW_COPY * peer->stream_ns * (double)nbytes;
+    peer->slow = slow ? peer->slow + 1 : 0;
+    if (peer->slow < SLOW_COPIES) return;
+    *peer = (Peer){.to_stream = STREAMED_COPIES};
 }
 
 /* Whether a copy that all ranks read is faster past the caches. */
-static int is_slow(Ranks *self) {
+static int has_slow_peer(Ranks *self) {
     for (size_t rank = 0; rank < self->size; rank++)
-        if (rank != self->index && self->ways[rank].to_stream > 0) return 1;
+        if (rank != self->index && self->peers[rank].to_stream > 0) return 1;
     return 0;
 }
 
@@ -462,7 +462,7 @@ static PyObject *ranks_stage(Ranks *self, PyObject *const *args, Py_ssize_t coun
     PyThreadState *thread = numel * item >= RELEASE_NBYTES ? PyEval_SaveThread() : NULL;
     for (size_t rank = 0; rank < self->size; rank++) {
         slice(numel, self->size, rank, &low, &high);
-        if (rank != self->index) share(self->ways + rank, to + low * item, address + low * item, (high - low) * item);
+        if (rank != self->index) share(self->peers + rank, to + low * item, address + low * item, (high - low) * item);
     }
     if (thread != NULL) PyEval_RestoreThread(thread);
     Py_RETURN_NONE;
@@ -479,7 +479,7 @@ static PyObject *ranks_reduce_staged(Ranks *self, PyObject *const *args, Py_ssiz
     for (size_t rank = 0; rank < self->size; rank++)
         self->inputs[rank] = (rank == self->index ? address : staging(self, rank, part)) + at;
     self->outputs[0] = result(self, self->index, part);
-    add_blocks(self, (int)kind, address + at, high - low, divisor, 1, is_slow(self), NULL);
+    add_blocks(self, (int)kind, address + at, high - low, divisor, 1, has_slow_peer(self), NULL);
     Py_RETURN_NONE;
 }
 
@@ -527,21 +527,21 @@ static PyObject *ranks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->spin_ns = (int64_t)(spin * 1e9);
     self->yield_ns = (int64_t)(yield * 1e9);
     memcpy(&self->arrivals, layout, sizeof layout);
-    self->ways = PyMem_Malloc(sizeof *self->ways * self->size);
+    self->peers = PyMem_Malloc(sizeof *self->peers * self->size);
     self->scratch = PyMem_Malloc(SCRATCH_BLOCKS * BLOCK_NBYTES);
     self->inputs = PyMem_Malloc(sizeof *self->inputs * self->size);
     self->outputs = PyMem_Malloc(sizeof *self->outputs * self->size);
-    if (self->ways == NULL || self->scratch == NULL || self->inputs == NULL || self->outputs == NULL) {
+    if (self->peers == NULL || self->scratch == NULL || self->inputs == NULL || self->outputs == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
-    for (size_t rank = 0; rank < self->size; rank++) self->ways[rank] = (Way){.to_stream = FIRST_COPIES};
+    for (size_t rank = 0; rank < self->size; rank++) self->peers[rank] = (Peer){.to_stream = FIRST_COPIES};
     return (PyObject *)self;
 }
 
 static void ranks_dealloc(Ranks *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    PyMem_Free(self->ways);
+    PyMem_Free(self->peers);
     PyMem_Free(self->scratch);
     PyMem_Free((void *)self->inputs);
     PyMem_Free(self->outputs);

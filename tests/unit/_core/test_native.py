@@ -108,6 +108,13 @@ def test_other_calls_are_left_to_the_general_path(options):
     assert read([torch.ones(3)], **options) is None
 
 
+def test_a_missing_argument_is_named():
+    native = load_native()
+    assert native is not None
+    with pytest.raises(TypeError, match="1 arguments instead of 2"):
+        native.SumReader(*[None] * 8).read([])
+
+
 def test_other_arguments_and_recorded_calls_are_left_to_the_general_path():
     tensor = torch.ones(3)
     for tensors in ([], [tensor, tensor], (tensor,), tensor):
