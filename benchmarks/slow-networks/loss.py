@@ -5,8 +5,9 @@
     python benchmarks/slow-networks/loss.py chart
 
 What DDP learns in a step does not depend on the network: its curves are made on this machine, and its step is timed on
-the lab, in turns with the trainings by Paceline, which are timed whole. DDP with its fp16
-hook, which halves the bytes, is taken to learn the same in a step; its step is timed in turns with DDP's.
+the lab, in turns with the trainings by Paceline, which are timed whole. DDP with its fp16 hook, which halves the bytes,
+is taken to learn the same in a step; its step is timed in turns with DDP's. So are steps without any exchange: they are
+the limit for every method. Paceline's settings are those that `loss_settings.py` chose on another model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Annotated, Any
 
-from loss_curve import DDP, DDP_FP16, FACTS, method, sent_until, train_as_rank
+from loss_curve import DDP, DDP_FP16, EARLY, FACTS, method, sent_until, train_as_rank
+from loss_settings import chosen
 from typer import Option
 
 from bench_harness.benchmark import Benchmark
@@ -36,13 +38,9 @@ EVERY = 10
 """Steps between two points of a curve."""
 
 BUCKETS = (1, 5, 25)
-OWN = method(
-    "LocalSGD, every 4 steps, int4",
-    "local",
-    2e-3,
-    steps=800,
-    options={"every": 4, "delay": 2, "compression": "int4"},
-)
+ALONE = method("no exchange", "local", DDP["lr"], options={"every": 10_000})
+MEASURED = "4x100Mbit", "2x100Mbit"
+"""Hosts and rate of the committed results."""
 
 bench = Benchmark(__file__)
 bench.rank(train_as_rank)
@@ -54,47 +52,57 @@ def run(
     rate: Annotated[str, Option(help="Rate of every link, each direction.")] = "100Mbit/s",
     seeds: Annotated[int, Option(min=1, help="Trainings by each method.")] = 3,
     timed: Annotated[int, Option(min=1, help="Steps of DDP that are timed on the lab.")] = 100,
-    only_fp16: Annotated[
-        bool, Option("--only-fp16", help="Time DDP's fp16 hook anew, keep the rest.")
+    keep_curves: Annotated[
+        bool, Option("--keep-curves", help="Keep DDP's curves; time its steps and train by Paceline anew.")
     ] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Train by DDP and by Paceline until the same held-out loss, and compare the times."""
     path = bench.output(json_file, f"loss-{hosts}x{rate.removesuffix('/s')}")
-    old = bench.read(path.stem) if only_fp16 else {}
-    turns = 0 if old else seeds * (DDP["steps"] // EVERY + OWN["steps"] // EVERY)
-    with ProgressBar(f"time to loss, {hosts} hosts, {rate}", turns or 1) as tick:
+    own = own_method()
+    kept = bench.read(path.stem)["ddp"]["curves"] if keep_curves else []
+    each = -(-timed // seeds)
+    turns = seeds * ((own["steps"] + each) // EVERY + 1 + (0 if kept else DDP["steps"] // EVERY))
+    with ProgressBar(f"time to loss, {hosts} hosts, {rate}", turns) as tick:
 
-        def train(lab: Lab, chosen: dict[str, Any], seed: int = 0, timed: int = 0) -> Any:
-            job = {"method": chosen, "seed": seed, "timed": timed, "every": EVERY}
+        def train(lab: Lab, way: dict[str, Any], seed: int = 0, timed: int = 0) -> Any:
+            job = {"method": way, "seed": seed, "timed": timed, "every": EVERY, "early": EARLY}
             return bench.run_in_lab(lab, job, tick, per_host=hosts // lab.hosts)
 
-        def best_bucket(lab: Lab, chosen: dict[str, Any]) -> dict[str, Any]:
-            buckets = {mib: train(lab, chosen | {"bucket_mib": mib}, timed=8) for mib in BUCKETS}
+        def best_bucket(lab: Lab, way: dict[str, Any]) -> dict[str, Any]:
+            buckets = {mib: train(lab, way | {"bucket_mib": mib}, timed=8) for mib in BUCKETS}
             best = min(buckets, key=lambda mib: sorted(buckets[mib])[4])
-            return {"way": chosen, "buckets": buckets, "bucket_mib": best}
+            return {"way": way, "buckets": buckets, "bucket_mib": best}
 
-        ddp, own = old.get("ddp"), old.get("ours")
-        if ddp is None:
+        if not kept:
             with Lab(1) as lab:
-                curves = [train(lab, DDP, seed) for seed in range(seeds)]
+                kept = [train(lab, DDP, seed) for seed in range(seeds)]
+        curves, alone = [], []
         with Lab(hosts, rate) as lab:
-            if ddp is None:
-                ddp = best_bucket(lab, DDP) | {"curves": curves, "seconds": []}
-                own = {"way": OWN, "curves": []}
+            ddp = best_bucket(lab, DDP) | {"curves": kept[:seeds], "seconds": []}
             fp16 = best_bucket(lab, DDP_FP16) | {"seconds": [], "beside": []}
             for seed in range(seeds):
-                each = -(-timed // seeds)
-                beside = train(lab, DDP | {"bucket_mib": ddp["bucket_mib"]}, timed=each)
-                fp16["beside"] += beside
+                ddp["seconds"] += train(lab, DDP | {"bucket_mib": ddp["bucket_mib"]}, timed=each)
                 fp16["seconds"] += train(lab, DDP_FP16 | {"bucket_mib": fp16["bucket_mib"]}, timed=each)
-                if not old:
-                    ddp["seconds"] += beside
-                    own["curves"].append(train(lab, OWN, seed))
-    result = bench.write(
-        path, "time-to-loss", {"hosts": hosts, "rate": rate} | FACTS, ddp=ddp, ddp_fp16=fp16, ours=own
-    )
+                curves.append(train(lab, own, seed))
+                *_, point, _ = train(
+                    lab, ALONE | {"steps": each + EVERY}, seed
+                )  # the last is after an exchange
+                alone.append(point["seconds"] / point["step"])
+                print(f"seed {seed}: {curves[-1][-1]}", flush=True)
+            fp16["beside"] = ddp["seconds"]
+    facts = {"hosts": hosts, "rate": rate} | FACTS
+    ours = {"way": own, "curves": curves}
+    result = bench.write(path, "time-to-loss", facts, ddp=ddp, ddp_fp16=fp16, ours=ours, alone=alone)
     print(figures(result))
+
+
+def own_method() -> dict[str, Any]:
+    """Return what is chosen for Paceline, with the learning rate that was chosen relative to DDP's."""
+    found = chosen()
+    name = f"LocalSGD, every {found['options']['every']} steps, int4"
+    lr = found["times_lr"] * DDP["lr"]
+    return method(name, "local", lr, steps=found["steps"], options=found["options"])
 
 
 # ---------------------------------------------------------------------- results
@@ -108,10 +116,11 @@ def fp16_ratio(result: dict[str, Any]) -> Ratio:
 def figures(result: dict[str, Any]) -> str:
     """Return the table of times to the same loss: a row per seed."""
     rows, step_seconds, ratio = [], median(result["ddp"]["seconds"]), fp16_ratio(result).median
+    alone = median(result["alone"])
     for seed, (ddp, own) in enumerate(zip(result["ddp"]["curves"], result["ours"]["curves"], strict=True)):
         target, seconds = ddp[-1]["loss"], ddp[-1]["step"] * step_seconds
         reached = next((point for point in own if point["loss"] <= target), None)
-        cells = ["never", "", "", ""]
+        cells = ["never", "", "", "", ""]
         if reached is not None:
             faster = seconds / reached["seconds"]
             cells = [
@@ -119,22 +128,27 @@ def figures(result: dict[str, Any]) -> str:
                 str(reached["step"]),
                 f"{faster:.2f}",
                 f"{faster / ratio:.2f}",
+                f"{seconds / ratio / (alone * reached['step']):.2f}",
             ]
         by_ddp = [f"{seconds:.0f}", f"{seconds / ratio:.0f}"]
         rows.append([str(seed), f"{target:.4f}", *by_ddp, *cells, f"{own[-1]['loss'] / target:.4f}"])
     titles = ["seed", "DDP's last loss", "by DDP, s", "with its fp16 hook, s", "by ours, s", "at step"]
-    return table([*titles, "DDP ÷ ours", "fp16 hook ÷ ours", "last loss ÷ DDP's"], rows)
+    ratios = ["DDP ÷ ours", "fp16 hook ÷ ours", "fp16 hook ÷ no exchange", "last loss ÷ DDP's"]
+    return table([*titles, *ratios], rows)
 
 
 @bench.tables
 def tables() -> dict[str, str]:
-    """Return the block of README.md."""
-    result = bench.read("loss-4x100Mbit")
-    ratio = fp16_ratio(result)
-    return {
-        "loss": figures(result),
-        "fp16": f"A step of DDP takes {ratio} times as long as with its fp16 hook.",
-    }
+    """Return the blocks of README.md."""
+    blocks = {}
+    for name in MEASURED:
+        result = bench.read(f"loss-{name}")
+        steps = (
+            f"A step of DDP takes {fp16_ratio(result)} times as long as with its fp16 hook; "
+            f"a step without exchange takes {1e3 * median(result['alone']):.0f} ms."
+        )
+        blocks[f"loss-{name}"] = f"{result['settings']['hosts']} hosts:\n\n{figures(result)}\n\n{steps}"
+    return blocks
 
 
 @bench.charts

@@ -1,8 +1,8 @@
-"""One training of the reference model `mini` by a method of synchronising, and its held-out loss on the way.
+"""One training of a reference model, usually `mini`, by a method of synchronising, and its held-out loss on the way.
 
-`loss.py` and `tradeoff.py` share it. A rank keeps copies of the shared parameters every so many steps, with the time
-and the bytes until then; the held-out loss of each copy is measured only afterwards, so that it takes no time of the
-training.
+`loss.py`, `loss_settings.py` and `tradeoff.py` share it. A rank keeps copies of the shared parameters every so many
+steps, with the time and the bytes until then; the held-out loss of each copy is measured only afterwards, so that it
+takes no time of the training.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ PARAMETERS = gpt_size(SIZE).parameters()
 FACTS: dict[str, Any] = {"size": SIZE, "batch": BATCH, "threads": 1, "parameters": PARAMETERS}
 """Of the training, for the settings of a result."""
 
+DETAIL, EARLY = 0.6, 5
+"""Before this share of the steps, `loss.py` and `loss_settings.py` measure only every so many-th point of a curve."""
+
 
 def method(name: str, kind: str, lr: float, **others: Any) -> dict[str, Any]:
     """Return a method of synchronising, as JSON.
@@ -61,8 +64,10 @@ DDP_FP16 = method("torch DDP, fp16 hook", "ddp", 1e-3, gradients="fp16")
 def train_as_rank(job: dict[str, Any]) -> Any:
     """Return the curve of a training on rank 0, or with `timed` the seconds of so many steps."""
     dist.init_process_group("gloo")
-    training = Training(job["method"], job["seed"])
-    result: Any = training.timed(job["timed"]) if job["timed"] else training.curve(job["every"])
+    training = Training(job["method"], job["seed"], job.get("size", SIZE))
+    result: Any = (
+        training.timed(job["timed"]) if job["timed"] else training.curve(job["every"], job.get("early", 1))
+    )
     first = dist.get_rank() == 0
     dist.barrier()
     del training
@@ -75,11 +80,12 @@ class Training:
     """One rank's part of a training.
 
     Args:
-        method: of synchronising. seed: of parameters and data.
+        method: of synchronising. seed: of parameters and data. name: of the model's size.
     """
 
-    def __init__(self, method: dict[str, Any], seed: int) -> None:
-        corpus, size, self.method = load_corpus(None), gpt_size(SIZE), method
+    def __init__(self, method: dict[str, Any], seed: int, name: str = SIZE) -> None:
+        corpus, size, self.method = load_corpus(None), gpt_size(name), method
+        self.parameters = size.parameters()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.batches = TrainingWindows(
             corpus.train, BATCH, size.context, rank=self.rank, size=self.ranks, seed=seed
@@ -123,7 +129,7 @@ class Training:
         if isinstance(self.model, paceline.DataParallel):
             self.gradients_nbytes += self.model.timings.sent_nbytes
         else:
-            self.gradients_nbytes += float32_gradient_nbytes(PARAMETERS, self.ranks)
+            self.gradients_nbytes += float32_gradient_nbytes(self.parameters, self.ranks)
         self.optimizer.zero_grad()
 
     def timed(self, steps: int) -> list[float]:
@@ -136,14 +142,16 @@ class Training:
                 seconds.append(time.perf_counter() - started)
         return slowest_rank(seconds[2:], "cpu")  # DDP lays out its buckets anew in the second
 
-    def curve(self, every: int) -> list[dict[str, Any]]:
+    def curve(self, every: int, early: int = 1) -> list[dict[str, Any]]:
         """Train, and return a point every so many steps: step, loss, and until then seconds, bytes and expected bytes.
 
-        Seconds are the slowest rank's, bytes those of the host that sent most. Each rank measures the loss of the
-        points whose parameters it has kept.
+        Before the share `DETAIL` of the steps, only every `early`-th of these points is measured. Seconds are the
+        slowest rank's, bytes those of the host that sent most. Each rank measures the loss of the points whose
+        parameters it has kept.
         """
         points: list[dict[str, Any]] = []
         kept: dict[int, dict[str, Tensor]] = {}
+        steps = self.method["steps"]
         dist.barrier()
         before, started = interface_bytes(), time.perf_counter()
 
@@ -155,12 +163,13 @@ class Training:
             points.append({"step": step, "seconds": seconds, "sent": sent, "foretold": expected})
 
         with self.loop or nullcontext():
-            for done in range(1, self.method["steps"] + 1):
+            for done in range(1, steps + 1):
                 self.step(done - 1)
-                if done % every == 0 and done < self.method["steps"]:
-                    keep(done)
+                if done % every == 0 and done < steps:
+                    if done >= DETAIL * steps or done % (every * early) == 0:
+                        keep(done)
                     print_tick()
-        keep(self.method["steps"])
+        keep(steps)
         dist.barrier()
         for name in ("seconds", "sent"):
             largest = slowest_rank([point[name] for point in points], "cpu")
