@@ -22,6 +22,7 @@ from typer import Option
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
 from bench_harness.turns import Ratio, ratio_of
+from paceline.errors import UsageError
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
@@ -58,10 +59,14 @@ def run(
     json_file: JsonOption = None,
 ) -> None:
     """Train by DDP and by Paceline until the same held-out loss, and compare the times."""
-    path = bench.output(json_file, f"loss-{hosts}x{rate.removesuffix('/s')}")
-    own = own_method()
-    kept = bench.read(path.stem)["ddp"]["curves"] if keep_curves else []
-    each = -(-timed // seeds)
+    name, own = f"loss-{hosts}x{rate.removesuffix('/s')}", own_method()
+    path, kept = bench.output(json_file, name), []
+    if keep_curves:
+        kept = [curve for result in bench.find(name).values() for curve in result["ddp"]["curves"]]
+        if len(kept) < seeds:
+            lack = f"{name}.json has DDP's curves of {len(kept)} seeds, not of {seeds}"
+            raise UsageError(lack, remedy="run without --keep-curves")
+    each = -(-timed // seeds)  # steps of a method after each training
     turns = seeds * ((own["steps"] + each) // EVERY + 1 + (0 if kept else DDP["steps"] // EVERY))
     with ProgressBar(f"time to loss, {hosts} hosts, {rate}", turns) as tick:
 
@@ -85,9 +90,8 @@ def run(
                 ddp["seconds"] += train(lab, DDP | {"bucket_mib": ddp["bucket_mib"]}, timed=each)
                 fp16["seconds"] += train(lab, DDP_FP16 | {"bucket_mib": fp16["bucket_mib"]}, timed=each)
                 curves.append(train(lab, own, seed))
-                *_, point, _ = train(
-                    lab, ALONE | {"steps": each + EVERY}, seed
-                )  # the last is after an exchange
+                # The last point is after an exchange.
+                *_, point, _ = train(lab, ALONE | {"steps": each + EVERY}, seed)
                 alone.append(point["seconds"] / point["step"])
                 print(f"seed {seed}: {curves[-1][-1]}", flush=True)
             fp16["beside"] = ddp["seconds"]
