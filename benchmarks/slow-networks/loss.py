@@ -6,8 +6,9 @@
 
 What DDP learns in a step does not depend on the network: its curves are made on this machine, and its step is timed on
 the lab, in turns with the trainings by Paceline, which are timed whole. DDP with its fp16 hook, which halves the bytes,
-is taken to learn the same in a step; its step is timed in turns with DDP's. So are steps without any exchange: they are
-the limit for every method. Paceline's settings are those that `loss_settings.py` chose on another model.
+is taken to learn the same in a step; its step is timed in turns with DDP's. After each training, steps without any
+exchange are timed: they are the limit for every method. Paceline's settings are those that `loss_settings.py` chose on
+another model.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ def run(
     turns = seeds * ((own["steps"] + each) // EVERY + 1 + (0 if kept else DDP["steps"] // EVERY))
     with ProgressBar(f"time to loss, {hosts} hosts, {rate}", turns) as tick:
 
-        def train(lab: Lab, way: dict[str, Any], seed: int = 0, timed: int = 0) -> Any:
-            job = {"method": way, "seed": seed, "timed": timed, "every": EVERY, "early": EARLY}
+        def train(lab: Lab, training: dict[str, Any], seed: int = 0, timed: int = 0) -> Any:
+            job = {"method": training, "seed": seed, "timed": timed, "every": EVERY, "early": EARLY}
             return bench.run_in_lab(lab, job, tick, per_host=hosts // lab.hosts)
 
-        def best_bucket(lab: Lab, way: dict[str, Any]) -> dict[str, Any]:
-            buckets = {mib: train(lab, way | {"bucket_mib": mib}, timed=8) for mib in BUCKETS}
+        def best_bucket(lab: Lab, training: dict[str, Any]) -> dict[str, Any]:
+            buckets = {mib: train(lab, training | {"bucket_mib": mib}, timed=8) for mib in BUCKETS}
             best = min(buckets, key=lambda mib: sorted(buckets[mib])[4])
-            return {"way": way, "buckets": buckets, "bucket_mib": best}
+            return {"way": training, "buckets": buckets, "bucket_mib": best}
 
         if not kept:
             with Lab(1) as lab:
@@ -85,7 +86,7 @@ def run(
         curves, alone = [], []
         with Lab(hosts, rate) as lab:
             ddp = best_bucket(lab, DDP) | {"curves": kept[:seeds], "seconds": []}
-            fp16 = best_bucket(lab, DDP_FP16) | {"seconds": [], "beside": []}
+            fp16 = best_bucket(lab, DDP_FP16) | {"seconds": []}
             for seed in range(seeds):
                 ddp["seconds"] += train(lab, DDP | {"bucket_mib": ddp["bucket_mib"]}, timed=each)
                 fp16["seconds"] += train(lab, DDP_FP16 | {"bucket_mib": fp16["bucket_mib"]}, timed=each)
@@ -94,7 +95,6 @@ def run(
                 *_, point, _ = train(lab, ALONE | {"steps": each + EVERY}, seed)
                 alone.append(point["seconds"] / point["step"])
                 print(f"seed {seed}: {curves[-1][-1]}", flush=True)
-            fp16["beside"] = ddp["seconds"]
     facts = {"hosts": hosts, "rate": rate} | FACTS
     ours = {"way": own, "curves": curves}
     result = bench.write(path, "time-to-loss", facts, ddp=ddp, ddp_fp16=fp16, ours=ours, alone=alone)
@@ -114,7 +114,7 @@ def own_method() -> dict[str, Any]:
 
 def fp16_ratio(result: dict[str, Any]) -> Ratio:
     """Return how much longer a step takes by DDP than by DDP with its fp16 hook, timed alternately on one lab."""
-    return ratio_of(result["ddp_fp16"]["beside"], result["ddp_fp16"]["seconds"])
+    return ratio_of(result["ddp"]["seconds"], result["ddp_fp16"]["seconds"])
 
 
 def figures(result: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from loss_curve import EARLY, method, train_as_rank
 
 from bench_harness.benchmark import Benchmark
 from bench_harness.markdown import table
+from paceline.errors import UsageError
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonOption
@@ -26,15 +27,16 @@ SIZE, HOSTS, RATE, SEED, EVERY = "tiny", 4, "25Mbit/s", 3, 10
 DDP_RATES = (2e-3, 3e-3, 4e-3)
 
 
-def candidate(every: int, fragments: int, delay: int, steps: int, faster: float = 2.0) -> dict[str, Any]:
+def candidate(every: int, fragments: int, delay: int, steps: int, times_lr: float = 2.0) -> dict[str, Any]:
     """Return settings of `LocalSGD`.
 
     Args:
         every, fragments, delay: of `LocalSGD`.
-        steps: of the schedule. faster: learning rate, relative to DDP's best.
+        steps: of the schedule.
+        times_lr: learning rate, relative to DDP's best.
     """
     options = {"every": every, "fragments": fragments, "delay": delay, "compression": "int4"}
-    return {"options": options, "steps": steps, "times_lr": faster}
+    return {"options": options, "steps": steps, "times_lr": times_lr}
 
 
 CANDIDATES = (
@@ -58,10 +60,10 @@ def run(json_file: JsonOption = None) -> None:
     turns = sum(each["steps"] // EVERY for each in (*ddp, *CANDIDATES))
     with ProgressBar(f"settings, {SIZE}", turns) as tick:
 
-        def train(lab: Lab, chosen: dict[str, Any]) -> list[dict[str, Any]]:
-            job = {"method": chosen, "seed": SEED, "size": SIZE, "timed": 0, "every": EVERY, "early": EARLY}
+        def train(lab: Lab, training: dict[str, Any]) -> list[dict[str, Any]]:
+            job = {"method": training, "seed": SEED, "size": SIZE, "timed": 0, "every": EVERY, "early": EARLY}
             curve: list[dict[str, Any]] = bench.run_in_lab(lab, job, tick, per_host=HOSTS // lab.hosts)
-            print(f"{chosen['lr']:g} {chosen['options']}: {curve[-1]['loss']:.4f}", flush=True)
+            print(f"{training['lr']:g} {training['options']}: {curve[-1]['loss']:.4f}", flush=True)
             return curve
 
         with Lab(1) as lab:
@@ -74,8 +76,8 @@ def run(json_file: JsonOption = None) -> None:
         with Lab(HOSTS, RATE) as lab:
             for each in CANDIDATES:
                 lr = best["way"]["lr"] * each["times_lr"]
-                way = method("LocalSGD", "local", lr, steps=each["steps"], options=each["options"])
-                rows.append(each | {"lr": lr, "curve": train(lab, way)})
+                training = method("LocalSGD", "local", lr, steps=each["steps"], options=each["options"])
+                rows.append(each | {"lr": lr, "curve": train(lab, training)})
                 # After each, so that a run that is cut off keeps what it has.
                 result = bench.write(path, "loss-settings", settings, ddp=curves, rows=rows)
     print(figures(result))
@@ -90,10 +92,18 @@ def reached(row: dict[str, Any], target: float) -> dict[str, Any] | None:
 
 
 def chosen() -> dict[str, Any]:
-    """Return the candidate that has DDP's last loss first, as `candidate` made it."""
+    """Return the candidate that has DDP's last loss first, as `candidate` made it.
+
+    Raises:
+        UsageError: none has it.
+    """
     result = bench.read(f"loss-settings-{SIZE}")
     target = min(each["loss"] for each in result["ddp"])
     times = [(point["seconds"], row) for row in result["rows"] if (point := reached(row, target))]
+    if not times:
+        raise UsageError(
+            f"no candidate reaches DDP's loss of {target:.4f}", remedy="add others to CANDIDATES"
+        )
     row = min(times, key=lambda each: each[0])[1]
     return {name: row[name] for name in ("options", "steps", "times_lr")}
 

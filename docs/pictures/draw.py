@@ -98,7 +98,7 @@ def slow_link() -> Chart:
     result = json.loads((RESULTS / "slow-networks" / "loss-4x100Mbit.json").read_text(encoding="utf-8"))
     ddp, fp16, ours = (result[key] for key in ("ddp", "ddp_fp16", "ours"))
     step_seconds = median(ddp["seconds"])
-    fp16_share = median(own / beside for own, beside in zip(fp16["seconds"], fp16["beside"], strict=True))
+    fp16_share = median(own / other for own, other in zip(fp16["seconds"], ddp["seconds"], strict=True))
     figure, (axes,) = stacked_panels(9, 3.8)
     for name, colour, curves, per_step in (
         ("torch DDP", INK, ddp["curves"], step_seconds),

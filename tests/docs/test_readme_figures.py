@@ -106,7 +106,7 @@ def times_to_loss(hosts: int, *, fp16: bool) -> str:
     found = result(f"slow-networks/loss-{hosts}x100Mbit")
     step = median(found["ddp"]["seconds"])
     if fp16:
-        step /= ratio_of(found["ddp_fp16"]["beside"], found["ddp_fp16"]["seconds"]).median
+        step /= ratio_of(found["ddp"]["seconds"], found["ddp_fp16"]["seconds"]).median
     faster = []
     for ddp, ours in zip(found["ddp"]["curves"], found["ours"]["curves"], strict=True):
         reached = next(point for point in ours if point["loss"] <= ddp[-1]["loss"])

@@ -30,6 +30,11 @@ FOLDERS_OF_RUNS = "report"  # as paceline train leaves them
         ("exposed/exposed.py", ["run", "--only", "0"], "greater than or equal to 1"),
         ("device/overhead.py", ["run", "--device", "cpu"], "a result from a CPU is none"),
         ("slow-networks/loss.py", ["run", "--seeds", "0"], "greater than or equal to 1"),
+        (
+            "slow-networks/loss.py",
+            ["run", "--keep-curves", "--hosts", "3"],
+            "has DDP's curves of 0 seeds, not of 3",
+        ),
         ("slow-networks/many.py", ["run", "--hosts", "4"], "greater than or equal to 6"),
         ("kills/kills.py", ["run", "--kills", "0"], "greater than or equal to 1"),
         ("failover/failover.py", ["run", "--repeats", "0"], "greater than or equal to 1"),
