@@ -279,6 +279,29 @@ def test_of_64_ranks_the_straggler_is_shown_and_others_can_be_chosen(opened, man
     assert page.evaluate("document.documentElement.scrollWidth") == page.viewport_size["width"]
 
 
+def test_charts_are_drawn_when_the_page_has_loaded(browser, address):
+    page = browser.new_page()
+    page.add_init_script("window.ResizeObserver = class { observe() {} }")  # its first call may come much later
+    page.goto(address)
+    points = page.evaluate(POINTS_DRAWN)
+    steps = bars(page)
+    page.close()
+    assert points
+    assert steps > 20
+
+
+@pytest.mark.thorough
+def test_a_chart_follows_the_width_of_the_window(opened):
+    from playwright.sync_api import expect
+
+    page = opened()
+    svg = chart_of(page, "Loss").locator("svg")
+    for width in (700, 900):
+        page.set_viewport_size({"width": width, "height": 900})
+        drawn = round(svg.bounding_box()["width"])
+        expect(svg).to_have_attribute("viewBox", f"0 0 {drawn} 240")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["desk", "phone"])
 def test_100_000_steps_are_bounded_in_bytes_and_in_points_drawn(opened, long_run, options):

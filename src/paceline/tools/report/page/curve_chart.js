@@ -408,7 +408,8 @@
     charts.push(self);
     findWhole();
     [from, to] = whole;
-    new ResizeObserver(draw).observe(svg);
+    draw();  // before any key or pointer event: those need the scale, and the observer calls in a later frame
+    new ResizeObserver(() => { if (svg.clientWidth !== scale.width) draw(); }).observe(svg);
   }
   document.querySelectorAll("figure.curves").forEach(chart);
 })();
