@@ -84,8 +84,8 @@ def no_sync(_group: dist.ProcessGroup) -> Variant:
     return Variant(step_of(model, optimizer), model, 0.0, equal=False)
 
 
-def ddp(group: dist.ProcessGroup, *, mib: int, fp16: bool = False) -> Variant:
-    """Return torch DDP with buckets of `mib` MiB."""
+def ddp(group: dist.ProcessGroup, *, mib: int | None, fp16: bool = False) -> Variant:
+    """Return torch DDP with buckets of `mib` MiB; None: its default, a first bucket of 1 MiB, then 25."""
     net, optimizer = model_and_optimizer()
     model = tuned_ddp(net, mib, group)
     sent = float32_gradient_nbytes(SIZE.parameters(), dist.get_world_size())
@@ -134,7 +134,10 @@ def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
 
 EXACT = {f"Paceline, {mib} MiB": partial(exact, sync=paceline.Sync(bucket_mib=mib)) for mib in (5, 25)}
 AUTO = "Paceline, auto"
-DDP = {f"torch DDP, {mib} MiB": partial(ddp, mib=mib) for mib in (1, 5, 25, 100)}
+DDP = {
+    "torch DDP, default": partial(ddp, mib=None),
+    **{f"torch DDP, {mib} MiB": partial(ddp, mib=mib) for mib in (1, 5, 25, 100)},
+}
 
 VARIANTS: dict[str, Callable[[dist.ProcessGroup], Variant]] = {
     NO_SYNC: no_sync,

@@ -45,11 +45,12 @@ def interface_bytes() -> InterfaceBytes:
 
 
 def tuned_ddp(
-    net: nn.Module, bucket_mib: float, group: ProcessGroup | None = None
+    net: nn.Module, bucket_mib: float | None, group: ProcessGroup | None = None
 ) -> DistributedDataParallel:
     """Return torch DDP at its best settings for a model with constant buffers and the same parameters on all ranks.
 
-    Gradients are views into the buckets, buffers are not broadcast, the graph is static.
+    Gradients are views into the buckets, buffers are not broadcast, the graph is static. `bucket_mib` None is its
+    default: a first bucket of 1 MiB, then 25.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)  # its successor is too young

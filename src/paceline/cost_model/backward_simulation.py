@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from paceline._core.units import MIB
-from paceline.cost_model.bucket_assignment import plan_buckets
+from paceline.cost_model.bucket_assignment import bucket_caps, plan_buckets
 from paceline.cost_model.step_simulator import Call, Compute, Launch, SimulatedStep, Wait, simulate_step
 from paceline.errors import UsageError
 
@@ -196,7 +196,8 @@ def best_bucket(
     if not sizes:
         raise UsageError("no bucket size to try", remedy="give one or more, in bytes")
     tried = [
-        (cap, simulate_backward(ready, cap, channel, backward_seconds=backward_seconds)) for cap in sizes
+        (cap, simulate_backward(ready, bucket_caps(cap), channel, backward_seconds=backward_seconds))
+        for cap in sizes
     ]
     least = min(backward.end for _, backward in tried)
     cap, backward = max(
@@ -216,7 +217,7 @@ def candidate_caps(ready: Sequence[ReadyGradient]) -> list[float]:
     nbytes, kinds = [each.nbytes for each in ready], [each.kind for each in ready]
     of_grouping = {}
     for cap in ladder:
-        grouping = tuple(map(tuple, plan_buckets(range(len(ready)), nbytes, kinds, cap)))
+        grouping = tuple(map(tuple, plan_buckets(range(len(ready)), nbytes, kinds, bucket_caps(cap))))
         of_grouping.setdefault(grouping, cap)
     return list(of_grouping.values())
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 
-__all__ = ["deal_to_owners", "join_uneven", "plan_buckets", "update_parts"]
+__all__ = ["bucket_caps", "deal_to_owners", "join_uneven", "plan_buckets", "update_parts"]
+
+_FIRST_NBYTES = 1 << 20
+"""Size of the first bucket, at most."""
 
 _PART_NBYTES = 4 << 20
 """Gradients that a sharded optimizer updates together: enough to outweigh the fixed cost of an optimizer's step."""
@@ -14,6 +19,28 @@ _MOST_PADDING = 1 / 8
 
 _ACCELERATOR_PARTS = 4
 """Parts on an accelerator, where every part costs the host the launches of an optimizer's step."""
+
+
+def bucket_caps(nbytes: float) -> tuple[float, ...]:
+    """Return the caps of the first, second … bucket, for `plan_buckets`: 1 MiB, then twice the one before, to `nbytes`.
+
+    The first bucket is sent early in backward, and while a bucket is sent, backward fills the next one. That is at
+    most twice as large, so it is full in time if the wire takes at most half as many bytes per second as backward
+    produces: such a wire is never idle.
+
+    Args:
+        nbytes: bytes per bucket; ``math.inf``: one bucket.
+
+    Example:
+        >>> [cap >> 20 for cap in bucket_caps(25 << 20)], bucket_caps(1000), bucket_caps(math.inf)
+        ([1, 2, 4, 8, 16, 25], (1000,), (inf,))
+    """
+    if nbytes == math.inf:
+        return (nbytes,)
+    growing = itertools.takewhile(
+        lambda cap: cap < nbytes, (_FIRST_NBYTES << each for each in itertools.count())
+    )
+    return (*growing, nbytes)
 
 
 def plan_buckets(
@@ -29,7 +56,7 @@ def plan_buckets(
         nbytes: bytes of each parameter's gradient, by parameter index.
         kinds: kind of each parameter, by index; kinds (device, dtype) are not mixed in one bucket.
         cap: bytes per bucket; 0: one parameter each; ``math.inf``: one bucket per kind. A sequence gives the caps of
-            the first, second … bucket of a kind; the last one repeats (torch's DDP by default: 1 MiB, then 25 MiB).
+            the first, second … bucket of a kind; the last one repeats.
 
     Example:
         >>> plan_buckets([2, 1, 0], nbytes=[8, 6, 4], kinds=["f", "f", "f"], cap=10)

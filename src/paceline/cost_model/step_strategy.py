@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline._core.units import MIB
+from paceline.cost_model.bucket_assignment import bucket_caps
 from paceline.errors import UsageError, unknown
 
 __all__ = ["ELEMENT_NBYTES", "STRATEGIES", "StepStrategy", "standard_strategies"]
@@ -20,7 +21,7 @@ STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded", "sharded-gradie
 _ZERO = ("sharded", "sharded-gradients")
 _COMPRESSIBLE = ("bucketed", *_ZERO)
 _BUCKETED = (*_COMPRESSIBLE, "ddp")
-_DDP_FIRST_MIB, _DDP_MIB = 1.0, 25.0
+_DDP_FIRST_MIB, _DEFAULT_MIB = 1.0, 25.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class StepStrategy:
     Attributes:
         name: one of `STRATEGIES`.
         bucket_mib: bucket size in MiB, ``math.inf`` for one bucket; None: the strategy's default (25; for torch's DDP
-            25 with a first bucket of 1).
+            25 with a first bucket of 1). Paceline's buckets grow to that size (`bucket_caps`).
         compression: of gradients that Paceline sends in buckets: ``"none"``, ``"bf16"``, ``"int8"``, ``"int4"``.
 
     Raises:
@@ -63,15 +64,16 @@ class StepStrategy:
             )
 
     @property
-    def caps(self) -> float | tuple[float, ...]:
-        """Bytes per bucket, as `paceline.cost_model.bucket_assignment.plan_buckets` takes them."""
+    def caps(self) -> tuple[float, ...]:
+        """Bytes of the first, second … bucket, as `paceline.cost_model.bucket_assignment.plan_buckets` takes them."""
         if self.name in ("naive", "overlap"):
-            return 0.0
+            return (0.0,)
         if self.name == "flat":
-            return math.inf
+            return (math.inf,)
         if self.is_default_ddp:
-            return _DDP_FIRST_MIB * MIB, _DDP_MIB * MIB
-        return (_DDP_MIB if self.bucket_mib is None else self.bucket_mib) * MIB
+            return _DDP_FIRST_MIB * MIB, _DEFAULT_MIB * MIB
+        nbytes = (_DEFAULT_MIB if self.bucket_mib is None else self.bucket_mib) * MIB
+        return (nbytes,) if self.is_torch_ddp else bucket_caps(nbytes)
 
     @property
     def overlaps(self) -> bool:
@@ -110,7 +112,7 @@ class StepStrategy:
         if self.is_default_ddp:
             return f"{name}, its default"
         if self.name in _BUCKETED:
-            size = _DDP_MIB if self.bucket_mib is None else self.bucket_mib
+            size = _DEFAULT_MIB if self.bucket_mib is None else self.bucket_mib
             name += ", one bucket" if size == math.inf else f" {size:g} MiB"
         return name if self.compression == "none" else f"{name}, {self.compression}"
 

@@ -44,7 +44,7 @@ _WITHOUT_EFFECT = {
     "find_unused_parameters": "parameters without a gradient are found without a search of the graph",
     "static_graph": "the order of gradients and re-entrant backwards are learnt anyway",
     "skip_all_reduce_unused_params": "unused parameters are reduced with their bucket",
-    "bucket_cap_mb_list": "all buckets have one size, bucket_cap_mb",
+    "bucket_cap_mb_list": "buckets grow to one size, bucket_cap_mb",
     "batched_grad_copy": "gradients are computed in their bucket and never copied",
     "check_reduction": "every backward is checked",
 }
@@ -78,7 +78,7 @@ class DistributedDataParallel(_TORCH_CLASS):
             yes. torch 2.13 deprecates it in favour of `forward_sync_buffers`.
         init_sync: verify that all ranks hold the same model and copy rank 0's parameters and buffers.
         process_group: the ranks; None: all.
-        bucket_cap_mb: bucket size in MiB; None: 25.
+        bucket_cap_mb: bucket size in MiB; None: 25. The first bucket has 1 MiB, each next one twice as much, up to it.
         find_unused_parameters: parameters may stay without a gradient.
         check_reduction: has no effect, as in torch.
         gradient_as_bucket_view: always so.
@@ -89,7 +89,7 @@ class DistributedDataParallel(_TORCH_CLASS):
         mixed_precision: refused: it is private to torch. Use autocast, or `paceline.DataParallel` with `reduce_dtype`.
         device_mesh: a one-dimensional mesh instead of `process_group`.
         skip_all_reduce_unused_params: accepted; unused parameters are reduced with their bucket.
-        bucket_cap_mb_list: accepted; all buckets have one size.
+        bucket_cap_mb_list: accepted; buckets grow to one size.
         batched_grad_copy: accepted; gradients are never copied.
         forward_sync_buffers: copy rank 0's buffers before every forward; None: yes.
 

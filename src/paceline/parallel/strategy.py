@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from paceline._core.units import MIB
+from paceline.cost_model.bucket_assignment import bucket_caps
 from paceline.errors import UsageError, unknown
 from paceline.parallel.compression.compression_config import Compression
 
@@ -33,7 +34,8 @@ class Sync:
     """A way to synchronise gradients.
 
     Attributes:
-        bucket_mib: bucket size in MiB (2**20 bytes) of gradients. 0: one bucket per parameter;
+        bucket_mib: bucket size in MiB (2**20 bytes) of gradients. With overlap the first bucket has 1 MiB, each next
+            one twice as much, up to this size, so that sending begins early. 0: one bucket per parameter;
             ``math.inf``: a single bucket.
         overlap: launch buckets during backward rather than after it.
         shard: what each rank keeps only 1/N of: ``"none"``, the ``"optimizer"`` state (ZeRO-1,
@@ -134,6 +136,11 @@ class Sync:
     def bucket_nbytes(self) -> float:
         """The bucket size in bytes; may be infinite."""
         return self.bucket_mib * MIB
+
+    @property
+    def bucket_caps(self) -> tuple[float, ...]:
+        """Bytes of the first bucket, then of the others; may be infinite."""
+        return bucket_caps(self.bucket_nbytes) if self.overlap else (self.bucket_nbytes,)
 
 
 STRATEGIES: dict[str, Sync] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -17,7 +18,7 @@ from paceline.cost_model.backward_simulation import (
     candidate_caps,
     simulate_backward,
 )
-from paceline.cost_model.bucket_assignment import plan_buckets
+from paceline.cost_model.bucket_assignment import bucket_caps, plan_buckets
 from paceline.cost_model.bucket_closed_form import EqualBuckets
 from paceline.cost_model.piecewise_fit import fit_line
 from paceline.errors import UsageError
@@ -214,13 +215,24 @@ def test_invalid_gradients_are_refused(ready, options):
         simulate_backward(ready, 0, CommChannel(lambda nbytes: 0.0), **options)
 
 
+def test_buckets_that_double_leave_a_slow_wire_no_gap():
+    ready = equal(80, MIB, 1.0)
+    wire = CommChannel(lambda nbytes: nbytes / (40 * MIB))  # half of what backward produces
+    doubling = simulate_backward(ready, bucket_caps(25 * MIB), wire)
+    assert [each.nbytes // MIB for each in doubling.calls] == [1, 2, 4, 8, 16, 25, 24]
+    assert all(later.started == each.ended for each, later in itertools.pairwise(doubling.calls))
+    assert doubling.end == pytest.approx(1 / 80 + 2.0)  # the first gradient, then all of them on the wire
+    equal_ones = simulate_backward(ready, 25 * MIB, wire)
+    assert equal_ones.end == pytest.approx(25 / 80 + 2.0)
+
+
 # ---------------------------------------------------------------- the best bucket
 
 
 def test_the_best_bucket_is_near_the_closed_form():
-    job = EqualBuckets(nbytes=1e8, bytes_per_second=1e8, call_seconds=0.01, backward_seconds=1.0)
-    ready = equal(1000, 10**5, 1.0)
-    best = best_bucket(ready, line(job), caps=[1e5 * count for count in range(1, 1001)])
+    job = EqualBuckets(nbytes=1e6, bytes_per_second=1e6, call_seconds=0.01, backward_seconds=1.0)
+    ready = equal(1000, 10**3, 1.0)  # less than 1 MiB in all: no bucket need grow
+    best = best_bucket(ready, line(job), caps=[1e3 * count for count in range(1, 1001)])
     assert best.cap == pytest.approx(job.best().nbytes, rel=0.01)
     assert best.backward.exposed == pytest.approx(job.best().overhead, rel=1e-6)
     assert len(best.tried) == 1000

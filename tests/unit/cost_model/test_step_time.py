@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.cost_model.backward_simulation import simulate_backward
+from paceline.cost_model.bucket_assignment import bucket_caps
 from paceline.cost_model.bucket_closed_form import EqualBuckets
 from paceline.cost_model.profile_entries import Parameter
 from paceline.cost_model.step_costs import pick_step_costs
@@ -35,14 +36,14 @@ def test_predicted_strategies_have_the_names_of_the_engines():
 
     assert set(STRATEGIES) - {"ddp"} == set(ENGINES)
     for name in ("naive", "flat", "overlap", "bucketed", "sharded", "sharded-gradients"):
-        assert StepStrategy(name).caps == Sync.of(name).bucket_nbytes
+        assert StepStrategy(name).caps == Sync.of(name).bucket_caps
         assert StepStrategy(name).overlaps == Sync.of(name).overlap
 
 
 def test_torchs_default_starts_with_a_small_bucket():
     assert StepStrategy("ddp").caps == (MIB, 25 * MIB)
     assert StepStrategy("ddp").is_default_ddp
-    assert StepStrategy("ddp", 25).caps == 25 * MIB
+    assert StepStrategy("ddp", 25).caps == (25 * MIB,)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +82,10 @@ def test_overlap_shows_the_last_call_where_the_network_keeps_up():
 
 
 def test_bucketed_is_the_formula_of_equal_buckets():
-    slow = pick_step_costs(profile(call=0.15))
-    for size, count in ((1, 10), (2, 5), (5, 2)):
-        job = EqualBuckets(10 * MIB, RATE, 0.15, 1.0)
+    small = tuple(Parameter(str(at), MIB / 16, 0.1 * (at + 1)) for at in range(10))  # no bucket need grow
+    slow = pick_step_costs(profile(call=0.15, models=(model(parameters=small),)))
+    for size, count in ((1 / 16, 10), (2 / 16, 5), (5 / 16, 2)):
+        job = EqualBuckets(10 / 16 * MIB, RATE, 0.15, 1.0)
         assert exposed(StepStrategy("bucketed", size), slow) == pytest.approx(
             0.1 + job.overhead(count), rel=1e-6
         )
@@ -105,13 +107,15 @@ def test_sharded_updates_part_by_part_and_gathers():
     whole = step_program(COSTS, StepStrategy("sharded", 2))
     program = whole.steps[whole.earlier :]
     updates = [step for step in program if isinstance(step, Compute) and step.phase == "optimizer"]
-    assert len(updates) == 3  # parts of at least 4 MiB: two buckets of 2 MiB each, then the last one
-    assert [step.seconds for step in updates] == pytest.approx([0.001 + 0.04, 0.001 + 0.04, 0.001 + 0.02])
+    assert (
+        len(updates) == 3
+    )  # parts of at least 4 MiB: buckets of 1, 2, 2 and of 2, 2 MiB, then the last one of 1
+    assert [step.seconds for step in updates] == pytest.approx([0.001 + 0.05, 0.001 + 0.04, 0.001 + 0.01])
     gathers = [step for step in program if isinstance(step, Launch) and step.phase == "optimizer"]
-    assert [step.nbytes for step in gathers] == [2 * MIB] * 5
+    assert sorted(step.nbytes for step in gathers) == [MIB] * 2 + [2 * MIB] * 4
     assert program[-1] == gathers[-1], "the gathers are left in flight"
     reduces = [step for step in program if isinstance(step, Launch) and step.phase == "exposed"]
-    assert len(reduces) == 6  # five buckets and the ledger
+    assert len(reduces) == 7  # six buckets and the ledger
     assert reduces[-2].nbytes < MIB, "the ledger goes right before the last gradients"
     after = program[program.index(reduces[-1]) + 1]
     assert isinstance(after, Wait)
@@ -132,26 +136,26 @@ def test_gradients_are_freed_when_the_second_bucket_after_them_is_launched():
 
 def test_forward_waits_for_the_gathers_of_the_step_before_where_it_uses_them():
     whole = step_program(COSTS, StepStrategy("sharded", 2))
-    sent = [step.key for step in whole.steps[: whole.earlier] if isinstance(step, Launch)][-5:]
-    forward = whole.steps[whole.earlier :][:11]
+    sent = [step.key for step in whole.steps[: whole.earlier] if isinstance(step, Launch)][-6:]
+    forward = whole.steps[whole.earlier :][:13]
     waits = [step.key for step in forward if isinstance(step, Wait)]
     # the last bucket is used first; within a part, buckets are sent in their order
-    assert waits == [sent[0], sent[2], sent[1], sent[4], sent[3]]
+    assert waits == [sent[0], sent[2], sent[1], sent[5], sent[4], sent[3]]
     computes = [step.seconds for step in forward if isinstance(step, Compute)]
-    assert computes == pytest.approx([0, 0.1, 0.1, 0.1, 0.1, 0.1], abs=1e-12)
+    assert computes == pytest.approx([0, 0.05, 0.1, 0.1, 0.1, 0.1, 0.05], abs=1e-12)
 
 
 def test_gathers_are_hidden_under_forward_but_for_the_one_it_uses_first():
     found = predict_step(COSTS, StepStrategy("sharded", 2))
-    assert found.gather == pytest.approx(seconds("", 2 * MIB))
+    assert found.gather == pytest.approx(seconds("", MIB))
 
 
 def test_gathers_that_take_longer_than_forward_are_exposed_by_hand():
     slow = pick_step_costs(profile(call=0.4))
-    each = seconds("", 2 * MIB, call=0.4)
+    gathers = 4 * seconds("", 2 * MIB, call=0.4) + 2 * seconds("", MIB, call=0.4)
     found = predict_step(slow, StepStrategy("sharded", 2))
-    # five in a row after the last update; the last one is used 0.3 s into forward
-    assert found.gather == pytest.approx(5 * each - 0.3, rel=1e-6)
+    # six in a row after the last update; the last one is used 0.25 s into forward
+    assert found.gather == pytest.approx(gathers - 0.25, rel=1e-6)
 
 
 def test_sharded_by_hand():
@@ -183,7 +187,7 @@ def test_torchs_last_bucket_does_not_wait_for_the_end_of_backward():
 
 
 def test_compressed_buckets_cost_their_bytes():
-    whole, half = (exposed(StepStrategy("bucketed", 100, name)) for name in ("none", "bf16"))
+    whole, half = (exposed(StepStrategy("bucketed", math.inf, name)) for name in ("none", "bf16"))
     assert whole == pytest.approx(0.1 + seconds("all-reduce", 10 * MIB))
     assert half == pytest.approx(0.1 + 2 * seconds("", 5 * MIB))
 
@@ -231,7 +235,9 @@ def test_the_simulated_bucket_is_at_least_as_good_as_all_that_were_tried():
     assert best.backward.end == min(backward.end for _, backward in best.tried)
     at = slow.equal_buckets().best().nbytes
     ready = [each.ready for each in slow.step.parameters]
-    formula = simulate_backward(ready, at, slow.engine["all-reduce"].channel, backward_seconds=1.0)
+    formula = simulate_backward(
+        ready, bucket_caps(at), slow.engine["all-reduce"].channel, backward_seconds=1.0
+    )
     assert best.backward.exposed <= formula.exposed
 
 

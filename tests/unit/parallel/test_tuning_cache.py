@@ -41,7 +41,8 @@ TUNED = TuningResult(
 
 
 def test_the_default_comes_first_and_flat_last():
-    plans = candidate_plans(LAYERS, CallCost(1e-3, 1e-9), may_shard=False)
+    layers = [ReadyGradient(MIB, 0.005 * place) for place in range(1, 121)]
+    plans = candidate_plans(layers, CallCost(1e-3, 1e-9), may_shard=False)
     assert plans[0] == Sync()
     assert plans[-1] == STRATEGIES["flat"]
     assert len(plans) == 5

@@ -90,14 +90,14 @@ def _ranked(ready: Sequence[ReadyGradient], channel: CommChannel, shard: Shard) 
     """Return plans with their numbers of buckets, the one with the shortest backward first."""
     found = []
     for plan in (Sync(bucket_mib=mib, shard=shard) for mib in _SIZES_MIB):
-        backward = simulate_backward(ready, plan.bucket_nbytes, channel)
+        backward = simulate_backward(ready, plan.bucket_caps, channel)
         found.append((backward.end, len(backward.buckets), plan))
     return [(plan, count) for _, count, plan in sorted(found, key=lambda each: each[:2])]
 
 
 def _bucket_count(ready: Sequence[ReadyGradient], plan: Sync) -> int:
     nbytes, kinds = [each.nbytes for each in ready], [each.kind for each in ready]
-    return len(plan_buckets(range(len(ready)), nbytes, kinds, plan.bucket_nbytes))
+    return len(plan_buckets(range(len(ready)), nbytes, kinds, plan.bucket_caps))
 
 
 def _differs(candidate: tuple[Sync, int], picked: Sequence[tuple[Sync, int]]) -> bool:

@@ -226,7 +226,9 @@ def _best(costs: StepCosts, strategies: Sequence[str]) -> StepTime:
     times = predict_steps(costs, candidates)
     least = min(time.seconds for time in times)
     good = [time for time in times if time.seconds <= _HARDLY * least]
-    usual = [time for time in good if time.strategy.name == "bucketed" and time.strategy.caps == 25 * MIB]
+    usual = [
+        time for time in good if time.strategy.name == "bucketed" and time.strategy.bucket_mib in (None, 25)
+    ]
     return usual[0] if usual else min(good, key=lambda time: time.seconds)
 
 
