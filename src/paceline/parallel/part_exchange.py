@@ -71,6 +71,9 @@ def _add(own: torch.Tensor, others: list[torch.Tensor], result: torch.Tensor, di
     if not others and total is not own:
         total.copy_(own)
     for number, other in enumerate(others):
+        if total.device.type == "cpu":
+            # The addition would convert it itself, unseen by a prediction of memory.
+            other = other.to(total.dtype)
         torch.add(total if number or own.dtype in LOW_PRECISION else own, other, out=total)
     if divisor > 1:
         total.div_(divisor)
