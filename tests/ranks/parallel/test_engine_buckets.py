@@ -92,6 +92,27 @@ def test_buckets_follow_the_order_in_which_gradients_become_ready(pool):
     assert pool(2).run(ready_order) == [expected] * 2
 
 
+def layers_of_each_bucket(rank, size, sync):
+    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))  # 1 MiB each
+    model = paceline.DataParallel(net, sync=sync)
+    model.backward(model(torch.ones(1, 512)).sum())
+    return [len(names) for _, names in model.bucket_plan() if names]  # the round status has no names
+
+
+@pytest.mark.parametrize(
+    ("sync", "layers"),
+    [
+        (paceline.Sync(), [1, 2, 4, 1]),
+        (paceline.Sync(shard="optimizer"), [1, 2, 4, 1]),
+        (paceline.Sync(bucket_mib=2), [1, 2, 2, 2, 1]),
+        (paceline.Sync(bucket_mib=2, overlap=False), [2, 2, 2, 2]),
+        (paceline.Sync.of("flat"), [8]),
+    ],
+)
+def test_buckets_double_from_1_mib_to_their_size(pool, sync, layers):
+    assert pool(2).run(layers_of_each_bucket, sync) == [layers] * 2
+
+
 def late_gradient(rank, size, sync):
     class Sometimes(torch.nn.Module):
         """Uses one layer in re-entrant checkpoints, more often in later steps."""
