@@ -195,8 +195,9 @@ def best_bucket(
     sizes = sorted(set(candidate_caps(ready) if caps is None else caps))
     if not sizes:
         raise UsageError("no bucket size to try", remedy="give one or more, in bytes")
+    total = sum(each.nbytes for each in ready)
     tried = [
-        (cap, simulate_backward(ready, bucket_caps(cap), channel, backward_seconds=backward_seconds))
+        (cap, simulate_backward(ready, bucket_caps(cap, total), channel, backward_seconds=backward_seconds))
         for cap in sizes
     ]
     least = min(backward.end for _, backward in tried)
@@ -217,7 +218,9 @@ def candidate_caps(ready: Sequence[ReadyGradient]) -> list[float]:
     nbytes, kinds = [each.nbytes for each in ready], [each.kind for each in ready]
     of_grouping = {}
     for cap in ladder:
-        grouping = tuple(map(tuple, plan_buckets(range(len(ready)), nbytes, kinds, bucket_caps(cap))))
+        grouping = tuple(
+            map(tuple, plan_buckets(range(len(ready)), nbytes, kinds, bucket_caps(cap, sum(nbytes))))
+        )
         of_grouping.setdefault(grouping, cap)
     return list(of_grouping.values())
 

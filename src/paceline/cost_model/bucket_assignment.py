@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 
 __all__ = ["bucket_caps", "deal_to_owners", "join_uneven", "plan_buckets", "update_parts"]
@@ -21,21 +20,22 @@ _ACCELERATOR_PARTS = 4
 """Parts on an accelerator, where every part costs the host the launches of an optimizer's step."""
 
 
-def bucket_caps(nbytes: float) -> tuple[float, ...]:
+def bucket_caps(nbytes: float, total: float) -> tuple[float, ...]:
     """Return the caps of the first, second … bucket, for `plan_buckets`: 1 MiB, then twice the one before, to `nbytes`.
 
     The first bucket is sent early in backward, and while a bucket is sent, backward fills the next one. That is at
     most twice as large, so it is full in time if the wire takes at most half as many bytes per second as backward
-    produces: such a wire is never idle.
+    produces: such a wire is never idle. Gradients that fit into one bucket stay in one.
 
     Args:
         nbytes: bytes per bucket; ``math.inf``: one bucket.
+        total: bytes of all gradients.
 
     Example:
-        >>> [cap >> 20 for cap in bucket_caps(25 << 20)], bucket_caps(1000), bucket_caps(math.inf)
-        ([1, 2, 4, 8, 16, 25], (1000,), (inf,))
+        >>> [cap >> 20 for cap in bucket_caps(25 << 20, 80 << 20)], bucket_caps(1000, 3000), bucket_caps(25 << 20, 9e6)
+        ([1, 2, 4, 8, 16, 25], (1000,), (26214400,))
     """
-    if nbytes == math.inf:
+    if total <= nbytes:
         return (nbytes,)
     growing = itertools.takewhile(
         lambda cap: cap < nbytes, (_FIRST_NBYTES << each for each in itertools.count())

@@ -31,7 +31,7 @@ class StepStrategy:
     Attributes:
         name: one of `STRATEGIES`.
         bucket_mib: bucket size in MiB, ``math.inf`` for one bucket; None: the strategy's default (25; for torch's DDP
-            25 with a first bucket of 1). Paceline's buckets grow to that size (`bucket_caps`).
+            25 with a first bucket of 1). Paceline's buckets grow to that size (`caps`).
         compression: of gradients that Paceline sends in buckets: ``"none"``, ``"bf16"``, ``"int8"``, ``"int4"``.
 
     Raises:
@@ -63,9 +63,8 @@ class StepStrategy:
                 remedy=f"use {' or '.join(_COMPRESSIBLE)}",
             )
 
-    @property
-    def caps(self) -> tuple[float, ...]:
-        """Bytes of the first, second … bucket, as `paceline.cost_model.bucket_assignment.plan_buckets` takes them."""
+    def caps(self, total: float) -> tuple[float, ...]:
+        """Return the bytes of the first, second … bucket of `total` bytes of gradients, for `plan_buckets`."""
         if self.name in ("naive", "overlap"):
             return (0.0,)
         if self.name == "flat":
@@ -73,7 +72,7 @@ class StepStrategy:
         if self.is_default_ddp:
             return _DDP_FIRST_MIB * MIB, _DEFAULT_MIB * MIB
         nbytes = (_DEFAULT_MIB if self.bucket_mib is None else self.bucket_mib) * MIB
-        return (nbytes,) if self.is_torch_ddp else bucket_caps(nbytes)
+        return (nbytes,) if self.is_torch_ddp else bucket_caps(nbytes, total)
 
     @property
     def overlaps(self) -> bool:

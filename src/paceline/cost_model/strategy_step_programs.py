@@ -100,8 +100,9 @@ def step_program(costs: StepCosts, strategy: StepStrategy) -> StepProgram:
         _full_shard(program)
         return program
     ready = [each.ready for each in costs.step.parameters]
+    nbytes = [each.nbytes for each in ready]
     buckets = plan_buckets(
-        range(len(ready)), [each.nbytes for each in ready], [each.kind for each in ready], strategy.caps
+        range(len(ready)), nbytes, [each.kind for each in ready], strategy.caps(sum(nbytes))
     )
     sizes = [sum(ready[index].nbytes for index in members) for members in buckets]
     full = [max(ready[index].seconds for index in members) for members in buckets]

@@ -78,7 +78,7 @@ class DistributedDataParallel(_TORCH_CLASS):
             yes. torch 2.13 deprecates it in favour of `forward_sync_buffers`.
         init_sync: verify that all ranks hold the same model and copy rank 0's parameters and buffers.
         process_group: the ranks; None: all.
-        bucket_cap_mb: bucket size in MiB; None: 25. The first bucket has 1 MiB, each next one twice as much, up to it.
+        bucket_cap_mb: bucket size in MiB; None: 25. Several buckets grow to that: 1 MiB, then twice as much each.
         find_unused_parameters: parameters may stay without a gradient.
         check_reduction: has no effect, as in torch.
         gradient_as_bucket_view: always so.

@@ -238,7 +238,7 @@ class DDPLogger:
         dtypes = sorted({_cpp_name(param.dtype) for param in params})
         backwards = list(reversed(range(len(params))))
         kinds = [(param.device, param.dtype) for param in params]
-        planned = plan_buckets(backwards, nbytes, kinds, self._engine.plan.bucket_caps)
+        planned = plan_buckets(backwards, nbytes, kinds, self._engine.plan.bucket_caps(sum(nbytes)))
         self._facts.update(
             world_size=comm.size,
             rank=comm.rank,

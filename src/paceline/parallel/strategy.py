@@ -34,9 +34,9 @@ class Sync:
     """A way to synchronise gradients.
 
     Attributes:
-        bucket_mib: bucket size in MiB (2**20 bytes) of gradients. With overlap the first bucket has 1 MiB, each next
-            one twice as much, up to this size, so that sending begins early. 0: one bucket per parameter;
-            ``math.inf``: a single bucket.
+        bucket_mib: bucket size in MiB (2**20 bytes) of gradients. Where they need several buckets, with overlap, the
+            first has 1 MiB, each next one twice as much, up to this size: sending begins early. 0: one bucket per
+            parameter; ``math.inf``: a single bucket.
         overlap: launch buckets during backward rather than after it.
         shard: what each rank keeps only 1/N of: ``"none"``, the ``"optimizer"`` state (ZeRO-1,
             arXiv 1910.02054 §5.1), also the ``"gradients"`` (ZeRO-2, §5.2: a bucket's memory is freed once it is
@@ -137,10 +137,9 @@ class Sync:
         """The bucket size in bytes; may be infinite."""
         return self.bucket_mib * MIB
 
-    @property
-    def bucket_caps(self) -> tuple[float, ...]:
-        """Bytes of the first bucket, then of the others; may be infinite."""
-        return bucket_caps(self.bucket_nbytes) if self.overlap else (self.bucket_nbytes,)
+    def bucket_caps(self, total: float) -> tuple[float, ...]:
+        """Return the bytes of the first, second … bucket of `total` bytes of gradients; the last one repeats."""
+        return bucket_caps(self.bucket_nbytes, total) if self.overlap else (self.bucket_nbytes,)
 
 
 STRATEGIES: dict[str, Sync] = {

@@ -102,8 +102,9 @@ def layers_of_each_bucket(rank, size, sync):
 @pytest.mark.parametrize(
     ("sync", "layers"),
     [
-        (paceline.Sync(), [1, 2, 4, 1]),
-        (paceline.Sync(shard="optimizer"), [1, 2, 4, 1]),
+        (paceline.Sync(), [8]),
+        (paceline.Sync(bucket_mib=7), [1, 2, 4, 1]),
+        (paceline.Sync(bucket_mib=7, shard="optimizer"), [1, 2, 4, 1]),
         (paceline.Sync(bucket_mib=2), [1, 2, 2, 2, 1]),
         (paceline.Sync(bucket_mib=2, overlap=False), [2, 2, 2, 2]),
         (paceline.Sync.of("flat"), [8]),

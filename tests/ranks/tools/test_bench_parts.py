@@ -111,7 +111,7 @@ def test_predicted_are_the_engines_own_buckets_and_calls(measured, pool):
     found = pool(2, backend).run(engines, [(way.name, way.bucket_mib) for way in ways], timeout=120)[0]
     names, sizes, kinds = zip(*((p.name, p.nbytes, p.kind) for p in costs.step.parameters), strict=True)
     for way, (plan, calls) in zip(ways, found, strict=True):
-        grouped = plan_buckets(range(len(names)), sizes, kinds, way.caps)
+        grouped = plan_buckets(range(len(names)), sizes, kinds, way.caps(sum(sizes)))
         assert [[names[index] for index in members] for members in grouped] == plan
         assert predict_step(costs, way).calls == calls
 

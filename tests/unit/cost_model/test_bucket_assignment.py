@@ -218,7 +218,7 @@ def test_invalid_gradients_are_refused(ready, options):
 def test_buckets_that_double_leave_a_slow_wire_no_gap():
     ready = equal(80, MIB, 1.0)
     wire = CommChannel(lambda nbytes: nbytes / (40 * MIB))  # half of what backward produces
-    doubling = simulate_backward(ready, bucket_caps(25 * MIB), wire)
+    doubling = simulate_backward(ready, bucket_caps(25 * MIB, 80 * MIB), wire)
     assert [each.nbytes // MIB for each in doubling.calls] == [1, 2, 4, 8, 16, 25, 24]
     assert all(later.started == each.ended for each, later in itertools.pairwise(doubling.calls))
     assert doubling.end == pytest.approx(1 / 80 + 2.0)  # the first gradient, then all of them on the wire

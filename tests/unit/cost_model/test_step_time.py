@@ -36,14 +36,15 @@ def test_predicted_strategies_have_the_names_of_the_engines():
 
     assert set(STRATEGIES) - {"ddp"} == set(ENGINES)
     for name in ("naive", "flat", "overlap", "bucketed", "sharded", "sharded-gradients"):
-        assert StepStrategy(name).caps == Sync.of(name).bucket_caps
+        for total in (MIB, 100 * MIB):
+            assert StepStrategy(name).caps(total) == Sync.of(name).bucket_caps(total)
         assert StepStrategy(name).overlaps == Sync.of(name).overlap
 
 
 def test_torchs_default_starts_with_a_small_bucket():
-    assert StepStrategy("ddp").caps == (MIB, 25 * MIB)
+    assert StepStrategy("ddp").caps(100 * MIB) == (MIB, 25 * MIB)
     assert StepStrategy("ddp").is_default_ddp
-    assert StepStrategy("ddp", 25).caps == (25 * MIB,)
+    assert StepStrategy("ddp", 25).caps(100 * MIB) == (25 * MIB,)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_torchs_last_bucket_does_not_wait_for_the_end_of_backward():
 
 
 def test_compressed_buckets_cost_their_bytes():
-    whole, half = (exposed(StepStrategy("bucketed", math.inf, name)) for name in ("none", "bf16"))
+    whole, half = (exposed(StepStrategy("bucketed", 100, name)) for name in ("none", "bf16"))
     assert whole == pytest.approx(0.1 + seconds("all-reduce", 10 * MIB))
     assert half == pytest.approx(0.1 + 2 * seconds("", 5 * MIB))
 
@@ -236,7 +237,7 @@ def test_the_simulated_bucket_is_at_least_as_good_as_all_that_were_tried():
     at = slow.equal_buckets().best().nbytes
     ready = [each.ready for each in slow.step.parameters]
     formula = simulate_backward(
-        ready, bucket_caps(at), slow.engine["all-reduce"].channel, backward_seconds=1.0
+        ready, bucket_caps(at, 10 * MIB), slow.engine["all-reduce"].channel, backward_seconds=1.0
     )
     assert best.backward.exposed <= formula.exposed
 

@@ -139,7 +139,7 @@ def build_buckets(
         (slot.param.device, dtype, slot.param.dtype, whole, sharded and slot.consumer, cost is None)
         for slot, dtype, whole, cost in zip(slots, dtypes, sent_whole, costs, strict=True)
     ]
-    grouped = plan_buckets(order, sizes, kinds, plan.bucket_caps)
+    grouped = plan_buckets(order, sizes, kinds, plan.bucket_caps(sum(sizes)))
     owned = [None if cost is None else kind for cost, kind in zip(costs, kinds, strict=True)]
     grouped = join_uneven(grouped, sizes, owned, comm.shards)
     loads = [0.0] * comm.shards

@@ -88,16 +88,16 @@ def candidate_plans(
 
 def _ranked(ready: Sequence[ReadyGradient], channel: CommChannel, shard: Shard) -> list[tuple[Sync, int]]:
     """Return plans with their numbers of buckets, the one with the shortest backward first."""
-    found = []
+    found, total = [], sum(each.nbytes for each in ready)
     for plan in (Sync(bucket_mib=mib, shard=shard) for mib in _SIZES_MIB):
-        backward = simulate_backward(ready, plan.bucket_caps, channel)
+        backward = simulate_backward(ready, plan.bucket_caps(total), channel)
         found.append((backward.end, len(backward.buckets), plan))
     return [(plan, count) for _, count, plan in sorted(found, key=lambda each: each[:2])]
 
 
 def _bucket_count(ready: Sequence[ReadyGradient], plan: Sync) -> int:
     nbytes, kinds = [each.nbytes for each in ready], [each.kind for each in ready]
-    return len(plan_buckets(range(len(ready)), nbytes, kinds, plan.bucket_caps))
+    return len(plan_buckets(range(len(ready)), nbytes, kinds, plan.bucket_caps(sum(nbytes))))
 
 
 def _differs(candidate: tuple[Sync, int], picked: Sequence[tuple[Sync, int]]) -> bool:
