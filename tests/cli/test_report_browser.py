@@ -281,15 +281,12 @@ def test_of_64_ranks_the_straggler_is_shown_and_others_can_be_chosen(opened, man
 
 def test_charts_are_drawn_when_the_page_has_loaded(browser, address):
     page = browser.new_page()
-    page.add_init_script(
-        "window.ResizeObserver = class { observe() {} }"
-    )  # its first call may come much later
+    page.add_init_script("window.ResizeObserver = class { observe() {} }")  # as if it called much later
     page.goto(address)
-    points = page.evaluate(POINTS_DRAWN)
-    steps = bars(page)
+    points, pieces = page.evaluate(POINTS_DRAWN), bars(page)
     page.close()
     assert points
-    assert steps > 20
+    assert pieces > 20
 
 
 @pytest.mark.thorough

@@ -218,9 +218,7 @@ def candidate_caps(ready: Sequence[ReadyGradient]) -> list[float]:
     nbytes, kinds = [each.nbytes for each in ready], [each.kind for each in ready]
     of_grouping = {}
     for cap in ladder:
-        grouping = tuple(
-            map(tuple, plan_buckets(range(len(ready)), nbytes, kinds, bucket_caps(cap, sum(nbytes))))
-        )
+        grouping = tuple(map(tuple, plan_buckets(range(len(ready)), nbytes, kinds, bucket_caps(cap, whole))))
         of_grouping.setdefault(grouping, cap)
     return list(of_grouping.values())
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 __all__ = ["bucket_caps", "deal_to_owners", "join_uneven", "plan_buckets", "update_parts"]
 
 _FIRST_NBYTES = 1 << 20
-"""Size of the first bucket, at most."""
+"""Size of the first of several buckets."""
 
 _PART_NBYTES = 4 << 20
 """Gradients that a sharded optimizer updates together: enough to outweigh the fixed cost of an optimizer's step."""

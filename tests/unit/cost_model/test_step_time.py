@@ -108,9 +108,8 @@ def test_sharded_updates_part_by_part_and_gathers():
     whole = step_program(COSTS, StepStrategy("sharded", 2))
     program = whole.steps[whole.earlier :]
     updates = [step for step in program if isinstance(step, Compute) and step.phase == "optimizer"]
-    assert (
-        len(updates) == 3
-    )  # parts of at least 4 MiB: buckets of 1, 2, 2 and of 2, 2 MiB, then the last one of 1
+    # parts of at least 4 MiB: buckets of 1, 2, 2 and of 2, 2 MiB, then the last one of 1
+    assert len(updates) == 3
     assert [step.seconds for step in updates] == pytest.approx([0.001 + 0.05, 0.001 + 0.04, 0.001 + 0.01])
     gathers = [step for step in program if isinstance(step, Launch) and step.phase == "optimizer"]
     assert sorted(step.nbytes for step in gathers) == [MIB] * 2 + [2 * MIB] * 4

@@ -219,7 +219,7 @@ def _scale_computing(costs: StepCosts, micro: int = 0, factor: float = 1.0) -> S
 
 
 def _best(costs: StepCosts, strategies: Sequence[str]) -> StepTime:
-    """Return the shortest step; of almost equal ones the default, with buckets of 25 MiB."""
+    """Return the shortest step; of almost equal ones the default, with buckets of up to 25 MiB."""
     candidates = candidate_strategies(costs, strategies, torch_ddp=False)
     if not candidates:
         raise UsageError(f"strategies {list(strategies)}", remedy="give one or more that have a prediction")
