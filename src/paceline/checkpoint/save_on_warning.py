@@ -175,9 +175,10 @@ class WarningListener:
         self.reason = self.reason or reason
 
     def leave(self) -> None:
-        """Take signals that arrive late, as this process ends anyway, for the warning by which it does."""
+        """Take the first signal, however late, for the warning by which this process ends anyway."""
         if self._listens:
-            _signals.count_as_taken()
+            _signals.note_warning()
+            _signals.ignore_at_exit()
 
     def close(self) -> None:
         """Stop listening; the handlers before are restored, unless a signal has come, which may come twice."""

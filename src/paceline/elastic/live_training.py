@@ -218,8 +218,10 @@ class Elastic:
             if error is None and self._live_file is not None:  # else this process ends: nobody waits for it
                 self._live_file.remove()
             self._membership = None
-            if error is None or not self._signals.taken:  # else it leaves, and may get the signal once more
+            if error is None or not self._signals.taken:
                 self._signals.restore()
+            else:  # it leaves, and may get the signal once more
+                self._signals.ignore_at_exit()
 
     def _request_leave(self, number: int) -> None:
         """Leave at the end of this step."""

@@ -322,6 +322,24 @@ def test_a_warning_during_a_save(killable, place):
     assert now == done >= 10
 
 
+def signalled_late(fork, folder):
+    """Signal rank 1 for the first time seconds after another rank's warning has had all save."""
+    ranks = Ranks(fork, folder, f"{folder}/run", 2)
+    ranks.hold("save")
+    ranks.reach(3)
+    ranks.kill(0)
+    ranks.wait_at("save")
+    time.sleep(2.1)
+    ranks.kill(1)
+    time.sleep(0.1)
+    ranks.release("save")
+    check_left(ranks)
+
+
+def test_a_rank_that_saves_on_the_warning_of_another_is_not_ended_by_its_own(killable):
+    killable.run_ranks(signalled_late)
+
+
 def test_a_warning_in_the_save_at_the_end_of_an_epoch_and_after_it(killable):
     codes, done, _, now = killable.run_ranks(held, "epoch", 3)
     assert codes == [75, 75]

@@ -17,6 +17,7 @@ import pytest
 
 import paceline
 from paceline._core.job_key import JobKey
+from paceline._core.processes.warning_signals import WarningSignals
 from paceline.errors import RankFailed, UsageError, WorldError
 from paceline.launch.agent.elastic_agent import ElasticAgent, run_host
 from paceline.launch.agent.elastic_run import run_elastic, run_job
@@ -249,7 +250,7 @@ def test_another_service_at_the_rendezvous_address_is_reported(other, capfd, mon
         address = RendezvousAddress("127.0.0.1", port)
         job = JobSpec(["train.py"], 1, 2, hosts=2, address=address)
         with pytest.raises(WorldError, match=f"the server at {address} is not a rendezvous of this job: it"):
-            run_host(job, RankLogs(None), JobKey.generate())
+            run_host(job, RankLogs(None), JobKey.generate(), WarningSignals(signal.raise_signal))
     assert capfd.readouterr().err == ""
 
 
@@ -258,7 +259,7 @@ def test_a_surplus_host_is_notified_that_the_job_succeeded(monkeypatch, capfd):
         raise JobEnded(JobOutcome(0))
 
     monkeypatch.setattr(ElasticAgent, "run", over)
-    run_host(JobSpec(["train.py"], 1, 1), RankLogs(None), None)
+    run_host(JobSpec(["train.py"], 1, 1), RankLogs(None), None, WarningSignals(signal.raise_signal))
     lines = capfd.readouterr().err.splitlines()
     assert lines == ["paceline: the job ended well while this host waited to join"]
 

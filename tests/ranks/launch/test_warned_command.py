@@ -235,14 +235,17 @@ def test_a_notice_that_stays_ends_the_command_with_75(tmp_path):
 # ------------------------------------------------------------------ two hosts
 
 
-def two_hosts(folder, minimum):
-    """Start two hosts of one rank each on this machine; return that which serves the rendezvous, and the other."""
+def two_hosts(folder, minimum, second="paceline"):
+    """Start two hosts of one rank each on this machine; return that which serves the rendezvous, and the other.
+
+    `second` is the module of the other one's command.
+    """
     port = free_port()
     options = ["--nnodes", f"{minimum}:2", "--rendezvous", f"127.0.0.1:{port}", "--insecure"]
     launcher = paceline_run(folder, 1, *options, "--last-call", "1s")
     first = Command(folder, launcher, "3", "0.03", name="first")
     first.wait_for(lambda: is_port_taken(port))
-    return first, Command(folder, launcher, "3", "0.03", name="second")
+    return first, Command(folder, [second, *launcher[1:]], "3", "0.03", name="second")
 
 
 def test_one_of_two_hosts_is_warned_and_the_other_continues_from_the_same_step(tmp_path):
@@ -263,6 +266,30 @@ def test_the_host_that_serves_the_rendezvous_is_warned_and_all_end_with_75(tmp_p
     first, second = two_hosts(tmp_path, 2)
     first.reach(5)
     first.process.send_signal(TERM)
+    assert (first.end(), second.end()) == (75, 75), first.text() + second.text()
+    check_saved(first)
+    assert "restart 1" not in first.text() + second.text()
+
+
+def test_a_host_that_learns_of_the_warning_and_is_signalled_as_well_lets_its_ranks_save(tmp_path):
+    """A scheduler signals all hosts, and the signal may reach one after the news of the others."""
+    first, second = two_hosts(tmp_path, 2, second="signalled_launcher")
+    first.reach(5)
+    first.process.send_signal(USR1)
+    assert (first.end(), second.end()) == (75, 75), first.text() + second.text()
+    check_saved(first)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0])
+def test_a_host_that_learns_of_the_warning_while_its_ranks_end_or_after_ends_with_75(tmp_path, seconds):
+    first, second = two_hosts(tmp_path, 2)
+    first.reach(5)
+    second.process.send_signal(signal.SIGSTOP)  # its command, not its rank
+    first.process.send_signal(USR1)
+    first.wait_for(lambda: newest(tmp_path) > 0)
+    time.sleep(seconds)
+    second.process.send_signal(signal.SIGCONT)
     assert (first.end(), second.end()) == (75, 75), first.text() + second.text()
     check_saved(first)
     assert "restart 1" not in first.text() + second.text()

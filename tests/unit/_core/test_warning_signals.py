@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -52,6 +54,24 @@ def test_a_later_signal_has_its_default_action(number):
         signal.raise_signal(number)
 
     assert in_child(work) == -number
+
+
+def test_the_first_signal_after_a_warning_from_elsewhere_does_nothing_however_late_it_comes():
+    def work():
+        taken, ended, now = [], [], [0.0]
+        signals = WarningSignals(taken.append, ended.append, clock=lambda: now[0])
+        signals.install()
+        signals.note_warning()
+        assert signals.taken
+        for seconds, number in ((100.0, USR1), (100.0 + SAME_SECONDS - 0.01, TERM)):
+            now[0] = seconds
+            signal.raise_signal(number)
+        assert not ended
+        now[0] = 100.0 + SAME_SECONDS
+        signal.raise_signal(TERM)
+        return not taken and ended == [TERM]
+
+    assert in_child(work) == 0
 
 
 def test_other_handlers_stay_and_those_of_c_code_too():
@@ -152,6 +172,53 @@ def test_a_launcher_is_warned_by_an_exception_and_then_ended_by_another(number):
         return all(signal.getsignal(each) is signal.SIG_DFL for each in (TERM, USR1, signal.SIGHUP))
 
     assert in_child(work) == 0
+
+
+def test_a_launcher_that_was_warned_by_another_is_not_ended_by_its_first_signal():
+    def work():
+        with warnings_raise() as warnings:
+            warnings.note_warning()
+            signal.raise_signal(TERM)
+            time.sleep(SAME_SECONDS + 0.01)
+            with pytest.raises(SystemExit) as again:
+                signal.raise_signal(TERM)
+        return not isinstance(again.value, WarnedExit) and again.value.code == 143
+
+    assert in_child(work) == 0
+
+
+RANK = """
+signals = WarningSignals(lambda number: None)
+signals.install()
+signal.raise_signal(signal.SIGTERM)
+signals.ignore_at_exit()
+raise SystemExit(75)
+"""
+LAUNCHER = """
+with warnings_raise():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except WarnedExit:
+        raise SystemExit(75)
+"""
+
+
+@pytest.mark.parametrize("leave", [RANK, LAUNCHER], ids=["rank", "launcher"])
+@pytest.mark.parametrize("number", [TERM, USR1])
+def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code(leave, number):
+    """Modules are torn down after Python has reset its handlers."""
+    begin = f"""
+import os, signal
+from paceline._core.processes.warning_signals import *
+
+class TornDown:
+    def __del__(self, kill=os.kill, pid=os.getpid()):
+        kill(pid, {int(number)})
+
+torn_down = TornDown()
+"""
+    done = subprocess.run([sys.executable, "-c", begin + leave], capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr
 
 
 def test_ignored_signals_stay_ignored():

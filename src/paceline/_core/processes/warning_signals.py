@@ -2,10 +2,12 @@
 
 A scheduler may signal every process of a job, and a launcher passes the signal on to its ranks, so that a process gets
 it twice. So signals within `SAME_SECONDS` of the first one are the same warning; a later one ends the process at once.
+A process that learns of the warning in another way, such as from another host, takes its first signal for the same.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -47,18 +49,18 @@ class WarningSignals:
     ) -> None:
         self._take, self._again, self._clock = take, again or act_by_default, clock
         self._first: float | None = None
+        self._warned_otherwise = False
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
 
     @property
     def taken(self) -> bool:
-        """Whether a signal has come."""
-        return self._first is not None
+        """Whether a warning has come, by a signal or in another way."""
+        return self._warned_otherwise or self._first is not None
 
-    def count_as_taken(self) -> None:
-        """Take further signals for a warning that has come in another way."""
-        if self._first is None:
-            self._first = self._clock()
+    def note_warning(self) -> None:
+        """Note that a warning has come in another way: the first signal, whenever it comes, is the same."""
+        self._warned_otherwise = True
 
     def install(self, numbers: Sequence[int] = WARNING_SIGNALS, *, replace: bool = False) -> list[int]:
         """Install the handlers, in the main thread only, and return the numbers that have them now.
@@ -70,7 +72,7 @@ class WarningSignals:
         if threading.current_thread() is not threading.main_thread():
             return []
         if not self._before or self._pid != os.getpid():
-            self._first, self._pid = None, os.getpid()
+            self._first, self._warned_otherwise, self._pid = None, False, os.getpid()
         for number in numbers:
             if number not in self._before and (replace or _has_default_action(number)):
                 self._before[number] = signal.signal(number, self._handle)
@@ -84,6 +86,17 @@ class WarningSignals:
                     signal.signal(number, before)
             self._before.clear()
 
+    def ignore_at_exit(self) -> None:
+        """Ignore the signals while the interpreter ends: it resets handlers, so a repetition would end this process."""
+        numbers, pid = list(self._before), os.getpid()
+
+        def ignore() -> None:
+            for number in numbers if os.getpid() == pid else ():
+                if signal.getsignal(number) in (self._handle, signal.SIG_DFL):
+                    signal.signal(number, signal.SIG_IGN)
+
+        atexit.register(ignore)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked child: it is warned of nothing, but may be ended by SIGTERM
             if number == signal.SIGTERM:
@@ -92,7 +105,8 @@ class WarningSignals:
         now = self._clock()
         if self._first is None:
             self._first = now
-            self._take(number)
+            if not self._warned_otherwise:
+                self._take(number)
         elif now - self._first >= SAME_SECONDS:
             self._again(number)
 
@@ -124,14 +138,12 @@ class WarnedExit(SystemExit):
 
 
 @contextlib.contextmanager
-def warnings_raise() -> Iterator[None]:
+def warnings_raise() -> Iterator[WarningSignals]:
     """Turn the first SIGTERM or SIGUSR1 into `WarnedExit`, a later one and SIGHUP into SystemExit; in the main thread.
 
-    A signal that this process ignores (SIGHUP under nohup) stays ignored.
+    A signal that this process ignores (SIGHUP under nohup) stays ignored. After ``note_warning()`` of the yielded
+    object the first signal does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def warned(number: int) -> None:
         raise WarnedExit(number)
@@ -141,12 +153,17 @@ def warnings_raise() -> Iterator[None]:
 
     heard = [number for number in WARNING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     signals = WarningSignals(warned, ends)
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
     hangup = signal.getsignal(signal.SIGHUP)
     signals.install(heard, replace=True)
     if hangup is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, ends)
     try:
-        yield
+        yield signals
     finally:
+        if signals.taken:
+            signals.ignore_at_exit()
         signal.signal(signal.SIGHUP, hangup)
         signals.restore()

@@ -16,12 +16,13 @@ import signal
 import socket
 import time
 import uuid
+from functools import partial
 
 from paceline._core.format import plural
 from paceline._core.job_key import JobKey
 from paceline._core.processes import graceful_shutdown
 from paceline._core.processes.process_exit import signal_name
-from paceline._core.processes.warning_signals import WarnedExit
+from paceline._core.processes.warning_signals import WarnedExit, WarningSignals
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.coordinator import Coordinator, JoinTimeout, LocalCoordinator, too_few_hosts
 from paceline.launch.agent.first_failure import RankFailure, is_secondary
@@ -80,6 +81,7 @@ class ElasticAgent:
         coordinator: of the job's hosts.
         logs: of the ranks.
         key: of the job; None: several hosts do without.
+        warnings: of this process; they raise `WarnedExit`.
         address: where other hosts reach this one.
         serving: whether the job ends with this host, because it serves the rendezvous.
     """
@@ -92,10 +94,11 @@ class ElasticAgent:
         logs: RankLogs,
         *,
         key: JobKey | None,
+        warnings: WarningSignals,
         address: str,
         serving: bool,
     ) -> None:
-        self._job, self._coordinator = job, coordinator
+        self._job, self._coordinator, self._warnings = job, coordinator, warnings
         self._address, self._serving = address, serving
         self._restart_log = RestartLog(job.log_dir)
         self._me = HostMember(socket.gethostname(), member, job.ranks)
@@ -111,6 +114,7 @@ class ElasticAgent:
             while not self._poll():
                 pass
         except KeyboardInterrupt:
+            self._warnings.note_warning()
             text, remedy = f"interrupted on {self._me.host}", "start it again to continue"
             self._end_job(JobOutcome(130, text, remedy=remedy, warning=signal.SIGTERM))
             self._leave_after(signal.SIGTERM, "interrupted")
@@ -156,8 +160,9 @@ class ElasticAgent:
             self._coordinator.wait(self._ranks.processes, seconds)
         if self._ranks.failed() and not self._live.handle_ended(self._me):
             self._report_failures()
-            self._restart("failed")
-            return False
+            if self._coordinator.view().outcome is None:
+                self._restart("failed")
+                return False
         self._live.report()
         ended_well = self._ranks.have_ended_well()
         if ended_well and not self._finished:
@@ -166,6 +171,7 @@ class ElasticAgent:
         view = self._coordinator.view()
         if view.outcome is not None:
             if view.outcome.warning:
+                self._warnings.note_warning()  # a signal that this host gets too must not end its ranks
                 raise _JobWarned(view.outcome)
             if view.outcome.code:
                 raise JobEnded(view.outcome)
@@ -210,14 +216,17 @@ class ElasticAgent:
             text = f"{self._me.host}, which serves the rendezvous, was {how}"
             self._end_job(JobOutcome(128 + number, text, warning=number))
         running, seconds = sum(one.runs for one in self._ranks.present), self._job.timeouts.leave
-        if self._world < 0 or not (running or self._ranks.have_ended_well()):
+        if self._world < 0:
             return 128 + number
+        if not running and not self._ranks.have_ended_well():
+            code = self._ranks.exit_code_after(number)
+            return code if code == LEFT_EXIT_CODE else 128 + number
         ranks = plural(running, "rank")
         log_line(f"{how}; {ranks} may save and leave within {seconds:g} s, a second signal ends all at once")
         self._ranks.warn(number)
         deadline = time.monotonic() + seconds
         while not self._have_left() and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(WarnedExit, ConnectionLost):  # it may have been another host's warning
+            with contextlib.suppress(ConnectionLost):
                 self._coordinator.wait(self._ranks.processes, min(left, _LIVE_POLL_SECONDS))
                 self._coordinator.view()
                 self._live.mark_ended()
@@ -296,11 +305,19 @@ class ElasticAgent:
             self._coordinator.end(outcome)
 
 
-def run_host(job: JobSpec, logs: RankLogs, key: JobKey | None) -> None:
-    """Join or serve the rendezvous and run this host's agent; errors as for `elastic_run.run_job`."""
+def run_host(job: JobSpec, logs: RankLogs, key: JobKey | None, warnings: WarningSignals) -> None:
+    """Join or serve the rendezvous and run this host's agent; errors as for `elastic_run.run_job`.
+
+    Args:
+        job: to run.
+        logs: of the ranks.
+        key: of the job; None: several hosts do without.
+        warnings: of this process; they raise `WarnedExit`.
+    """
     member = uuid.uuid4().hex
+    run_agent = partial(_run_agent, job, member, logs=logs, key=key, warnings=warnings)
     if job.address is None:
-        _run_agent(job, member, LocalCoordinator(job, member), logs, key=key, address="127.0.0.1")
+        run_agent(LocalCoordinator(job, member), address="127.0.0.1", serving=False)
         return
     server = _serve_if_local(job.address, key)
     try:
@@ -308,7 +325,7 @@ def run_host(job: JobSpec, logs: RankLogs, key: JobKey | None) -> None:
             wait_for_server(job.address, job.timeouts.join, log_line)
         coordinator = RemoteCoordinator(job, member, job.address, key)
         address = reachable_address(job.address, serving=server is not None)
-        _run_agent(job, member, coordinator, logs, key=key, address=address, serving=server is not None)
+        run_agent(coordinator, address=address, serving=server is not None)
     except ConnectionLost as error:
         raise _store_lost(job.address, str(error)) from None
     finally:
@@ -320,15 +337,18 @@ def _run_agent(
     job: JobSpec,
     member: str,
     coordinator: Coordinator,
-    logs: RankLogs,
     *,
+    logs: RankLogs,
     key: JobKey | None,
+    warnings: WarningSignals,
     address: str,
-    serving: bool = False,
+    serving: bool,
 ) -> None:
     try:
         coordinator.register()
-        agent = ElasticAgent(job, member, coordinator, logs, key=key, address=address, serving=serving)
+        agent = ElasticAgent(
+            job, member, coordinator, logs, key=key, warnings=warnings, address=address, serving=serving
+        )
         try:
             agent.run()
         finally:

@@ -109,8 +109,8 @@ def run_job(job: JobSpec) -> None:
     if job.address is not None:
         is_local(job.address)  # raises if the name does not resolve
     key = job_key(several=job.hosts > 1, insecure=job.insecure)
-    with warnings_raise(), RankLogs(job.log_dir) as logs:
-        run_host(job, logs, key)
+    with warnings_raise() as warnings, RankLogs(job.log_dir) as logs:
+        run_host(job, logs, key, warnings)
 
 
 def serve_rendezvous(address: RendezvousAddress, *, insecure: bool = False) -> None:
