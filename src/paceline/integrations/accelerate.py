@@ -3,12 +3,18 @@
 [Note: accumulation] ``accelerator.accumulate(model)`` enters the model's ``no_sync``, which `DataParallel` has, so
 gradients are sent once per optimizer step. ``backward(loss, samples=n)`` weights every micro-batch of every rank by its
 samples; Accelerate's division by the number of micro-batches is left out there.
+
+[Note: state of engines] The total by which losses are weighted (`paceline.parallel.engine.loss_weights`) decides the last
+bits of the next step. Accelerate's folder gets it in a file of its own, so that a resumed run has the same bits; without
+that file, as in states of Accelerate or of an older Paceline, runs agree to rounding.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +47,7 @@ except ImportError as error:
 __all__ = ["PacelineAccelerator"]
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_ENGINES_FILE = "paceline_engines.json"
 _PLUGINS = (
     "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"
 )  # fmt: skip
@@ -101,6 +108,8 @@ class PacelineAccelerator(Accelerator):
                 f"PacelineAccelerator with the communication hook {hook!r}",
                 remedy="compress by the strategy: sync=paceline.Sync(compression=...)",
             )
+        self.register_save_state_pre_hook(self._save_engines)
+        self.register_load_state_pre_hook(self._load_engines)
 
     # ------------------------------------------------------------------ prepare
 
@@ -205,6 +214,20 @@ class PacelineAccelerator(Accelerator):
         """
         self._refuse_sharded_parameters("load_state")
         super().load_state(input_dir, load_kwargs, **kwargs)
+
+    def _save_engines(self, models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        """Write what the next step needs for the same bits; see [Note: state of engines]."""
+        engines = [model.engine for model in self._wrapped.models]
+        states = [{"step": each.step, "reference": float(each.weights.reference)} for each in engines]
+        every_node = self.project_configuration.save_on_each_node
+        if self.is_local_main_process if every_node else self.is_main_process:
+            Path(output_dir, _ENGINES_FILE).write_text(json.dumps(states))
+
+    def _load_engines(self, models: list[nn.Module], input_dir: str) -> None:
+        path = Path(input_dir, _ENGINES_FILE)
+        states = json.loads(path.read_text()) if path.exists() else []
+        for model, state in zip(self._wrapped.models, states, strict=False):
+            model.engine.step, model.engine.weights.reference = state["step"], state["reference"]
 
     def _refuse_sharded_parameters(self, name: str) -> None:
         if self._wrapped.shards_parameters and self.num_processes > 1:
