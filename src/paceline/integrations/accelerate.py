@@ -4,9 +4,9 @@
 gradients are sent once per optimizer step. ``backward(loss, samples=n)`` weights every micro-batch of every rank by its
 samples; Accelerate's division by the number of micro-batches is left out there.
 
-[Note: state of engines] The total by which losses are weighted (`paceline.parallel.engine.loss_weights`) decides the last
-bits of the next step. Accelerate's folder gets it in a file of its own, so that a resumed run has the same bits; without
-that file, as in states of Accelerate or of an older Paceline, runs agree to rounding.
+[Note: state of engines] The total by which losses are weighted (`paceline.parallel.engine.loss_weights`) decides the
+last bits of the next step. Accelerate's folder gets it in a file of its own, so that a resumed run has the same bits.
+Without that file, as in states of Accelerate or of an older Paceline, runs agree to rounding.
 """
 
 from __future__ import annotations
