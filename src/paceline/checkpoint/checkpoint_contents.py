@@ -61,7 +61,7 @@ from paceline.parallel.virtual_ranks.virtual_reducer import VirtualRankReducer
 from paceline.world.accelerator import find_accelerator, used_accelerator
 from paceline.world.plain_values import unpack
 
-__all__ = ["CheckpointContents", "RestorePlan", "collect_contents"]
+__all__ = ["CheckpointContents", "RestorePlan", "collect_contents", "engine_state"]
 
 log = logging.getLogger("paceline.checkpoint")
 
@@ -152,7 +152,7 @@ def collect_contents(
             "extra": extra,
             "epoch": epoch,
             "between_epochs": between_epochs,
-            "engines": {name: _engine_state(engine) for name, engine in engines.items()},
+            "engines": {name: engine_state(engine) for name, engine in engines.items()},
         }
         state |= parts.add_packed(f"{OWN}0", common)
         shared["optimizers"] = {
@@ -170,7 +170,8 @@ def collect_contents(
     return CheckpointContents(parts.in_files(dcp_file(rank), dcp_file(rank, 1)), state, shared, values, names)
 
 
-def _engine_state(engine: Reducer) -> dict[str, Any]:
+def engine_state(engine: Reducer) -> dict[str, Any]:
+    """Return the plain values of an engine by which a resumed run computes the same bits."""
     state = {"step": engine.step, "reference": float(engine.weights.reference)}
     return state | ({"arithmetic": engine.arithmetic} if isinstance(engine, VirtualRankReducer) else {})
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.checkpoint.checkpoint_contents import engine_state
 from paceline.data.batch_sample_count import with_samples
 from paceline.data.loader import Loader
 from paceline.errors import UsageError
@@ -217,8 +218,7 @@ class PacelineAccelerator(Accelerator):
 
     def _save_engines(self, models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
         """Write what the next step needs for the same bits; see [Note: state of engines]."""
-        engines = [model.engine for model in self._wrapped.models]
-        states = [{"step": each.step, "reference": float(each.weights.reference)} for each in engines]
+        states = [engine_state(model.engine) for model in self._wrapped.models]
         every_node = self.project_configuration.save_on_each_node
         if self.is_local_main_process if every_node else self.is_main_process:
             Path(output_dir, _ENGINES_FILE).write_text(json.dumps(states))

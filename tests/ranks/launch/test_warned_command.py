@@ -235,17 +235,17 @@ def test_a_notice_that_stays_ends_the_command_with_75(tmp_path):
 # ------------------------------------------------------------------ two hosts
 
 
-def two_hosts(folder, minimum, second="paceline"):
+def two_hosts(folder, minimum, second_module="paceline"):
     """Start two hosts of one rank each on this machine; return that which serves the rendezvous, and the other.
 
-    `second` is the module of the other one's command.
+    `second_module` has the command of the other one.
     """
     port = free_port()
     options = ["--nnodes", f"{minimum}:2", "--rendezvous", f"127.0.0.1:{port}", "--insecure"]
     launcher = paceline_run(folder, 1, *options, "--last-call", "1s")
     first = Command(folder, launcher, "3", "0.03", name="first")
     first.wait_for(lambda: is_port_taken(port))
-    return first, Command(folder, [second, *launcher[1:]], "3", "0.03", name="second")
+    return first, Command(folder, [second_module, *launcher[1:]], "3", "0.03", name="second")
 
 
 def test_one_of_two_hosts_is_warned_and_the_other_continues_from_the_same_step(tmp_path):
@@ -273,7 +273,7 @@ def test_the_host_that_serves_the_rendezvous_is_warned_and_all_end_with_75(tmp_p
 
 def test_a_host_that_learns_of_the_warning_and_is_signalled_as_well_lets_its_ranks_save(tmp_path):
     """A scheduler signals all hosts, and the signal may reach one after the news of the others."""
-    first, second = two_hosts(tmp_path, 2, second="signalled_launcher")
+    first, second = two_hosts(tmp_path, 2, second_module="signalled_launcher")
     first.reach(5)
     first.process.send_signal(USR1)
     assert (first.end(), second.end()) == (75, 75), first.text() + second.text()
