@@ -154,7 +154,7 @@ def test_a_preempted_job_saves_within_the_grace_and_resumes_without_a_lost_step(
 ):
     job = number_of(launch("--nnodes", "2", "--env", "SAVE_EVERY=1000", "--submit", pause=0.5))
     notes.await_step(3)
-    urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true"]
+    urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"]
     other = cluster.run("sbatch", "--parsable", *urgent)
     finish(cluster, job)
     await_state(cluster, other, "COMPLETED")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from elastic_run import NEWCOMER, UP, Move, Proc, RunModel, State, Violation
+from elastic_run import NEWCOMER, UP, Move, Proc, RunModel, Scenario, State, Violation
 from paceline.elastic.member import Member
 from paceline.elastic.member_events import (
     CreateView,
@@ -30,18 +30,23 @@ from paceline.elastic.view import View
 class ChangeModel(RunModel):
     """Stopping, reporting, composing views, adopting them, and the ends of processes."""
 
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.reported: dict[tuple, tuple[int, int]] = {}
+        self.compositions: dict[tuple, tuple[CreateView | Leave, ...]] = {}
+
     def _stops(self, state: State, at: int, proc: Proc, member: Member) -> Iterator[Move]:
         """Stop and report, if there is a reason: a change under way, a death, or a peer that does not answer."""
         view = member.view
         needed = view.participants if member.phase == "forming" else view.members
         found = [each for each in needed if self._may_be_unreachable(state, member, each)]
-        known = [each for each in found if proc.split and self._is_split(state, member.me, each)]
+        known = [each for each in found if self._is_split(state, member.me, each)] if proc.split else []
         found = [each for each in found if each not in known]
         events: list[tuple[Event, ...]] = []
         for count in range(not known, len(found) + 1):
             choices = itertools.combinations(found, count)
             events += [tuple(map(Unreachable, (*known, *some))) for some in choices]
-        broken = any(state.procs[self.index[each]].status != UP for each in needed) or found
+        broken = found or any([state.procs[self.index[each]].status != UP for each in needed])
         changing = len(state.views) > view.epoch + 1 or any(
             report.epoch == view.epoch + 1 and not report.orderly for report in self.reports(state)
         )
@@ -53,53 +58,72 @@ class ChangeModel(RunModel):
     def _reports(
         self, state: State, at: int, proc: Proc, label: str, events: tuple[Event, ...]
     ) -> Iterator[Move]:
-        stopped = Stopped(
-            len(proc.done),
-            "complete" if proc.gradients >= 0 else "computing",
-            len(proc.done) == self.scenario.steps,
-            0 if self.scenario.checkpoint else None,
-        )
-        number, actions = self.machines.feed(proc.machine, *events, stopped)
-        report = next(each.report for each in actions if isinstance(each, WriteReport))
+        number, written = self._reported(proc, events)
+        report = self.machines.known[written]
         if not set(report.holds) <= set(proc.data):
             raise Violation(f"{report.member} reports state that it does not hold")
-        # What it has composed at once it may compose later, see `_composes`.
-        member = replace(
-            self.machines.known[number], phase="reported", proposed=False, unreachable=frozenset()
-        )
-        reported = proc._replace(machine=self.machines.number(member))
-        reports = state.reports | {self.machines.number(report)}
-        yield label, self._with(state, at, reported)._replace(reports=reports)
+        reported = self._with(state, at, proc._replace(machine=number))
+        yield label, State(reported.procs, state.views, state.reports | {written}, *state[3:])
+
+    def _reported(self, proc: Proc, events: tuple[Event, ...]) -> tuple[int, int]:
+        """Return the numbers of a member that has stopped after some events, and of its report."""
+        step, complete = len(proc.done), proc.gradients >= 0
+        key = proc.machine, step, complete, events
+        found = self.reported.get(key)
+        if found is None:
+            stopped = Stopped(
+                step,
+                "complete" if complete else "computing",
+                step == self.scenario.steps,
+                0 if self.scenario.checkpoint else None,
+            )
+            number, actions = self.machines.feed(proc.machine, *events, stopped)
+            report = next(each.report for each in actions if isinstance(each, WriteReport))
+            # What it has composed at once it may compose later, see `_composes`.
+            member = replace(
+                self.machines.known[number], phase="reported", proposed=False, unreachable=frozenset()
+            )
+            found = self.reported[key] = self.machines.number(member), self.machines.number(report)
+        return found
 
     def _composes(self, state: State, at: int, proc: Proc, member: Member) -> Iterator[Move]:
         """Compose the next view from everything that the member may have read by now."""
-        view, blind = member.view, self.scenario.mutation == "set instead of compare_set"
-        if len(state.views) != view.epoch + 1 and not blind:
+        blind = self.scenario.mutation == "set instead of compare_set"
+        if len(state.views) != member.view.epoch + 1 and not blind:
             return
-        reports = {each.member: each for each in self.reports(state) if each.epoch == view.epoch + 1}
+        for action in self._compositions(state, proc, member):
+            if isinstance(action, Leave):
+                yield "lose", self._gone(state, at, action.reason)
+            elif self._is_written(state, action.view):
+                yield "create view", self._created(state, action.view)
+
+    def _compositions(self, state: State, proc: Proc, member: Member) -> tuple[CreateView | Leave, ...]:
+        """Return what a member may do next, depending on what it has read: each view and each end once."""
+        others = [each for each in member.view.participants if each != member.me]
+        silent = tuple([self._is_silent(state, member, each) for each in others])
+        key = proc.machine, state.reports, state.dead, state.joiners, silent
+        found = self.compositions.get(key)
+        if found is not None:
+            return found
+        reports = {each.member: each for each in self.reports(state) if each.epoch == member.view.epoch + 1}
         options: list[list[Event]] = []
-        for other in view.participants:
-            if other == member.me:
-                continue
-            known: list[Event] = [ReportSeen(reports[other])] if other in reports else []
-            known += [Died(other)] if other in state.dead else []
-            known += [Unreachable(other)] if self._is_silent(state, member, other) else []
-            options.append(known)
+        for other, is_silent in zip(others, silent, strict=True):
+            seen: list[Event] = [ReportSeen(reports[other])] if other in reports else []
+            seen += [Died(other)] if other in state.dead else []
+            seen += [Unreachable(other)] if is_silent else []
+            options.append(seen)
         newcomers = self._joiners_seen(state, member)
         first = [(Overdue(),)] + ([(Overdue(), *newcomers)] if newcomers else [])
         if NEWCOMER in state.dead:
             first += [(Overdue(), Died(NEWCOMER), *newcomers)]
+        composed: list[CreateView | Leave] = []
         for begin, known in itertools.product(first, itertools.product(*options)):
             _, actions = self.machines.feed(proc.machine, *begin, *known)
             if not any(isinstance(each, CreateView | Leave) for each in actions):
                 _, actions = self.machines.feed(proc.machine, *begin, *known, WaitTimedOut())
-            for action in actions:
-                if isinstance(action, CreateView) and not self._is_written(state, action.view):
-                    continue
-                if isinstance(action, CreateView):
-                    yield "create view", self._created(state, action.view)
-                elif isinstance(action, Leave):
-                    yield "lose", self._gone(state, at, action.reason)
+            composed += [each for each in actions if isinstance(each, CreateView | Leave)]
+        found = self.compositions[key] = tuple(dict.fromkeys(composed))
+        return found
 
     def _is_written(self, state: State, view: View) -> bool:
         """Return whether a store without compare_set takes a view; once in each order, so that this ends."""

@@ -292,30 +292,29 @@ def explore(
     """
     model = Model(scenario)
     start = model.start()
-    seen, path, ends = {start}, [], 0
-    stack: list[tuple[str, State, Iterator[Move]]] = [("start", start, iter(()))]
-    active = {start}
+    numbers, active = {start: 0}, [True]  # of each state, and whether the path leads through it
+    stack: list[tuple[str, int, Iterator[Move]]] = [("start", 0, iter(()))]
     try:
-        stack[0] = "start", start, _successors(model, start, permitted)
+        stack[0] = "start", 0, _successors(model, start, permitted)
         while stack:
-            _, state, upcoming = stack[-1]
-            move = next(upcoming, None)
+            move = next(stack[-1][2], None)
             if move is None:
-                active.discard(state)
-                stack.pop()
-            elif move[1] not in seen:
-                seen.add(move[1])
-                active.add(move[1])
-                stack.append((*move, _successors(model, move[1], permitted)))
-            elif move[1] in active:
-                raise Violation(f"a circle of moves: {move[0]}")
-            if len(seen) > most:
+                active[stack.pop()[1]] = False
+                continue
+            label, state = move
+            number = numbers.setdefault(state, len(active))
+            if number == len(active):
+                active.append(True)
+                stack.append((label, number, _successors(model, state, permitted)))
+            elif active[number]:
+                raise Violation(f"a circle of moves: {label}")
+            if len(active) > most:
                 raise Violation(f"more than {most} states")
     except Violation as violation:
         path = [label for label, _, _ in stack]
         raise Violation(f"{violation}\n  after {' → '.join(path)}") from None
-    ends = sum(all(proc.status != UP for proc in state.procs) for state in seen)
-    return len(seen), ends
+    ends = sum(all(proc.status != UP for proc in state.procs) for state in numbers)
+    return len(active), ends
 
 
 def _successors(model: Model, state: State, permitted: Callable[[State], str | None]) -> Iterator[Move]:

@@ -6,10 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.elastic.member import Member
-from paceline.elastic.member_events import (
-    Event,
-    JoinerSeen,
-)
+from paceline.elastic.member_events import Action, Event, JoinerSeen
 from paceline.elastic.next_view import first_view
 from paceline.elastic.view import Report, Rules, View
 
@@ -116,7 +113,7 @@ class Machines:
 
     known: list[Any] = field(default_factory=list)
     numbers: dict[object, int] = field(default_factory=dict)
-    memory: dict[tuple[int, tuple[Event, ...]], tuple[int, tuple]] = field(default_factory=dict)
+    memory: dict[tuple[int, Event], tuple[int, tuple[Action, ...]]] = field(default_factory=dict)
 
     def number(self, value: Member | View | Report) -> int:
         found = self.numbers.get(value)
@@ -125,17 +122,17 @@ class Machines:
             self.known.append(value)
         return found
 
-    def feed(self, number: int, *events: Event) -> tuple[int, tuple]:
+    def feed(self, number: int, *events: Event) -> tuple[int, tuple[Action, ...]]:
         """Return the number of the state after some events, and all actions."""
-        key = number, events
-        found = self.memory.get(key)
-        if found is None:
-            member, actions = self.known[number], []
-            for event in events:
-                member, more = member.handle(event)
-                actions += more
-            found = self.memory[key] = self.number(member), tuple(actions)
-        return found
+        actions: list[Action] = []
+        for event in events:
+            found = self.memory.get((number, event))
+            if found is None:
+                member, more = self.known[number].handle(event)
+                found = self.memory[number, event] = self.number(member), more
+            number = found[0]
+            actions += found[1]
+        return number, tuple(actions)
 
 
 Move = tuple[str, State]
@@ -151,6 +148,7 @@ class RunModel:
         self.rules = Rules(scenario.strategy, scenario.min_ranks, scenario.saves)
         self.sharded = scenario.strategy == "sharded"
         self.first = first_view(self.names[: scenario.ranks])
+        self.canonical_procs: dict[tuple[Proc, int, bool], Proc] = {}
 
     def start(self) -> State:
         """Return the state in which all members have begun step 0."""
@@ -205,38 +203,62 @@ class RunModel:
         return lost or (member.me, other, member.view.epoch) in state.suspicions
 
     def _with(self, state: State, at: int, proc: Proc) -> State:
-        procs = list(state.procs)
-        procs[at] = proc
-        return state._replace(procs=tuple(procs))
+        procs = state.procs
+        return State((*procs[:at], proc, *procs[at + 1 :]), *state[1:])
 
     def canonical(self, state: State) -> State:
         """Return the state without what can't matter any more."""
-        latest = len(state.views) - 1
-        members = [self.member(proc) for proc in state.procs]
-        alive = [member for member, proc in zip(members, state.procs, strict=True) if proc.status == UP]
-        training = any(each.phase == "training" and each.view.epoch == latest for each in alive)
-        procs = []
-        for proc, member in zip(state.procs, members, strict=True):
+        known, latest = self.machines.known, len(state.views) - 1
+        alive = [known[proc.machine] for proc in state.procs if proc.status == UP]
+        training = forming = False
+        oldest = latest
+        for each in alive:
+            epoch, phase = each.view.epoch, each.phase
+            oldest = min(oldest, epoch)
+            training = training or (phase == "training" and epoch == latest)
+            forming = forming or phase in ("forming", "formed")
+        # Lists in the calls of tuple and any are faster than generators: this runs once per move.
+        procs = tuple([self._canonical_proc(proc, latest, training) for proc in state.procs])
+        views, frozen, suspicions = state.views, state.frozen, state.suspicions
+        if oldest > 0:
+            needed = {epoch for proc in procs for epoch in proc.data}
+            views = tuple(
+                [
+                    number if epoch >= oldest or epoch in needed else -1
+                    for epoch, number in enumerate(state.views)
+                ]
+            )
+        if frozen and not training:
+            frozen = ((-1, -1, -1),) * len(procs)
+        if suspicions:
+            running = {each.me for each in alive}
+            suspicions = frozenset(each for each in suspicions if each[0] in running)
+        formed = state.formed if forming else frozenset()
+        return State(
+            procs,
+            views,
+            state.reports,
+            formed,
+            state.dead,
+            state.joiners,
+            state.faults,
+            frozen,
+            suspicions,
+        )
+
+    def _canonical_proc(self, proc: Proc, latest: int, training: bool) -> Proc:
+        """Return what can matter of a process, if members still train in the latest view or not."""
+        key = proc, latest, training
+        found = self.canonical_procs.get(key)
+        if found is None:
+            member, found = self.member(proc), proc
             current = member.view.epoch == latest
             if proc.status != UP:
-                proc = self._remains(proc, member, keep=current and training)
+                found = self._remains(proc, member, keep=current and training)
             elif current and not training and not self.scenario.mutation:
-                proc = proc._replace(entered=-1, wish=False)
-            procs.append(proc)
-        needed = {epoch for proc in procs for epoch in proc.data}
-        oldest = min((each.view.epoch for each in alive), default=latest)
-        views = tuple(
-            number if epoch >= oldest or epoch in needed else -1 for epoch, number in enumerate(state.views)
-        )
-        forming = any(each.phase in ("forming", "formed") for each in alive)
-        running = {each.me for each in alive}
-        return state._replace(
-            procs=tuple(procs),
-            views=views,
-            formed=state.formed if forming else frozenset(),
-            frozen=state.frozen if training or not state.frozen else ((-1, -1, -1),) * len(procs),
-            suspicions=frozenset(each for each in state.suspicions if each[0] in running),
-        )
+                found = proc._replace(entered=-1, wish=False)
+            self.canonical_procs[key] = found
+        return found
 
     def _remains(self, proc: Proc, member: Member, *, keep: bool) -> Proc:
         """Return what is left of a process that has ended: what it has contributed, if others still train."""

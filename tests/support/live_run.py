@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from warm_commands import start_command
+
 __all__ = ["PROGRAM", "STEPS", "LiveRun", "is_running", "run_alone"]
 
 PROGRAM = Path(__file__).with_name("live_program.py")
@@ -19,36 +21,28 @@ STEPS = 150
 
 
 class LiveRun:
-    """A run of the program under ``paceline run``."""
+    """A run of the program under ``paceline run``.
 
-    def __init__(self, folder, ranks, backend="paceline", steps=STEPS, data=(), options=()):
+    Its processes are forked from one that has imported torch; with ``forked=False`` each one starts Python.
+    """
+
+    def __init__(self, folder, ranks, backend="paceline", steps=STEPS, data=(), options=(), forked=True):
         self.folder = folder
-        command = [
-            sys.executable,
-            "-m",
-            "paceline",
-            "run",
-            "--nproc-per-node",
-            str(ranks),
-            "--min-ranks",
-            "1",
-            *options,
-        ]
-        command += [
-            "--max-restarts",
-            "20",
-            "--log-dir",
-            str(folder / "logs"),
-            str(PROGRAM),
-            str(steps),
-            str(folder),
-            *data,
-        ]
+        command = ["run", "--nproc-per-node", str(ranks), "--min-ranks", "1", *options]
+        command += ["--max-restarts", "20", "--log-dir", str(folder / "logs")]
+        command += [str(PROGRAM), str(steps), str(folder), *data]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "LIVE_BACKEND": backend}
         with (folder / "output").open("w") as output:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, process_group=0
-            )
+            if forked:
+                self.process = start_command(command, env=environment, output=output)
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "paceline", *command],
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                )
 
     def lines(self):
         """Return what each process has written: {member: [(pid, step, ranks)]}."""

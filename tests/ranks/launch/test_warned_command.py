@@ -14,6 +14,7 @@ import pytest
 
 import paceline
 from paceline.launch.agent.rendezvous_address import free_port, is_port_taken
+from warm_commands import start_command
 from warned_training import PROGRAM, Lines, newest
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -23,21 +24,28 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Command:
-    """A launcher with a training in a folder; one of several hosts has a name of its own for its output."""
+    """A launcher with a training in a folder; one of several hosts has a name of its own for its output.
+
+    The command ``paceline`` and its ranks are forked from a process that has imported torch.
+    """
 
     def __init__(self, folder, launcher, *words, name="output", env=()):
         self.folder, self.lines, self.output = folder, Lines(folder), folder / name
         source = str(Path(paceline.__file__).parents[1])
         environment = os.environ | {"PYTHONPATH": f"{source}:{Path(PROGRAM).parent}", "OMP_NUM_THREADS": "1"}
         environment |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)} | dict(env)
+        words = [*launcher[1:], PROGRAM, str(folder), *words]
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *launcher, PROGRAM, str(folder), *words],
-                stdout=output,
-                stderr=output,
-                env=environment,
-                process_group=0,
-            )
+            if launcher[0] == "paceline":
+                self.process = start_command(words, env=environment, output=output)
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", launcher[0], *words],
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    process_group=0,
+                )
 
     def wait_for(self, condition, seconds=60):
         deadline = time.monotonic() + seconds
