@@ -68,7 +68,7 @@ class ChangeModel(RunModel):
     def _reported(self, proc: Proc, events: tuple[Event, ...]) -> tuple[int, int]:
         """Return the numbers of a member that has stopped after some events, and of its report."""
         step, complete = len(proc.done), proc.gradients >= 0
-        key = proc.machine, step, complete, events
+        key = proc.machine, step, complete, events  # all that the result depends on
         found = self.reported.get(key)
         if found is None:
             stopped = Stopped(
@@ -101,7 +101,7 @@ class ChangeModel(RunModel):
         """Return what a member may do next, depending on what it has read: each view and each end once."""
         others = [each for each in member.view.participants if each != member.me]
         silent = tuple([self._is_silent(state, member, each) for each in others])
-        key = proc.machine, state.reports, state.dead, state.joiners, silent
+        key = proc.machine, state.reports, state.dead, state.joiners, silent  # all that the result depends on
         found = self.compositions.get(key)
         if found is not None:
             return found

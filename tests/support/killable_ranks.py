@@ -17,7 +17,6 @@ a scenario are killed; the warm process itself dies with pytest.
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 import shutil
@@ -25,14 +24,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from warm_start import die_with, preload_modules, start_warm_process
+from warm_start import die_with, end_as_a_program, preload_modules, start_warm_process
 
 __all__ = ["KillableRanks", "RankProcess", "ScenarioError"]
 
@@ -175,30 +173,7 @@ def main() -> None:
     except _BecomeRank as begin:
         work, own, args = begin.args
         pipe.close()
-        _end_as_a_program(work, lambda value: own.send_bytes(pickle.dumps(value)), *args)
-
-
-def _end_as_a_program(work: Callable[..., Any], *args: Any) -> None:
-    """Work, and end with what the end of a program does: threads are waited for, functions at exit are called.
-
-    Only the modules are not taken apart, which would copy all of the warm process's memory: 0.3 s.
-    """
-    code: int | str | None = None
-    try:
-        work(*args)
-    except SystemExit as error:
-        code = error.code
-    except Exception:  # noqa: BLE001 — printed, as at the end of a program
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
+        end_as_a_program(work, lambda value: own.send_bytes(pickle.dumps(value)), *args)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,11 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
-from warm_start import die_with, preload_modules, start_warm_process
+from warm_start import die_with, end_as_a_program, preload_modules, start_warm_process
 
 __all__ = ["WarmCommand", "start_command"]
 
@@ -256,29 +255,6 @@ def _run_program(argv: list[str], env: dict[str, str]) -> None:
             exec(compile(source.read(), program, "exec"), main.__dict__)
 
 
-def _end_as_a_program(work: Callable[[], None]) -> None:
-    """Work, and end as a program ends; only the modules are not taken apart, which would copy their memory."""
-    code: object = None
-    try:
-        work()
-    except SystemExit as end:
-        code = end.code
-    except BaseException as error:  # noqa: BLE001 - printed, as at the end of a program
-        traceback.print_exc()
-        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit((code or 0) & 0xFF)
-
-
 def main() -> None:
     """Fork launchers until the other end is closed; in a child, be a launcher or a rank."""
     descriptor, parent = map(int, sys.argv[1:])
@@ -288,7 +264,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _serve(socket.socket(fileno=descriptor))
     except _BecomeProgram as begin:
-        _end_as_a_program(begin.args[0])
+        end_as_a_program(begin.args[0])
 
 
 if __name__ == "__main__":

@@ -207,8 +207,7 @@ class Elastic:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        membership = self._membership
-        if membership is None:
+        if (membership := self._membership) is None:
             return
         try:
             if error is None:
@@ -255,9 +254,8 @@ class Elastic:
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[None]:
-        membership = self._membership
         self._steps.begin()
-        if membership is None:
+        if (membership := self._membership) is None:
             if self._checkpoint is not None:
                 self._checkpoint.save_if_due()
             yield
