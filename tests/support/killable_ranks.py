@@ -172,8 +172,12 @@ def main() -> None:
         return
     except _BecomeRank as begin:
         work, own, args = begin.args
-        pipe.close()
-        end_as_a_program(work, lambda value: own.send_bytes(pickle.dumps(value)), *args)
+    pipe.close()
+
+    def send(value: Any) -> None:
+        own.send_bytes(pickle.dumps(value))
+
+    end_as_a_program(work, send, *args)
 
 
 if __name__ == "__main__":

@@ -263,8 +263,10 @@ def main() -> None:
         preload_modules()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _serve(socket.socket(fileno=descriptor))
+        return
     except _BecomeProgram as begin:
-        end_as_a_program(begin.args[0])
+        program = begin.args[0]
+    end_as_a_program(program)
 
 
 if __name__ == "__main__":

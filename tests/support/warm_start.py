@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -46,8 +45,8 @@ def end_as_a_program(work: Callable[..., Any], *args: Any) -> NoReturn:
         work(*args)
     except SystemExit as end:
         code = end.code
-    except BaseException as error:  # noqa: BLE001 — printed, as at the end of a program
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 — shown, as at the end of a program
+        sys.excepthook(type(error), error, error.__traceback__)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
