@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 from unittest import mock
 
 import pytest
@@ -79,6 +80,9 @@ def run_file(rank, size, folder, *argv):
             runpy.run_path(argv[0], run_name="__main__")
     finally:
         paceline.shutdown()
+        for thread in threading.enumerate():
+            if thread.name == "paceline-checkpoint":
+                thread.join(60)  # as a program does at its end
     return output.getvalue()
 
 

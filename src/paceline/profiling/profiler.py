@@ -120,7 +120,7 @@ class Profiler:
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"every={every!r}", remedy="give 1 to write every step, 10 for each tenth")
         self._loggers = LoggerGroup(loggers)
-        self.folder, self._model, self._every = Path(folder), model, every
+        self.folder, self._model, self._every = Path(folder).absolute(), model, every
         self._rank, ranks = rank_and_size(model.comm.group)
         if ranks == 1 and os.environ.get(JOINER_VARIABLE):
             self._rank = -1  # in no world yet

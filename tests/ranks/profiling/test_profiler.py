@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -231,7 +232,9 @@ def test_of_two_models_the_steps_are_those_of_the_one_that_was_named(pool, tmp_p
 def drags(rank, size, folder):
     model = paceline.DataParallel(model_zoo.build("Plain"))
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
-    with paceline.Profiler(folder, model):
+    with contextlib.chdir(folder.parent):
+        profiler = paceline.Profiler(folder.name, model)
+    with profiler:  # writes there from another directory too
         for _ in range(8):
             x = torch.ones(4, model_zoo.WIDTH, dtype=torch.float64)
             if rank == 1:

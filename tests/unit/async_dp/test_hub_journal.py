@@ -55,6 +55,19 @@ def test_records_are_numbered_from_0_over_all_restarts(tmp_path):
             assert [journal.append({}), journal.append({})] == [first, first + 1]
 
 
+def test_the_journal_stays_in_its_folder_when_the_program_changes_its_directory(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with HubJournal.open("hub", resume=False) as journal:
+        monkeypatch.chdir("other")
+        journal.describe({"workers": 2})
+        write(journal, range(3))
+        journal.commit()
+    assert (tmp_path / "hub" / "run.json").exists()
+    assert recovered_numbers(tmp_path / "hub") == [0, 1, 2]
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 def test_a_loss_that_is_not_finite_is_recorded(tmp_path):
     with HubJournal.open(tmp_path, resume=False) as journal:
         journal.append({"loss": math.nan, "norm": math.inf})

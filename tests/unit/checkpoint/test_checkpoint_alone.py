@@ -16,7 +16,7 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint.interop.weights_export import export_weights
-from paceline.checkpoint.storage.local_folder import LocalFolder
+from paceline.checkpoint.storage.local_folder import LocalFolder, _LocalAttempt
 from paceline.errors import CheckpointError, UsageError
 
 
@@ -47,6 +47,28 @@ def test_facts_that_become_invalid_fail_a_save_without_a_hang(tmp_path):
     checkpoint.save(wait=True)
     checkpoint.close()
     assert (tmp_path / "step-00000000").is_dir()
+
+
+def test_a_program_that_changes_its_directory_saves_into_the_same_folder(tmp_path, monkeypatch):
+    """Also what is being written then, and what is removed later."""
+    publish, moved = _LocalAttempt.publish, Event()
+
+    def publish_late(attempt, names):
+        moved.wait(10)
+        publish(attempt, names)
+
+    monkeypatch.setattr(_LocalAttempt, "publish", publish_late)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    checkpoint = paceline.Checkpoint("run", nn.Linear(2, 1), keep=1)
+    checkpoint.save()
+    monkeypatch.chdir("other")
+    moved.set()
+    checkpoint.step = 1
+    checkpoint.save()
+    checkpoint.close()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock", "step-00000001"]
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_close_waits_until_an_earlier_save_has_removed_old_checkpoints(tmp_path, monkeypatch):

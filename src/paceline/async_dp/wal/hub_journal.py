@@ -128,7 +128,7 @@ class HubJournal:
             DamagedCheckpoint: something that had been on disk is missing or damaged.
             CheckpointError: a repair can't be written.
         """
-        path = Path(folder)
+        path = Path(folder).absolute()
         make_folder(path, "hub")
         lock = lock or FolderLock(path / "hub.lock", "hub")
         with ExitStack() as undo, disk_errors(path, "correct that, then open it again", "opened"):

@@ -167,7 +167,7 @@ class LocalFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the program may change its directory
 
     @property
     def location(self) -> str:
