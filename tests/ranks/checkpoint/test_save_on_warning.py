@@ -467,9 +467,11 @@ def often(fork, folder, seed):
     where, size, lives = f"{folder}/run", rng.choice([2, 3]), 0
     while True:
         ranks = Ranks(fork, folder, where, size, every=rng.choice([3, 1000]), pause=0.01)
-        time.sleep(rng.uniform(0.0, 0.6))
-        victims = rng.sample(range(size), rng.randint(1, size))
-        for rank in victims:
+        done = max(ranks.lines.last_step(), 0)
+        if rng.random() < 0.7:
+            ranks.reach(min(done + rng.randint(1, 20), 60))
+        time.sleep(rng.uniform(0.0, 0.3))
+        for rank in rng.sample(range(size), rng.randint(1, size) if done < 60 else 0):
             ranks.kill(rank, rng.choice([TERM, USR1]))
             time.sleep(rng.choice([0.0, 0.02]))
         codes, lives = ranks.codes(), lives + 1
