@@ -152,6 +152,19 @@ def test_files_are_private(memory):
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in found if path.is_dir()} == {0}
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_relative_folder_stays_where_it_is_when_the_program_changes_its_directory(
+    tmp_path, monkeypatch, given
+):
+    monkeypatch.setenv("TMPDIR", ".")
+    monkeypatch.chdir(tmp_path)
+    cache = HostCache("s3://bucket/run", "cache" if given else None)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")
+    assert cache.new_folder().is_relative_to(tmp_path)
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 def test_a_default_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     cache = HostCache("memory://host/run")

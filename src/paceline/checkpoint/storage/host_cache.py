@@ -152,7 +152,7 @@ class HostCache:
     """
 
     def __init__(self, url: str, parent: str | Path | None = None) -> None:
-        self._parent = _default_parent() if parent is None else Path(parent)
+        self._parent = (_default_parent() if parent is None else Path(parent)).absolute()
         self._is_default = parent is None
         self.path = self._parent / xxh3_64_hexdigest(url.encode())
 
