@@ -74,7 +74,7 @@ class Checkpoint:
         named: objects to save under given names.
 
     Attributes:
-        folder: the folder, a path or URL.
+        folder: the folder, an absolute path or a URL.
         step: number of optimizer steps, including those before a restart (of the first optimizer if there are several).
         epoch: number of epochs that `resume` has completed.
         resumed: what `load` found; None: nothing.

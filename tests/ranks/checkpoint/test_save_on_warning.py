@@ -468,7 +468,7 @@ def often(fork, folder, seed):
     while True:
         ranks = Ranks(fork, folder, where, size, every=rng.choice([3, 1000]), pause=0.01)
         done = max(ranks.lines.last_step(), 0)
-        if rng.random() < 0.7:
+        if rng.random() < 0.7:  # else perhaps before or after the training
             ranks.reach(min(done + rng.randint(1, 20), 60))
         time.sleep(rng.uniform(0.0, 0.3))
         for rank in rng.sample(range(size), rng.randint(1, size) if done < 60 else 0):
