@@ -79,6 +79,38 @@ def test_a_rank_that_arrives_too_late_raises(killable):
     assert killable.run_ranks(late_small_scene) == [["CollectiveTimeout"] * 2] * 2
 
 
+def waiting_for_a_stopped_rank(report, rank, size, folder, calls):
+    enter(folder, rank, size, timeout=0.5)
+    dist.barrier()
+    report("ready")
+    if rank == 2:
+        time.sleep(60)  # it is stopped meanwhile
+    arriving = torch.empty(4)
+    if rank == 1:
+        time.sleep(0.3)  # so that rank 0 times out first
+        report(error_of(lambda: dist.recv(arriving, 2)))
+    elif calls == "collective":
+        report(error_of(lambda: dist.all_reduce(arriving)))
+    else:
+        report(error_of(lambda: dist.recv(arriving, 1)))
+    dist.destroy_process_group()
+
+
+def stopped_scene(fork, folder, calls):
+    ranks = [fork(waiting_for_a_stopped_rank, rank, 3, folder, calls) for rank in range(3)]
+    assert [each.receive() for each in ranks] == ["ready"] * 3
+    ranks[2].kill(signal.SIGSTOP)
+    return [each.receive() for each in ranks[:2]]
+
+
+@pytest.mark.parametrize("calls", ["collective", "message"])
+def test_a_rank_that_waits_for_a_stopped_one_is_not_blamed(killable, calls):
+    for kind, text in killable.run_ranks(stopped_scene, calls):
+        assert kind == "CollectiveTimeout"
+        assert "rank 2 on host" in text
+        assert "the timeout of 0.5 s (its process is stopped); missing in all: rank 1, rank 2" in text
+
+
 def failing_during_a_call(report, rank, size, folder):
     group = enter(folder, rank, size)
     group.note_step(4)

@@ -214,15 +214,21 @@ class ShmBarrier:
         return GroupFailure(peer.world_rank, peer.name, text, step=step, exit_code=code)
 
     def _timeout_failure(self, missing: Sequence[int], timeout: float) -> GroupFailure:
-        """Return the failure of ranks that did not arrive in time; the first of them is at fault."""
-        peers = [self._peers.peers[index] for index in missing]
-        stopped = any(self._peers.is_stopped(peer.rank) for peer in peers)
+        """Return the failure of ranks that did not arrive in time.
+
+        A stopped rank of the group is at fault, for the others may wait for it themselves; else the first of them.
+        """
+        peers = self._peers.peers
+        others = [index for index in range(self.size) if index != self.index]
+        stopped = [index for index in others if self._peers.is_stopped(peers[index].rank)]
+        cause = (stopped or missing)[0]
+        late = sorted({cause, *missing})
         state = "its process is stopped" if stopped else "its process is alive"
-        names = ", ".join(f"rank {peer.world_rank}" for peer in peers)
-        more = f"; missing in all: {names}" if len(peers) > 1 else ""
+        names = ", ".join(f"rank {peers[index].world_rank}" for index in late)
+        more = f"; missing in all: {names}" if len(late) > 1 else ""
         text = f"did not arrive within the timeout of {timeout:g} s ({state}){more}"
-        step = self.control.step_of(missing[0])
-        return GroupFailure(peers[0].world_rank, peers[0].name, text, step=step, dead=False)
+        step = self.control.step_of(cause)
+        return GroupFailure(peers[cause].world_rank, peers[cause].name, text, step=step, dead=False)
 
     def _raise(self, failure: GroupFailure) -> NoReturn:
         """Post a failure, and raise the one that was posted first."""
