@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -80,21 +81,27 @@ def test_a_rank_that_arrives_too_late_raises(killable):
 
 
 def waiting_for_a_stopped_rank(report, rank, size, folder, calls):
-    enter(folder, rank, size, timeout=0.5)
+    group = enter(folder, rank, size, timeout=0.5 if rank == 0 else 30.0)  # rank 0 times out first
     dist.barrier()
-    report("ready")
+    tensor = torch.empty(4)
     if rank == 2:
+        if calls == "arrived":
+            control = group._collectives.control
+            before = control._progress
+            dist.all_reduce(tensor, async_op=True)
+            while control._progress == before:
+                time.sleep(0.01)
+        report("ready")
         time.sleep(60)  # it is stopped meanwhile
+    report("ready")
     while not os.path.exists(f"{folder}/stopped"):
         time.sleep(0.01)
-    arriving = torch.empty(4)
     if rank == 1:
-        time.sleep(0.3)  # so that rank 0 times out first, unless it was held up
-        report(error_of(lambda: dist.recv(arriving, 2)))
-    elif calls == "collective":
-        report(error_of(lambda: dist.all_reduce(arriving)))
+        report(error_of(lambda: dist.recv(tensor, 2)))
+    elif calls == "message":
+        report(error_of(lambda: dist.recv(tensor, 1)))
     else:
-        report(error_of(lambda: dist.recv(arriving, 1)))
+        report(error_of(lambda: dist.all_reduce(tensor)))
     dist.destroy_process_group()
 
 
@@ -106,12 +113,21 @@ def stopped_scene(fork, folder, calls):
     return [each.receive() for each in ranks[:2]]
 
 
-@pytest.mark.parametrize("calls", ["collective", "message"])
-def test_a_rank_that_waits_for_a_stopped_one_is_not_blamed(killable, calls):
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        (
+            "missing",
+            "did not arrive within the timeout of 0.5 s (its process is stopped); missing in all: rank 1, rank 2",
+        ),
+        ("arrived", "is stopped (rank 1 did not arrive within the timeout of 0.5 s)"),
+        ("message", "is stopped (rank 1 did not arrive within the timeout of 0.5 s)"),
+    ],
+)
+def test_a_rank_that_waits_for_a_stopped_one_is_not_blamed(killable, calls, expected):
     for kind, text in killable.run_ranks(stopped_scene, calls):
         assert kind == "CollectiveTimeout"
-        assert "rank 2 on host" in text
-        assert "did not arrive within the timeout of 0.5 s (its process is stopped)" in text
+        assert f"rank 2 on host {socket.gethostname()} {expected}, while" in text
 
 
 def failing_during_a_call(report, rank, size, folder):

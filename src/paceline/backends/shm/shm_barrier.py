@@ -214,19 +214,20 @@ class ShmBarrier:
         return GroupFailure(peer.world_rank, peer.name, text, step=step, exit_code=code)
 
     def _timeout_failure(self, missing: Sequence[int], timeout: float) -> GroupFailure:
-        """Return the failure of ranks that did not arrive in time.
+        """Return the failure of a call or message for which these ranks did not arrive in time.
 
-        A stopped rank of the group is at fault, for the others may wait for it themselves; else the first of them.
+        A stopped rank is at fault, one that is missing if possible: others may wait for it. Else the first is.
         """
-        peers = self._peers.peers
-        others = [index for index in range(self.size) if index != self.index]
+        peers, others = self._peers.peers, (index for index in range(self.size) if index != self.index)
         stopped = [index for index in others if self._peers.is_stopped(peers[index].rank)]
-        cause = (stopped or missing)[0]
-        late = sorted({cause, *missing})
-        state = "its process is stopped" if stopped else "its process is alive"
-        names = ", ".join(f"rank {peers[index].world_rank}" for index in late)
-        more = f"; missing in all: {names}" if len(late) > 1 else ""
-        text = f"did not arrive within the timeout of {timeout:g} s ({state}){more}"
+        cause = next((index for index in stopped if index in missing), (stopped or missing)[0])
+        names = ", ".join(f"rank {peers[index].world_rank}" for index in missing)
+        late = f"did not arrive within the timeout of {timeout:g} s"
+        if cause in missing:
+            more = f"; missing in all: {names}" if len(missing) > 1 else ""
+            text = f"{late} (its process is {'stopped' if stopped else 'alive'}){more}"
+        else:
+            text = f"is stopped ({names} {late})"
         step = self.control.step_of(cause)
         return GroupFailure(peers[cause].world_rank, peers[cause].name, text, step=step, dead=False)
 
